@@ -1,0 +1,165 @@
+"""What a plan is: frozen data with SI units, bytes as integers; the JSON that `scaletrain plan --json` prints.
+
+Stable contract `scaletrain.plan/v1`: keys are added, never renamed. Holds no arithmetic beyond sums of its own fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+SCHEMA = "scaletrain.plan/v1"
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters (all, and active per token) and training FLOPs per token (forward and backward, no recompute)."""
+
+    parameters: int
+    active_parameters: int
+    flops_per_token: float
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the job is cut. world_size = data x tensor x pipeline x sequence x context; batch sizes in sequences."""
+
+    world_size: int
+    data_parallel: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    virtual_pipeline: int
+    sequence_parallel: int
+    context_parallel: int
+    expert_parallel: int
+    zero_stage: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    global_batch_size: int
+    activation_checkpointing: str
+    offload: str
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on one rank of one pipeline stage."""
+
+    parameters: int
+    gradients: int
+    optimizer_states: int
+    activations: int
+    logits: int
+    communication_buffers: int
+    framework: int
+    fragmentation: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Memory(StageMemory):
+    """Bytes on the worst rank, against the device's capacity; ``by_stage`` holds the same per pipeline stage."""
+
+    capacity: int
+    fits: bool
+    by_stage: tuple[StageMemory, ...]
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds per optimizer step, and what follows from them. ``mfu`` counts model FLOPs, ``hfu`` recompute too."""
+
+    step: float
+    compute: float
+    exposed_communication: float
+    bubble: float
+    optimizer: float
+    data_wait: float
+    tokens_per_second: float
+    tokens_per_second_per_gpu: float
+    mfu: float
+    hfu: float
+    to_train: float
+
+
+@dataclass(frozen=True)
+class PerStepBytes:
+    """Bytes that one rank sends per optimizer step, by axis of parallelism."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    sequence: int
+    expert: int
+
+
+@dataclass(frozen=True)
+class Network:
+    """Traffic of one rank."""
+
+    per_step_bytes: PerStepBytes
+
+
+@dataclass(frozen=True)
+class Durability:
+    """Checkpoint size and cadence (Young 1974; Daly 2006), and what interruptions leave of the time."""
+
+    checkpoint_bytes: int
+    save_seconds: float
+    interval_steps: int
+    interval_seconds: float
+    expected_goodput: float
+    grace_ok: bool
+
+
+@dataclass(frozen=True)
+class Cost:
+    """US dollars of the whole run; None where no price is known."""
+
+    price_per_gpu_hour: float | None
+    price_source: str
+    on_demand_usd: float | None
+    spot_usd: float | None
+    expected_usd: float | None
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A layout that was considered, and why it was not chosen."""
+
+    layout: Layout
+    step_seconds: float
+    peak_bytes: int
+    fits: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One run, sized: the object that is printed, submitted, asserted on the nodes and compared with what was measured."""
+
+    model: ModelSize
+    layout: Layout
+    memory: Memory
+    time: Time
+    network: Network
+    durability: Durability
+    cost: Cost
+    alternatives: tuple[Alternative, ...] = ()
+    warnings: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    schema: str = SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        """The stable JSON object, ``schema`` first."""
+        data = dataclasses.asdict(self)
+        for row, alternative in zip(data["alternatives"], self.alternatives, strict=True):
+            row.clear()
+            row |= dataclasses.asdict(alternative.layout)
+            row |= {
+                "time": {"step": alternative.step_seconds},
+                "memory": {"peak": alternative.peak_bytes},
+                "fits": alternative.fits,
+                "why": alternative.why,
+            }
+        return {"schema": data.pop("schema"), **data}

@@ -1,0 +1,59 @@
+"""Append-only JSON lines: events.jsonl (what happened to the run) and metrics.jsonl (one line per logged step).
+
+Several processes append to one file, so a line is one ``write`` on an O_APPEND descriptor; a line that a crash cut
+short is skipped by readers and never glued to the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.rundir.paths import RunDir
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Add one JSON object as one line, starting on a fresh line even after a torn one."""
+    line = json.dumps(record, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, b"\n" + line if torn else line)
+    finally:
+        os.close(descriptor)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole JSON object in the file, oldest first; nothing if the file is not there."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def record_event(run: RunDir, event: str, **details: Any) -> None:
+    """Append an event with the wall-clock time (Unix seconds)."""
+    append_line(run.events, {"time": round(time.time(), 3), "event": event, **details})
+
+
+def read_events(run: RunDir) -> list[dict[str, Any]]:
+    """All events, oldest first."""
+    return list(read_lines(run.events))
+
+
+def read_metrics(run: RunDir) -> list[dict[str, Any]]:
+    """Metrics by step: where a later attempt trained a step again, its line replaces the earlier one."""
+    by_step = {record["step"]: record for record in read_lines(run.metrics) if isinstance(record.get("step"), int)}
+    return [by_step[step] for step in sorted(by_step)]

@@ -1,0 +1,98 @@
+"""Names inside a run directory, and where run directories live. Knows nothing of what the files hold."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaletrain_cli.errors import UsageError
+
+_ATTEMPT = re.compile(r"\d{4,}")
+
+
+def runs_root() -> Path:
+    """``$SCALETRAIN_RUNS``, or ``./runs``."""
+    return Path(os.environ.get("SCALETRAIN_RUNS") or "runs").absolute()
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run. Creating one of these touches no file."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    @property
+    def record(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def secrets(self) -> Path:
+        """Values of ``secret_env``, mode 0600; nothing else ever holds them."""
+        return self.path / "secrets.json"
+
+    @property
+    def stop_file(self) -> Path:
+        """Written by ``scaletrain cancel``: no further attempt may start."""
+        return self.path / "cancelled"
+
+    def attempt(self, number: int) -> Path:
+        return self.path / "attempts" / f"{number:04d}"
+
+    def attempts(self) -> list[int]:
+        """Numbers of the attempts made so far, in order."""
+        folder = self.path / "attempts"
+        if not folder.is_dir():
+            return []
+        return sorted(int(entry.name) for entry in folder.iterdir() if _ATTEMPT.fullmatch(entry.name))
+
+    def new_attempt(self) -> int:
+        """Claim the next attempt number; two claimants never get the same one."""
+        number = max(self.attempts(), default=0) + 1
+        while True:
+            try:
+                (self.attempt(number) / "logs").mkdir(parents=True)
+                return number
+            except FileExistsError:
+                number += 1
+
+
+def find_run(name: str) -> RunDir:
+    """The run with this id (or unambiguous prefix, or path of its directory). Raises UsageError."""
+    direct = Path(name)
+    if (direct / "run.json").is_file():
+        return RunDir(direct.absolute())
+    root = runs_root()
+    known = list_runs()
+    exact = [run for run in known if run.run_id == name]
+    found = exact or [run for run in known if name and run.run_id.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UsageError(f"{name} matches {len(found)} runs: {', '.join(run.run_id for run in found)}. Give more of it.")
+    raise UsageError(f"no run {name} under {root}. `scaletrain list` shows the runs; $SCALETRAIN_RUNS moves their root.")
+
+
+def list_runs() -> list[RunDir]:
+    """Every run under the runs root, by name."""
+    root = runs_root()
+    if not root.is_dir():
+        return []
+    return [RunDir(entry) for entry in sorted(root.iterdir()) if (entry / "run.json").is_file()]

@@ -1,0 +1,19 @@
+"""The run spec: its schema, loading with line numbers, overrides and JSON Schema. Imports nothing of ours but errors."""
+
+from scaletrain_cli.spec.cluster import AcceleratorSpec, ClusterSpec
+from scaletrain_cli.spec.loading import load_spec, parse_spec
+from scaletrain_cli.spec.model import ModelSpec
+from scaletrain_cli.spec.run import SCHEMA, DataSpec, RunSpec
+from scaletrain_cli.spec.training import TrainingSpec
+
+__all__ = [
+    "SCHEMA",
+    "AcceleratorSpec",
+    "ClusterSpec",
+    "DataSpec",
+    "ModelSpec",
+    "RunSpec",
+    "TrainingSpec",
+    "load_spec",
+    "parse_spec",
+]

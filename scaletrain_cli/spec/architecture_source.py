@@ -1,0 +1,127 @@
+"""Where a model's dimensions come from: a preset, a Hugging Face config.json, or defaults derived from other dimensions.
+
+Works on the raw mapping, before validation, so that a user's own keys always win.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+# Context length that a preset trains at, where the published maximum is a long-context extension.
+_LONGEST_DEFAULT_SEQ_LEN = 8192
+
+# Our family, and the spec keys to take from config.json under another name than their own.
+_LLAMA_KEYS = {"norm_eps": "rms_norm_eps", "num_experts": "num_local_experts"}
+_GPT2_KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+}
+_SAME_NAME = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "rope_theta",
+    "initializer_range",
+    "num_experts_per_tok",
+)
+_FAMILIES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
+    "llama": ("llama", _LLAMA_KEYS, {}),
+    "mistral": ("llama", _LLAMA_KEYS, {}),
+    "mixtral": ("llama", _LLAMA_KEYS, {}),
+    "qwen2": ("llama", _LLAMA_KEYS, {"qkv_bias": True}),
+    "qwen3": ("llama", _LLAMA_KEYS, {"qk_norm": True}),
+    "gpt2": ("gpt", _GPT2_KEYS, {"tie_word_embeddings": True}),
+}
+
+
+class SourceError(ValueError):
+    """A preset or config.json that cannot be used; ``key`` is the spec key to blame."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+@cache
+def presets() -> dict[str, dict[str, Any]]:
+    """Dimensions by preset name, as published by each model's authors."""
+    text = files("scaletrain_cli.spec").joinpath("presets.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
+
+
+def from_hugging_face(path: Path) -> dict[str, Any]:
+    """Model keys of the spec from a Hugging Face ``config.json`` (or the folder that holds it).
+
+    Raises SourceError when the file is not readable or its architecture is not one we train.
+    """
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SourceError("hf_config", f"cannot be read ({error})") from error
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(kind, str) or kind not in _FAMILIES:
+        known = ", ".join(sorted(_FAMILIES))
+        raise SourceError("hf_config", f"has model_type {kind!r}; known: {known}")
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        raise SourceError("hf_config", "has attention_bias or mlp_bias, which no family here trains")
+    family, renamed, fixed = _FAMILIES[kind]
+    found = {key: config[key] for key in _SAME_NAME if key in config}
+    found |= {key: config[theirs] for key, theirs in renamed.items() if theirs in config}
+    return {"family": family, **fixed, **{key: value for key, value in found.items() if value is not None}}
+
+
+def complete(model: dict[str, Any], base_dir: Path) -> dict[str, Any]:
+    """The mapping with preset or config.json under the user's keys, and derived dimensions filled in.
+
+    Raises SourceError. Leaves anything that it does not understand for validation to report.
+    """
+    given = {key: value for key, value in model.items() if key != "hf_config"}
+    if "hf_config" in model:
+        if not isinstance(model["hf_config"], str) or "\0" in model["hf_config"]:
+            raise SourceError("hf_config", "must be the path of a Hugging Face config.json")
+        given = from_hugging_face(base_dir / model["hf_config"]) | given
+    preset = model.get("preset")
+    if preset is not None:
+        if not isinstance(preset, str) or preset not in presets():
+            raise SourceError("preset", f"is not a known preset; known: {', '.join(presets())}")
+        given = presets()[preset] | given
+    return _derived(given)
+
+
+def _derived(given: dict[str, Any]) -> dict[str, Any]:
+    """Fill what follows from other dimensions, as the architectures define it."""
+
+    def whole(key: str) -> int | None:
+        value = given.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+    heads, hidden, seq_len = whole("num_attention_heads"), whole("hidden_size"), whole("seq_len")
+    longest = whole("max_position_embeddings")
+    derived: dict[str, Any] = {}
+    if heads:
+        derived["num_key_value_heads"] = heads
+    if heads and hidden and hidden % heads == 0:
+        derived["head_dim"] = hidden // heads
+    if hidden and given.get("family") == "gpt":
+        derived["intermediate_size"] = 4 * hidden
+    if longest:
+        derived["seq_len"] = min(longest, _LONGEST_DEFAULT_SEQ_LEN)
+    if seq_len:
+        derived["max_position_embeddings"] = seq_len
+    return derived | given

@@ -1,0 +1,119 @@
+"""The cluster section: which scheduler, how many nodes of which accelerator, and on what terms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
+from pydantic_core import PydanticCustomError
+
+from scaletrain_cli.spec.quantities import (
+    AutoBytesPerSecond,
+    AutoWhole,
+    Bytes,
+    BytesPerSecond,
+    NonNegative,
+    Positive,
+    Seconds,
+    Whole,
+)
+from scaletrain_cli.spec.section import Section
+
+# One word for a `#SBATCH` line: no blank, quote, backslash or control character can reach the script.
+SlurmWord = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:=/@%+*\[\]\-&|!()]{1,256}$")]
+
+# Options that the launcher itself sets, or that would break its contract with the run directory.
+SLURM_OWN_OPTIONS = frozenset(
+    "array chdir cpus-per-task error export gpus gpus-per-node gres input job-name kill-on-invalid-dep no-requeue nodes "
+    "ntasks ntasks-per-node open-mode output parsable requeue signal test-only wait wrap partition account qos time "
+    "reservation constraint exclude nodelist mem".split()
+)
+
+
+class SlurmSpec(Section):
+    """Options of the Slurm job. ``extra`` takes any further long option of sbatch, without its dashes."""
+
+    partition: SlurmWord | None = None
+    account: SlurmWord | None = None
+    qos: SlurmWord | None = None
+    time: Seconds | None = None
+    reservation: SlurmWord | None = None
+    constraint: SlurmWord | None = None
+    exclude: SlurmWord | None = None
+    nodelist: SlurmWord | None = None
+    memory_per_node: Bytes | None = None
+    gres_type: SlurmWord | None = Field(default=None, description="type in --gpus-per-node=TYPE:N, e.g. h100")
+    extra: dict[Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9\-]{0,63}$")], SlurmWord | int | bool] = {}
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """(key, message) for each extra option that the launcher sets itself."""
+        for name in sorted(SLURM_OWN_OPTIONS & self.extra.keys()):
+            yield f"extra.{name}", "is set by the launcher or by a field of its own; remove it from extra."
+
+
+class KubernetesSpec(Section):
+    """Where the job goes in a Kubernetes cluster."""
+
+    namespace: str = "default"
+    queue: str | None = None
+    image: str | None = None
+
+
+class AcceleratorSpec(Section):
+    """An accelerator that is not in the catalogue. Rates are dense, per device; bandwidths per direction."""
+
+    name: str
+    memory: Bytes
+    bf16_flops: Positive | None = Field(default=None, le=1e18)
+    fp32_flops: Positive = Field(le=1e18)
+    memory_bandwidth: BytesPerSecond
+    intra_node_bandwidth: BytesPerSecond
+
+
+def _name_or_table(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "name"
+    return "table" if isinstance(value, dict | AcceleratorSpec) else None
+
+
+Accelerator = Annotated[
+    Annotated[str, Tag("name")] | Annotated[AcceleratorSpec, Tag("table")],
+    Discriminator(
+        _name_or_table,
+        custom_error_type="gpu",
+        custom_error_message="must be a name in the hardware catalogue, cpu, or a table that describes one",
+    ),
+]
+
+
+class ClusterSpec(Section):
+    """Nodes, accelerators, links, interruptions and price. ``gpu: cpu`` makes every rank a CPU process."""
+
+    scheduler: Literal["local", "slurm", "kubernetes"] = "local"
+    nodes: Annotated[int, Field(strict=True, ge=1, le=100_000)] = 1
+    gpus_per_node: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1
+    cpus_per_gpu: AutoWhole = "auto"
+    gpu: Accelerator = "cpu"
+    intra_node_bandwidth: AutoBytesPerSecond = "auto"
+    inter_node_bandwidth: BytesPerSecond = 50e9
+    spot: bool = False
+    mean_time_between_interruptions: Seconds | None = None
+    grace_seconds: Seconds = 120.0
+    price_per_gpu_hour: Annotated[
+        NonNegative | Literal["auto"],
+        BeforeValidator(lambda value: value if value == "auto" or isinstance(value, int | float) else _bad_price()),
+    ] = "auto"
+    slurm: SlurmSpec = SlurmSpec()
+    kubernetes: KubernetesSpec = KubernetesSpec()
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """(key, message) for each setting that contradicts another one."""
+        if self.scheduler == "local" and self.nodes != 1:
+            yield "nodes", "must be 1 with scheduler: local, which runs on this machine alone."
+        for key, message in self.slurm.inconsistencies():
+            yield f"slurm.{key}", message
+
+
+def _bad_price() -> Any:
+    raise PydanticCustomError("price", "must be US dollars per GPU and hour, or auto")

@@ -1,0 +1,32 @@
+"""The layout section: how the job is cut over the devices. ``auto`` leaves the choice to the planner."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+
+from scaletrain_cli.spec.quantities import AutoWhole, Whole
+from scaletrain_cli.spec.section import Section
+
+
+def _stage_or_auto(value: Any) -> Any:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 3):
+        return value
+    raise PydanticCustomError("zero_stage", "must be 0, 1, 2, 3 or auto")
+
+
+class LayoutSpec(Section):
+    """Degrees of parallelism; world_size = data x tensor x pipeline x sequence x context."""
+
+    data_parallel: AutoWhole = "auto"
+    tensor_parallel: AutoWhole = "auto"
+    pipeline_parallel: AutoWhole = "auto"
+    virtual_pipeline: Whole = 1
+    sequence_parallel: AutoWhole = "auto"
+    context_parallel: Whole = 1
+    expert_parallel: AutoWhole = "auto"
+    zero_stage: Annotated[int | Literal["auto"], BeforeValidator(_stage_or_auto)] = "auto"
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    offload: Literal["none", "optimizer", "optimizer+params"] = "none"
