@@ -1,0 +1,54 @@
+# The entry points for people and for CI alike. `make` alone lists them.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+# auto: the CUDA build where nvidia-smi finds a GPU, else the CPU build. On a login node without GPUs say TORCH=cuda.
+TORCH ?= auto
+# More for pytest, as in: make test ARGS='-k planner -x'
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/setup-done-$(TORCH)
+
+.PHONY: help setup demo check test slurm-packages bench clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "  make setup TORCH=cpu|cuda      choose the torch build (auto: CUDA where there is a GPU)"
+	@echo "  make test ARGS='-k planner'    hand arguments to pytest"
+
+setup: $(STAMP) ## Create .venv and install everything
+
+$(STAMP): pyproject.toml .ci/install_torch.sh
+	[[ -x $(BIN)/python ]] || $(PYTHON) -m venv $(VENV)
+	@# An older pip downloads whole wheels to answer a dry run, which install_torch.sh relies on being cheap.
+	$(BIN)/python -m pip install --quiet 'pip>=24'
+	.ci/install_torch.sh $(BIN)/python $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[train,slurm,track,dev]'
+	@touch $@
+
+demo: setup ## Plan, submit, preempt and resume a real small run on this machine
+	$(BIN)/python recipes/demo.py
+
+check: setup ## Lint, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: setup slurm-packages ## Run all tests, with a real Slurm where the machine can have one
+	$(BIN)/python -m pytest $(ARGS)
+
+# Root on a machine with apt gets Slurm; elsewhere the Slurm tests skip and say why.
+slurm-packages:
+	@if [[ $$(id -u) == 0 ]] && command -v apt-get >/dev/null; then slurm/install_packages.sh; fi
+
+bench: setup ## Measure every figure that the README claims
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean: ## Remove .venv, caches and builds; never runs/
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './runs/*' -prune -exec rm -rf {} +
