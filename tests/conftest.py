@@ -1,0 +1,85 @@
+"""What every test gets: a clean environment, golden files, and skips that count as failures in CI.
+
+Knows nothing of the package under test, so that collecting the tests costs nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+GOLDEN_FOLDER = Path(__file__).parent / "golden"
+
+# No deadline: on a shared machine a slow example says nothing. In CI the same examples every time.
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+
+
+def in_ci() -> bool:
+    return os.environ.get("CI") == "true"
+
+
+hypothesis.settings.load_profile("ci" if in_ci() else "local")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--accept-goldens", action="store_true", help="write the golden files instead of comparing")
+
+
+@pytest.fixture(autouse=True)
+def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the caller's cluster, runs, settings and W&B login out of the tests.
+
+    A test that talks to a cluster of its own sets that cluster's variables itself, after this.
+    """
+    outside = ("SCALETRAIN_", "SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "WANDB_")
+    launched = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    for name in list(os.environ):
+        if name.startswith(outside) or name in launched:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with ``tests/golden/<name>``; ``pytest --accept-goldens`` writes it instead."""
+    accept = request.config.getoption("--accept-goldens")
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN_FOLDER / name
+        if accept:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        expected = path.read_text(encoding="utf-8") if path.exists() else ""
+        if not path.exists() or text != expected:
+            shown = f"tests/golden/{name}"
+            difference = difflib.unified_diff(
+                expected.splitlines(keepends=True), text.splitlines(keepends=True), shown, "this run"
+            )
+            ended = (line if line.endswith("\n") else f"{line}\n\\ no newline at the end\n" for line in difference)
+            state = "differs" if path.exists() else "does not exist"
+            command = f"pytest --accept-goldens '{request.node.nodeid}'"
+            pytest.fail(f"{shown} {state}:\n{''.join(ended)}\nIf the new text is right: {command}", pytrace=False)
+
+    return compare
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """In CI a Slurm test that skips is a failure: there a real Slurm can always be had."""
+    report = yield
+    expected_failure = hasattr(report, "wasxfail")
+    if report.skipped and not expected_failure and in_ci() and item.get_closest_marker("slurm"):
+        reason = call.excinfo.value if call.excinfo else "no reason given"
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} skipped, but in CI every Slurm test must run: {reason}"
+    return report

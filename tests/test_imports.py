@@ -1,0 +1,263 @@
+"""The architecture: which room may import which, and what a verb that only reads may load.
+
+The import graph is read with ``ast`` from the files as they are; nothing is imported for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parent.parent
+PACKAGE = "scaletrain_cli"
+RECIPE = "recipes/llama-10m-cpu.yaml"
+
+# Beside these, every room may import `errors` and the version in the package's own __init__.
+ROOMS_ALLOWED = {
+    "__main__": {"cli"},
+    "cli": {"ui", "launch", "plan", "spec", "rundir"},
+    "ui": {"launch", "plan", "spec", "rundir"},
+    "launch": {"plan", "spec", "rundir"},
+    "engine": {"plan", "spec", "rundir"},
+    "rundir": {"plan", "spec"},
+    "plan": {"spec"},
+    "spec": set(),
+    "errors": set(),
+    "__init__": set(),
+}
+# What a room may use beyond the standard library: each library has one home, and plan has none.
+LIBRARIES_ALLOWED = {
+    "cli": {"click", "typer"},
+    "ui": {"rich"},
+    "launch": {"kubernetes", "submitit"},
+    "engine": {"deepspeed", "numpy", "tokenizers", "torch", "wandb"},
+    "rundir": {"pydantic"},
+    "spec": {"pydantic", "pydantic_core", "ruamel"},
+}
+HEAVY = {"deepspeed", "kubernetes", "numpy", "submitit", "torch", "wandb"}
+
+HELP_CPU_LIMIT_SECONDS = 0.200
+
+
+@dataclass(frozen=True)
+class Import:
+    file: str  # relative to the project
+    line: int
+    room: str  # of the file that imports
+    target: str  # dotted module
+    name: str | None  # the name taken from the target, if any
+    at_module_level: bool
+
+    @property
+    def top(self) -> str:
+        return self.target.partition(".")[0]
+
+    @property
+    def target_room(self) -> str | None:
+        """The room that is imported; None outside the package."""
+        parts = self.target.split(".")
+        if parts[0] != PACKAGE:
+            return None
+        return parts[1] if len(parts) > 1 else "__init__"
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.room} imports {self.target}" + (f".{self.name}" if self.name else "")
+
+
+def imports_of(project: Path) -> Iterator[Import]:
+    for path in sorted((project / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(project).with_suffix("").parts
+        # `a/__init__.py` is the package `a`, and a relative import in it starts from there.
+        module, package = (parts[:-1], parts[:-1]) if parts[-1] == "__init__" else (parts, parts[:-1])
+        room = module[1] if len(module) > 1 else "__init__"
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        for node, at_module_level in walk(tree, at_module_level=True):
+            for target, name in targets(node, package):
+                if target == PACKAGE and name and (name in ROOMS_ALLOWED or is_module(project / PACKAGE / name)):
+                    target, name = f"{PACKAGE}.{name}", None
+                yield Import(
+                    str(path.relative_to(project)), getattr(node, "lineno", 0), room, target, name, at_module_level
+                )
+
+
+def is_module(path: Path) -> bool:
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def walk(node: ast.AST, at_module_level: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """Every node, and whether it runs when the module is imported (type-checking blocks and functions do not)."""
+    for child in ast.iter_child_nodes(node):
+        runs = at_module_level and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield child, runs
+        if isinstance(child, ast.If) and ast.unparse(child.test).rpartition(".")[2] == "TYPE_CHECKING":
+            for statement in child.body:
+                yield statement, False
+                yield from walk(statement, False)
+            for statement in child.orelse:
+                yield statement, runs
+                yield from walk(statement, runs)
+        else:
+            yield from walk(child, runs)
+
+
+def targets(node: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
+    """The modules that a statement imports, with the name that it takes from each; absolute."""
+    match node:
+        case ast.Import():
+            yield from ((alias.name, None) for alias in node.names)
+        case ast.ImportFrom():
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            target = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((target, alias.name) for alias in node.names)
+        case ast.Call(
+            func=ast.Name(id="__import__" | "import_module") | ast.Attribute(attr="import_module"),
+            args=[ast.Constant(value=str(target)), *_],
+        ):
+            yield target, None
+
+
+def violations(project: Path) -> list[str]:
+    """Every broken rule, one line each."""
+    return [f"{found}: {rule}" for found in imports_of(project) for rule in broken_rules(found)]
+
+
+def broken_rules(found: Import) -> Iterator[str]:
+    room, target_room = found.room, found.target_room
+    if room not in ROOMS_ALLOWED:
+        yield f"the design knows no room {room!r}; it knows {', '.join(ROOMS_ALLOWED)}"
+        return
+    if target_room is None:
+        if found.top in HEAVY and found.at_module_level and room != "engine":
+            yield "heavy, so outside engine import it inside the function that needs it"
+        allowed = LIBRARIES_ALLOWED.get(room, set())
+        if found.top not in sys.stdlib_module_names | allowed:
+            yield f"of libraries {room} may use {', '.join(sorted(allowed)) or 'the standard one only'}"
+        return
+    if target_room not in {room, "errors", "__init__"} | ROOMS_ALLOWED[room]:
+        yield f"{room} may import {', '.join(sorted(ROOMS_ALLOWED[room])) or 'no other room'}"
+    elif room == "ui" and target_room in ROOMS_ALLOWED["ui"] and not (found.name or "")[:1].isupper():
+        yield "ui shows what it is given: of other rooms it may take classes only"
+
+
+def test_every_room_imports_only_what_the_design_allows() -> None:
+    assert not violations(PROJECT), "\n" + "\n".join(violations(PROJECT))
+
+
+def test_every_folder_of_the_package_is_a_room_of_the_design() -> None:
+    found = {path.stem for path in (PROJECT / PACKAGE).iterdir() if path.is_dir() or path.suffix == ".py"}
+    assert found - {"__pycache__"} <= set(ROOMS_ALLOWED)
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "expected"),
+    [
+        ("plan/memory.py", "import scaletrain_cli.launch.slurm", "plan may import spec"),
+        ("plan/memory.py", "from scaletrain_cli import engine", "plan may import spec"),
+        ("plan/memory.py", "from ..rundir import records", "plan may import spec"),
+        ("plan/__init__.py", "from ..rundir import records", "plan may import spec"),
+        ("plan/memory.py", "import pydantic", "plan may use the standard one only"),
+        ("spec/run.py", "def load():\n    from scaletrain_cli.plan import make_plan", "spec may import no other room"),
+        ("launch/local.py", "import importlib\nimportlib.import_module('scaletrain_cli.engine.train')", "launch may"),
+        ("launch/local.py", "import rich.table", "launch may use kubernetes, submitit"),
+        ("launch/local.py", "from scaletrain_cli.cli.main import app", "launch may import plan, rundir, spec"),
+        ("launch/probe.py", "try:\n    import submitit\nexcept ImportError:\n    pass", "heavy"),
+        ("launch/probe.py", "class Probe:\n    import submitit", "heavy"),
+        ("launch/probe.py", "def probe():\n    import torch", "launch may use"),
+        ("engine/train.py", "from scaletrain_cli.launch import agent", "engine may import plan, rundir, spec"),
+        ("ui/tables.py", "from scaletrain_cli.plan import make_plan", "classes only"),
+        ("ui/tables.py", "import scaletrain_cli.plan", "classes only"),
+        ("errors.py", "from scaletrain_cli.spec import RunSpec", "errors may import no other room"),
+        ("utils/text.py", "import os", "knows no room 'utils'"),
+    ],
+)
+def test_a_broken_rule_is_found(tmp_path: Path, file: str, source: str, expected: str) -> None:
+    write_module(tmp_path, file, source)
+    assert any(expected in line for line in violations(tmp_path)), violations(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("plan/memory.py", "import math\nfrom scaletrain_cli.spec.model import Model\nfrom .compute import flops"),
+        (
+            "plan/memory.py",
+            "from scaletrain_cli import __version__, errors\nfrom scaletrain_cli.errors import Problem",
+        ),
+        ("launch/probe.py", "def probe():\n    import submitit"),
+        ("launch/probe.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import submitit"),
+        ("engine/train.py", "import torch\nimport deepspeed\nfrom scaletrain_cli.rundir import events"),
+        ("ui/tables.py", "import rich.table\nfrom scaletrain_cli.plan import RunPlan"),
+        ("cli/plan.py", "import typer\nfrom scaletrain_cli.plan import make_plan\nfrom scaletrain_cli import ui"),
+        ("__main__.py", "from scaletrain_cli.cli import main"),
+    ],
+)
+def test_a_kept_rule_is_not_reported(tmp_path: Path, file: str, source: str) -> None:
+    for room in ("cli", "engine", "launch", "plan", "spec", "ui"):
+        write_module(tmp_path, f"{room}/__init__.py", "")
+    write_module(tmp_path, "errors.py", "")
+    write_module(tmp_path, file, source)
+    assert violations(tmp_path) == []
+
+
+def write_module(project: Path, file: str, source: str) -> None:
+    path = project / PACKAGE / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["plan", RECIPE],
+        ["plan", RECIPE, "--json"],
+        ["validate", RECIPE],
+        ["schema"],
+        ["list"],
+    ],
+    ids=" ".join,
+)
+def test_a_verb_that_reads_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
+    report = tmp_path / "modules.json"
+    program = (
+        "import json, pathlib, sys\n"
+        f"from {PACKAGE}.__main__ import main\n"
+        "report, *sys.argv[1:] = sys.argv[1:]\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    pathlib.Path(report).write_text(json.dumps(sorted(sys.modules)))\n"
+    )
+    command = [sys.executable, "-c", program, str(report), *arguments]
+    result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    loaded = json.loads(report.read_text(encoding="utf-8"))
+    assert [name for name in loaded if name.partition(".")[0] in HEAVY] == []
+    assert [name for name in loaded if name.startswith(f"{PACKAGE}.engine")] == []
+
+
+def test_help_costs_little_cpu() -> None:
+    script = Path(sys.executable).with_name("scaletrain")
+    command = [str(script), "--help"] if script.exists() else [sys.executable, "-m", PACKAGE, "--help"]
+    best = min(cpu_seconds(command) for _ in range(5))
+    assert best <= HELP_CPU_LIMIT_SECONDS, f"{' '.join(command)} took {best:.3f} s of CPU"
+
+
+def cpu_seconds(command: list[str]) -> float:
+    """User and system time of one child process, so that a busy machine does not count."""
+    process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    process.stderr.close()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, errors.decode()
+    return usage.ru_utime + usage.ru_stime
