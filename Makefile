@@ -25,7 +25,7 @@ setup: $(STAMP) ## Create .venv and install everything
 
 $(STAMP): pyproject.toml .ci/install_torch.sh
 	[[ -x $(BIN)/python ]] || $(PYTHON) -m venv $(VENV)
-	@# An older pip downloads whole wheels to answer a dry run, which install_torch.sh relies on being cheap.
+	@# install_torch.sh asks pip for a dry run; an older pip downloads the whole wheel to answer one.
 	$(BIN)/python -m pip install --quiet 'pip>=24'
 	.ci/install_torch.sh $(BIN)/python $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[train,slurm,track,dev]'

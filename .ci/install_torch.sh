@@ -3,8 +3,8 @@
 # usage: install_torch.sh PYTHON [auto|cpu|cuda]
 #
 # On Linux, plain `pip install torch` brings several gigabytes of CUDA libraries. A machine with a GPU needs them; a
-# laptop, a login node or a CI runner does not. pip is asked first what it would install (it reads metadata only), so
-# a mirror or a local wheel that already offers a CPU build is used as it is.
+# laptop, a login node or a CI runner does not. There, pip is asked first which torch it would install, so that a mirror
+# or a local wheel that already offers a CPU build is used as it is.
 set -euo pipefail
 
 readonly version=2.13.0
@@ -16,12 +16,14 @@ installed() { "$python" -c 'import importlib.metadata as m; print(m.version("tor
 
 has_gpu() { [[ $(nvidia-smi -L 2>/dev/null || true) == *GPU* ]]; }
 
-# --ignore-installed: the question is what the index offers, whatever is here already.
+# Asks for torch alone and reads its requirements: an index without separate metadata makes pip download whole wheels
+# to answer, and the CUDA libraries must not be among them. --ignore-installed: what is offered, whatever is here.
 index_offers_cuda() {
-    "$python" -m pip install --dry-run --ignore-installed --quiet --report - "torch==$version" | "$python" -c '
+    "$python" -m pip install --dry-run --no-deps --ignore-installed --quiet --report - "torch==$version" |
+        "$python" -c '
 import json, sys
-names = [item["metadata"]["name"].lower().replace("_", "-") for item in json.load(sys.stdin)["install"]]
-print(any(name.startswith(("nvidia-", "cuda-")) for name in names))'
+requirements = json.load(sys.stdin)["install"][0]["metadata"].get("requires_dist", [])
+print(any(requirement.startswith(("nvidia-", "cuda-")) for requirement in requirements))'
 }
 
 case $build in
@@ -43,7 +45,8 @@ case $build in
 esac
 
 if [[ $build == cpu ]]; then
-    offers_cuda=$(index_offers_cuda)
+    offers_cuda=False
+    if [[ $(uname -s) == Linux ]]; then offers_cuda=$(index_offers_cuda); fi
     if [[ $offers_cuda == True ]]; then
         # +cpu is spelled out because an installed CUDA build satisfies the bare version.
         "$python" -m pip install --quiet --index-url "$cpu_index" "torch==$version+cpu"
