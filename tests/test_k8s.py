@@ -1,0 +1,96 @@
+"""The objects in k8s/ refer to one another by name, and nothing but a cluster would notice a name that is wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+PROJECT = Path(__file__).parent.parent
+KUBERNETES = PROJECT / "k8s"
+FILES = sorted(KUBERNETES.glob("*.yaml"))
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(YAML(typ="safe").load_all((KUBERNETES / name).read_text(encoding="utf-8")))
+
+
+def objects() -> dict[tuple[str, str], dict[str, Any]]:
+    """Every Kubernetes object of the folder by (kind, name)."""
+    found = [document for path in FILES if path.name != "gpu-operator-values.yaml" for document in documents(path.name)]
+    by_name = {(document["kind"], document["metadata"]["name"]): document for document in found}
+    assert len(by_name) == len(found), "two objects of one kind and name"
+    return by_name
+
+
+def of_kind(kind: str) -> dict[str, dict[str, Any]]:
+    return {name: document for (found, name), document in objects().items() if found == kind}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_file_is_yaml_that_helm_or_kubectl_can_read(path: Path) -> None:
+    for document in documents(path.name):
+        assert isinstance(document, dict)
+        if path.name != "gpu-operator-values.yaml":
+            assert {"apiVersion", "kind", "metadata"} <= document.keys()
+
+
+def test_the_queue_reaches_flavors_with_quota_for_every_resource() -> None:
+    flavors, topologies = of_kind("ResourceFlavor"), of_kind("Topology")
+    for queue in of_kind("LocalQueue").values():
+        cluster_queue = of_kind("ClusterQueue")[queue["spec"]["clusterQueue"]]
+        assert ("Namespace", queue["metadata"]["namespace"]) in objects()
+        selected = cluster_queue["spec"]["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+        assert selected == queue["metadata"]["namespace"]
+        for group in cluster_queue["spec"]["resourceGroups"]:
+            for flavor in group["flavors"]:
+                assert flavor["name"] in flavors
+                assert [resource["name"] for resource in flavor["resources"]] == group["coveredResources"]
+    for flavor in flavors.values():
+        assert flavor["spec"]["topologyName"] in topologies
+
+
+def test_spot_comes_first_and_only_spot_is_tainted() -> None:
+    flavors = of_kind("ResourceFlavor")
+    (group,) = of_kind("ClusterQueue")["training"]["spec"]["resourceGroups"]
+    first, second = (flavors[flavor["name"]]["spec"] for flavor in group["flavors"])
+    assert first["nodeTaints"]
+    assert "nodeTaints" not in second
+
+
+def test_the_gpu_operator_tolerates_every_taint_of_a_gpu_node() -> None:
+    (values,) = documents("gpu-operator-values.yaml")
+    taints = {
+        taint["key"] for flavor in of_kind("ResourceFlavor").values() for taint in flavor["spec"].get("nodeTaints", [])
+    }
+    for operand in (values["daemonsets"], values["node-feature-discovery"]["worker"]):
+        assert {"nvidia.com/gpu", *taints} <= {toleration["key"] for toleration in operand["tolerations"]}
+
+
+def test_the_two_kinds_of_priority_class_agree() -> None:
+    for_jobs, for_pods = of_kind("WorkloadPriorityClass"), of_kind("PriorityClass")
+    assert {name: job["value"] for name, job in for_jobs.items()} == {
+        name: pod["value"] for name, pod in for_pods.items()
+    }
+    assert all(pod["preemptionPolicy"] == "Never" for pod in for_pods.values())
+
+
+def test_every_binding_names_a_role_that_exists_and_no_role_can_do_everything() -> None:
+    for binding in [*of_kind("RoleBinding").values(), *of_kind("ClusterRoleBinding").values()]:
+        assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) in objects()
+    for role in [*of_kind("Role").values(), *of_kind("ClusterRole").values()]:
+        for rule in role["rules"]:
+            assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
+            assert "secrets" not in rule["resources"]
+    assert all(account["automountServiceAccountToken"] is False for account in of_kind("ServiceAccount").values())
+
+
+def test_the_image_runs_without_root_and_copies_only_what_is_there() -> None:
+    text = (KUBERNETES / "Dockerfile").read_text(encoding="utf-8")
+    assert re.search(r"^USER 1000$", text, re.MULTILINE)
+    assert re.search(r"^ENTRYPOINT \[", text, re.MULTILINE), "the shell form would swallow SIGTERM"
+    copied = [source for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE) for source in line.split()]
+    assert [source for source in copied if not (PROJECT / source).exists()] == []
