@@ -38,7 +38,7 @@ LIBRARIES_ALLOWED = {
     "cli": {"click", "typer"},
     "ui": {"rich"},
     "launch": {"kubernetes", "submitit"},
-    "engine": {"deepspeed", "numpy", "tokenizers", "torch", "wandb"},
+    "engine": {"deepspeed", "numpy", "pyarrow", "tokenizers", "torch", "wandb"},
     "rundir": {"pydantic"},
     "spec": {"pydantic", "pydantic_core", "ruamel"},
 }
