@@ -1,6 +1,8 @@
-"""The run spec: its schema, loading with line numbers, overrides and JSON Schema. Imports nothing of ours but errors."""
+"""The run spec: its schema, loading with line numbers, overrides and JSON Schema. Of ours it imports only errors."""
 
+from scaletrain_cli.spec.architecture_source import presets
 from scaletrain_cli.spec.cluster import AcceleratorSpec, ClusterSpec
+from scaletrain_cli.spec.json_schema import json_schema
 from scaletrain_cli.spec.loading import load_spec, parse_spec
 from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.run import SCHEMA, DataSpec, RunSpec
@@ -14,6 +16,8 @@ __all__ = [
     "ModelSpec",
     "RunSpec",
     "TrainingSpec",
+    "json_schema",
     "load_spec",
     "parse_spec",
+    "presets",
 ]

@@ -1,4 +1,4 @@
-"""Where a model's dimensions come from: a preset, a Hugging Face config.json, or defaults derived from other dimensions.
+"""Where a model's dimensions come from: a preset, a Hugging Face config.json, or other dimensions that imply them.
 
 Works on the raw mapping, before validation, so that a user's own keys always win.
 """
@@ -13,6 +13,8 @@ from typing import Any
 
 # Context length that a preset trains at, where the published maximum is a long-context extension.
 _LONGEST_DEFAULT_SEQ_LEN = 8192
+
+_LARGEST_CONFIG_BYTES = 1_000_000
 
 # Our family, and the spec keys to take from config.json under another name than their own.
 _LLAMA_KEYS = {"norm_eps": "rms_norm_eps", "num_experts": "num_local_experts"}
@@ -66,24 +68,43 @@ def presets() -> dict[str, dict[str, Any]]:
 def from_hugging_face(path: Path) -> dict[str, Any]:
     """Model keys of the spec from a Hugging Face ``config.json`` (or the folder that holds it).
 
-    Raises SourceError when the file is not readable or its architecture is not one we train.
+    What only matters to a finished model is left out: rope_scaling stretches the context after training, and a sliding
+    window is trained as full attention. Raises SourceError when the file is not readable or its architecture is not
+    one we train.
     """
-    if path.is_dir():
-        path = path / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SourceError("hf_config", f"cannot be read ({error})") from error
-    kind = config.get("model_type") if isinstance(config, dict) else None
+    config = _read_config(path)
+    kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FAMILIES:
         known = ", ".join(sorted(_FAMILIES))
-        raise SourceError("hf_config", f"has model_type {kind!r}; known: {known}")
+        raise SourceError("hf_config", f"has model_type {str(kind)[:80]!r}; known: {known}")
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise SourceError("hf_config", "has attention_bias or mlp_bias, which no family here trains")
     family, renamed, fixed = _FAMILIES[kind]
+    activation = config.get("hidden_act", "silu")
+    if family == "llama" and activation not in ("silu", "swish"):
+        raise SourceError("hf_config", f"has hidden_act {str(activation)[:80]!r}; {family} trains silu alone")
+    rope = config.get("rope_parameters")  # where transformers 5 keeps rope_theta
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        config = {"rope_theta": rope["rope_theta"], **config}
     found = {key: config[key] for key in _SAME_NAME if key in config}
     found |= {key: config[theirs] for key, theirs in renamed.items() if theirs in config}
     return {"family": family, **fixed, **{key: value for key, value in found.items() if value is not None}}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        if path.is_dir():
+            path = path / "config.json"
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_CONFIG_BYTES + 1)
+        config = json.loads(data) if len(data) <= _LARGEST_CONFIG_BYTES else None
+    except OSError as error:
+        raise SourceError("hf_config", f"cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise SourceError("hf_config", "is not JSON") from error
+    if not isinstance(config, dict):
+        raise SourceError("hf_config", "is not a Hugging Face config.json, which holds one JSON object")
+    return config
 
 
 def complete(model: dict[str, Any], base_dir: Path) -> dict[str, Any]:

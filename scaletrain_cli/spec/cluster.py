@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
+from pydantic import Discriminator, Field, PlainValidator, StringConstraints, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.spec.quantities import (
@@ -13,21 +14,55 @@ from scaletrain_cli.spec.quantities import (
     AutoWhole,
     Bytes,
     BytesPerSecond,
-    NonNegative,
-    Positive,
+    FlopsPerSecond,
+    PositiveBytes,
+    PositiveSeconds,
     Seconds,
-    Whole,
+    Text,
+    or_word,
 )
 from scaletrain_cli.spec.section import Section
 
+_SLURM_WORD = r"[A-Za-z0-9_.,:=/@%+*\[\]\-&|!()]{1,256}"
+
+
+def _slurm_word(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(_SLURM_WORD, value):
+        raise PydanticCustomError(
+            "slurm_word", "must be one word of letters, digits and _.,:=/@%+*[]-&|!() that goes into a #SBATCH line"
+        )
+    return value
+
+
+def _slurm_value(value: Any) -> str | int | bool:
+    return value if isinstance(value, int) else _slurm_word(value)
+
+
+def _price(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e6:
+        raise PydanticCustomError("price", "must be US dollars per GPU and hour")
+    return float(value)
+
+
 # One word for a `#SBATCH` line: no blank, quote, backslash or control character can reach the script.
-SlurmWord = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:=/@%+*\[\]\-&|!()]{1,256}$")]
+SlurmWord = Annotated[
+    str, PlainValidator(_slurm_word), WithJsonSchema({"type": "string", "pattern": f"^{_SLURM_WORD}$"})
+]
+Price = Annotated[
+    float | Literal["auto"],
+    or_word("auto", _price),
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"const": "auto"}]}),
+]
+SlurmOption = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9\-]{0,63}$")]
+SlurmValue = Annotated[
+    str | int | bool, PlainValidator(_slurm_value), WithJsonSchema({"type": ["string", "integer", "boolean"]})
+]
 
 # Options that the launcher itself sets, or that would break its contract with the run directory.
 SLURM_OWN_OPTIONS = frozenset(
-    "array chdir cpus-per-task error export gpus gpus-per-node gres input job-name kill-on-invalid-dep no-requeue nodes "
-    "ntasks ntasks-per-node open-mode output parsable requeue signal test-only wait wrap partition account qos time "
-    "reservation constraint exclude nodelist mem".split()
+    "array chdir cpus-per-task error export gpus gpus-per-node gres input job-name kill-on-invalid-dep no-requeue "
+    "nodes ntasks ntasks-per-node open-mode output parsable requeue signal test-only wait wrap partition account qos "
+    "time reservation constraint exclude nodelist mem".split()
 )
 
 
@@ -37,14 +72,14 @@ class SlurmSpec(Section):
     partition: SlurmWord | None = None
     account: SlurmWord | None = None
     qos: SlurmWord | None = None
-    time: Seconds | None = None
+    time: PositiveSeconds | None = None
     reservation: SlurmWord | None = None
     constraint: SlurmWord | None = None
     exclude: SlurmWord | None = None
     nodelist: SlurmWord | None = None
     memory_per_node: Bytes | None = None
     gres_type: SlurmWord | None = Field(default=None, description="type in --gpus-per-node=TYPE:N, e.g. h100")
-    extra: dict[Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9\-]{0,63}$")], SlurmWord | int | bool] = {}
+    extra: dict[SlurmOption, SlurmValue] = {}
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """(key, message) for each extra option that the launcher sets itself."""
@@ -55,18 +90,18 @@ class SlurmSpec(Section):
 class KubernetesSpec(Section):
     """Where the job goes in a Kubernetes cluster."""
 
-    namespace: str = "default"
-    queue: str | None = None
-    image: str | None = None
+    namespace: Text = "default"
+    queue: Text | None = None
+    image: Text | None = None
 
 
 class AcceleratorSpec(Section):
     """An accelerator that is not in the catalogue. Rates are dense, per device; bandwidths per direction."""
 
-    name: str
-    memory: Bytes
-    bf16_flops: Positive | None = Field(default=None, le=1e18)
-    fp32_flops: Positive = Field(le=1e18)
+    name: Text
+    memory: PositiveBytes
+    bf16_flops: FlopsPerSecond | None = None
+    fp32_flops: FlopsPerSecond
     memory_bandwidth: BytesPerSecond
     intra_node_bandwidth: BytesPerSecond
 
@@ -98,12 +133,9 @@ class ClusterSpec(Section):
     intra_node_bandwidth: AutoBytesPerSecond = "auto"
     inter_node_bandwidth: BytesPerSecond = 50e9
     spot: bool = False
-    mean_time_between_interruptions: Seconds | None = None
+    mean_time_between_interruptions: PositiveSeconds | None = None
     grace_seconds: Seconds = 120.0
-    price_per_gpu_hour: Annotated[
-        NonNegative | Literal["auto"],
-        BeforeValidator(lambda value: value if value == "auto" or isinstance(value, int | float) else _bad_price()),
-    ] = "auto"
+    price_per_gpu_hour: Price = "auto"
     slurm: SlurmSpec = SlurmSpec()
     kubernetes: KubernetesSpec = KubernetesSpec()
 
@@ -113,7 +145,3 @@ class ClusterSpec(Section):
             yield "nodes", "must be 1 with scheduler: local, which runs on this machine alone."
         for key, message in self.slurm.inconsistencies():
             yield f"slurm.{key}", message
-
-
-def _bad_price() -> Any:
-    raise PydanticCustomError("price", "must be US dollars per GPU and hour, or auto")

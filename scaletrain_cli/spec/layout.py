@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.spec.quantities import AutoWhole, Whole
@@ -17,6 +17,11 @@ def _stage_or_auto(value: Any) -> Any:
     raise PydanticCustomError("zero_stage", "must be 0, 1, 2, 3 or auto")
 
 
+ZeroStage = Annotated[
+    int | Literal["auto"], PlainValidator(_stage_or_auto), WithJsonSchema({"enum": [0, 1, 2, 3, "auto"]})
+]
+
+
 class LayoutSpec(Section):
     """Degrees of parallelism; world_size = data x tensor x pipeline x sequence x context."""
 
@@ -27,6 +32,6 @@ class LayoutSpec(Section):
     sequence_parallel: AutoWhole = "auto"
     context_parallel: Whole = 1
     expert_parallel: AutoWhole = "auto"
-    zero_stage: Annotated[int | Literal["auto"], BeforeValidator(_stage_or_auto)] = "auto"
+    zero_stage: ZeroStage = "auto"
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     offload: Literal["none", "optimizer", "optimizer+params"] = "none"

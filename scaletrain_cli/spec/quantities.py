@@ -1,38 +1,50 @@
-"""Numbers with units as people write them: ``80GB``, ``30m``, ``300B``. Knows nothing of the spec that uses them."""
+"""Numbers with units as people write them: ``80GB``, ``30m``, ``300B``. Knows nothing of the spec that uses them.
+
+Each type checks its whole input itself, so that a wrong value is one problem and not one per branch of a union; its
+JSON Schema is what a file may hold.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*")
+_SPAN = re.compile(r"(?:\d+(?:\.\d+)?[A-Za-z]+\s*){2,}")
+_SPAN_PART = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]+)")
+_CLOCK = re.compile(r"(?:(\d{1,4})-)?(\d{1,4}):([0-5]\d):([0-5]\d)")
 
 _BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _BYTE_UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
 _SECOND_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-# Case decides between million and a metre-like "m" nowhere here, so both cases are taken.
+# Nothing is counted in thousandths, so m is a million as M is.
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_RATE_UNITS = {f"{unit}/s": factor for unit, factor in _BYTE_UNITS.items() if unit}
+_RATE_UNITS = {"": 1} | {f"{unit}/s": factor for unit, factor in _BYTE_UNITS.items() if unit}
+_FLOPS_UNITS = {"": 1, "tflops": 10**12, "pflops": 10**15}
 
 LARGEST = 10**18  # above every real byte, token and second count; keeps float arithmetic finite
+LARGEST_WHOLE = 10**9
 
 
-def _parse(value: Any, units: dict[str, int], what: str, example: str) -> Any:
+def _parse(value: Any, units: dict[str, int], what: str, example: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise PydanticCustomError("quantity", f"must be {what}, such as {example}")
     if isinstance(value, str):
         match = _NUMBER.fullmatch(value)
         if match is None or match[2].lower() not in units:
-            known = ", ".join(unit for unit in units if unit)
-            raise PydanticCustomError("quantity", f"must be {what}, such as {example} (units: {known})")
-        value = float(match[1]) * units[match[2].lower()]
-    if not 0 <= value <= LARGEST:
+            raise PydanticCustomError("quantity", f"must be {what}, such as {example}")
+        number: float = float(match[1]) * units[match[2].lower()]
+    else:
+        number = value
+    if not 0 <= number <= LARGEST:
         raise PydanticCustomError("quantity", f"must be {what} between 0 and 1e18, such as {example}")
-    return value
+    return number
 
 
 def parse_bytes(value: Any) -> int:
@@ -41,8 +53,15 @@ def parse_bytes(value: Any) -> int:
 
 
 def parse_seconds(value: Any) -> float:
-    """Seconds from ``90``, ``30m``, ``24h``, ``7d``. Raises PydanticCustomError."""
-    return float(_parse(value, _SECOND_UNITS, "a duration", "90s, 30m or 24h"))
+    """Seconds from ``90``, ``30m``, ``1h30m`` or Slurm's ``24:00:00``, ``2-12:00:00``. Raises PydanticCustomError."""
+    example = "90s, 30m, 24h or 24:00:00"
+    if isinstance(value, str) and (clock := _CLOCK.fullmatch(value.strip())):
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if isinstance(value, str) and _SPAN.fullmatch(value.strip()):
+        parts = _SPAN_PART.findall(value)
+        return math.fsum(float(_parse(f"{n}{unit}", _SECOND_UNITS, "a duration", example)) for n, unit in parts)
+    return float(_parse(value, _SECOND_UNITS, "a duration", example))
 
 
 def parse_count(value: Any) -> int:
@@ -52,41 +71,80 @@ def parse_count(value: Any) -> int:
 
 def parse_bandwidth(value: Any) -> float:
     """Bytes per second from ``50GB/s`` or a plain number. Raises PydanticCustomError."""
-    return float(_parse(value, {"": 1, **_RATE_UNITS}, "a bandwidth in bytes per second", "50GB/s"))
+    return float(_parse(value, _RATE_UNITS, "a bandwidth in bytes per second", "50GB/s"))
 
 
-def _or_auto(value: Any, parse: Any) -> Any:
-    return "auto" if value == "auto" else parse(value)
+def parse_flops(value: Any) -> float:
+    """Operations per second from ``989TFLOPS`` or a plain number. Raises PydanticCustomError."""
+    return float(_parse(value, _FLOPS_UNITS, "a rate of floating-point operations", "989TFLOPS or 989e12"))
 
 
-def _whole_or_auto(value: Any) -> Any:
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 10**9):
-        return value
-    raise PydanticCustomError("whole_or_auto", "must be a whole number of at least 1, or auto")
+def parse_whole(value: Any, minimum: int = 1) -> int:
+    """A whole number; not ``true``, which Python takes for 1. Raises PydanticCustomError."""
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= LARGEST_WHOLE:
+        raise PydanticCustomError("whole", f"must be a whole number of at least {minimum}")
+    return value
 
 
-_QUANTITY_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "number", "minimum": 0}, {"type": "string"}]}
+def _above_zero(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def checked(value: Any) -> Any:
+        parsed = parse(value)
+        if parsed <= 0:
+            raise PydanticCustomError("above_zero", "must be above 0")
+        return parsed
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(json_schema_extra=_QUANTITY_SCHEMA)]
-Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(json_schema_extra=_QUANTITY_SCHEMA)]
-Count = Annotated[int, BeforeValidator(parse_count), Field(ge=1, json_schema_extra=_QUANTITY_SCHEMA)]
-BytesPerSecond = Annotated[float, BeforeValidator(parse_bandwidth), Field(gt=0, json_schema_extra=_QUANTITY_SCHEMA)]
+    return checked
+
+
+def or_word(word: str, parse: Callable[[Any], Any]) -> PlainValidator:
+    """Takes ``word`` as it stands, and anything else through ``parse``; one error names both."""
+
+    def checked(value: Any) -> Any:
+        if isinstance(value, str) and value == word:
+            return value
+        try:
+            return parse(value)
+        except PydanticCustomError as error:
+            raise PydanticCustomError("or_word", f"{error.message_template}, or {word}") from error
+
+    return PlainValidator(checked)
+
+
+def _not_a_switch(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("number", "must be a number, not true or false")
+    if isinstance(value, str):
+        raise PydanticCustomError("number", "must be a number, without quotes or units")
+    return value
+
+
+_QUANTITY = {"anyOf": [{"type": "number", "minimum": 0}, {"type": "string"}]}
+_WHOLE = {"type": "integer", "minimum": 1, "maximum": LARGEST_WHOLE}
+
+Bytes = Annotated[int, PlainValidator(parse_bytes), WithJsonSchema(_QUANTITY)]
+PositiveBytes = Annotated[int, PlainValidator(_above_zero(parse_bytes)), WithJsonSchema(_QUANTITY)]
+Seconds = Annotated[float, PlainValidator(parse_seconds), WithJsonSchema(_QUANTITY)]
+PositiveSeconds = Annotated[float, PlainValidator(_above_zero(parse_seconds)), WithJsonSchema(_QUANTITY)]
+Count = Annotated[int, PlainValidator(_above_zero(parse_count)), WithJsonSchema(_QUANTITY)]
+BytesPerSecond = Annotated[float, PlainValidator(_above_zero(parse_bandwidth)), WithJsonSchema(_QUANTITY)]
+FlopsPerSecond = Annotated[float, PlainValidator(_above_zero(parse_flops)), WithJsonSchema(_QUANTITY)]
 
 AutoBytesPerSecond = Annotated[
-    float | Literal["auto"],
-    BeforeValidator(lambda value: _or_auto(value, parse_bandwidth)),
-    Field(json_schema_extra=_QUANTITY_SCHEMA),
+    float | Literal["auto"], or_word("auto", _above_zero(parse_bandwidth)), WithJsonSchema(_QUANTITY)
 ]
-AutoSeconds = Annotated[
-    float | Literal["auto"],
-    BeforeValidator(lambda value: _or_auto(value, parse_seconds)),
-    Field(json_schema_extra=_QUANTITY_SCHEMA),
+AutoSeconds = Annotated[float | Literal["auto"], or_word("auto", _above_zero(parse_seconds)), WithJsonSchema(_QUANTITY)]
+AutoWhole = Annotated[
+    int | Literal["auto"],
+    or_word("auto", parse_whole),
+    WithJsonSchema({"anyOf": [_WHOLE, {"const": "auto"}]}),
 ]
-AutoWhole = Annotated[int | Literal["auto"], BeforeValidator(_whole_or_auto)]
 
 # Strict, so that YAML's `true` is not 1; bounded, so that arithmetic on a typing slip ends in a message.
-Whole = Annotated[int, Field(strict=True, ge=1, le=10**9)]
-WholeOrZero = Annotated[int, Field(strict=True, ge=0, le=10**9)]
-Positive = Annotated[float, Field(gt=0, le=1e12)]
-NonNegative = Annotated[float, Field(ge=0, le=1e12)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+Whole = Annotated[int, Field(strict=True, ge=1, le=LARGEST_WHOLE)]
+WholeOrZero = Annotated[int, Field(strict=True, ge=0, le=LARGEST_WHOLE)]
+Positive = Annotated[float, BeforeValidator(_not_a_switch), Field(gt=0, le=1e12)]
+NonNegative = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, le=1e12)]
+Fraction = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, lt=1)]
+
+# No NUL, which neither a path, an argument nor an environment value can hold.
+Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]+$", max_length=4096)]

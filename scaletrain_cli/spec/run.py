@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, WithJsonSchema
 
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.layout import LayoutSpec
 from scaletrain_cli.spec.model import ModelSpec, divisors
-from scaletrain_cli.spec.quantities import AutoSeconds, AutoWhole, Fraction, Positive, Whole, WholeOrZero
+from scaletrain_cli.spec.quantities import (
+    AutoSeconds,
+    AutoWhole,
+    Fraction,
+    Positive,
+    Text,
+    Whole,
+    WholeOrZero,
+    or_word,
+    parse_whole,
+)
 from scaletrain_cli.spec.section import Section
 from scaletrain_cli.spec.training import EvaluationSpec, TrainingSpec
 
@@ -19,19 +30,25 @@ SCHEMA = "scaletrain/v1"
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,255}$")]
 EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=100_000)]
 
+Budget = Annotated[
+    int | Literal["unlimited"],
+    or_word("unlimited", partial(parse_whole, minimum=0)),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"const": "unlimited"}]}),
+]
+
 
 class TokenizerSpec(Section):
     """``bpe`` is trained on the corpus itself; ``file`` reads a Hugging Face ``tokenizer.json``."""
 
     kind: Literal["bpe", "file"] = "bpe"
     vocab_size: Whole = 32000
-    path: str | None = None
+    path: Text | None = None
 
 
 class DataSpec(Section):
     """Text to train on: ``python-stdlib``, a prepared dataset, or text / jsonl / parquet files (path or glob)."""
 
-    source: str
+    source: Text
     tokenizer: TokenizerSpec = TokenizerSpec()
     validation_split: Fraction = 0.05
 
@@ -47,7 +64,7 @@ class CheckpointSpec(Section):
     every: AutoWhole = "auto"
     keep: Whole = 3
     asynchronous: bool = Field(default=True, alias="async")
-    dir: str = "auto"
+    dir: Text = "auto"
 
 
 class SpikeSpec(Section):
@@ -68,7 +85,7 @@ class GuardSpec(Section):
 class RestartsSpec(Section):
     """How often a run may be restarted, by reason of its end."""
 
-    preemption: Literal["unlimited"] | WholeOrZero = "unlimited"
+    preemption: Budget = "unlimited"
     node: WholeOrZero = 10
     crash: WholeOrZero = 3
     oom: WholeOrZero = 0
@@ -77,7 +94,7 @@ class RestartsSpec(Section):
 class WandbSpec(Section):
     """Mirror of metrics.jsonl in Weights & Biases; one run over all attempts."""
 
-    project: str = "scaletrain"
+    project: Text = "scaletrain"
     mode: Literal["online", "offline", "disabled"] = "disabled"
 
 
@@ -98,7 +115,7 @@ class RunSpec(Section):
     """One training run, from model to restart policy."""
 
     schema_version: Literal["scaletrain/v1"] = Field(alias="schema")
-    name: Annotated[str, StringConstraints(min_length=1, max_length=200)]
+    name: Annotated[Text, StringConstraints(max_length=200)]
     model: ModelSpec
     data: DataSpec
     training: TrainingSpec
@@ -111,7 +128,9 @@ class RunSpec(Section):
     tracking: TrackingSpec = TrackingSpec()
     planner: PlannerSpec = PlannerSpec()
     env: dict[EnvName, EnvValue] = {}
-    secret_env: list[EnvName] = Field(default=[], description="names only; values come from the submitter's environment")
+    secret_env: list[EnvName] = Field(
+        default=[], description="names only; values come from the submitter's environment"
+    )
 
     @property
     def world_size(self) -> int:

@@ -1,0 +1,58 @@
+"""The JSON Schema of a run spec as a *file* may hold it, for editors; the loader checks more than a schema can say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scaletrain_cli.spec.architecture_source import presets
+from scaletrain_cli.spec.run import SCHEMA, RunSpec
+
+# What a file must give where neither a preset nor a config.json does; the rest follows from these or has a default.
+_DIMENSIONS = {
+    "llama": ["family", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"],
+    "gpt": ["family", "hidden_size", "num_hidden_layers", "num_attention_heads"],
+}
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of the files that load_spec accepts; yes and no for true and false aside."""
+    schema = RunSpec.model_json_schema(by_alias=True, mode="validation")
+    sections = schema["$defs"]
+    for section in (schema, *sections.values()):
+        for name, field in section["properties"].items():
+            field.pop("title", None)  # pydantic's is the name again, in capitals
+            if "$ref" in field or (section is schema and name not in schema["required"]):
+                _allow_empty(field)
+    _loosen_model(sections["ModelSpec"])
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": f"ScaleTrain run spec {SCHEMA}",
+    }
+
+
+def _allow_empty(field: dict[str, Any]) -> None:
+    """A section may be left empty (null); its defaults then apply, so they need no copy here."""
+    field.pop("default", None)
+    whole = dict(field)
+    field.clear()
+    field["anyOf"] = [whole, {"type": "null"}]
+
+
+def _loosen_model(model: dict[str, Any]) -> None:
+    """Dimensions are needed only where nothing else gives them."""
+    properties = model["properties"]
+    properties["preset"] = {"enum": [*presets(), None], "description": "known dimensions; keys beside it win"}
+    properties["hf_config"] = {
+        "type": "string",
+        "description": "path of a Hugging Face config.json, relative to this file; keys beside it win",
+    }
+    del model["required"]
+    model["anyOf"] = [
+        {"required": ["preset"]},
+        {"required": ["hf_config"]},
+        *(
+            {"required": [*names, "vocab_size"], "properties": {"family": {"const": family}}}
+            for family, names in _DIMENSIONS.items()
+        ),
+    ]

@@ -1,0 +1,134 @@
+"""What is wrong with a spec, in our words: where, what was given, what is allowed, the nearest name, what to do."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from scaletrain_cli.errors import Problem
+from scaletrain_cli.spec.run import RunSpec
+from scaletrain_cli.spec.source import Key, Source, shown
+
+_VARIABLE_NAME = "must be the name of an environment variable: letters, digits and _, not starting with a digit"
+# pydantic's error types and how we say them; {x} comes from the error's context.
+_WORDS = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "int_parsing_size": "must be a smaller number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text",
+    "string_unicode": "must be text that can be written as UTF-8",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must not be empty",
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
+    "too_long": "must have {max_length} items",
+    "greater_than": "must be above {gt:.15g}",
+    "greater_than_equal": "must be at least {ge:.15g}",
+    "less_than": "must be below {lt:.15g}",
+    "less_than_equal": "must be at most {le:.15g}",
+    "literal_error": "must be {expected}",
+    "model_type": "must be a section (a mapping of keys)",
+    "model_attributes_type": "must be a section (a mapping of keys)",
+    "dict_type": "must be a mapping of names to values",
+}
+_PATTERNS = {"env": _VARIABLE_NAME, "secret_env": _VARIABLE_NAME, "cluster": "must be the name of an sbatch option"}
+
+
+def field_problem(detail: Any, source: Source) -> Problem:
+    """One pydantic error in our words."""
+    key = _key(detail["loc"])
+    dotted, place, kind = ".".join(map(shown, key)), source.place(key), detail["type"]
+    context, given = detail.get("ctx", {}), detail["input"]
+    if kind == "extra_forbidden":
+        known = known_keys(key[:-1])
+        return Problem(place, dotted, "unknown key.", hint=f"{nearest(str(key[-1]), known)}Known here: {comma(known)}.")
+    if kind == "missing":
+        if isinstance(key[-1], int):
+            return Problem(source.place(key[:-1]), ".".join(map(shown, key[:-1])), "needs more items.", shown(given))
+        return Problem(place, dotted, "is missing.", hint="Add it, or start from `scaletrain init`.")
+    if kind == "string_pattern_mismatch":
+        message = "must not be empty" if given == "" else _PATTERNS.get(str(key[0]), "must not hold a NUL character")
+    else:
+        message = _WORDS[kind].format(**context) if kind in _WORDS else detail["msg"]
+    return Problem(place, dotted, f"{message}.", shown(given), _hint(kind, given, context))
+
+
+def contradictions(section: Any, key: Key, source: Source) -> Iterator[Problem]:
+    """What ``section`` says against itself, where it stands."""
+    for dotted, message in section.inconsistencies() if hasattr(section, "inconsistencies") else ():
+        full = (*key, *dotted.split("."))
+        value = section
+        for part in dotted.split("."):
+            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+        given = None if value is None or isinstance(value, BaseModel | dict | list) else shown(value)
+        yield Problem(source.place(full), ".".join(map(str, full)), message, given)
+
+
+def nearest(given: str, known: list[str]) -> str:
+    """``Did you mean X? `` with the nearest known name, or nothing."""
+    import difflib
+
+    near = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
+    return f"Did you mean {near[0]}? " if near else ""
+
+
+def comma(names: list[str]) -> str:
+    return ", ".join(names)
+
+
+def known_keys(key: Key) -> list[str]:
+    """Keys allowed at a place in the spec, with ``schema`` and ``async`` under the names the file uses."""
+    model: Any = RunSpec
+    for part in key:
+        field = next((f for name, f in model.model_fields.items() if part in (name, f.alias)), None)
+        if field is None:
+            return []
+        model = next((option for option in _options(field.annotation) if hasattr(option, "model_fields")), None)
+        if model is None:
+            return []
+    keys = [field.alias or name for name, field in model.model_fields.items()]
+    return [*keys, "hf_config"] if key == ("model",) else keys
+
+
+def _key(location: Key) -> Key:
+    """The error's key in the file: without ``[key]`` of a mapping and the branch that cluster.gpu took."""
+    key = tuple(part for part in location if part != "[key]")
+    return key[:2] + key[3:] if key[:2] == ("cluster", "gpu") and key[2:3] in (("table",), ("name",)) else key
+
+
+def _hint(kind: str, given: Any, context: dict[str, Any]) -> str | None:
+    if kind == "literal_error":
+        allowed = [part.strip().strip("'") for part in context["expected"].replace(" or ", ", ").split(",")]
+        return nearest(shown(given), allowed).strip() or None
+    if (
+        kind in ("int_type", "int_from_float")
+        and isinstance(given, float)
+        and abs(given) < 1e15
+        and given == int(given)
+    ):
+        return f"Write {int(given)}."
+    if kind in ("int_type", "float_type") and isinstance(given, str):
+        return "Leave out quotes and units."
+    if kind == "string_type" and isinstance(given, int | float):
+        return f'Put it in quotes: "{shown(given)}".'
+    return None
+
+
+def _options(annotation: Any) -> Iterator[Any]:
+    """The members of a union, or the annotation itself; Annotated is looked through."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation = typing.get_args(annotation)[0]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for option in typing.get_args(annotation):
+            yield from _options(option)
+    else:
+        yield annotation

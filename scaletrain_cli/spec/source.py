@@ -1,0 +1,144 @@
+"""The run spec as text: YAML and ``--set`` overrides into plain data that remembers where each key stands.
+
+Knows nothing of which keys a run spec has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from scaletrain_cli.errors import Problem, SpecError
+
+Key = tuple[str | int, ...]
+
+OPTION = "--set"
+_DEEPEST = 40  # nesting; no spec needs ten
+_LARGEST = 20_000  # values, with aliases followed; a spec has about a hundred, a YAML bomb has billions
+
+
+class Source:
+    """Where each key of a spec stands (``file:line`` or ``--set``)."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.places: dict[Key, str] = {}
+        self.values = 0
+
+    def place(self, key: Key) -> str:
+        """Where ``key`` stands, or the nearest enclosing key that does."""
+        while key and key not in self.places:
+            key = key[:-1]
+        return self.places.get(key, f"{self.file}:1")
+
+    def move_to_option(self, key: Key) -> None:
+        """``key`` and all under it now come from the command line."""
+        self.places = {other: place for other, place in self.places.items() if other[: len(key)] != key}
+        self.places[key] = OPTION
+
+
+def parse_yaml(text: str, source: Source) -> dict[str, Any]:
+    """The mapping that ``text`` holds; lines go into ``source``. Raises SpecError."""
+    tree = _load(text, source.file)
+    plain = _plain(tree, (), source)
+    if not isinstance(plain, dict):
+        hint = "Start with `schema: scaletrain/v1`; `scaletrain init` writes a complete example."
+        raise SpecError(f"{source.file}: a run spec is a mapping of sections. {hint}")
+    return plain
+
+
+def apply_override(raw: dict[str, Any], override: str, source: Source) -> Iterator[Problem]:
+    """Set one ``a.b=c``; the value is read as YAML. Yields a problem instead of raising."""
+    name, equals, text = override.partition("=")
+    parts = name.strip().split(".")
+    if not equals or not all(parts):
+        yield Problem(OPTION, "", f"must look like section.key=value, as in training.steps=100, not {shown(override)}.")
+        return
+    try:
+        value = parse_yaml(f"value: {text}", Source(OPTION)).get("value")
+    except SpecError as error:
+        why = error.problems[0].message if error.problems else error.message
+        yield Problem(OPTION, shown(name), f"is not a YAML value: {why}", shown(text))
+        return
+    target = raw
+    for depth, part in enumerate(parts[:-1], start=1):
+        inner = target.get(part)
+        if inner is None:
+            inner = target[part] = {}
+            source.places.setdefault(tuple(parts[:depth]), OPTION)
+        if not isinstance(inner, dict):
+            yield Problem(OPTION, shown(name), f"cannot be set: {shown('.'.join(parts[:depth]))} is not a section.")
+            return
+        target = inner
+    target[parts[-1]] = value
+    source.move_to_option(tuple(parts))
+
+
+def shown(value: Any) -> str:
+    """A value as an error names it: one line of ASCII, and not the whole of a long one."""
+    if isinstance(value, int) and abs(value) >= 10**80:
+        return "a number of more than 80 digits"  # Python refuses to print some of them
+    text = value if isinstance(value, str) else "null" if value is None else repr(value)
+    text = str(value).lower() if isinstance(value, bool) else text
+    text = text.encode("unicode_escape").decode("ascii")
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _load(text: str, file: str) -> Any:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+    from ruamel.yaml.reader import ReaderError
+
+    try:
+        return YAML(typ="rt", pure=True).load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{file}:{mark.line + 1}" if mark and file != OPTION else file
+        what = " ".join(f"{error.context or ''} {error.problem or ''}".split())
+        hint = "Indent with spaces; YAML forbids tabs." if "'\\t'" in what else None
+        raise SpecError(f"{file} is not valid YAML", (Problem(where, "", f"{what}.", hint=hint),)) from error
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        problem = Problem(f"{file}:{line}", "", f"holds a character that YAML forbids ({error.character!r}).")
+        raise SpecError(f"{file} is not valid YAML", (problem,)) from error
+    except RecursionError as error:
+        raise SpecError(f"{file} is not a run spec", (Problem(f"{file}:1", "", "is nested too deeply."),)) from error
+    except (YAMLError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError) as error:
+        # ruamel lets some malformed scalars (impossible dates, bad tags) escape as plain Python errors.
+        what = shown(" ".join(str(error).split())) or type(error).__name__
+        raise SpecError(f"{file} is not valid YAML", (Problem(f"{file}:1", "", f"{what}."),)) from error
+
+
+def _plain(node: Any, key: Key, source: Source) -> Any:
+    """Plain Python data from ruamel's tree, recording the line of every key on the way."""
+    source.values += 1
+    if len(key) > _DEEPEST or source.values > _LARGEST:
+        reason = "is nested too deeply." if len(key) > _DEEPEST else "holds too many values for a run spec."
+        raise SpecError(f"{source.file} is not a run spec", (Problem(source.place(key[:2]), "", reason),))
+    lines = getattr(getattr(node, "lc", None), "data", None) or {}
+    if isinstance(node, dict):
+        result = {}
+        for name, value in node.items():
+            inner = (*key, str(name))
+            if name in lines:
+                source.places[inner] = f"{source.file}:{lines[name][0] + 1}"
+            result[str(name)] = _plain(value, inner, source)
+        return result
+    if isinstance(node, list | tuple | set | frozenset):
+        for index in range(len(node)):
+            inner = (*key, index)
+            if index in lines:
+                source.places[inner] = f"{source.file}:{lines[index][0] + 1}"
+        return [_plain(value, (*key, index), source) for index, value in enumerate(node)]
+    return _plain_scalar(node)
+
+
+def _plain_scalar(node: Any) -> Any:
+    from ruamel.yaml.scalarbool import ScalarBoolean
+
+    if isinstance(node, ScalarBoolean):  # an anchored true or false, which is an int to Python
+        return bool(node)
+    for kind in (bool, int, float, str):
+        if isinstance(node, kind):
+            return kind(node)
+    return node if node is None else str(node)
