@@ -1,0 +1,154 @@
+"""Tokens on disk: built once from a corpus, then read as memory-mapped sequences. Knows nothing of ranks or steps."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrain_cli.engine.corpus import corpus_identity, documents
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.spec import DataSpec
+
+_SCHEMA = "scaletrain.dataset/v1"
+_END_OF_TEXT = "<|endoftext|>"
+_DOCUMENTS_PER_ENCODE = 256
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """dataset.json: what the token files hold. ``fingerprint`` is the SHA-256 of all tokens."""
+
+    schema: str
+    fingerprint: str
+    dtype: str
+    vocab_size: int
+    documents: int
+    train_tokens: int
+    validation_tokens: int
+
+
+@dataclass(frozen=True)
+class TokenSequences:
+    """Non-overlapping sequences of ``seq_len`` tokens and their successors, from one token file."""
+
+    tokens: npt.NDArray[np.unsignedinteger]
+    seq_len: int
+
+    def __len__(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self.seq_len)
+
+    def rows(self, indices: list[int]) -> npt.NDArray[np.int64]:
+        """Sequences as [len(indices), seq_len + 1]: inputs are [:, :-1], labels [:, 1:]."""
+        starts = (index * self.seq_len for index in indices)
+        return np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts]).astype(np.int64)
+
+
+def open_dataset(folder: Path, seq_len: int) -> tuple[DatasetInfo, TokenSequences, TokenSequences]:
+    """Info, training and validation sequences of a prepared dataset. Raises UsageError."""
+    try:
+        info = DatasetInfo(**json.loads((folder / "dataset.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{folder} is not a prepared dataset: {error}") from error
+    splits = [
+        TokenSequences(np.memmap(folder / f"{split}.bin", dtype=info.dtype, mode="r"), seq_len)
+        for split in ("train", "validation")
+    ]
+    if not len(splits[0]):
+        raise UsageError(f"{folder} holds {info.train_tokens} training tokens, fewer than one sequence of {seq_len}.")
+    return info, splits[0], splits[1]
+
+
+def dataset_folder(data: DataSpec, runs_root: Path) -> Path:
+    """Where the prepared form of ``data`` is, or will be: the source itself if it is one, else under the runs root."""
+    if (Path(data.source) / "dataset.json").is_file():
+        return Path(data.source)
+    identity = [*corpus_identity(data.source), data.tokenizer.model_dump_json(), repr(data.validation_split)]
+    key = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
+    return runs_root / "datasets" / key
+
+
+def prepare_dataset(data: DataSpec, runs_root: Path) -> Path:
+    """Build the dataset unless it is there; safe against a second builder. Returns its folder. Raises UsageError."""
+    folder = dataset_folder(data, runs_root)
+    if (folder / "dataset.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "dataset.json").is_file():
+            staging = folder.with_suffix(".tmp")
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir()
+            _build(data, staging)
+            staging.rename(folder)
+    return folder
+
+
+def _build(data: DataSpec, folder: Path) -> None:
+    from tokenizers import Tokenizer
+
+    if data.tokenizer.path is not None:
+        tokenizer = Tokenizer.from_file(data.tokenizer.path)
+    else:
+        tokenizer = _train_tokenizer(data)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    vocab_size = tokenizer.get_vocab_size()
+    end_of_text = tokenizer.token_to_id(_END_OF_TEXT)
+    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    counts = {"train": 0, "validation": 0}
+    total, digest = 0, hashlib.sha256()
+    with (folder / "train.bin").open("wb") as train, (folder / "validation.bin").open("wb") as validation:
+        files = {"train": train, "validation": validation}
+        for texts in _batched(documents(data.source), _DOCUMENTS_PER_ENCODE):
+            for text, encoded in zip(texts, tokenizer.encode_batch(texts), strict=True):
+                split = "validation" if _draw(text) < data.validation_split else "train"
+                ids = encoded.ids if end_of_text is None else [*encoded.ids, end_of_text]
+                packed = np.asarray(ids, dtype=dtype).tobytes()
+                files[split].write(packed)
+                digest.update(split.encode() + packed)
+                counts[split] += len(ids)
+                total += 1
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+    info = DatasetInfo(
+        _SCHEMA, digest.hexdigest(), dtype, vocab_size, total, counts["train"], counts["validation"]
+    )
+    (folder / "dataset.json").write_text(json.dumps(asdict(info), indent=1), encoding="utf-8")
+
+
+def _train_tokenizer(data: DataSpec) -> "Tokenizer":  # type: ignore[name-defined] # noqa: F821
+    """Byte-level BPE (GPT-2 report, section 2.2) on the corpus itself."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=data.tokenizer.vocab_size,
+        special_tokens=[_END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents(data.source), trainer)
+    return tokenizer
+
+
+def _draw(text: str) -> float:
+    """A number in [0, 1) that depends on the document alone, so that its split never changes."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+
+
+def _batched(items: Iterator[str], size: int) -> Iterator[list[str]]:
+    while batch := list(islice(items, size)):
+        yield batch

@@ -1,0 +1,79 @@
+"""Faults on purpose, off by default, addressed by kind, rank and step: what drills use to prove that nothing is lost.
+
+``SCALETRAIN_FAULT="sigkill rank=1 step=7; slow-save seconds=0.5"``: before optimizer step 7, rank 1 kills itself; every
+checkpoint write takes half a second longer. Add ``attempt=1`` to hit one attempt only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+
+from scaletrain_cli.errors import UsageError
+
+VARIABLE = "SCALETRAIN_FAULT"
+_KINDS = ("sigkill", "sigterm", "exception", "nan", "slow-save")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault; None in a field means any."""
+
+    kind: str
+    rank: int | None = None
+    step: int | None = None
+    attempt: int | None = None
+    seconds: float = 0.0
+
+
+class InjectedError(RuntimeError):
+    """The exception that an ``exception`` fault raises."""
+
+
+class Faults:
+    """The faults that concern one rank of one attempt."""
+
+    def __init__(self, text: str, rank: int, attempt: int) -> None:
+        parsed = [_parse(part) for part in text.split(";") if part.strip()]
+        self._mine = [f for f in parsed if f.rank in (None, rank) and f.attempt in (None, attempt)]
+
+    @classmethod
+    def from_environment(cls, rank: int, attempt: int) -> Faults:
+        """Read $SCALETRAIN_FAULT. Raises UsageError."""
+        return cls(os.environ.get(VARIABLE, ""), rank, attempt)
+
+    @property
+    def save_delay_seconds(self) -> float:
+        """How much longer each checkpoint write of this rank takes."""
+        return sum(fault.seconds for fault in self._mine if fault.kind == "slow-save")
+
+    def before_step(self, step: int) -> None:
+        """Strike, if anything is due before optimizer step ``step`` (1-based)."""
+        for fault in self._due(step):
+            if fault.kind == "sigkill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault.kind == "sigterm":
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif fault.kind == "exception":
+                raise InjectedError(f"injected before step {step}")
+
+    def poisons_gradient(self, step: int) -> bool:
+        """Whether this rank's loss is to become NaN at ``step``."""
+        return any(fault.kind == "nan" for fault in self._due(step))
+
+    def _due(self, step: int) -> list[Fault]:
+        return [fault for fault in self._mine if fault.step == step]
+
+
+def _parse(text: str) -> Fault:
+    kind, *settings = text.split()
+    try:
+        given = dict(setting.split("=", 1) for setting in settings)
+        whole = {key: int(given.pop(key)) for key in ("rank", "step", "attempt") if key in given}
+        seconds = float(given.pop("seconds", 0))
+    except ValueError as error:
+        raise UsageError(f"{VARIABLE}: cannot read {text.strip()!r}: {error}") from error
+    if kind not in _KINDS or given:
+        raise UsageError(f"{VARIABLE}: {text.strip()!r}: kinds are {', '.join(_KINDS)}; keys rank, step, attempt, seconds.")
+    return Fault(kind, seconds=seconds, **whole)

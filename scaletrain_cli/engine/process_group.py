@@ -1,0 +1,71 @@
+"""Ranks find each other, and agree once per step on what to do next. The only collectives outside DeepSpeed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+
+T = TypeVar("T")
+
+
+class Verdict(IntEnum):
+    """What a rank wants at a step boundary; the largest wish of all ranks wins."""
+
+    CONTINUE = 0
+    PREEMPT = 1
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others, from the environment that the node agent sets."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls) -> Ranks:
+        """Raises KeyError outside a node agent."""
+        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+
+
+def connect(device: torch.device, timeout_seconds: float) -> None:
+    """Join the process group: NCCL on GPUs, gloo on CPUs. A collective that waits longer than this is an error."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+
+
+class Agreement:
+    """One all-reduce per step on a gloo group of its own, so that it never waits for the GPU."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+
+    def reach(self, wish: Verdict, writing: bool) -> tuple[Verdict, bool]:
+        """The strongest wish of any rank, and whether any rank still writes its part of a checkpoint."""
+        votes = torch.tensor([int(wish), int(writing)])
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
+        return Verdict(int(votes[0])), bool(votes[1])
+
+    def gather(self, item: T) -> list[T] | None:
+        """Every rank's item on rank 0, in rank order; None elsewhere."""
+        items: list[T] | None = [item] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(item, items, group=self._group)
+        return items
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        dist.barrier(group=self._group)
+
+
+def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Element-wise mean of a tensor over all ranks, in place."""
+    dist.all_reduce(values)
+    return values.div_(dist.get_world_size())

@@ -1,0 +1,271 @@
+"""The training loop: what happens between two step boundaries, and what is decided at each."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scaletrain_cli.engine.checkpointing import Checkpointer
+from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences, open_dataset, prepare_dataset
+from scaletrain_cli.engine.deepspeed_engine import start_deepspeed
+from scaletrain_cli.engine.faults import Faults
+from scaletrain_cli.engine.metrics import MetricsLog
+from scaletrain_cli.engine.model import build_model, checkpoint_activations, parameter_groups
+from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict, connect, mean_over_ranks
+from scaletrain_cli.engine.sampling import batch_indices
+from scaletrain_cli.engine.schedule import learning_rate
+from scaletrain_cli.engine.signals import PreemptionFlag
+from scaletrain_cli.errors import DoNotRequeueError, ExitCode, ScaletrainError, UsageError, WrongNodesError
+from scaletrain_cli.rundir.checkpoints import Checkpoint, newest_that_verifies, remove_staging
+from scaletrain_cli.rundir.journal import read_metrics, record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+
+_DEFAULT_COLLECTIVE_TIMEOUT_SECONDS = 1800.0  # torch's own default for gloo
+
+
+class NonFiniteGradientError(DoNotRequeueError):
+    """The gradient was NaN or infinite on some rank; the weights were left as they were."""
+
+
+@dataclass
+class Trainer:
+    """One rank's parts, put together by assemble()."""
+
+    run: RunDir
+    record: RunRecord
+    ranks: Ranks
+    attempt: int
+    device: torch.device
+    engine: Any
+    optimizer: torch.optim.Optimizer
+    agreement: Agreement
+    checkpointer: Checkpointer
+    dataset: DatasetInfo
+    train: TokenSequences
+    validation: TokenSequences
+    faults: Faults
+
+    def fit(self, flag: PreemptionFlag) -> ExitCode:
+        """Train from the newest checkpoint to the last step, or until a signal asks to leave."""
+        spec = self.record.spec
+        total, every, checkpoint_steps = spec.total_steps, spec.evaluation.every, self._checkpoint_interval()
+        step = start = self.resume()
+        with MetricsLog(self.run, self.record, self.ranks.rank, self.attempt) as metrics:
+            while True:
+                wish = Verdict.PREEMPT if flag.raised else Verdict.CONTINUE
+                verdict, anyone_writing = self.agreement.reach(wish, self.checkpointer.writing)
+                self.checkpointer.settle(anyone_writing)
+                if step == total or verdict is Verdict.PREEMPT:
+                    self.save(step, wait=True)
+                    break
+                if step % checkpoint_steps == 0 and step > start:
+                    self.save(step, wait=not spec.checkpoint.asynchronous)
+                step += 1
+                started = time.perf_counter()
+                measured = self.step(step)
+                seconds = time.perf_counter() - started
+                if every and (step % every == 0 or step == total):
+                    measured["validation_loss"] = self.evaluate()
+                if step % spec.tracking.log_every == 0 or step in (1, total):
+                    tokens = spec.training.global_batch_size * spec.model.seq_len
+                    metrics.log(step, tokens=tokens, step_seconds=seconds, **measured)
+        self._event("finished" if step == total else "preempted", step=step)
+        return ExitCode.DONE if step == total else ExitCode.PREEMPTED
+
+    def step(self, step: int) -> dict[str, float | None]:
+        """Optimizer step ``step`` (1-based): mean loss over the global batch, gradient norm before clipping, rate."""
+        training, layout = self.record.spec.training, self.record.plan.layout
+        self.faults.before_step(step)
+        rate = learning_rate(step, self.record.spec.total_steps, training)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        batches = batch_indices(
+            seed=training.seed,
+            step=step - 1,
+            global_batch_size=layout.global_batch_size,
+            samples=len(self.train),
+            rank=self.ranks.rank,
+            data_parallel=layout.data_parallel,
+            micro_batch_size=layout.micro_batch_size,
+        )
+        total = torch.zeros((), device=self.device)
+        for indices in batches:
+            loss = self._loss(self.train, indices)
+            if self.faults.poisons_gradient(step):
+                loss = loss * float("nan")
+            total += loss.detach()
+            self.engine.backward(loss)
+            norm = self._apply_gradient()
+        mean = mean_over_ranks(total / len(batches)).item()
+        if not math.isfinite(norm) or not math.isfinite(mean):
+            raise NonFiniteGradientError(
+                f"step {step}: loss {mean}, gradient norm {norm}. The update was not applied; the newest checkpoint is "
+                f"sound. Lower the learning rate, lengthen the warm-up, or look at the batch."
+            )
+        if step == 1:
+            self._report_first_loss(mean)
+        return {"loss": mean, "grad_norm": norm, "learning_rate": rate}
+
+    def _apply_gradient(self) -> float:
+        """Let DeepSpeed count the micro-batch, and update at the last one; the norm is that of the last update.
+
+        DeepSpeed leaves the weights alone when the norm is not finite; stage 0 in fp32 neither looks nor reports.
+        """
+        if self.record.plan.layout.zero_stage > 0:
+            self.engine.step()
+            norm = self.engine.get_global_grad_norm()
+            return 0.0 if norm is None else float(norm)
+        norm = 0.0
+        if self.engine.is_gradient_accumulation_boundary():
+            gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients).item()
+        if math.isfinite(norm):
+            self.engine.step()
+        return norm
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean validation loss in nats over the first ``evaluation.batches`` global batches, the same at every call."""
+        layout = self.record.plan.layout
+        width = layout.micro_batch_size * layout.data_parallel
+        wanted = self.record.spec.evaluation.batches * layout.global_batch_size
+        rounds = min(wanted, len(self.validation)) // width
+        self.engine.eval()
+        total = torch.zeros((), device=self.device)
+        for turn in range(rounds):
+            first = turn * width + self.ranks.rank * layout.micro_batch_size
+            total += self._loss(self.validation, list(range(first, first + layout.micro_batch_size)))
+        self.engine.train()
+        return mean_over_ranks(total / rounds).item()
+
+    def _loss(self, sequences: TokenSequences, indices: list[int]) -> torch.Tensor:
+        rows = torch.from_numpy(sequences.rows(indices)).to(self.device, non_blocking=True)
+        return self.engine(rows[:, :-1], rows[:, 1:])  # type: ignore[no-any-return]
+
+    def save(self, step: int, *, wait: bool) -> None:
+        """Begin a checkpoint of the state after ``step`` steps; the data position is that one number."""
+        self.checkpointer.save(step, {"step": step, "dataset": self.dataset.fingerprint}, wait=wait)
+
+    def resume(self) -> int:
+        """Restore the newest checkpoint that verifies; the number of steps it holds, 0 when the run is new."""
+        newest, passed_over = newest_that_verifies(self.run.checkpoints)
+        if self.ranks.rank == 0:
+            remove_staging(self.run.checkpoints)
+        logged = max((line["step"] for line in read_metrics(self.run)), default=0)
+        if newest is None:
+            if passed_over and not self._may_start_over():
+                damage = "; ".join(passed_over[:5])
+                raise UsageError(f"no checkpoint of this run is sound ({damage}). `scaletrain resume` can start it over.")
+            self._event("started", step=0, attempt=self.attempt, passed_over=passed_over)
+            return 0
+        state = self.checkpointer.restore(newest)
+        if state["dataset"] != self.dataset.fingerprint:
+            raise UsageError(
+                f"{newest.path.name} was trained on dataset {state['dataset'][:12]} and this one is "
+                f"{self.dataset.fingerprint[:12]}: resuming would train on other data. Restore the data, or start anew."
+            )
+        self._report_resume(newest, passed_over, lost_steps=max(0, logged - newest.step))
+        return int(state["step"])
+
+    def _may_start_over(self) -> bool:
+        return (self.run.path / "from-scratch").exists()
+
+    def _checkpoint_interval(self) -> int:
+        every = self.record.spec.checkpoint.every
+        return self.record.plan.durability.interval_steps if every == "auto" else every
+
+    def _report_first_loss(self, loss: float) -> None:
+        """A fresh model knows nothing, so its loss must be near that of a uniform guess."""
+        expected = math.log(self.record.spec.model.vocab_size)
+        self._event("first-loss", loss=loss, ln_vocab_size=expected, plausible=abs(loss - expected) < 0.1 * expected)
+
+    def _report_resume(self, checkpoint: Checkpoint, passed_over: list[str], lost_steps: int) -> None:
+        self._event(
+            "resumed", step=checkpoint.step, attempt=self.attempt, lost_steps=lost_steps, passed_over=passed_over
+        )
+
+    def _event(self, name: str, **details: Any) -> None:
+        if self.ranks.rank == 0:
+            record_event(self.run, name, **details)
+            print(f"{name}: " + "  ".join(f"{key} {value}" for key, value in details.items()), flush=True)
+
+
+def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) -> Trainer:
+    """Connect the ranks and build everything the loop needs, in the order that the parts require.
+
+    Raises WrongNodesError when the job is not the one that was planned, and what its parts raise.
+    """
+    spec, layout = record.spec, record.plan.layout
+    if ranks.world_size != layout.world_size:
+        raise WrongNodesError(f"planned for {layout.world_size} ranks, started as {ranks.world_size}")
+    device = _device(spec.cluster.gpu == "cpu", ranks.local_rank)
+    hang = spec.guard.hang
+    connect(device, _DEFAULT_COLLECTIVE_TIMEOUT_SECONDS if hang == "auto" else hang)
+    agreement = Agreement()
+    dataset, train, validation = _open_data(run, record, ranks, agreement)
+    torch.backends.cuda.matmul.allow_tf32 = spec.training.precision == "tf32"
+    torch.manual_seed(spec.training.seed + ranks.rank)
+    model = build_model(spec.model, spec.training.seed)
+    checkpoint_activations(model, layout.activation_checkpointing)
+    settings = spec.training.optimizer
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, settings.weight_decay), lr=settings.lr, betas=settings.betas, eps=settings.eps
+    )
+    if spec.training.compile:
+        model.compile()
+    engine = start_deepspeed(spec, layout, model, optimizer, device)
+    faults = Faults.from_environment(ranks.rank, attempt)
+    checkpointer = Checkpointer(
+        run,
+        engine,
+        ranks,
+        agreement,
+        keep=spec.checkpoint.keep,
+        attempt=attempt,
+        delay_seconds=faults.save_delay_seconds,
+    )
+    return Trainer(
+        run, record, ranks, attempt, device, engine, optimizer, agreement, checkpointer, dataset, train, validation, faults
+    )
+
+
+def _device(cpu: bool, local_rank: int) -> torch.device:
+    if cpu:
+        return torch.device("cpu")
+    if torch.cuda.device_count() <= local_rank:
+        raise WrongNodesError(f"rank needs GPU {local_rank} and torch sees {torch.cuda.device_count()} on this node")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _open_data(
+    run: RunDir, record: RunRecord, ranks: Ranks, agreement: Agreement
+) -> tuple[DatasetInfo, TokenSequences, TokenSequences]:
+    """Prepare on rank 0, then open everywhere; an error of rank 0 is raised on all, not waited out."""
+    spec, folder, failure = record.spec, Path(), ""
+    if ranks.rank == 0:
+        try:
+            folder = prepare_dataset(spec.data, run.path.parent)
+        except ScaletrainError as error:
+            failure = str(error)
+    answer = [(folder, failure)]
+    torch.distributed.broadcast_object_list(answer, src=0)
+    folder, failure = answer[0]
+    if failure:
+        raise UsageError(failure)
+    info, train, validation = open_dataset(folder, spec.model.seq_len)
+    if info.vocab_size > spec.model.vocab_size:
+        raise UsageError(f"{folder} has {info.vocab_size} token ids and model.vocab_size is {spec.model.vocab_size}.")
+    width = record.plan.layout.micro_batch_size * record.plan.layout.data_parallel
+    if spec.evaluation.every and len(validation) < width:
+        raise UsageError(
+            f"the validation split holds {len(validation)} sequences, fewer than one round of {width}. "
+            f"Raise data.validation_split, or set evaluation.every: 0."
+        )
+    return info, train, validation
