@@ -1,0 +1,204 @@
+#!/usr/bin/env python3
+"""Start and stop a real multi-node Slurm on this one Debian machine, for tests and drills.
+
+One munged, one slurmctld and one slurmd per node, without systemd and with nothing under /etc or /var. As root, every
+node has its own network namespace and hostname (n1, n2, ...), so that rendezvous by host and port works as it does
+between machines. Knows Slurm and nothing of ScaleTrain; needs only the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from dev_slurm import configuration, network, processes
+from dev_slurm.settings import MAX_DIR_LENGTH, Cluster, ClusterError, conf_path, load
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "nsenter", "unshare")
+
+
+def start(cluster: Cluster) -> None:
+    directory = cluster.directory
+    require_packages()
+    if len(cluster.dir) > MAX_DIR_LENGTH:
+        raise ClusterError(f"--dir {directory}: longer than {MAX_DIR_LENGTH} characters; use a shorter one", 2)
+    if (directory / "cluster.json").exists():
+        stop(directory)
+    elif directory.exists() and any(directory.iterdir()):
+        raise ClusterError(f"--dir {directory}: not empty and no dev cluster; use another", 2)
+    network.remove(directory)  # left by a cluster whose directory was deleted
+    try:
+        configuration.write(cluster)
+        start_controller(cluster)
+        for node in cluster.node_names:
+            start_node(cluster, node)
+        processes.wait_for(directory, "nodes", lambda: nodes_up(directory) == cluster.nodes)
+    except BaseException:
+        stop(directory, keep=True)
+        raise
+
+
+def require_packages() -> None:
+    if all(map(shutil.which, PROGRAMS)):
+        return
+    listed = Path(__file__).with_name("packages.txt").read_text().splitlines()
+    packages = " ".join(line for line in listed if line and not line.startswith("#"))
+    raise ClusterError(f"Slurm is not installed:\n  apt-get install -y --no-install-recommends {packages}", 4)
+
+
+def start_controller(cluster: Cluster) -> None:
+    directory = cluster.directory
+    run = directory / "run"
+    paths = {
+        "--key-file": directory / "etc" / "munge.key",
+        "--socket": run / "munge.socket",
+        "--pid-file": run / "munged.pid",
+        "--log-file": directory / "log" / "munged.log",
+        "--seed-file": run / "munged.seed",
+    }
+    processes.spawn(directory, "munged", ["munged", "-F", "-f", *(f"{name}={path}" for name, path in paths.items())])
+    socket_option = f"--socket={run / 'munge.socket'}"
+    processes.wait_for(directory, "munged", lambda: bool(processes.query(directory, "munge", "-n", socket_option)))
+    if cluster.netns:
+        network.create(cluster)
+    processes.spawn(directory, "slurmctld", ["slurmctld", "-D", "-c"])
+    processes.wait_for(directory, "slurmctld", lambda: " UP" in processes.query(directory, "scontrol", "ping"))
+
+
+def start_node(cluster: Cluster, node: str) -> None:
+    argv = ["slurmd", "-D", "-N", node]
+    if cluster.netns:
+        # nsenter: `ip netns exec` would mount a new /sys, without the cgroups.
+        hosts = shlex.quote(str(cluster.directory / "etc" / "hosts"))
+        script = f"hostname {node} && mount --bind {hosts} /etc/hosts && exec {shlex.join(argv)}"
+        space = network.NETNS_ROOT / network.space_name(cluster.directory, node)
+        argv = ["nsenter", f"--net={space}", "unshare", "--uts", "--mount", "sh", "-c", script]
+    processes.spawn(cluster.directory, node, argv, {processes.NODE_MARK: node})
+
+
+def nodes_up(directory: Path, node: str = "") -> int:
+    """How many nodes, of all or of the one, the controller can use. It marks those it cannot reach with a `*`."""
+    states = processes.query(directory, "sinfo", "-h", "-N", "-p", "main", "-o", "%t", *(["-n", node] if node else []))
+    return sum(state in {"idle", "mix", "alloc", "comp"} for state in states.split())
+
+
+def stop(directory: Path, *, keep: bool = False) -> None:
+    """End the cluster with SIGKILL: nothing of its state is needed, and asking nicely takes seconds per daemon."""
+    processes.kill_all(lambda: processes.members(directory))
+    network.remove(directory)
+    if (directory / "cluster.json").exists():
+        processes.clear_freezers(load(directory))
+        processes.record(directory, {})
+        if not keep:
+            shutil.rmtree(directory)
+    processes.remove_unused_freezers()
+
+
+def node_down(directory: Path, node: str, *, cut: bool) -> None:
+    check_node(load(directory), node)
+    if cut:
+        network.set_link(directory, node, "down")
+        return
+    processes.forget(directory, node)
+    processes.kill_all(lambda: processes.members(directory, node))
+
+
+def node_up(directory: Path, node: str) -> None:
+    cluster = load(directory)
+    check_node(cluster, node)
+    if cluster.netns:
+        network.set_link(directory, node, "up")
+    if node not in processes.daemons(directory):
+        start_node(cluster, node)
+    processes.wait_for(directory, node, lambda: listens(cluster, node) and nodes_up(directory, node) == 1)
+
+
+def check_node(cluster: Cluster, node: str) -> None:
+    if node not in cluster.node_names:
+        raise ClusterError(f"no node {node}; there are {', '.join(cluster.node_names)}", 2)
+
+
+def listens(cluster: Cluster, node: str) -> bool:
+    try:
+        socket.create_connection(cluster.node_address(node), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = top.add_subparsers(dest="command", required=True)
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.add_argument("--dir", required=True, type=lambda text: Path(text).resolve(), help="the cluster's directory")
+        return sub
+
+    sub = command("start", "start a cluster, after stopping one that is in the directory")
+    sub.add_argument("--nodes", type=int, default=4, choices=range(1, 100), metavar="N", help="default 4")
+    sub.add_argument("--gpus", type=int, default=0, help="fake GPUs per node; default 0: no GRES")
+    sub.add_argument("--cpus", type=int, default=4, help="per node, whatever the machine has; default 4")
+    sub.add_argument("--memory-mb", type=int, default=8000, help="per node, whatever the machine has; default 8000")
+    sub.add_argument("--netns", action=argparse.BooleanOptionalAction, help="default: if root and possible")
+    sub.add_argument("--port", type=int, default=17000, help="first port; clusters that coexist: 200 apart")
+    sub.add_argument("--grace-seconds", type=int, default=30, help="GraceTime of partition spot; default 30")
+    sub.add_argument("--kill-wait-seconds", type=int, default=5, help="KillWait, from TERM to KILL; default 5")
+    sub.add_argument("--slurmd-timeout-seconds", type=int, default=10, help="until a lost node is down; default 10")
+    sub.add_argument("--conf", action="append", default=[], metavar="LINE", help="added to slurm.conf; may be repeated")
+    sub = command("stop", "stop the cluster and remove the directory")
+    sub.add_argument("--keep", action="store_true", help="keep the directory, with its logs")
+    command("env", "print the line to eval in a shell")
+    sub = command("node-down", "power a node off: kill its slurmd and all its processes")
+    sub.add_argument("node")
+    sub.add_argument("--cut", action="store_true", help="only cut its network; its processes go on")
+    command("node-up", "bring a node back after node-down").add_argument("node")
+    return top
+
+
+def run(arguments: argparse.Namespace) -> None:
+    began = time.monotonic()
+    directory: Path = arguments.dir
+    if arguments.command == "start":
+        options = {name: value for name, value in vars(arguments).items() if name not in {"command", "dir", "netns"}}
+        netns = network.possible() if arguments.netns is None else arguments.netns
+        subnet = network.free_subnet(directory) if netns else ""
+        cluster = Cluster(dir=str(directory), netns=netns, subnet=subnet, **options)
+        start(cluster)
+        print(f"{cluster.nodes} nodes ready in {time.monotonic() - began:.1f} s, netns={netns}", file=sys.stderr)
+    elif arguments.command == "stop":
+        stop(directory, keep=arguments.keep)
+    elif arguments.command == "node-down":
+        node_down(directory, arguments.node, cut=arguments.cut)
+    elif arguments.command == "node-up":
+        node_up(directory, arguments.node)
+    if arguments.command in {"start", "env"}:
+        load(directory)
+        print(f"export SLURM_CONF={shlex.quote(str(conf_path(directory)))}")
+
+
+def terminated(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def main() -> int:
+    os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+    signal.signal(signal.SIGTERM, terminated)  # so that a start that is broken off cleans up
+    try:
+        run(parser().parse_args())
+    except ClusterError as error:
+        print(f"dev_cluster: {error}", file=sys.stderr)
+        return error.code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

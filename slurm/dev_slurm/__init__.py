@@ -1,0 +1,1 @@
+"""The parts of slurm/dev_cluster.py."""

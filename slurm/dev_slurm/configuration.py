@@ -1,0 +1,75 @@
+"""Write the files Slurm and munge read: slurm.conf from the template beside this file, gres.conf, key, hosts."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import string
+from dataclasses import asdict
+from pathlib import Path
+
+from dev_slurm.processes import freezer_writable
+from dev_slurm.settings import Cluster, conf_path
+
+TEMPLATE = Path(__file__).with_name("slurm.conf")
+FOLDERS = ("etc", "state", "log", "run", "dev", "spool")
+
+
+def write(cluster: Cluster) -> None:
+    directory = cluster.directory
+    for folder in (*FOLDERS, *(f"spool/{node}" for node in cluster.node_names)):
+        (directory / folder).mkdir(parents=True)
+    for path in (directory, *directory.rglob("*")):
+        path.chmod(0o755)  # Slurm and munge refuse more, and need this much
+    cluster.save()
+    etc = directory / "etc"
+    key = etc / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(os.urandom(1024))
+    conf_path(directory).write_text(slurm_conf(cluster))
+    (etc / "gres.conf").write_text(gres_conf(cluster))
+    (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainDevices=no\n")
+    hosts = {node: cluster.node_address(node)[0] for node in cluster.node_names}
+    hosts = {"localhost": "127.0.0.1", socket.gethostname(): cluster.controller_address} | hosts
+    (etc / "hosts").write_text("".join(f"{address} {name}\n" for name, address in hosts.items()))
+
+
+def slurm_conf(cluster: Cluster) -> str:
+    # proctrack/cgroup is what production runs: a signal reaches the task alone, not its children, and no orphan
+    # outlives a job. linuxproc signals every descendant and leaks orphans.
+    values = {
+        **asdict(cluster),
+        "controller_host": socket.gethostname(),
+        "controller_address": cluster.controller_address,
+        "extra": "\n".join(cluster.conf),
+        "first_job_id": cluster.job_ids.start,
+        "memory_per_cpu_mb": cluster.memory_mb // cluster.cpus,
+        "nodes": "\n".join(node_line(cluster, node) for node in cluster.node_names),
+        "proctrack": "cgroup" if freezer_writable() else "linuxproc",
+        "user": getpass.getuser(),
+    }
+    return string.Template(TEMPLATE.read_text()).substitute(values)
+
+
+def node_line(cluster: Cluster, node: str) -> str:
+    address, port = cluster.node_address(node)
+    host = node if cluster.netns else socket.gethostname()
+    gres = f" Gres=gpu:{cluster.gpus}" if cluster.gpus else ""
+    return (
+        f"NodeName={node} NodeHostname={host} NodeAddr={address} Port={port} "
+        f"CPUs={cluster.cpus} RealMemory={cluster.memory_mb}{gres} State=UNKNOWN"
+    )
+
+
+def gres_conf(cluster: Cluster) -> str:
+    """Slurm wants character devices: for regular files it leaves CUDA_VISIBLE_DEVICES empty."""
+    if not cluster.gpus:
+        return ""
+    prefix = str(cluster.directory / "dev" / "gpu")
+    try:
+        for index in range(cluster.gpus):
+            os.mknod(f"{prefix}{index}", 0o020666, os.makedev(1, 3))
+    except PermissionError:
+        prefix = "/dev/tty"
+    return f"NodeName=n[1-{cluster.nodes}] Name=gpu File={prefix}[0-{cluster.gpus - 1}]\n"

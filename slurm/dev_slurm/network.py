@@ -1,0 +1,78 @@
+"""A network namespace per node, joined by a bridge. Needs root. Knows no Slurm and starts no daemon."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from dev_slurm.settings import Cluster, ClusterError, tag
+
+NETNS_ROOT = Path("/run/netns")
+
+
+def ip(*options: str, batch: str) -> None:
+    done = subprocess.run(["ip", *options, "-batch", "-"], input=batch, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ClusterError(f"ip failed: {done.stderr.strip()}")
+
+
+def possible() -> bool:
+    """Try, in a namespace that is thrown away: containers often lack the right or the kernel module."""
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        return False
+    probe = "ip link add name probe type bridge && ip link add name probe-a type veth peer name probe-b"
+    argv = ["unshare", "--net", "--uts", "--mount", "sh", "-c", probe]
+    return subprocess.run(argv, capture_output=True, check=False).returncode == 0
+
+
+def free_subnet(directory: Path) -> str:
+    """A /24 of 198.18.0.0/15, the range set aside for benchmarks, so that no real network is hidden."""
+    used = subprocess.run(["ip", "-4", "-o", "addr"], capture_output=True, text=True, check=False).stdout
+    first = int(tag(directory).removeprefix("st-"), 16)
+    subnets = (f"198.{18 + index // 256}.{index % 256}" for index in ((first + step) % 512 for step in range(512)))
+    return next(subnet for subnet in subnets if f" {subnet}." not in used)
+
+
+def create(cluster: Cluster) -> None:
+    bridge = tag(cluster.directory)
+    address = cluster.controller_address
+    ip(batch=f"link add name {bridge} type bridge\naddr add {address}/24 dev {bridge}\nlink set {bridge} up\n")
+    for node in cluster.node_names:
+        space, link = space_name(cluster.directory, node), link_name(cluster.directory, node)
+        ip(batch=f"netns add {space}\nlink add name {link} type veth peer name eth0 netns {space}\n")
+        ip(batch=f"link set {link} master {bridge} up\n")
+        address, _ = cluster.node_address(node)
+        ip("-n", space, batch=f"addr add {address}/24 dev eth0\nlink set eth0 up\nlink set lo up\n")
+
+
+def set_link(directory: Path, node: str, state: str) -> None:
+    ip(batch=f"link set {link_name(directory, node)} {state}\n")
+
+
+def remove(directory: Path) -> None:
+    links = [path.name for path in Path("/sys/class/net").glob(f"{tag(directory)}*")]
+    spaces = [path.name for path in NETNS_ROOT.glob(f"{tag(directory)}-n*")]
+    for argv in [["link", "del", name] for name in links] + [["netns", "del", name] for name in spaces]:
+        # A link may go by itself first, together with the namespace that holds its other end.
+        subprocess.run(["ip", *argv], capture_output=True, check=False)
+
+
+def space_name(directory: Path, node: str) -> str:
+    return f"{tag(directory)}-{node}"
+
+
+def link_name(directory: Path, node: str) -> str:
+    return f"{tag(directory)}-{node[1:]}"
+
+
+def identity(path: Path) -> tuple[int, int]:
+    """Equal for two paths that mean the same namespace."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def identities(directory: Path, node: str | None) -> set[tuple[int, int]]:
+    """The namespaces of the cluster, or of one of its nodes."""
+    return {identity(path) for path in NETNS_ROOT.glob(space_name(directory, node or "n*"))}

@@ -1,0 +1,80 @@
+"""What a dev cluster is: its settings, where its files lie, and what its names are derived from. Starts nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+# Slurm's sockets are DIR/spool/nX/nX_JOB.STEP, and the path of a unix socket holds 107 bytes.
+MAX_DIR_LENGTH = 65
+# slurmd keeps its cgroups in a place that the whole machine shares, named by node and job id. Clusters are told apart
+# there by job ids, and their ports are at least 200 apart.
+JOB_IDS_PER_PORT = 100
+PORTS_PER_CLUSTER = 200
+
+
+class ClusterError(Exception):
+    """A reason to give up, and the exit code that says of which kind."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What `start` was asked for; kept in DIR/cluster.json for the other commands."""
+
+    dir: str
+    nodes: int
+    gpus: int
+    cpus: int
+    memory_mb: int
+    netns: bool
+    subnet: str  # first three bytes, "198.18.7"; empty without netns
+    port: int
+    grace_seconds: int
+    kill_wait_seconds: int
+    slurmd_timeout_seconds: int
+    conf: list[str]
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.dir)
+
+    @property
+    def node_names(self) -> list[str]:
+        return [f"n{index}" for index in range(1, self.nodes + 1)]
+
+    @property
+    def controller_address(self) -> str:
+        return f"{self.subnet}.254" if self.netns else "127.0.0.1"
+
+    def node_address(self, node: str) -> tuple[str, int]:
+        index = int(node[1:])
+        return f"{self.subnet}.{index}" if self.netns else "127.0.0.1", self.port + 100 + index
+
+    @property
+    def job_ids(self) -> range:
+        return range(self.port * JOB_IDS_PER_PORT, (self.port + PORTS_PER_CLUSTER) * JOB_IDS_PER_PORT)
+
+    def save(self) -> None:
+        (self.directory / "cluster.json").write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+def load(directory: Path) -> Cluster:
+    try:
+        return Cluster(**json.loads((directory / "cluster.json").read_text()))
+    except FileNotFoundError:
+        raise ClusterError(f"no cluster in {directory}; `start --dir {directory}` makes one", 2) from None
+
+
+def conf_path(directory: Path) -> Path:
+    return directory / "etc" / "slurm.conf"
+
+
+def tag(directory: Path) -> str:
+    """Prefix of the names of the cluster's bridge, links and namespaces. Interface names hold 15 bytes."""
+    return "st-" + hashlib.sha256(str(directory).encode()).hexdigest()[:6]
