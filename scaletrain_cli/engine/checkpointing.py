@@ -103,7 +103,15 @@ class Checkpointer:
     """At most one save in flight. Every method is collective: all ranks call it at the same step boundary."""
 
     def __init__(
-        self, run: RunDir, engine: Any, ranks: Ranks, agreement: Agreement, *, keep: int, attempt: int, delay_seconds: float
+        self,
+        run: RunDir,
+        engine: Any,
+        ranks: Ranks,
+        agreement: Agreement,
+        *,
+        keep: int,
+        attempt: int,
+        delay_seconds: float,
     ) -> None:
         self._run, self._engine, self._ranks, self._agreement = run, engine, ranks, agreement
         self._keep, self._attempt = keep, attempt
@@ -194,7 +202,11 @@ def _host_copy(value: Any) -> Any:
 
 
 def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state

@@ -121,13 +121,11 @@ def _build(data: DataSpec, folder: Path) -> None:
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-    info = DatasetInfo(
-        _SCHEMA, digest.hexdigest(), dtype, vocab_size, total, counts["train"], counts["validation"]
-    )
+    info = DatasetInfo(_SCHEMA, digest.hexdigest(), dtype, vocab_size, total, counts["train"], counts["validation"])
     (folder / "dataset.json").write_text(json.dumps(asdict(info), indent=1), encoding="utf-8")
 
 
-def _train_tokenizer(data: DataSpec) -> "Tokenizer":  # type: ignore[name-defined] # noqa: F821
+def _train_tokenizer(data: DataSpec) -> Tokenizer:  # type: ignore[name-defined] # noqa: F821
     """Byte-level BPE (GPT-2 report, section 2.2) on the corpus itself."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

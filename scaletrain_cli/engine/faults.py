@@ -75,5 +75,7 @@ def _parse(text: str) -> Fault:
     except ValueError as error:
         raise UsageError(f"{VARIABLE}: cannot read {text.strip()!r}: {error}") from error
     if kind not in _KINDS or given:
-        raise UsageError(f"{VARIABLE}: {text.strip()!r}: kinds are {', '.join(_KINDS)}; keys rank, step, attempt, seconds.")
+        raise UsageError(
+            f"{VARIABLE}: {text.strip()!r}: kinds are {', '.join(_KINDS)}; keys rank, step, attempt, seconds."
+        )
     return Fault(kind, seconds=seconds, **whole)

@@ -11,7 +11,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-
 T = TypeVar("T")
 
 

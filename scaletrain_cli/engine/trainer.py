@@ -161,7 +161,9 @@ class Trainer:
         if newest is None:
             if passed_over and not self._may_start_over():
                 damage = "; ".join(passed_over[:5])
-                raise UsageError(f"no checkpoint of this run is sound ({damage}). `scaletrain resume` can start it over.")
+                raise UsageError(
+                    f"no checkpoint of this run is sound ({damage}). `scaletrain resume` can start it over."
+                )
             self._event("started", step=0, attempt=self.attempt, passed_over=passed_over)
             return 0
         state = self.checkpointer.restore(newest)
@@ -231,7 +233,19 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) -> Trai
         delay_seconds=faults.save_delay_seconds,
     )
     return Trainer(
-        run, record, ranks, attempt, device, engine, optimizer, agreement, checkpointer, dataset, train, validation, faults
+        run,
+        record,
+        ranks,
+        attempt,
+        device,
+        engine,
+        optimizer,
+        agreement,
+        checkpointer,
+        dataset,
+        train,
+        validation,
+        faults,
     )
 
 

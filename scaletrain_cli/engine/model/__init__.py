@@ -47,7 +47,7 @@ def checkpoint_activations(model: CausalLM, mode: str) -> None:
     every = {"none": 0, "selective": 2, "full": 1}[mode]
     for index, block in enumerate(model.blocks()):
         if every and index % every == 0:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

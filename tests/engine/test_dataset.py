@@ -1,0 +1,115 @@
+"""Text becomes tokens once, whole, and the same way every time."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from scaletrain_cli.engine.corpus import documents, source_files
+from scaletrain_cli.engine.dataset import dataset_folder, open_dataset, prepare_dataset
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.spec import DataSpec
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number:02d}.txt").write_text(f"Document {number} tells the story of number {number}. " * 20)
+    return folder
+
+
+def spec(source: Path | str, vocab_size: int = 400, validation_split: float = 0.2) -> DataSpec:
+    return DataSpec.model_validate(
+        {
+            "source": str(source),
+            "tokenizer": {"kind": "bpe", "vocab_size": vocab_size},
+            "validation_split": validation_split,
+        }
+    )
+
+
+def test_the_tokens_decode_to_the_documents(texts: Path, tmp_path: Path) -> None:
+    folder = prepare_dataset(spec(texts), tmp_path)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    decoded = set()
+    for split in ("train", "validation"):
+        tokens = np.fromfile(folder / f"{split}.bin", dtype="uint16")
+        end = tokenizer.token_to_id("<|endoftext|>")
+        ends = np.flatnonzero(tokens == end)
+        starts = [0, *(ends[:-1] + 1)]
+        decoded |= {tokenizer.decode(tokens[a:b].tolist()) for a, b in zip(starts, ends, strict=True)}
+    assert decoded == set(documents(str(texts)))
+
+
+def test_a_second_build_elsewhere_gives_the_same_tokens(texts: Path, tmp_path: Path) -> None:
+    first, second = (open_dataset(prepare_dataset(spec(texts), tmp_path / name), 16)[0] for name in "ab")
+    assert first == second
+
+
+def test_a_prepared_dataset_is_taken_as_it_is(texts: Path, tmp_path: Path) -> None:
+    folder = prepare_dataset(spec(texts), tmp_path)
+    before = (folder / "train.bin").stat().st_mtime_ns
+    assert prepare_dataset(spec(texts), tmp_path) == folder
+    assert prepare_dataset(spec(folder), tmp_path / "elsewhere") == folder
+    assert (folder / "train.bin").stat().st_mtime_ns == before
+
+
+def test_a_changed_file_or_tokenizer_makes_another_dataset(texts: Path, tmp_path: Path) -> None:
+    first = dataset_folder(spec(texts), tmp_path)
+    assert dataset_folder(spec(texts, vocab_size=500), tmp_path) != first
+    (texts / "00.txt").write_text("something else entirely")
+    assert dataset_folder(spec(texts), tmp_path) != first
+
+
+def test_a_dead_builder_leaves_nothing_that_counts(texts: Path, tmp_path: Path) -> None:
+    folder = dataset_folder(spec(texts), tmp_path)
+    half_built = folder.with_suffix(".tmp")
+    half_built.mkdir(parents=True)
+    (half_built / "train.bin").write_bytes(b"half")
+    info, *_ = open_dataset(prepare_dataset(spec(texts), tmp_path), 16)
+    assert info.documents == 60
+    assert not half_built.exists()
+
+
+def test_sequences_do_not_overlap_and_labels_are_the_next_tokens(texts: Path, tmp_path: Path) -> None:
+    folder = prepare_dataset(spec(texts), tmp_path)
+    _, train, _ = open_dataset(folder, 16)
+    rows = train.rows([0, 1])
+    flat = np.fromfile(folder / "train.bin", dtype="uint16")[:33]
+    assert rows.shape == (2, 17)
+    assert rows[0].tolist() == flat[:17].tolist()
+    assert rows[1].tolist() == flat[16:33].tolist()
+
+
+def test_jsonl_holds_one_document_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"line {n}"}) for n in range(5)) + "\n\n")
+    assert list(documents(str(path))) == [f"line {n}" for n in range(5)]
+
+
+def test_a_bad_jsonl_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"text": "good"}\n{"body": "bad"}\n')
+    with pytest.raises(UsageError, match=r"corpus\.jsonl:2"):
+        list(documents(str(path)))
+
+
+def test_no_file_is_an_error_that_says_what_would_do(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="python-stdlib"):
+        source_files(str(tmp_path / "nothing"))
+
+
+def test_too_little_text_is_an_error(texts: Path, tmp_path: Path) -> None:
+    folder = prepare_dataset(spec(texts), tmp_path)
+    with pytest.raises(UsageError, match="fewer than one sequence"):
+        open_dataset(folder, 10**6)
+
+
+def test_the_standard_library_is_there_and_has_no_installed_packages() -> None:
+    files = source_files("python-stdlib")
+    assert len(files) > 300
+    assert not [path for path in files if "site-packages" in path.parts]
