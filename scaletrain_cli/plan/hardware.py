@@ -1,0 +1,100 @@
+"""The accelerator catalogue: what a device can hold, compute and move. Knows nothing of models or layouts.
+
+Rates are dense and per device, bandwidths per direction. Every figure's source stands beside it in hardware.json.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.spec import ClusterSpec
+
+# Below these the rate is a slip of the pen, and dividing by it overflows.
+_SLOWEST = 1.0
+# Share of the bf16/fp32 peak that large matrix products reach where nobody has measured the device.
+_UNMEASURED_FRACTION = 0.7
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One device. ``flops`` maps a precision to its dense peak; a precision that is missing is not supported."""
+
+    name: str
+    memory_bytes: int
+    flops: dict[str, float]
+    memory_bandwidth: float
+    intra_node_bandwidth: float
+    achievable_fraction: float
+    source: str
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == "cpu"
+
+    def peak_flops(self, precision: str) -> float:
+        """Dense peak at a precision; where the device lacks it, the peak of the fp32 units that emulate it."""
+        return self.flops.get(precision, self.flops["fp32"])
+
+
+def accelerator_names() -> list[str]:
+    """Names that ``cluster.gpu`` may take."""
+    return list(_catalogue())
+
+
+def find_accelerator(cluster: ClusterSpec) -> Accelerator:
+    """The device that the cluster section names or describes. Raises UsageError with the nearest known name."""
+    wanted = cluster.gpu
+    if isinstance(wanted, str):
+        row = _catalogue().get(wanted.strip().lower())
+        if row is None:
+            raise _unknown(wanted)
+        found = _from_row(wanted.strip().lower(), row)
+    else:
+        flops = {"fp32": max(wanted.fp32_flops, _SLOWEST), "tf32": max(wanted.fp32_flops, _SLOWEST)}
+        if wanted.bf16_flops is not None:
+            flops["bf16"] = max(wanted.bf16_flops, _SLOWEST)
+        found = Accelerator(
+            name=wanted.name,
+            memory_bytes=wanted.memory,
+            flops=flops,
+            memory_bandwidth=max(wanted.memory_bandwidth, _SLOWEST),
+            intra_node_bandwidth=max(wanted.intra_node_bandwidth, _SLOWEST),
+            achievable_fraction=_UNMEASURED_FRACTION,
+            source="the run spec",
+        )
+    if cluster.intra_node_bandwidth == "auto":
+        return found
+    return Accelerator(**{**vars(found), "intra_node_bandwidth": max(cluster.intra_node_bandwidth, _SLOWEST)})
+
+
+@cache
+def _catalogue() -> dict[str, dict[str, Any]]:
+    text = files("scaletrain_cli.plan").joinpath("hardware.json").read_text(encoding="utf-8")
+    return dict(json.loads(text)["gpus"])
+
+
+def _from_row(name: str, row: dict[str, Any]) -> Accelerator:
+    return Accelerator(
+        name=name,
+        memory_bytes=row["memory_bytes"],
+        flops={key.removesuffix("_flops"): float(value) for key, value in row.items() if key.endswith("_flops")},
+        memory_bandwidth=row["memory_bandwidth"],
+        intra_node_bandwidth=row["intra_node_bandwidth"],
+        achievable_fraction=row["achievable_fraction"],
+        source=row["source"],
+    )
+
+
+def _unknown(name: str) -> UsageError:
+    known = accelerator_names()
+    near = difflib.get_close_matches(name.strip().lower(), known, n=1, cutoff=0.3)
+    shown = name.encode("unicode_escape").decode("ascii")[:80]
+    hint = (f"Did you mean {near[0]}? " if near else "") + f"Known: {', '.join(known)}; or give a table."
+    problem = Problem("run spec", "cluster.gpu", "is not in the hardware catalogue.", shown, hint)
+    return UsageError(f"unknown accelerator {shown}", (problem,))

@@ -1,0 +1,216 @@
+"""Which layouts a spec allows: exact divisibility, pinned axes, and what DeepSpeed rules out. Knows no memory or time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+
+from scaletrain_cli.errors import Problem
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.states import weight_bytes
+from scaletrain_cli.spec import RunSpec
+
+CHECKPOINTING = ("none", "selective", "full")
+# Micro-batches tried; above the smallest few dozen nothing gets faster.
+_MOST_MICRO_BATCHES = 24
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Degrees of parallelism, ``auto`` resolved: axes that the engine cannot run are 1 unless pinned."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    virtual: int
+    sequence: int
+    context: int
+    expert: int
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that work on the same sequences."""
+        return self.tensor * self.pipeline * self.sequence * self.context
+
+
+def resolve_axes(spec: RunSpec) -> Axes:
+    """The degrees; data parallelism is what the others leave, at least 1, unless pinned."""
+    layout = spec.layout
+    tensor, pipeline, sequence, expert = (
+        1 if degree == "auto" else degree
+        for degree in (
+            layout.tensor_parallel,
+            layout.pipeline_parallel,
+            layout.sequence_parallel,
+            layout.expert_parallel,
+        )
+    )
+    others = tensor * pipeline * sequence * layout.context_parallel
+    data = max(1, spec.world_size // others) if layout.data_parallel == "auto" else layout.data_parallel
+    return Axes(data, tensor, pipeline, layout.virtual_pipeline, sequence, layout.context_parallel, expert)
+
+
+def division_problems(spec: RunSpec, axes: Axes) -> list[Problem]:
+    """Everything that does not divide, with what would."""
+    model, training, world = spec.model, spec.training, spec.world_size
+    found: list[tuple[str, object, str, str]] = []
+    if axes.data * axes.model_parallel != world:
+        parts = f"data {axes.data} x tensor {axes.tensor} x pipeline {axes.pipeline} x sequence {axes.sequence}"
+        use = f"Use {world // axes.model_parallel}, or auto." if world % axes.model_parallel == 0 else ""
+        found.append(
+            (
+                "layout.data_parallel",
+                spec.layout.data_parallel,
+                f"{parts} x context {axes.context} = {axes.data * axes.model_parallel} ranks, "
+                f"but the cluster has {spec.cluster.nodes} x {spec.cluster.gpus_per_node} = {world}.",
+                use or f"Change the degrees so that their product divides {world}.",
+            )
+        )
+    kv_heads = model.num_key_value_heads
+    if kv_heads % axes.tensor and axes.tensor % kv_heads:
+        found.append(
+            (
+                "layout.tensor_parallel",
+                axes.tensor,
+                f"must divide {kv_heads} key-value heads or be a multiple of them.",
+                _near(model.num_attention_heads, axes.tensor),
+            )
+        )
+    inner = (model.moe_intermediate_size if model.num_experts else 0) or model.intermediate_size
+    if inner % axes.tensor:
+        found.append(
+            (
+                "layout.tensor_parallel",
+                axes.tensor,
+                f"must divide intermediate_size = {inner}.",
+                _near(inner, axes.tensor),
+            )
+        )
+    if model.num_attention_heads // axes.tensor % axes.sequence:
+        heads = max(1, model.num_attention_heads // axes.tensor)
+        found.append(
+            (
+                "layout.sequence_parallel",
+                axes.sequence,
+                f"must divide the {heads} attention heads of a tensor rank.",
+                _near(heads, axes.sequence),
+            )
+        )
+    cut = axes.sequence * axes.context
+    if model.seq_len % cut:
+        found.append(
+            ("model.seq_len", model.seq_len, f"must be a multiple of sequence x context parallel = {cut}.", "")
+        )
+    if axes.virtual > 1 and (axes.pipeline == 1 or model.num_hidden_layers % (axes.pipeline * axes.virtual)):
+        found.append(
+            (
+                "layout.virtual_pipeline",
+                axes.virtual,
+                f"needs pipeline_parallel > 1 and {model.num_hidden_layers} layers that divide by pipeline x virtual.",
+                "Use 1.",
+            )
+        )
+    if axes.expert > 1 and not model.num_experts:
+        found.append(("layout.expert_parallel", axes.expert, "needs a model with experts.", "Use 1 or auto."))
+    elif (axes.data * axes.sequence) % axes.expert:
+        found.append(
+            (
+                "layout.expert_parallel",
+                axes.expert,
+                f"must divide data x sequence parallel = {axes.data * axes.sequence}.",
+                _near(axes.data * axes.sequence, axes.expert),
+            )
+        )
+    if axes.pipeline > 1 and spec.layout.zero_stage in (2, 3):
+        found.append(
+            (
+                "layout.zero_stage",
+                spec.layout.zero_stage,
+                "DeepSpeed refuses it with pipeline parallelism.",
+                "Use 1 or auto.",
+            )
+        )
+    batch = training.global_batch_size
+    if batch % axes.data:
+        up = -(-batch // axes.data) * axes.data
+        below = f"{up - axes.data} or " if up > axes.data else ""
+        found.append(
+            (
+                "training.global_batch_size",
+                batch,
+                f"must be a multiple of {axes.data} data-parallel ranks.",
+                f"Use {below}{up}.",
+            )
+        )
+    elif training.micro_batch_size != "auto" and (batch // axes.data) % training.micro_batch_size:
+        per_rank = batch // axes.data
+        found.append(
+            (
+                "training.micro_batch_size",
+                training.micro_batch_size,
+                f"must divide the {per_rank} sequences per data-parallel rank ({batch} / {axes.data}).",
+                _near(per_rank, training.micro_batch_size),
+            )
+        )
+    return [Problem("run spec", key, message, str(given), hint or None) for key, given, message, hint in found]
+
+
+def zero_stages(spec: RunSpec, axes: Axes) -> list[int]:
+    """Stages to try. DeepSpeed has no usable stage 0 for 16-bit weights, and only stage 1 beside a pipeline."""
+    sixteen_bit = weight_bytes(spec.training.precision) == 2
+    pinned = spec.layout.zero_stage
+    if pinned != "auto":
+        return [1] if pinned == 0 and (sixteen_bit or axes.pipeline > 1) else [pinned]
+    if axes.pipeline > 1:
+        return [1]
+    if axes.data * axes.sequence * axes.context == 1:
+        return [1] if sixteen_bit else [0]
+    return [1, 2, 3] if sixteen_bit else [0, 1, 2, 3]
+
+
+def checkpointing_modes(spec: RunSpec) -> list[str]:
+    """Activation checkpointing to try, cheapest in time first."""
+    pinned = spec.layout.activation_checkpointing
+    return list(CHECKPOINTING) if pinned == "auto" else [pinned]
+
+
+def micro_batch_sizes(spec: RunSpec, axes: Axes) -> list[int]:
+    """Micro-batches that divide a rank's share of the global batch, smallest first."""
+    pinned = spec.training.micro_batch_size
+    if pinned != "auto":
+        return [pinned]
+    return divisors(spec.training.global_batch_size // axes.data)[:_MOST_MICRO_BATCHES]
+
+
+def build_layout(spec: RunSpec, axes: Axes, zero_stage: int, checkpointing: str, micro_batch: int) -> Layout:
+    """The layout; requires that division_problems() found none."""
+    return Layout(
+        world_size=spec.world_size,
+        data_parallel=axes.data,
+        tensor_parallel=axes.tensor,
+        pipeline_parallel=axes.pipeline,
+        virtual_pipeline=axes.virtual,
+        sequence_parallel=axes.sequence,
+        context_parallel=axes.context,
+        expert_parallel=axes.expert,
+        zero_stage=zero_stage,
+        micro_batch_size=micro_batch,
+        gradient_accumulation_steps=spec.training.global_batch_size // (axes.data * micro_batch),
+        global_batch_size=spec.training.global_batch_size,
+        activation_checkpointing=checkpointing,
+        offload=spec.layout.offload,
+    )
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending. In time of the square root: a number of the spec is at most 1e9."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def _near(number: int, wanted: int) -> str:
+    """The divisors of ``number`` on either side of what was asked for."""
+    found = divisors(number) if number <= 10**12 else [1]
+    below = max((n for n in found if n <= wanted), default=1)
+    above = min((n for n in found if n > wanted), default=below)
+    return f"Use {below}." if above == below else f"Use {below} or {above}."

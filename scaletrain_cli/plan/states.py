@@ -1,0 +1,99 @@
+"""Bytes of weights, gradients and optimizer states that DeepSpeed 0.19 holds per rank. Knows only parameter counts.
+
+What DeepSpeed keeps, read in its source (0.19.x):
+
+* Stage 0, fp32: ``engine.py _do_optimizer_sanity_check`` returns no wrapper, so the user's AdamW works on the weights.
+* Stage 0, bf16: ``_do_optimizer_sanity_check`` raises NotImplementedError with fp32 gradient accumulation and otherwise
+  takes FP16_UnfusedOptimizer, which was measured to be noticeably less exact. The planner maps it to stage 1, openly.
+* Stages 1 and 2: ``zero/stage_1_and_2.py __init__`` clones the rank's partition into ``single_partition_of_fp32_groups``
+  whatever the precision, so fp32 runs hold a second copy of their partition; it is counted with the optimizer states.
+* Stage 1, bf16 with fp32 gradients: ``bf16_optimizer.py _setup_for_real_optimizer`` allocates
+  ``fp32_groups_gradients_flat``, a whole fp32 gradient on every rank. The bf16 gradients beside it are released as soon
+  as they are added, given ``bf16.immediate_grad_update`` (``accumulate_hp_grads_and_remove_lp``); without it they stay.
+* Stage 2: ``stage_1_and_2.py`` keeps the gradients of the rank's own partition. With fp32 accumulation of bf16 gradients
+  they live in one fp32 buffer (``_build_compact_grad_partition_buffer``); otherwise each later micro-batch brings a
+  second set, added in ``independent_gradient_partition_epilogue``.
+* Stage 3: ``stage3.py _create_fp32_partitions`` takes the partition itself as master where it is fp32 already, and clones
+  it otherwise; ``grad_partitions_flat_buffer`` holds the rank's gradients in the accumulation dtype.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# AdamW keeps two fp32 moments (arXiv:1711.05101); mixed precision adds an fp32 master copy (arXiv:1710.03740).
+MOMENT_BYTES = 8
+MASTER_BYTES = 4
+
+_DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: the products; weights stay in 16 bits
+
+
+class ModelStates(NamedTuple):
+    """Bytes on one rank. ``optimizer_states``: moments and the fp32 master weights, where there are any."""
+
+    parameters: int
+    gradients: int
+    optimizer_states: int
+
+
+def weight_bytes(precision: str) -> int:
+    """Bytes of one weight, and of one activation element, at a precision."""
+    return _DTYPE_BYTES[precision]
+
+
+def gradient_bytes(precision: str, grad_dtype: str) -> int:
+    """Bytes of one accumulated gradient element."""
+    return max(_DTYPE_BYTES[grad_dtype], 2) if weight_bytes(precision) == 2 else 4
+
+
+def keeps_master_copy(precision: str, zero_stage: int) -> bool:
+    """Whether DeepSpeed holds fp32 weights besides the weights that the model computes with."""
+    return weight_bytes(precision) == 2 or zero_stage in (1, 2)
+
+
+def optimizer_state_bytes_per_parameter(precision: str, zero_stage: int) -> int:
+    """Moments, and the master copy where there is one."""
+    return MOMENT_BYTES + (MASTER_BYTES if keeps_master_copy(precision, zero_stage) else 0)
+
+
+def model_state_bytes(
+    parameters: int, precision: str, grad_dtype: str, zero_stage: int, data_parallel: int
+) -> ModelStates:
+    """What one rank holds between steps, of ``parameters`` shared over ``data_parallel`` ranks.
+
+    A ZeRO partition is the parameters divided by the ranks, rounded up: DeepSpeed pads the last one.
+    """
+    partition = -(-parameters // data_parallel)
+    held_weights = partition if zero_stage >= 3 else parameters
+    held_gradients = partition if zero_stage >= 2 else parameters
+    held_states = partition if zero_stage >= 1 else parameters
+    return ModelStates(
+        parameters=held_weights * weight_bytes(precision),
+        gradients=held_gradients * gradient_bytes(precision, grad_dtype),
+        optimizer_states=held_states * optimizer_state_bytes_per_parameter(precision, zero_stage),
+    )
+
+
+def second_gradient_bytes(
+    parameters: int, precision: str, grad_dtype: str, zero_stage: int, data_parallel: int, micro_batches: int
+) -> int:
+    """Gradients of the newest micro-batch that stage 2 holds beside the accumulated ones before adding them."""
+    accumulated = gradient_bytes(precision, grad_dtype)
+    if zero_stage != 2 or micro_batches == 1 or accumulated != weight_bytes(precision):
+        return 0
+    return -(-parameters // data_parallel) * accumulated
+
+
+def step_temporary_bytes(parameters: int, precision: str, grad_dtype: str, zero_stage: int, data_parallel: int) -> int:
+    """Memory that exists only during the optimizer step, when activations do not.
+
+    AdamW's foreach form makes one fp32 copy of what it updates (the root of the second moment). ZeRO adds an fp32 copy
+    of the gradient partition (``stage_1_and_2.py step``: flatten and ``.to``), which stage 1 with bf16 weights and fp32
+    gradients does without. Stage 3 does both one sub-group at a time (``sub_group_size``, 1e9 elements).
+    """
+    if zero_stage == 0:
+        return 4 * parameters
+    partition = -(-parameters // data_parallel)
+    if zero_stage == 1 and weight_bytes(precision) == 2 and gradient_bytes(precision, grad_dtype) == 4:
+        return 4 * partition
+    return 8 * (min(partition, 10**9) if zero_stage == 3 else partition)

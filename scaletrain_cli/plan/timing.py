@@ -1,0 +1,115 @@
+"""A first step-time model: rates of the device times work, plus what communication leaves exposed. Fits no measurement.
+
+Its assumptions are stated with every plan; docs name the formulas. Use it to rank layouts, not to promise dates.
+"""
+
+from __future__ import annotations
+
+from scaletrain_cli.plan.activations import checkpointed_blocks
+from scaletrain_cli.plan.architecture import (
+    architecture,
+    block_attention_flops,
+    block_matmul_flops,
+    head_flops,
+    training_flops_per_token,
+)
+from scaletrain_cli.plan.communication import OVERLAP, step_traffic
+from scaletrain_cli.plan.hardware import Accelerator
+from scaletrain_cli.plan.memory import local_tokens, stage_layers, stage_shard, zero_shards
+from scaletrain_cli.plan.result import Layout, Network, Time
+from scaletrain_cli.plan.states import weight_bytes
+from scaletrain_cli.spec import RunSpec
+
+# Share of the memory bandwidth that element-wise kernels reach; stated, not measured.
+_MEMORY_EFFICIENCY = 0.8
+# Eager PyTorch launches about this many kernels per block (forward, and twice that backward), 5 microseconds each.
+_KERNELS_PER_BLOCK = 90
+_LAUNCH_SECONDS = 5e-6
+# Bytes that AdamW, clipping and the norm move per parameter of the partition: weights, gradient and two moments read,
+# three written back, the gradient read and written again for the norm and the clip, all fp32; and the 16-bit copy.
+_OPTIMIZER_BYTES = 4 * (4 + 3 + 3) + 2
+
+
+def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
+    """Seconds per optimizer step by cause, and what follows; and the traffic of the busiest rank."""
+    micro_batches, stages = layout.gradient_accumulation_steps, layout.pipeline_parallel
+    compute = micro_batches * _micro_batch_seconds(spec, layout, device)
+    # 1F1B idles (p - 1) / (m v) of the compute (arXiv:2104.04473, section 2.2).
+    bubble = compute * (stages - 1) / (micro_batches * layout.virtual_pipeline)
+    whole = architecture(spec.model, layout.tensor_parallel, layout.expert_parallel)
+    shard = stage_shard(whole, layout, 0)
+    traffic = step_traffic(spec, layout, device, shard, stage_layers(whole.layers, stages, 0))
+    hidden = min(traffic.overlapping_seconds * OVERLAP, compute * OVERLAP)
+    exposed = traffic.blocking_seconds + traffic.overlapping_seconds - hidden
+    updated = shard.parameters if layout.zero_stage == 0 else -(-shard.parameters // zero_shards(layout))
+    optimizer = updated * _OPTIMIZER_BYTES / (device.memory_bandwidth * _MEMORY_EFFICIENCY)
+    # The corpus is memory-mapped tokens: reading one batch costs next to nothing beside a step.
+    step = compute + bubble + exposed + optimizer
+    tokens = layout.global_batch_size * spec.model.seq_len
+    needed = tokens * training_flops_per_token(spec.model)
+    peak = layout.world_size * device.peak_flops(spec.training.precision)
+    time = Time(
+        step=step,
+        compute=compute,
+        exposed_communication=exposed,
+        bubble=bubble,
+        optimizer=optimizer,
+        data_wait=0.0,
+        tokens_per_second=tokens / step,
+        tokens_per_second_per_gpu=tokens / step / layout.world_size,
+        mfu=needed / step / peak,
+        hfu=tokens * _executed_flops_per_token(spec, layout) / step / peak,
+        to_train=step * spec.total_steps,
+    )
+    return time, Network(traffic.sent)
+
+
+def _micro_batch_seconds(spec: RunSpec, layout: Layout, device: Accelerator) -> float:
+    """Forward and backward of one micro-batch on one rank: matrices at the device's rate, the rest at its memory's."""
+    model, t = spec.model, layout.tensor_parallel
+    tokens = local_tokens(spec, layout)
+    share = tokens / t / layout.pipeline_parallel
+    rate = device.peak_flops(spec.training.precision) * device.achievable_fraction
+    matrices = share * _executed_flops_per_token(spec, layout) / rate
+    element = weight_bytes(spec.training.precision)
+    moved = share * _elementwise_bytes_per_token(spec, element) * _passes(spec, layout)
+    elementwise = moved / (device.memory_bandwidth * _MEMORY_EFFICIENCY)
+    blocks = stage_layers(model.num_hidden_layers, layout.pipeline_parallel, 0)
+    launches = 0.0 if device.is_cpu else blocks * _KERNELS_PER_BLOCK * _passes(spec, layout) / 3 * _LAUNCH_SECONDS
+    return max(matrices + elementwise, launches)
+
+
+def _passes(spec: RunSpec, layout: Layout) -> float:
+    """Forwards' worth of work per step: 3, and up to 4 where blocks are computed twice (arXiv:2205.05198)."""
+    layers = spec.model.num_hidden_layers
+    return 3 + checkpointed_blocks(layers, layout.activation_checkpointing) / layers
+
+
+def _executed_flops_per_token(spec: RunSpec, layout: Layout) -> float:
+    """FLOPs that the device really does: recomputed blocks count again.
+
+    Scores are counted unmasked. A causal kernel skips half of them but runs at about half the rate of plain matrix
+    products (FlashAttention-2, arXiv:2307.08691, section 4), which comes to the same time.
+    """
+    model = spec.model
+    again = checkpointed_blocks(model.num_hidden_layers, layout.activation_checkpointing)
+    block = block_matmul_flops(model) + block_attention_flops(model)
+    return (3 * model.num_hidden_layers + again) * block + 3 * head_flops(model)
+
+
+def _elementwise_bytes_per_token(spec: RunSpec, element: int) -> int:
+    """Memory traffic of one forward pass outside matrix products, kernels unfused (eager PyTorch).
+
+    Per block: two norms (8 reads and writes of the hidden width each), two residual additions (3 each), rotation of
+    queries and keys (6), the activation and its product (5 of the inner width; 2 for GELU). Loss: 3 fp32 passes.
+    """
+    model = spec.model
+    inner = model.intermediate_size
+    if model.num_experts:
+        inner = (model.moe_intermediate_size or inner) * model.num_experts_per_tok
+    rotated = 6 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
+    if model.family == "gpt":
+        per_block = 22 * model.hidden_size + 2 * inner
+    else:
+        per_block = 22 * model.hidden_size + rotated + 5 * inner
+    return element * model.num_hidden_layers * per_block + 12 * model.vocab_size

@@ -1,0 +1,65 @@
+"""Sizes of DeepSpeed's buffers: the numbers that the planner counts and the engine configures, so that they agree.
+
+Pure arithmetic on parameter counts; writes no DeepSpeed configuration itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# DeepSpeed allocates the reduce bucket whole, however small the model (stage_1_and_2.py setup_buckets, stage3.py
+# _setup_for_real_optimizer); its default of 5e8 elements would take 2 GB from a 24 GB device. 2e8 still moves
+# hundreds of megabytes per collective, far above where a ring stops being bound by latency.
+_LARGEST_BUCKET_ELEMENTS = 200_000_000
+_PREFETCH_ELEMENTS = 50_000_000
+# DeepSpeed's default (zero/config.py stage3_max_live_parameters), where the model is not smaller.
+_LARGEST_LIVE_ELEMENTS = 1_000_000_000
+# engine.py MEMORY_OPT_ALLREDUCE_SIZE: without ZeRO, gradients are flattened and reduced in pieces of this size.
+_FLATTENED_ELEMENTS = 500_000_000
+
+
+@dataclass(frozen=True)
+class ZeroBuffers:
+    """Elements per buffer, as DeepSpeed's ``zero_optimization`` section names them."""
+
+    reduce_bucket_size: int
+    allgather_bucket_size: int
+    prefetch_bucket_size: int
+    max_live_parameters: int
+    overlap_comm: bool
+
+
+def zero_buffers(parameters: int, zero_stage: int) -> ZeroBuffers:
+    """Settings for a rank that computes with ``parameters``.
+
+    Communication overlaps the backward pass where DeepSpeed can: stages 2 and 3. Stages 0 and 1 reduce once, after the
+    last micro-batch (``engine.py allreduce_gradients``).
+    """
+    bucket = max(2, min(parameters, _LARGEST_BUCKET_ELEMENTS))
+    bucket += bucket % 2  # NCCL's 4-byte alignment of 16-bit elements (nccl_start_alignment_factor)
+    return ZeroBuffers(
+        reduce_bucket_size=bucket,
+        allgather_bucket_size=bucket,
+        prefetch_bucket_size=min(bucket, _PREFETCH_ELEMENTS),
+        max_live_parameters=min(max(parameters, 1), _LARGEST_LIVE_ELEMENTS),
+        overlap_comm=zero_stage >= 2,
+    )
+
+
+def communication_buffer_bytes(
+    parameters: int, largest_block: int, zero_stage: int, weight_bytes: int, gradient_bytes: int, data_parallel: int
+) -> int:
+    """Bytes of gradient buckets and, under stage 3, of gathered weights, during the backward pass."""
+    if data_parallel == 1 and zero_stage == 0:
+        return 0
+    buffers = zero_buffers(parameters, zero_stage)
+    if zero_stage == 0:
+        return min(parameters, _FLATTENED_ELEMENTS) * weight_bytes
+    if zero_stage == 1:
+        # BF16_Optimizer has no bucket, but flattens the gradients of small models; the other path has one bucket.
+        return buffers.reduce_bucket_size * gradient_bytes
+    buckets = buffers.reduce_bucket_size * weight_bytes * 2  # two, because communication overlaps
+    if zero_stage == 2:
+        return buckets
+    live = min(parameters, max(buffers.max_live_parameters, 2 * largest_block))
+    return buckets // 2 + (live + buffers.prefetch_bucket_size) * weight_bytes  # stage 3 has one bucket
