@@ -14,10 +14,11 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8,})")
+_HASH_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def commit(
     ``files`` maps each name, relative to the staging folder, to its digest. Raises OSError; nothing is committed then.
     """
     staging, final = staging_path(folder, step), checkpoint_path(folder, step)
-    manifest = {
+    manifest: dict[str, object] = {
         "schema": "scaletrain.checkpoint/v1",
         "step": step,
         "world_size": world_size,
@@ -98,14 +99,21 @@ def commit(
         "files": {name: {"size": digest.size, "sha256": digest.sha256} for name, digest in sorted(files.items())},
     }
     with (staging / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
+        json.dump({**manifest, "sha256": _manifest_hash(manifest)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _fsync_folder(staging)
-    if final.exists():  # damaged, or it would have been loaded instead of trained again
-        delete(final)
-    staging.rename(final)
-    _fsync_folder(folder)
+    if final.exists():
+        # Set aside, not deleted: removing gigabytes takes seconds, in which a kill would leave neither of the two.
+        aside = final.with_name(f"{final.name}.old.tmp")
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)
+        staging.rename(final)
+        _fsync_folder(folder)
+        delete(aside)
+    else:
+        staging.rename(final)
+        _fsync_folder(folder)
     return final
 
 
@@ -134,10 +142,7 @@ def prune(folder: Path, keep: int) -> list[int]:
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
     """Every committed checkpoint by step, oldest first, by its manifest alone."""
-    if not folder.is_dir():
-        return []
-    found = [read for entry in folder.iterdir() if _STEP.fullmatch(entry.name) and (read := _read(entry))]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    return [read for path in _committed_folders(folder) if isinstance(read := _read(path), Checkpoint)]
 
 
 def verify(checkpoint: Checkpoint) -> list[str]:
@@ -149,7 +154,7 @@ def verify(checkpoint: Checkpoint) -> list[str]:
                 size = os.fstat(file.fileno()).st_size
                 if size != expected.size:
                     problems.append(f"{name}: {size} bytes instead of {expected.size}")
-                elif hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
+                elif _file_hash(file) != expected.sha256:
                     problems.append(f"{name}: content does not match its hash")
         except OSError as error:
             problems.append(f"{name}: {error.strerror}")
@@ -159,21 +164,52 @@ def verify(checkpoint: Checkpoint) -> list[str]:
 def newest_that_verifies(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to resume from, and what was wrong with each newer one that was passed over."""
     passed_over = []
-    for checkpoint in reversed(list_checkpoints(folder)):
-        problems = verify(checkpoint)
-        if not problems:
+    for path in reversed(_committed_folders(folder)):
+        checkpoint = _read(path)
+        problems = verify(checkpoint) if isinstance(checkpoint, Checkpoint) else [f"{MANIFEST}: {checkpoint}"]
+        if isinstance(checkpoint, Checkpoint) and not problems:
             return checkpoint, passed_over
-        passed_over += [f"{checkpoint.path.name}/{problem}" for problem in problems]
+        passed_over += [f"{path.name}/{problem}" for problem in problems]
     return None, passed_over
 
 
-def _read(path: Path) -> Checkpoint | None:
+def _committed_folders(folder: Path) -> list[Path]:
+    """Folders that bear a step's final name, oldest first, whatever is in them."""
+    found = {int(match[1]): entry for entry in _entries(folder) if (match := _STEP.fullmatch(entry.name))}
+    return [found[step] for step in sorted(found)]
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _read(path: Path) -> Checkpoint | str:
+    """The checkpoint as its manifest states it, or why there is none to be had."""
     try:
-        data: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        data = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        stated = data.pop("sha256")
+        if stated != _manifest_hash(data):
+            return "content does not match its hash"
         files = {name: FileDigest(**digest) for name, digest in data["files"].items()}
         return Checkpoint(path, data["step"], data["world_size"], data["clean"], data["attempt"], files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # no manifest, or not one of ours: not a checkpoint
+    except FileNotFoundError:
+        return "missing (deleting was cut short, or the file was lost)"
+    except OSError as error:
+        return str(error.strerror)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "not the manifest of a checkpoint"
+
+
+def _manifest_hash(manifest: dict[str, object]) -> str:
+    """Hash of the manifest's own content: a flipped bit in ``step`` or ``clean`` must not pass for the truth."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _file_hash(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(_HASH_BLOCK_BYTES):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _fsync_folder(path: Path) -> None:

@@ -1,19 +1,24 @@
 """Append-only JSON lines: events.jsonl (what happened to the run) and metrics.jsonl (one line per logged step).
 
 Several processes append to one file, so a line is one ``write`` on an O_APPEND descriptor; a line that a crash cut
-short is skipped by readers and never glued to the next one.
+short is skipped by readers and never glued to the next one. Over NFS, where O_APPEND alone does not keep the lines of
+two nodes apart, the lock does.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.rundir.paths import RunDir
+
+_BLOCK_BYTES = 1 << 16
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
@@ -21,9 +26,14 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     line = json.dumps(record, allow_nan=False, separators=(",", ":")).encode() + b"\n"
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
+        with contextlib.suppress(OSError):  # some shared file systems have no locks; O_APPEND must do there
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, b"\n" + line if torn else line)
+        data = b"\n" + line if torn else line
+        written = os.write(descriptor, data)
+        if written != len(data):
+            raise OSError(f"{path}: only {written} of {len(data)} bytes of a line were written; is the disk full?")
     finally:
         os.close(descriptor)
 
@@ -34,13 +44,34 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         text = path.read_bytes()
     except FileNotFoundError:
         return
-    for line in text.splitlines():
+    yield from _objects(text.split(b"\n"))
+
+
+def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
         try:
             record = json.loads(line)
         except ValueError:
             continue
         if isinstance(record, dict):
             yield record
+
+
+def read_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole JSON object, newest first, reading no more of the file than is asked for."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        position, rest = file.seek(0, os.SEEK_END), b""
+        while position > 0:
+            start = max(0, position - _BLOCK_BYTES)
+            file.seek(start)
+            first, *lines = (file.read(position - start) + rest).split(b"\n")
+            position, rest = start, first
+            yield from _objects(reversed(lines))
+        yield from _objects([rest])
 
 
 def record_event(run: RunDir, event: str, **details: Any) -> None:

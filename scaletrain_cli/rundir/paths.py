@@ -86,8 +86,12 @@ def find_run(name: str) -> RunDir:
     if len(found) == 1:
         return found[0]
     if found:
-        raise UsageError(f"{name} matches {len(found)} runs: {', '.join(run.run_id for run in found)}. Give more of it.")
-    raise UsageError(f"no run {name} under {root}. `scaletrain list` shows the runs; $SCALETRAIN_RUNS moves their root.")
+        raise UsageError(
+            f"{name} matches {len(found)} runs: {', '.join(run.run_id for run in found)}. Give more of it."
+        )
+    raise UsageError(
+        f"no run {name} under {root}. `scaletrain list` shows the runs; $SCALETRAIN_RUNS moves their root."
+    )
 
 
 def list_runs() -> list[RunDir]:
@@ -95,4 +99,5 @@ def list_runs() -> list[RunDir]:
     root = runs_root()
     if not root.is_dir():
         return []
-    return [RunDir(entry) for entry in sorted(root.iterdir()) if (entry / "run.json").is_file()]
+    visible = (entry for entry in sorted(root.iterdir()) if not entry.name.startswith("."))  # a run in the making hides
+    return [RunDir(entry) for entry in visible if (entry / "run.json").is_file()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import UsageError
@@ -26,6 +27,12 @@ class RunRecord:
     versions: dict[str, str]
     code_hash: str
     wandb_run_id: str
+    working_folder: str = ""  # of the submitter: relative paths in the spec mean the same in every attempt
+
+
+def checkpoint_folder(run: RunDir, spec: RunSpec) -> Path:
+    """Where this run's checkpoints are: in the run directory, or under ``checkpoint.dir`` by run id."""
+    return run.checkpoints if spec.checkpoint.dir == "auto" else Path(spec.checkpoint.dir).expanduser() / run.run_id
 
 
 def write_record(run: RunDir, record: RunRecord) -> None:
@@ -39,6 +46,7 @@ def write_record(run: RunDir, record: RunRecord) -> None:
         "versions": record.versions,
         "code_hash": record.code_hash,
         "wandb_run_id": record.wandb_run_id,
+        "working_folder": record.working_folder,
     }
     with run.record.open("x", encoding="utf-8") as file:
         json.dump(data, file, indent=1)
@@ -63,6 +71,7 @@ def read_record(run: RunDir) -> RunRecord:
             versions=data["versions"],
             code_hash=data["code_hash"],
             wandb_run_id=data["wandb_run_id"],
+            working_folder=data["working_folder"],
         )
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
         raise UsageError(f"{run.record} cannot be read: {error}") from error
