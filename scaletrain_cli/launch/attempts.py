@@ -1,0 +1,221 @@
+"""attempts/NNNN/attempt.json: when an attempt began and ended, and why, judged by what its nodes and ranks left behind.
+
+Knows the evidence (node records, failure files), not how it came about; restart_policy decides what follows from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.launch.node_record import (
+    Failure,
+    NodeRecord,
+    read_failures,
+    read_node_records,
+)
+from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.journal import read_lines_backwards
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import checkpoint_folder
+from scaletrain_cli.spec import RunSpec
+
+Reason = Literal["done", "preempted", "crash", "oom", "nan", "wrong-nodes", "usage", "cancelled", "node", "killed"]
+_SPECIFIC: tuple[Reason, ...] = ("oom", "nan", "wrong-nodes")  # what a rank knows better than "crash"
+_STOPPING = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What follows from an attempt's end: another attempt, or ``exit_code`` as the run's own."""
+
+    requeue: bool
+    exit_code: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended; ``message`` names the rank or node and says it in words."""
+
+    exit_code: int
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """One attempt. Without ``ended`` it still runs, or whoever watched it vanished."""
+
+    number: int
+    scheduler: str
+    job_id: str
+    nodes: tuple[str, ...]
+    started: float
+    checkpoint_at_start: int | None = None  # step
+    ended: float | None = None
+    exit_code: int | None = None
+    reason: Reason | None = None
+    message: str = ""
+    decision: Decision | None = None
+    last_checkpoint_step: int | None = None
+    last_step: int | None = None  # the last one logged
+
+    @property
+    def made_progress(self) -> bool:
+        """Whether it left a newer checkpoint than it found."""
+        before, after = self.checkpoint_at_start, self.last_checkpoint_step
+        return after is not None and (before is None or after > before)
+
+
+def begin_attempt(run: RunDir, spec: RunSpec, *, scheduler: str, job_id: str, nodes: Sequence[str]) -> int:
+    """Claim the next attempt's number and record its start."""
+    number = run.new_attempt()
+    for folder in ("nodes", "failures"):
+        (run.attempt(number) / folder).mkdir(exist_ok=True)
+    newest = newest_checkpoint_step(run, spec)
+    _write(run, AttemptRecord(number, scheduler, job_id, tuple(nodes), time.time(), checkpoint_at_start=newest))
+    return number
+
+
+def end_attempt(run: RunDir, spec: RunSpec, number: int, outcome: Outcome, decision: Decision | None) -> AttemptRecord:
+    """Record how the attempt ended, what was decided, and how far the run had come."""
+    began = read_attempt(run, number)
+    assert began is not None, f"attempt {number} was never begun"
+    ended = with_outcome(run, spec, began, outcome, decision)
+    _write(run, ended)
+    return ended
+
+
+def with_outcome(
+    run: RunDir, spec: RunSpec, began: AttemptRecord, outcome: Outcome, decision: Decision | None = None
+) -> AttemptRecord:
+    """The attempt as it is once ended, without writing it: what restart_policy judges before the decision is known."""
+    return dataclasses.replace(
+        began,
+        ended=time.time(),
+        exit_code=outcome.exit_code,
+        reason=outcome.reason,
+        message=outcome.message,
+        decision=decision,
+        last_checkpoint_step=newest_checkpoint_step(run, spec),
+        last_step=last_logged_step(run),
+    )
+
+
+def close_unended(run: RunDir, spec: RunSpec) -> list[AttemptRecord]:
+    """End, by their evidence, earlier attempts whose watcher vanished. Only for who knows that none still runs."""
+    unended = [attempt for attempt in read_attempts(run) if attempt.ended is None]
+    return [
+        end_attempt(run, spec, attempt.number, attempt_outcome(run, spec, attempt.number, cancelled=False), None)
+        for attempt in unended
+    ]
+
+
+def read_attempt(run: RunDir, number: int) -> AttemptRecord | None:
+    """One attempt; None if it never got as far as a record."""
+    data = read_document(run.attempt(number) / "attempt.json")
+    return _from_json(data) if data is not None else None
+
+
+def read_attempts(run: RunDir) -> list[AttemptRecord]:
+    """Every attempt that began, in order."""
+    return [attempt for number in run.attempts() if (attempt := read_attempt(run, number)) is not None]
+
+
+def newest_checkpoint_step(run: RunDir, spec: RunSpec) -> int | None:
+    """The step of the newest committed checkpoint, by its manifest alone."""
+    committed = list_checkpoints(checkpoint_folder(run, spec))
+    return committed[-1].step if committed else None
+
+
+def last_logged_step(run: RunDir) -> int | None:
+    """The step of the newest line in metrics.jsonl, which after a resume may be below earlier ones."""
+    return next((line["step"] for line in read_lines_backwards(run.metrics) if isinstance(line.get("step"), int)), None)
+
+
+def attempt_outcome(
+    run: RunDir, spec: RunSpec, number: int, *, cancelled: bool, launcher_exit_code: int | None = None
+) -> Outcome:
+    """Judge the attempt by its evidence; ``launcher_exit_code`` is what the agent or srun itself ended with."""
+    nodes, failures = read_node_records(run, number), read_failures(run, number)
+    return judge(nodes, failures, spec.cluster.nodes, cancelled=cancelled, launcher_exit_code=launcher_exit_code)
+
+
+def judge(
+    nodes: Sequence[NodeRecord],
+    failures: Sequence[Failure],
+    planned_nodes: int,
+    *,
+    cancelled: bool,
+    launcher_exit_code: int | None = None,
+) -> Outcome:
+    """Pure: all nodes done, or the first bad end, or a node that vanished, in words."""
+    ended = sorted((node for node in nodes if node.ended is not None), key=lambda node: node.ended or 0.0)
+    codes = [node.exit_code for node in ended]
+    if len(ended) == planned_nodes and set(codes) == {0}:
+        return Outcome(ExitCode.DONE, "done", "every rank finished")
+    outcome = _bad_end(ended, failures) or _vanished(nodes, planned_nodes, launcher_exit_code)
+    if outcome is None:
+        outcome = Outcome(ExitCode.PREEMPTED, "preempted", "preempted; the ranks stopped with their state saved")
+    if cancelled:
+        return dataclasses.replace(outcome, reason="cancelled", message=f"cancelled; {outcome.message}")
+    return outcome
+
+
+def _bad_end(ended: Sequence[NodeRecord], failures: Sequence[Failure]) -> Outcome | None:
+    """The failure of the node that failed first, by what its first failing rank, or a better informed one, says."""
+    failed = next((node for node in ended if node.exit_code not in (0, ExitCode.PREEMPTED)), None)
+    if failed is None:
+        return None
+    code = failed.exit_code if failed.exit_code is not None else int(ExitCode.CRASHED)
+    rank = next((rank for rank in failed.ranks if rank.rank == failed.first_failure), None)
+    own = next((failure for failure in failures if rank is not None and failure.rank == rank.rank), None)
+    # A rank that hits a broken connection may end before the one whose memory ran out and broke it.
+    specific = next((failure for failure in failures if failure.reason in _SPECIFIC), None)
+    failure = own if own is not None and own.reason in _SPECIFIC else specific or own
+    who = failed.node if rank is None else f"rank {rank.rank} on {failed.node}"
+    if failure is not None:
+        speaker = who if failure.rank is None or failure is own else f"rank {failure.rank}"
+        return Outcome(code, _reason(failure.reason, code), f"{speaker}: {failure.message}")
+    if rank is not None and rank.signal is not None:
+        by = " when the grace period ended" if rank.killed_by_agent else ""
+        reason: Reason = "killed" if rank.signal in ("SIGKILL", "SIGTERM") else "crash"
+        return Outcome(code, reason, f"{who} was ended by {rank.signal}{by}")
+    return Outcome(code, _reason("crash", code), f"{who} ended with exit code {rank.exit_code if rank else code}")
+
+
+def _vanished(nodes: Sequence[NodeRecord], planned: int, launcher_exit_code: int | None) -> Outcome | None:
+    missing = [node.node for node in nodes if node.ended is None]
+    unseen = planned - len(nodes)
+    if not missing and unseen <= 0:
+        return None
+    if not nodes and launcher_exit_code in (*_STOPPING, ExitCode.WRONG_NODES):
+        return Outcome(
+            launcher_exit_code, _reason("crash", launcher_exit_code), "no node agent could start; see its log"
+        )
+    names = ", ".join([*missing, *([f"{unseen} that never reported"] if unseen > 0 else [])])
+    return Outcome(ExitCode.CRASHED, "node", f"lost without a word: {names}")
+
+
+def _reason(stated: str, code: int) -> Reason:
+    if code == ExitCode.WRONG_NODES:
+        return "wrong-nodes"
+    if code in _STOPPING:
+        return "usage"
+    return stated if stated in _SPECIFIC else "crash"
+
+
+def _write(run: RunDir, attempt: AttemptRecord) -> None:
+    write_document(run.attempt(attempt.number) / "attempt.json", dataclasses.asdict(attempt))
+
+
+def _from_json(data: dict[str, Any]) -> AttemptRecord:
+    assert data["reason"] is None or data["reason"] in get_args(Reason), data["reason"]
+    decision = Decision(**data["decision"]) if data["decision"] else None
+    return AttemptRecord(**{**data, "nodes": tuple(data["nodes"]), "decision": decision})

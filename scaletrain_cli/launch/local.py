@@ -1,0 +1,186 @@
+"""The local scheduler: a detached supervisor process on this machine stands in for a cluster's controller.
+
+Starts, finds and signals the supervisor by its files in the run directory; what the supervisor does is in
+local_supervisor.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaletrain_cli.errors import ExitCode, SchedulerError
+from scaletrain_cli.launch.node_check import problems_of_node
+from scaletrain_cli.launch.node_record import read_node_records
+from scaletrain_cli.launch.processes import ProcessIdentity, send_signal
+from scaletrain_cli.launch.ranks import ENGINE_MODULE
+from scaletrain_cli.launch.scheduler import Job
+from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.spec import RunSpec
+
+_START_SECONDS = 60.0  # a Python start on a busy machine with a cold file cache
+_POLL_SECONDS = 0.05
+_TICK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Supervisor:
+    """Who supervises, or last supervised, a run; from supervisor.json."""
+
+    hostname: str
+    process: ProcessIdentity
+
+    @property
+    def is_here(self) -> bool:
+        return self.hostname == socket.gethostname()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.is_here and self.process.is_alive()
+
+
+@dataclass(frozen=True)
+class LocalScheduler:
+    """Runs jobs on this machine. ``engine`` is the module that each rank runs; tests put their own there."""
+
+    engine: str = ENGINE_MODULE
+
+    def preflight(self, spec: RunSpec) -> list[str]:
+        problems = problems_of_node(spec.cluster, os.environ)
+        if problems:
+            raise SchedulerError(
+                f"this machine cannot run the job: {'; '.join(problems)}. Change cluster.gpus_per_node."
+            )
+        return []
+
+    def render(self, run: RunDir, record: RunRecord) -> str:
+        return shlex.join(supervisor_command(run, self.engine)) + "\n"
+
+    def submit(self, run: RunDir, record: RunRecord) -> str:
+        pid = _spawn(supervisor_command(run, self.engine), run.path / "supervisor.log")
+        _wait_for_start(run, pid)
+        return str(pid)
+
+    def job(self, run: RunDir, record: RunRecord) -> Job:
+        supervisor = read_supervisor(run)
+        if supervisor is None:
+            return Job("", "unknown", "never started")
+        job_id, nodes = str(supervisor.process.pid), (supervisor.hostname,)
+        if not supervisor.is_here:
+            return Job(job_id, "unknown", f"was started on {supervisor.hostname}; ask there", nodes)
+        if supervisor.process.is_alive():
+            return Job(job_id, "running", "the supervisor runs", nodes)
+        if living_agents(run):
+            return Job(job_id, "running", "the supervisor is gone; the node agent is ending its ranks", nodes)
+        return Job(job_id, "ended", "no process is left", nodes)
+
+    def cancel(self, run: RunDir, record: RunRecord) -> None:
+        supervisor = read_supervisor(run)
+        if supervisor is not None and not supervisor.is_here:
+            raise SchedulerError(f"{run.run_id} was started on {supervisor.hostname}; cancel it there.")
+        run.stop_file.touch()
+        if supervisor is not None and send_signal(supervisor.process, signal.SIGTERM):
+            return  # it records the end itself, once there is one
+        for agent in living_agents(run):
+            send_signal(agent, signal.SIGTERM)
+        record_event(run, "cancelled")
+
+
+def run_in_foreground(
+    run: RunDir, record: RunRecord, *, engine: str = ENGINE_MODULE, on_tick: Callable[[], None] = lambda: None
+) -> int:
+    """Supervise as a child of this process, which calls ``on_tick`` some times a second; returns the run's exit code.
+
+    Ctrl-C stops the run as a preemption would: the state is saved. If this process dies, the same happens.
+    """
+    # A child, not this process: supervising owns the signal mask and adopts orphans, which a caller may not want.
+    command = [*supervisor_command(run, engine), "--parent-pid", str(os.getpid())]
+    pid = _spawn(command, run.path / "supervisor.log")
+    code = None
+    while code is None:
+        try:
+            code = _wait_for_start(run, pid)
+            while code is None:
+                on_tick()
+                time.sleep(_TICK_SECONDS)
+                code = _exit_code(pid)
+        except KeyboardInterrupt:
+            os.kill(pid, signal.SIGTERM)
+    on_tick()
+    return code if code >= 0 else int(ExitCode.CRASHED)
+
+
+def supervisor_command(run: RunDir, engine: str = ENGINE_MODULE) -> list[str]:
+    """The command of a run's supervisor."""
+    command = [sys.executable, "-m", "scaletrain_cli.launch.local_supervisor", str(run.path)]
+    return command if engine == ENGINE_MODULE else [*command, "--engine", engine]
+
+
+def read_supervisor(run: RunDir) -> Supervisor | None:
+    """The run's latest supervisor, None before the first."""
+    data = read_document(run.path / "supervisor.json")
+    if data is None:
+        return None
+    return Supervisor(data["hostname"], ProcessIdentity(data["pid"], data["start_ticks"]))
+
+
+def write_supervisor(run: RunDir, process: ProcessIdentity) -> None:
+    """Make this process known as the run's supervisor."""
+    data = {"hostname": socket.gethostname(), "pid": process.pid, "start_ticks": process.start_ticks}
+    write_document(run.path / "supervisor.json", data)
+
+
+def living_agents(run: RunDir) -> list[ProcessIdentity]:
+    """Node agents of the latest attempt that still run on this machine."""
+    latest = max(run.attempts(), default=0)
+    here = [node for node in read_node_records(run, latest) if node.hostname == socket.gethostname()]
+    return [node.agent for node in here if node.agent.is_alive()]
+
+
+def _spawn(command: list[str], log: Path) -> int:
+    """Start a process that outlives the terminal: own session, no input, output appended to ``log``."""
+    return os.posix_spawn(
+        command[0],
+        command,
+        os.environ,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
+
+
+def _wait_for_start(run: RunDir, pid: int) -> int | None:
+    """Return once the supervisor holds its lock; its exit code if it has ended since.
+
+    Raises SchedulerError when it ended before that.
+    """
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        code = _exit_code(pid)  # before the file is read, which an ended process can no longer write
+        supervisor = read_supervisor(run)
+        if supervisor is not None and supervisor.process.pid == pid:
+            return code
+        if code is not None:
+            log = (run.path / "supervisor.log").read_text(encoding="utf-8", errors="replace")
+            raise SchedulerError(f"the supervisor did not start: {log.strip()[-500:]}")
+        time.sleep(_POLL_SECONDS)
+    raise SchedulerError(f"the supervisor {pid} gave no sign of life for {_START_SECONDS:.0f} s; see {run.path}.")
+
+
+def _exit_code(pid: int) -> int | None:
+    """The child's exit code once it has ended, which can be asked for only once."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None

@@ -1,0 +1,199 @@
+"""The supervisor of a local run; ``python -m scaletrain_cli.launch.local_supervisor RUN_DIR``.
+
+Attempt after attempt until the run is done, cancelled or beyond help. A process of its own, so that it survives the
+terminal and owns its signals: SIGTERM means that the machine goes down or the run is cancelled, so no attempt follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
+from scaletrain_cli.launch.attempts import (
+    Decision,
+    Outcome,
+    attempt_outcome,
+    begin_attempt,
+    close_unended,
+    end_attempt,
+    read_attempt,
+    read_attempts,
+    with_outcome,
+)
+from scaletrain_cli.launch.local import living_agents, write_supervisor
+from scaletrain_cli.launch.node_agent import HEARD
+from scaletrain_cli.launch.processes import adopt_orphans, die_with_parent, kill_descendants, own_identity, reap
+from scaletrain_cli.launch.ranks import ENGINE_MODULE
+from scaletrain_cli.launch.restart_policy import decide
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, read_record
+
+_AGENT_MARGIN_SECONDS = 30.0  # the agent keeps to the grace period itself; this is for an agent that hangs
+_WAIT_SECONDS = 1.0
+_PORTS = range(20_000, 32_000)  # below the kernel's ephemeral ports, where outgoing connections come and go
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Supervise a run; returns the run's exit code."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    parser = argparse.ArgumentParser(prog="local_supervisor", description="Run a job's attempts on this machine.")
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("--parent-pid", type=int, help="stop the run, its state saved, when this parent dies")
+    parser.add_argument("--engine", default=ENGINE_MODULE, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.parent_pid is not None and not die_with_parent(options.parent_pid, signal.SIGTERM):
+        return ExitCode.CRASHED
+    adopt_orphans()
+    run = RunDir(options.run_folder.absolute())
+    try:
+        with supervisor_lock(run):
+            write_supervisor(run, own_identity())
+            return Supervision(run, read_record(run), options.engine).run_to_end()
+    except ScaletrainError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+@contextlib.contextmanager
+def supervisor_lock(run: RunDir) -> Iterator[None]:
+    """Be the run's only supervisor. Raises SchedulerError at once if another one is."""
+    with (run.path / "supervisor.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SchedulerError(f"{run.run_id} has a supervisor already.") from error
+        yield
+
+
+@dataclass
+class Supervision:
+    """The loop over attempts, and what it was told meanwhile."""
+
+    run: RunDir
+    record: RunRecord
+    engine: str
+    told_to_stop: bool = field(default=False, init=False)
+
+    def run_to_end(self) -> int:
+        """The exit code of the run as a whole."""
+        while living_agents(self.run) and not self.told_to_stop:
+            self._listen(timeout=_WAIT_SECONDS)  # of a supervisor that was killed: its agent is saving the state
+        close_unended(self.run, self.record.spec)
+        # Whoever submits anew grants new budgets, so earlier attempts do not count against them.
+        first = max(self.run.attempts(), default=0) + 1
+        while True:
+            self._listen()
+            if self.told_to_stop or self.run.stop_file.exists():
+                return self._stop(Decision(False, ExitCode.PREEMPTED, "stopped before the attempt began"))
+            decision = self._attempt(first)
+            if not decision.requeue:
+                return self._stop(decision)
+
+    def _attempt(self, first: int) -> Decision:
+        spec = self.record.spec
+        number = begin_attempt(
+            self.run, spec, scheduler="local", job_id=str(os.getpid()), nodes=(socket.gethostname(),)
+        )
+        agent_code = self._run_agent(number)
+        cancelled = self.run.stop_file.exists()
+        outcome = attempt_outcome(self.run, spec, number, cancelled=cancelled, launcher_exit_code=agent_code)
+        decision = self._decide(number, first, outcome, cancelled)
+        end_attempt(self.run, spec, number, outcome, decision)
+        record_event(
+            self.run,
+            "attempt-ended",
+            attempt=number,
+            exit_code=outcome.exit_code,
+            reason=outcome.reason,
+            message=outcome.message,
+            requeue=decision.requeue,
+            why=decision.why,
+        )
+        return decision
+
+    def _decide(self, number: int, first: int, outcome: Outcome, cancelled: bool) -> Decision:
+        if self.told_to_stop and not cancelled and outcome.exit_code != ExitCode.DONE:
+            return Decision(False, outcome.exit_code, "the supervisor was told to stop; `scaletrain resume` goes on")
+        began = read_attempt(self.run, number)
+        assert began is not None
+        earlier = [attempt for attempt in read_attempts(self.run) if first <= attempt.number < number]
+        history = [*earlier, with_outcome(self.run, self.record.spec, began, outcome)]
+        return decide(outcome.exit_code, outcome.reason, history, self.record.spec.restarts, cancelled)
+
+    def _run_agent(self, number: int) -> int:
+        """One node agent to its end, and after it every process that it may have left."""
+        options = {
+            "--attempt": number,
+            "--node-rank": 0,
+            "--node-name": socket.gethostname(),
+            "--master-addr": "127.0.0.1",
+            "--master-port": free_port(),
+            "--parent-pid": os.getpid(),
+            "--engine": self.engine,
+        }
+        arguments = [str(part) for option in options.items() for part in option]
+        command = [sys.executable, "-m", "scaletrain_cli.launch.node_agent", str(self.run.path), *arguments]
+        # Its own session: a Ctrl-C in the terminal reaches the ranks by way of the supervisor or not at all.
+        # The blocked signals stay blocked in it, so that none can hit it before it listens.
+        agent = os.posix_spawn(command[0], command, os.environ, setsid=True)
+        code = self._wait_for(agent)
+        kill_descendants()
+        return code if code >= 0 else int(ExitCode.CRASHED)
+
+    def _wait_for(self, agent: int) -> int:
+        deadline = float("inf")
+        while True:
+            for pid, code in reap():
+                if pid == agent:
+                    return code
+            if time.monotonic() > deadline:
+                os.kill(agent, signal.SIGKILL)
+                deadline = float("inf")
+            signum = self._listen(timeout=_WAIT_SECONDS)
+            if signum is not None:
+                os.kill(agent, signum)
+                deadline = min(
+                    deadline, time.monotonic() + self.record.spec.cluster.grace_seconds + _AGENT_MARGIN_SECONDS
+                )
+
+    def _listen(self, timeout: float = 0.0) -> int | None:
+        """The next signal that is meant for the ranks, if one comes within ``timeout`` seconds."""
+        heard = signal.sigtimedwait(HEARD, timeout)
+        if heard is None or heard.si_signo in (signal.SIGCHLD, signal.SIGHUP):
+            return None
+        if heard.si_signo == signal.SIGUSR1:
+            return signal.SIGUSR1  # a preemption to be followed by another attempt
+        self.told_to_stop = True
+        return signal.SIGTERM
+
+    def _stop(self, decision: Decision) -> int:
+        if decision.exit_code != ExitCode.DONE:
+            if self.run.stop_file.exists():
+                record_event(self.run, "cancelled")
+            record_event(self.run, "stopped", exit_code=decision.exit_code, why=decision.why)
+        return decision.exit_code
+
+
+def free_port() -> int:
+    """A port that nobody listens on. Another process may take it before the ranks do: the attempt fails then, once."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise SchedulerError("no free TCP port between 20000 and 31999 on this machine.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

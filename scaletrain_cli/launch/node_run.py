@@ -1,0 +1,157 @@
+"""One node's part of one attempt, from the check of the node to its last process.
+
+Expects the signals of node_agent.HEARD to be blocked. Passes SIGTERM and SIGUSR1 on with the whole grace period, ends
+the rest when a rank fails, records every exit code. Knows no scheduler, and of the engine only its exit codes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError, WrongNodesError
+from scaletrain_cli.launch.node_agent import HEARD, AgentOptions
+from scaletrain_cli.launch.node_check import problems_of_node, usable_cores
+from scaletrain_cli.launch.node_record import Failure, NodeRecord, RankRecord, write_failure, write_node_record
+from scaletrain_cli.launch.processes import adopt_orphans, die_with_parent, kill_descendants, own_identity, reap
+from scaletrain_cli.launch.ranks import Gang, NodePlace, rank_command, rank_environment
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, read_record
+
+STRAGGLER_SECONDS = 3.0  # for the other ranks to report failures of their own once one has failed
+_POLL_SECONDS = 1.0  # SIGCHLD wakes the loop at once; this is for deadlines
+# What a retry cannot cure, or only elsewhere: such a code of a rank becomes the node's, any other failure becomes 1.
+VERDICTS = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES, ExitCode.DO_NOT_REQUEUE)
+
+
+def run_node(options: AgentOptions) -> int:
+    """Run the ranks to their end. Raises UsageError for a damaged record, WrongNodesError for an unfit node."""
+    if options.parent_pid is not None and not die_with_parent(options.parent_pid, signal.SIGTERM):
+        raise ScaletrainError(f"the parent {options.parent_pid} is gone; nobody is left to judge this attempt.")
+    adopt_orphans()
+    run = RunDir(options.run_folder.absolute())
+    record = read_record(run)
+    me = own_identity()
+    node = NodeRecord(
+        node=f"node-{options.node_rank:04d}-{options.node_name}",
+        hostname=socket.gethostname(),
+        node_rank=options.node_rank,
+        agent_pid=me.pid,
+        agent_start_ticks=me.start_ticks,
+        started=time.time(),
+    )
+    _claim(run, options.attempt, node)
+    problems = problems_of_node(record.spec.cluster, os.environ)
+    if problems:
+        _refuse(run, options.attempt, node, "; ".join(problems))
+    gang = Gang()
+    try:
+        _start_ranks(gang, run, record, options)
+        write_node_record(run, options.attempt, replace(node, ranks=tuple(gang.ranks)))
+        _Watch(run, options, gang, record.spec.cluster.grace_seconds).run_to_end()
+    finally:
+        # Before the record says "ended": who reads that may start the next attempt here.
+        kill_descendants()
+    code = node_exit_code(gang.ranks, gang.first_failure)
+    ended = replace(node, ranks=tuple(gang.ranks), ended=time.time(), exit_code=code, first_failure=gang.first_failure)
+    write_node_record(run, options.attempt, ended)
+    return code
+
+
+def node_exit_code(ranks: Sequence[RankRecord], first_failure: int | None) -> int:
+    """All done: 0; some preempted: 75; else what the rank that failed first ended with if it is a verdict, else 1."""
+    codes = {rank.rank: rank.exit_code for rank in ranks}
+    if first_failure is None:
+        return ExitCode.DONE if all(code == 0 for code in codes.values()) else ExitCode.PREEMPTED
+    code = codes[first_failure]
+    return int(code) if code in VERDICTS else ExitCode.CRASHED
+
+
+def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:
+    """Write the first record: the proof that the run directory is the shared one and can be written."""
+    try:
+        if not run.attempt(attempt).is_dir():
+            raise UsageError(f"{run.path} has no attempt {attempt}; is it the directory that the launcher sees?")
+        write_node_record(run, attempt, node)
+    except OSError as error:
+        raise WrongNodesError(f"the run directory {run.path} cannot be written on {node.hostname}: {error}") from error
+
+
+def _refuse(run: RunDir, attempt: int, node: NodeRecord, problem: str) -> None:
+    message, code = f"{node.node}: {problem}", int(ExitCode.WRONG_NODES)
+    write_failure(run, attempt, node.node, Failure(None, "wrong-nodes", message, code))
+    write_node_record(run, attempt, replace(node, ended=time.time(), exit_code=code))
+    raise WrongNodesError(message)
+
+
+def _start_ranks(gang: Gang, run: RunDir, record: RunRecord, options: AgentOptions) -> None:
+    # Relative paths in the spec mean the same whoever starts the attempt, and from where.
+    if os.path.isdir(record.working_folder):
+        os.chdir(record.working_folder)
+    place = NodePlace(options.attempt, options.node_rank, options.master_addr, options.master_port)
+    secrets = read_document(run.secrets) or {}
+    missing = set(record.spec.secret_env) - secrets.keys()
+    if missing:
+        raise UsageError(f"{run.secrets} does not hold {', '.join(sorted(missing))}, which secret_env names.")
+    cores = usable_cores()
+    per_node = record.spec.cluster.gpus_per_node
+    for local_rank in range(per_node):
+        rank = options.node_rank * per_node + local_rank
+        environment = rank_environment(record.spec, place, local_rank, base=os.environ, secrets=secrets, cores=cores)
+        log = run.attempt(options.attempt) / "logs" / f"{options.node_name}-{rank:05d}.log"
+        gang.start(rank, rank_command(options.engine, run.path), environment, log)
+
+
+@dataclass
+class _Watch:
+    """Waits for signals and for ranks to end, and decides when the rest must go."""
+
+    run: RunDir
+    options: AgentOptions
+    gang: Gang
+    grace_seconds: float
+    deadline: float = field(default=float("inf"), init=False)  # monotonic: SIGKILL for whoever is left
+
+    def run_to_end(self) -> None:
+        """Return when every rank has ended and is recorded."""
+        while self.gang.alive:
+            timeout = min(_POLL_SECONDS, max(0.0, self.deadline - time.monotonic()))
+            heard = signal.sigtimedwait(HEARD, timeout)
+            if heard is not None and heard.si_signo not in (signal.SIGCHLD, signal.SIGHUP):
+                self._pass_on(heard.si_signo)
+            for pid, exit_code in reap():
+                self._note_end(pid, exit_code)
+            if time.monotonic() >= self.deadline:
+                self.gang.kill()
+                self.deadline = time.monotonic() + _POLL_SECONDS  # until they are reaped
+
+    def _pass_on(self, signum: int) -> None:
+        signum = signal.SIGTERM if signum == signal.SIGINT else signum
+        self.gang.forward(signum)
+        # From the first signal on: a scheduler that repeats itself does not grant more time.
+        self.deadline = min(self.deadline, time.monotonic() + self.grace_seconds)
+        name = signal.Signals(signum).name
+        self._say(f"passed {name} on to {len(self.gang.alive)} ranks")
+        try:
+            record_event(self.run, "signal", signal=name, attempt=self.options.attempt, node=self.options.node_name)
+        except OSError as error:  # a full disk must not cost the ranks the grace in which they save what they can
+            self._say(f"the signal could not be recorded: {error}")
+
+    def _note_end(self, pid: int, exit_code: int) -> None:
+        failed_before = self.gang.first_failure is not None
+        rank = self.gang.ended(pid, exit_code)
+        if rank is not None and self.gang.first_failure is not None and not failed_before:
+            self.deadline = min(self.deadline, time.monotonic() + STRAGGLER_SECONDS)
+            self._say(f"rank {rank.rank} ended with {rank.signal or f'exit code {exit_code}'}; ending the others")
+
+    def _say(self, message: str) -> None:
+        print(
+            f"node agent {self.options.node_rank} on {self.options.node_name}: {message}", file=sys.stderr, flush=True
+        )

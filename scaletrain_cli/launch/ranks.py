@@ -1,0 +1,122 @@
+"""The rank processes of one node: their environment, start, signals, ends and violent ends.
+
+Knows the contract with the engine (environment and signal mask), and nothing of what the engine does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaletrain_cli.launch.node_record import RankRecord
+from scaletrain_cli.spec import RunSpec
+
+ENGINE_MODULE = "scaletrain_cli.engine"
+# Blocked in every rank when it starts: the engine unblocks them once its handlers stand, so that none is ever lost.
+BLOCKED_IN_RANKS = (signal.SIGTERM, signal.SIGUSR1)
+_DEFAULT_IN_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE)
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """Which node of an attempt this is, and where its ranks meet."""
+
+    attempt: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+
+
+def rank_command(engine: str, run_folder: Path) -> list[str]:
+    """The program of every rank."""
+    return [sys.executable, "-m", engine, str(run_folder)]
+
+
+def rank_environment(
+    spec: RunSpec, place: NodePlace, local_rank: int, *, base: Mapping[str, str], secrets: Mapping[str, str], cores: int
+) -> dict[str, str]:
+    """The environment of one rank: the user's variables over the node's, the contract's over both."""
+    cluster = spec.cluster
+    threads: int | str = cluster.cpus_per_gpu
+    if threads == "auto":
+        threads = 1 if cluster.gpu == "cpu" else max(1, cores // cluster.gpus_per_node)
+    return {
+        **base,
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",  # a log that ends before the crash it should explain helps nobody
+        **spec.env,
+        **secrets,
+        "RANK": str(place.node_rank * cluster.gpus_per_node + local_rank),
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(cluster.gpus_per_node),
+        "NODE_RANK": str(place.node_rank),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "SCALETRAIN_ATTEMPT": str(place.attempt),
+        "SCALETRAIN_AGENT_PID": str(os.getpid()),
+    }
+
+
+class Gang:
+    """The ranks of this node while they live. The caller waits for children and tells of each with ended()."""
+
+    def __init__(self) -> None:
+        self.ranks: list[RankRecord] = []
+        self.first_failure: int | None = None
+        self._doomed: set[int] = set()
+
+    def start(self, rank: int, command: list[str], environment: Mapping[str, str], log: Path) -> None:
+        """Start one rank as the leader of its own session, its output appended to ``log``."""
+        files = [
+            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ]
+        pid = os.posix_spawn(
+            command[0],
+            command,
+            environment,
+            file_actions=files,
+            setsid=True,
+            setsigmask=BLOCKED_IN_RANKS,
+            setsigdef=_DEFAULT_IN_RANKS,
+        )
+        self.ranks.append(RankRecord(rank, pid, time.time()))
+
+    @property
+    def alive(self) -> list[RankRecord]:
+        return [rank for rank in self.ranks if rank.exit_code is None]
+
+    @property
+    def someone_failed(self) -> bool:
+        return self.first_failure is not None
+
+    def forward(self, signum: int) -> None:
+        """Send the signal to each living rank, once. Not to its group: what a rank starts is the rank's to tell."""
+        for rank in self.alive:
+            os.kill(rank.pid, signum)  # not reaped yet, so the pid is still its own
+
+    def kill(self) -> None:
+        """SIGKILL each living rank with everything in its process group."""
+        for rank in self.alive:
+            self._doomed.add(rank.rank)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+
+    def ended(self, pid: int, exit_code: int) -> RankRecord | None:
+        """Take note of a child's end; None when it was no rank but an orphan that this process adopted."""
+        for index, rank in enumerate(self.ranks):
+            if rank.pid == pid and rank.exit_code is None:
+                ended = rank.end(exit_code, time.time(), killed_by_agent=rank.rank in self._doomed)
+                self.ranks[index] = ended
+                if exit_code not in (0, 75) and self.first_failure is None:
+                    self.first_failure = ended.rank
+                return ended
+        return None

@@ -1,0 +1,60 @@
+"""What every scheduler can do, and which one a run uses. Imports each scheduler's module only when it is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.spec import RunSpec
+
+JobState = Literal["queued", "running", "ended", "unknown"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run's job as its scheduler sees it; ``detail`` is the scheduler's own word for the state."""
+
+    id: str
+    state: JobState
+    detail: str = ""
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it runs or may still start to. Unknown counts as not: who asks decides what that means."""
+        return self.state in ("queued", "running")
+
+
+class Scheduler(Protocol):
+    """Every method raises SchedulerError when the scheduler refuses or cannot be reached."""
+
+    def preflight(self, spec: RunSpec) -> list[str]:
+        """Ask whether the job could run at all; returns what is worth telling."""
+
+    def render(self, run: RunDir, record: RunRecord) -> str:
+        """The exact text that submit() would hand over. Holds no secret and touches no file."""
+
+    def submit(self, run: RunDir, record: RunRecord) -> str:
+        """Hand the job over; returns its id. Call through submission.submit_run, which holds the lock."""
+
+    def job(self, run: RunDir, record: RunRecord) -> Job:
+        """The run's latest job."""
+
+    def cancel(self, run: RunDir, record: RunRecord) -> None:
+        """End the job with its state saved; no further attempt starts."""
+
+
+def scheduler_for(name: str) -> Scheduler:
+    """The scheduler that ``cluster.scheduler`` names. Raises SchedulerError for one that this version cannot use."""
+    if name == "local":
+        from scaletrain_cli.launch.local import LocalScheduler
+
+        return LocalScheduler()
+    if name == "slurm":
+        from scaletrain_cli.launch.slurm import SlurmScheduler
+
+        return SlurmScheduler()
+    raise SchedulerError(f"cluster.scheduler = {name} is not in this version. Use local or slurm.")

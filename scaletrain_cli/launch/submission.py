@@ -1,0 +1,193 @@
+"""Making a run directory and handing its job over, once: by run id, whoever tries and however often.
+
+A run directory appears whole, by one rename, or not at all; a lock keeps two submitters of one run apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import secrets
+import shutil
+import string
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from scaletrain_cli import __version__
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.scheduler import Scheduler
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.record import RunRecord, read_record, write_record
+from scaletrain_cli.spec import RunSpec
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_RECORDED_PACKAGES = ("torch", "deepspeed")
+
+
+@dataclass(frozen=True)
+class CreatedRun:
+    """A run directory with its record. ``created`` is False when an equal run stood there already."""
+
+    run: RunDir
+    record: RunRecord
+    created: bool
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The latest hand-over to a scheduler. Restart budgets count from ``first_attempt`` on."""
+
+    scheduler: str
+    job_id: str
+    submitted: float
+    first_attempt: int
+
+
+def new_run_id(name: str, now: float) -> str:
+    """A readable id that is unique, sorts by time and is safe in every path and command line."""
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:48].strip("-") or "run"
+    return f"{slug}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(2)}"
+
+
+def make_record(spec: RunSpec, plan: RunPlan, run_id: str | None = None) -> RunRecord:
+    """The record that create_run would write. Raises UsageError for an id that is no file name."""
+    now = time.time()
+    run_id = run_id if run_id is not None else new_run_id(spec.name, now)
+    if not _RUN_ID.fullmatch(run_id):
+        raise UsageError(f"run id {run_id!r} must be letters, digits, '.', '_' and '-', at most 128, no leading dot.")
+    return RunRecord(
+        run_id=run_id,
+        created=now,
+        spec=spec,
+        plan=plan,
+        versions=_versions(),
+        code_hash=_code_hash(),
+        wandb_run_id="".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8)),
+        working_folder=str(Path.cwd()),
+    )
+
+
+def create_run(spec: RunSpec, plan: RunPlan, run_id: str | None = None) -> CreatedRun:
+    """Make the run directory, or return the one that holds the same spec under this id. Raises UsageError otherwise."""
+    record = make_record(spec, plan, run_id)
+    run = RunDir(runs_root() / record.run_id)
+    if run.record.exists():
+        return _existing(run, spec)
+    values = _secret_values(spec)
+    run.path.parent.mkdir(parents=True, exist_ok=True)
+    draft = RunDir(run.path.with_name(f".{record.run_id}.{secrets.token_hex(4)}"))
+    draft.path.mkdir()
+    try:
+        if values:
+            _write_private(draft.secrets, values)
+        write_record(draft, record)
+        # A folder takes the place of an empty one only, so of two submitters one fails here.
+        draft.path.rename(run.path)
+    except OSError as error:
+        shutil.rmtree(draft.path)
+        if run.record.exists():
+            return _existing(run, spec)
+        raise UsageError(f"the run directory {run.path} cannot be made: {error}") from error
+    return CreatedRun(run, record, created=True)
+
+
+def submit_run(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submission:
+    """Hand the job over unless that was done before; the earlier submission is returned then."""
+    with submit_lock(run):
+        earlier = read_submission(run)
+        return earlier if earlier is not None else hand_over(run, record, scheduler)
+
+
+def hand_over(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submission:
+    """Submit now, whatever was before. For holders of submit_lock()."""
+    first_attempt = max(run.attempts(), default=0) + 1
+    job_id = scheduler.submit(run, record)
+    submission = Submission(record.spec.cluster.scheduler, job_id, time.time(), first_attempt)
+    write_document(_submission_path(run), dataclasses.asdict(submission))
+    record_event(run, "submitted", scheduler=submission.scheduler, job_id=job_id, first_attempt=first_attempt)
+    return submission
+
+
+def read_submission(run: RunDir) -> Submission | None:
+    """The latest submission, None before the first."""
+    data = read_document(_submission_path(run))
+    return Submission(**data) if data is not None else None
+
+
+@contextlib.contextmanager
+def submit_lock(run: RunDir) -> Iterator[None]:
+    """Wait for, then hold, the right to submit this run."""
+    with (run.path / "submit.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _existing(run: RunDir, spec: RunSpec) -> CreatedRun:
+    record = read_record(run)
+    if record.spec != spec:
+        raise UsageError(
+            f"run {run.run_id} exists with another spec: {_difference(record.spec, spec)} Use another run id."
+        )
+    return CreatedRun(run, record, created=False)
+
+
+def _difference(old: RunSpec, new: RunSpec) -> str:
+    """The first few dotted keys that differ, with both values."""
+    before, after = _leaves(old.model_dump(mode="json")), _leaves(new.model_dump(mode="json"))
+    keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    shown = [f"{key} was {before.get(key)}, now {after.get(key)}" for key in keys[:3]]
+    return "; ".join(shown) + (f"; and {len(keys) - 3} more." if len(keys) > 3 else ".")
+
+
+def _leaves(data: object, key: str = "") -> dict[str, str]:
+    if not isinstance(data, dict):
+        return {key: json.dumps(data)}
+    return {k: v for name, value in data.items() for k, v in _leaves(value, f"{key}.{name}" if key else name).items()}
+
+
+def _secret_values(spec: RunSpec) -> dict[str, str]:
+    missing = [name for name in spec.secret_env if name not in os.environ]
+    if missing:
+        raise UsageError(f"secret_env names {', '.join(missing)}, which is not set here. Export it before submitting.")
+    return {name: os.environ[name] for name in spec.secret_env}
+
+
+def _write_private(path: Path, values: dict[str, str]) -> None:
+    # Created with its mode: between a plain open and a chmod anyone could read it.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(values, file)
+
+
+def _submission_path(run: RunDir) -> Path:
+    return run.path / "submission.json"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "scaletrain": __version__}
+    for name in _RECORDED_PACKAGES:  # without importing them: that takes seconds
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _code_hash() -> str:
+    """SHA-256 over the source of this package: names and contents of its Python files."""
+    package = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()

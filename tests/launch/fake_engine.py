@@ -1,0 +1,119 @@
+"""A rank in a few lines: keeps the launcher's contract with the engine, trains nothing, misbehaves on request.
+
+``FAKE`` in the environment holds a JSON object; see misbehave() for its keys. Imports nothing heavy at its start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+RANK = int(os.environ.get("RANK", "0"))
+ATTEMPT = int(os.environ.get("SCALETRAIN_ATTEMPT", "0"))
+
+_stop_at: list[int] = []
+
+
+def main() -> int:
+    run_folder = Path(sys.argv[1])
+    fake: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}"))
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != int(os.environ["SCALETRAIN_AGENT_PID"]):
+        return 1
+    time.sleep(fake.get("start_seconds", 0))
+    for signum in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signum, on_signal)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR1))
+    say("up")
+    if fake.get("detached_child"):
+        program = "import os, sys, time; os.setsid(); print('child', os.getpid(), flush=True); time.sleep(600)"
+        subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+        time.sleep(0.5)
+    return misbehave(run_folder, fake)
+
+
+def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
+    """Train ``steps`` steps of ``step_seconds``, from the newest checkpoint on, unless the plan says otherwise.
+
+    ``die``: {"attempt:rank": exit code, or minus a signal number}; any part may be ``*``. ``reason``: what a failure
+    file says of that. ``die_at``: the step at which it happens. ``checkpoint_every``: as it says. ``deaf``: ranks that
+    ignore signals. ``save_seconds``: how long a save takes after a signal.
+    """
+    checkpoints = run_folder / "checkpoints"
+    step = max((int(path.name[5:]) for path in checkpoints.glob("step-????????")), default=0)
+    end = dying(fake.get("die", {}))
+    while step < fake.get("steps", 3):
+        time.sleep(fake.get("step_seconds", 0.02))
+        step += 1
+        if end is not None and step >= fake.get("die_at", 1):
+            return die(run_folder, end, fake.get("reason"))
+        if RANK == 0:
+            append(run_folder / "metrics.jsonl", {"step": step, "loss": 1.0 / step})
+        save = bool(fake.get("checkpoint_every")) and step % fake["checkpoint_every"] == 0
+        if _stop_at and RANK not in fake.get("deaf", []):
+            time.sleep(fake.get("save_seconds", 0))
+            commit(run_folder, step)
+            say("saved")
+            return 75
+        if save:
+            commit(run_folder, step)
+    if RANK == 0:
+        append(run_folder / "events.jsonl", {"time": time.time(), "event": "finished", "step": step})
+    return 0
+
+
+def dying(plan: dict[str, int]) -> int | None:
+    keys = (f"{ATTEMPT}:{RANK}", f"{ATTEMPT}:*", f"*:{RANK}", "*:*")
+    return next((plan[key] for key in keys if key in plan), None)
+
+
+def die(run_folder: Path, code: int, reason: str | None) -> int:
+    if reason is not None:
+        failure = {"rank": RANK, "reason": reason, "message": f"{reason} on request", "exit_code": code}
+        path = run_folder / f"attempts/{ATTEMPT:04d}/failures/rank-{RANK:05d}.json"
+        path.write_text(json.dumps(failure), encoding="utf-8")
+    say(f"dying {code}")
+    if code < 0:
+        os.kill(os.getpid(), -code)
+        time.sleep(60)
+    return code
+
+
+def commit(run_folder: Path, step: int) -> None:
+    if RANK != 0:
+        return
+    from scaletrain_cli.rundir import checkpoints
+
+    folder = run_folder / "checkpoints"
+    staging = checkpoints.staging_path(folder, step)
+    staging.mkdir(parents=True, exist_ok=True)
+    writer = checkpoints.HashingWriter(staging / "shard-0")
+    writer.write(f"state at {step}".encode())
+    files = {"shard-0": writer.close()}
+    checkpoints.commit(folder, step, files, world_size=1, clean=True, attempt=ATTEMPT)
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def on_signal(signum: int, frame: FrameType | None) -> None:
+    _stop_at.append(signum)
+    say(f"heard {signal.Signals(signum).name}")
+
+
+def say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
