@@ -6,6 +6,7 @@ from scaletrain_cli.spec.json_schema import json_schema
 from scaletrain_cli.spec.loading import load_spec, parse_spec
 from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.run import SCHEMA, DataSpec, RunSpec
+from scaletrain_cli.spec.starting_spec import starting_spec
 from scaletrain_cli.spec.training import TrainingSpec
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "load_spec",
     "parse_spec",
     "presets",
+    "starting_spec",
 ]

@@ -1,0 +1,47 @@
+"""The process border of the `scaletrain` command: what goes wrong inside becomes a message and an exit code here.
+
+Knows no verb. An exception that is not ours is a bug and keeps its traceback (exit 1).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from scaletrain_cli.cli import invoke, show_error
+from scaletrain_cli.errors import ExitCode, ScaletrainError
+
+_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one command line (``sys.argv`` unless given) and leave the process."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode must not end in a traceback
+    code: int | str | None = ExitCode.DONE
+    try:
+        invoke(arguments)
+    except SystemExit as end:
+        code = end.code
+    except ScaletrainError as error:
+        show_error(error)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    _flush_quietly()
+    sys.exit(code)
+
+
+def _flush_quietly() -> None:
+    """Whoever read our output may have gone (``| head``); say nothing, now or when Python closes the stream."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The `scaletrain` command and its verbs by name; a verb's module is imported when that verb is called, not before.
+
+Knows each verb's name and one line about it, so that `--help` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from scaletrain_cli.cli.exit_codes import describe
+from scaletrain_cli.errors import ScaletrainError
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One line of ``--help``; ``name`` is also the module that holds its ``command`` (or a group's ``VERBS``)."""
+
+    name: str
+    summary: str
+    module: str = ""
+
+
+GROUPS: dict[str, tuple[Verb, ...]] = {
+    "Before a run": (
+        Verb("init", "Write a complete run spec to start from."),
+        Verb("validate", "Check a run spec and say what was understood."),
+        Verb("plan", "Size a run: layout, memory, time, network, cost. Starts nothing."),
+        Verb("schema", "Print the JSON Schema of the run spec, for your editor."),
+        Verb("doctor", "Check what this machine can do."),
+        Verb("data", "Prepare data."),
+    ),
+    "Run": (
+        Verb("submit", "Plan a run and hand it to its scheduler."),
+        Verb("train", "Run here, in this terminal; ctrl-C saves and stops."),
+        Verb("resume", "Continue a run from its newest sound checkpoint."),
+        Verb("cancel", "Stop a run for good."),
+    ),
+    "Follow": (
+        Verb("status", "Show how a run is doing, and how its attempts ended."),
+        Verb("list", "Show all runs."),
+        Verb("logs", "Show what a run printed."),
+    ),
+}
+
+
+class Verbs(TyperGroup):
+    """A group that imports a verb when it is called, and lists all of them without importing any."""
+
+    groups = GROUPS
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [verb.name for verbs in self.groups.values() for verb in verbs]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        module = import_module(f"scaletrain_cli.cli.{cmd_name}")
+        if hasattr(module, "app"):
+            return typer.main.get_command(module.app)
+        app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        app.command(cmd_name, epilog=describe(module.EXIT_CODES))(module.command)
+        return typer.main.get_command(app)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for title, verbs in self.groups.items():
+            with formatter.section(title):
+                formatter.write_dl([(verb.name.ljust(8), verb.summary) for verb in verbs])
+
+
+app = typer.Typer(
+    cls=Verbs,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="`scaletrain VERB --help` says more. A run's life: init, plan, submit, status, logs, resume.",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from scaletrain_cli import __version__
+
+        typer.echo(f"scaletrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def scaletrain(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Plan, submit, preempt and resume large training jobs from one run spec."""
+
+
+def invoke(arguments: Sequence[str] | None) -> None:
+    """Run one command line. Raises SystemExit with the exit code, or the error that the verb ended with."""
+    app(arguments, prog_name="scaletrain")
+
+
+def show_error(error: ScaletrainError) -> None:
+    """Say on stderr what went wrong and what to do."""
+    from scaletrain_cli.ui.errors import show
+
+    show(error)

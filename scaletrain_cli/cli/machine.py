@@ -1,0 +1,155 @@
+"""What this machine has, for `doctor`: read from the system, never by importing a package or touching a device."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+_FEW_BYTES = 20 * 10**9  # a few checkpoints of a small model
+_SMALL_SHARED_MEMORY_BYTES = 2**30  # Docker's default of 64 MiB makes NCCL and data loaders fail
+_PATIENCE_SECONDS = 10
+
+_CORE = ("typer", "rich", "pydantic", "ruamel.yaml")
+_EXTRAS = {
+    "train": (("torch", "deepspeed", "numpy", "tokenizers"), "to train on this machine"),
+    "slurm": (("submitit",), "for the probe that checks Slurm nodes"),
+    "track": (("wandb",), "to mirror metrics to Weights & Biases"),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at; ``advice`` says what to do about a warning."""
+
+    name: str
+    state: Literal["ok", "warn", "none"]
+    found: str
+    advice: str = ""
+
+
+def checks(runs_root: Path) -> Iterator[Check]:
+    """Everything a run may need, cheapest first."""
+    yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield from _packages()
+    yield _cores()
+    yield _memory()
+    yield _shared_memory()
+    yield from _gpus()
+    yield from _compilers()
+    yield _scheduler("slurm", "sbatch", "srun", "squeue", "scontrol", "sacct")
+    yield _scheduler("kubernetes", "kubectl")
+    yield _runs_root(runs_root)
+
+
+def _packages() -> Iterator[Check]:
+    yield Check("scaletrain", "ok", ", ".join(f"{name} {version(name)}" for name in _CORE))
+    for extra, (names, purpose) in _EXTRAS.items():
+        found, missing = [], []
+        for name in names:
+            try:
+                found.append(f"{name} {version(name)}")
+            except PackageNotFoundError:
+                missing.append(name)
+        advice = f"{purpose}: pip install 'scaletrain[{extra}]'" if missing else ""
+        text = ", ".join([*found, *(f"no {name}" for name in missing)])
+        yield Check(f"[{extra}]", "none" if missing else "ok", text, advice)
+
+
+def _cores() -> Check:
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 0
+    return Check("cores", "ok", f"{usable}" if usable == present else f"{usable} of {present}")
+
+
+def _memory() -> Check:
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, free = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
+    limit = _read_number(Path("/sys/fs/cgroup/memory.max"))
+    if limit is not None and limit < total:
+        return Check("memory", "ok", f"{_gib(limit)} allowed of {_gib(total)}, {_gib(free)} unused")
+    return Check("memory", "ok", f"{_gib(total)}, {_gib(free)} unused")
+
+
+def _shared_memory() -> Check:
+    try:
+        size = shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return Check("/dev/shm", "warn", "none", "ranks on one node talk through it; mount a tmpfs there")
+    if size < _SMALL_SHARED_MEMORY_BYTES:
+        return Check("/dev/shm", "warn", _gib(size), "too small for NCCL; give the container --shm-size=8g")
+    return Check("/dev/shm", "ok", _gib(size))
+
+
+def _gpus() -> Iterator[Check]:
+    if shutil.which("nvidia-smi") is None:
+        yield Check("gpu", "none", "no nvidia-smi", "gpu: cpu trains on the cores")
+        return
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    code, text = _run(query)
+    if code != 0:
+        yield Check("gpu", "warn", f"nvidia-smi ended with {code}", text or "look at the driver")
+        return
+    for index, line in enumerate(text.splitlines()):
+        name, memory, driver = (part.strip() for part in (*line.split(","), "", "")[:3])
+        yield Check(f"gpu {index}", "ok", f"{name}, {memory}, driver {driver}")
+
+
+def _compilers() -> Iterator[Check]:
+    missing = [name for name in ("g++", "ninja") if shutil.which(name) is None]
+    advice = (
+        f"DeepSpeed compiles its own kernels (offload) with {' and '.join(missing)}; install them" if missing else ""
+    )
+    found = ", ".join(path for name in ("g++", "ninja") if (path := shutil.which(name))) or "neither g++ nor ninja"
+    yield Check("compiler", "none" if missing else "ok", found, advice)
+
+
+def _scheduler(name: str, command: str, *others: str) -> Check:
+    path = shutil.which(command)
+    if path is None:
+        return Check(name, "none", f"no {command}", f"scheduler: {name} needs it; scheduler: local works without")
+    missing = [other for other in others if shutil.which(other) is None]
+    if missing:
+        return Check(name, "warn", path, f"{', '.join(missing)} not found beside it; check PATH")
+    code, text = _run([command, "--version"]) if name == "slurm" else (0, path)
+    return Check(name, "ok" if code == 0 else "warn", text or path, "" if code == 0 else f"{command} does not answer")
+
+
+def _runs_root(root: Path) -> Check:
+    existing = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not os.access(existing, os.W_OK):
+        return Check("runs", "warn", str(root), "not writable; set $SCALETRAIN_RUNS to a folder that every node sees")
+    usage, inodes = shutil.disk_usage(existing), os.statvfs(existing).f_favail
+    found = f"{root}, {usage.free / 1e9:,.0f} GB free of {usage.total / 1e9:,.0f} GB"
+    if usage.free < _FEW_BYTES:
+        return Check("runs", "warn", found, "checkpoints will fill it; set $SCALETRAIN_RUNS to a larger disk")
+    if 0 < inodes < 100_000:
+        return Check("runs", "warn", f"{found}, {inodes:,} files left", "set $SCALETRAIN_RUNS elsewhere")
+    return Check("runs", "ok", found)
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """Exit code and the first words of a command that must not hang us; 124 when it does."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, errors="replace")
+    except subprocess.TimeoutExpired:
+        return 124, f"no answer within {_PATIENCE_SECONDS} s"
+    except OSError as error:
+        return 126, error.strerror or str(error)
+    return done.returncode, (done.stdout or done.stderr).strip()
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return None
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:,.1f} GiB"

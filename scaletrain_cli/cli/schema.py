@@ -1,0 +1,20 @@
+"""`scaletrain schema`: the JSON Schema of the run spec."""
+
+from __future__ import annotations
+
+from scaletrain_cli.errors import ExitCode
+
+EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
+
+
+def command() -> None:
+    """Print the JSON Schema of the run spec, for editors.
+
+    Save it (scaletrain schema > scaletrain.schema.json) and put this line on top of a spec:
+
+    # yaml-language-server: $schema=scaletrain.schema.json
+    """
+    from scaletrain_cli.spec import json_schema
+    from scaletrain_cli.ui.json import print_json
+
+    print_json(json_schema())

@@ -1,0 +1,35 @@
+"""`scaletrain validate`: is the spec right, and was it understood as it was meant?"""
+
+from __future__ import annotations
+
+from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath
+from scaletrain_cli.errors import ExitCode, UsageError
+
+EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
+
+
+def command(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Check a run spec and say what was understood. All problems are listed at once.
+
+    With --json: {"valid", "problems", "spec"}, the spec complete with every default and derived dimension.
+    """
+    from scaletrain_cli.plan.hardware import find_accelerator
+    from scaletrain_cli.spec import load_spec
+
+    try:
+        run = load_spec(spec, overrides or ())
+        find_accelerator(run.cluster)
+    except UsageError as error:
+        if as_json:
+            from scaletrain_cli.ui.json import print_json
+
+            print_json({"valid": False, "problems": [vars(problem) for problem in error.problems], "spec": None})
+        raise
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json({"valid": True, "problems": [], "spec": run.model_dump(mode="json", by_alias=True)})
+        return
+    from scaletrain_cli.ui.spec_summary import show_summary
+
+    show_summary(run, str(spec))

@@ -1,0 +1,146 @@
+"""The spec that `scaletrain init` writes: complete, commented, and right as it stands. Knows hardware only by name."""
+
+from __future__ import annotations
+
+import json
+from string import Template
+
+from scaletrain_cli.spec.architecture_source import presets
+
+_COMMENT_COLUMN = 36
+
+_HEAD = """\
+# A run of ScaleTrain. A key that is left out has a default; `scaletrain validate FILE --json` shows them all.
+# Sizes take 80GB or 80GiB, durations 30m or 24:00:00, counts 300B; `auto` leaves the choice to the planner.
+schema: scaletrain/v1
+name: $name
+
+"""
+
+_SMALL_MODEL = """\
+model:
+  family: llama  # llama | gpt
+  # preset: llama-7b  # known dimensions in place of these; keys given beside it win
+  # hf_config: config.json  # or those of a Hugging Face config.json
+  hidden_size: 256
+  num_hidden_layers: 8
+  num_attention_heads: 8
+  num_key_value_heads: 4  # fewer than attention heads: grouped-query attention
+  intermediate_size: 768
+  vocab_size: 4096
+  tie_word_embeddings: true
+  seq_len: 128  # tokens per sequence
+
+"""
+
+_PRESET_MODEL = """\
+model:
+  preset: $preset  # keys given beside it win over these of the preset:
+$dimensions
+  seq_len: $seq_len  # tokens per sequence
+
+"""
+
+_TRAINING = """\
+data:
+  source: python-stdlib  # a corpus that every machine has; or a prepared dataset, or text/jsonl/parquet files
+  tokenizer: {kind: bpe, vocab_size: $tokenizer_size}  # trained on the source; or {kind: file, path: tokenizer.json}
+
+training:
+  global_batch_size: $global_batch_size  # sequences per optimizer step, over the whole job
+  micro_batch_size: $micro_batch_size  # sequences per device and pass
+  steps: $steps  # or  tokens: 300B
+  precision: $precision  # fp32 | bf16
+  optimizer: {name: adamw, lr: $lr, betas: [0.9, 0.95], weight_decay: 0.1}
+  schedule: {name: cosine, warmup_steps: $warmup_steps, min_lr: $min_lr}
+  gradient_clipping: 1.0  # largest gradient norm; 0 turns clipping off
+  seed: 42
+
+evaluation: {every: $evaluate_every, batches: $evaluation_batches}  # validation loss; every: 0 turns it off
+
+layout:  # how the job is cut over the devices
+  data_parallel: auto
+  tensor_parallel: auto
+  pipeline_parallel: auto
+  zero_stage: $zero_stage  # 0 | 1 | 2 | 3: what is spread over the data-parallel ranks
+  activation_checkpointing: auto  # none | selective | full
+
+"""
+
+_LOCAL_CLUSTER = """\
+cluster:
+  scheduler: local  # this machine; or slurm, for a cluster
+  nodes: 1
+  gpus_per_node: $gpus_per_node
+  gpu: $gpu  # cpu: each rank is a CPU process; or a device, such as h100-sxm-80gb
+  grace_seconds: 60  # from the warning of a preemption to the end
+
+"""
+
+_SLURM_CLUSTER = """\
+cluster:
+  scheduler: slurm  # or local, for this machine
+  nodes: $nodes
+  gpus_per_node: $gpus_per_node
+  gpu: $gpu
+  inter_node_bandwidth: 50GB/s  # per GPU and direction
+  spot: false  # true: nodes can be taken away at any time
+  # mean_time_between_interruptions: 12h
+  grace_seconds: 120  # from the warning of a preemption to the end
+  slurm:
+    time: 24h
+    # partition: gpu
+    # account: lab
+
+"""
+
+_TAIL = """\
+checkpoint: {every: $checkpoint_every, keep: 3}  # in steps; written in the background
+restarts: {preemption: unlimited, node: 10, crash: 3}
+tracking:
+  log_every: 1
+  wandb: {mode: disabled}  # online or offline mirrors the metrics to Weights & Biases
+# env: {NCCL_DEBUG: WARN}
+# secret_env: [WANDB_API_KEY]  # names; the values come from your environment and stand in no file of the run
+"""
+
+
+def starting_spec(
+    *, preset: str | None = None, gpu: str = "cpu", scheduler: str = "local", nodes: int = 1, gpus_per_node: int = 2
+) -> str:
+    """The text of a spec for this model and hardware; without a preset, a model for a laptop. Nodes are for slurm."""
+    small, on_cpu = preset is None, gpu == "cpu"
+    vocabulary = 4096 if preset is None else min(int(presets()[preset]["vocab_size"]), 32000)
+    text = _HEAD + (_SMALL_MODEL if small else _PRESET_MODEL) + _TRAINING
+    text += (_LOCAL_CLUSTER if scheduler == "local" else _SLURM_CLUSTER) + _TAIL
+    filled = Template(text).substitute(
+        **({} if preset is None else _preset(preset)),
+        name="llama-10m" if preset is None else preset,
+        tokenizer_size=vocabulary,
+        global_batch_size=max(16, nodes * gpus_per_node * (8 if small else 16)),
+        micro_batch_size=8 if small else "auto",
+        steps=120 if small else 1000,
+        precision="fp32" if on_cpu else "bf16",
+        lr="2.0e-3" if small else "3.0e-4",
+        min_lr="2.0e-4" if small else "3.0e-5",
+        warmup_steps=10 if small else 100,
+        evaluate_every=40 if small else 500,
+        evaluation_batches=4 if small else 20,
+        zero_stage=2 if small else "auto",
+        gpus_per_node=gpus_per_node,
+        nodes=nodes,
+        gpu=gpu,
+        checkpoint_every=20 if small else "auto",
+    )
+    return "".join(f"{_aligned(line)}\n" for line in filled.splitlines())
+
+
+def _preset(preset: str) -> dict[str, object]:
+    known = presets()[preset]
+    dimensions = "\n".join(f"  # {key}: {json.dumps(value)}" for key, value in known.items())
+    return {"preset": preset, "dimensions": dimensions, "seq_len": min(int(known["max_position_embeddings"]), 8192)}
+
+
+def _aligned(line: str) -> str:
+    code, mark, comment = line.rpartition("  # ")
+    return f"{code:<{_COMMENT_COLUMN}}  # {comment}" if mark and code.strip() else line

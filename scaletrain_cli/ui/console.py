@@ -1,0 +1,46 @@
+"""The two consoles, stdout for the answer and stderr for the talk; text of others shown as text, never as markup."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+_WIDEST = 120  # further apart than this, the eye loses the line
+_PIPED = 100
+
+
+def answer() -> Console:
+    """Stdout."""
+    return _console(sys.stdout)
+
+
+def talk() -> Console:
+    """Stderr."""
+    return _console(sys.stderr)
+
+
+def plain(text: str) -> str:
+    """``text`` without anything that a terminal obeys; line ends and escapes become visible."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def words(text: str, style: str = "") -> Text:
+    """Text of a user or a machine, for any rich renderable."""
+    return Text(plain(text), style=style)
+
+
+def line(console: Console, text: str | Text, style: str = "") -> None:
+    """One line that is never wrapped by us, so that a path or an id in it can be copied."""
+    console.print(words(text, style) if isinstance(text, str) else text, soft_wrap=True)
+
+
+def _console(stream: TextIO) -> Console:
+    console = Console(file=stream, highlight=False, markup=False, emoji=False, safe_box=True)
+    if not console.is_terminal:
+        console.width = _PIPED
+    elif console.width > _WIDEST:
+        console.width = _WIDEST
+    return console

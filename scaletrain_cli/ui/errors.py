@@ -1,0 +1,38 @@
+"""The error panel: what went wrong, each problem with its place, and what to do. On stderr."""
+
+from __future__ import annotations
+
+from rich.padding import Padding
+from rich.text import Text
+
+from scaletrain_cli.errors import Problem, ScaletrainError
+from scaletrain_cli.ui.console import line, plain, talk, words
+
+
+def show(error: ScaletrainError) -> None:
+    """Print the error; piped, each problem is one line that starts with ``file:line``, as compilers do it."""
+    console = talk()
+    headline = Text.assemble(("error: ", "bold red"), (plain(error.message), "bold"))
+    if not console.is_terminal:
+        line(console, headline)
+        for problem in error.problems:
+            line(console, f"  {problem}")
+        return
+    console.print(headline)
+    for problem in error.problems:
+        console.print(_place(problem), soft_wrap=True)
+        console.print(Padding(_advice(problem), (0, 0, 0, 6)))
+
+
+def _place(problem: Problem) -> Text:
+    text = Text.assemble("  ", (plain(problem.where), "cyan"), "  ", (plain(problem.key), "bold"))
+    if problem.given is not None:
+        text.append(f" = {plain(problem.given)}")
+    return text
+
+
+def _advice(problem: Problem) -> Text:
+    text = words(problem.message)
+    if problem.hint:
+        text.append(f" {plain(problem.hint)}", "green")
+    return text
