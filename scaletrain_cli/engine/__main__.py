@@ -31,8 +31,8 @@ def main() -> int:
 
 
 def _train(path: Path, attempt: int, flag: PreemptionFlag) -> ExitCode:
+    from scaletrain_cli.engine.assembly import assemble
     from scaletrain_cli.engine.process_group import Ranks
-    from scaletrain_cli.engine.trainer import assemble
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import read_record
 

@@ -39,10 +39,10 @@ class SnapshotWriter:
     @property
     def writing(self) -> bool:
         """Whether a write is under way. Raises what a finished write raised."""
-        for write in self._writes.values():
-            if write.done():
-                write.result()
-        return any(not write.done() for write in self._writes.values())
+        finished = [write for write in self._writes.values() if write.done()]
+        for write in finished:
+            write.result()
+        return len(finished) < len(self._writes)
 
     def take_digests(self, folder: Path) -> dict[str, FileDigest]:
         """Wait for all writes and return their digests by name below ``folder``. Raises what a write raised."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -125,7 +126,7 @@ def _build(data: DataSpec, folder: Path) -> None:
     (folder / "dataset.json").write_text(json.dumps(asdict(info), indent=1), encoding="utf-8")
 
 
-def _train_tokenizer(data: DataSpec) -> Tokenizer:  # type: ignore[name-defined] # noqa: F821
+def _train_tokenizer(data: DataSpec) -> Any:
     """Byte-level BPE (GPT-2 report, section 2.2) on the corpus itself."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -37,7 +37,7 @@ class MetricsLog:
         if self._wandb is not None:
             self._wandb.finish(exit_code=0 if error is None else 1)
 
-    def log(self, step: int, *, tokens: int, step_seconds: float, **measured: float | None) -> None:
+    def log(self, step: int, *, tokens: int, step_seconds: float, **measured: float) -> None:
         """Record optimizer step ``step`` (1-based), which trained on ``tokens`` tokens over all ranks."""
         if not self._active:
             return
@@ -45,7 +45,7 @@ class MetricsLog:
         factor = self._mfu_per_token_per_second
         line: dict[str, Any] = {
             "step": step,
-            **{name: value for name, value in measured.items() if value is not None},
+            **measured,
             "tokens_per_second": round(tokens_per_second, 1),
             "step_seconds": round(step_seconds, 5),
             "memory_bytes": peak_memory_bytes(),
@@ -79,7 +79,7 @@ def _for_people(line: dict[str, Any], total_steps: int) -> str:
 
 
 def _open_wandb(run: RunDir, record: RunRecord) -> Any:
-    """One Weights & Biases run over all attempts: same id, resumed; the step is a metric, since a step may come twice."""
+    """One Weights & Biases run over all attempts. The step is a metric there, since a resumed run repeats steps."""
     settings = record.spec.tracking.wandb
     if settings.mode == "disabled":
         return None

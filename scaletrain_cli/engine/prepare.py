@@ -1,4 +1,4 @@
-"""``python -m scaletrain_cli.engine.prepare SPEC_JSON RUNS_ROOT``: build the dataset of a resolved spec, print where it is.
+"""``python -m scaletrain_cli.engine.prepare SPEC_JSON RUNS_ROOT``: build the dataset of a resolved spec.
 
 The last line of standard output is JSON; talk goes to standard error.
 """

@@ -59,6 +59,12 @@ class Agreement:
         dist.gather_object(item, items, group=self._group)
         return items
 
+    def follow_rank_zero(self, item: T) -> T:
+        """Rank 0's item, on every rank."""
+        items = [item]
+        dist.broadcast_object_list(items, src=0, group=self._group)
+        return items[0]
+
     def barrier(self) -> None:
         """Wait for every rank."""
         dist.barrier(group=self._group)

@@ -5,28 +5,24 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from scaletrain_cli.engine.checkpointing import Checkpointer
-from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences, open_dataset, prepare_dataset
-from scaletrain_cli.engine.deepspeed_engine import start_deepspeed
+from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.metrics import MetricsLog
-from scaletrain_cli.engine.model import build_model, checkpoint_activations, parameter_groups
-from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict, connect, mean_over_ranks
+from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict, mean_over_ranks
 from scaletrain_cli.engine.sampling import batch_indices
 from scaletrain_cli.engine.schedule import learning_rate
 from scaletrain_cli.engine.signals import PreemptionFlag
-from scaletrain_cli.errors import DoNotRequeueError, ExitCode, ScaletrainError, UsageError, WrongNodesError
+from scaletrain_cli.engine.spike import SpikeWatch
+from scaletrain_cli.errors import DoNotRequeueError, ExitCode, UsageError
 from scaletrain_cli.rundir.checkpoints import Checkpoint, newest_that_verifies, remove_staging
-from scaletrain_cli.rundir.journal import read_metrics, record_event
+from scaletrain_cli.rundir.journal import read_events, read_metrics, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-
-_DEFAULT_COLLECTIVE_TIMEOUT_SECONDS = 1800.0  # torch's own default for gloo
 
 
 class NonFiniteGradientError(DoNotRequeueError):
@@ -35,7 +31,7 @@ class NonFiniteGradientError(DoNotRequeueError):
 
 @dataclass
 class Trainer:
-    """One rank's parts, put together by assemble()."""
+    """One rank's parts, put together by assembly.assemble()."""
 
     run: RunDir
     record: RunRecord
@@ -56,6 +52,8 @@ class Trainer:
         spec = self.record.spec
         total, every, checkpoint_steps = spec.total_steps, spec.evaluation.every, self._checkpoint_interval()
         step = start = self.resume()
+        history = [line["loss"] for line in read_metrics(self.run) if line["step"] <= start]
+        watch = SpikeWatch(spec.guard.spike.factor, history)
         with MetricsLog(self.run, self.record, self.ranks.rank, self.attempt) as metrics:
             while True:
                 wish = Verdict.PREEMPT if flag.raised else Verdict.CONTINUE
@@ -70,15 +68,17 @@ class Trainer:
                 started = time.perf_counter()
                 measured = self.step(step)
                 seconds = time.perf_counter() - started
+                if (median := watch.median_if_spike(measured["loss"])) is not None:
+                    self._event("spike", step=step, loss=measured["loss"], median=median)
                 if every and (step % every == 0 or step == total):
                     measured["validation_loss"] = self.evaluate()
-                if step % spec.tracking.log_every == 0 or step in (1, total):
+                if step % spec.tracking.log_every == 0 or step in (1, total) or "validation_loss" in measured:
                     tokens = spec.training.global_batch_size * spec.model.seq_len
                     metrics.log(step, tokens=tokens, step_seconds=seconds, **measured)
         self._event("finished" if step == total else "preempted", step=step)
         return ExitCode.DONE if step == total else ExitCode.PREEMPTED
 
-    def step(self, step: int) -> dict[str, float | None]:
+    def step(self, step: int) -> dict[str, float]:
         """Optimizer step ``step`` (1-based): mean loss over the global batch, gradient norm before clipping, rate."""
         training, layout = self.record.spec.training, self.record.plan.layout
         self.faults.before_step(step)
@@ -142,7 +142,8 @@ class Trainer:
             first = turn * width + self.ranks.rank * layout.micro_batch_size
             total += self._loss(self.validation, list(range(first, first + layout.micro_batch_size)))
         self.engine.train()
-        return mean_over_ranks(total / rounds).item()
+        mean: float = mean_over_ranks(total / rounds).item()
+        return mean
 
     def _loss(self, sequences: TokenSequences, indices: list[int]) -> torch.Tensor:
         rows = torch.from_numpy(sequences.rows(indices)).to(self.device, non_blocking=True)
@@ -154,17 +155,17 @@ class Trainer:
 
     def resume(self) -> int:
         """Restore the newest checkpoint that verifies; the number of steps it holds, 0 when the run is new."""
-        newest, passed_over = newest_that_verifies(self.run.checkpoints)
-        if self.ranks.rank == 0:
+        found = None
+        if self.ranks.rank == 0:  # one reader hashes, and all ranks take the same checkpoint
             remove_staging(self.run.checkpoints)
+            found = newest_that_verifies(self.run.checkpoints)
+        newest, passed_over = self.agreement.follow_rank_zero(found) or (None, [])
         logged = max((line["step"] for line in read_metrics(self.run)), default=0)
         if newest is None:
-            if passed_over and not self._may_start_over():
-                damage = "; ".join(passed_over[:5])
-                raise UsageError(
-                    f"no checkpoint of this run is sound ({damage}). `scaletrain resume` can start it over."
-                )
-            self._event("started", step=0, attempt=self.attempt, passed_over=passed_over)
+            if passed_over or self._has_committed():
+                damage = "; ".join(passed_over[:5]) or "those that were committed are gone"
+                raise UsageError(f"no sound checkpoint: {damage}. `scaletrain resume --from-scratch` starts over.")
+            self._event("started", step=0, attempt=self.attempt)
             return 0
         state = self.checkpointer.restore(newest)
         if state["dataset"] != self.dataset.fingerprint:
@@ -175,8 +176,11 @@ class Trainer:
         self._report_resume(newest, passed_over, lost_steps=max(0, logged - newest.step))
         return int(state["step"])
 
-    def _may_start_over(self) -> bool:
-        return (self.run.path / "from-scratch").exists()
+    def _has_committed(self) -> bool:
+        """Whether a checkpoint was ever committed since the run was last told to start from scratch."""
+        names = [event["event"] for event in read_events(self.run)]
+        starts = [index for index, name in enumerate(names) if name == "from-scratch"]
+        return "checkpoint" in names[max(starts, default=0) :]
 
     def _checkpoint_interval(self) -> int:
         every = self.record.spec.checkpoint.every
@@ -196,90 +200,3 @@ class Trainer:
         if self.ranks.rank == 0:
             record_event(self.run, name, **details)
             print(f"{name}: " + "  ".join(f"{key} {value}" for key, value in details.items()), flush=True)
-
-
-def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) -> Trainer:
-    """Connect the ranks and build everything the loop needs, in the order that the parts require.
-
-    Raises WrongNodesError when the job is not the one that was planned, and what its parts raise.
-    """
-    spec, layout = record.spec, record.plan.layout
-    if ranks.world_size != layout.world_size:
-        raise WrongNodesError(f"planned for {layout.world_size} ranks, started as {ranks.world_size}")
-    device = _device(spec.cluster.gpu == "cpu", ranks.local_rank)
-    hang = spec.guard.hang
-    connect(device, _DEFAULT_COLLECTIVE_TIMEOUT_SECONDS if hang == "auto" else hang)
-    agreement = Agreement()
-    dataset, train, validation = _open_data(run, record, ranks, agreement)
-    torch.backends.cuda.matmul.allow_tf32 = spec.training.precision == "tf32"
-    torch.manual_seed(spec.training.seed + ranks.rank)
-    model = build_model(spec.model, spec.training.seed)
-    checkpoint_activations(model, layout.activation_checkpointing)
-    settings = spec.training.optimizer
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, settings.weight_decay), lr=settings.lr, betas=settings.betas, eps=settings.eps
-    )
-    if spec.training.compile:
-        model.compile()
-    engine = start_deepspeed(spec, layout, model, optimizer, device)
-    faults = Faults.from_environment(ranks.rank, attempt)
-    checkpointer = Checkpointer(
-        run,
-        engine,
-        ranks,
-        agreement,
-        keep=spec.checkpoint.keep,
-        attempt=attempt,
-        delay_seconds=faults.save_delay_seconds,
-    )
-    return Trainer(
-        run,
-        record,
-        ranks,
-        attempt,
-        device,
-        engine,
-        optimizer,
-        agreement,
-        checkpointer,
-        dataset,
-        train,
-        validation,
-        faults,
-    )
-
-
-def _device(cpu: bool, local_rank: int) -> torch.device:
-    if cpu:
-        return torch.device("cpu")
-    if torch.cuda.device_count() <= local_rank:
-        raise WrongNodesError(f"rank needs GPU {local_rank} and torch sees {torch.cuda.device_count()} on this node")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
-def _open_data(
-    run: RunDir, record: RunRecord, ranks: Ranks, agreement: Agreement
-) -> tuple[DatasetInfo, TokenSequences, TokenSequences]:
-    """Prepare on rank 0, then open everywhere; an error of rank 0 is raised on all, not waited out."""
-    spec, folder, failure = record.spec, Path(), ""
-    if ranks.rank == 0:
-        try:
-            folder = prepare_dataset(spec.data, run.path.parent)
-        except ScaletrainError as error:
-            failure = str(error)
-    answer = [(folder, failure)]
-    torch.distributed.broadcast_object_list(answer, src=0)
-    folder, failure = answer[0]
-    if failure:
-        raise UsageError(failure)
-    info, train, validation = open_dataset(folder, spec.model.seq_len)
-    if info.vocab_size > spec.model.vocab_size:
-        raise UsageError(f"{folder} has {info.vocab_size} token ids and model.vocab_size is {spec.model.vocab_size}.")
-    width = record.plan.layout.micro_batch_size * record.plan.layout.data_parallel
-    if spec.evaluation.every and len(validation) < width:
-        raise UsageError(
-            f"the validation split holds {len(validation)} sequences, fewer than one round of {width}. "
-            f"Raise data.validation_split, or set evaluation.every: 0."
-        )
-    return info, train, validation

@@ -1,4 +1,4 @@
-"""Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Also Mistral, Qwen2 (qkv_bias), Qwen3 (qk_norm)."""
+"""Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Also Mistral and Qwen2/3."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each [length, head_dim] in fp32 (RoFormer, arXiv:2104.09864). Not buffers: bf16 would ruin them."""
+    """Cosines and sines, each [length, head_dim] (arXiv:2104.09864). Not buffers: a cast to bf16 would ruin them."""
     frequencies = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()

@@ -1,0 +1,105 @@
+"""Put one rank together: ranks connected, data open, model, optimizer, DeepSpeed and checkpoints, in that order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from scaletrain_cli.engine.checkpointing import Checkpointer
+from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences, open_dataset, prepare_dataset
+from scaletrain_cli.engine.deepspeed_engine import start_deepspeed
+from scaletrain_cli.engine.faults import Faults
+from scaletrain_cli.engine.model import build_model, checkpoint_activations, parameter_groups
+from scaletrain_cli.engine.process_group import Agreement, Ranks, connect
+from scaletrain_cli.engine.trainer import Trainer
+from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+
+_DEFAULT_COLLECTIVE_TIMEOUT_SECONDS = 1800.0  # torch's own default for gloo
+
+
+def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) -> Trainer:
+    """Connect the ranks and build everything the loop needs, in the order that the parts require.
+
+    Raises WrongNodesError when the job is not the one that was planned, and what its parts raise.
+    """
+    spec, layout = record.spec, record.plan.layout
+    if ranks.world_size != layout.world_size:
+        raise WrongNodesError(f"planned for {layout.world_size} ranks, started as {ranks.world_size}")
+    device = _device(spec.cluster.gpu == "cpu", ranks.local_rank)
+    hang = spec.guard.hang
+    connect(device, _DEFAULT_COLLECTIVE_TIMEOUT_SECONDS if hang == "auto" else hang)
+    agreement = Agreement()
+    dataset, train, validation = _open_data(run, record, ranks, agreement)
+    torch.backends.cuda.matmul.allow_tf32 = spec.training.precision == "tf32"
+    torch.manual_seed(spec.training.seed + ranks.rank)
+    model = build_model(spec.model, spec.training.seed)
+    checkpoint_activations(model, layout.activation_checkpointing)
+    settings = spec.training.optimizer
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, settings.weight_decay), lr=settings.lr, betas=settings.betas, eps=settings.eps
+    )
+    if spec.training.compile:
+        model.compile()
+    engine = start_deepspeed(spec, layout, model, optimizer, device)
+    faults = Faults.from_environment(ranks.rank, attempt)
+    checkpointer = Checkpointer(
+        run,
+        engine,
+        ranks,
+        agreement,
+        keep=spec.checkpoint.keep,
+        attempt=attempt,
+        delay_seconds=faults.save_delay_seconds,
+    )
+    return Trainer(
+        run=run,
+        record=record,
+        ranks=ranks,
+        attempt=attempt,
+        device=device,
+        engine=engine,
+        optimizer=optimizer,
+        agreement=agreement,
+        checkpointer=checkpointer,
+        dataset=dataset,
+        train=train,
+        validation=validation,
+        faults=faults,
+    )
+
+
+def _device(cpu: bool, local_rank: int) -> torch.device:
+    if cpu:
+        return torch.device("cpu")
+    if torch.cuda.device_count() <= local_rank:
+        raise WrongNodesError(f"rank needs GPU {local_rank} and torch sees {torch.cuda.device_count()} on this node")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _open_data(
+    run: RunDir, record: RunRecord, ranks: Ranks, agreement: Agreement
+) -> tuple[DatasetInfo, TokenSequences, TokenSequences]:
+    """Prepare on rank 0, then open everywhere; an error of rank 0 is raised on all, not waited out."""
+    spec, folder, failure = record.spec, Path(), ""
+    if ranks.rank == 0:
+        try:
+            folder = prepare_dataset(spec.data, run.path.parent)
+        except ScaletrainError as error:
+            failure = str(error)
+    folder, failure = agreement.follow_rank_zero((folder, failure))
+    if failure:
+        raise UsageError(failure)
+    info, train, validation = open_dataset(folder, spec.model.seq_len)
+    if info.vocab_size > spec.model.vocab_size:
+        raise UsageError(f"{folder} has {info.vocab_size} token ids and model.vocab_size is {spec.model.vocab_size}.")
+    width = record.plan.layout.micro_batch_size * record.plan.layout.data_parallel
+    if spec.evaluation.every and len(validation) < width:
+        raise UsageError(
+            f"the validation split holds {len(validation)} sequences, fewer than one round of {width}. "
+            f"Raise data.validation_split, or set evaluation.every: 0."
+        )
+    return info, train, validation
