@@ -20,7 +20,7 @@ from scaletrain_cli.launch.node_record import (
 )
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.documents import read_document, write_document
-from scaletrain_cli.rundir.journal import read_lines_backwards
+from scaletrain_cli.rundir.journal import last_logged_step
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
 from scaletrain_cli.spec import RunSpec
@@ -132,11 +132,6 @@ def newest_checkpoint_step(run: RunDir, spec: RunSpec) -> int | None:
     """The step of the newest committed checkpoint, by its manifest alone."""
     committed = list_checkpoints(checkpoint_folder(run, spec))
     return committed[-1].step if committed else None
-
-
-def last_logged_step(run: RunDir) -> int | None:
-    """The step of the newest line in metrics.jsonl, which after a resume may be below earlier ones."""
-    return next((line["step"] for line in read_lines_backwards(run.metrics) if isinstance(line.get("step"), int)), None)
 
 
 def attempt_outcome(

@@ -88,3 +88,8 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
     """Metrics by step: where a later attempt trained a step again, its line replaces the earlier one."""
     by_step = {record["step"]: record for record in read_lines(run.metrics) if isinstance(record.get("step"), int)}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def last_logged_step(run: RunDir) -> int | None:
+    """The step of the newest line in metrics.jsonl, which after a resume may be below earlier ones."""
+    return next((line["step"] for line in read_lines_backwards(run.metrics) if isinstance(line.get("step"), int)), None)

@@ -99,6 +99,7 @@ def commit(run_folder: Path, step: int) -> None:
     writer.write(f"state at {step}".encode())
     files = {"shard-0": writer.close()}
     checkpoints.commit(folder, step, files, world_size=1, clean=True, attempt=ATTEMPT)
+    append(run_folder / "events.jsonl", {"time": time.time(), "event": "checkpoint", "step": step})
 
 
 def append(path: Path, record: dict[str, Any]) -> None:

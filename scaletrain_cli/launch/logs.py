@@ -1,0 +1,111 @@
+"""The ranks' logs of an attempt: where they are, their last lines, and new lines as they are written.
+
+Text only: knows nothing of how it is shown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.rundir.paths import RunDir
+
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """One rank's output of one attempt."""
+
+    attempt: int
+    node: str
+    rank: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of one rank, without its newline."""
+
+    source: LogFile
+    text: str
+
+
+def log_files(run: RunDir, attempt: int | None = None, rank: int | None = None) -> list[LogFile]:
+    """The logs of an attempt (default: the last) by rank. Raises UsageError when there is no such attempt or rank."""
+    numbers = run.attempts()
+    if attempt is not None and attempt not in numbers:
+        known = f"its attempts are 1 to {numbers[-1]}" if numbers else "it has none yet"
+        raise UsageError(f"{run.run_id} has no attempt {attempt}; {known}.")
+    if not numbers:
+        return []
+    found = _files_of(run, attempt if attempt is not None else numbers[-1])
+    if rank is None:
+        return found
+    chosen = [file for file in found if file.rank == rank]
+    if found and not chosen:
+        raise UsageError(
+            f"attempt {found[0].attempt} of {run.run_id} has no rank {rank}; it has 0 to {found[-1].rank}."
+        )
+    return chosen
+
+
+def read_logs(
+    run: RunDir, attempt: int | None = None, rank: int | None = None, last_lines: int | None = None
+) -> Iterator[LogLine]:
+    """Lines of each rank in turn; only the last ones of each with ``last_lines``."""
+    for file in log_files(run, attempt, rank):
+        with file.path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+            for line in deque(lines, maxlen=last_lines):
+                yield LogLine(file, line.rstrip("\r\n"))
+
+
+class LogFollower:
+    """Hands out what was written since the last look, in every attempt from the current one on."""
+
+    def __init__(self, run: RunDir, rank: int | None = None, from_attempt: int | None = None) -> None:
+        self._run, self._rank = run, rank
+        self._first = from_attempt if from_attempt is not None else max(run.attempts(), default=1)
+        self._positions: dict[Path, int] = {}
+
+    def new_lines(self, *, to_the_end: bool = False) -> list[LogLine]:
+        """Whole lines only, as a rank may be in the middle of one; with ``to_the_end`` whatever there is."""
+        found = []
+        for number in self._run.attempts():
+            if number >= self._first:
+                for file in _files_of(self._run, number):
+                    if self._rank in (None, file.rank):
+                        found += [LogLine(file, text) for text in self._read(file.path, to_the_end)]
+        return found
+
+    def _read(self, path: Path, to_the_end: bool) -> list[str]:
+        with path.open("rb") as file:
+            position = file.seek(self._positions.get(path, 0))
+            data = file.read()
+        if not to_the_end:
+            data = data[: data.rfind(b"\n") + 1]
+        self._positions[path] = position + len(data)
+        lines = data.decode("utf-8", errors="replace").split("\n")
+        return [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
+
+
+def follow(run: RunDir, is_over: Callable[[], bool], rank: int | None = None) -> Iterator[LogLine]:
+    """Lines as they come, over all attempts from the current one on, until ``is_over`` and everything is read."""
+    follower = LogFollower(run, rank)
+    while not is_over():
+        yield from follower.new_lines()
+        time.sleep(_POLL_SECONDS)
+    yield from follower.new_lines(to_the_end=True)
+
+
+def _files_of(run: RunDir, attempt: int) -> list[LogFile]:
+    files = []
+    for path in (run.attempt(attempt) / "logs").glob("*.log"):
+        node, _, rank = path.stem.rpartition("-")
+        if rank.isdigit():
+            files.append(LogFile(attempt, node, int(rank), path))
+    return sorted(files, key=lambda file: file.rank)

@@ -1,0 +1,131 @@
+"""Where a run stands, from its directory and one question to its scheduler. Changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.attempts import AttemptRecord, newest_checkpoint_step, read_attempts
+from scaletrain_cli.launch.node_record import read_node_records
+from scaletrain_cli.launch.resumption import why_ended
+from scaletrain_cli.launch.scheduler import Job, Scheduler, scheduler_for
+from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, read_record
+
+RunState = Literal["queued", "running", "preempted", "finished", "failed", "cancelled", "unknown"]
+# The newest line with a validation loss is at most this many logged steps back, or not worth looking for.
+_LINES_SEARCHED = 10_000
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run, now. Steps are optimizer steps; ``agent_pids`` are of node agents that have not ended."""
+
+    run_id: str
+    name: str
+    state: RunState
+    scheduler: str
+    job_id: str
+    attempt: int
+    step: int
+    total_steps: int
+    loss: float | None
+    validation_loss: float | None
+    tokens_per_second: float | None
+    last_checkpoint_step: int | None
+    steps_lost_total: int
+    restarts: int
+    nodes: tuple[str, ...]
+    agent_pids: tuple[int, ...]
+    run_dir: str
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The stable JSON object."""
+        return {"schema": "scaletrain.status/v1", **dataclasses.asdict(self)}
+
+
+def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
+    """Raises UsageError when run.json is damaged; a scheduler that does not answer makes the state unknown at worst."""
+    record = read_record(run)
+    attempts = read_attempts(run)
+    last = attempts[-1] if attempts else None
+    submission = read_submission(run)
+    job = _ask(run, record, scheduler)
+    measured = _newest_measures(run)
+    return RunStatus(
+        run_id=record.run_id,
+        name=record.spec.name,
+        state=_state(run, job, last),
+        scheduler=record.spec.cluster.scheduler,
+        job_id=job.id or (submission.job_id if submission else ""),
+        attempt=last.number if last else 0,
+        step=measured.get("step", 0),
+        total_steps=record.spec.total_steps,
+        loss=measured.get("loss"),
+        validation_loss=measured.get("validation_loss"),
+        tokens_per_second=measured.get("tokens_per_second"),
+        last_checkpoint_step=newest_checkpoint_step(run, record.spec),
+        steps_lost_total=sum(event.get("lost_steps", 0) for event in read_events(run) if event["event"] == "resumed"),
+        restarts=max(0, len(attempts) - 1),
+        nodes=job.nodes or (last.nodes if last else ()),
+        agent_pids=_agent_pids(run, last),
+        run_dir=str(run.path),
+        why=_why(run, record, job, last),
+    )
+
+
+def _ask(run: RunDir, record: RunRecord, scheduler: Scheduler | None) -> Job:
+    try:
+        return (scheduler or scheduler_for(record.spec.cluster.scheduler)).job(run, record)
+    except SchedulerError as error:  # the run directory still tells most of it
+        return Job("", "unknown", error.message)
+
+
+def _state(run: RunDir, job: Job, last: AttemptRecord | None) -> RunState:
+    if last is not None and last.reason == "done":
+        return "finished"
+    if job.is_active:
+        waiting = last is not None and last.ended is not None and last.reason == "preempted"
+        if waiting:
+            return "preempted"
+        return "queued" if job.state == "queued" else "running"
+    if run.stop_file.exists():
+        return "cancelled"
+    if last is None:
+        return "unknown" if job.state == "unknown" else "failed"
+    to_go_on = last.ended is None or (last.decision is not None and last.decision.requeue)
+    if job.state == "unknown" and to_go_on:
+        return "unknown"
+    return "preempted" if last.reason == "preempted" else "failed"
+
+
+def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -> str:
+    """What a person would ask next: the scheduler's word while the run lives, the last end once it does not."""
+    if job.is_active and (last is None or last.ended is None):
+        return job.detail
+    if last is None:
+        return job.detail
+    return why_ended(run, record, last)
+
+
+def _newest_measures(run: RunDir) -> dict[str, Any]:
+    """The newest line of metrics.jsonl, with the newest validation loss, which not every line has."""
+    newest: dict[str, Any] = {}
+    for count, line in enumerate(read_lines_backwards(run.metrics)):
+        newest = newest or line
+        if "validation_loss" in line:
+            return {**newest, "validation_loss": line["validation_loss"]}
+        if count > _LINES_SEARCHED:
+            break
+    return newest
+
+
+def _agent_pids(run: RunDir, last: AttemptRecord | None) -> tuple[int, ...]:
+    if last is None or last.ended is not None:
+        return ()
+    return tuple(node.agent_pid for node in read_node_records(run, last.number) if node.ended is None)
