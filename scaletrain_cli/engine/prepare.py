@@ -35,6 +35,7 @@ def main() -> int:
         "train_sequences": len(train),
         "validation_sequences": len(validation),
         "vocab_size": info.vocab_size,
+        "dtype": info.dtype,
     }
     print(json.dumps(described))
     return 0
