@@ -48,9 +48,9 @@ class MadeRun:
         return [event for event in read_events(self.run) if event["event"] == name]
 
 
-def make_spec(*overrides: str, fake: dict[str, Any] | None = None) -> RunSpec:
+def make_spec(*overrides: str, env: dict[str, str] | None = None, fake: dict[str, Any] | None = None) -> RunSpec:
     spec = parse_spec(SPEC, file="fake.yaml", base_dir=PROJECT, overrides=overrides)
-    return spec.model_copy(update={"env": {**spec.env, "FAKE": json.dumps(fake or {})}})
+    return spec.model_copy(update={"env": {**(env or {}), "FAKE": json.dumps(fake or {})}})
 
 
 def make_plan(spec: RunSpec) -> result.RunPlan:
@@ -92,8 +92,8 @@ def children_find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make_run() -> Callable[..., MadeRun]:
-    def make(*overrides: str, run_id: str | None = None, **fake: Any) -> MadeRun:
-        spec = make_spec(*overrides, fake=fake)
+    def make(*overrides: str, run_id: str | None = None, env: dict[str, str] | None = None, **fake: Any) -> MadeRun:
+        spec = make_spec(*overrides, env=env, fake=fake)
         made = create_run(spec, make_plan(spec), run_id)
         return MadeRun(made.run, made.record)
 

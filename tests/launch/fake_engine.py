@@ -32,11 +32,13 @@ def main() -> int:
     for signum in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, on_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR1))
+    for name in fake.get("echo", []):
+        say(f"{name}={os.environ[name]!r}")
     say("up")
     if fake.get("detached_child"):
-        program = "import os, sys, time; os.setsid(); print('child', os.getpid(), flush=True); time.sleep(600)"
+        program = "import os, time; print('child', os.getpid(), flush=True); time.sleep(600)"
         subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
-        time.sleep(0.5)
+        time.sleep(0.3)
     return misbehave(run_folder, fake)
 
 
@@ -45,7 +47,7 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
 
     ``die``: {"attempt:rank": exit code, or minus a signal number}; any part may be ``*``. ``reason``: what a failure
     file says of that. ``die_at``: the step at which it happens. ``checkpoint_every``: as it says. ``deaf``: ranks that
-    ignore signals. ``save_seconds``: how long a save takes after a signal.
+    ignore signals. ``save_seconds``: how long a save takes after a signal. ``echo``: variables to print.
     """
     checkpoints = run_folder / "checkpoints"
     step = max((int(path.name[5:]) for path in checkpoints.glob("step-????????")), default=0)

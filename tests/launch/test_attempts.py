@@ -1,0 +1,137 @@
+"""Why an attempt ended, judged by what nodes and ranks left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from scaletrain_cli.launch.attempts import (
+    Decision,
+    attempt_outcome,
+    begin_attempt,
+    close_unended,
+    end_attempt,
+    judge,
+    read_attempts,
+)
+from scaletrain_cli.launch.node_record import Failure, NodeRecord, RankRecord, write_node_record
+from tests.launch.conftest import MadeRun
+
+
+def node(code: int | None, *ranks: RankRecord, number: int = 0, ended: float = 9.0) -> NodeRecord:
+    """A node that ended with ``code``; one that vanished with None."""
+    failed = next((rank.rank for rank in ranks if rank.exit_code not in (0, 75)), None)
+    return NodeRecord(
+        node=f"node-{number:04d}-n{number}",
+        hostname=f"n{number}",
+        node_rank=number,
+        agent_pid=1,
+        agent_start_ticks=1,
+        started=0.0,
+        ranks=ranks,
+        ended=None if code is None else ended,
+        exit_code=code,
+        first_failure=failed,
+    )
+
+
+def rank(number: int, code: int, killed_by_agent: bool = False) -> RankRecord:
+    return RankRecord(number, 1, 0.0).end(code, 1.0, killed_by_agent)
+
+
+def judged(
+    nodes: list[NodeRecord], *failures: Failure, planned: int = 1, cancelled: bool = False
+) -> tuple[int, str, str]:
+    outcome = judge(nodes, failures, planned, cancelled=cancelled)
+    return outcome.exit_code, outcome.reason, outcome.message
+
+
+def test_all_done_is_done_even_if_cancelled_too_late() -> None:
+    assert judged([node(0, rank(0, 0))])[:2] == (0, "done")
+    assert judged([node(0, rank(0, 0))], cancelled=True)[:2] == (0, "done")
+
+
+def test_a_mix_of_done_and_preempted_is_preempted() -> None:
+    assert judged([node(0, rank(0, 0)), node(75, rank(1, 75), number=1)], planned=2)[:2] == (75, "preempted")
+
+
+def test_a_cancelled_attempt_says_so_and_keeps_its_code() -> None:
+    assert judged([node(75, rank(0, 75))], cancelled=True)[:2] == (75, "cancelled")
+
+
+def test_a_rank_that_was_killed_is_named() -> None:
+    code, reason, message = judged([node(1, rank(0, -9, killed_by_agent=True), rank(1, -9))])
+    assert (code, reason) == (1, "killed")
+    code, reason, message = judged([node(1, rank(0, 0), rank(1, -9))])
+    assert (code, reason) == (1, "killed")
+    assert "rank 1 on node-0000-n0 was ended by SIGKILL" in message
+
+
+def test_a_segmentation_fault_is_a_crash() -> None:
+    assert judged([node(1, rank(0, -11))])[1] == "crash"
+
+
+@pytest.mark.parametrize(("reason", "code"), [("oom", 1), ("nan", 93), ("wrong-nodes", 5), ("crash", 1)])
+def test_a_rank_that_knows_why_it_failed_is_believed(reason: str, code: int) -> None:
+    failure = Failure(0, reason, "because", code)
+    assert judged([node(code, rank(0, code))], failure) == (code, reason, "rank 0 on node-0000-n0: because")
+
+
+def test_running_out_of_memory_wins_over_the_broken_connections_it_causes() -> None:
+    failures = [Failure(0, "crash", "connection closed by peer", 1), Failure(3, "oom", "tried to allocate 2 GiB", 1)]
+    nodes = [node(1, rank(0, 1)), node(1, rank(3, 1), number=1, ended=10.0)]
+    assert judged(nodes, *failures, planned=2) == (1, "oom", "rank 3: tried to allocate 2 GiB")
+
+
+@pytest.mark.parametrize("code", [2, 3, 4])
+def test_a_usage_error_is_no_crash(code: int) -> None:
+    assert judged([node(code, rank(0, code))])[:2] == (code, "usage")
+
+
+def test_an_unknown_reason_is_a_crash() -> None:
+    assert judged([node(1, rank(0, 1))], Failure(0, "gremlins", "boo", 1))[1] == "crash"
+
+
+def test_a_node_that_vanished_is_a_lost_node_whatever_the_rest_did() -> None:
+    assert judged([node(75, rank(0, 75)), node(None, number=1)], planned=2)[:2] == (1, "node")
+    assert judged([node(75, rank(0, 75))], planned=2)[:2] == (1, "node")
+    assert judged([])[:2] == (1, "node")
+    assert "node-0000-n0" in judged([node(None)])[2]
+
+
+def test_an_agent_that_could_not_start_passes_its_verdict_on() -> None:
+    outcome = judge([], [], 1, cancelled=False, launcher_exit_code=2)
+    assert (outcome.exit_code, outcome.reason) == (2, "usage")
+
+
+def test_an_attempt_is_recorded_from_its_start_to_what_was_decided(make_run: Callable[..., MadeRun]) -> None:
+    made = make_run()
+    number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="77", nodes=("n1", "n2"))
+    (began,) = read_attempts(made.run)
+    assert (began.number, began.scheduler, began.job_id, began.nodes) == (1, "slurm", "77", ("n1", "n2"))
+    assert (began.ended, began.reason, began.decision) == (None, None, None)
+    write_node_record(made.run, number, node(1, rank(0, -9)))
+    outcome = attempt_outcome(made.run, made.record.spec, number, cancelled=False)
+    end_attempt(made.run, made.record.spec, number, outcome, Decision(True, 1, "once more"))
+    (ended,) = read_attempts(made.run)
+    assert (ended.exit_code, ended.reason, ended.decision) == (1, "killed", Decision(True, 1, "once more"))
+
+
+def test_an_attempt_whose_watcher_vanished_is_closed_by_its_evidence(make_run: Callable[..., MadeRun]) -> None:
+    made = make_run()
+    for code in (75, None):
+        number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))
+        write_node_record(made.run, number, node(code, rank(0, 75)))
+    close_unended(made.run, made.record.spec)
+    assert [attempt.reason for attempt in read_attempts(made.run)] == ["preempted", "node"]
+    assert close_unended(made.run, made.record.spec) == []
+
+
+def test_a_torn_attempt_record_is_passed_over(make_run: Callable[..., MadeRun]) -> None:
+    made = make_run()
+    for _ in range(2):
+        number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))
+    (made.run.attempt(number) / "attempt.json").write_text('{"number": 2, "sched')
+    assert [attempt.number for attempt in read_attempts(made.run)] == [1]
+    assert begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",)) == 3

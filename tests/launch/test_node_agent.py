@@ -1,0 +1,279 @@
+"""The node agent with real processes: signals, failures, codes and orphans."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.launch.attempts import begin_attempt
+from scaletrain_cli.launch.node_agent import parse_options
+from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, read_failures, read_node_records
+from scaletrain_cli.launch.node_run import node_exit_code
+from tests.launch.conftest import ENGINE, MadeRun, is_running, wait_until
+
+
+class Agent:
+    """A node agent under test, started as a scheduler would."""
+
+    def __init__(self, made: MadeRun, environment: dict[str, str] | None = None, *options: str) -> None:
+        self.made = made
+        self.attempt = begin_attempt(made.run, made.record.spec, scheduler="test", job_id="1", nodes=("here",))
+        command = [sys.executable, "-m", "scaletrain_cli.launch.node_agent", str(made.run.path), "--engine", ENGINE]
+        command += ["--attempt", str(self.attempt), "--node-rank", "0", "--master-addr", "127.0.0.1"]
+        self.process = subprocess.Popen(
+            [*command, "--master-port", "29500", *options],
+            env={**os.environ, **(environment or {})},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self, seconds: float = 30.0) -> int:
+        _, self.errors = self.process.communicate(timeout=seconds)
+        return self.process.returncode
+
+    def wait_until_up(self) -> None:
+        world = self.made.record.spec.world_size
+        wait_until(lambda: all("up" in self.made.log(self.attempt, rank) for rank in range(world)), "ranks are up")
+
+    @property
+    def node(self) -> NodeRecord:
+        return read_node_records(self.made.run, self.attempt)[0]
+
+    @property
+    def ranks(self) -> tuple[RankRecord, ...]:
+        return self.node.ranks
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
+
+@pytest.fixture
+def start_agent() -> Iterator[Callable[..., Agent]]:
+    agents: list[Agent] = []
+
+    def start(made: MadeRun, environment: dict[str, str] | None = None, *options: str) -> Agent:
+        agents.append(Agent(made, environment, *options))
+        return agents[-1]
+
+    yield start
+    for agent in agents:
+        agent.end()
+
+
+MakeRun = Callable[..., MadeRun]
+StartAgent = Callable[..., Agent]
+
+
+def test_ranks_that_all_finish_make_the_agent_exit_0_and_leave_a_full_record(
+    make_run: MakeRun, start_agent: StartAgent
+) -> None:
+    agent = start_agent(make_run())
+    assert agent.wait() == 0
+    assert [(rank.rank, rank.exit_code, rank.signal) for rank in agent.ranks] == [(0, 0, None), (1, 0, None)]
+    assert all(rank.ended is not None and rank.ended >= rank.started for rank in agent.ranks)
+    assert agent.node.ended is not None
+    assert (agent.node.exit_code, agent.node.first_failure, agent.node.agent_pid) == (0, None, agent.process.pid)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_reaches_every_rank_once_as_itself_and_the_agent_exits_75(
+    make_run: MakeRun, start_agent: StartAgent, signum: signal.Signals
+) -> None:
+    made = make_run(steps=10_000)
+    agent = start_agent(made)
+    agent.wait_until_up()
+    agent.process.send_signal(signum)
+    assert agent.wait() == 75
+    for rank in (0, 1):
+        assert re.findall("heard (.*)", made.log(1, rank)) == [signum.name]
+        assert "saved" in made.log(1, rank)
+    assert [rank.exit_code for rank in agent.ranks] == [75, 75]
+    assert [(event["signal"], event["attempt"]) for event in made.events("signal")] == [(signum.name, 1)]
+
+
+def test_a_signal_before_the_ranks_have_handlers_is_not_lost(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run(steps=10_000, start_seconds=1.5)
+    agent = start_agent(made)
+    wait_until(lambda: read_node_records(made.run, 1) and agent.ranks, "ranks are started")
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.wait() == 75
+    assert "heard SIGTERM" in made.log(1, 0)
+
+
+def test_a_signal_before_the_agent_has_read_its_run_is_not_lost(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run(steps=10_000)
+    # A launcher that blocks signals around the start, as the supervisor does: the agent inherits the mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        agent = start_agent(made)
+        agent.process.send_signal(signal.SIGTERM)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    assert agent.wait() == 75
+    assert "heard SIGTERM" in made.log(1, 1)
+
+
+def test_the_ranks_get_the_whole_grace_to_save(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run("cluster.grace_seconds=4", steps=10_000, save_seconds=2.5)
+    agent = start_agent(made)
+    agent.wait_until_up()
+    agent.process.send_signal(signal.SIGTERM)
+    time.sleep(1.0)
+    agent.process.send_signal(signal.SIGTERM)  # schedulers repeat themselves; that must not cut the save short
+    assert agent.wait() == 75
+    assert "saved" in made.log(1, 0)
+
+
+def test_a_rank_that_outlives_the_grace_is_killed_and_the_agent_exits_1(
+    make_run: MakeRun, start_agent: StartAgent
+) -> None:
+    made = make_run("cluster.grace_seconds=1", steps=10_000, deaf=[1])
+    agent = start_agent(made)
+    agent.wait_until_up()
+    started = time.monotonic()
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.wait() == 1
+    assert 1.0 <= time.monotonic() - started < 6.0
+    saved, killed = agent.ranks
+    assert (saved.exit_code, saved.killed_by_agent) == (75, False)
+    assert (killed.exit_code, killed.signal, killed.killed_by_agent) == (-9, "SIGKILL", True)
+
+
+def test_when_one_rank_dies_the_others_get_three_seconds_and_then_end(
+    make_run: MakeRun, start_agent: StartAgent
+) -> None:
+    made = make_run("cluster.gpus_per_node=3", "training.global_batch_size=6", steps=10_000, die={"1:1": -9}, die_at=5)
+    agent = start_agent(made)
+    agent.wait_until_up()
+    started = time.monotonic()
+    assert agent.wait() == 1
+    assert 2.0 < time.monotonic() - started < 10.0
+    assert [rank.signal for rank in agent.ranks] == ["SIGKILL"] * 3
+    assert [rank.killed_by_agent for rank in agent.ranks] == [True, False, True]
+    assert agent.node.first_failure == 1
+    assert "rank 1 ended with SIGKILL" in agent.errors
+    assert not any(is_running(rank.pid) for rank in agent.ranks)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(93, 93), (7, 1)])
+def test_the_agent_passes_on_the_code_of_a_verdict_and_1_for_the_rest(
+    make_run: MakeRun, start_agent: StartAgent, code: int, expected: int
+) -> None:
+    agent = start_agent(make_run("cluster.gpus_per_node=1", die={"1:0": code}))
+    assert agent.wait() == expected
+    assert agent.ranks[0].exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("codes", "first_failure", "expected"),
+    [
+        ([0, 0], None, 0),
+        ([0, 75], None, 75),
+        ([75, 75], None, 75),
+        *(([0, code], 1, code) for code in (2, 3, 4, 5, 93)),
+        ([75, 1], 1, 1),
+        ([0, -9], 1, 1),
+        ([0, -11], 1, 1),
+        ([93, 1], 1, 1),
+        ([93, 1], 0, 93),
+    ],
+)
+def test_a_node_ends_with_what_the_rank_that_failed_first_says(
+    codes: list[int], first_failure: int | None, expected: int
+) -> None:
+    ranks = [RankRecord(rank, pid=1, started=0.0, ended=1.0, exit_code=code) for rank, code in enumerate(codes)]
+    assert node_exit_code(ranks, first_failure) == expected
+
+
+def test_the_others_are_waited_for_when_one_rank_is_done_early(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run(steps=100, step_seconds=0.01, die={"1:1": 0})
+    agent = start_agent(made)
+    assert agent.wait() == 0
+    first, second = agent.ranks
+    assert first.ended is not None
+    assert second.ended is not None
+    assert first.ended > second.ended + 0.3
+
+
+def test_ranks_die_when_their_agent_is_killed(make_run: MakeRun, start_agent: StartAgent) -> None:
+    agent = start_agent(make_run(steps=10_000))
+    agent.wait_until_up()
+    agent.process.kill()
+    agent.wait()
+    wait_until(lambda: not any(is_running(rank.pid) for rank in agent.ranks), "ranks are gone")
+    assert agent.node.ended is None
+
+
+def test_a_grandchild_that_left_the_session_is_killed_at_the_end(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run("cluster.gpus_per_node=1", detached_child=True, steps=20)
+    agent = start_agent(made)
+    assert agent.wait() == 0
+    child = re.search(r"child (\d+)", made.log(1, 0))
+    assert child, made.log(1, 0)
+    assert not is_running(int(child[1]))
+
+
+def test_the_agent_preempts_its_ranks_when_the_parent_it_was_told_of_dies(
+    make_run: MakeRun, start_agent: StartAgent, tmp_path: Path
+) -> None:
+    made = make_run(steps=10_000)
+    attempt = begin_attempt(made.run, made.record.spec, scheduler="test", job_id="1", nodes=("here",))
+    command = [sys.executable, "-m", "scaletrain_cli.launch.node_agent", str(made.run.path), "--engine", ENGINE]
+    command += ["--attempt", str(attempt), "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", "29500"]
+    program = (
+        "import os, subprocess, sys, time\n"
+        f"subprocess.Popen({command!r} + ['--parent-pid', str(os.getpid())], start_new_session=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as parent:
+        wait_until(lambda: "up" in made.log(1, 0) and "up" in made.log(1, 1), "ranks are up")
+        parent.kill()
+    wait_until(lambda: read_node_records(made.run, 1)[0].exit_code == 75, "the ranks saved their state")
+
+
+def test_a_node_with_too_few_gpus_is_refused_with_exit_5_and_says_so(
+    make_run: MakeRun, start_agent: StartAgent
+) -> None:
+    made = make_run("cluster.gpu=h100-sxm-80gb", "cluster.gpus_per_node=8", "training.global_batch_size=8")
+    agent = start_agent(made, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    assert agent.wait() == 5
+    (failure,) = read_failures(made.run, 1)
+    assert (failure.rank, failure.reason, failure.exit_code) == (None, "wrong-nodes", 5)
+    assert "3 GPUs" in failure.message
+    assert "needs 8" in failure.message
+    assert agent.node.exit_code == 5
+
+
+def test_an_attempt_that_this_node_cannot_see_is_a_usage_error(make_run: MakeRun, start_agent: StartAgent) -> None:
+    agent = start_agent(make_run(), None, "--attempt", "7")
+    assert agent.wait() == 2
+    assert "no attempt 7" in agent.errors
+
+
+def test_environment_values_with_shell_text_reach_the_ranks_unchanged(
+    make_run: MakeRun, start_agent: StartAgent
+) -> None:
+    nasty = "a 'b' \"c\"\n$(touch pwned) `id` \\ ; &"
+    made = make_run("cluster.gpus_per_node=1", env={"NASTY": nasty}, echo=["NASTY"])
+    agent = start_agent(made)
+    assert agent.wait() == 0
+    assert f"NASTY={nasty!r}" in made.log(1, 0)
+
+
+def test_agents_on_one_machine_keep_their_files_apart_by_node_rank() -> None:
+    options = parse_options(["/run", "--attempt", "3"], {"NODE_RANK": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "1234"})
+    assert (options.node_rank, options.master_addr, options.master_port) == (2, "n1", 1234)
+    given = ["/run", "--attempt", "3", "--node-rank", "1", "--master-addr", "x", "--master-port", "5"]
+    assert parse_options(given, {"SLURM_NODEID": "7", "SLURMD_NODENAME": "n7"}).node_rank == 1
+    assert parse_options(given[:3] + given[5:], {"SLURM_NODEID": "7", "SLURMD_NODENAME": "n7"}).node_name == "n7"

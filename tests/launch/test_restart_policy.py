@@ -1,0 +1,115 @@
+"""When a run goes on by itself, and when it must not: the policy as a pure function."""
+
+from __future__ import annotations
+
+import pytest
+
+from scaletrain_cli.launch.attempts import AttemptRecord, Reason
+from scaletrain_cli.launch.restart_policy import attempts_without_progress, decide
+from scaletrain_cli.spec.run import RestartsSpec
+
+CODES: dict[Reason, int] = {"done": 0, "preempted": 75, "wrong-nodes": 5, "usage": 2}
+
+
+def attempts(*ends: tuple[Reason, int | None]) -> list[AttemptRecord]:
+    """Attempts by (reason, newest checkpoint at the end)."""
+    found, before = [], None
+    for number, (reason, checkpoint) in enumerate(ends, start=1):
+        found.append(
+            AttemptRecord(
+                number,
+                "local",
+                "1",
+                ("here",),
+                started=0.0,
+                checkpoint_at_start=before,
+                ended=1.0,
+                exit_code=CODES.get(reason, 1),
+                reason=reason,
+                last_checkpoint_step=checkpoint,
+            )
+        )
+        before = checkpoint
+    return found
+
+
+def decide_last(history: list[AttemptRecord], restarts: RestartsSpec | None = None, cancelled: bool = False):  # type: ignore[no-untyped-def]
+    last = history[-1]
+    assert last.exit_code is not None
+    assert last.reason is not None
+    return decide(last.exit_code, last.reason, history, restarts or RestartsSpec(), cancelled)
+
+
+def test_preemption_is_free_however_often() -> None:
+    history = attempts(*[("preempted", None)] * 200)
+    assert decide_last(history).requeue
+
+
+def test_a_preemption_budget_is_kept() -> None:
+    assert decide_last(attempts(*[("preempted", 1)] * 2), RestartsSpec(preemption=2)).requeue
+    decision = decide_last(attempts(*[("preempted", 1)] * 3), RestartsSpec(preemption=2))
+    assert (decision.requeue, decision.exit_code) == (False, 1)
+
+
+def test_crashes_are_retried_within_their_budget_and_then_end_with_1() -> None:
+    ends: list[tuple[Reason, int | None]] = [("crash", 10), ("killed", 20), ("crash", 30)]
+    assert decide_last(attempts(*ends)).requeue
+    decision = decide_last(attempts(*ends, ("crash", 40)))
+    assert (decision.requeue, decision.exit_code) == (False, 1)
+    assert "restarts.crash = 3 is used up" in decision.why
+
+
+def test_a_budget_counts_the_whole_history_not_a_row() -> None:
+    ends: list[tuple[Reason, int | None]] = [("crash", 10), ("preempted", 20), ("crash", 30), ("preempted", 40)]
+    assert not decide_last(attempts(*ends, ("crash", 50)), RestartsSpec(crash=2)).requeue
+
+
+def test_out_of_memory_is_not_retried_unless_asked_for() -> None:
+    assert not decide_last(attempts(("oom", 10))).requeue
+    assert decide_last(attempts(("oom", 10)), RestartsSpec(oom=1)).requeue
+
+
+@pytest.mark.parametrize("reason", ["node", "wrong-nodes"])
+def test_lost_and_wrong_nodes_have_their_own_budget(reason: Reason) -> None:
+    assert decide_last(attempts((reason, 10)), RestartsSpec(node=1, crash=0)).requeue
+    assert not decide_last(attempts((reason, 10), (reason, 20)), RestartsSpec(node=1)).requeue
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 93])
+def test_what_a_retry_cannot_cure_stops_with_its_own_code(code: int) -> None:
+    decision = decide(code, "crash", attempts(("crash", 10)), RestartsSpec(), cancelled=False)
+    assert (decision.requeue, decision.exit_code) == (False, code)
+
+
+def test_done_stops() -> None:
+    decision = decide_last(attempts(("done", 10)))
+    assert (decision.requeue, decision.exit_code) == (False, 0)
+
+
+def test_a_cancelled_run_stops_even_when_preempted() -> None:
+    decision = decide_last(attempts(("preempted", 10)), cancelled=True)
+    assert (decision.requeue, decision.exit_code) == (False, 75)
+
+
+def test_three_failures_in_a_row_without_a_newer_checkpoint_stop_with_93() -> None:
+    plenty = RestartsSpec(crash=100, node=100)
+    assert decide_last(attempts(("crash", None), ("crash", None)), plenty).requeue
+    for ends in ([("crash", None)] * 3, [("crash", 10), ("crash", 10), ("killed", 10), ("crash", 10)]):
+        decision = decide_last(attempts(*ends), plenty)  # type: ignore[arg-type]
+        assert (decision.requeue, decision.exit_code) == (False, 93), ends
+
+
+def test_a_newer_checkpoint_in_between_is_progress() -> None:
+    history = attempts(("crash", None), ("crash", None), ("crash", 5), ("crash", 5), ("crash", 5))
+    assert attempts_without_progress(history) == 2
+    assert decide_last(history, RestartsSpec(crash=100)).requeue
+
+
+def test_preemptions_between_failures_neither_count_nor_excuse() -> None:
+    history = attempts(("crash", 5), ("crash", 5), ("preempted", 5), ("crash", 5), ("preempted", 5), ("crash", 5))
+    assert decide_last(history, RestartsSpec(crash=100)).exit_code == 93
+    assert decide_last([*history[:-1], attempts(("preempted", 5))[0]], RestartsSpec(crash=100)).requeue
+
+
+def test_attempts_that_never_got_to_run_do_not_count_as_stuck() -> None:
+    assert decide_last(attempts(*[("wrong-nodes", None)] * 5)).requeue
