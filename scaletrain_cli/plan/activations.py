@@ -1,8 +1,8 @@
 """Bytes of activations that the backward pass needs, per operation of our own model. Knows no device and no schedule.
 
-Counted like Korthikanti et al. (arXiv:2205.05198, section 4), for a model without dropout whose attention is fused
-(scaled-dot-product attention saves its inputs, its output and one log-sum-exp per query and head, no s x s matrix).
-For a GPT block in 16 bits that is 32 bytes per token and channel: their 34 without the two dropout masks.
+Counted like Korthikanti et al. (arXiv:2205.05198, section 4), for models without dropout whose attention is fused: it
+saves its inputs, its output and one log-sum-exp per query and head, no matrix of scores. For a GPT block in 16 bits
+that is 32 bytes per token and channel: their 34 without the two dropout masks.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from scaletrain_cli.spec import ModelSpec
 
-# Kept in fp32 whatever the precision: the log-sum-exp of attention, and one inverse root or mean per normalised row.
-_STATISTIC_BYTES = 4
+# Kept in fp32 whatever the precision: log-sum-exps, roots and means of normalised rows, unfused attention weights.
+_FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -24,38 +24,48 @@ class TokenActivations:
     working: int  # gradients that exist at once while one block runs backward
 
 
-def token_activations(model: ModelSpec, element_bytes: int, tensor_parallel: int = 1) -> TokenActivations:
+def token_activations(
+    model: ModelSpec, element_bytes: int, tensor_parallel: int = 1, fused_attention: bool = True
+) -> TokenActivations:
     """What one block keeps per token. Tensor parallelism divides all but the inputs and outputs of the two norms."""
     t, hidden = tensor_parallel, model.hidden_size
     heads = -(-model.num_attention_heads // t)
     queries = heads * model.head_dim
     keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
-    norms = 4 * hidden  # input and output of each; the outputs are the inputs of the projections
-    attention = 2 * queries + 2 * keys  # q, k, v, and the output, which is also the input of its projection
-    if model.qk_norm:
-        attention += queries + keys
+    # q, k, v, and the output, which is also the input of its projection; and one log-sum-exp per head.
+    attention = element_bytes * (2 * queries + 2 * keys) + _FP32 * heads
+    if not fused_attention:
+        attention += _FP32 * heads * model.seq_len  # the weights after softmax
     if model.family == "gpt":
         inner = -(-model.intermediate_size // t)
-        mlp, mlp_working = 2 * inner, inner  # before and after GELU
-    elif model.num_experts:
-        inner = -(-(model.moe_intermediate_size or model.intermediate_size) // t)
-        per_expert = hidden + 4 * inner + hidden  # dispatched input, gate, up, activated gate, product, output
-        mlp, mlp_working = model.num_experts_per_tok * per_expert, model.num_experts_per_tok * 3 * inner
+        norms = 2 * (element_bytes * 2 * hidden + 2 * _FP32)  # LayerNorm: input, output, mean and root
+        mlp, mlp_gradients = 2 * inner, inner  # before and after GELU
     else:
-        inner = -(-model.intermediate_size // t)
-        mlp, mlp_working = 4 * inner, 3 * inner  # gate, up, activated gate, product; gradients of three of them
-    statistics = (heads + 4) * _STATISTIC_BYTES
-    statistics += 2 * model.num_experts * _STATISTIC_BYTES  # router logits and probabilities
+        norms = 2 * _rms_norm(hidden, element_bytes)
+        if model.qk_norm:
+            # Over each head: its output goes into the rotation, which saves nothing.
+            attention += (queries + keys) * (_FP32 + element_bytes) + _FP32 * (queries + keys) // model.head_dim
+        inner = -(-(model.moe_intermediate_size or model.intermediate_size) // t)
+        mlp, mlp_gradients = 4 * inner, 3 * inner  # gate, up, activated gate, product
+        if model.num_experts:
+            routed = model.num_experts_per_tok  # each with its dispatched input and its output
+            mlp, mlp_gradients = routed * (mlp + 2 * hidden), routed * mlp_gradients
+            attention += 2 * _FP32 * model.num_experts  # router logits and probabilities
     return TokenActivations(
-        saved=element_bytes * (norms + attention + mlp) + statistics,
+        saved=norms + attention + element_bytes * mlp,
         block_input=element_bytes * hidden,
-        working=element_bytes * (2 * hidden + mlp_working),
+        working=element_bytes * (2 * hidden + mlp_gradients),
     )
 
 
+def _rms_norm(size: int, element_bytes: int) -> int:
+    """The engine's norm computes in fp32 and saves its fp32 input, the normalised value, its output and one root."""
+    return size * (_FP32 + 2 * element_bytes) + _FP32
+
+
 def checkpointed_blocks(layers: int, checkpointing: str) -> int:
-    """Blocks that keep only their input: none, every second one (selective), or all (full)."""
-    return {"none": 0, "selective": layers // 2, "full": layers}[checkpointing]
+    """Blocks that keep only their input: none, every second one from the first on (selective), or all (full)."""
+    return {"none": 0, "selective": -(-layers // 2), "full": layers}[checkpointing]
 
 
 def stage_activation_bytes(
@@ -74,11 +84,13 @@ def block_backward_bytes(per_token: TokenActivations, tokens: int, layers: int, 
 
 
 def loss_bytes(model: ModelSpec, element_bytes: int, tokens: int, tensor_parallel: int = 1) -> int:
-    """Logits and what the loss makes of them: the logits, their fp32 copy, log-probabilities and fp32 gradient.
+    """The final norm, and per vocabulary entry three fp32 values: log-probability and the gradients of two losses.
 
-    16 bits: 2 (logits) + 4 (log-probabilities) + 4 (their gradient) + 2 (gradient of the logits); fp32 needs no
-    second type: 4 + 4 + 4. Both are 12 bytes per entry of the vocabulary.
+    ``nll_loss`` and ``log_softmax`` each make a gradient of the full size while the log-probabilities still live. The
+    forward pass stays below that: 16-bit logits, their fp32 copy and the log-probabilities are 10 bytes.
     """
-    entries = tokens * -(-model.vocab_size // tensor_parallel)
-    final_norm = 2 * model.hidden_size * element_bytes * tokens
-    return 12 * entries + final_norm
+    if model.family == "gpt":
+        norm = element_bytes * 2 * model.hidden_size
+    else:
+        norm = _rms_norm(model.hidden_size, element_bytes)
+    return tokens * (3 * _FP32 * -(-model.vocab_size // tensor_parallel) + norm)

@@ -1,4 +1,4 @@
-"""Warnings about a plan, and the assumptions that its numbers rest on, as sentences. Computes nothing that is planned."""
+"""Warnings about a plan, and the assumptions that its numbers rest on, as sentences. Plans nothing itself."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ def warnings(
     spec: RunSpec, layout: Layout, memory: Memory, time: Time, durability: Durability, device: Accelerator
 ) -> tuple[str, ...]:
     """What the user should know before submitting, most important first."""
-    return tuple(
-        [
-            *(f"this engine version cannot run this: {line}" for line in unsupported(spec, layout)),
-            *_about_layout(spec, layout, memory, device),
-            *_about_device(spec, layout, device),
-            *_about_durability(spec, durability, time),
-        ]
+    return (
+        *(f"this engine version cannot run this: {line}" for line in unsupported(spec, layout)),
+        *_about_layout(spec, layout, memory, device),
+        *_about_device(spec, layout, device),
+        *_about_durability(spec, durability, time),
     )
 
 
 def _about_layout(spec: RunSpec, layout: Layout, memory: Memory, device: Accelerator) -> Iterator[str]:
     if spec.layout.zero_stage == 0 and layout.zero_stage == 1:
         yield (
-            f"layout.zero_stage = 0 with {spec.training.precision} runs as ZeRO-1: DeepSpeed's stage 0 cannot accumulate "
-            "gradients in fp32 there, or cannot run a pipeline correctly."
+            f"layout.zero_stage = 0 with {spec.training.precision} runs as ZeRO-1: DeepSpeed's stage 0 cannot "
+            "accumulate gradients in fp32 there, or cannot run a pipeline correctly."
         )
     if memory.fits and memory.peak > _TIGHT_SHARE * memory.capacity:
-        yield f"the plan fills {100 * memory.peak / memory.capacity:.0f} % of the device; the model errs by a few percent."
+        share = 100 * memory.peak / memory.capacity
+        yield f"the plan fills {share:.0f} % of the device; the memory model errs by a few percent."
     if layout.tensor_parallel > spec.cluster.gpus_per_node:
         yield (
-            f"layout.tensor_parallel = {layout.tensor_parallel} reaches over nodes of {spec.cluster.gpus_per_node} GPUs; "
-            "its traffic then runs at network speed."
+            f"layout.tensor_parallel = {layout.tensor_parallel} reaches over nodes of {spec.cluster.gpus_per_node} "
+            "GPUs; its traffic then runs at network speed."
         )
     if layout.offload != "none":
         yield "offloaded states need host memory that this plan does not count."
@@ -63,7 +62,7 @@ def _about_device(spec: RunSpec, layout: Layout, device: Accelerator) -> Iterato
     if odd:
         yield f"not a multiple of {_TILE}, so tensor cores work on padding: {', '.join(odd)}."
     if model.head_dim > 256:
-        yield f"model.head_dim = {model.head_dim}: fused attention stops at 256, beyond it memory grows with seq_len squared."
+        yield f"model.head_dim = {model.head_dim}: no fused attention above 256; memory grows with seq_len squared."
 
 
 def _about_durability(spec: RunSpec, durability: Durability, time: Time) -> Iterator[str]:
@@ -81,7 +80,7 @@ def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: 
     """Where the numbers come from, one sentence each."""
     tokens = spec.total_steps * spec.training.global_batch_size * spec.model.seq_len
     lines = [
-        f"device {device.name}: {device.source}; {100 * device.achievable_fraction:.0f} % of its peak in matrix products",
+        f"device {device.name}: {device.source}; matrices reach {100 * device.achievable_fraction:.0f} % of peak",
         "model states: what DeepSpeed 0.19 allocates, read in its source; ZeRO, arXiv:1910.02054",
         f"activations: per operation, {weight_bytes(spec.training.precision)} bytes per element, fused attention, no "
         "dropout; Korthikanti et al., arXiv:2205.05198",
@@ -89,8 +88,8 @@ def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: 
         "framework: CUDA context, kernels and workspaces 1.5 GB (CPU rank: 0.5 GB); fragmentation: 5 % of what comes "
         "and goes",
         "FLOPs per token: 6 N + 12 l s a d, attention counted unmasked; PaLM, arXiv:2204.02311, appendix B",
-        f"communication: ring volumes, 80 % of the link inside a node and 70 % between nodes; ZeRO-2 and ZeRO-3 hide up "
-        f"to {100 * OVERLAP:.0f} % of it",
+        f"communication: ring volumes, 80 % of the link inside a node and 70 % between nodes; ZeRO-2 and ZeRO-3 hide "
+        f"up to {100 * OVERLAP:.0f} % of it",
         "checkpoints: 1 GB/s per node to shared storage; interval by Young 1974, goodput by Daly 2006",
         f"data: {tokens:.3g} tokens, {tokens / max(1, parameters):.3g} per parameter (about 20 is compute-optimal, "
         "arXiv:2203.15556)",
@@ -98,7 +97,5 @@ def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: 
     if spec.cluster.mean_time_between_interruptions is None:
         lines.append("interruptions: one per 50,676 GPU hours, as Llama 3 reports (arXiv:2407.21783, section 3.3.4)")
     if spec.planner.framework != "deepspeed":
-        lines.append(
-            f"planner.framework = {spec.planner.framework}: modelled with the habits of DeepSpeed in this version"
-        )
+        lines.append(f"planner.framework = {spec.planner.framework}: modelled as DeepSpeed in this version")
     return tuple(lines)

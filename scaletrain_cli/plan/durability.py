@@ -7,13 +7,13 @@ import math
 from scaletrain_cli.plan.architecture import parameter_count
 from scaletrain_cli.plan.hardware import Accelerator
 from scaletrain_cli.plan.result import Durability, Layout, Time
-from scaletrain_cli.plan.states import optimizer_state_bytes_per_parameter, weight_bytes
+from scaletrain_cli.plan.states import checkpoint_bytes_per_parameter, weight_bytes
 from scaletrain_cli.spec import RunSpec
 
 # Sustained writes of one node to shared storage, hash and fsync included; stated, not measured.
 _WRITE_BYTES_PER_SECOND_PER_NODE = 1e9
-# Device to pinned host memory: PCIe 4.0 x16 at about 80 %.
-_COPY_BYTES_PER_SECOND_PER_GPU = 25e9
+# Device to pageable host memory; stated, not measured.
+_COPY_BYTES_PER_SECOND_PER_GPU = 5e9
 # From the interruption to the next step: requeue, start, load. A CPU run of a laptop starts faster.
 _RESTART_SECONDS = 180.0
 _CPU_RESTART_SECONDS = 15.0
@@ -22,13 +22,20 @@ _MTBF_PER_GPU_SECONDS = 54 * 86400 * 16384 / 419
 
 
 def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
-    """Full state of the job: weights as the model computes with them, moments, and the fp32 master where kept.
+    """Full state of the job; what ranks hold alike is written once."""
+    return parameter_count(spec.model) * checkpoint_bytes_per_parameter(spec.training.precision, layout.zero_stage)
 
-    Without ZeRO every rank holds the same state, and one copy is written.
+
+def save_seconds(spec: RunSpec, layout: Layout) -> float:
+    """Until a checkpoint is committed: what data-parallel rank 0 writes alone, then what all nodes write together.
+
+    Alone: everything without ZeRO, the weights under stages 1 and 2, nothing under stage 3.
     """
-    precision = spec.training.precision
-    per_parameter = weight_bytes(precision) + optimizer_state_bytes_per_parameter(precision, layout.zero_stage)
-    return parameter_count(spec.model) * per_parameter
+    size = checkpoint_bytes(spec, layout)
+    weights = parameter_count(spec.model) * weight_bytes(spec.training.precision)
+    alone = {0: size, 3: 0}.get(layout.zero_stage, weights)
+    alone //= layout.tensor_parallel * layout.pipeline_parallel
+    return (alone + (size - alone) / spec.cluster.nodes) / _WRITE_BYTES_PER_SECOND_PER_NODE
 
 
 def mean_time_between_interruptions(spec: RunSpec) -> float:
@@ -44,7 +51,7 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
     restart; where the grace period is long enough for a last checkpoint, an interruption loses no step.
     """
     size = checkpoint_bytes(spec, layout)
-    save = size / (_WRITE_BYTES_PER_SECOND_PER_NODE * spec.cluster.nodes)
+    save = save_seconds(spec, layout)
     taken = save
     if spec.checkpoint.asynchronous:
         taken = min(save, size / (_COPY_BYTES_PER_SECOND_PER_GPU * layout.world_size))

@@ -37,6 +37,17 @@ class Accelerator:
     def is_cpu(self) -> bool:
         return self.name == "cpu"
 
+    def fuses_attention(self, precision: str, head_dim: int, grouped: bool) -> bool:
+        """Whether scaled-dot-product attention has a kernel that keeps no matrix of scores.
+
+        On CUDA, FlashAttention takes 16-bit types and heads up to 256; the memory-efficient kernel takes fp32 too, but
+        no grouped queries (torch, ``scaled_dot_product_attention``: "only for Flash_attention and math kernel").
+        """
+        if self.is_cpu:
+            return True
+        flash = precision in self.flops and precision not in ("fp32", "tf32") and head_dim <= 256
+        return flash or not grouped
+
     def peak_flops(self, precision: str) -> float:
         """Dense peak at a precision; where the device lacks it, the peak of the fp32 units that emulate it."""
         return self.flops.get(precision, self.flops["fp32"])

@@ -52,9 +52,7 @@ def does_not_fit(spec: RunSpec, device: Accelerator, plan: RunPlan) -> PlanInfea
     )
     listed = " + ".join(f"{name} {_gb(size)}" for name, size in parts if size)
     problems = [
-        Problem(
-            "needed", "memory", f"{listed} = {_gb(memory.peak)} per rank; {device.name} has {_gb(memory.capacity)}."
-        ),
+        Problem("needed", "memory", f"{listed} = {_gb(memory.peak)}; {device.name} has {_gb(memory.capacity)}."),
         Problem("smallest", "layout", f"{_layout(layout)}."),
         *ways_out(spec, device),
     ]
@@ -90,9 +88,7 @@ def ways_out(spec: RunSpec, device: Accelerator) -> list[Problem]:
         found.append(_would_fit("cluster.gpu", name, sized))
     if not found:
         hint = "Use a smaller model or a shorter seq_len."
-        found.append(
-            Problem("no way out", "model", "no number of these or larger GPUs makes it fit with this", None, hint)
-        )
+        found.append(Problem("no way out", "model", "more or larger GPUs do not make it fit.", None, hint))
     return found
 
 
@@ -113,9 +109,7 @@ def smallest_memory(spec: RunSpec, device: Accelerator) -> tuple[Layout, Memory]
 
 def _single_changes(spec: RunSpec) -> Iterator[tuple[str, Any]]:
     if spec.training.micro_batch_size != "auto":
-        for size in (
-            n for n in reversed(divisors(spec.training.micro_batch_size)) if n < spec.training.micro_batch_size
-        ):
+        for size in reversed(divisors(spec.training.micro_batch_size)[:-1]):
             yield "training.micro_batch_size", size
     if spec.layout.activation_checkpointing not in ("auto", "full"):
         for mode in CHECKPOINTING[CHECKPOINTING.index(spec.layout.activation_checkpointing) + 1 :]:

@@ -1,7 +1,8 @@
-"""Which layouts a spec allows: exact divisibility, pinned axes, and what DeepSpeed rules out. Knows no memory or time."""
+"""Which layouts a spec allows: exact divisibility, pinned axes, what DeepSpeed rules out. Knows no sizes or times."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isqrt
 
@@ -52,107 +53,64 @@ def resolve_axes(spec: RunSpec) -> Axes:
 
 def division_problems(spec: RunSpec, axes: Axes) -> list[Problem]:
     """Everything that does not divide, with what would."""
-    model, training, world = spec.model, spec.training, spec.world_size
-    found: list[tuple[str, object, str, str]] = []
+    found = [*_degree_problems(spec, axes), *_batch_problems(spec, axes)]
+    return [Problem("run spec", key, message, str(given), hint or None) for key, given, message, hint in found]
+
+
+_Row = tuple[str, object, str, str]  # key, given, message, hint
+
+
+def _degree_problems(spec: RunSpec, axes: Axes) -> Iterator[_Row]:
+    model, world = spec.model, spec.world_size
     if axes.data * axes.model_parallel != world:
         parts = f"data {axes.data} x tensor {axes.tensor} x pipeline {axes.pipeline} x sequence {axes.sequence}"
-        use = f"Use {world // axes.model_parallel}, or auto." if world % axes.model_parallel == 0 else ""
-        found.append(
-            (
-                "layout.data_parallel",
-                spec.layout.data_parallel,
-                f"{parts} x context {axes.context} = {axes.data * axes.model_parallel} ranks, "
-                f"but the cluster has {spec.cluster.nodes} x {spec.cluster.gpus_per_node} = {world}.",
-                use or f"Change the degrees so that their product divides {world}.",
-            )
-        )
-    kv_heads = model.num_key_value_heads
+        total = f"{parts} x context {axes.context} = {axes.data * axes.model_parallel} ranks"
+        cluster = f"{spec.cluster.nodes} x {spec.cluster.gpus_per_node} = {world}"
+        hint = f"Change the degrees so that their product divides {world}."
+        if world % axes.model_parallel == 0:
+            hint = f"Use {world // axes.model_parallel}, or auto."
+        yield "layout.data_parallel", spec.layout.data_parallel, f"{total}, but the cluster has {cluster}.", hint
+    kv_heads, heads = model.num_key_value_heads, model.num_attention_heads
     if kv_heads % axes.tensor and axes.tensor % kv_heads:
-        found.append(
-            (
-                "layout.tensor_parallel",
-                axes.tensor,
-                f"must divide {kv_heads} key-value heads or be a multiple of them.",
-                _near(model.num_attention_heads, axes.tensor),
-            )
-        )
+        message = f"must divide {kv_heads} key-value heads or be a multiple of them."
+        yield "layout.tensor_parallel", axes.tensor, message, _near(heads, axes.tensor)
     inner = (model.moe_intermediate_size if model.num_experts else 0) or model.intermediate_size
     if inner % axes.tensor:
-        found.append(
-            (
-                "layout.tensor_parallel",
-                axes.tensor,
-                f"must divide intermediate_size = {inner}.",
-                _near(inner, axes.tensor),
-            )
-        )
-    if model.num_attention_heads // axes.tensor % axes.sequence:
-        heads = max(1, model.num_attention_heads // axes.tensor)
-        found.append(
-            (
-                "layout.sequence_parallel",
-                axes.sequence,
-                f"must divide the {heads} attention heads of a tensor rank.",
-                _near(heads, axes.sequence),
-            )
-        )
-    cut = axes.sequence * axes.context
-    if model.seq_len % cut:
-        found.append(
-            ("model.seq_len", model.seq_len, f"must be a multiple of sequence x context parallel = {cut}.", "")
-        )
-    if axes.virtual > 1 and (axes.pipeline == 1 or model.num_hidden_layers % (axes.pipeline * axes.virtual)):
-        found.append(
-            (
-                "layout.virtual_pipeline",
-                axes.virtual,
-                f"needs pipeline_parallel > 1 and {model.num_hidden_layers} layers that divide by pipeline x virtual.",
-                "Use 1.",
-            )
-        )
+        message = f"must divide intermediate_size = {inner}."
+        yield "layout.tensor_parallel", axes.tensor, message, _near(inner, axes.tensor)
+    local_heads = max(1, heads // axes.tensor)
+    if local_heads % axes.sequence:
+        message = f"must divide the {local_heads} attention heads of a tensor rank."
+        yield "layout.sequence_parallel", axes.sequence, message, _near(local_heads, axes.sequence)
+    if model.seq_len % (axes.sequence * axes.context):
+        message = f"must be a multiple of sequence x context parallel = {axes.sequence * axes.context}."
+        yield "model.seq_len", model.seq_len, message, ""
+    layers = model.num_hidden_layers
+    if axes.virtual > 1 and (axes.pipeline == 1 or layers % (axes.pipeline * axes.virtual)):
+        message = f"needs pipeline_parallel > 1 and {layers} layers that divide by pipeline x virtual."
+        yield "layout.virtual_pipeline", axes.virtual, message, "Use 1."
+    ranks = axes.data * axes.sequence
     if axes.expert > 1 and not model.num_experts:
-        found.append(("layout.expert_parallel", axes.expert, "needs a model with experts.", "Use 1 or auto."))
-    elif (axes.data * axes.sequence) % axes.expert:
-        found.append(
-            (
-                "layout.expert_parallel",
-                axes.expert,
-                f"must divide data x sequence parallel = {axes.data * axes.sequence}.",
-                _near(axes.data * axes.sequence, axes.expert),
-            )
-        )
-    if axes.pipeline > 1 and spec.layout.zero_stage in (2, 3):
-        found.append(
-            (
-                "layout.zero_stage",
-                spec.layout.zero_stage,
-                "DeepSpeed refuses it with pipeline parallelism.",
-                "Use 1 or auto.",
-            )
-        )
-    batch = training.global_batch_size
+        yield "layout.expert_parallel", axes.expert, "needs a model with experts.", "Use 1 or auto."
+    elif ranks % axes.expert:
+        message = f"must divide data x sequence parallel = {ranks}."
+        yield "layout.expert_parallel", axes.expert, message, _near(ranks, axes.expert)
+    stage = spec.layout.zero_stage
+    if axes.pipeline > 1 and stage in (2, 3):
+        yield "layout.zero_stage", stage, "DeepSpeed refuses it with pipeline parallelism.", "Use 1 or auto."
+
+
+def _batch_problems(spec: RunSpec, axes: Axes) -> Iterator[_Row]:
+    batch, micro_batch = spec.training.global_batch_size, spec.training.micro_batch_size
+    per_rank = batch // axes.data
     if batch % axes.data:
-        up = -(-batch // axes.data) * axes.data
-        below = f"{up - axes.data} or " if up > axes.data else ""
-        found.append(
-            (
-                "training.global_batch_size",
-                batch,
-                f"must be a multiple of {axes.data} data-parallel ranks.",
-                f"Use {below}{up}.",
-            )
-        )
-    elif training.micro_batch_size != "auto" and (batch // axes.data) % training.micro_batch_size:
-        per_rank = batch // axes.data
-        found.append(
-            (
-                "training.micro_batch_size",
-                training.micro_batch_size,
-                f"must divide the {per_rank} sequences per data-parallel rank ({batch} / {axes.data}).",
-                _near(per_rank, training.micro_batch_size),
-            )
-        )
-    return [Problem("run spec", key, message, str(given), hint or None) for key, given, message, hint in found]
+        up = (per_rank + 1) * axes.data
+        hint = f"Use {per_rank * axes.data} or {up}." if per_rank else f"Use {up}."
+        message = f"must be a multiple of {axes.data} data-parallel ranks."
+        yield "training.global_batch_size", batch, message, hint
+    elif micro_batch != "auto" and per_rank % micro_batch:
+        message = f"must divide the {per_rank} sequences per data-parallel rank ({batch} / {axes.data})."
+        yield "training.micro_batch_size", micro_batch, message, _near(per_rank, micro_batch)
 
 
 def zero_stages(spec: RunSpec, axes: Axes) -> list[int]:

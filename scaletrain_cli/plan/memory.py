@@ -26,7 +26,7 @@ from scaletrain_cli.plan.states import (
     weight_bytes,
 )
 from scaletrain_cli.plan.zero_buffers import communication_buffer_bytes
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # CUDA context, loaded kernels, cuBLAS and NCCL workspaces: 1 to 2 GB on current GPUs (Ultra-Scale Playbook, section
 # "Memory usage in transformers"). A CPU rank: the interpreter with torch and DeepSpeed, 250 MB, and its arenas.
@@ -36,7 +36,7 @@ _CPU_FRAMEWORK_BYTES = 500_000_000
 # does. Stated, not measured: a twentieth of it.
 _FRAGMENTATION_DIVISOR = 20
 # Stages beyond these are sized by the first, second and last alone: nobody runs them, and a typing slip must end soon.
-_MOST_STAGES = 1024
+_MOST_STAGES = 64
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ def _stage(spec: RunSpec, layout: Layout, device: Accelerator, whole: Architectu
     states = rank_states(spec, layout, shard)
     tokens = local_tokens(spec, layout)
     layers = stage_layers(whole.layers, layout.pipeline_parallel, index)
-    per_token = token_activations(model, element, layout.tensor_parallel)
+    fused = device.fuses_attention(training.precision, model.head_dim, grouped_queries(model))
+    per_token = token_activations(model, element, layout.tensor_parallel, fused)
     in_flight = micro_batches_in_flight(layout, index)
     saved = stage_activation_bytes(per_token, tokens, layers, layout.activation_checkpointing, in_flight)
     backward = block_backward_bytes(per_token, tokens, layers, layout.activation_checkpointing)
@@ -149,6 +150,11 @@ def _stage(spec: RunSpec, layout: Layout, device: Accelerator, whole: Architectu
         "fragmentation": fragmentation,
     }
     return StageMemory(**parts, peak=sum(parts.values()))
+
+
+def grouped_queries(model: ModelSpec) -> bool:
+    """Whether several query heads share one key-value head."""
+    return model.num_key_value_heads != model.num_attention_heads
 
 
 def local_tokens(spec: RunSpec, layout: Layout) -> int:

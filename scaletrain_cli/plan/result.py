@@ -136,7 +136,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One run, sized: the object that is printed, submitted, asserted on the nodes and compared with what was measured."""
+    """One run, sized: what is printed, submitted, asserted on the nodes and compared with what was measured."""
 
     model: ModelSize
     layout: Layout

@@ -1,20 +1,21 @@
 """Bytes of weights, gradients and optimizer states that DeepSpeed 0.19 holds per rank. Knows only parameter counts.
 
-What DeepSpeed keeps, read in its source (0.19.x):
+What DeepSpeed keeps, read in its source and confirmed by counting the live tensors of two ranks at every stage:
 
 * Stage 0, fp32: ``engine.py _do_optimizer_sanity_check`` returns no wrapper, so the user's AdamW works on the weights.
-* Stage 0, bf16: ``_do_optimizer_sanity_check`` raises NotImplementedError with fp32 gradient accumulation and otherwise
-  takes FP16_UnfusedOptimizer, which was measured to be noticeably less exact. The planner maps it to stage 1, openly.
-* Stages 1 and 2: ``zero/stage_1_and_2.py __init__`` clones the rank's partition into ``single_partition_of_fp32_groups``
-  whatever the precision, so fp32 runs hold a second copy of their partition; it is counted with the optimizer states.
+* Stage 0, 16 bits: ``_do_optimizer_sanity_check`` raises NotImplementedError with fp32 gradient accumulation, and
+  otherwise takes FP16_UnfusedOptimizer, which was measured to be less exact. The planner maps it to stage 1, openly.
+* Stages 1 and 2: ``zero/stage_1_and_2.py __init__`` clones the rank's partition into
+  ``single_partition_of_fp32_groups`` whatever the precision, so fp32 runs hold a second copy of their partition.
 * Stage 1, bf16 with fp32 gradients: ``bf16_optimizer.py _setup_for_real_optimizer`` allocates
-  ``fp32_groups_gradients_flat``, a whole fp32 gradient on every rank. The bf16 gradients beside it are released as soon
-  as they are added, given ``bf16.immediate_grad_update`` (``accumulate_hp_grads_and_remove_lp``); without it they stay.
-* Stage 2: ``stage_1_and_2.py`` keeps the gradients of the rank's own partition. With fp32 accumulation of bf16 gradients
-  they live in one fp32 buffer (``_build_compact_grad_partition_buffer``); otherwise each later micro-batch brings a
-  second set, added in ``independent_gradient_partition_epilogue``.
-* Stage 3: ``stage3.py _create_fp32_partitions`` takes the partition itself as master where it is fp32 already, and clones
-  it otherwise; ``grad_partitions_flat_buffer`` holds the rank's gradients in the accumulation dtype.
+  ``fp32_groups_gradients_flat``, a whole fp32 gradient on every rank. The bf16 gradients beside it go as soon as they
+  are added, given ``bf16.immediate_grad_update`` (``accumulate_hp_grads_and_remove_lp``); without it they stay.
+* Stage 2: the gradients of the rank's own partition. With fp32 accumulation of bf16 gradients they live in one fp32
+  buffer (``_build_compact_grad_partition_buffer``); otherwise each later micro-batch brings a second set, which
+  ``independent_gradient_partition_epilogue`` then adds to the first.
+* Stage 3: ``stage3.py _create_fp32_partitions`` means to take the partition itself as master where it is fp32 already,
+  but compares a ``torch.device`` with a string, which is never equal, so it clones it too.
+  ``grad_partitions_flat_buffer`` holds the rank's gradients in the accumulation dtype.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ MOMENT_BYTES = 8
 MASTER_BYTES = 4
 
 _DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: the products; weights stay in 16 bits
+_STEP_SUB_GROUP = 10**9  # zero/config.py sub_group_size
 
 
 class ModelStates(NamedTuple):
@@ -43,23 +45,24 @@ def weight_bytes(precision: str) -> int:
 
 def gradient_bytes(precision: str, grad_dtype: str) -> int:
     """Bytes of one accumulated gradient element."""
-    return max(_DTYPE_BYTES[grad_dtype], 2) if weight_bytes(precision) == 2 else 4
-
-
-def keeps_master_copy(precision: str, zero_stage: int) -> bool:
-    """Whether DeepSpeed holds fp32 weights besides the weights that the model computes with."""
-    return weight_bytes(precision) == 2 or zero_stage in (1, 2)
+    return _DTYPE_BYTES[grad_dtype] if weight_bytes(precision) == 2 else 4
 
 
 def optimizer_state_bytes_per_parameter(precision: str, zero_stage: int) -> int:
-    """Moments, and the master copy where there is one."""
-    return MOMENT_BYTES + (MASTER_BYTES if keeps_master_copy(precision, zero_stage) else 0)
+    """Moments, and the fp32 master copy: all but stage 0 in fp32 keep one."""
+    return MOMENT_BYTES + (MASTER_BYTES if weight_bytes(precision) == 2 or zero_stage else 0)
+
+
+def checkpoint_bytes_per_parameter(precision: str, zero_stage: int) -> int:
+    """What DeepSpeed saves: weights, moments and master; under stage 3 the weights only as their fp32 master."""
+    states = optimizer_state_bytes_per_parameter(precision, zero_stage)
+    return states if zero_stage == 3 else weight_bytes(precision) + states
 
 
 def model_state_bytes(
     parameters: int, precision: str, grad_dtype: str, zero_stage: int, data_parallel: int
 ) -> ModelStates:
-    """What one rank holds between steps, of ``parameters`` shared over ``data_parallel`` ranks.
+    """What one rank holds during a step, of ``parameters`` shared over ``data_parallel`` ranks.
 
     A ZeRO partition is the parameters divided by the ranks, rounded up: DeepSpeed pads the last one.
     """
@@ -85,15 +88,16 @@ def second_gradient_bytes(
 
 
 def step_temporary_bytes(parameters: int, precision: str, grad_dtype: str, zero_stage: int, data_parallel: int) -> int:
-    """Memory that exists only during the optimizer step, when activations do not.
+    """Memory that exists only between the last backward pass and the next forward one, when activations do not.
 
     AdamW's foreach form makes one fp32 copy of what it updates (the root of the second moment). ZeRO adds an fp32 copy
-    of the gradient partition (``stage_1_and_2.py step``: flatten and ``.to``), which stage 1 with bf16 weights and fp32
-    gradients does without. Stage 3 does both one sub-group at a time (``sub_group_size``, 1e9 elements).
+    of the gradient partition (``stage_1_and_2.py step``: flatten and ``.to``); stage 3 does both one sub-group at a
+    time. BF16_Optimizer copies no partition, but reduces its fp32 gradients as 16 bits, group by group in one piece
+    (``engine.py allreduce_bucket``: ``tensor.to(communication_data_type)``), before the step.
     """
     if zero_stage == 0:
         return 4 * parameters
     partition = -(-parameters // data_parallel)
     if zero_stage == 1 and weight_bytes(precision) == 2 and gradient_bytes(precision, grad_dtype) == 4:
-        return 4 * partition
-    return 8 * (min(partition, 10**9) if zero_stage == 3 else partition)
+        return max(4 * partition, 2 * parameters if data_parallel > 1 else 0)
+    return 8 * (min(partition, _STEP_SUB_GROUP) if zero_stage == 3 else partition)

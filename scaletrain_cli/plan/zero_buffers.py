@@ -56,7 +56,7 @@ def communication_buffer_bytes(
     if zero_stage == 0:
         return min(parameters, _FLATTENED_ELEMENTS) * weight_bytes
     if zero_stage == 1:
-        # BF16_Optimizer has no bucket, but flattens the gradients of small models; the other path has one bucket.
+        # One bucket in the accumulation dtype; BF16_Optimizer has none, which leaves this a little high.
         return buffers.reduce_bucket_size * gradient_bytes
     buckets = buffers.reduce_bucket_size * weight_bytes * 2  # two, because communication overlaps
     if zero_stage == 2:
