@@ -19,11 +19,10 @@ from scaletrain_cli.errors import ScaletrainError
 
 @dataclass(frozen=True)
 class Verb:
-    """One line of ``--help``; ``name`` is also the module that holds its ``command`` (or a group's ``VERBS``)."""
+    """One line of ``--help``; ``name`` is also the module that holds its ``command``, or the ``app`` of a group."""
 
     name: str
     summary: str
-    module: str = ""
 
 
 GROUPS: dict[str, tuple[Verb, ...]] = {
@@ -33,7 +32,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("plan", "Size a run: layout, memory, time, network, cost. Starts nothing."),
         Verb("schema", "Print the JSON Schema of the run spec, for your editor."),
         Verb("doctor", "Check what this machine can do."),
-        Verb("data", "Prepare data."),
+        Verb("data", "Prepare data: data prepare SPEC."),
     ),
     "Run": (
         Verb("submit", "Plan a run and hand it to its scheduler."),
@@ -66,6 +65,15 @@ class Verbs(TyperGroup):
         app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
         app.command(cmd_name, epilog=describe(module.EXIT_CODES))(module.command)
         return typer.main.get_command(app)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], known, n=1)
+            ctx.fail(f"No such command {args[0]!r}. " + (f"Did you mean {near[0]}?" if near else "See --help."))
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for title, verbs in self.groups.items():

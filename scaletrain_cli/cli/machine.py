@@ -69,11 +69,11 @@ def _cores() -> Check:
 
 def _memory() -> Check:
     page = os.sysconf("SC_PAGE_SIZE")
-    total, free = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
+    total = os.sysconf("SC_PHYS_PAGES") * page
     limit = _read_number(Path("/sys/fs/cgroup/memory.max"))
     if limit is not None and limit < total:
-        return Check("memory", "ok", f"{_gib(limit)} allowed of {_gib(total)}, {_gib(free)} unused")
-    return Check("memory", "ok", f"{_gib(total)}, {_gib(free)} unused")
+        return Check("memory", "ok", f"{_gib(limit)} allowed of {_gib(total)}")
+    return Check("memory", "ok", _gib(total))
 
 
 def _shared_memory() -> Check:
@@ -116,8 +116,12 @@ def _scheduler(name: str, command: str, *others: str) -> Check:
     missing = [other for other in others if shutil.which(other) is None]
     if missing:
         return Check(name, "warn", path, f"{', '.join(missing)} not found beside it; check PATH")
-    code, text = _run([command, "--version"]) if name == "slurm" else (0, path)
-    return Check(name, "ok" if code == 0 else "warn", text or path, "" if code == 0 else f"{command} does not answer")
+    if name != "slurm":
+        return Check(name, "ok", path)
+    code, text = _run(["scontrol", "ping"])
+    if code != 0:
+        return Check(name, "warn", path, f"the controller does not answer: {text.splitlines()[0] if text else code}")
+    return Check(name, "ok", f"{path}, {text.splitlines()[0] if text else 'the controller answers'}")
 
 
 def _runs_root(root: Path) -> Check:

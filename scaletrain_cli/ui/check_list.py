@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.padding import Padding
 from rich.text import Text
 
-from scaletrain_cli.ui.console import answer, line, plain
+from scaletrain_cli.ui.console import answer, line, plain, show
 
 _MARKS = {"ok": ("ok  ", "green"), "warn": ("WARN", "bold yellow"), "none": ("-   ", "dim")}
 
@@ -18,4 +18,4 @@ def show_checks(rows: Iterable[tuple[str, str, str, str]]) -> None:
     for name, state, found, advice in rows:
         line(console, Text.assemble(_MARKS[state], f"  {plain(name):<11}  ", plain(found)))
         if advice:
-            console.print(Padding(Text(plain(advice), "yellow" if state == "warn" else "dim"), (0, 0, 0, 19)))
+            show(console, Padding(Text(plain(advice), "yellow" if state == "warn" else "dim"), (0, 0, 0, 19)))

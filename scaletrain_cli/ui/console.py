@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 _WIDEST = 120  # further apart than this, the eye loses the line
@@ -35,6 +35,19 @@ def words(text: str, style: str = "") -> Text:
 def line(console: Console, text: str | Text, style: str = "") -> None:
     """One line that is never wrapped by us, so that a path or an id in it can be copied."""
     console.print(words(text, style) if isinstance(text, str) else text, soft_wrap=True)
+
+
+def show(console: Console, renderable: RenderableType) -> None:
+    """A table or the like, without the blanks that rich leaves at the ends of lines."""
+    with console.capture() as capture:
+        console.print(renderable)
+    console.file.write("".join(f"{row.rstrip(' ')}\n" for row in capture.get().splitlines()))
+    console.file.flush()
+
+
+def speaks_unicode(console: Console) -> bool:
+    """Whether the stream can show block characters."""
+    return console.encoding.lower().startswith("utf")
 
 
 def _console(stream: TextIO) -> Console:

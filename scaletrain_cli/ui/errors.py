@@ -7,6 +7,7 @@ from rich.text import Text
 
 from scaletrain_cli.errors import Problem, ScaletrainError
 from scaletrain_cli.ui.console import line, plain, talk, words
+from scaletrain_cli.ui.console import show as show_block
 
 
 def show(error: ScaletrainError) -> None:
@@ -21,7 +22,7 @@ def show(error: ScaletrainError) -> None:
     console.print(headline)
     for problem in error.problems:
         console.print(_place(problem), soft_wrap=True)
-        console.print(Padding(_advice(problem), (0, 0, 0, 6)))
+        show_block(console, Padding(_advice(problem), (0, 0, 0, 6)))
 
 
 def _place(problem: Problem) -> Text:

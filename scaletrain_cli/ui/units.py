@@ -28,9 +28,13 @@ def seconds_text(seconds: float) -> str:
     if seconds < 0.9995:
         return f"{_figures(seconds * 1e3)} ms" if seconds >= 1e-3 or seconds == 0 else f"{_figures(seconds * 1e6)} µs"
     if seconds < 99.95:
-        return f"{_figures(seconds)} s"
-    for unit, size, smaller, part in (("min", 60, "s", 1), ("h", 3600, "min", 60), ("d", 86400, "h", 3600)):
-        if seconds < size * 120 or unit == "d":
+        return f"{seconds:.0f} s" if seconds == round(seconds) else f"{_figures(seconds)} s"
+    for unit, size, smaller, part, most in (
+        ("min", 60, "s", 1, 60),
+        ("h", 3600, "min", 60, 48),
+        ("d", 86400, "h", 3600, 0),
+    ):
+        if seconds < size * most or unit == "d":
             whole, rest = divmod(round(seconds / part), size // part)
             return f"{whole:,} {unit} {rest} {smaller}" if rest and whole < 1000 else f"{whole:,} {unit}"
     raise AssertionError("unreachable")

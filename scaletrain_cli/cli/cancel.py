@@ -1,0 +1,30 @@
+"""`scaletrain cancel`: stop a run for good, with its state saved."""
+
+from __future__ import annotations
+
+from scaletrain_cli.cli.options import RunName, Yes
+from scaletrain_cli.errors import ExitCode
+
+EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.SCHEDULER)
+
+
+def command(run: RunName, yes: Yes = False) -> None:
+    """Stop a run for good. It saves a checkpoint first, and `scaletrain resume` can still bring it back."""
+    from scaletrain_cli.cli.confirmation import confirm
+    from scaletrain_cli.launch.scheduler import scheduler_for
+    from scaletrain_cli.launch.status import run_status
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.record import read_record
+    from scaletrain_cli.ui.messages import say
+
+    found = find_run(run)
+    record, status = read_record(found), run_status(found)
+    if status.state in ("finished", "failed", "cancelled"):
+        say(f"{found.run_id} is not running: it {_ENDS[status.state]}. Nothing was done.")
+        return
+    confirm(f"Stop {found.run_id}, which is {status.state} at step {status.step} of {status.total_steps}?", yes)
+    scheduler_for(record.spec.cluster.scheduler).cancel(found, record)
+    say(f"cancelled {found.run_id}; it saves its state and stops. `scaletrain resume {found.run_id}` continues it.")
+
+
+_ENDS = {"finished": "has finished", "failed": "has failed", "cancelled": "was cancelled before"}

@@ -1,0 +1,59 @@
+"""`scaletrain list`: all runs, newest first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from scaletrain_cli.cli.options import AsJson
+from scaletrain_cli.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.status import RunStatus
+    from scaletrain_cli.rundir.paths import RunDir
+
+EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
+
+
+def command(
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", metavar="N", min=0, help="How many of the newest; 0 for all.")
+    ] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Show the runs under the runs root ($SCALETRAIN_RUNS, else ./runs), newest first."""
+    from scaletrain_cli.rundir.paths import list_runs, runs_root
+
+    runs = sorted(list_runs(), key=lambda run: run.record.stat().st_mtime, reverse=True)
+    shown = runs[:limit] if limit else runs
+    found = [(run, _status(run)) for run in shown]
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        rows = [
+            {"run_id": run.run_id, "error": status.message} if isinstance(status, UsageError) else status.to_json()
+            for run, status in found
+        ]
+        print_json({"runs_root": str(runs_root()), "runs": rows, "not_shown": len(runs) - len(shown)})
+        return
+    from scaletrain_cli.ui.messages import say
+
+    if not runs:
+        say(f"no runs under {runs_root()}; `scaletrain submit SPEC` starts one.")
+        return
+    from scaletrain_cli.ui.run_list import show_runs
+
+    show_runs([(run, status) for run, status in found])
+    if len(shown) < len(runs):
+        say(f"and {len(runs) - len(shown)} older; --limit 0 shows them all")
+
+
+def _status(run: RunDir) -> RunStatus | UsageError:
+    """The run's status, or what is wrong with its record: one damaged run must not hide the others."""
+    from scaletrain_cli.launch.status import run_status
+
+    try:
+        return run_status(run)
+    except UsageError as error:
+        return error

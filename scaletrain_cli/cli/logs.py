@@ -1,0 +1,69 @@
+"""`scaletrain logs`: what the ranks of a run printed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from scaletrain_cli.cli.options import RunName
+from scaletrain_cli.errors import ExitCode
+
+if TYPE_CHECKING:
+    from scaletrain_cli.rundir.paths import RunDir
+
+EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
+_ASK_EVERY_SECONDS = 3.0
+
+
+def command(
+    run: RunName,
+    attempt: Annotated[
+        int | None, typer.Option("--attempt", metavar="N", min=1, help="Which attempt; else the last.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option("--rank", metavar="R", min=0, help="Which rank; else all.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the run ends, over all its attempts.")
+    ] = False,
+    tail: Annotated[
+        int | None, typer.Option("--tail", "-n", metavar="N", min=0, help="Only the last lines of each rank.")
+    ] = None,
+) -> None:
+    """Show what the ranks of a run printed. With more than one rank, each line says whose it is."""
+    from scaletrain_cli.launch.logs import follow as follow_logs
+    from scaletrain_cli.launch.logs import log_files, read_logs
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.ui.messages import say
+
+    found = find_run(run)
+    files = log_files(found, attempt, rank)
+    if follow:
+        for line in follow_logs(found, _is_over(found), rank):
+            _print(line.source.rank, line.text, label=rank is None)
+        return
+    if not files:
+        say(f"nothing was printed yet. `scaletrain status {found.run_id}` says how it is doing.")
+    for line in read_logs(found, attempt, rank, tail):
+        _print(line.source.rank, line.text, label=len(files) > 1)
+
+
+def _print(rank: int, text: str, *, label: bool) -> None:
+    typer.echo(f"[rank {rank}] {text}" if label else text)
+
+
+def _is_over(run: RunDir) -> Callable[[], bool]:
+    """Whether the run has ended, asked of its scheduler only every few seconds."""
+    from scaletrain_cli.cli.status import is_over
+    from scaletrain_cli.launch.status import run_status
+
+    asked, answer = 0.0, False
+
+    def over() -> bool:
+        nonlocal asked, answer
+        if time.monotonic() - asked > _ASK_EVERY_SECONDS:
+            asked, answer = time.monotonic(), is_over(run, run_status(run))
+        return answer
+
+    return over

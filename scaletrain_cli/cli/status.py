@@ -1,0 +1,116 @@
+"""`scaletrain status`: how a run is doing, and how its attempts ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from scaletrain_cli.cli.options import AsJson
+from scaletrain_cli.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.status import RunStatus
+    from scaletrain_cli.rundir.paths import RunDir
+
+EXIT_CODES = (
+    ExitCode.DONE,
+    ExitCode.USAGE,
+    *(ExitCode.CRASHED, ExitCode.WRONG_NODES, ExitCode.PREEMPTED, ExitCode.DO_NOT_REQUEUE),
+)
+_TIMED_OUT = 124  # as timeout(1)
+_POLL_SECONDS = 2.0
+
+
+def command(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="Run id or directory; else the newest.", show_default=False)
+    ] = None,
+    wait: Annotated[
+        str | None,
+        typer.Option("--wait", metavar="TIME", help="Wait until the run has ended, at most this long, as in 30m."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show how a run is doing, and how its attempts ended.
+
+    With --wait the exit code is the run's own, and 124 when it did not end in time; without, 0.
+    """
+    from scaletrain_cli.launch.attempts import read_attempts
+    from scaletrain_cli.launch.status import run_status
+    from scaletrain_cli.rundir.paths import find_run
+
+    found = find_run(run) if run is not None else _newest()
+    if wait is None:
+        status, code = run_status(found), int(ExitCode.DONE)
+    else:
+        status, code = _wait(found, _seconds(wait))
+    attempts = read_attempts(found)
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json(status.to_json() | {"attempts": [dataclasses.asdict(attempt) for attempt in attempts]})
+    else:
+        from scaletrain_cli.ui.status_view import show_status
+
+        show_status(status, attempts)
+    raise typer.Exit(code)
+
+
+def is_over(run: RunDir, status: RunStatus) -> bool:
+    """Whether nothing more will happen by itself. A preempted run may be waiting for its next attempt."""
+    if status.state != "preempted":
+        return status.state in ("finished", "failed", "cancelled")
+    from scaletrain_cli.launch.scheduler import scheduler_for
+    from scaletrain_cli.rundir.record import read_record
+
+    return not scheduler_for(status.scheduler).job(run, read_record(run)).is_active
+
+
+def exit_code_of(run: RunDir, status: RunStatus) -> int:
+    """The exit code of a run that has ended: what was decided after its last attempt, or how that ended."""
+    from scaletrain_cli.launch.attempts import read_attempts
+
+    if status.state == "finished":
+        return ExitCode.DONE
+    attempts = read_attempts(run)
+    last = attempts[-1] if attempts else None
+    if last is not None and last.decision is not None and not last.decision.requeue:
+        return last.decision.exit_code or ExitCode.CRASHED
+    return (last.exit_code if last is not None else None) or ExitCode.CRASHED
+
+
+def _wait(run: RunDir, seconds: float) -> tuple[RunStatus, int]:
+    from scaletrain_cli.launch.status import run_status
+    from scaletrain_cli.ui.live import StatusLine
+
+    deadline = time.monotonic() + seconds
+    with StatusLine() as line:
+        while True:
+            status = run_status(run)
+            if is_over(run, status):
+                return status, exit_code_of(run, status)
+            if time.monotonic() >= deadline:
+                return status, _TIMED_OUT
+            line.update(status)
+            time.sleep(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+
+
+def _seconds(text: str) -> float:
+    from scaletrain_cli.spec.quantities import parse_seconds
+
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise UsageError(f"--wait {text}: {error}.") from error
+
+
+def _newest() -> RunDir:
+    from scaletrain_cli.rundir.paths import list_runs, runs_root
+
+    runs = list_runs()
+    if not runs:
+        raise UsageError(f"there are no runs under {runs_root()}. `scaletrain submit SPEC` starts one.")
+    return max(runs, key=lambda run: run.record.stat().st_mtime)

@@ -1,0 +1,85 @@
+"""`scaletrain submit`: plan, check, ask once, create the run directory, hand the job over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, Yes
+from scaletrain_cli.errors import ExitCode
+
+EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
+
+
+def command(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    run_id: Annotated[
+        str | None,
+        typer.Option(
+            "--run-id", metavar="ID", help="Name of the run; submitting the same spec under it again does nothing."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the exact text that would be sent. Creates and sends nothing.")
+    ] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a run and hand it to the scheduler that the spec names.
+
+    Prints the run id on stdout, everything else on stderr. Asks before it submits, on a terminal only.
+    """
+    from scaletrain_cli.cli.confirmation import confirm
+    from scaletrain_cli.cli.submittable import plan_for_engine
+    from scaletrain_cli.launch.scheduler import scheduler_for
+    from scaletrain_cli.launch.submission import create_run, make_record, submit_run
+    from scaletrain_cli.rundir.paths import RunDir, runs_root
+    from scaletrain_cli.spec import load_spec
+
+    run_spec = load_spec(spec, overrides or ())
+    plan = plan_for_engine(run_spec, spec)
+    scheduler = scheduler_for(run_spec.cluster.scheduler)
+    if dry_run:
+        record = make_record(run_spec, plan, run_id)
+        typer.echo(scheduler.render(RunDir(runs_root() / record.run_id), record), nl=False)
+        return
+
+    from scaletrain_cli.ui.messages import say, suggest, warn
+
+    for note in scheduler.preflight(run_spec):
+        warn(note)
+    if not as_json:
+        from scaletrain_cli.ui.plan_view import show_plan_summary
+
+        show_plan_summary(run_spec, plan)
+    confirm(f"Submit to {run_spec.cluster.scheduler}?", yes)
+    made = create_run(run_spec, plan, run_id)
+    submission = submit_run(made.run, made.record, scheduler)
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json(
+            {
+                "run_id": made.run.run_id,
+                "run_dir": str(made.run.path),
+                "scheduler": submission.scheduler,
+                "job_id": submission.job_id,
+                "created": made.created,
+            }
+        )
+        return
+    say(f"{'submitted' if made.created else 'was submitted before'}: job {submission.job_id} in {made.run.path}")
+    suggest(useful_commands(made.run.run_id, made.run.path))
+    typer.echo(made.run.run_id)
+
+
+def useful_commands(run_id: str, path: Path) -> dict[str, str]:
+    """What one does next with a run, by purpose."""
+    return {
+        "how it is doing": f"scaletrain status {run_id}",
+        "what it prints": f"scaletrain logs {run_id} --follow",
+        "stop it": f"scaletrain cancel {run_id}",
+    }

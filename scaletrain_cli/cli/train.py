@@ -1,0 +1,92 @@
+"""`scaletrain train`: a run in the foreground of this terminal."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from scaletrain_cli.cli.options import Overrides, SpecPath
+from scaletrain_cli.errors import ExitCode
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.status import RunStatus
+    from scaletrain_cli.rundir.paths import RunDir
+    from scaletrain_cli.ui.live import StatusLine
+
+EXIT_CODES = (
+    ExitCode.DONE,
+    ExitCode.CRASHED,
+    ExitCode.USAGE,
+    ExitCode.INFEASIBLE,
+    *(ExitCode.SCHEDULER, ExitCode.WRONG_NODES, ExitCode.PREEMPTED, ExitCode.DO_NOT_REQUEUE),
+)
+_LOOK_EVERY_SECONDS = 1.0
+
+
+def command(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", metavar="ID", help="Name of the run.")] = None,
+) -> None:
+    """Run on this machine and wait for the end. The exit code is the run's own.
+
+    Ctrl-C does what a preemption does: the step is finished, a checkpoint is committed, and the exit code is 75.
+    `scaletrain resume` continues it. Prints the run id on stdout.
+    """
+    from scaletrain_cli.cli.submittable import plan_for_engine
+    from scaletrain_cli.launch.local import run_in_foreground
+    from scaletrain_cli.launch.scheduler import scheduler_for
+    from scaletrain_cli.launch.submission import create_run
+    from scaletrain_cli.spec import load_spec
+    from scaletrain_cli.ui.live import StatusLine
+    from scaletrain_cli.ui.messages import say, warn
+    from scaletrain_cli.ui.plan_view import show_plan_summary
+    from scaletrain_cli.ui.status_view import measures_text
+
+    run_spec = load_spec(spec, [*(overrides or ()), "cluster.scheduler=local"])
+    plan = plan_for_engine(run_spec, spec)
+    for note in scheduler_for("local").preflight(run_spec):
+        warn(note)
+    show_plan_summary(run_spec, plan)
+    made = create_run(run_spec, plan, run_id)
+    say(f"run directory {made.run.path}; ctrl-C saves and stops")
+    typer.echo(made.run.run_id)
+    with StatusLine() as line:
+        watcher = Watcher(made.run, line)
+        code = run_in_foreground(made.run, made.record, on_tick=watcher.look)
+        status = watcher.finish()
+    say(f"{status.state} at step {status.step} of {status.total_steps}, exit code {code}; {measures_text(status)}")
+    if code == ExitCode.PREEMPTED:
+        say(f"stopped with its state saved; `scaletrain resume {made.run.run_id}` continues it")
+    raise typer.Exit(code)
+
+
+class Watcher:
+    """Turns what appears in the run directory into the live line, and events into lasting ones."""
+
+    def __init__(self, run: RunDir, line: StatusLine) -> None:
+        self._run, self._line = run, line
+        self._events_told = 0
+        self._looked = 0.0
+
+    def look(self) -> None:
+        """Called some times a second; looks once a second."""
+        if time.monotonic() - self._looked < _LOOK_EVERY_SECONDS:
+            return
+        self._looked = time.monotonic()
+        self.finish()
+
+    def finish(self) -> RunStatus:
+        """Look now."""
+        from scaletrain_cli.launch.status import run_status
+        from scaletrain_cli.rundir.journal import read_events
+
+        events = read_events(self._run)
+        for event in events[self._events_told :]:
+            self._line.note_event(event)
+        self._events_told = len(events)
+        status = run_status(self._run)
+        self._line.update(status)
+        return status

@@ -1,0 +1,72 @@
+"""What moves: the progress of a run in one line at the bottom of the terminal. Where nobody watches, nothing moves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from scaletrain_cli.launch.status import RunStatus
+from scaletrain_cli.ui.console import line, plain, talk
+from scaletrain_cli.ui.status_view import measures_text
+from scaletrain_cli.ui.units import bytes_text, seconds_text
+
+
+class StatusLine:
+    """A context in which ``update`` redraws the line and ``note`` prints a lasting one above it. On stderr."""
+
+    def __init__(self) -> None:
+        self._console = talk()
+        self._progress = Progress(
+            TextColumn("{task.fields[state]}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[measures]}", markup=False),
+            console=self._console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=None, state="starting", measures="")
+
+    def __enter__(self) -> StatusLine:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def update(self, status: RunStatus) -> None:
+        """Show where the run stands now."""
+        state = f"{status.state} {status.step}/{status.total_steps}"
+        self._progress.update(
+            self._task,
+            completed=status.step,
+            total=status.total_steps or None,
+            state=state,
+            measures=measures_text(status),
+        )
+
+    def note_event(self, event: Mapping[str, Any]) -> None:
+        """A line that stays: one event of the run, with its details as they stand in events.jsonl."""
+        when = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0.0)))
+        details = ", ".join(_detail(key, value) for key, value in event.items() if key not in ("time", "event"))
+        name = plain(str(event.get("event", "")))
+        line(self._console, Text.assemble((when, "dim"), f"  {name:<13}", (f"  {plain(details)}", "dim")))
+
+
+def _detail(key: str, value: Any) -> str:
+    if key == "bytes":
+        return bytes_text(value)
+    if key.endswith("seconds"):
+        name = key.removesuffix("seconds").strip("_")
+        return f"{name} {seconds_text(value)}".strip()
+    if key in ("why", "message"):
+        return str(value)
+    return f"{key.replace('_', ' ')} {format(value, '.5g') if isinstance(value, float) else value}"

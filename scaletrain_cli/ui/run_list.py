@@ -1,0 +1,39 @@
+"""All runs in a table, one line each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.status import RunStatus
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.ui.console import answer, plain, show, words
+from scaletrain_cli.ui.status_view import STYLES
+
+_TITLES = ("run", "state", "step", "loss", "attempts", "submitted")
+
+
+def show_runs(rows: Sequence[tuple[RunDir, RunStatus | UsageError]]) -> None:
+    """Newest first, as given."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for title in _TITLES:
+        table.add_column(justify="right" if title in ("step", "loss", "attempts") else "left", no_wrap=True)
+    table.add_row(*(Text(title, "dim") for title in _TITLES))
+    for run, status in rows:
+        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.record.stat().st_mtime))
+        if isinstance(status, UsageError):
+            table.add_row(words(run.run_id), Text("damaged", "red"), "", "", "", created)
+            continue
+        table.add_row(
+            words(status.run_id),
+            Text(plain(status.state), STYLES.get(status.state, "")),
+            f"{status.step}/{status.total_steps}",
+            "" if status.loss is None else f"{status.loss:.4f}",
+            str(status.attempt),
+            created,
+        )
+    show(answer(), table)

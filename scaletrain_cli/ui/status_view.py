@@ -1,0 +1,86 @@
+"""One run for people: where it stands, what it measured last, and how each attempt ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from scaletrain_cli.launch.attempts import AttemptRecord
+from scaletrain_cli.launch.status import RunStatus
+from scaletrain_cli.ui.console import answer, line, plain, show, words
+from scaletrain_cli.ui.units import count_text, percent_text, seconds_text
+
+STYLES = {
+    "finished": "bold green",
+    "running": "bold cyan",
+    "queued": "cyan",
+    "preempted": "yellow",
+    "failed": "bold red",
+    "cancelled": "yellow",
+    "unknown": "yellow",
+}
+
+
+def show_status(status: RunStatus, attempts: Sequence[AttemptRecord], now: float | None = None) -> None:
+    """The status on stdout."""
+    console = answer()
+    share = f" ({percent_text(status.step / status.total_steps)})" if status.total_steps else ""
+    headline = Text.assemble(
+        (plain(status.run_id), "bold"),
+        "  ",
+        (status.state, STYLES.get(status.state, "")),
+        f"  step {status.step} of {status.total_steps}{share}",
+    )
+    line(console, headline)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    if status.why and status.state != "finished":
+        table.add_row("  why", words(status.why))
+    if measures := measures_text(status):
+        table.add_row("  last", words(measures))
+    if status.last_checkpoint_step is not None:
+        lost = f"; {status.steps_lost_total} steps lost so far" if status.attempt > 1 else ""
+        table.add_row("  saved", words(f"step {status.last_checkpoint_step}{lost}"))
+    where = f"{status.scheduler} job {status.job_id}" if status.job_id else status.scheduler
+    nodes = f" on {', '.join(status.nodes)}" if status.nodes else ""
+    table.add_row("  job", words(where + nodes))
+    show(console, table)
+    line(console, Text.assemble(("  files  ", "dim"), plain(status.run_dir)))
+    if attempts:
+        show(console, Group("", _attempts(attempts, now or time.time())))
+
+
+def measures_text(status: RunStatus) -> str:
+    """``loss 4.21, validation 4.30, 1.26 k tokens/s``; empty before the first step."""
+    parts = []
+    if status.loss is not None:
+        parts.append(f"loss {status.loss:.4f}")
+    if status.validation_loss is not None:
+        parts.append(f"validation {status.validation_loss:.4f}")
+    if status.tokens_per_second is not None:
+        parts.append(f"{count_text(status.tokens_per_second)} tokens/s")
+    return ", ".join(parts)
+
+
+def _attempts(attempts: Sequence[AttemptRecord], now: float) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    titles = ("  attempt", "began", "lasted", "checkpoint", "exit", "why")
+    for title in titles:
+        table.add_column(title, no_wrap=title != "why", overflow="fold")
+    table.add_row(*(Text(title, "dim") for title in titles))
+    for attempt in attempts:
+        until = attempt.ended if attempt.ended is not None else now
+        table.add_row(
+            f"  {attempt.number}",
+            time.strftime("%m-%d %H:%M:%S", time.localtime(attempt.started)),
+            seconds_text(max(0.0, until - attempt.started)),
+            "-" if attempt.last_checkpoint_step is None else f"step {attempt.last_checkpoint_step}",
+            "" if attempt.exit_code is None else str(attempt.exit_code),
+            words(attempt.message),
+        )
+    return table
