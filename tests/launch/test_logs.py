@@ -1,0 +1,83 @@
+"""The ranks' logs: found, read and followed across attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.logs import LogFollower, follow, log_files, read_logs
+from tests.launch.conftest import MadeRun
+
+
+@pytest.fixture
+def made(make_run: Callable[..., MadeRun]) -> MadeRun:
+    return make_run()
+
+
+def log(made: MadeRun, attempt: int, rank: int) -> Path:
+    return made.run.attempt(attempt) / "logs" / f"node-a-{rank:05d}.log"
+
+
+def test_the_logs_of_the_last_attempt_are_given_by_rank(made: MadeRun) -> None:
+    for attempt in (1, 2):
+        made.run.new_attempt()
+        for rank in (10, 2):
+            log(made, attempt, rank).write_text(f"attempt {attempt} rank {rank}\n")
+    assert [(file.attempt, file.node, file.rank) for file in log_files(made.run)] == [
+        (2, "node-a", 2),
+        (2, "node-a", 10),
+    ]
+    assert [line.text for line in read_logs(made.run, attempt=1, rank=10)] == ["attempt 1 rank 10"]
+
+
+def test_only_the_last_lines_are_read_on_request(made: MadeRun) -> None:
+    made.run.new_attempt()
+    log(made, 1, 0).write_bytes(b"one\r\ntwo\nbad \xff byte\rprogress\nlast, torn")
+    assert [line.text for line in read_logs(made.run, last_lines=2)] == ["bad � byte\rprogress", "last, torn"]
+    assert next(iter(read_logs(made.run))).text == "one"
+
+
+def test_an_attempt_or_rank_that_is_not_there_is_a_usage_error(made: MadeRun) -> None:
+    assert log_files(made.run) == []
+    with pytest.raises(UsageError, match="none yet"):
+        log_files(made.run, attempt=1)
+    made.run.new_attempt()
+    assert log_files(made.run, rank=3) == []  # its ranks have not started
+    log(made, 1, 0).touch()
+    with pytest.raises(UsageError, match="no attempt 2; its attempts are 1 to 1"):
+        log_files(made.run, attempt=2)
+    with pytest.raises(UsageError, match="no rank 3"):
+        log_files(made.run, rank=3)
+
+
+def test_a_follower_hands_out_each_whole_line_once_and_goes_on_into_the_next_attempt(made: MadeRun) -> None:
+    follower = LogFollower(made.run)
+    assert follower.new_lines() == []
+    made.run.new_attempt()
+    log(made, 1, 0).write_text("one\ntw")
+    assert [line.text for line in follower.new_lines()] == ["one"]
+    with log(made, 1, 0).open("a") as file:
+        file.write("o\nthree")
+    assert [line.text for line in follower.new_lines()] == ["two"]
+    made.run.new_attempt()
+    log(made, 2, 1).write_text("again\n")
+    assert [(line.source.attempt, line.source.rank, line.text) for line in follower.new_lines()] == [(2, 1, "again")]
+    assert [line.text for line in follower.new_lines(to_the_end=True)] == ["three"]
+    assert follower.new_lines(to_the_end=True) == []
+
+
+def test_following_ends_when_the_run_is_over_and_everything_is_read(made: MadeRun) -> None:
+    made.run.new_attempt()
+    log(made, 1, 0).write_text("one\n")
+    seen = iter([False, True])
+
+    def is_over() -> bool:
+        over = next(seen)
+        if over:
+            log(made, 1, 0).write_text("one\ntwo")
+        return over
+
+    assert [line.text for line in follow(made.run, is_over)] == ["one", "two"]

@@ -1,0 +1,107 @@
+"""Where a run stands, from its directory and what the scheduler says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.attempts import begin_attempt
+from scaletrain_cli.launch.scheduler import Job, JobState
+from scaletrain_cli.launch.status import RunStatus, run_status
+from scaletrain_cli.launch.submission import submit_run
+from scaletrain_cli.rundir.journal import append_line, record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from tests.launch.conftest import MadeRun
+from tests.launch.test_resumption import Cluster, attempt, commit
+
+
+@pytest.fixture
+def made(make_run: Callable[..., MadeRun]) -> MadeRun:
+    return make_run()
+
+
+def status(made: MadeRun, state: JobState) -> RunStatus:
+    cluster = Cluster()
+    cluster.state = state
+    return run_status(made.run, cluster)
+
+
+def begin(made: MadeRun) -> None:
+    begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))
+
+
+def test_a_job_in_the_queue_is_queued_and_one_that_was_preempted_is_preempted(made: MadeRun) -> None:
+    assert status(made, "queued").state == "queued"
+    attempt(made, 75, "preempted", requeue=True)
+    assert status(made, "queued").state == "preempted"
+    assert status(made, "running").state == "preempted"  # between two attempts
+    begin(made)
+    assert status(made, "running").state == "running"
+    attempt(made, 1, "crash", requeue=True)
+    assert status(made, "queued").state == "queued"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "state"),
+    [(0, "done", "finished"), (1, "crash", "failed"), (93, "nan", "failed"), (75, "preempted", "preempted")],
+)
+def test_a_job_that_is_over_is_what_its_last_attempt_was(made: MadeRun, code: int, reason: str, state: str) -> None:
+    attempt(made, code, reason)
+    found = status(made, "ended")
+    assert found.state == state
+    assert f"{reason} happened; so it was decided" in found.why
+    assert status(made, "unknown").state == state  # the scheduler has forgotten the job; the run directory has not
+
+
+def test_a_run_that_was_told_to_stop_is_cancelled_unless_it_finished_first(made: MadeRun) -> None:
+    made.run.stop_file.touch()
+    begin(made)
+    assert status(made, "running").state == "running"
+    assert status(made, "ended").state == "cancelled"
+    attempt(made, 0, "done")
+    assert status(made, "ended").state == "finished"
+
+
+def test_a_run_whose_processes_are_gone_without_a_word_has_failed(made: MadeRun) -> None:
+    begin(made)
+    found = status(made, "ended")
+    assert found.state == "failed"
+    assert "without its supervisor" in found.why
+
+
+def test_a_scheduler_that_does_not_answer_leaves_the_state_unknown_and_the_rest_told(made: MadeRun) -> None:
+    class Silent(Cluster):
+        def job(self, run: RunDir, record: RunRecord) -> Job:
+            raise SchedulerError("squeue: connection refused")
+
+    append_line(made.run.metrics, {"step": 4, "loss": 2.0})
+    found = run_status(made.run, Silent())
+    assert (found.state, found.step, found.why) == ("unknown", 4, "squeue: connection refused")
+
+
+def test_figures_come_from_the_newest_lines_that_have_them(made: MadeRun) -> None:
+    submit_run(made.run, made.record, Cluster())
+    append_line(made.run.metrics, {"step": 1, "loss": 3.0, "validation_loss": 3.1, "tokens_per_second": 10.0})
+    append_line(made.run.metrics, {"step": 2, "loss": 2.5, "tokens_per_second": 11.0})
+    with made.run.metrics.open("a") as file:
+        file.write('{"step": 3, "lo')
+    commit(made, 2)
+    record_event(made.run, "resumed", step=1, lost_steps=4)
+    record_event(made.run, "resumed", step=2, lost_steps=3)
+    begin(made)
+    begin(made)
+    found = status(made, "running")
+    assert (found.step, found.total_steps, found.loss, found.validation_loss) == (2, 20, 2.5, 3.1)
+    assert (found.tokens_per_second, found.last_checkpoint_step) == (11.0, 2)
+    assert (found.steps_lost_total, found.restarts, found.attempt) == (7, 1, 2)
+    assert (found.name, found.scheduler, found.job_id, found.nodes) == ("fake", "local", "7", ("n",))
+    assert json.loads(json.dumps(found.to_json()))["schema"] == "scaletrain.status/v1"
+
+
+def test_a_run_that_was_never_started_is_unknown(made: MadeRun) -> None:
+    found = run_status(made.run)
+    assert (found.state, found.why, found.step, found.loss) == ("unknown", "never started", 0, None)
