@@ -76,9 +76,9 @@ class RunDir:
 
 def find_run(name: str) -> RunDir:
     """The run with this id (or unambiguous prefix, or path of its directory). Raises UsageError."""
-    direct = Path(name)
-    if (direct / "run.json").is_file():
-        return RunDir(direct.absolute())
+    # os.path, unlike Path, answers False for a name that no file can have.
+    if name and os.path.isfile(os.path.join(name, "run.json")):
+        return RunDir(Path(os.path.abspath(name)))
     root = runs_root()
     known = list_runs()
     exact = [run for run in known if run.run_id == name]
@@ -90,7 +90,7 @@ def find_run(name: str) -> RunDir:
             f"{name} matches {len(found)} runs: {', '.join(run.run_id for run in found)}. Give more of it."
         )
     raise UsageError(
-        f"no run {name} under {root}. `scaletrain list` shows the runs; $SCALETRAIN_RUNS moves their root."
+        f"no run {name[:200]!r} under {root}. `scaletrain list` shows the runs; $SCALETRAIN_RUNS moves their root."
     )
 
 

@@ -60,8 +60,8 @@ def read_record(run: RunDir) -> RunRecord:
 
     try:
         data: dict[str, Any] = json.loads(run.record.read_text(encoding="utf-8"))
-        if data.get("schema") != SCHEMA:
-            raise UsageError(f"{run.record} has schema {data.get('schema')!r}; this version reads {SCHEMA}.")
+        if data["schema"] != SCHEMA:
+            raise UsageError(f"{run.record} has schema {data['schema']!r}; this version reads {SCHEMA}.")
         plan = data["plan"] | {"alternatives": []}  # told to people; nothing downstream reads them back
         return RunRecord(
             run_id=data["run_id"],

@@ -1,0 +1,230 @@
+"""The commit protocol: a checkpoint is whole or is none, and damage is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.rundir import checkpoints
+from scaletrain_cli.rundir.checkpoints import (
+    HashingWriter,
+    commit,
+    delete,
+    list_checkpoints,
+    newest_that_verifies,
+    prune,
+    remove_staging,
+    staging_path,
+    verify,
+)
+
+PROJECT = Path(__file__).parent.parent.parent
+SHARDS = {"rank-00000.pt": b"a" * 3000, "sub/rank-00001.pt": b"b" * 2000}
+
+
+def save(folder: Path, step: int, clean: bool = True, shards: dict[str, bytes] = SHARDS) -> Path:
+    staging = staging_path(folder, step)
+    files = {}
+    for name, data in shards.items():
+        (staging / name).parent.mkdir(parents=True, exist_ok=True)
+        writer = HashingWriter(staging / name)
+        writer.write(data[:100])
+        writer.write(memoryview(data)[100:])
+        files[name] = writer.close()
+    return commit(folder, step, files, world_size=2, clean=clean, attempt=3)
+
+
+def steps(folder: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(folder)]
+
+
+def newest_step(folder: Path) -> int | None:
+    newest, _ = newest_that_verifies(folder)
+    return newest.step if newest else None
+
+
+def flip_bit(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position // 8] ^= 1 << position % 8
+    path.write_bytes(data)
+
+
+def test_a_committed_checkpoint_states_what_was_written_and_verifies(tmp_path: Path) -> None:
+    path = save(tmp_path, 500)
+    assert path == tmp_path / "step-00000500"
+    (found,) = list_checkpoints(tmp_path)
+    assert (found.step, found.world_size, found.clean, found.attempt, found.size_bytes) == (500, 2, True, 3, 5000)
+    assert verify(found) == []
+    assert newest_that_verifies(tmp_path) == (found, [])
+    assert not staging_path(tmp_path, 500).exists()
+
+
+def test_nothing_there_is_no_checkpoint_and_no_error(tmp_path: Path) -> None:
+    assert list_checkpoints(tmp_path / "nowhere") == []
+    assert newest_that_verifies(tmp_path / "nowhere") == (None, [])
+
+
+def test_steps_are_ordered_as_numbers_however_many_digits_they_have(tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000, 5):
+        save(tmp_path, step)
+    assert steps(tmp_path) == [5, 99_999_999, 100_000_000]
+
+
+def test_a_shard_that_was_cut_short_is_found_and_the_one_before_is_taken(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with (save(tmp_path, 2) / "rank-00000.pt").open("r+b") as shard:
+        shard.truncate(2999)
+    newest, passed_over = newest_that_verifies(tmp_path)
+    assert newest is not None
+    assert newest.step == 1
+    assert passed_over == ["step-00000002/rank-00000.pt: 2999 bytes instead of 3000"]
+
+
+def test_any_single_flipped_bit_in_a_shard_is_found(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    shard = save(tmp_path, 2) / "sub/rank-00001.pt"
+    for position in random.Random(0).sample(range(2000 * 8), 25):
+        flip_bit(shard, position)
+        assert newest_step(tmp_path) == 1, position
+        flip_bit(shard, position)
+    assert newest_step(tmp_path) == 2
+
+
+def test_any_single_flipped_bit_in_a_manifest_is_found(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    manifest = save(tmp_path, 2) / "manifest.json"
+    for position in range(0, manifest.stat().st_size * 8, 23):
+        flip_bit(manifest, position)
+        newest, passed_over = newest_that_verifies(tmp_path)
+        # White space is not content: a flip there may leave the same manifest, but never a wrong one.
+        if newest is not None and newest.step == 2:
+            assert newest.world_size == 2
+            assert newest.clean
+            assert newest.files.keys() == SHARDS.keys()
+        else:
+            assert newest is not None
+            assert passed_over[0].startswith("step-00000002/manifest.json: ")
+        flip_bit(manifest, position)
+
+
+def test_a_shard_that_is_gone_is_found(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "rank-00000.pt").unlink()
+    assert newest_that_verifies(tmp_path)[1] == ["step-00000002/rank-00000.pt: No such file or directory"]
+    assert newest_step(tmp_path) == 1
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint_but_is_mentioned(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "manifest.json").unlink()
+    newest, passed_over = newest_that_verifies(tmp_path)
+    assert newest is not None
+    assert newest.step == 1
+    assert passed_over == ["step-00000002/manifest.json: missing (deleting was cut short, or the file was lost)"]
+    assert steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"step": 2}', '"x"', '{"sha256": 1}', "\0" * 100])
+def test_a_manifest_that_is_nonsense_is_damage_not_a_crash(tmp_path: Path, text: str) -> None:
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "manifest.json").write_text(text)
+    assert newest_step(tmp_path) == 1
+
+
+def test_all_damaged_means_none_with_every_reason(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (save(tmp_path, step) / "rank-00000.pt").write_bytes(b"")
+    newest, passed_over = newest_that_verifies(tmp_path)
+    assert newest is None
+    assert [line.partition("/")[0] for line in passed_over] == ["step-00000002", "step-00000001"]
+
+
+def test_what_was_staged_but_not_committed_is_no_checkpoint_and_can_be_swept(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    staging_path(tmp_path, 2).mkdir()
+    (staging_path(tmp_path, 2) / "rank-00000.pt").write_bytes(b"half")
+    assert newest_that_verifies(tmp_path)[1] == []
+    remove_staging(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_committing_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 1, shards={"other.pt": b"c" * 500})
+    (found,) = list_checkpoints(tmp_path)
+    assert list(found.files) == ["other.pt"]
+    assert verify(found) == []
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_the_newest_are_kept_and_the_newest_clean_one_with_them(tmp_path: Path) -> None:
+    for step, clean in ((1, True), (2, True), (3, False), (4, False), (5, False)):
+        save(tmp_path, step, clean)
+    assert prune(tmp_path, keep=2) == [1, 3]
+    assert steps(tmp_path) == [2, 4, 5]
+
+
+def test_deleting_takes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, 1)
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda *_, **__: None)  # as if killed right after
+    delete(path)
+    assert path.exists()
+    assert steps(tmp_path) == []
+
+
+KILL_AT = """
+import os, signal, sys
+from pathlib import Path
+from scaletrain_cli.rundir import checkpoints
+from tests.rundir.test_checkpoints import save
+
+folder, deadly, calls = Path(sys.argv[1]), int(sys.argv[2]), 0
+
+def trap(event, arguments):
+    global calls
+    # Each change to the disk is preceded by one of these; the process dies at the chosen one.
+    if event in ("open", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree") and str(folder) in str(arguments):
+        calls += 1
+        if calls == deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(trap)
+save(folder, 2)
+print(calls)
+"""
+
+
+def test_a_kill_at_any_point_of_a_commit_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
+    last_seen, outcomes = 1, []
+    for deadly in range(1, 100):
+        folder = tmp_path / str(deadly)
+        save(folder, 1)
+        command = [sys.executable, "-c", KILL_AT, str(folder), str(deadly)]
+        result = subprocess.run(
+            command, cwd=PROJECT, env={**os.environ, "PYTHONPATH": str(PROJECT)}, capture_output=True, text=True
+        )
+        assert result.returncode in (0, -signal.SIGKILL), result.stderr
+        newest, passed_over = newest_that_verifies(folder)
+        assert newest is not None, f"killed at call {deadly}"
+        assert passed_over == []
+        outcomes.append(newest.step)
+        if result.returncode == 0:
+            last_seen = deadly
+            break
+    assert last_seen > 4  # it was killed at several points before it got through
+    assert outcomes == sorted(outcomes)  # old up to some point, new from there on
+    assert outcomes[0] == 1
+    assert outcomes[-1] == 2
+
+
+def test_the_manifest_can_be_read_by_anyone(tmp_path: Path) -> None:
+    manifest = json.loads((save(tmp_path, 7) / "manifest.json").read_text())
+    assert manifest["schema"] == "scaletrain.checkpoint/v1"
+    assert manifest["files"]["rank-00000.pt"]["size"] == 3000

@@ -1,0 +1,110 @@
+"""Journals: one line is one record, whoever writes and whatever was torn."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.rundir.journal import (
+    append_line,
+    last_logged_step,
+    read_events,
+    read_lines,
+    read_lines_backwards,
+    read_metrics,
+    record_event,
+)
+from scaletrain_cli.rundir.paths import RunDir
+
+Read = Callable[[Path], list[dict[str, object]]]
+
+
+def forwards(path: Path) -> list[dict[str, object]]:
+    return list(read_lines(path))
+
+
+def backwards(path: Path) -> list[dict[str, object]]:
+    return list(read_lines_backwards(path))[::-1]
+
+
+either_way = pytest.mark.parametrize("read", [forwards, backwards])
+
+
+@either_way
+def test_what_was_appended_is_read(tmp_path: Path, read: Read) -> None:
+    path = tmp_path / "events.jsonl"
+    assert read(path) == []
+    records: list[dict[str, object]] = [{"n": number, "text": "a\nb\u2028c\x85 ü"} for number in range(5)]
+    for record in records:
+        append_line(path, record)
+    assert read(path) == records
+    assert len(path.read_text(encoding="utf-8").split("\n")) == 6
+
+
+@either_way
+def test_a_torn_line_is_skipped_and_never_glued_to_the_next(tmp_path: Path, read: Read) -> None:
+    path = tmp_path / "events.jsonl"
+    append_line(path, {"n": 1})
+    with path.open("ab") as file:
+        file.write(b'{"n": 2, "half')
+    append_line(path, {"n": 3})
+    with path.open("ab") as file:
+        file.write(b'{"n": 4')
+    assert read(path) == [{"n": 1}, {"n": 3}]
+
+
+@either_way
+def test_a_line_cut_inside_a_character_or_filled_with_zeros_is_skipped(tmp_path: Path, read: Read) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"text": "\xc3\n' + b"\0" * 4096 + b'\n{"n": 1}\n[1, 2]\n7\n\n{"n": 2}\n')
+    assert read(path) == [{"n": 1}, {"n": 2}]
+
+
+def test_reading_backwards_gets_every_line_of_a_file_of_many_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "pad": "{"x" * (step * 37 % 300)}"}}\n' for step in range(3000)))
+    assert [line["step"] for line in read_lines_backwards(path)] == list(range(2999, -1, -1))
+
+
+def test_lines_of_many_processes_stay_whole(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=write_many, args=(path, number)) for number in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    found = [(record["writer"], record["n"]) for record in read_lines(path)]
+    assert sorted(found) == [(writer, n) for writer in range(3) for n in range(200)]
+
+
+def write_many(path: Path, writer: int) -> None:
+    for n in range(200):
+        append_line(path, {"writer": writer, "n": n, "pad": "x" * (n * 50)})
+
+
+def test_a_number_that_json_does_not_know_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(ValueError):
+        append_line(path, {"loss": float("nan")})
+    assert not path.exists()
+
+
+def test_events_have_a_time_and_their_details(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    record_event(run, "signal", signal="SIGTERM", attempt=1)
+    (event,) = read_events(run)
+    assert event == {"time": event["time"], "event": "signal", "signal": "SIGTERM", "attempt": 1}
+
+
+def test_a_step_that_was_trained_again_is_told_as_it_was_the_last_time(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert last_logged_step(run) is None
+    for step, loss in ((1, 3.0), (2, 2.5), (3, 2.2), (2, 2.4)):
+        append_line(run.metrics, {"step": step, "loss": loss})
+    assert [(line["step"], line["loss"]) for line in read_metrics(run)] == [(1, 3.0), (2, 2.4), (3, 2.2)]
+    assert last_logged_step(run) == 2
