@@ -22,9 +22,13 @@ from scaletrain_cli.spec import RunSpec
 
 # Share of the memory bandwidth that element-wise kernels reach; stated, not measured.
 _MEMORY_EFFICIENCY = 0.8
-# Eager PyTorch launches about this many kernels per block (forward, and twice that backward), 5 microseconds each.
-_KERNELS_PER_BLOCK = 90
-_LAUNCH_SECONDS = 5e-6
+# Narrow matrices do not fill a GPU: at this width they run at half the rate of wide ones; stated, not measured.
+_HALF_RATE_WIDTH = 256
+# Operations of one block, forward and backward, and what the host needs to issue one; between two micro-batches the
+# queue runs dry while Python and DeepSpeed prepare the next. Orders of magnitude, stated, not measured.
+_OPERATIONS_PER_BLOCK = {"llama": 120, "gpt": 40}
+_ISSUE_SECONDS = 8e-6
+_MICRO_BATCH_SECONDS = 2e-3
 # Bytes that AdamW, clipping and the norm move per parameter of the partition: weights, gradient and two moments read,
 # three written back, the gradient read and written again for the norm and the clip, all fp32; and the 16-bit copy.
 _OPTIMIZER_BYTES = 4 * (4 + 3 + 3) + 2
@@ -70,13 +74,17 @@ def _micro_batch_seconds(spec: RunSpec, layout: Layout, device: Accelerator) -> 
     tokens = local_tokens(spec, layout)
     share = tokens / t / layout.pipeline_parallel
     rate = device.peak_flops(spec.training.precision) * device.achievable_fraction
+    if not device.is_cpu:
+        rate *= model.hidden_size / t / (model.hidden_size / t + _HALF_RATE_WIDTH)
     matrices = share * _executed_flops_per_token(spec, layout) / rate
     element = weight_bytes(spec.training.precision)
     moved = share * _elementwise_bytes_per_token(spec, element) * _passes(spec, layout)
     elementwise = moved / (device.memory_bandwidth * _MEMORY_EFFICIENCY)
+    if device.is_cpu:
+        return matrices + elementwise
     blocks = stage_layers(model.num_hidden_layers, layout.pipeline_parallel, 0)
-    launches = 0.0 if device.is_cpu else blocks * _KERNELS_PER_BLOCK * _passes(spec, layout) / 3 * _LAUNCH_SECONDS
-    return max(matrices + elementwise, launches)
+    issued = blocks * _OPERATIONS_PER_BLOCK[model.family] * _passes(spec, layout) / 3 * _ISSUE_SECONDS
+    return max(matrices + elementwise, issued) + _MICRO_BATCH_SECONDS
 
 
 def _passes(spec: RunSpec, layout: Layout) -> float:
@@ -98,18 +106,23 @@ def _executed_flops_per_token(spec: RunSpec, layout: Layout) -> float:
 
 
 def _elementwise_bytes_per_token(spec: RunSpec, element: int) -> int:
-    """Memory traffic of one forward pass outside matrix products, kernels unfused (eager PyTorch).
+    """Memory traffic of one forward pass outside matrix products.
 
-    Per block: two norms (8 reads and writes of the hidden width each), two residual additions (3 each), rotation of
-    queries and keys (6), the activation and its product (5 of the inner width; 2 for GELU). Loss: 3 fp32 passes.
+    Eager, each operation of the engine's model reads and writes its tensors: RMSNorm and rotation compute in fp32 step
+    by step, residual additions move 3 elements, SwiGLU 5, GELU and LayerNorm 2. Compiled, chains become one kernel.
+    The loss moves 12 bytes per vocabulary entry forward, and twice that backward.
     """
-    model = spec.model
+    model, compiled = spec.model, spec.training.compile
     inner = model.intermediate_size
     if model.num_experts:
         inner = (model.moe_intermediate_size or inner) * model.num_experts_per_tok
-    rotated = 6 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
     if model.family == "gpt":
-        per_block = 22 * model.hidden_size + 2 * inner
+        per_block = element * ((2 * 2 + 2 * 3) * model.hidden_size + 2 * inner)
     else:
-        per_block = 22 * model.hidden_size + rotated + 5 * inner
-    return element * model.num_hidden_layers * per_block + 12 * model.vocab_size
+        wide = element == 2  # conversions to fp32 and back
+        norm = 2 * element if compiled else (36 if wide else 28)
+        rotation = 2 * element if compiled else (58 if wide else 40)
+        rotated = (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
+        per_block = (2 * norm + 6 * element) * model.hidden_size + rotation * rotated
+        per_block += (3 if compiled else 5) * element * inner
+    return model.num_hidden_layers * per_block + 12 * model.vocab_size
