@@ -32,6 +32,8 @@ def main() -> int:
     for signum in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, on_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR1))
+    if "touch" in fake:
+        Path(fake["touch"]).touch()
     for name in fake.get("echo", []):
         say(f"{name}={os.environ[name]!r}")
     say("up")
@@ -47,7 +49,8 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
 
     ``die``: {"attempt:rank": exit code, or minus a signal number}; any part may be ``*``. ``reason``: what a failure
     file says of that. ``die_at``: the step at which it happens. ``checkpoint_every``: as it says. ``deaf``: ranks that
-    ignore signals. ``save_seconds``: how long a save takes after a signal. ``echo``: variables to print.
+    ignore signals. ``save_seconds``: how long a save takes after a signal. ``echo``: variables to print. ``touch``: a
+    file to make.
     """
     checkpoints = run_folder / "checkpoints"
     step = max((int(path.name[5:]) for path in checkpoints.glob("step-????????")), default=0)

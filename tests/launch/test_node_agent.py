@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.attempts import begin_attempt
+from scaletrain_cli.launch.attempts import attempt_outcome, begin_attempt
 from scaletrain_cli.launch.node_agent import parse_options
 from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, read_failures, read_node_records
 from scaletrain_cli.launch.node_run import node_exit_code
@@ -23,11 +23,16 @@ from tests.launch.conftest import ENGINE, MadeRun, is_running, wait_until
 class Agent:
     """A node agent under test, started as a scheduler would."""
 
-    def __init__(self, made: MadeRun, environment: dict[str, str] | None = None, *options: str) -> None:
+    def __init__(
+        self, made: MadeRun, environment: dict[str, str] | None = None, *options: str, node_rank: int = 0
+    ) -> None:
         self.made = made
-        self.attempt = begin_attempt(made.run, made.record.spec, scheduler="test", job_id="1", nodes=("here",))
+        self.node_rank = node_rank
+        if node_rank == 0:
+            begin_attempt(made.run, made.record.spec, scheduler="test", job_id="1", nodes=("here",))
+        self.attempt = made.run.attempts()[-1]
         command = [sys.executable, "-m", "scaletrain_cli.launch.node_agent", str(made.run.path), "--engine", ENGINE]
-        command += ["--attempt", str(self.attempt), "--node-rank", "0", "--master-addr", "127.0.0.1"]
+        command += ["--attempt", str(self.attempt), "--node-rank", str(node_rank), "--master-addr", "127.0.0.1"]
         self.process = subprocess.Popen(
             [*command, "--master-port", "29500", *options],
             env={**os.environ, **(environment or {})},
@@ -46,7 +51,7 @@ class Agent:
 
     @property
     def node(self) -> NodeRecord:
-        return read_node_records(self.made.run, self.attempt)[0]
+        return read_node_records(self.made.run, self.attempt)[self.node_rank]
 
     @property
     def ranks(self) -> tuple[RankRecord, ...]:
@@ -62,8 +67,8 @@ class Agent:
 def start_agent() -> Iterator[Callable[..., Agent]]:
     agents: list[Agent] = []
 
-    def start(made: MadeRun, environment: dict[str, str] | None = None, *options: str) -> Agent:
-        agents.append(Agent(made, environment, *options))
+    def start(made: MadeRun, environment: dict[str, str] | None = None, *options: str, node_rank: int = 0) -> Agent:
+        agents.append(Agent(made, environment, *options, node_rank=node_rank))
         return agents[-1]
 
     yield start
@@ -271,9 +276,32 @@ def test_environment_values_with_shell_text_reach_the_ranks_unchanged(
     assert f"NASTY={nasty!r}" in made.log(1, 0)
 
 
-def test_agents_on_one_machine_keep_their_files_apart_by_node_rank() -> None:
-    options = parse_options(["/run", "--attempt", "3"], {"NODE_RANK": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "1234"})
-    assert (options.node_rank, options.master_addr, options.master_port) == (2, "n1", 1234)
-    given = ["/run", "--attempt", "3", "--node-rank", "1", "--master-addr", "x", "--master-port", "5"]
-    assert parse_options(given, {"SLURM_NODEID": "7", "SLURMD_NODENAME": "n7"}).node_rank == 1
-    assert parse_options(given[:3] + given[5:], {"SLURM_NODEID": "7", "SLURMD_NODENAME": "n7"}).node_name == "n7"
+def test_two_agents_on_one_machine_keep_their_ranks_and_files_apart(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes=2", echo=["RANK", "NODE_RANK"])
+    agents = [start_agent(made, node_rank=0), start_agent(made, node_rank=1)]
+    assert [agent.wait() for agent in agents] == [0, 0]
+    assert [[rank.rank for rank in agent.ranks] for agent in agents] == [[0, 1], [2, 3]]
+    assert "RANK='3'\nNODE_RANK='1'" in made.log(1, 3)
+    assert attempt_outcome(made.run, made.record.spec, 1, cancelled=False).reason == "done"
+
+
+def test_the_ranks_run_where_the_run_was_submitted(
+    make_run: MakeRun, start_agent: StartAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "where it's submitted"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    made = make_run("cluster.gpus_per_node=1", touch="here")
+    monkeypatch.chdir(tmp_path)
+    assert start_agent(made).wait() == 0
+    assert (home / "here").exists()
+
+
+def test_options_win_over_the_environment_and_slurm_names_are_understood() -> None:
+    environment = {"MASTER_ADDR": "n1", "MASTER_PORT": "1234", "SLURM_NODEID": "7", "SLURMD_NODENAME": "n7"}
+    found = parse_options(["/run", "--attempt", "3"], environment)
+    assert (found.node_rank, found.node_name, found.master_addr, found.master_port) == (7, "n7", "n1", 1234)
+    assert parse_options(["/run", "--attempt", "3"], {**environment, "NODE_RANK": "2"}).node_rank == 2
+    given = ["/run", "--attempt", "3", "--node-rank", "1", "--node-name", "x", "--master-port", "5"]
+    found = parse_options(given, environment)
+    assert (found.node_rank, found.node_name, found.master_port, found.parent_pid) == (1, "x", 5, None)
