@@ -163,7 +163,7 @@ def verify(checkpoint: Checkpoint) -> list[str]:
 
 def newest_that_verifies(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to resume from, and what was wrong with each newer one that was passed over."""
-    passed_over = []
+    passed_over: list[str] = []
     for path in reversed(_committed_folders(folder)):
         checkpoint = _read(path)
         problems = verify(checkpoint) if isinstance(checkpoint, Checkpoint) else [f"{MANIFEST}: {checkpoint}"]
