@@ -9,7 +9,7 @@ import typer
 
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 
-EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
+EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
 _USUAL_GPU = "h100-sxm-80gb"
 _MOST_NODES = 1024
 

@@ -50,6 +50,15 @@ _FAMILIES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
 }
 
 
+# What a dimension follows from where it is not given; a problem with one of those is not told twice.
+DERIVED_FROM = {
+    "num_key_value_heads": ("num_attention_heads",),
+    "head_dim": ("hidden_size", "num_attention_heads"),
+    "intermediate_size": ("hidden_size", "family"),
+    "max_position_embeddings": ("seq_len",),
+}
+
+
 class SourceError(ValueError):
     """A preset or config.json that cannot be used; ``key`` is the spec key to blame."""
 

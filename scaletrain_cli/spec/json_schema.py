@@ -21,7 +21,7 @@ def json_schema() -> dict[str, Any]:
     for section in (schema, *sections.values()):
         for name, field in section["properties"].items():
             field.pop("title", None)  # pydantic's is the name again, in capitals
-            if "$ref" in field or (section is schema and name not in schema["required"]):
+            if name not in section.get("required", ()) and ("$ref" in field or section is schema):
                 _allow_empty(field)
     _loosen_model(sections["ModelSpec"])
     return {

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from scaletrain_cli.errors import Problem, SpecError
-from scaletrain_cli.spec.architecture_source import SourceError, complete, presets
+from scaletrain_cli.spec.architecture_source import DERIVED_FROM, SourceError, complete, presets
 from scaletrain_cli.spec.problems import contradictions, field_problem, nearest
 from scaletrain_cli.spec.run import RunSpec
 from scaletrain_cli.spec.source import Source, apply_override, parse_yaml, shown
@@ -71,9 +71,8 @@ def _validate(raw: dict[str, Any], source: Source, *, model_is_known: bool) -> t
     except ValidationError as error:
         details = error.errors(include_url=False)
         broken = {detail["loc"][0] for detail in details}
-        if not model_is_known:  # its source was reported; every dimension that the source would give is not
-            details = [detail for detail in details if detail["type"] != "missing" or detail["loc"][0] != "model"]
-        problems = [field_problem(detail, source) for detail in details]
+        reported = {detail["loc"] for detail in details}
+        problems = [field_problem(d, source) for d in details if not _follows(d, reported, model_is_known)]
         for name, field in RunSpec.model_fields.items():
             section = field.annotation
             if name in raw and name not in broken and isinstance(section, type) and issubclass(section, BaseModel):
@@ -81,6 +80,14 @@ def _validate(raw: dict[str, Any], source: Source, *, model_is_known: bool) -> t
         return None, list(dict.fromkeys(problems))
     problems = [p for name in RunSpec.model_fields for p in contradictions(getattr(spec, name), (name,), source)]
     return spec, problems + list(contradictions(spec, (), source))
+
+
+def _follows(detail: Any, reported: set[tuple[Any, ...]], model_is_known: bool) -> bool:
+    """Whether a missing dimension is only the consequence of another problem: of its source, or of what it is from."""
+    section, *key = detail["loc"]
+    if detail["type"] != "missing" or section != "model" or not key:
+        return False
+    return not model_is_known or any(("model", other) in reported for other in DERIVED_FROM.get(key[0], ()))
 
 
 def _reason(error: Exception) -> str:

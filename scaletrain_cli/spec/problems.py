@@ -54,6 +54,9 @@ def field_problem(detail: Any, source: Source) -> Problem:
     if kind == "missing":
         if isinstance(key[-1], int):
             return Problem(source.place(key[:-1]), ".".join(map(shown, key[:-1])), "needs more items.", shown(given))
+        if dotted == "model.head_dim":  # it would have been filled in
+            heads = f"hidden_size = {given['hidden_size']} is no multiple of num_attention_heads"
+            return Problem(place, dotted, f"is missing, and {heads} = {given['num_attention_heads']}.", hint="Give it.")
         return Problem(place, dotted, "is missing.", hint="Add it, or start from `scaletrain init`.")
     if kind == "string_pattern_mismatch":
         message = "must not be empty" if given == "" else _PATTERNS.get(str(key[0]), "must not hold a NUL character")

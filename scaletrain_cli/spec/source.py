@@ -5,6 +5,8 @@ Knows nothing of which keys a run spec has.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +41,8 @@ class Source:
 
 def parse_yaml(text: str, source: Source) -> dict[str, Any]:
     """The mapping that ``text`` holds; lines go into ``source``. Raises SpecError."""
+    if _looks_bottomless(text):
+        raise SpecError(f"{source.file} is not a run spec", (Problem(f"{source.file}:1", "", "is nested too deeply."),))
     tree = _load(text, source.file)
     plain = _plain(tree, (), source)
     if not isinstance(plain, dict):
@@ -82,6 +86,16 @@ def shown(value: Any) -> str:
     text = str(value).lower() if isinstance(value, bool) else text
     text = text.encode("unicode_escape").decode("ascii")
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _looks_bottomless(text: str) -> bool:
+    """Whether brackets or dashes nest so deeply that the YAML parser, quadratic in depth, would take minutes."""
+    if re.search(r"(?:[-?] ){100}", text):
+        return True
+    if text.count("[") + text.count("{") <= 100:
+        return False
+    steps = ({"[": 1, "{": 1, "]": -1, "}": -1}.get(char, 0) for char in text)
+    return max(itertools.accumulate(steps)) > 100
 
 
 def _load(text: str, file: str) -> Any:

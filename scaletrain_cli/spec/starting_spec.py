@@ -22,11 +22,11 @@ model:
   family: llama  # llama | gpt
   # preset: llama-7b  # known dimensions in place of these; keys given beside it win
   # hf_config: config.json  # or those of a Hugging Face config.json
-  hidden_size: 256
+  hidden_size: 320
   num_hidden_layers: 8
-  num_attention_heads: 8
-  num_key_value_heads: 4  # fewer than attention heads: grouped-query attention
-  intermediate_size: 768
+  num_attention_heads: 10
+  num_key_value_heads: 5  # fewer than attention heads: grouped-query attention
+  intermediate_size: 896
   vocab_size: 4096
   tie_word_embeddings: true
   seq_len: 128  # tokens per sequence
@@ -43,7 +43,7 @@ $dimensions
 
 _TRAINING = """\
 data:
-  source: python-stdlib  # a corpus that every machine has; or a prepared dataset, or text/jsonl/parquet files
+  source: python-stdlib  # a corpus that every machine has; or text, jsonl or parquet files
   tokenizer: {kind: bpe, vocab_size: $tokenizer_size}  # trained on the source; or {kind: file, path: tokenizer.json}
 
 training:
@@ -119,7 +119,7 @@ def starting_spec(
         tokenizer_size=vocabulary,
         global_batch_size=max(16, nodes * gpus_per_node * (8 if small else 16)),
         micro_batch_size=8 if small else "auto",
-        steps=120 if small else 1000,
+        steps=100 if small else 1000,
         precision="fp32" if on_cpu else "bf16",
         lr="2.0e-3" if small else "3.0e-4",
         min_lr="2.0e-4" if small else "3.0e-5",

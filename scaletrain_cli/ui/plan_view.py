@@ -86,7 +86,7 @@ def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) 
         yield "Warnings", Group(*(words(f"• {warning}", "yellow") for warning in plan.warnings))
     if plan.alternatives:
         shown = plan.alternatives if everything else plan.alternatives[:_FEW_ALTERNATIVES]
-        yield "Considered", _alternatives(shown, hidden=len(plan.alternatives) - len(shown))
+        yield "Considered", _alternatives(plan.layout, shown, hidden=len(plan.alternatives) - len(shown))
     if everything:
         yield "Assumes", Group(*(words(f"• {assumption}", "dim") for assumption in plan.assumptions))
 
@@ -143,7 +143,7 @@ def _memory(plan: RunPlan, bar: int, unicode: bool) -> RenderableType:
 
 def _memory_total(plan: RunPlan) -> Text:
     memory = plan.memory
-    rank = "per rank" if plan.layout.pipeline_parallel == 1 else "on the fullest pipeline stage"
+    rank = "per rank" if plan.layout.pipeline_parallel == 1 else "on the fullest stage"
     return Text.assemble(
         (bytes_text(memory.peak), "bold green" if memory.fits else "bold red"),
         f" of {bytes_text(memory.capacity)} ({percent_text(memory.peak / memory.capacity)}) {rank}",
@@ -224,9 +224,9 @@ def _cost(plan: RunPlan) -> str:
     return f"{listed}; {dollars_text(cost.price_per_gpu_hour)} per GPU and hour ({cost.price_source})"
 
 
-def _alternatives(shown: tuple[Alternative, ...], hidden: int) -> RenderableType:
+def _alternatives(chosen: Layout, shown: tuple[Alternative, ...], hidden: int) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
-    columns = _columns([alternative.layout for alternative in shown])
+    columns = _columns([chosen, *(alternative.layout for alternative in shown)])
     for name in columns:
         table.add_column(name, no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
@@ -245,7 +245,7 @@ def _alternatives(shown: tuple[Alternative, ...], hidden: int) -> RenderableType
 
 
 def _columns(layouts: list[Layout]) -> dict[str, str]:
-    """Column titles and fields; of the parallel axes only those that any layout uses."""
+    """Column titles and fields; of the parallel axes only those in which the layouts differ."""
     axes = {
         "data": "data_parallel",
         "tensor": "tensor_parallel",
@@ -254,5 +254,5 @@ def _columns(layouts: list[Layout]) -> dict[str, str]:
         "context": "context_parallel",
         "expert": "expert_parallel",
     }
-    used = {name: field for name, field in axes.items() if any(getattr(layout, field) > 1 for layout in layouts)}
-    return {**used, "ZeRO": "zero_stage", "micro": "micro_batch_size", "recompute": "activation_checkpointing"}
+    differ = {name: field for name, field in axes.items() if len({getattr(layout, field) for layout in layouts}) > 1}
+    return {**differ, "ZeRO": "zero_stage", "micro": "micro_batch_size", "recompute": "activation_checkpointing"}

@@ -1,0 +1,64 @@
+"""Specs to load, and what is wrong with them, for the tests of this folder. No tests here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import Problem, SpecError
+from scaletrain_cli.spec import RunSpec, parse_spec
+
+PROJECT = Path(__file__).parent.parent.parent
+FIXTURES = Path(__file__).parent / "hugging_face"
+RECIPES = sorted((PROJECT / "recipes").glob("*.yaml"))
+
+SPEC = """\
+schema: scaletrain/v1
+name: sample
+model:
+  family: llama
+  hidden_size: 64
+  num_hidden_layers: 2
+  num_attention_heads: 4
+  intermediate_size: 128
+  vocab_size: 512
+  seq_len: 32
+data:
+  source: python-stdlib
+  tokenizer: {kind: bpe, vocab_size: 512}
+training:
+  global_batch_size: 8
+  steps: 10
+  precision: fp32
+"""
+
+
+def load(text: str = SPEC, *overrides: str, base_dir: Path = FIXTURES) -> RunSpec:
+    """The spec in ``text``, which errors call run.yaml."""
+    return parse_spec(text, file="run.yaml", base_dir=base_dir, overrides=overrides)
+
+
+def error(text: str = SPEC, *overrides: str) -> SpecError:
+    """What loading it ends with."""
+    with pytest.raises(SpecError) as caught:
+        load(text, *overrides)
+    return caught.value
+
+
+def problems(text: str = SPEC, *overrides: str) -> Sequence[Problem]:
+    """Everything that is wrong with it."""
+    return error(text, *overrides).problems
+
+
+def problem(text: str = SPEC, *overrides: str) -> str:
+    """The only thing that is wrong with it, as a line."""
+    found = problems(text, *overrides)
+    assert len(found) == 1, [str(one) for one in found]
+    return str(found[0])
+
+
+def line_of(text: str, part: str) -> int:
+    """Number of the first line that holds ``part``."""
+    return next(number for number, line in enumerate(text.splitlines(), start=1) if part in line)

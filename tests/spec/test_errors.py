@@ -1,0 +1,140 @@
+"""A spec error lists every problem at once: where it stands, what was given, what is allowed, the nearest name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import ExitCode, SpecError
+from scaletrain_cli.spec import load_spec
+from tests.spec.samples import SPEC, error, line_of, load, problem, problems
+
+
+def test_all_problems_are_reported_at_once_each_at_its_line() -> None:
+    text = SPEC.replace("hidden_size: 64", "hiden_size: 64").replace("precision: fp32", "precision: bf61")
+    text += "layout: {zero_stage: 4}\ncheckpoint:\n  keep: 0\nevaluation:\n  every: -1\n"
+    found = {str(one.key): one for one in problems(text)}
+    assert found.keys() == {
+        "model.hidden_size",
+        "model.hiden_size",
+        "training.precision",
+        "layout.zero_stage",
+        "checkpoint.keep",
+        "evaluation.every",
+    }
+    assert found["training.precision"].where == f"run.yaml:{line_of(text, 'bf61')}"
+    assert found["layout.zero_stage"].where == f"run.yaml:{line_of(text, 'layout')}"
+    assert found["checkpoint.keep"].where == f"run.yaml:{line_of(text, 'keep')}"
+    assert found["model.hidden_size"].where == f"run.yaml:{line_of(text, 'model:')}"
+
+
+def test_the_headline_names_the_file_and_counts() -> None:
+    assert error(SPEC.replace("fp32", "fp23")).message == "run.yaml: 1 problem in the run spec"
+    assert error(SPEC.replace("fp32", "fp23") + "a: 1\n").message == "run.yaml: 2 problems in the run spec"
+    assert error(SPEC + "a: 1\n").exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.precision=bf61", "= bf61: must be 'fp32', 'tf32', 'bf16', 'fp16' or 'fp8'. Did you mean bf16?"),
+        ("trainin.steps=3", "trainin: unknown key. Did you mean training? Known here: schema, name,"),
+        ("model.hidden=3", "model.hidden: unknown key. Did you mean hidden_size? Known here: family,"),
+        ("training.steps=1e3", "training.steps = 1000.0: must be a whole number. Write 1000."),
+        ("training.steps=true", "training.steps = true: must be a whole number."),
+        ("training.steps='5'", "training.steps = 5: must be a whole number. Leave out quotes and units."),
+        ("training.steps=0", "training.steps = 0: must be at least 1."),
+        ("training.steps=99999999999", "training.steps = 99999999999: must be at most 1000000000."),
+        ("training.optimizer.lr=true", "training.optimizer.lr = true: must be a number, not true or false."),
+        ("training.optimizer.lr=0", "training.optimizer.lr = 0: must be above 0."),
+        ("training.optimizer.lr=.nan", "training.optimizer.lr = nan: must be a finite number."),
+        ("training.optimizer.betas=[0.9]", "training.optimizer.betas = [0.9]: needs more items."),
+        ("training.optimizer.betas=[0.9, 0.9, 0.9]", "must have 2 items."),
+        (
+            "model.hidden_size=66",
+            "model.head_dim: is missing, and hidden_size = 66 is no multiple of num_attention_heads",
+        ),
+        ("training.optimizer=adamw", "training.optimizer = adamw: must be a section (a mapping of keys)."),
+        ("training.micro_batch_size=0", "must be a whole number of at least 1, or auto."),
+        ("checkpoint.async=2", "checkpoint.async = 2: must be true or false."),
+        ("cluster.gpu=[1]", "cluster.gpu = [1]: must be a name in the hardware catalogue, cpu, or a table"),
+        ("cluster.gpu={name: x}", "cluster.gpu.memory: is missing."),
+        ("cluster.price_per_gpu_hour=-1", "must be US dollars per GPU and hour, or auto."),
+        ("cluster.slurm.partition=a b", "must be one word of letters, digits and _.,:=/@%+*[]-&|!() that goes into a"),
+        ("cluster.slurm.extra={Time: 3}", "must be the name of an sbatch option."),
+        ("cluster.slurm.extra.time=3", "is set by the launcher or by a field of its own; remove it from extra."),
+        ("restarts.preemption=often", "must be a whole number of at least 0, or unlimited."),
+        ("env={OMP_NUM_THREADS: 4}", 'env.OMP_NUM_THREADS = 4: must be text. Put it in quotes: "4".'),
+        ("env={1A: b}", "must be the name of an environment variable: letters, digits and _, not starting with"),
+        ("secret_env=[A-B]", "must be the name of an environment variable"),
+        ("name=''", "name = : must not be empty."),
+        ('name="a\\0b"', "name = a\\x00b: must not hold a NUL character."),
+        ('name="\\ud800"', "name = \\ud800: must be text that can be written as UTF-8."),
+        ("training.tokens=10M", "give exactly one of steps and tokens; null takes one away."),
+    ],
+)
+def test_a_wrong_value_is_said_in_words(override: str, expected: str) -> None:
+    lines = [str(one) for one in problems(SPEC, override)]
+    assert any(expected in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.num_key_value_heads=3", "must divide num_attention_heads = 4; use 1, 2 or 4."),
+        ("model.head_dim=15", "must be even, because rotary positions turn pairs of channels."),
+        ("training.micro_batch_size=3", "must divide global_batch_size = 8."),
+        ("training.schedule.min_lr=1", "must not exceed optimizer.lr = 0.0003."),
+        ("training.schedule.warmup_steps=11", "must not exceed steps = 10."),
+        ("training.grad_dtype=bf16", "must be fp32 with precision: fp32."),
+        ("layout.tensor_parallel=3", "must divide 4 attention heads. Use 1, 2 or 4."),
+        ("layout.pipeline_parallel=3", "must not exceed 2 layers."),
+        ("data.tokenizer.vocab_size=513", "must not exceed model.vocab_size = 512."),
+        ("data.tokenizer.kind=file", "data.tokenizer.path: is needed with kind: file, and only there."),
+        ("cluster.nodes=2", "must be 1 with scheduler: local, which runs on this machine alone."),
+    ],
+)
+def test_settings_that_contradict_each_other_are_found(override: str, expected: str) -> None:
+    assert expected in problem(SPEC, override)
+
+
+def test_contradictions_are_found_in_sound_sections_beside_broken_ones() -> None:
+    keys = {one.key for one in problems(SPEC + "checkpoint: {keep: x}\ncluster: {nodes: 2}\n")}
+    assert keys == {"checkpoint.keep", "cluster.nodes"}
+
+
+def test_a_secret_in_clear_is_refused() -> None:
+    assert "TOKEN also stands in env, in clear" in problem(SPEC + "env: {TOKEN: x}\nsecret_env: [TOKEN]\n")
+
+
+def test_a_value_far_too_long_is_cut_and_a_huge_number_not_printed() -> None:
+    assert len(problem(SPEC, f"training.precision={'x' * 10_000}")) < 300
+    assert "a number of more than 80 digits" in problem(SPEC, f"training.seed=0x{'f' * 6000}")
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda path: None, "No such file or directory"),
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.write_bytes(bytes(range(256))), "it is not UTF-8 text"),
+        (lambda path: path.write_text("a: 1\n" * 300_000), "is larger than a megabyte"),
+    ],
+    ids=["missing", "folder", "binary", "huge"],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_way_out(make, expected: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "run.yaml"
+    make(path)
+    with pytest.raises(SpecError) as caught:
+        load_spec(path)
+    assert expected in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_spec_is_frozen_and_refuses_unknown_keys() -> None:
+    spec = load()
+    with pytest.raises(ValueError, match="frozen"):
+        spec.training.steps = 3  # type: ignore[misc]
+    assert "unknown key" in problem(SPEC, "cluster.slurm.partitions=a")
+    assert "unknown key" in problem(SPEC, "tracking.wandb.projekt=a")

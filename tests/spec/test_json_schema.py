@@ -1,0 +1,77 @@
+"""The JSON Schema accepts every file that loads, and tells an editor what a file may not hold."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from ruamel.yaml import YAML
+
+from scaletrain_cli.spec import json_schema, presets, starting_spec
+from tests.spec.samples import RECIPES, SPEC, load
+from tests.spec.test_round_trip import FULL
+
+MODEL = {"family": "gpt", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 9}
+
+
+def complaints(text: str, **changes: Any) -> list[str]:
+    data = YAML(typ="safe", pure=True).load(io.StringIO(text)) | changes
+    return [error.message for error in jsonschema.Draft202012Validator(json_schema()).iter_errors(data)]
+
+
+def test_the_schema_is_a_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_is_accepted(path: Path) -> None:
+    assert complaints(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("text", [SPEC, SPEC + FULL, starting_spec()], ids=["small", "full", "starting"])
+def test_every_kind_of_value_that_loads_is_accepted(text: str) -> None:
+    load(text)
+    assert complaints(text) == []
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{"preset": "gpt2"}, {"hf_config": "config.json"}, {"preset": "llama-7b", "seq_len": 512}, MODEL],
+    ids=["preset", "config", "beside", "dims"],
+)
+def test_dimensions_are_needed_only_where_nothing_gives_them(model: dict[str, Any]) -> None:
+    assert complaints(SPEC, model=model) == []
+
+
+def test_a_resolved_spec_is_accepted() -> None:
+    resolved = load(SPEC + FULL).model_dump(mode="json", by_alias=True)
+    assert list(jsonschema.Draft202012Validator(json_schema()).iter_errors(resolved)) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"family": "llama"}},
+        {"model": {"preset": "llama-8b"}},
+        {"model": MODEL | {"family": "llama"}},
+        {"model": None},
+        {"trainin": {}},
+        {"training": {"global_batch_size": 8, "steps": "many"}},
+        {"training": {"global_batch_size": 8, "steps": 1, "precision": "fp23"}},
+        {"layout": {"zero_stage": 4}},
+        {"layout": {"data_parallel": "all"}},
+        {"cluster": {"slurm": {"partition": "a b"}}},
+        {"restarts": {"preemption": "often"}},
+    ],
+    ids=str,
+)
+def test_an_editor_can_mark_these(changes: dict[str, Any]) -> None:
+    assert complaints(SPEC, **changes)
+
+
+def test_all_presets_are_offered() -> None:
+    offered = json_schema()["$defs"]["ModelSpec"]["properties"]["preset"]["enum"]
+    assert set(presets()) < set(offered)

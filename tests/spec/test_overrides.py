@@ -1,0 +1,65 @@
+"""``--set a.b=c``: its value is read as YAML, and errors name the option instead of a line."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.spec.samples import SPEC, load, problem, problems
+
+
+def test_an_override_wins_over_the_file_and_the_last_one_over_the_others() -> None:
+    assert load(SPEC, "training.steps=20", "training.steps=30").training.steps == 30
+
+
+def test_an_override_makes_the_sections_on_its_way() -> None:
+    spec = load(SPEC, "cluster.slurm.extra.exclusive=true", "tracking.wandb.mode=offline")
+    assert spec.cluster.slurm.extra == {"exclusive": True}
+    assert spec.tracking.wandb.mode == "offline"
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "expected"),
+    [
+        ("training.optimizer.lr=3e-4", "training.optimizer.lr", 3e-4),
+        ("training.steps=1_000", "training.steps", 1000),
+        ("training.optimizer.betas=[0.8, 0.9]", "training.optimizer.betas", (0.8, 0.9)),
+        ("training.optimizer={lr: 1e-3}", "training.optimizer.lr", 1e-3),
+        ("name=a=b", "name", "a=b"),
+        ('name="a: b # c"', "name", "a: b # c"),
+        ("name=$(rm -rf /)", "name", "$(rm -rf /)"),
+        (" training.steps = 7", "training.steps", 7),
+        ("cluster.slurm.time=24:00:00", "cluster.slurm.time", 86400.0),
+        ("cluster.gpu=h100-sxm-80gb", "cluster.gpu", "h100-sxm-80gb"),
+    ],
+)
+def test_a_value_is_read_as_yaml(override: str, section: str, expected: object) -> None:
+    value: object = load(SPEC, override)
+    for part in section.split("."):
+        value = getattr(value, part)
+    assert value == expected
+
+
+def test_null_takes_a_key_away() -> None:
+    spec = load(SPEC, "training.steps=null", "training.tokens=1M")
+    assert spec.training.tokens == 10**6
+    assert load(SPEC + "cluster: {gpus_per_node: 3}\n", "cluster=").cluster.gpus_per_node == 1
+
+
+@pytest.mark.parametrize("override", ["training.steps", "=3", "", "a..b=3", ".a=3", "a.=3"])
+def test_an_override_that_is_none_says_how_one_looks(override: str) -> None:
+    assert problem(SPEC, override).startswith("--set: must look like section.key=value, as in training.steps=100, not")
+
+
+@pytest.mark.parametrize("override", ["name=a: b", "name=[", "name='", "name=\t", "name=*a", "name=@a", "name=\x00"])
+def test_a_value_that_is_not_yaml_is_refused(override: str) -> None:
+    assert all(one.where == "--set" for one in problems(SPEC, override))
+
+
+def test_a_value_is_not_taken_for_a_section() -> None:
+    assert "cannot be set: training.steps is not a section." in problem(SPEC, "training.steps.a=3")
+
+
+def test_the_option_is_named_for_what_it_set_and_the_line_for_the_rest() -> None:
+    text = SPEC + "layout: {zero_stage: 9}\n"
+    assert [one.where for one in problems(text, "layout.data_parallel=0")] == ["--set", "run.yaml:18"]
+    assert [one.where for one in problems(text, "layout={zero_stage: 8}")] == ["--set"]

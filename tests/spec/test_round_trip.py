@@ -1,0 +1,51 @@
+"""The resolved spec goes into run.json and comes back the same; that file is itself a spec."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.spec import RunSpec, load_spec, presets
+from tests.spec.samples import RECIPES, SPEC, load
+
+FULL = """\
+layout: {data_parallel: 2, zero_stage: 3, activation_checkpointing: full}
+cluster:
+  scheduler: slurm
+  nodes: 2
+  gpu: {name: mine, memory: 80GiB, fp32_flops: 67TFLOPS, memory_bandwidth: 3.35TB/s, intra_node_bandwidth: 450GB/s}
+  mean_time_between_interruptions: 3h
+  slurm: {partition: gpu, time: 24:00:00, memory_per_node: 1TiB, extra: {exclusive: true, nice: -5, comment: a}}
+checkpoint: {every: 7, async: false, dir: /tmp/a b}
+guard: {hang: 10m}
+restarts: {preemption: 4}
+env: {A: "1 $(x)", B: "a\\nb"}
+secret_env: [TOKEN]
+"""
+
+
+@pytest.mark.parametrize("text", [SPEC, SPEC + FULL], ids=["small", "full"])
+def test_a_spec_survives_json(text: str) -> None:
+    spec = load(text)
+    dumped = json.loads(json.dumps(spec.model_dump(mode="json", by_alias=True), allow_nan=False))
+    assert RunSpec.model_validate(dumped) == spec
+    assert load(json.dumps(dumped)) == spec, "JSON is YAML, so a resolved spec can be planned again"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_survives_json(path: Path) -> None:
+    spec = load_spec(path)
+    assert RunSpec.model_validate(spec.model_dump(mode="json", by_alias=True)) == spec
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_survives_json(name: str) -> None:
+    spec = load(SPEC, f"model={{preset: {name}}}")
+    assert RunSpec.model_validate(spec.model_dump(mode="json", by_alias=True)) == spec
+
+
+def test_steps_follow_from_tokens_rounded_up() -> None:
+    assert load(SPEC, "training.steps=null", f"training.tokens={8 * 32 * 5}").total_steps == 5
+    assert load(SPEC, "training.steps=null", f"training.tokens={8 * 32 * 5 + 1}").total_steps == 6

@@ -1,0 +1,40 @@
+"""What `init` writes loads as it stands, says nothing twice and nothing wrong in its comments."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from scaletrain_cli.spec import RunSpec, presets, starting_spec
+from tests.spec.samples import load
+
+
+@pytest.mark.parametrize("preset", [None, *presets()])
+@pytest.mark.parametrize("gpu", ["cpu", "h100-sxm-80gb"])
+@pytest.mark.parametrize("scheduler", ["local", "slurm"])
+def test_every_starting_spec_loads(preset: str | None, gpu: str, scheduler: str) -> None:
+    spec = load(starting_spec(preset=preset, gpu=gpu, scheduler=scheduler, gpus_per_node=4))
+    assert (spec.cluster.gpu, spec.cluster.scheduler, spec.world_size) == (gpu, scheduler, 4)
+
+
+def test_a_starting_spec_has_short_lines_and_no_blanks_at_their_ends() -> None:
+    for preset in (None, *presets()):
+        for line in starting_spec(preset=preset).splitlines():
+            assert line == line.rstrip()
+            assert len(line) <= 120, line
+
+
+def test_lines_that_are_commented_out_are_right_once_they_are_not() -> None:
+    text = starting_spec(preset="llama-3-8b", gpu="h100-sxm-80gb", scheduler="slurm", gpus_per_node=8)
+    commented = re.sub(r"^( *)# (?=\w+: )", r"\1", text, flags=re.MULTILINE)
+    assert commented.count("#") < text.count("#")
+    spec = load(commented)
+    assert spec.cluster.slurm.partition == "gpu"
+    assert spec.secret_env == ["WANDB_API_KEY"]
+    assert spec.model == load(text).model
+
+
+def test_every_section_is_shown() -> None:
+    shown = set(re.findall(r"^#? ?(\w+):", starting_spec(), flags=re.MULTILINE))
+    assert set(RunSpec.model_fields) - {"schema_version", "guard", "planner"} <= shown
