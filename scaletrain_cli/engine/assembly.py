@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from scaletrain_cli.engine.checkpointing import Checkpointer
@@ -34,7 +36,7 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) -> Trai
     agreement = Agreement()
     dataset, train, validation = _open_data(run, record, ranks, agreement)
     torch.backends.cuda.matmul.allow_tf32 = spec.training.precision == "tf32"
-    torch.manual_seed(spec.training.seed + ranks.rank)
+    _seed(spec.training.seed, ranks.rank)
     model = build_model(spec.model, spec.training.seed)
     checkpoint_activations(model, layout.activation_checkpointing)
     settings = spec.training.optimizer
@@ -69,6 +71,13 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) -> Trai
         validation=validation,
         faults=faults,
     )
+
+
+def _seed(seed: int, rank: int) -> None:
+    """Give each rank random streams of its own; resuming restores them."""
+    random.seed(seed + rank)
+    np.random.seed((seed + rank) % 2**32)
+    torch.manual_seed((seed + rank) % 2**63)
 
 
 def _device(cpu: bool, local_rank: int) -> torch.device:

@@ -1,0 +1,42 @@
+"""One dataset and one undisturbed run per layout, shared by all drills of a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.engine.dataset import prepare_dataset
+from scaletrain_cli.spec import DataSpec
+
+pytest.register_assert_rewrite("tests.drills.training_runs")
+
+from tests.drills.training_runs import Drill, submit_drill  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Part of Python's standard library, as 512 byte-pair tokens."""
+    source = Path(os.__file__).parent
+    data = DataSpec.model_validate({"source": f"{source}/[a-d]*.py", "tokenizer": {"kind": "bpe", "vocab_size": 512}})
+    return prepare_dataset(data, tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Drill]:
+    """The run that nothing happened to, for these overrides; trained once."""
+    finished: dict[str, Drill] = {}
+
+    def run(**overrides: Any) -> Drill:
+        key = repr(sorted(overrides.items()))
+        if key not in finished:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("SCALETRAIN_RUNS", str(tmp_path_factory.mktemp("undisturbed")))
+                finished[key] = submit_drill(dataset, **overrides)
+            finished[key].wait_for_end()
+        return finished[key]
+
+    return run

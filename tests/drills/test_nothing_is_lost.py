@@ -1,0 +1,165 @@
+"""Kill, signal and preempt real runs at random moments; what comes out equals the undisturbed run to the bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.engine.faults import VARIABLE
+from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from tests.drills.training_runs import STEPS, Drill, assert_same_run, differences, submit_drill
+
+pytestmark = pytest.mark.drill
+Undisturbed = Callable[..., Drill]
+every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    """A new seed each time, shown when the test fails, so that the moment can be repeated."""
+    seed = int(os.environ.get("DRILL_SEED", time.time_ns() % 10**9))
+    print(f"repeat with DRILL_SEED={seed}")
+    return random.Random(seed)
+
+
+@every_stage
+def test_a_rank_killed_at_a_random_step_changes_nothing(
+    stage: int, dataset: Path, undisturbed: Undisturbed, chance: random.Random
+) -> None:
+    drill = submit_drill(dataset, layout__zero_stage=stage)
+    drill.wait_for_step(chance.randrange(1, STEPS - 5))
+    os.kill(chance.choice(drill.rank_pids()), signal.SIGKILL)
+    drill.wait_for_end()
+    assert [e["reason"] for e in drill.events("attempt-ended")][-1] == "done"
+    assert len(drill.run.attempts()) == 2
+    assert_same_run(drill, undisturbed(layout__zero_stage=stage))
+
+
+@pytest.mark.parametrize(
+    ("stage", "number"), [(0, signal.SIGTERM), (1, signal.SIGUSR1), (2, signal.SIGTERM), (3, signal.SIGUSR1)]
+)
+def test_a_preemption_at_a_random_step_loses_no_step(
+    stage: int, number: signal.Signals, dataset: Path, undisturbed: Undisturbed, chance: random.Random
+) -> None:
+    drill = submit_drill(dataset, layout__zero_stage=stage)
+    drill.wait_for_step(chance.randrange(1, STEPS - 5))
+    os.kill(drill.agent_pid(), number)
+    drill.wait_for_end()
+    assert [event["exit_code"] for event in drill.events("attempt-ended")] == [75, 0]
+    assert [event["lost_steps"] for event in drill.events("resumed")] == [0]
+    assert_same_run(drill, undisturbed(layout__zero_stage=stage))
+
+
+def test_bf16_resumes_to_the_bit(dataset: Path, undisturbed: Undisturbed, chance: random.Random) -> None:
+    overrides = {"training__precision": "bf16", "layout__zero_stage": 2}
+    drill = submit_drill(dataset, **overrides)
+    drill.wait_for_step(chance.randrange(1, STEPS - 5))
+    os.kill(drill.agent_pid(), signal.SIGTERM)
+    drill.wait_for_end()
+    assert_same_run(drill, undisturbed(**overrides))
+
+
+def saving(drill: Drill) -> bool:
+    return any(drill.run.checkpoints.glob("*.tmp/*.pt"))
+
+
+def test_a_signal_inside_a_save_loses_no_step(
+    dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "slow-save seconds=0.4 attempt=1")
+    drill = submit_drill(dataset)
+    drill.wait_for(lambda: saving(drill))
+    os.kill(drill.agent_pid(), signal.SIGTERM)
+    drill.wait_for_end()
+    assert [event["lost_steps"] for event in drill.events("resumed")] == [0]
+    assert_same_run(drill, undisturbed())
+
+
+def test_a_kill_inside_a_save_falls_back_to_the_checkpoint_before(
+    dataset: Path, undisturbed: Undisturbed, chance: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "slow-save seconds=0.4 attempt=1")
+    drill = submit_drill(dataset)
+    drill.wait_for(lambda: list_checkpoints(drill.run.checkpoints) and saving(drill))
+    committed = list_checkpoints(drill.run.checkpoints)[-1].step
+    os.kill(chance.choice(drill.rank_pids()), signal.SIGKILL)
+    drill.wait_for_end()
+    assert drill.events("resumed")[0]["step"] >= committed
+    assert not list(drill.run.checkpoints.glob("*.tmp"))
+    assert_same_run(drill, undisturbed())
+
+
+def test_signals_while_ranks_start_up_are_kept(dataset: Path, undisturbed: Undisturbed, chance: random.Random) -> None:
+    drill = submit_drill(dataset)
+    for _ in range(3):  # the interpreter, torch and DeepSpeed load for some seconds; hit anywhere in there
+        pid = drill.agent_pid()
+        time.sleep(chance.uniform(0, 2.5))
+        os.kill(pid, signal.SIGTERM)
+        drill.wait_for(lambda pid=pid: drill.agent_pid() != pid)
+    drill.wait_for_end()
+    assert [event["exit_code"] for event in drill.events("attempt-ended")] == [75, 75, 75, 0]
+    assert_same_run(drill, undisturbed())
+
+
+def test_a_burst_of_signals_is_one_preemption(dataset: Path, undisturbed: Undisturbed) -> None:
+    drill = submit_drill(dataset)
+    drill.wait_for_step(12)
+    pid = drill.agent_pid()
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
+        os.kill(pid, number)
+    drill.wait_for_end()
+    assert [event["exit_code"] for event in drill.events("attempt-ended")] == [75, 0]
+    assert_same_run(drill, undisturbed())
+
+
+def test_the_agent_killed_leaves_no_rank_and_the_run_goes_on(dataset: Path, undisturbed: Undisturbed) -> None:
+    drill = submit_drill(dataset)
+    drill.wait_for_step(15)
+    ranks = drill.rank_pids()
+    os.kill(drill.agent_pid(), signal.SIGKILL)
+    drill.wait_for_end()
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    assert_same_run(drill, undisturbed())
+
+
+def test_a_damaged_checkpoint_is_passed_over(dataset: Path, undisturbed: Undisturbed) -> None:
+    drill = submit_drill(dataset, checkpoint__keep=4)
+    drill.wait_for(lambda: len(list_checkpoints(drill.run.checkpoints)) >= 2)
+    newest = list_checkpoints(drill.run.checkpoints)[-1]
+    shard = newest.path / next(name for name in newest.files if "optim" in name)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    os.kill(drill.rank_pids()[0], signal.SIGKILL)
+    drill.wait_for_end()
+    resumed = drill.events("resumed")[0]
+    if resumed["step"] < newest.step:  # unless a newer one was committed between the two lines above
+        assert shard.name in resumed["passed_over"][0]
+    assert_same_run(drill, undisturbed())
+
+
+def test_a_nan_stops_the_run_for_good_and_the_checkpoint_before_it_is_clean(
+    dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "nan rank=1 step=25")
+    drill = submit_drill(dataset)
+    drill.wait_for_end()
+    ended = drill.events("attempt-ended")
+    assert [(event["exit_code"], event["reason"], event["requeue"]) for event in ended] == [(93, "nan", False)]
+    assert drill.losses() == undisturbed().losses()[:24]
+    assert [checkpoint.step for checkpoint in list_checkpoints(drill.run.checkpoints)] == [10, 20]
+
+
+def test_one_state_differs_from_another_when_one_bit_does(undisturbed: Undisturbed) -> None:
+    first, second = undisturbed().final_state(), undisturbed().final_state()
+    assert differences(first, second) == []
+    weights: dict[str, Any] = second["mp_rank_00_model_states.pt"]["module"]
+    next(iter(weights.values())).view(-1)[0] += 1e-7
+    assert len(differences(first, second)) == 1

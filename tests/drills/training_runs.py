@@ -1,0 +1,140 @@
+"""Small real runs for the drills: submitted to the local scheduler, hurt, and compared bit by bit."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scaletrain_cli.launch.local import LocalScheduler, living_agents
+from scaletrain_cli.launch.node_record import read_node_records
+from scaletrain_cli.launch.submission import create_run, submit_run
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
+from scaletrain_cli.rundir.journal import read_events, read_metrics
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.spec import parse_spec
+
+STEPS = 40
+_SPEC = """
+schema: scaletrain/v1
+name: drill
+model: {{family: llama, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
+        intermediate_size: 128, vocab_size: 512, seq_len: 32, tie_word_embeddings: true}}
+data: {{source: {dataset}, tokenizer: {{vocab_size: 512}}}}
+training:
+  {{global_batch_size: 8, micro_batch_size: 2, steps: {steps}, precision: fp32,
+    optimizer: {{lr: 1.0e-3}}, schedule: {{warmup_steps: 5}}}}
+evaluation: {{every: 20, batches: 1}}
+layout: {{zero_stage: 2, activation_checkpointing: selective}}
+cluster: {{gpu: cpu, gpus_per_node: 2, grace_seconds: 60}}
+checkpoint: {{every: 10, keep: 2}}
+"""
+
+
+@dataclass(frozen=True)
+class Drill:
+    """One submitted run, and what a test may do to it."""
+
+    run: RunDir
+    scheduler: LocalScheduler
+
+    def active(self) -> bool:
+        return self.scheduler.job(self.run, None).state == "running"  # type: ignore[arg-type]
+
+    def wait_for(self, reached: Callable[[], Any], seconds: float = 120) -> Any:
+        """The first true answer; fails when the run ends or time runs out before."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if answer := reached():
+                return answer
+            if not self.active():
+                break
+            time.sleep(0.002)
+        raise AssertionError(f"did not happen; events: {self.events()}; log: {self.log()[-3000:]}")
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda: self.step() >= step)
+
+    def wait_for_end(self, seconds: float = 180) -> None:
+        deadline = time.monotonic() + seconds
+        while self.active():
+            assert time.monotonic() < deadline, f"still running; events: {self.events()}"
+            time.sleep(0.05)
+
+    def step(self) -> int:
+        lines = read_metrics(self.run)
+        return lines[-1]["step"] if lines else 0
+
+    def agent_pid(self) -> int:
+        return int(self.wait_for(lambda: living_agents(self.run))[0].pid)
+
+    def rank_pids(self) -> list[int]:
+        """Of the latest attempt, by rank."""
+        attempt = self.wait_for(self.run.attempts)[-1]
+        nodes = self.wait_for(lambda: read_node_records(self.run, attempt))
+        return [rank.pid for rank in nodes[0].ranks]
+
+    def events(self, name: str | None = None) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.run) if name in (None, event["event"])]
+
+    def log(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.run.path.glob("attempts/*/logs/*-00000.log")))
+
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in read_metrics(self.run)]
+
+    def validation_losses(self) -> list[float]:
+        return [line["validation_loss"] for line in read_metrics(self.run) if "validation_loss" in line]
+
+    def final_state(self) -> dict[str, Any]:
+        """Every shard of the last checkpoint, loaded: weights, optimizer state, random state of each rank."""
+        newest = list_checkpoints(self.run.checkpoints)[-1]
+        assert newest.step == STEPS
+        assert verify(newest) == []
+        return {name: torch.load(newest.path / name, weights_only=False) for name in newest.files}
+
+
+def submit_drill(dataset: Path, **overrides: Any) -> Drill:
+    """Submit a small run; keys of ``overrides`` are dotted spec keys with ``__`` for the dot."""
+    sets = [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()]
+    spec = parse_spec(_SPEC.format(dataset=dataset, steps=STEPS), file="drill.yaml", base_dir=Path(), overrides=sets)
+    created = create_run(spec, make_plan(spec))
+    scheduler = LocalScheduler()
+    submit_run(created.run, created.record, scheduler)
+    return Drill(created.run, scheduler)
+
+
+def differences(first: Any, second: Any, path: str = "") -> list[str]:
+    """Where two nested states differ, to the bit."""
+    if isinstance(first, torch.Tensor):
+        same = isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+        return [] if same else [path]
+    if hasattr(first, "tobytes"):
+        return [] if first.tobytes() == second.tobytes() else [path]
+    if isinstance(first, dict):
+        if list(first) != list(second):
+            return [f"{path}: keys"]
+        return [found for key in first for found in differences(first[key], second[key], f"{path}/{key}")]
+    if isinstance(first, list | tuple):
+        if len(first) != len(second):
+            return [f"{path}: length"]
+        pairs = enumerate(zip(first, second, strict=True))
+        return [found for index, (a, b) in pairs for found in differences(a, b, f"{path}/{index}")]
+    if isinstance(first, float) and isinstance(second, float) and math.isnan(first) and math.isnan(second):
+        return []
+    simple = isinstance(first, int | float | str | bytes | bool | None.__class__)
+    return [path] if simple and first != second else []
+
+
+def assert_same_run(hurt: Drill, undisturbed: Drill) -> None:
+    """The same losses, weights, optimizer state and random state, to the bit."""
+    assert hurt.events("finished"), hurt.events()
+    assert hurt.losses() == undisturbed.losses()
+    assert hurt.validation_losses() == undisturbed.validation_losses()
+    assert differences(hurt.final_state(), undisturbed.final_state()) == []
