@@ -169,11 +169,15 @@ def run(arguments: argparse.Namespace) -> None:
     directory: Path = arguments.dir
     if arguments.command == "start":
         options = {name: value for name, value in vars(arguments).items() if name not in {"command", "dir", "netns"}}
-        netns = network.possible() if arguments.netns is None else arguments.netns
-        subnet = network.free_subnet(directory) if netns else ""
-        cluster = Cluster(dir=str(directory), netns=netns, subnet=subnet, **options)
+        possible = arguments.netns is not False and network.possible()
+        if arguments.netns and not possible:
+            raise ClusterError("--netns needs root, and a kernel that makes network namespaces, bridges and veths", 4)
+        subnet = network.free_subnet(directory) if possible else ""
+        cluster = Cluster(dir=str(directory), netns=possible, subnet=subnet, **options)
         start(cluster)
-        print(f"{cluster.nodes} nodes ready in {time.monotonic() - began:.1f} s, netns={netns}", file=sys.stderr)
+        print(
+            f"{cluster.nodes} nodes ready in {time.monotonic() - began:.1f} s, netns={cluster.netns}", file=sys.stderr
+        )
     elif arguments.command == "stop":
         stop(directory, keep=arguments.keep)
     elif arguments.command == "node-down":

@@ -1,0 +1,127 @@
+"""A real Slurm of several nodes for tests: start it, run commands and jobs on it, power nodes off, stop it.
+
+    @pytest.fixture(scope="session")
+    def cluster() -> Iterator[DevCluster]:
+        with DevCluster.running(nodes=4) as cluster:
+            yield cluster
+
+Mark the tests `slurm`. They skip where there can be no Slurm, with the reason, and in CI a skip is a failure. A test
+that starts other programs hands them `cluster.environment`. Knows nothing of ScaleTrain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+DEV_CLUSTER = Path(__file__).parents[2] / "slurm" / "dev_cluster.py"
+# Short: the path of a unix socket holds 107 bytes, and pytest's tmp_path is long. The pid of the tests that own the
+# cluster is in the name, so that the next run can remove what a killed one left.
+PARENT = Path("/tmp")
+PREFIX = "scaletrain-slurm-"
+# What dev_cluster.py exits with where the machine lacks something: packages, root, namespaces.
+MACHINE_LACKS = 4
+
+
+class DevCluster:
+    """One cluster with its own directory, port, network and nodes n1, n2, ..."""
+
+    def __init__(self, directory: Path, port: int) -> None:
+        self.directory = directory
+        self.port = port
+        self.environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))
+        }
+        self.environment["SLURM_CONF"] = str(directory / "etc" / "slurm.conf")
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls, *, conf: Sequence[str] = (), **options: int) -> Iterator[DevCluster]:
+        """A cluster from now to the end of the block; `conf` and `options` as for `start`."""
+        remove_abandoned()
+        port = free_port()
+        cluster = cls(PARENT / f"{PREFIX}{os.getpid()}-{port}", port)
+        try:
+            cluster.start(conf=conf, **options)
+            yield cluster
+        finally:
+            cluster.stop()
+
+    def start(self, *, conf: Sequence[str] = (), **options: int) -> None:
+        """`start(nodes=2, grace_seconds=10, conf=["MaxJobCount=9"])`: the options of `dev_cluster.py start`."""
+        arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        arguments += [f"--conf={line}" for line in conf]
+        done = self.control("start", f"--port={self.port}", "--netns", *arguments, check=False)
+        if done.returncode == MACHINE_LACKS:
+            pytest.skip(f"no Slurm on this machine: {done.stderr.strip()}")
+        assert done.returncode == 0, done.stderr
+
+    def stop(self) -> None:
+        self.control("stop")
+
+    def node_down(self, node: str) -> None:
+        """Power it off: all its processes are gone at once; Slurm notices later."""
+        self.control("node-down", node)
+
+    def cut_node(self, node: str) -> None:
+        """Cut its network; its processes go on."""
+        self.control("node-down", node, "--cut")
+
+    def node_up(self, node: str) -> None:
+        self.control("node-up", node)
+
+    def control(self, command: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, str(DEV_CLUSTER), command, "--dir", str(self.directory), *arguments]
+        return self.run(*argv, check=check)
+
+    def run(self, *argv: str, check: bool = True, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """A command on the login node, which is this machine itself: squeue, srun, python, ..."""
+        done = subprocess.run(argv, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False)
+        assert done.returncode == 0 or not check, f"{argv} exited {done.returncode}\n{done.stdout}{done.stderr}"
+        return done
+
+    def submit(self, script: str, *options: str) -> str:
+        """Hand a script's text, without its #! line, to sbatch; the job id."""
+        return self.run("sbatch", "--parsable", *options, "--wrap", script).stdout.strip()
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What Slurm says of a job: {"JobState": "RUNNING", "Restarts": "0", ...}"""
+        text = self.run("scontrol", "-o", "show", "job", job_id).stdout
+        return dict(re.findall(r"(\S+?)=(\S*)", text))
+
+    def wait_for(self, job_id: str, ready: Callable[[dict[str, str]], bool], seconds: float = 60) -> dict[str, str]:
+        """Poll a job until it is `ready`; its last description."""
+        deadline = time.monotonic() + seconds
+        while not ready(job := self.job(job_id)):
+            assert time.monotonic() < deadline, f"job {job_id} is not ready after {seconds:.0f} s: {job}"
+            time.sleep(0.2)
+        return job
+
+    def wait_for_state(self, job_id: str, *states: str, seconds: float = 60) -> dict[str, str]:
+        return self.wait_for(job_id, lambda job: job["JobState"] in states, seconds)
+
+
+def free_port() -> int:
+    """The first of a range of ports that no other dev cluster has; they are 200 apart."""
+    for port in range(17000, 32000, 200):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise AssertionError("no free port between 17000 and 32000")
+
+
+def remove_abandoned() -> None:
+    """Stop the clusters of test runs that were killed."""
+    for directory in PARENT.glob(f"{PREFIX}*"):
+        owner = directory.name.removeprefix(PREFIX).split("-")[0]
+        if not Path("/proc", owner).exists():
+            DevCluster(directory, 0).stop()

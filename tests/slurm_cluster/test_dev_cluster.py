@@ -1,0 +1,210 @@
+"""The dev cluster is a Slurm that can be believed: distinct hosts, a network, preemption, lost nodes, nothing left."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm_cluster.cluster import DevCluster
+
+pytestmark = pytest.mark.slurm
+
+EXCHANGE = """
+import os, socket, time
+address = (os.environ["MASTER_ADDR"], 29500)
+if os.environ["SLURM_PROCID"] == "0":
+    with socket.create_server(("", address[1])) as server:
+        connection, peer = server.accept()
+        print(connection.recv(100).decode(), "called", socket.gethostname(), flush=True)
+else:
+    while True:
+        try:
+            connection = socket.create_connection(address)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+    connection.sendall(socket.gethostname().encode())
+"""
+
+# Says what it gets; a second attempt ends at once. Without a grace time SIGTERM comes twice within milliseconds, and
+# the second would end a Python that is on its way out and so no longer handles it: 143 instead of 75.
+TASK = """
+import os, signal, sys, time
+if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+    print("restarted", flush=True)
+    sys.exit(0)
+def stop(number, frame):
+    signal.signal(number, signal.SIG_IGN)
+    print("got", signal.Signals(number).name, "on", os.environ["SLURMD_NODENAME"], flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+print("started", flush=True)
+time.sleep(120)
+"""
+
+# Without a grace time the batch shell gets SIGTERM too, and srun and its output die with a shell that dies of it.
+JOB = """
+trap true TERM
+srun --kill-on-bad-exit=0 {task} &
+while wait $!; code=$?; kill -0 $! 2>/dev/null; do true; done
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[DevCluster]:
+    with DevCluster.running(nodes=3, slurmd_timeout_seconds=4) as cluster:
+        yield cluster
+
+
+def test_two_nodes_have_two_hostnames(cluster: DevCluster) -> None:
+    hosts = cluster.run("srun", "-N2", "hostname").stdout.split()
+
+    assert sorted(hosts) == ["n1", "n2"]
+
+
+def test_nodes_reach_each_other_by_hostname(cluster: DevCluster, tmp_path: Path) -> None:
+    (tmp_path / "exchange.py").write_text(EXCHANGE)
+    output = tmp_path / "out"
+    script = f"""export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
+        srun {sys.executable} {tmp_path}/exchange.py"""
+
+    job = cluster.submit(script, "-N2", "--ntasks-per-node=1", f"-o{output}")
+    cluster.wait_for_state(job, "COMPLETED")
+
+    assert output.read_text() == "n2 called n1\n"
+
+
+# With a grace time Slurm requeues only a job that outlives it: one that ends in time must requeue itself.
+@pytest.mark.parametrize(
+    ("partition", "last_line"),
+    [("spot", '[ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"'), ("spot0", 'exit "$code"')],
+    ids=["grace", "no-grace"],
+)
+def test_high_preempts_spot_and_the_job_comes_back(
+    cluster: DevCluster, tmp_path: Path, partition: str, last_line: str
+) -> None:
+    (tmp_path / "task.py").write_text(TASK)
+    output = tmp_path / "out"
+    script = JOB.format(task=f"{sys.executable} {tmp_path}/task.py") + last_line
+    options = ("-N3", "--ntasks-per-node=1", "--requeue", "--open-mode=append")
+    spot = cluster.submit(script, f"-p{partition}", *options, f"-o{output}")
+    wait_until(lambda: output.exists() and output.read_text().count("started") == 3)
+
+    high = cluster.submit("true", "-phigh", "-N3", "--exclusive", "-o/dev/null")
+
+    cluster.wait_for_state(high, "COMPLETED")
+    job = cluster.wait_for_state(spot, "COMPLETED")
+    assert job["Restarts"] == "1"
+    lines = output.read_text().splitlines()
+    assert {line for line in lines if line.startswith("got")} == {f"got SIGTERM on n{index}" for index in (1, 2, 3)}
+    assert lines.count("restarted") == 3
+
+
+def test_a_lost_node_comes_back(cluster: DevCluster) -> None:
+    job = cluster.submit("srun sleep 300", "-N2", "-wn2,n3", "--no-requeue", "-o/dev/null")
+    cluster.wait_for_state(job, "RUNNING")
+
+    cluster.node_down("n3")
+
+    assert not node_processes(cluster, "n3")
+    assert node_processes(cluster, "n2")
+    cluster.wait_for_state(job, "NODE_FAIL", seconds=90)
+    cluster.node_up("n3")
+    assert cluster.run("srun", "-wn3", "hostname").stdout == "n3\n"
+
+
+def test_stop_leaves_nothing_and_spares_other_clusters(cluster: DevCluster, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with DevCluster.running(nodes=2, gpus=4) as other:
+        # A process that hides: its own session, an empty environment, and not a child of the task for long.
+        hiding = "setsid env -i sleep 300 & sleep 0.5; echo gpus=$CUDA_VISIBLE_DEVICES; sleep 300"
+        other.submit(f"srun bash -c '{hiding}'", "-N2", "--gpus-per-node=3", f"-o{output}")
+        wait_until(lambda: output.exists() and output.read_text() == "gpus=0,1,2\n" * 2)
+        assert leftovers(other) != []
+        spaces = {path.name for path in Path("/run/netns").iterdir()}
+
+    assert leftovers(other) == []
+    assert len(spaces) - len(list(Path("/run/netns").iterdir())) == 2
+    assert not other.directory.exists()
+    assert cluster.run("srun", "-N3", "hostname").stdout.split()
+
+
+def test_a_daemon_that_dies_is_named_at_once_with_its_log(cluster: DevCluster, tmp_path: Path) -> None:
+    broken = DevCluster(Path(f"{cluster.directory}-broken"), cluster.port + 10000)
+    began = time.monotonic()
+    try:
+        done = broken.control("start", f"--port={broken.port}", "--conf=Nonsense=1", check=False)
+    finally:
+        broken.stop()
+
+    assert done.returncode == 1
+    assert "slurmctld died" in done.stderr
+    assert "Nonsense" in done.stderr
+    assert time.monotonic() - began < 30
+    assert leftovers(broken) == []
+
+
+def test_missing_packages_are_named(tmp_path: Path) -> None:
+    nowhere = DevCluster(tmp_path / "dir", 17000)
+    nowhere.environment["PATH"] = str(tmp_path)
+
+    done = nowhere.control("start", "--no-netns", check=False)
+
+    assert done.returncode == 4
+    assert "apt-get install -y --no-install-recommends iproute2 munge slurm-client" in done.stderr
+
+
+def test_a_directory_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    folder = Path(f"/tmp/scaletrain-not-slurm-{os.getpid()}")
+    folder.mkdir()
+    (folder / "thesis.tex").touch()
+    try:
+        done = DevCluster(folder, 17000).control("start", check=False)
+        if done.returncode == 4:
+            pytest.skip(done.stderr)
+
+        assert done.returncode == 2
+        assert "not empty" in done.stderr
+    finally:
+        (folder / "thesis.tex").unlink()
+        folder.rmdir()
+
+
+def wait_until(ready: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def node_processes(cluster: DevCluster, node: str) -> list[str]:
+    done = cluster.run("ip", "netns", "list")
+    space = next(name for name in done.stdout.split() if name.endswith(f"-{node}") and name.startswith(tag(cluster)))
+    return cluster.run("ip", "netns", "pids", space).stdout.split()
+
+
+def tag(cluster: DevCluster) -> str:
+    """The prefix of its network's names, found through the address of its controller."""
+    conf = Path(cluster.environment["SLURM_CONF"]).read_text()
+    address = conf.partition("SlurmctldHost=")[2].partition("(")[2].partition(")")[0]
+    lines = cluster.run("ip", "-o", "-4", "addr").stdout.splitlines()
+    return next(line.split()[1] for line in lines if f" {address}/" in line)
+
+
+def leftovers(cluster: DevCluster) -> list[str]:
+    """Live processes that carry the cluster's SLURM_CONF, or sleep as its job does."""
+    mark = f"SLURM_CONF={cluster.environment['SLURM_CONF']}".encode()
+    found = []
+    for proc in Path("/proc").glob("[0-9]*"):
+        try:
+            environ, command = (proc / "environ").read_bytes(), (proc / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if mark in environ.split(b"\0") or command == b"sleep\x00300\x00":
+            found.append(f"{proc.name} {command.decode(errors='replace')}")
+    return found
