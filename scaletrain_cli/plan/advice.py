@@ -80,7 +80,9 @@ def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: 
     """Where the numbers come from, one sentence each."""
     tokens = spec.total_steps * spec.training.global_batch_size * spec.model.seq_len
     lines = [
-        f"device {device.name}: {device.source}; matrices reach {100 * device.achievable_fraction:.0f} % of peak",
+        f"device {device.name}: {device.source}",
+        f"matrix products reach {100 * device.achievable_fraction:.0f} % and attention "
+        f"{100 * device.attention_fraction:.0f} % of the peak; step times err by about 10 % where that was measured",
         "model states: what DeepSpeed 0.19 allocates, read in its source; ZeRO, arXiv:1910.02054",
         f"activations: per operation, {weight_bytes(spec.training.precision)} bytes per element, fused attention, no "
         "dropout; Korthikanti et al., arXiv:2205.05198",

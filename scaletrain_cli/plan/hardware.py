@@ -1,13 +1,16 @@
 """The accelerator catalogue: what a device can hold, compute and move. Knows nothing of models or layouts.
 
-Rates are dense and per device, bandwidths per direction. Every figure's source stands beside it in hardware.json.
+Rates are dense and per device, bandwidths per direction; memory is what the driver leaves to a process. The data sheet
+that each row comes from stands beside it in hardware.json. Shares of the peak: matrix products of A100 and H100 are
+fitted to published training throughput (LLM Foundry and torchtitan, see the planner's tests), attention is what
+FlashAttention-2 reports (arXiv:2307.08691, section 4); for the other devices both are estimates.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -17,8 +20,9 @@ from scaletrain_cli.spec import ClusterSpec
 
 # Below these the rate is a slip of the pen, and dividing by it overflows.
 _SLOWEST = 1.0
-# Share of the bf16/fp32 peak that large matrix products reach where nobody has measured the device.
-_UNMEASURED_FRACTION = 0.7
+# For a device that the user describes: shares of the peak as of those that were measured, a little lower.
+_UNMEASURED_FRACTION = 0.6
+_UNMEASURED_ATTENTION = 0.4
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,10 @@ class Accelerator:
     flops: dict[str, float]
     memory_bandwidth: float
     intra_node_bandwidth: float
-    achievable_fraction: float
+    achievable_fraction: float  # of the peak, in matrix products of a training step
+    attention_fraction: float  # of the peak, in the fused attention kernel, counting what it computes
     source: str
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.name == "cpu"
+    is_cpu: bool = False
 
     def fuses_attention(self, precision: str, head_dim: int, grouped: bool) -> bool:
         """Whether scaled-dot-product attention has a kernel that keeps no matrix of scores.
@@ -62,10 +64,10 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
     """The device that the cluster section names or describes. Raises UsageError with the nearest known name."""
     wanted = cluster.gpu
     if isinstance(wanted, str):
-        row = _catalogue().get(wanted.strip().lower())
+        row = _catalogue().get(wanted)
         if row is None:
             raise _unknown(wanted)
-        found = _from_row(wanted.strip().lower(), row)
+        found = _from_row(wanted, row)
     else:
         flops = {"fp32": max(wanted.fp32_flops, _SLOWEST), "tf32": max(wanted.fp32_flops, _SLOWEST)}
         if wanted.bf16_flops is not None:
@@ -77,11 +79,12 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
             memory_bandwidth=max(wanted.memory_bandwidth, _SLOWEST),
             intra_node_bandwidth=max(wanted.intra_node_bandwidth, _SLOWEST),
             achievable_fraction=_UNMEASURED_FRACTION,
+            attention_fraction=_UNMEASURED_ATTENTION,
             source="the run spec",
         )
     if cluster.intra_node_bandwidth == "auto":
         return found
-    return Accelerator(**{**vars(found), "intra_node_bandwidth": max(cluster.intra_node_bandwidth, _SLOWEST)})
+    return replace(found, intra_node_bandwidth=max(cluster.intra_node_bandwidth, _SLOWEST))
 
 
 @cache
@@ -98,7 +101,9 @@ def _from_row(name: str, row: dict[str, Any]) -> Accelerator:
         memory_bandwidth=row["memory_bandwidth"],
         intra_node_bandwidth=row["intra_node_bandwidth"],
         achievable_fraction=row["achievable_fraction"],
+        attention_fraction=row["attention_fraction"],
         source=row["source"],
+        is_cpu=name == "cpu",
     )
 
 

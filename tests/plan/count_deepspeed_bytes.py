@@ -1,0 +1,92 @@
+"""Count what DeepSpeed holds after a backward pass, and what it saves, in bytes per parameter; prints JSON.
+
+Run by test_states.py as a process of its own: it initialises torch.distributed and leaves buffers behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+CASES = [
+    ("fp32", "fp32", 0),
+    *[("fp32", "fp32", stage) for stage in (1, 2, 3)],
+    *[("bf16", grad_dtype, stage) for grad_dtype in ("fp32", "bf16") for stage in (1, 2, 3)],
+]
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1", DS_ACCELERATOR="cpu")
+    import torch
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        store = torch.distributed.FileStore(f"{folder}/store", 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        import deepspeed
+
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+        deepspeed.init_distributed(dist_init_required=False)
+        counted = {" ".join(map(str, case)): count(deepspeed, Path(folder), *case) for case in CASES}
+    print(json.dumps(counted))
+
+
+def count(deepspeed: Any, folder: Path, precision: str, grad_dtype: str, stage: int) -> dict[str, float]:
+    import torch
+
+    earlier = live_tensors()  # held until the end, so that what an earlier case left behind is not freed meanwhile
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        # Small buffers, so that states are what is counted.
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 10,
+            "stage3_prefetch_bucket_size": 10,
+            "stage3_max_live_parameters": 10,
+            "stage3_max_reuse_distance": 10,
+            "stage3_param_persistence_threshold": 0,
+        },
+    }
+    if precision == "bf16":
+        config["bf16"] = {"enabled": True, "immediate_grad_update": True}
+        config["data_types"] = {"grad_accum_dtype": grad_dtype}
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    batch = torch.ones(1, 256, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    for step in range(2):  # moments exist after the first step
+        engine.backward(engine(batch).sum())
+        gc.collect()
+        held = total_bytes(live_tensors()) - total_bytes(earlier)
+        if step == 0:
+            engine.step()
+    target = folder / f"{precision}-{grad_dtype}-{stage}"
+    engine.save_checkpoint(str(target), tag="t", save_latest=False)
+    saved = sum(file.stat().st_size for file in target.rglob("*.pt"))
+    engine.destroy()
+    return {"held": held / parameters, "saved": saved / parameters}
+
+
+def live_tensors() -> list[Any]:
+    """All tensors on the CPU, gradients included; those on the meta device hold nothing."""
+    import torch
+
+    found = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.device.type == "cpu"]
+    return found + [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
+
+
+def total_bytes(tensors: list[Any]) -> int:
+    """Of their storages, each once."""
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Parameter counts and FLOPs against the published figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from scaletrain_cli.plan.architecture import (
+    active_parameter_count,
+    architecture,
+    parameter_count,
+    training_flops_per_token,
+)
+from scaletrain_cli.spec.architecture_source import presets
+from tests.plan.specs import model_of
+
+# As the checkpoints on the Hugging Face hub hold them, tied heads counted once.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-405b": 405_853_388_800,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-8b": 8_190_735_360,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+}
+
+
+@pytest.mark.parametrize(("preset", "parameters"), PUBLISHED.items())
+def test_a_preset_has_as_many_parameters_as_its_authors_published(preset: str, parameters: int) -> None:
+    assert parameter_count(model_of(preset)) == parameters
+
+
+def test_gpt3_has_175_billion_parameters() -> None:
+    assert parameter_count(model_of("gpt3-175b")) == pytest.approx(174.6e9, rel=1e-3)
+
+
+def test_every_preset_has_a_claim() -> None:
+    assert set(presets()) == {*PUBLISHED, "gpt3-175b"}
+
+
+def test_mixtral_uses_13_of_its_47_billion_parameters_per_token() -> None:
+    assert active_parameter_count(model_of("mixtral-8x7b")) == pytest.approx(12.88e9, rel=1e-3)
+
+
+def test_a_dense_model_uses_all_of_its_parameters() -> None:
+    assert active_parameter_count(model_of("llama-7b")) == parameter_count(model_of("llama-7b"))
+
+
+def test_training_costs_6_flops_per_weight_and_token_plus_attention() -> None:
+    model = model_of("llama-7b", seq_len=2048)
+    weights = 6_738_415_616 - 32_000 * 4096 - 65 * 4096  # neither the embedding table nor the norms multiply
+    assert training_flops_per_token(model) == 6 * weights + 12 * 32 * 4096 * 2048
+
+
+def test_training_flops_are_those_of_the_megatron_paper() -> None:
+    # arXiv:2104.04473: 96 B s l h^2 (1 + s/6h + V/16lh) with recomputation; three quarters of the layers without.
+    model = model_of("gpt3-175b", vocab_size=51200)
+    layers, hidden, seq_len, vocab = 96, 12288, 2048, 51200
+    published = 72 * layers * hidden**2 * (1 + seq_len / (6 * hidden)) + 6 * hidden * vocab
+    assert training_flops_per_token(model) == pytest.approx(published, rel=1e-9)
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_tensor_ranks_together_hold_the_model_and_repeat_only_vectors(degree: int) -> None:
+    whole = architecture(model_of("llama-7b"))
+    shard = architecture(model_of("llama-7b"), tensor_parallel=degree)
+    repeated = whole.final_norm + whole.layers * whole.block.vectors
+    assert degree * shard.parameters == whole.parameters + (degree - 1) * repeated
+
+
+def test_key_value_heads_are_repeated_when_there_are_more_tensor_ranks() -> None:
+    eight = architecture(model_of("llama-70b"), tensor_parallel=8).block.attention
+    sixteen = architecture(model_of("llama-70b"), tensor_parallel=16).block.attention
+    assert 2 * sixteen > eight
+
+
+def test_expert_ranks_hold_a_share_of_the_experts() -> None:
+    block = architecture(model_of("mixtral-8x7b"), expert_parallel=8).block
+    assert block.experts == 1
+    assert block.routed == 3 * 4096 * 14336

@@ -1,0 +1,83 @@
+"""What does not fit is refused with the numbers, and with ways out that do fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.plan import PlanInfeasibleError, make_plan
+from scaletrain_cli.spec import RunSpec
+from tests.plan.specs import spec_of
+
+
+def refusal(spec: RunSpec) -> PlanInfeasibleError:
+    with pytest.raises(PlanInfeasibleError) as caught:
+        make_plan(spec)
+    return caught.value
+
+
+def ways_out(error: PlanInfeasibleError) -> dict[str, str | None]:
+    return {problem.key: problem.given for problem in error.problems if problem.where == "would fit"}
+
+
+def test_a_model_that_is_too_large_exits_with_3_and_shows_the_plan_it_would_need() -> None:
+    error = refusal(spec_of("llama-70b"))
+    assert error.exit_code == ExitCode.INFEASIBLE
+    assert error.plan is not None
+    assert not error.plan.memory.fits
+    assert error.plan.to_json()["memory"]["fits"] is False
+    assert f"{error.plan.memory.peak / 1e9:,.1f} GB" in str(error)
+
+
+def test_the_parts_are_named_with_their_sizes() -> None:
+    text = str(refusal(spec_of("llama-70b")))
+    for part in ("weights", "gradients", "optimizer states", "framework", "h100-sxm-80gb has 84.9 GB"):
+        assert part in text
+
+
+def test_more_gpus_are_proposed_and_the_proposal_fits() -> None:
+    spec = spec_of("llama-70b")
+    proposed = ways_out(refusal(spec))["cluster"]
+    assert proposed is not None
+    gpus, _, name = proposed.split(maxsplit=2)
+    assert name == "h100-sxm-80gb"
+    assert make_plan(spec_of("llama-70b", cluster__nodes=int(gpus) // 8)).memory.fits
+    if int(gpus) > 16:
+        refusal(spec_of("llama-70b", cluster__nodes=int(gpus) // 16))
+
+
+def test_a_larger_gpu_is_proposed_and_fits() -> None:
+    spec = spec_of("llama-7b", cluster__gpu="l4-24gb", cluster__gpus_per_node=4)
+    proposed = ways_out(refusal(spec))["cluster.gpu"]
+    assert make_plan(spec_of("llama-7b", cluster__gpu=proposed, cluster__gpus_per_node=4)).memory.fits
+
+
+@pytest.mark.parametrize(
+    ("pinned", "key", "value"),
+    [
+        ({"training__micro_batch_size": 32}, "training.micro_batch_size", "4"),
+        ({"layout__zero_stage": 1, "model__preset": "llama-13b"}, "layout.zero_stage", "2"),
+        (
+            {"layout__activation_checkpointing": "none", "training__micro_batch_size": 4},
+            "layout.activation_checkpointing",
+            "selective",
+        ),
+    ],
+)
+def test_a_pinned_setting_in_the_way_is_named_with_a_value_that_fits(
+    pinned: dict[str, object], key: str, value: str
+) -> None:
+    error = refusal(spec_of(**pinned))  # type: ignore[arg-type]
+    found = [problem.given for problem in error.problems if problem.where == "would fit" and problem.key == key]
+    assert found, str(error)
+    changed = {**pinned, key.replace(".", "__"): int(found[0]) if str(found[0]).isdigit() else found[0]}
+    assert make_plan(spec_of(**changed)).memory.fits  # type: ignore[arg-type]
+
+
+def test_when_nothing_helps_that_is_said() -> None:
+    error = refusal(spec_of("llama-7b", model__hidden_size=10**6, model__head_dim=10**6, model__num_attention_heads=1))
+    assert "more or larger GPUs do not make it fit" in str(error)
+
+
+def test_a_batch_that_does_not_divide_has_no_plan_to_show() -> None:
+    assert refusal(spec_of("gpt2", training__global_batch_size=100)).plan is None

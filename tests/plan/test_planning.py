@@ -1,0 +1,140 @@
+"""make_plan as a whole: the choice, the reasons, and plans that humans would recognise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.plan import find_accelerator, make_plan, submittable
+from scaletrain_cli.spec import load_spec
+from tests.plan.specs import spec_of
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_plans_and_may_be_submitted(recipe: Path) -> None:
+    spec = load_spec(recipe)
+    plan = make_plan(spec)
+    assert plan.memory.fits
+    assert submittable(spec, plan) == []
+    assert json.loads(json.dumps(plan.to_json(), allow_nan=False))["schema"] == "scaletrain.plan/v1"
+
+
+def test_a_small_model_needs_no_zero() -> None:
+    assert make_plan(spec_of("gpt2", training__precision="fp32")).layout.zero_stage == 0
+
+
+def test_70b_on_64_gpus_needs_zero_3_and_recomputation() -> None:
+    layout = make_plan(spec_of("llama-70b", cluster__nodes=8)).layout
+    assert layout.zero_stage == 3
+    assert layout.activation_checkpointing != "none"
+
+
+def test_the_chosen_layout_is_the_fastest_that_fits_with_room() -> None:
+    plan = make_plan(spec_of("llama-7b", cluster__nodes=4))
+    roomy = [a for a in plan.alternatives if a.peak_bytes <= 0.92 * plan.memory.capacity]
+    assert plan.time.step <= 1.02 * min(a.step_seconds for a in roomy)
+
+
+def test_every_alternative_has_a_reason_and_those_that_fit_come_first() -> None:
+    plan = make_plan(spec_of("llama-7b", cluster__nodes=4))
+    assert plan.alternatives
+    assert all(a.why for a in plan.alternatives)
+    fits = [a.fits for a in plan.alternatives]
+    assert fits == sorted(fits, reverse=True)
+    assert len({(a.layout) for a in plan.alternatives} | {plan.layout}) == len(plan.alternatives) + 1
+    assert all("does not fit: needs" in a.why for a in plan.alternatives if not a.fits)
+
+
+def test_pinned_settings_are_kept() -> None:
+    spec = spec_of(
+        "llama-7b",
+        cluster__nodes=4,
+        layout__zero_stage=3,
+        layout__activation_checkpointing="selective",
+        training__micro_batch_size=2,
+    )
+    plan = make_plan(spec)
+    layout = plan.layout
+    assert (layout.zero_stage, layout.activation_checkpointing, layout.micro_batch_size) == (3, "selective", 2)
+    assert plan.alternatives == ()
+
+
+def test_a_pinned_layout_that_the_engine_cannot_run_is_sized_with_a_warning() -> None:
+    spec = spec_of("llama-70b", cluster__nodes=8, layout__tensor_parallel=8, layout__pipeline_parallel=2)
+    plan = make_plan(spec)
+    assert plan.layout.tensor_parallel == 8
+    assert any("this engine version cannot run this: layout.tensor_parallel = 8" in line for line in plan.warnings)
+    assert len(submittable(spec, plan)) == 2
+
+
+def test_the_same_spec_gives_the_same_plan() -> None:
+    assert make_plan(spec_of("llama-13b", cluster__nodes=2)) == make_plan(spec_of("llama-13b", cluster__nodes=2))
+
+
+def test_a_plan_survives_its_own_json() -> None:
+    data = make_plan(spec_of("llama-7b", cluster__nodes=4)).to_json()
+    assert next(iter(data)) == "schema"
+    assert {"model", "layout", "memory", "time", "network", "durability", "cost"} < data.keys()
+    assert all(isinstance(value, int | tuple) for value in data["memory"].values())
+
+
+def test_the_step_is_the_sum_of_its_parts() -> None:
+    time = make_plan(spec_of("llama-13b", cluster__nodes=8, layout__pipeline_parallel=4)).time
+    parts = time.compute + time.bubble + time.exposed_communication + time.optimizer + time.data_wait
+    assert time.step == pytest.approx(parts)
+    assert time.bubble > 0
+
+
+def test_throughput_and_time_to_train_follow_from_the_step() -> None:
+    spec = spec_of("llama-7b", training__steps=1000, cluster__nodes=4)
+    time = make_plan(spec).time
+    assert time.to_train == pytest.approx(1000 * time.step)
+    assert time.tokens_per_second == pytest.approx(256 * 4096 / time.step)
+    assert time.tokens_per_second_per_gpu == pytest.approx(time.tokens_per_second / 32)
+
+
+def test_a_slower_network_costs_time_and_never_saves_it() -> None:
+    steps = [
+        make_plan(spec_of("llama-7b", cluster__nodes=4, cluster__inter_node_bandwidth=rate)).time.step
+        for rate in ("50GB/s", "5GB/s", "500MB/s")
+    ]
+    assert steps == sorted(steps)
+
+
+def test_one_gpu_sends_nothing() -> None:
+    plan = make_plan(spec_of("gpt2", cluster__gpus_per_node=1))
+    assert plan.network.per_step_bytes.data == 0
+    assert plan.time.exposed_communication == 0
+
+
+def test_zero_1_sends_an_all_reduce_and_a_gather() -> None:
+    plan = make_plan(spec_of("gpt2", layout__zero_stage=1, training__grad_dtype="bf16"))
+    assert plan.network.per_step_bytes.data == pytest.approx((2 + 1) * 2 * 124_439_808 * 7 / 8, rel=1e-6)
+
+
+def test_compiling_saves_time_outside_the_matrices() -> None:
+    eager, compiled = (make_plan(spec_of("llama-7b", cluster__nodes=4, training__compile=on)) for on in (False, True))
+    assert compiled.time.step < eager.time.step
+
+
+def test_grouped_queries_in_fp32_have_no_fused_kernel_on_a_gpu() -> None:
+    device = find_accelerator(spec_of().cluster)
+    assert device.fuses_attention("bf16", 128, grouped=True)
+    assert not device.fuses_attention("fp32", 128, grouped=True)
+    assert device.fuses_attention("fp32", 128, grouped=False)
+
+
+def test_odd_widths_and_missing_units_are_warned_about() -> None:
+    odd = make_plan(spec_of("gpt2"))
+    assert any("vocab_size per tensor rank = 50257" in line for line in odd.warnings)
+    old = make_plan(spec_of("gpt2", cluster__gpu="v100-sxm2-32gb"))
+    assert any("v100-sxm2-32gb has no bf16 units" in line for line in old.warnings)
+
+
+def test_bf16_on_cpu_is_allowed() -> None:
+    spec = spec_of("gpt2", cluster__gpu="cpu", cluster__gpus_per_node=2)
+    assert submittable(spec, make_plan(spec)) == []
