@@ -133,10 +133,11 @@ def _plain(node: Any, key: Key, source: Source) -> Any:
     if isinstance(node, dict):
         result = {}
         for name, value in node.items():
-            inner = (*key, str(name))
+            text = _joined(str(name)).encode("utf-8", "backslashreplace").decode()
+            inner = (*key, text)
             if name in lines:
                 source.places[inner] = f"{source.file}:{lines[name][0] + 1}"
-            result[str(name)] = _plain(value, inner, source)
+            result[text] = _plain(value, inner, source)
         return result
     if isinstance(node, list | tuple | set | frozenset):
         for index in range(len(node)):
@@ -152,7 +153,12 @@ def _plain_scalar(node: Any) -> Any:
 
     if isinstance(node, ScalarBoolean):  # an anchored true or false, which is an int to Python
         return bool(node)
-    for kind in (bool, int, float, str):
+    for kind in (bool, int, float):
         if isinstance(node, kind):
             return kind(node)
-    return node if node is None else str(node)
+    return node if node is None else _joined(str(node))
+
+
+def _joined(text: str) -> str:
+    """JSON writes a character beyond 16 bits as two escapes, which YAML leaves as two halves of a character."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")

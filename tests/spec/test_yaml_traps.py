@@ -89,6 +89,12 @@ def test_a_yaml_bomb_is_refused_before_it_unfolds() -> None:
     assert "holds too many values for a run spec." in str(error(f"l0: &l0 [1, 2]\n{levels}\n"))
 
 
+def test_a_character_that_json_writes_in_two_halves_is_one_again() -> None:
+    assert load(SPEC.replace("name: sample", 'name: "\\ud83d\\ude00"')).name == "\U0001f600"
+    assert {one.key for one in problems(f'{SPEC}"\\ud83d\\ude00": 1\n')} == {"\\U0001f600"}
+    assert {one.key for one in problems(f'{SPEC}"\\ud83d": 1\n')} == {"\\\\ud83d"}
+
+
 @pytest.mark.parametrize("value", ["!!python/object:os.system 3", "!mine 3", "!!binary aGVsbG8=", "!!set {a, b}"])
 def test_a_tag_makes_nothing_but_data(value: str) -> None:
     assert {one.key for one in problems(f"{SPEC}x: {value}\n")} == {"x"}

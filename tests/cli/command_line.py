@@ -1,0 +1,41 @@
+"""The command line in this process: what it prints and how it ends. No tests here."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.__main__ import main
+
+PROJECT = Path(__file__).parent.parent.parent
+RECIPES = sorted((PROJECT / "recipes").glob("*.yaml"))
+SMALL = PROJECT / "recipes" / "llama-10m-cpu.yaml"
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def data(self) -> Any:
+        """Stdout as JSON."""
+        return json.loads(self.out)
+
+
+def scaletrain(*arguments: object) -> Ended:
+    """Run one command line through the process border, as the console script does."""
+    out, err = io.StringIO(), io.StringIO()
+    code: object = "it never left the process"
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            code = end.code
+    assert isinstance(code, int), code
+    return Ended(int(code), out.getvalue(), err.getvalue())

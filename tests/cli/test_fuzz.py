@@ -1,0 +1,176 @@
+"""Whatever stands in a spec or behind --set: a message and exit code 2 or 3, or a plan. Never a traceback."""
+
+from __future__ import annotations
+
+import json
+import string
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
+
+from scaletrain_cli.spec import RunSpec
+from tests.cli.command_line import RECIPES, Ended, scaletrain
+
+TEXTS = [path.read_text(encoding="utf-8") for path in RECIPES]
+TREES = [YAML(typ="safe", pure=True).load(text) for text in TEXTS]
+FOLDER = Path(tempfile.mkdtemp(prefix="scaletrain-fuzz-"))
+few = settings(max_examples=300, suppress_health_check=list(HealthCheck))
+
+# Values that broke something once, here or elsewhere.
+NASTY = [
+    *(
+        "~",
+        "yes",
+        "1_000",
+        "0x10",
+        "1e400",
+        "-1",
+        "0",
+        "1",
+        "3",
+        "7",
+        "1000000000",
+        "99999999999999999999",
+        ".inf",
+        ".nan",
+    ),
+    *(
+        "3e-4",
+        "1e-300",
+        "80GB",
+        "24:00:00",
+        "30m",
+        "auto",
+        "[]",
+        "{}",
+        "[1, [2]]",
+        "{a: {b: c}}",
+        "''",
+        '"\\0"',
+        '"\\ud800"',
+    ),
+    *(
+        "*a",
+        "&a",
+        "!!int x",
+        "!!binary x",
+        "%YAML",
+        "---",
+        "2020-99-99",
+        "$(id)",
+        "\t",
+        "\u2028",
+        "\x85",
+        "a: b",
+        "#",
+        "'",
+    ),
+    *(
+        "h100-sxm-80gb",
+        "cpu",
+        "llama-70b",
+        "gpt2",
+        "fp8",
+        "slurm",
+        "kubernetes",
+        "optimizer+params",
+        "fsdp",
+        "full",
+        "../x",
+    ),
+]
+
+
+def keys_of(model: Any = RunSpec, before: str = "") -> list[str]:
+    """Every dotted key of the spec."""
+    found = []
+    for name, field in model.model_fields.items():
+        key = f"{before}{field.alias or name}"
+        inner = field.annotation
+        found += [key, *(keys_of(inner, f"{key}.") if hasattr(inner, "model_fields") else [])]
+    return found
+
+
+values = st.sampled_from(NASTY) | st.integers().map(str) | st.floats().map(str) | st.text(max_size=12)
+data = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(NASTY),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+overrides = st.one_of(
+    st.builds("{}={}".format, st.sampled_from(keys_of()), values),
+    st.builds("{}={}".format, st.text(string.ascii_lowercase + "._", max_size=20), values),
+    st.text(max_size=30),
+)
+
+
+@st.composite
+def changed_texts(draw: st.DrawFn) -> str:
+    """A recipe with some of its text cut, doubled, moved or replaced."""
+    text = draw(st.sampled_from(TEXTS))
+    for _ in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, len(text)))
+        end = start + draw(st.integers(0, 40))
+        piece = draw(st.sampled_from(["", text[start:end] * 2]) | values)
+        text = text[:start] + piece + text[end:]
+    return text
+
+
+@st.composite
+def changed_trees(draw: st.DrawFn) -> str:
+    """A recipe with some of its values replaced, as JSON, which is YAML."""
+    tree = json.loads(json.dumps(draw(st.sampled_from(TREES))))
+    for _ in range(draw(st.integers(1, 3))):
+        node = tree
+        while True:
+            key = draw(st.sampled_from(sorted(node)) | st.text(max_size=8)) if node else draw(st.text(max_size=8))
+            if isinstance(node.get(key), dict) and draw(st.booleans()):
+                node = node[key]
+                continue
+            node[key] = draw(data)
+            break
+    return json.dumps(tree)
+
+
+def check(ended: Ended) -> None:
+    said = ended.out + ended.err
+    assert ended.code in (0, 2, 3), (ended.code, said)
+    assert "Traceback" not in said
+    assert ended.out if ended.code == 0 else ended.err.startswith(("error: ", "Usage: ")), said
+    said.encode("utf-8", "backslashreplace")
+
+
+def spec_file(text: str) -> Path:
+    path = FOLDER / "run.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    return path
+
+
+@few
+@given(changed_texts())
+def test_changed_text_is_a_plan_or_a_message(text: str) -> None:
+    check(scaletrain("plan", spec_file(text)))
+
+
+@few
+@given(changed_trees())
+def test_changed_values_are_a_plan_or_a_message(text: str) -> None:
+    check(scaletrain("plan", spec_file(text), "--json"))
+
+
+@few
+@given(st.sampled_from(RECIPES), st.lists(overrides, min_size=1, max_size=3))
+def test_any_override_is_a_plan_or_a_message(recipe: Path, settings: list[str]) -> None:
+    check(scaletrain("plan", recipe, *(f"--set={setting}" for setting in settings)))
+
+
+@few
+@given(st.binary(max_size=60))
+def test_any_file_is_validated_with_a_message(content: bytes) -> None:
+    path = FOLDER / "run.yaml"
+    path.write_bytes(content)
+    check(scaletrain("validate", path, "--json"))
