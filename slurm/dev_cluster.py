@@ -27,7 +27,6 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "nsenter", "unshare")
 
 def start(cluster: Cluster) -> None:
     directory = cluster.directory
-    require_packages()
     if len(cluster.dir) > MAX_DIR_LENGTH:
         raise ClusterError(f"--dir {directory}: longer than {MAX_DIR_LENGTH} characters; use a shorter one", 2)
     if (directory / "cluster.json").exists():
@@ -168,6 +167,7 @@ def run(arguments: argparse.Namespace) -> None:
     began = time.monotonic()
     directory: Path = arguments.dir
     if arguments.command == "start":
+        require_packages()
         options = {name: value for name, value in vars(arguments).items() if name not in {"command", "dir", "netns"}}
         possible = arguments.netns is not False and network.possible()
         if arguments.netns and not possible:

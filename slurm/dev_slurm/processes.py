@@ -152,6 +152,10 @@ def clear_freezers(cluster: Cluster) -> None:
 
 
 def remove_unused_freezers() -> None:
+    """Remove what jobs of all clusters share, after the last cluster: one that is up may be about to use it."""
+    names = (path.read_text() for path in Path("/proc").glob("[0-9]*/comm") if start_ticks(int(path.parent.name)))
+    if "slurmd\n" in names:
+        return
     for group in [*FREEZER.glob("slurm_n*/uid_*"), *FREEZER.glob("slurm_n*")]:
-        with contextlib.suppress(OSError):  # another cluster has jobs in it
+        with contextlib.suppress(OSError):  # a Slurm that is not ours has jobs in it
             group.rmdir()

@@ -31,6 +31,9 @@ else:
     connection.sendall(socket.gethostname().encode())
 """
 
+# A command that no other run of these tests has.
+HIDDEN = f"sleep 300.{os.getpid()}"
+
 # Says what it gets; a second attempt ends at once. Without a grace time SIGTERM comes twice within milliseconds, and
 # the second would end a Python that is on its way out and so no longer handles it: 143 instead of 75.
 TASK = """
@@ -121,17 +124,31 @@ def test_a_lost_node_comes_back(cluster: DevCluster) -> None:
 def test_stop_leaves_nothing_and_spares_other_clusters(cluster: DevCluster, tmp_path: Path) -> None:
     output = tmp_path / "out"
     with DevCluster.running(nodes=2, gpus=4) as other:
-        # A process that hides: its own session, an empty environment, and not a child of the task for long.
-        hiding = "setsid env -i sleep 300 & sleep 0.5; echo gpus=$CUDA_VISIBLE_DEVICES; sleep 300"
+        # A process that hides: its own session, and an empty environment.
+        hiding = f"setsid env -i {HIDDEN} & sleep 0.5; echo gpus=$CUDA_VISIBLE_DEVICES; sleep 300"
         other.submit(f"srun bash -c '{hiding}'", "-N2", "--gpus-per-node=3", f"-o{output}")
         wait_until(lambda: output.exists() and output.read_text() == "gpus=0,1,2\n" * 2)
-        assert leftovers(other) != []
-        spaces = {path.name for path in Path("/run/netns").iterdir()}
+        name = tag(other)
+        assert len(network(name)) == 2 + 3  # two namespaces, the bridge, two links
+        assert any(HIDDEN in process for process in leftovers(other))
 
     assert leftovers(other) == []
-    assert len(spaces) - len(list(Path("/run/netns").iterdir())) == 2
+    assert network(name) == []
     assert not other.directory.exists()
-    assert cluster.run("srun", "-N3", "hostname").stdout.split()
+    assert len(cluster.run("srun", "-N3", "hostname").stdout.split()) == 3
+
+
+def test_the_example_of_partitions_is_valid() -> None:
+    example = Path(__file__).parents[2] / "slurm" / "partitions.conf.example"
+    lines = [line for line in example.read_text().splitlines() if line and not line.startswith("#")]
+
+    with DevCluster.running(nodes=1, conf=lines) as cluster:
+        shown = cluster.run("scontrol", "show", "partition", "cheap").stdout
+        preemption = cluster.run("scontrol", "show", "config").stdout
+
+    assert "GraceTime=120" in shown
+    assert "PreemptMode=REQUEUE" in shown
+    assert "PreemptExemptTime       = 00:10:00" in preemption
 
 
 def test_a_daemon_that_dies_is_named_at_once_with_its_log(cluster: DevCluster, tmp_path: Path) -> None:
@@ -196,15 +213,20 @@ def tag(cluster: DevCluster) -> str:
     return next(line.split()[1] for line in lines if f" {address}/" in line)
 
 
+def network(tag: str) -> list[str]:
+    return [path.name for parent in ("/run/netns", "/sys/class/net") for path in Path(parent).glob(f"{tag}*")]
+
+
 def leftovers(cluster: DevCluster) -> list[str]:
-    """Live processes that carry the cluster's SLURM_CONF, or sleep as its job does."""
+    """Live processes that carry the cluster's SLURM_CONF, or hide."""
     mark = f"SLURM_CONF={cluster.environment['SLURM_CONF']}".encode()
     found = []
     for proc in Path("/proc").glob("[0-9]*"):
         try:
-            environ, command = (proc / "environ").read_bytes(), (proc / "cmdline").read_bytes()
+            environ = (proc / "environ").read_bytes()
+            command = (proc / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
         except OSError:
             continue
-        if mark in environ.split(b"\0") or command == b"sleep\x00300\x00":
-            found.append(f"{proc.name} {command.decode(errors='replace')}")
+        if mark in environ.split(b"\0") or command == HIDDEN:
+            found.append(f"{proc.name} {command}")
     return found
