@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, SchedulerError
@@ -28,6 +29,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec
 
+_ENGINE_NEEDS = ("torch", "deepspeed", "numpy", "tokenizers")  # looked up, not imported
 _START_SECONDS = 60.0  # a Python start on a busy machine with a cold file cache
 _POLL_SECONDS = 0.05
 _TICK_SECONDS = 0.2
@@ -61,6 +63,9 @@ class LocalScheduler:
             raise SchedulerError(
                 f"this machine cannot run the job: {'; '.join(problems)}. Change cluster.gpus_per_node."
             )
+        missing = [name for name in _ENGINE_NEEDS if self.engine == ENGINE_MODULE and find_spec(name) is None]
+        if missing:
+            raise SchedulerError(f"{', '.join(missing)} not installed here. Run pip install 'scaletrain[train]'.")
         return []
 
     def render(self, run: RunDir, record: RunRecord) -> str:

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import fcntl
 import os
-import random
 import signal
 import socket
 import sys
@@ -20,29 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
-from scaletrain_cli.launch.attempts import (
-    Decision,
-    Outcome,
-    attempt_outcome,
-    begin_attempt,
-    close_unended,
-    end_attempt,
-    read_attempt,
-    read_attempts,
-    with_outcome,
-)
+from scaletrain_cli.launch.attempts import Decision, begin_attempt, close_unended
+from scaletrain_cli.launch.conclusion import conclude_attempt, conclude_run
 from scaletrain_cli.launch.local import living_agents, write_supervisor
 from scaletrain_cli.launch.node_agent import HEARD
+from scaletrain_cli.launch.ports import free_port
 from scaletrain_cli.launch.processes import adopt_orphans, die_with_parent, kill_descendants, own_identity, reap
 from scaletrain_cli.launch.ranks import ENGINE_MODULE
-from scaletrain_cli.launch.restart_policy import decide
-from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 
 _AGENT_MARGIN_SECONDS = 30.0  # the agent keeps to the grace period itself; this is for an agent that hangs
 _WAIT_SECONDS = 1.0
-_PORTS = range(20_000, 32_000)  # below the kernel's ephemeral ports, where outgoing connections come and go
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,41 +84,24 @@ class Supervision:
         while True:
             self._listen()
             if self.told_to_stop or self.run.stop_file.exists():
-                return self._stop(Decision(False, ExitCode.PREEMPTED, "stopped before the attempt began"))
-            decision = self._attempt(first)
+                decision = Decision(False, ExitCode.PREEMPTED, "stopped before an attempt began")
+            else:
+                decision = self._attempt(first)
             if not decision.requeue:
-                return self._stop(decision)
+                return conclude_run(self.run, decision)
 
     def _attempt(self, first: int) -> Decision:
-        spec = self.record.spec
-        number = begin_attempt(
-            self.run, spec, scheduler="local", job_id=str(os.getpid()), nodes=(socket.gethostname(),)
-        )
-        agent_code = self._run_agent(number)
-        cancelled = self.run.stop_file.exists()
-        outcome = attempt_outcome(self.run, spec, number, cancelled=cancelled, launcher_exit_code=agent_code)
-        decision = self._decide(number, first, outcome, cancelled)
-        end_attempt(self.run, spec, number, outcome, decision)
-        record_event(
+        here = (socket.gethostname(),)
+        number = begin_attempt(self.run, self.record.spec, scheduler="local", job_id=str(os.getpid()), nodes=here)
+        code = self._run_agent(number)
+        return conclude_attempt(
             self.run,
-            "attempt-ended",
-            attempt=number,
-            exit_code=outcome.exit_code,
-            reason=outcome.reason,
-            message=outcome.message,
-            requeue=decision.requeue,
-            why=decision.why,
+            self.record,
+            number,
+            first_attempt=first,
+            launcher_exit_code=code,
+            told_to_stop=self.told_to_stop,  # perhaps only while the agent ran
         )
-        return decision
-
-    def _decide(self, number: int, first: int, outcome: Outcome, cancelled: bool) -> Decision:
-        if self.told_to_stop and not cancelled and outcome.exit_code != ExitCode.DONE:
-            return Decision(False, outcome.exit_code, "the supervisor was told to stop; `scaletrain resume` goes on")
-        began = read_attempt(self.run, number)
-        assert began is not None
-        earlier = [attempt for attempt in read_attempts(self.run) if first <= attempt.number < number]
-        history = [*earlier, with_outcome(self.run, self.record.spec, began, outcome)]
-        return decide(outcome.exit_code, outcome.reason, history, self.record.spec.restarts, cancelled)
 
     def _run_agent(self, number: int) -> int:
         """One node agent to its end, and after it every process that it may have left."""
@@ -139,7 +110,7 @@ class Supervision:
             "--node-rank": 0,
             "--node-name": socket.gethostname(),
             "--master-addr": "127.0.0.1",
-            "--master-port": free_port(),
+            "--master-port": free_port("127.0.0.1"),
             "--parent-pid": os.getpid(),
             "--engine": self.engine,
         }
@@ -177,22 +148,6 @@ class Supervision:
             return signal.SIGUSR1  # a preemption to be followed by another attempt
         self.told_to_stop = True
         return signal.SIGTERM
-
-    def _stop(self, decision: Decision) -> int:
-        if decision.exit_code != ExitCode.DONE:
-            if self.run.stop_file.exists():
-                record_event(self.run, "cancelled")
-            record_event(self.run, "stopped", exit_code=decision.exit_code, why=decision.why)
-        return decision.exit_code
-
-
-def free_port() -> int:
-    """A port that nobody listens on. Another process may take it before the ranks do: the attempt fails then, once."""
-    for port in random.sample(_PORTS, len(_PORTS)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise SchedulerError("no free TCP port between 20000 and 31999 on this machine.")
 
 
 if __name__ == "__main__":

@@ -152,9 +152,11 @@ def test_the_run_survives_the_terminal_that_submitted_it(make_run: Callable[...,
     ) as shell:
         os.close(other_end)
         assert shell.stdout is not None
-        assert shell.stdout.readline() == b"submitted\n"
-        agent_pid(made, 1)
-        os.close(terminal)
+        try:
+            assert shell.stdout.readline() == b"submitted\n"
+            agent_pid(made, 1)
+        finally:
+            os.close(terminal)
         assert shell.wait(timeout=20) == -signal.SIGHUP
     os.kill(supervisor_pid(made), signal.SIGHUP)
     wait_for_end(made)
