@@ -2,6 +2,9 @@
 
 ``make_plan`` sizes and chooses a layout, ``submittable`` says what keeps a plan from being run by this engine, and
 ``zero_buffers`` gives the engine the buffer sizes that the plan has counted.
+
+architecture -> states, activations, zero_buffers -> memory -> communication -> timing -> search -> planning; beside
+them hardware (devices), layouts (what divides), durability, cost, engine_support, advice and infeasible.
 """
 
 from scaletrain_cli.plan.architecture import parameter_count, training_flops_per_token

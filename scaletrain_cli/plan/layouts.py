@@ -14,6 +14,8 @@ from scaletrain_cli.spec import RunSpec
 CHECKPOINTING = ("none", "selective", "full")
 # Micro-batches tried; above the smallest few dozen nothing gets faster.
 _MOST_MICRO_BATCHES = 24
+# DeepSpeed offloads what ZeRO partitions, so it must partition it (zero/offload_config.py).
+_OFFLOAD_STAGE = {"none": 0, "optimizer": 1, "optimizer+params": 3}
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,12 @@ def _degree_problems(spec: RunSpec, axes: Axes) -> Iterator[_Row]:
         message = f"must divide data x sequence parallel = {ranks}."
         yield "layout.expert_parallel", axes.expert, message, _near(ranks, axes.expert)
     stage = spec.layout.zero_stage
-    if axes.pipeline > 1 and stage in (2, 3):
+    if axes.pipeline > 1 and (stage in (2, 3) or spec.layout.offload == "optimizer+params"):
         yield "layout.zero_stage", stage, "DeepSpeed refuses it with pipeline parallelism.", "Use 1 or auto."
+    needed = _OFFLOAD_STAGE[spec.layout.offload]
+    if stage != "auto" and stage < needed:
+        message = f"layout.offload = {spec.layout.offload} needs ZeRO-{needed} or higher."
+        yield "layout.zero_stage", stage, message, f"Use {needed} or auto."
 
 
 def _batch_problems(spec: RunSpec, axes: Axes) -> Iterator[_Row]:
@@ -119,11 +125,10 @@ def zero_stages(spec: RunSpec, axes: Axes) -> list[int]:
     pinned = spec.layout.zero_stage
     if pinned != "auto":
         return [1] if pinned == 0 and (sixteen_bit or axes.pipeline > 1) else [pinned]
-    if axes.pipeline > 1:
-        return [1]
-    if axes.data * axes.sequence * axes.context == 1:
-        return [1] if sixteen_bit else [0]
-    return [1, 2, 3] if sixteen_bit else [0, 1, 2, 3]
+    lowest = max(_OFFLOAD_STAGE[spec.layout.offload], 1 if sixteen_bit or axes.pipeline > 1 else 0)
+    if axes.pipeline > 1 or axes.data * axes.sequence * axes.context == 1:
+        return [lowest]
+    return list(range(lowest, 4))
 
 
 def checkpointing_modes(spec: RunSpec) -> list[str]:

@@ -64,6 +64,7 @@ def test_auto_leaves_at_1_what_the_engine_cannot_run() -> None:
         ({"model__intermediate_size": 11009, "layout__tensor_parallel": 2}, "must divide intermediate_size = 11009"),
         ({"layout__virtual_pipeline": 2}, "needs pipeline_parallel > 1"),
         ({"layout__expert_parallel": 2}, "needs a model with experts. Use 1 or auto."),
+        ({"layout__offload": "optimizer+params", "layout__zero_stage": 2}, "needs ZeRO-3 or higher. Use 3 or auto."),
         ({"layout__pipeline_parallel": 2, "layout__zero_stage": 3}, "DeepSpeed refuses it with pipeline parallelism"),
     ],
 )
