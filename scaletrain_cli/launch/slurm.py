@@ -1,0 +1,115 @@
+"""The Slurm scheduler: sbatch, squeue, scancel and scontrol, by their stable text interfaces.
+
+What runs inside the job is in slurm_script (the text) and slurm_job (its first and last word).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.scheduler import Job, JobState
+from scaletrain_cli.launch.slurm_script import job_script, sbatch_options
+from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.spec import RunSpec
+
+_TIMEOUT_SECONDS = 120
+_QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED", "STOPPED"}
+_RUNNING = {"RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT"}
+# The job gets these of the submitter's environment and no others: the rest may hold secrets, which Slurm would store.
+_PASSED_ON = {
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "SLURM_CONF"),
+    *("LD_LIBRARY_PATH", "CUDA_HOME", "VIRTUAL_ENV", "PYTHONPATH", "SSL_CERT_FILE", "XDG_CACHE_HOME"),
+}
+
+
+class SlurmScheduler:
+    """Jobs of the cluster that this machine's Slurm commands talk to."""
+
+    def preflight(self, spec: RunSpec) -> list[str]:
+        """Let Slurm judge the request without queueing it. Raises SchedulerError with its own words."""
+        script = "\n".join(["#!/bin/bash", *(f"#SBATCH --{option}" for option in sbatch_options(spec, "preflight"))])
+        answer = _call(["sbatch", "--test-only"], text=script + "\ntrue\n")
+        return [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
+
+    def render(self, run: RunDir, record: RunRecord) -> str:
+        return job_script(record.spec, record.run_id, run.path)
+
+    def submit(self, run: RunDir, record: RunRecord) -> str:
+        """Queue the job, unless one of this run is there: a submitter may have died after sbatch."""
+        queued = _call(["squeue", "--noheader", "--me", f"--name={record.run_id}", "--format=%A"]).stdout.split()
+        if queued:
+            return queued[0]
+        script = run.path / "job.sh"
+        script.write_text(self.render(run, record), encoding="utf-8")
+        # From the run directory: the log's name needs no path then, which may hold what Slurm would interpret.
+        answer = _call(["sbatch", "--parsable", script.name], folder=run.path)
+        return answer.stdout.strip().split(";")[0]  # "id" or "id;cluster"
+
+    def job(self, run: RunDir, record: RunRecord) -> Job:
+        submission = read_submission(run)
+        if submission is None:
+            return Job("", "unknown", "never submitted")
+        job_id = submission.job_id
+        command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T|%r|%N"]
+        answer = _call(command, accept=("Invalid job id",))
+        fields = answer.stdout.strip().split("|")
+        if len(fields) != 3:
+            return Job(job_id, "ended", "Slurm no longer knows the job")
+        state, reason, nodes = fields
+        detail = state if reason in ("None", "") else f"{state} ({reason})"
+        return Job(job_id, job_state(state), detail, _expand(nodes))
+
+    def cancel(self, run: RunDir, record: RunRecord) -> None:
+        """Ask the ranks to save and leave; the job's last word is slurm_job's. A queued job just goes."""
+        run.stop_file.touch()
+        job = self.job(run, record)
+        if job.state == "running":
+            # Plain scancel would leave KillWait, not the grace period, before SIGKILL.
+            _call(["scancel", "--signal=TERM", job.id])
+        elif job.state == "queued":
+            _call(["scancel", job.id])
+            record_event(run, "cancelled")
+
+
+def job_state(slurm_state: str) -> JobState:
+    """Slurm's state in the words that all schedulers share."""
+    if slurm_state in _QUEUED:
+        return "queued"
+    return "running" if slurm_state in _RUNNING else "ended"
+
+
+def _expand(nodes: str) -> tuple[str, ...]:
+    if not nodes:
+        return ()
+    return tuple(_call(["scontrol", "show", "hostnames", nodes]).stdout.split())
+
+
+def _call(
+    command: Sequence[str], *, text: str | None = None, folder: Path | None = None, accept: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run one Slurm command. Raises SchedulerError when it fails, unless it says one of ``accept``."""
+    if shutil.which(command[0]) is None:
+        raise SchedulerError(f"{command[0]} is not on this machine. Submit from a login node, or use scheduler: local.")
+    environment = {name: value for name, value in os.environ.items() if _may_pass(name)}
+    try:
+        answer = subprocess.run(
+            command, input=text, cwd=folder, env=environment, text=True, capture_output=True, timeout=_TIMEOUT_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SchedulerError(f"{command[0]} did not answer within {_TIMEOUT_SECONDS} s.") from error
+    if answer.returncode and not any(phrase in answer.stderr for phrase in accept):
+        said = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
+        raise SchedulerError(f"{' '.join(command[:2])} refused: {said}")
+    return answer
+
+
+def _may_pass(name: str) -> bool:
+    return name in _PASSED_ON or name.startswith("SCALETRAIN_")

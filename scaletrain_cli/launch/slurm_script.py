@@ -1,0 +1,102 @@
+"""The batch script of a run, as text. Pure: what cannot be one word in a `#SBATCH` line is not put there.
+
+Every value reaches bash through shlex.quote, or is a word that the spec's schema has checked. Secrets are not in it:
+the node agent reads them from the run directory.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from scaletrain_cli.spec import ClusterSpec, RunSpec
+
+# How long the other nodes may take to end by themselves once one agent has ended.
+_STRAGGLER_SECONDS = 30
+_SMALLEST_LEAD_SECONDS = 60  # Slurm looks at time limits about every half minute
+
+
+def job_script(spec: RunSpec, run_id: str, run_folder: Path, python: str = sys.executable) -> str:
+    """What sbatch gets. Slurm runs it on the first node, again from the top after each requeue."""
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH --{option}" for option in sbatch_options(spec, run_id)),
+        "",
+        *(f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()),
+        f"python={shlex.quote(python)}",
+        f"run={shlex.quote(str(run_folder))}",
+        "",
+        "# The ranks get the signals from their agents; this shell only has to outlive them and judge the end.",
+        "trap : TERM USR1",
+        'began=$("$python" -m scaletrain_cli.launch.slurm_job begin "$run") || exit',
+        'read -r attempt MASTER_ADDR MASTER_PORT <<<"$began"',
+        "export MASTER_ADDR MASTER_PORT",
+        "",
+        f"{_srun(spec.cluster)} \\",
+        '    "$python" -m scaletrain_cli.launch.node_agent "$run" --attempt "$attempt" &',
+        "step=$!",
+        'while kill -0 "$step" 2>/dev/null; do wait "$step"; done  # a trapped signal ends wait early',
+        'wait "$step"',
+        "code=$?",
+        "",
+        'verdict=$("$python" -m scaletrain_cli.launch.slurm_job end "$run" \\',
+        '    --attempt "$attempt" --srun-exit-code "$code")',
+        "code=$?",
+        '[ "$verdict" = requeue ] && scontrol requeue "$SLURM_JOB_ID" && sleep 60',
+        'exit "$code"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def sbatch_options(spec: RunSpec, run_id: str) -> Iterator[str]:
+    """Long options without their dashes, each one word."""
+    cluster, slurm = spec.cluster, spec.cluster.slurm
+    yield f"job-name={run_id}"
+    yield f"nodes={cluster.nodes}"
+    yield "ntasks-per-node=1"
+    if cluster.gpu != "cpu":
+        kind = f"{slurm.gres_type}:" if slurm.gres_type else ""
+        yield f"gpus-per-node={kind}{cluster.gpus_per_node}"
+    if (cores := cores_per_node(cluster)) is not None:
+        yield f"cpus-per-task={cores}"
+    for name in ("partition", "account", "qos", "reservation", "constraint", "exclude", "nodelist"):
+        value = getattr(slurm, name)
+        if value is not None:
+            yield f"{name}={value}"
+    if slurm.time is not None:
+        yield f"time={_minutes_seconds(slurm.time)}"
+    if slurm.memory_per_node is not None:
+        yield f"mem={math.ceil(slurm.memory_per_node / 2**20)}M"
+    # To the tasks, not to this script (that would be B:): under cgroups nothing else tells the ranks.
+    yield f"signal=USR1@{max(_SMALLEST_LEAD_SECONDS, math.ceil(cluster.grace_seconds))}"
+    yield "requeue"
+    yield "open-mode=append"
+    yield "output=slurm-%j.log"
+    for name, extra in sorted(slurm.extra.items()):
+        if extra is not False:
+            yield name if extra is True else f"{name}={extra}"
+
+
+def cores_per_node(cluster: ClusterSpec) -> int | None:
+    """Cores to ask for on each node; None leaves it to the cluster's default."""
+    if cluster.cpus_per_gpu != "auto":
+        return cluster.cpus_per_gpu * cluster.gpus_per_node
+    return cluster.gpus_per_node if cluster.gpu == "cpu" else None
+
+
+def _srun(cluster: ClusterSpec) -> str:
+    # An agent that ends with 75 is no reason to kill the others, which end with 75 too: hence --wait, not
+    # --kill-on-bad-exit. Since 22.05 srun does not inherit --cpus-per-task from the job.
+    cores = cores_per_node(cluster)
+    options = ["--export=ALL", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={_STRAGGLER_SECONDS}"]
+    if cores is not None:
+        options.append(f"--cpus-per-task={cores}")
+    return " ".join(["srun", *options])
+
+
+def _minutes_seconds(seconds: float) -> str:
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}:{rest:02d}"
