@@ -178,6 +178,8 @@ def _bad_end(ended: Sequence[NodeRecord], failures: Sequence[Failure]) -> Outcom
     if failure is not None:
         speaker = who if failure.rank is None or failure is own else f"rank {failure.rank}"
         return Outcome(code, _reason(failure.reason, code), f"{speaker}: {failure.message}")
+    if rank is not None and rank.exit_code is None:
+        return Outcome(code, "node", f"{who} could not be killed; the node needs attention")
     if rank is not None and rank.signal is not None:
         by = " when the grace period ended" if rank.killed_by_agent else ""
         reason: Reason = "killed" if rank.signal in ("SIGKILL", "SIGTERM") else "crash"

@@ -182,6 +182,8 @@ def _wait_for_start(run: RunDir, pid: int) -> int | None:
             log = (run.path / "supervisor.log").read_text(encoding="utf-8", errors="replace")
             raise SchedulerError(f"the supervisor did not start: {log.strip()[-500:]}")
         time.sleep(_POLL_SECONDS)
+    os.kill(pid, signal.SIGKILL)  # or it might start after all, unknown to anyone
+    os.waitpid(pid, 0)
     raise SchedulerError(f"the supervisor {pid} gave no sign of life for {_START_SECONDS:.0f} s; see {run.path}.")
 
 

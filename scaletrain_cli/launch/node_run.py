@@ -26,6 +26,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 
 STRAGGLER_SECONDS = 3.0  # for the other ranks to report failures of their own once one has failed
+UNKILLABLE_SECONDS = 30.0  # then a rank hangs in the kernel (driver, dead file system) and waiting on helps nobody
 _POLL_SECONDS = 1.0  # SIGCHLD wakes the loop at once; this is for deadlines
 # What a retry cannot cure, or only elsewhere: such a code of a rank becomes the node's, any other failure becomes 1.
 VERDICTS = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES, ExitCode.DO_NOT_REQUEUE)
@@ -118,9 +119,10 @@ class _Watch:
     gang: Gang
     grace_seconds: float
     deadline: float = field(default=float("inf"), init=False)  # monotonic: SIGKILL for whoever is left
+    killed: bool = field(default=False, init=False)
 
     def run_to_end(self) -> None:
-        """Return when every rank has ended and is recorded."""
+        """Return when every rank has ended and is recorded, or cannot be ended."""
         while self.gang.alive:
             timeout = min(_POLL_SECONDS, max(0.0, self.deadline - time.monotonic()))
             heard = signal.sigtimedwait(HEARD, timeout)
@@ -129,14 +131,19 @@ class _Watch:
             for pid, exit_code in reap():
                 self._note_end(pid, exit_code)
             if time.monotonic() >= self.deadline:
+                if self.killed:
+                    self._say(f"{len(self.gang.alive)} ranks cannot be killed; this node needs attention")
+                    self.gang.give_up()
+                    return
                 self.gang.kill()
-                self.deadline = time.monotonic() + _POLL_SECONDS  # until they are reaped
+                self.killed, self.deadline = True, time.monotonic() + UNKILLABLE_SECONDS
 
     def _pass_on(self, signum: int) -> None:
         signum = signal.SIGTERM if signum == signal.SIGINT else signum
         self.gang.forward(signum)
-        # From the first signal on: a scheduler that repeats itself does not grant more time.
-        self.deadline = min(self.deadline, time.monotonic() + self.grace_seconds)
+        if not self.killed:
+            # From the first signal on: a scheduler that repeats itself does not grant more time.
+            self.deadline = min(self.deadline, time.monotonic() + self.grace_seconds)
         name = signal.Signals(signum).name
         self._say(f"passed {name} on to {len(self.gang.alive)} ranks")
         try:
@@ -147,7 +154,7 @@ class _Watch:
     def _note_end(self, pid: int, exit_code: int) -> None:
         failed_before = self.gang.first_failure is not None
         rank = self.gang.ended(pid, exit_code)
-        if rank is not None and self.gang.first_failure is not None and not failed_before:
+        if rank is not None and self.gang.first_failure is not None and not failed_before and not self.killed:
             self.deadline = min(self.deadline, time.monotonic() + STRAGGLER_SECONDS)
             self._say(f"rank {rank.rank} ended with {rank.signal or f'exit code {exit_code}'}; ending the others")
 

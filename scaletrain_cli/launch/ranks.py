@@ -94,10 +94,6 @@ class Gang:
     def alive(self) -> list[RankRecord]:
         return [rank for rank in self.ranks if rank.exit_code is None]
 
-    @property
-    def someone_failed(self) -> bool:
-        return self.first_failure is not None
-
     def forward(self, signum: int) -> None:
         """Send the signal to each living rank, once. Not to its group: what a rank starts is the rank's to tell."""
         for rank in self.alive:
@@ -109,6 +105,11 @@ class Gang:
             self._doomed.add(rank.rank)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)
+
+    def give_up(self) -> None:
+        """Count ranks that not even SIGKILL has ended as failed; their exit code stays unknown."""
+        if self.first_failure is None and self.alive:
+            self.first_failure = self.alive[0].rank
 
     def ended(self, pid: int, exit_code: int) -> RankRecord | None:
         """Take note of a child's end; None when it was no rank but an orphan that this process adopted."""

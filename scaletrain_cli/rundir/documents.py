@@ -12,7 +12,11 @@ def write_document(path: Path, data: dict[str, Any]) -> None:
     """Replace the file in one step. Raises OSError; the file is as it was then."""
     # The process id keeps two writers from truncating each other's draft.
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # or a power cut could leave the new name with nothing in it
     draft.replace(path)
 
 

@@ -68,6 +68,13 @@ def test_a_rank_that_was_killed_is_named() -> None:
     assert "rank 1 on node-0000-n0 was ended by SIGKILL" in message
 
 
+def test_a_rank_that_cannot_be_killed_is_the_nodes_fault() -> None:
+    hanging = NodeRecord("n", "n", 0, 1, 1, 0.0, (RankRecord(0, 1, 0.0),), ended=9.0, exit_code=1, first_failure=0)
+    code, reason, message = judged([hanging])
+    assert (code, reason) == (1, "node")
+    assert "could not be killed" in message
+
+
 def test_a_segmentation_fault_is_a_crash() -> None:
     assert judged([node(1, rank(0, -11))])[1] == "crash"
 

@@ -93,6 +93,36 @@ def test_a_process_is_known_by_more_than_its_pid() -> None:
     assert identify(child.pid) is None
 
 
+UNKILLABLE = """
+import signal, sys
+from scaletrain_cli.launch import node_run
+from scaletrain_cli.launch.node_agent import HEARD
+from scaletrain_cli.launch.ranks import Gang
+
+class Hanging(Gang):
+    def kill(self):
+        pass  # as with a process that sleeps in the kernel
+
+signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+node_run.UNKILLABLE_SECONDS = 0.2
+gang = Hanging()
+gang.start(4, ["/bin/sleep", "600"], {}, sys.argv[1])
+node_run.adopt_orphans()
+watch = node_run._Watch(None, type("Options", (), {"node_rank": 0, "node_name": "n"}), gang, 1.0)
+watch.deadline = 0.0
+watch.run_to_end()
+print(gang.first_failure, gang.ranks[0].exit_code, node_run.node_exit_code(gang.ranks, gang.first_failure))
+node_run.kill_descendants()
+"""
+
+
+def test_an_agent_does_not_wait_for_ever_for_a_rank_that_hangs_in_the_kernel(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", UNKILLABLE, str(tmp_path / "log")]
+    result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=30, check=False)
+    assert result.stdout == "4 None 1\n", result.stderr
+    assert "cannot be killed" in result.stderr
+
+
 KEEPER = """
 import subprocess, sys, time
 from scaletrain_cli.launch.processes import adopt_orphans, descendants, kill_descendants
