@@ -57,7 +57,9 @@ def command(
         watcher = Watcher(made.run, line)
         code = run_in_foreground(made.run, made.record, on_tick=watcher.look)
         status = watcher.finish()
-    say(f"{status.state} at step {status.step} of {status.total_steps}, exit code {code}; {measures_text(status)}")
+    measured = measures_text(status)
+    end = f"{status.state} at step {status.step} of {status.total_steps}, exit code {code}"
+    say(f"{end}; {measured}" if measured else end)
     if code == ExitCode.PREEMPTED:
         say(f"stopped with its state saved; `scaletrain resume {made.run.run_id}` continues it")
     raise typer.Exit(code)

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.ui.console import answer, plain, words
+from scaletrain_cli.ui.console import answer, plain, show, words
 from scaletrain_cli.ui.units import bytes_text, count_text, seconds_text, whole_text
 
 
@@ -19,7 +19,7 @@ def show_summary(spec: RunSpec, file: str) -> None:
     table.add_column(overflow="fold")
     for name, text in _rows(spec):
         table.add_row(f"  {name}", words(text))
-    console.print(table)
+    show(console, table)
 
 
 def _rows(spec: RunSpec) -> list[tuple[str, str]]:

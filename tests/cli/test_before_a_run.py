@@ -1,0 +1,178 @@
+"""init, validate, plan, schema, doctor: what they say, how they end, and that they start and leave nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.plan.result import SCHEMA
+from scaletrain_cli.spec import RunSpec
+from tests.cli.command_line import PROJECT, RECIPES, SMALL, scaletrain
+
+TOO_LARGE = ["--set=model={preset: llama-70b}", "--set=data.tokenizer.vocab_size=4096"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_what_init_writes_validates_and_plans_as_it_stands(tmp_path: Path) -> None:
+    assert scaletrain("init").code == 0
+    assert scaletrain("validate", "run.yaml").out.startswith("OK run.yaml\n")
+    assert scaletrain("plan", "run.yaml").code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama-7b", "llama-3-70b", "mixtral-8x7b", "gpt3-175b"])
+def test_init_takes_as_many_nodes_as_a_preset_needs(preset: str) -> None:
+    assert scaletrain("init", "--preset", preset, "-o", "a.yaml").code == 0
+    ended = scaletrain("plan", "a.yaml", "--json")
+    assert ended.code == 0
+    assert ended.data["memory"]["fits"]
+
+
+def test_init_does_as_it_is_told_or_refuses() -> None:
+    spec = scaletrain("init", "--preset=gpt2", "--gpu=a100-sxm-80gb", "--nodes=3", "--gpus-per-node=4", "-o", "-").out
+    assert "nodes: 3\n  gpus_per_node: 4\n  gpu: a100-sxm-80gb\n" in spec
+    refused = scaletrain("init", "--preset", "llama-3-70b", "--nodes", "1")
+    assert refused.code == ExitCode.INFEASIBLE
+    assert not Path("run.yaml").exists()
+
+
+def test_init_overwrites_nothing() -> None:
+    Path("run.yaml").write_text("precious")
+    ended = scaletrain("init")
+    assert ended.code == ExitCode.USAGE
+    assert "run.yaml exists and is not overwritten" in ended.err
+    assert Path("run.yaml").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--preset", "llama7"], "Known: gpt2,"),
+        (["--gpu", "h1000"], "h100"),
+        (["-o", "no/such/folder/a.yaml"], "cannot write no/such/folder/a.yaml: No such file or directory."),
+    ],
+)
+def test_init_says_what_it_cannot_do(arguments: list[str], expected: str) -> None:
+    ended = scaletrain("init", *arguments)
+    assert ended.code == ExitCode.USAGE
+    assert expected in ended.err
+
+
+def test_validate_says_what_was_understood() -> None:
+    ended = scaletrain("validate", SMALL, "--set", "training.steps=70")
+    assert ended.code == 0
+    assert "  training  70 steps of 16 sequences, " in ended.out
+    assert ended.err == ""
+
+
+def test_validate_prints_the_resolved_spec() -> None:
+    data = scaletrain("validate", SMALL, "--json").data
+    assert (data["valid"], data["problems"]) == (True, [])
+    assert RunSpec.model_validate(data["spec"]).model.head_dim == 32
+
+
+def test_validate_prints_every_problem_also_as_json() -> None:
+    ended = scaletrain("validate", SMALL, "--set", "training.steps=x", "--set", "fo=1", "--json")
+    assert ended.code == ExitCode.USAGE
+    assert {problem["key"] for problem in ended.data["problems"]} == {"training.steps", "fo"}
+    assert ended.err.count("\n  --set ") == 2
+
+
+@pytest.mark.parametrize("verb", ["validate", "plan", "submit", "train"])
+def test_an_accelerator_that_nobody_knows_is_refused(verb: str) -> None:
+    ended = scaletrain(verb, SMALL, "--set", "cluster.gpu=h100-sxm-80bg")
+    assert ended.code == ExitCode.USAGE
+    assert "Did you mean h100-sxm-80gb?" in ended.err
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_is_planned(path: Path) -> None:
+    ended = scaletrain("plan", path, "--json")
+    assert ended.code == 0, ended.err
+    assert ended.data["schema"] == SCHEMA
+
+
+def test_a_plan_that_does_not_fit_is_shown_with_what_would_fit() -> None:
+    ended = scaletrain("plan", SMALL, *TOO_LARGE)
+    assert ended.code == ExitCode.INFEASIBLE
+    assert "does not fit" in ended.out.splitlines()[0]
+    assert "too much" in ended.out
+    assert "does not fit on 1 x 2 cpu: the smallest layout needs" in ended.err
+    as_json = scaletrain("plan", SMALL, *TOO_LARGE, "--json")
+    assert (as_json.code, as_json.data["memory"]["fits"]) == (ExitCode.INFEASIBLE, False)
+
+
+def test_a_plan_that_does_not_divide_is_no_plan() -> None:
+    ended = scaletrain("plan", SMALL, "--set", "layout.data_parallel=3", "--json")
+    assert (ended.code, ended.out) == (ExitCode.INFEASIBLE, "")
+    assert "layout.data_parallel = 3" in ended.err
+
+
+def test_all_shows_what_the_figures_assume() -> None:
+    assert "PaLM" not in scaletrain("plan", SMALL).out
+    assert "PaLM" in scaletrain("plan", SMALL, "--all").out
+
+
+def test_what_can_be_planned_but_not_run_is_not_submitted(tmp_path: Path) -> None:
+    recipe = PROJECT / "recipes" / "llama-7b-h100.yaml"
+    tensor = ["--set", "layout.tensor_parallel=2", "--set", "cluster.nodes=1"]
+    assert scaletrain("plan", recipe, *tensor).code == 0
+    for verb in ("submit", "train"):
+        ended = scaletrain(verb, recipe, *tensor)
+        assert ended.code == ExitCode.INFEASIBLE
+        assert "layout.tensor_parallel = 2" in ended.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_schema_is_printed() -> None:
+    assert scaletrain("schema").data["title"] == "ScaleTrain run spec scaletrain/v1"
+
+
+def test_the_doctor_looks_at_the_machine() -> None:
+    ended = scaletrain("doctor")
+    assert ended.code == 0
+    checks = {check["name"]: check for check in scaletrain("doctor", "--json").data["checks"]}
+    assert checks.keys() >= {"python", "scaletrain", "[train]", "cores", "memory", "compiler", "slurm", "runs"}
+    assert {check["state"] for check in checks.values()} <= {"ok", "warn", "none"}
+    assert all(check["advice"] for check in checks.values() if check["state"] != "ok")
+    assert all(name in ended.out for name in checks)
+
+
+def test_the_doctor_survives_tools_that_hang_or_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scaletrain_cli.cli.machine._PATIENCE_SECONDS", 0.2)
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, body in {"nvidia-smi": "exec sleep 60", "scontrol": "echo down >&2; exit 1", "sbatch": ""}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    for name in ("srun", "squeue", "sacct"):
+        (folder / name).symlink_to(folder / "sbatch")
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    checks = {check["name"]: check for check in scaletrain("doctor", "--json").data["checks"]}
+    assert checks["gpu"] == {"name": "gpu", "state": "warn", "found": "nvidia-smi ended with 124"} | {
+        "advice": "no answer within 0.2 s"
+    }
+    assert checks["slurm"]["advice"] == "the controller does not answer: down"
+
+
+def test_what_is_piped_has_no_colours_and_no_blanks_at_line_ends() -> None:
+    for arguments in (["plan", SMALL], ["validate", SMALL], ["doctor"], ["plan", SMALL, *TOO_LARGE]):
+        ended = scaletrain(*arguments)
+        for line in (ended.out + ended.err).splitlines():
+            assert "\x1b" not in line
+            assert line == line.rstrip()
+
+
+def test_numbers_in_json_are_finite() -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    for path in RECIPES:
+        json.loads(scaletrain("plan", path, "--json").out, parse_constant=refuse)

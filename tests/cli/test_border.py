@@ -1,0 +1,146 @@
+"""The process border: closed pipes, ctrl-C, terminals of all kinds; and what start-up costs."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli import __main__ as border
+from scaletrain_cli.errors import Problem, SpecError
+from tests.cli.command_line import PROJECT, SMALL, scaletrain
+
+COMMAND = [sys.executable, "-m", "scaletrain_cli"]
+PLAN_CPU_LIMIT_SECONDS = 0.300
+
+
+def test_a_reader_that_leaves_early_is_no_error_to_talk_about() -> None:
+    line = f"{sys.executable} -m scaletrain_cli schema | head -n 1"
+    done = subprocess.run(["bash", "-c", line], cwd=PROJECT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scaletrain_cli.spec.load_spec", interrupt)
+    ended = scaletrain("plan", SMALL)
+    assert (ended.code, ended.out) == (130, "")
+    assert "Traceback" not in ended.err
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(border, "invoke", lambda arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        border.main(["plan"])
+
+
+def test_an_error_piped_is_one_line_per_problem_with_its_place_first() -> None:
+    ended = scaletrain("plan", SMALL, "--set", "a=1", "--set", "b=2")
+    head, *rest = ended.err.splitlines()
+    assert head == f"error: {SMALL}: 2 problems in the run spec"
+    assert [line[:9] for line in rest] == ["  --set a", "  --set b"]
+
+
+def test_an_error_on_a_terminal_is_in_colour_and_keeps_the_place_in_one_piece() -> None:
+    place = f"{'deep/' * 40}run.yaml:3"
+    program = (
+        "from scaletrain_cli.errors import Problem, SpecError\n"
+        "from scaletrain_cli.ui.errors import show\n"
+        f"show(SpecError('bad [red]markup[/]', (Problem({place!r}, 'a.b', 'must not be.', '\\x1b[31m', 'Stop.'),)))\n"
+    )
+    shown = on_a_terminal([sys.executable, "-c", program])
+    assert "\x1b[1;31m" in shown
+    assert "bad [red]markup[/]" in shown
+    assert place in shown.replace("\r\n", "")
+    assert "\\x1b[31m" in shown, "what a user gave is shown, not obeyed"
+
+
+def test_a_terminal_without_unicode_gets_a_plan_all_the_same() -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "NO_COLOR": "1"}
+    done = subprocess.run([*COMMAND, "plan", str(SMALL)], cwd=PROJECT, capture_output=True, env=env)
+    assert done.returncode == 0
+    assert b"  activations" in done.stdout
+    assert b"####" in done.stdout
+
+
+def test_a_plan_on_a_narrow_terminal_is_not_wider_than_it() -> None:
+    shown = on_a_terminal([*COMMAND, "plan", str(SMALL)], columns=80)
+    plain = shown.replace("\r", "").split("\n")
+    assert max(len(strip_colours(line)) for line in plain) <= 80
+
+
+def test_the_command_line_asks_only_on_a_terminal(tmp_path: Path) -> None:
+    env = {"SCALETRAIN_RUNS": str(tmp_path)}
+    shown = on_a_terminal([*COMMAND, "submit", str(SMALL)], answer="n\n", env=env)
+    assert "Submit to local? [Y/n]" in shown
+    assert "Nothing was done." in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_costs_little_cpu_beyond_its_arithmetic() -> None:
+    program = (
+        "import resource, sys\n"
+        "from scaletrain_cli.__main__ import main\n"
+        "import scaletrain_cli.plan.planning as planning\n"
+        "def cpu():\n"
+        "    used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "    return used.ru_utime + used.ru_stime\n"
+        "import scaletrain_cli.plan as plan\n"
+        "real, spent = plan.make_plan, []\n"
+        "def timed(spec):\n"
+        "    before = cpu()\n"
+        "    found = real(spec)\n"
+        "    spent.append(cpu() - before)\n"
+        "    return found\n"
+        "plan.make_plan = timed\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "finally:\n"
+        "    print(cpu() - sum(spent), file=sys.stderr)\n"
+    )
+    command = [sys.executable, "-c", program, "plan", str(SMALL)]
+    runs = [subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True) for _ in range(5)]
+    helped = [sys.executable, "-c", program, "--help"]
+    base = min(float(subprocess.run(helped, cwd=PROJECT, capture_output=True, text=True).stderr) for _ in range(3))
+    best = min(float(run.stderr) for run in runs)
+    assert best - base <= PLAN_CPU_LIMIT_SECONDS, f"{best:.3f} s of CPU, --help {base:.3f} s"
+
+
+def on_a_terminal(command: list[str], columns: int = 80, answer: str = "", env: dict[str, str] | None = None) -> str:
+    """What the command shows on a terminal of its own."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, **(env or {}), "COLUMNS": str(columns), "LINES": "50", "TERM": "xterm-256color"}
+    for name in ("NO_COLOR", "FORCE_COLOR", "CI"):
+        environment.pop(name, None)
+    process = subprocess.Popen(
+        command, cwd=PROJECT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, close_fds=True
+    )
+    os.close(theirs)
+    os.write(ours, answer.encode())
+    shown = b""
+    try:
+        while block := os.read(ours, 1 << 16):
+            shown += block
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    finally:
+        process.wait(timeout=60)
+        os.close(ours)
+    return shown.decode()
+
+
+def strip_colours(line: str) -> str:
+    import re
+
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line)
+
+
+def test_problem_and_error_print_as_compilers_do() -> None:
+    error = SpecError("run.yaml: 1 problem", (Problem("run.yaml:3", "a.b", "must be 1.", "2", "Use 1."),))
+    assert str(error) == "run.yaml: 1 problem\n  run.yaml:3 a.b = 2: must be 1. Use 1."

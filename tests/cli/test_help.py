@@ -1,0 +1,75 @@
+"""Every verb says what it does, what it takes and how it ends; the help of all is the same help."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.cli.app import GROUPS
+from scaletrain_cli.cli.exit_codes import MEANINGS
+from scaletrain_cli.errors import ExitCode
+from tests.cli.command_line import PROJECT, scaletrain
+
+VERBS = [verb.name for verbs in GROUPS.values() for verb in verbs]
+WITH_JSON = {"validate", "plan", "status", "list", "doctor", "submit", "resume"}
+
+
+def test_the_help_lists_every_verb() -> None:
+    ended = scaletrain("--help")
+    assert ended.code == 0
+    assert re.findall(r"^  ([a-z]+)  ", ended.out, flags=re.MULTILINE) == VERBS
+
+
+def test_every_verb_has_a_module_and_every_module_of_a_verb_is_listed() -> None:
+    modules = {path.stem for path in (PROJECT / "scaletrain_cli" / "cli").glob("*.py")}
+    shared = {"__init__", "app", "options", "exit_codes", "confirmation", "submittable", "machine"}
+    assert modules - shared == set(VERBS)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[verb] for verb in VERBS if verb != "data"] + [["data", "prepare"]], ids=" ".join
+)
+def test_each_verb_documents_itself_and_its_exit_codes(arguments: list[str]) -> None:
+    ended = scaletrain(*arguments, "--help")
+    assert ended.code == 0
+    assert ended.out.startswith(f"Usage: scaletrain {' '.join(arguments)} ")
+    assert "Exit codes: 0 done; " in ended.out
+    assert ("--json" in ended.out) == (arguments[0] in WITH_JSON or arguments[0] == "data")
+    assert max(map(len, ended.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["valdate", "x"], "No such command 'valdate'. Did you mean validate?"),
+        (["frobnicate"], "No such command 'frobnicate'. See --help."),
+        (["plan"], "Missing argument"),
+        (["plan", "a", "b"], "unexpected extra argument"),
+        (["plan", "a", "--jsn"], "--jsn"),
+        (["logs", "a", "--rank", "x"], "'--rank'"),
+        (["logs", "a", "--rank", "-1"], "'--rank'"),
+        (["data", "prepair"], "prepair"),
+        ([], "Usage: scaletrain"),
+        (["data"], "Usage: scaletrain data"),
+    ],
+    ids=str,
+)
+def test_a_wrong_command_line_ends_with_2_and_says_why(arguments: list[str], expected: str) -> None:
+    ended = scaletrain(*arguments)
+    assert ended.code == ExitCode.USAGE
+    assert expected in ended.out + ended.err
+
+
+def test_the_version_is_printed() -> None:
+    assert re.fullmatch(r"scaletrain \d+\.\d+\.\d+\n", scaletrain("--version").out)
+
+
+def test_the_page_about_exit_codes_knows_each_of_them_and_each_verb() -> None:
+    page = (Path(PROJECT) / "docs" / "exit-codes.md").read_text(encoding="utf-8")
+    codes, verbs = page.split("## By verb")
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", codes, flags=re.MULTILINE)} == {*ExitCode, 124, 130}
+    assert MEANINGS.keys() == set(ExitCode)
+    named = set(re.findall(r"`([a-z ]+)`", " ".join(re.findall(r"^\| (.*?) \|", verbs, flags=re.MULTILINE))))
+    assert named == {*VERBS, "data prepare"} - {"data"}

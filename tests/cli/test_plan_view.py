@@ -1,0 +1,120 @@
+"""How a plan reads, from stored plans, so that a better planner does not change what is claimed here."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+from rich.console import Console
+
+from scaletrain_cli.plan.result import Alternative, Layout, RunPlan
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.ui.bars import waterfall
+from scaletrain_cli.ui.plan_view import show_plan
+from scaletrain_cli.ui.units import (
+    binary_bytes_text,
+    bytes_text,
+    count_text,
+    dollars_text,
+    percent_text,
+    seconds_text,
+)
+
+STORED = sorted((Path(__file__).parent / "plans").glob("*.json"))
+
+
+def stored(path: Path) -> tuple[RunSpec, RunPlan]:
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    fields = [field.name for field in dataclasses.fields(Layout)]
+    others = tuple(
+        Alternative(
+            Layout(**{field: row[field] for field in fields}),
+            row["time"]["step"],
+            row["memory"]["peak"],
+            row["fits"],
+            row["why"],
+        )
+        for row in data["plan"].pop("alternatives")
+    )
+    plan = TypeAdapter(RunPlan).validate_python(data["plan"])
+    return RunSpec.model_validate(data["spec"]), dataclasses.replace(plan, alternatives=others)
+
+
+def shown(path: Path, width: int, *, everything: bool = False, encoding: str = "utf-8") -> str:
+    spec, plan = stored(path)
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding=encoding, errors="replace")
+    console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+    show_plan(spec, plan, everything=everything, console=console)
+    return written.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_a_plan_reads_as_it_should(path: Path, width: int, golden: Callable[[str, str], None]) -> None:
+    text = shown(path, width)
+    assert max(map(len, text.splitlines())) <= width
+    golden(f"plan/{path.stem}-{width}.txt", text)
+
+
+def test_all_adds_every_layout_and_every_assumption() -> None:
+    _, plan = stored(STORED[0])
+    text = " ".join(shown(STORED[0], 120, everything=True).split())
+    assert all(" ".join(assumption.split()) in text for assumption in plan.assumptions)
+    assert "--all shows them" not in text
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_a_plan_can_be_shown_without_unicode_bars(path: Path) -> None:
+    assert not set(shown(path, 80, encoding="ascii")) & set("█▏▎▍▌▋▊▉")
+
+
+def test_bars_fill_the_whole_and_follow_each_other() -> None:
+    bars = waterfall([1.0, 2.0, 1.0], 4.0, 8, unicode=True)
+    assert bars == ["██", "  ████", "      ██"]
+    assert waterfall([1.0, 2.0, 1.0], 4.0, 8, unicode=False) == ["##", "  ####", "      ##"]
+    assert waterfall([0.0, 1e-9], 4.0, 8, unicode=True) == ["", "▏"], "a part too small to see is a tick"
+    assert waterfall([1.0], 0.0, 8, unicode=True) == [""]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (bytes_text(0), "0 B"),
+        (bytes_text(999), "999 B"),
+        (bytes_text(1000), "1.00 kB"),
+        (bytes_text(999_600), "1.00 MB"),
+        (bytes_text(80 * 10**9), "80.0 GB"),
+        (binary_bytes_text(80 * 10**9), "74.5 GiB"),
+        (binary_bytes_text(80 * 2**30), "80.0 GiB"),
+        (count_text(6_738_415_616), "6.74 B"),
+        (count_text(12), "12"),
+        (count_text(1260.4), "1.26 k"),
+        (seconds_text(0), "0 ms"),
+        (seconds_text(2e-5), "20.0 µs"),
+        (seconds_text(0.83), "830 ms"),
+        (seconds_text(1), "1 s"),
+        (seconds_text(12.34), "12.3 s"),
+        (seconds_text(60), "60 s"),
+        (seconds_text(120), "2 min"),
+        (seconds_text(250), "4 min 10 s"),
+        (seconds_text(3599), "59 min 59 s"),
+        (seconds_text(3600), "1 h"),
+        (seconds_text(5066), "1 h 24 min"),
+        (seconds_text(200_000), "2 d 8 h"),
+        (seconds_text(1e12), "11,574,074 d"),
+        (dollars_text(3.456), "$3.46"),
+        (dollars_text(12345.6), "$12,346"),
+        (percent_text(0.421), "42 %"),
+        (percent_text(0.0042), "0.4 %"),
+        (percent_text(0), "0 %"),
+    ],
+)
+def test_numbers_read_as_people_write_them(text: str, expected: str) -> None:
+    assert text == expected

@@ -1,0 +1,197 @@
+"""submit, train, status, list, logs, cancel, resume: a run from its first word to its last, with a stand-in engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.launch.local import LocalScheduler, run_in_foreground
+from scaletrain_cli.rundir.paths import RunDir, runs_root
+from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
+
+ENGINE = "tests.launch.fake_engine"
+
+
+@pytest.fixture(autouse=True)
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that train nothing, found by the processes that start them."""
+    monkeypatch.setattr(LocalScheduler.__init__, "__defaults__", (ENGINE,))
+    monkeypatch.setitem(run_in_foreground.__kwdefaults__, "engine", ENGINE)
+    inherited = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PROJECT), *([inherited] if inherited else [])]))
+    monkeypatch.chdir(tmp_path)
+
+
+def submit(verb: str = "submit", run_id: str = "r1", *more: str, **fake: Any) -> Ended:
+    env = json.dumps({"FAKE": json.dumps(fake)})
+    return scaletrain(verb, SMALL, "--run-id", run_id, "--set", f"env={env}", *more)
+
+
+def ended(run_id: str = "r1") -> Ended:
+    return scaletrain("status", run_id, "--wait", "60s", "--json")
+
+
+def wait_for_step(run_id: str, step: int) -> None:
+    deadline = time.monotonic() + 30
+    while scaletrain("status", run_id, "--json").data["step"] < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_dry_run_prints_what_would_be_sent_and_makes_nothing(tmp_path: Path) -> None:
+    ended = submit("submit", "r1", "--dry-run")
+    assert ended.code == 0
+    assert ended.out.endswith(f"-m scaletrain_cli.launch.local_supervisor {runs_root() / 'r1'} --engine {ENGINE}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hunter2")
+    for scheduler in ("local", "slurm"):
+        options = ["--set", f"cluster.scheduler={scheduler}", "--set", "secret_env=[HF_TOKEN]"]
+        ended = scaletrain("submit", SMALL, "--dry-run", *options)
+        assert ended.code == 0, ended.err
+        assert "hunter2" not in ended.out + ended.err
+
+
+def test_a_run_is_submitted_followed_and_finished() -> None:
+    submitted = submit(steps=3)
+    assert (submitted.code, submitted.out) == (0, "r1\n"), submitted.err
+    assert "scaletrain status r1" in submitted.err
+    data = ended().data
+    assert (data["state"], data["step"], len(data["attempts"])) == ("finished", 3, 1)
+    shown = scaletrain("status", "r1").out
+    assert shown.startswith("r1  finished  step 3 of 100 (3.0 %)\n")
+    assert "every rank finished" in shown
+    assert scaletrain("status").out.splitlines()[0] == shown.splitlines()[0], "the newest run is meant"
+    assert scaletrain("list").out.splitlines()[1].split()[:3] == ["r1", "finished", "3/100"]
+
+
+def test_submitting_again_under_the_same_id_does_nothing() -> None:
+    submit(steps=1)
+    first = ended().data
+    again = submit("submit", "r1", "--json", steps=1)
+    assert (again.code, again.data["created"], again.data["job_id"]) == (0, False, first["job_id"])
+    assert len(ended().data["attempts"]) == 1
+    other = submit(steps=2)
+    assert other.code == ExitCode.USAGE
+    assert "exists with another spec" in other.err
+
+
+def test_logs_say_whose_each_line_is() -> None:
+    submit(steps=1)
+    ended()
+    assert scaletrain("logs", "r1").out == "[rank 0] up\n[rank 1] up\n"
+    assert scaletrain("logs", "r1", "--rank", "1").out == "up\n"
+    assert scaletrain("logs", "r1", "--follow", "--rank", "0").out == "up\n"
+    assert scaletrain("logs", "r1", "--tail", "0").out == ""
+    assert scaletrain("logs", "r1", "--rank", "2").code == ExitCode.USAGE
+    assert scaletrain("logs", "r1", "--attempt", "2").code == ExitCode.USAGE
+
+
+def test_a_run_that_fails_gives_its_exit_code_to_who_waits() -> None:
+    submit("submit", "r1", "--set", "restarts.crash=0", die={"*:1": 7})
+    waited = ended()
+    assert waited.code == ExitCode.CRASHED
+    assert waited.data["state"] == "failed"
+    assert "rank 1" in waited.data["why"]
+    assert "restarts.crash = 0 is used up" in " ".join(scaletrain("status", "r1").out.split())
+
+
+def test_waiting_ends_in_time() -> None:
+    submit(steps=1000, step_seconds=0.05)
+    assert scaletrain("status", "r1", "--wait", "0.3s").code == 124
+    assert scaletrain("cancel", "r1").code == 0
+    ended()
+
+
+def test_a_cancelled_run_keeps_its_state_and_can_be_resumed() -> None:
+    submit(steps=60, step_seconds=0.05)
+    wait_for_step("r1", 2)
+    assert "it saves its state and stops" in scaletrain("cancel", "r1").err
+    waited = ended()
+    assert (waited.code, waited.data["state"]) == (ExitCode.PREEMPTED, "cancelled")
+    assert "was cancelled before. Nothing was done." in scaletrain("cancel", "r1").err
+    resumed = scaletrain("resume", "r1")
+    assert (resumed.code, resumed.out) == (0, "r1\n"), resumed.err
+    assert "cancelled" in resumed.err
+    assert f"after step {waited.data['last_checkpoint_step']}, from " in " ".join(resumed.err.split())
+    assert "lost     nothing" in resumed.err
+    assert "still active" in scaletrain("resume", "r1").err
+    assert ended().data["state"] == "finished"
+    finished = scaletrain("resume", "r1")
+    assert (finished.code, finished.out) == (ExitCode.USAGE, "")
+    assert "r1 has finished; there is nothing to resume." in finished.err
+    assert "has finished. Nothing was done." in scaletrain("cancel", "r1").err
+
+
+def test_resume_passes_over_a_damaged_checkpoint_and_counts_what_is_lost() -> None:
+    submit("submit", "r1", "--set", "restarts.crash=0", steps=9, checkpoint_every=2, die={"1:*": 9}, die_at=7)
+    ended()
+    (RunDir(runs_root() / "r1").checkpoints / "step-00000006" / "shard-0").write_text("rotten")
+    resumed = scaletrain("resume", "r1", "--json")
+    assert resumed.code == 0, resumed.err
+    assert (resumed.data["checkpoint_step"], resumed.data["steps_lost"]) == (4, 2)
+    assert resumed.data["passed_over"][0].startswith("step-00000006/shard-0: ")
+    assert ended().data["state"] == "finished"
+
+
+def test_train_runs_here_and_ends_as_the_run_does() -> None:
+    trained = submit("train", steps=3)
+    assert (trained.code, trained.out) == (0, "r1\n"), trained.err
+    assert "finished at step 3 of 100, exit code 0" in trained.err
+    assert submit("train", "r2", "--set", "restarts.crash=0", die={"*:*": 9}).code == ExitCode.CRASHED
+
+
+def test_a_run_is_found_by_the_beginning_of_its_name_or_its_path() -> None:
+    submit("submit", "long-name-1", steps=1)
+    submit("submit", "long-name-2", steps=1)
+    assert scaletrain("status", "long-name-1").code == 0
+    assert scaletrain("status", runs_root() / "long-name-2").code == 0
+    ambiguous = scaletrain("status", "long")
+    assert ambiguous.code == ExitCode.USAGE
+    assert "matches 2 runs" in ambiguous.err
+    assert "no run 'other'" in scaletrain("logs", "other").err
+    for run_id in ("long-name-1", "long-name-2"):
+        ended(run_id)
+
+
+def test_one_damaged_run_does_not_hide_the_others() -> None:
+    submit(steps=1)
+    ended()
+    damaged = runs_root() / "r0"
+    damaged.mkdir()
+    (damaged / "run.json").write_text("{")
+    rows = {row.split()[0]: row.split()[1] for row in scaletrain("list").out.splitlines()[1:]}
+    assert rows == {"r0": "damaged", "r1": "finished"}
+    listed = {row["run_id"]: row for row in scaletrain("list", "--json").data["runs"]}
+    assert "cannot be read" in listed["r0"]["error"]
+    assert scaletrain("status", "r0").code == ExitCode.USAGE
+
+
+def test_no_runs_is_no_error_for_list_and_one_for_status() -> None:
+    listed = scaletrain("list")
+    assert (listed.code, listed.out) == (0, "")
+    assert "no runs under" in listed.err
+    assert scaletrain("list", "--json").data["runs"] == []
+    assert "there are no runs under" in scaletrain("status").err
+
+
+@pytest.mark.parametrize("time", ["soon", "-3", "1:2"])
+def test_a_time_to_wait_that_is_none_is_refused(time: str) -> None:
+    submit("submit", "r1", "--dry-run")
+    (runs_root() / "r1").mkdir(parents=True)
+    (runs_root() / "r1" / "run.json").write_text("{}")
+    assert f"--wait {time}: must be a duration" in scaletrain("status", "r1", f"--wait={time}").err
+
+
+def test_a_scheduler_of_another_version_is_refused() -> None:
+    ended = scaletrain("submit", SMALL, "--set", "cluster.scheduler=kubernetes")
+    assert ended.code in (ExitCode.SCHEDULER, ExitCode.INFEASIBLE)
+    assert "kubernetes" in ended.err
