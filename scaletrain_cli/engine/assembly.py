@@ -17,7 +17,7 @@ from scaletrain_cli.engine.process_group import Agreement, Ranks, connect
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 
 _DEFAULT_COLLECTIVE_TIMEOUT_SECONDS = 1800.0  # torch's own default for gloo
 
@@ -49,6 +49,7 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) -> Trai
     faults = Faults.from_environment(ranks.rank, attempt)
     checkpointer = Checkpointer(
         run,
+        checkpoint_folder(run, spec),
         engine,
         ranks,
         agreement,

@@ -105,6 +105,7 @@ class Checkpointer:
     def __init__(
         self,
         run: RunDir,
+        folder: Path,
         engine: Any,
         ranks: Ranks,
         agreement: Agreement,
@@ -113,7 +114,7 @@ class Checkpointer:
         attempt: int,
         delay_seconds: float,
     ) -> None:
-        self._run, self._engine, self._ranks, self._agreement = run, engine, ranks, agreement
+        self._run, self.folder, self._engine, self._ranks, self._agreement = run, folder, engine, ranks, agreement
         self._keep, self._attempt = keep, attempt
         self._writer = SnapshotWriter(delay_seconds)
         self._in_flight: _Save | None = None
@@ -142,7 +143,7 @@ class Checkpointer:
 
     def _begin(self, step: int, client_state: dict[str, Any]) -> None:
         started = time.monotonic()
-        staging = checkpoints.staging_path(self._run.checkpoints, step)
+        staging = checkpoints.staging_path(self.folder, step)
         if self._ranks.rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
@@ -154,7 +155,7 @@ class Checkpointer:
         self._in_flight = _Save(step, started, time.monotonic() - started)
 
     def _commit(self) -> None:
-        save, folder = self._in_flight, self._run.checkpoints
+        save, folder = self._in_flight, self.folder
         assert save is not None
         digests = self._agreement.gather(self._writer.take_digests(checkpoints.staging_path(folder, save.step)))
         if digests is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scaletrain_cli.plan import parameter_count, zero_buffers
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 
@@ -33,18 +34,27 @@ def import_deepspeed(device: torch.device) -> Any:
 
 def deepspeed_config(spec: RunSpec, layout: Layout) -> dict[str, Any]:
     """DeepSpeed's configuration for this run. Learning rate and checkpoints are ours, not DeepSpeed's."""
+    buffers = zero_buffers(parameter_count(spec.model), layout.zero_stage)  # as the plan counted them
     config: dict[str, Any] = {
         "train_batch_size": layout.global_batch_size,
         "train_micro_batch_size_per_gpu": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         "gradient_clipping": spec.training.gradient_clipping,
-        "zero_optimization": {"stage": layout.zero_stage},
+        "zero_optimization": {
+            "stage": layout.zero_stage,
+            "reduce_bucket_size": buffers.reduce_bucket_size,
+            "allgather_bucket_size": buffers.allgather_bucket_size,
+            "stage3_prefetch_bucket_size": buffers.prefetch_bucket_size,
+            "stage3_max_live_parameters": buffers.max_live_parameters,
+            "overlap_comm": buffers.overlap_comm,
+        },
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
     }
     if spec.training.precision == "bf16":
-        # Without check_grad_overflow a NaN gradient would go into the weights.
-        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        # Without check_grad_overflow a NaN gradient would go into the weights; without immediate_grad_update stage 1
+        # keeps the bf16 gradients beside the fp32 ones.
+        config["bf16"] = {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": True}
         config["data_types"] = {"grad_accum_dtype": spec.training.grad_dtype}
     return config
 

@@ -19,8 +19,8 @@ from scaletrain_cli.engine.schedule import learning_rate
 from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.engine.spike import SpikeWatch
 from scaletrain_cli.errors import DoNotRequeueError, ExitCode, UsageError
-from scaletrain_cli.rundir.checkpoints import Checkpoint, newest_that_verifies, remove_staging
-from scaletrain_cli.rundir.journal import read_events, read_metrics, record_event
+from scaletrain_cli.rundir.checkpoints import newest_that_verifies, remove_staging
+from scaletrain_cli.rundir.journal import has_committed, last_logged_step, read_metrics, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 
@@ -124,7 +124,7 @@ class Trainer:
         norm = 0.0
         if self.engine.is_gradient_accumulation_boundary():
             gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients).item()
+            norm = float(torch.nn.utils.get_total_norm(gradients))
         if math.isfinite(norm):
             self.engine.step()
         return norm
@@ -157,15 +157,15 @@ class Trainer:
         """Restore the newest checkpoint that verifies; the number of steps it holds, 0 when the run is new."""
         found = None
         if self.ranks.rank == 0:  # one reader hashes, and all ranks take the same checkpoint
-            remove_staging(self.run.checkpoints)
-            found = newest_that_verifies(self.run.checkpoints)
+            remove_staging(self.checkpointer.folder)
+            found = newest_that_verifies(self.checkpointer.folder)
         newest, passed_over = self.agreement.follow_rank_zero(found) or (None, [])
-        logged = max((line["step"] for line in read_metrics(self.run)), default=0)
+        logged = last_logged_step(self.run) or 0
         if newest is None:
-            if passed_over or self._has_committed():
+            if has_committed(self.run):
                 damage = "; ".join(passed_over[:5]) or "those that were committed are gone"
                 raise UsageError(f"no sound checkpoint: {damage}. `scaletrain resume --from-scratch` starts over.")
-            self._event("started", step=0, attempt=self.attempt)
+            self._event("started", step=0, attempt=self.attempt, lost_steps=logged, passed_over=passed_over)
             return 0
         state = self.checkpointer.restore(newest)
         if state["dataset"] != self.dataset.fingerprint:
@@ -173,14 +173,9 @@ class Trainer:
                 f"{newest.path.name} was trained on dataset {state['dataset'][:12]} and this one is "
                 f"{self.dataset.fingerprint[:12]}: resuming would train on other data. Restore the data, or start anew."
             )
-        self._report_resume(newest, passed_over, lost_steps=max(0, logged - newest.step))
+        lost = max(0, logged - newest.step)
+        self._event("resumed", step=newest.step, attempt=self.attempt, lost_steps=lost, passed_over=passed_over)
         return int(state["step"])
-
-    def _has_committed(self) -> bool:
-        """Whether a checkpoint was ever committed since the run was last told to start from scratch."""
-        names = [event["event"] for event in read_events(self.run)]
-        starts = [index for index, name in enumerate(names) if name == "from-scratch"]
-        return "checkpoint" in names[max(starts, default=0) :]
 
     def _checkpoint_interval(self) -> int:
         every = self.record.spec.checkpoint.every
@@ -190,11 +185,6 @@ class Trainer:
         """A fresh model knows nothing, so its loss must be near that of a uniform guess."""
         expected = math.log(self.record.spec.model.vocab_size)
         self._event("first-loss", loss=loss, ln_vocab_size=expected, plausible=abs(loss - expected) < 0.1 * expected)
-
-    def _report_resume(self, checkpoint: Checkpoint, passed_over: list[str], lost_steps: int) -> None:
-        self._event(
-            "resumed", step=checkpoint.step, attempt=self.attempt, lost_steps=lost_steps, passed_over=passed_over
-        )
 
     def _event(self, name: str, **details: Any) -> None:
         if self.ranks.rank == 0:

@@ -12,7 +12,7 @@ from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome, read_
 from scaletrain_cli.launch.scheduler import Scheduler, scheduler_for
 from scaletrain_cli.launch.submission import Submission, hand_over, submit_lock
 from scaletrain_cli.rundir.checkpoints import Checkpoint, newest_that_verifies
-from scaletrain_cli.rundir.journal import last_logged_step, read_events, record_event
+from scaletrain_cli.rundir.journal import has_committed, last_logged_step, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record
 
@@ -57,7 +57,7 @@ def inspect_resume(run: RunDir, scheduler: Scheduler | None = None) -> ResumeRep
         steps_lost=max(0, (logged or 0) - (checkpoint.step if checkpoint else 0)),
         finished=last is not None and last.reason == "done",
         active=scheduler.job(run, record).is_active,
-        had_checkpoint=bool(checkpoint or passed_over or _has_committed(run)),
+        had_checkpoint=bool(checkpoint or passed_over or has_committed(run)),
     )
 
 
@@ -102,10 +102,3 @@ def _refuse(run: RunDir, report: ResumeReport, from_scratch: bool) -> None:
             f"{run.run_id} trained up to step {report.last_step_logged or 0} and nothing of it can be loaded: "
             f"{'; '.join(report.passed_over) or gone}. Restore the files, or train anew with --from-scratch."
         )
-
-
-def _has_committed(run: RunDir) -> bool:
-    """Whether a checkpoint was committed since the run was last started from scratch."""
-    names = [event.get("event") for event in read_events(run)]
-    restarts = [index for index, name in enumerate(names) if name == "from-scratch"]
-    return "checkpoint" in names[max(restarts, default=0) :]

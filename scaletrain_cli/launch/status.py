@@ -70,7 +70,7 @@ def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
         validation_loss=measured.get("validation_loss"),
         tokens_per_second=measured.get("tokens_per_second"),
         last_checkpoint_step=newest_checkpoint_step(run, record.spec),
-        steps_lost_total=sum(event.get("lost_steps", 0) for event in read_events(run) if event["event"] == "resumed"),
+        steps_lost_total=sum(event.get("lost_steps", 0) for event in read_events(run)),
         restarts=max(0, len(attempts) - 1),
         nodes=job.nodes or (last.nodes if last else ()),
         agent_pids=_agent_pids(run, last),

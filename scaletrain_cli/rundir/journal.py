@@ -90,6 +90,13 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def has_committed(run: RunDir) -> bool:
+    """Whether a checkpoint was committed since the run was last started from scratch."""
+    names = [event.get("event") for event in read_events(run)]
+    restarts = [index for index, name in enumerate(names) if name == "from-scratch"]
+    return "checkpoint" in names[max(restarts, default=0) :]
+
+
 def last_logged_step(run: RunDir) -> int | None:
     """The step of the newest line in metrics.jsonl, which after a resume may be below earlier ones."""
     return next((line["step"] for line in read_lines_backwards(run.metrics) if isinstance(line.get("step"), int)), None)
