@@ -68,7 +68,7 @@ def test_init_says_what_it_cannot_do(arguments: list[str], expected: str) -> Non
 def test_validate_says_what_was_understood() -> None:
     ended = scaletrain("validate", SMALL, "--set", "training.steps=70")
     assert ended.code == 0
-    assert "  training  70 steps of 16 sequences, " in ended.out
+    assert "training 70 steps of 16 sequences, " in " ".join(ended.out.split())
     assert ended.err == ""
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pty
 import subprocess
+import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,7 @@ def test_a_plan_on_a_narrow_terminal_is_not_wider_than_it() -> None:
     assert max(len(strip_colours(line)) for line in plain) <= 80
 
 
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="a run on this machine needs scaletrain[train]")
 def test_the_command_line_asks_only_on_a_terminal(tmp_path: Path) -> None:
     env = {"SCALETRAIN_RUNS": str(tmp_path)}
     shown = on_a_terminal([*COMMAND, "submit", str(SMALL)], answer="n\n", env=env)
@@ -136,9 +139,26 @@ def on_a_terminal(command: list[str], columns: int = 80, answer: str = "", env: 
 
 
 def strip_colours(line: str) -> str:
-    import re
-
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["doctor"], ["init", "-o", "-"], ["submit", str(SMALL), "--dry-run"], ["status"]], ids=lambda a: a[0]
+)
+def test_verbs_that_only_look_load_neither_torch_nor_the_engine(arguments: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from scaletrain_cli.__main__ import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "finally:\n"
+        "    print(*sorted(sys.modules), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=PROJECT, capture_output=True, text=True)
+    loaded = set(done.stderr.splitlines()[-1].split())
+    assert "scaletrain_cli.errors" in loaded
+    heavy = {"torch", "deepspeed", "numpy", "wandb", "submitit", "kubernetes", "tokenizers", "scaletrain_cli.engine"}
+    assert loaded & heavy == set()
 
 
 def test_problem_and_error_print_as_compilers_do() -> None:
