@@ -148,6 +148,8 @@ class RunSpec(Section):
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """(dotted key, message) for each contradiction between sections."""
         model, layout = self.model, self.layout
+        if self.training.tokens is not None and self.training.schedule.warmup_steps > self.total_steps:
+            yield "training.schedule.warmup_steps", f"must not exceed {self.total_steps} steps, which make the tokens."
         if self.data.tokenizer.kind == "bpe" and self.data.tokenizer.vocab_size > model.vocab_size:
             yield "data.tokenizer.vocab_size", f"must not exceed model.vocab_size = {model.vocab_size}."
         for key in ("tensor_parallel", "sequence_parallel"):

@@ -99,6 +99,11 @@ def test_settings_that_contradict_each_other_are_found(override: str, expected: 
     assert expected in problem(SPEC, override)
 
 
+def test_a_warm_up_longer_than_the_tokens_last_is_found() -> None:
+    changes = ("training.steps=null", "training.tokens=2000", "training.schedule.warmup_steps=9")
+    assert "must not exceed 8 steps, which make the tokens." in problem(SPEC, *changes)
+
+
 def test_contradictions_are_found_in_sound_sections_beside_broken_ones() -> None:
     keys = {one.key for one in problems(SPEC + "checkpoint: {keep: x}\ncluster: {nodes: 2}\n")}
     assert keys == {"checkpoint.keep", "cluster.nodes"}

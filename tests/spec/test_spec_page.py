@@ -1,0 +1,42 @@
+"""docs/spec.md shows every key with its default, and what it shows loads."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import BaseModel
+
+from scaletrain_cli.spec import RunSpec
+from tests.spec.samples import PROJECT, SPEC, load
+
+PAGE = (PROJECT / "docs" / "spec.md").read_text(encoding="utf-8")
+EVERY_KEY, ACCELERATOR = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+NEEDED = {"model", "data.source", "training.global_batch_size", "training.steps", "name", "schema"}
+
+
+def keys(spec: BaseModel, before: str = "") -> dict[str, Any]:
+    """Every dotted key below a section, with its value."""
+    found: dict[str, Any] = {}
+    for name, field in type(spec).model_fields.items():
+        key, value = f"{before}{field.alias or name}", getattr(spec, name)
+        found |= keys(value, f"{key}.") if isinstance(value, BaseModel) else {key: value}
+    return found
+
+
+def test_the_page_shows_every_key() -> None:
+    shown = set(re.findall(r"(?<![\w.])([a-z_]+):", EVERY_KEY))
+    assert {part for key in keys(load(EVERY_KEY)) for part in key.split(".")} <= shown
+
+
+def test_the_page_shows_the_defaults() -> None:
+    sparse = load(SPEC.replace("precision: fp32", ""))
+    shown, usual = keys(load(EVERY_KEY)), keys(sparse)
+    different = {key for key in shown if shown[key] != usual[key]}
+    assert {key for key in different if not key.startswith("model.")} - NEEDED == {"data.tokenizer.vocab_size"}
+    assert {key: usual[key] for key in different if key in ("model.rope_theta", "model.norm_eps")} == {}
+
+
+def test_an_accelerator_of_ones_own_loads() -> None:
+    assert load(SPEC + ACCELERATOR).cluster.gpu.memory == 96 * 10**9  # type: ignore[union-attr]
+    assert isinstance(load(EVERY_KEY), RunSpec)
