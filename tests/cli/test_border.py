@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import pty
-import subprocess
 import re
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path

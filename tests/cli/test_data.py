@@ -1,0 +1,43 @@
+"""data prepare: a process of its own does the work; its last line is the answer and its end is ours."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import ExitCode
+from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
+
+pytestmark = pytest.mark.skipif(find_spec("tokenizers") is None, reason="tokenizing needs scaletrain[train]")
+
+
+@pytest.fixture(autouse=True)
+def find_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
+    monkeypatch.chdir(tmp_path)
+
+
+def prepare(source: str, *more: str) -> Ended:
+    small = ["--set", "data.tokenizer.vocab_size=300", "--set", "model.seq_len=8"]
+    return scaletrain("data", "prepare", SMALL, *small, "--set", f"data.source={source}", *more)
+
+
+def test_text_is_tokenized_once() -> None:
+    text = Path("a b $(x).jsonl")
+    text.write_text("".join(f'{{"text": "It was the best of times, it was the worst of {n}."}}\n' for n in range(400)))
+    first = prepare(text.name, "--json")
+    assert first.code == 0, first.err
+    assert first.data["train_tokens"] > 1000
+    assert Path(first.data["path"]).is_dir()
+    again = prepare(text.name)
+    assert (again.code, again.out) == (0, f"{first.data['path']}\n")
+    assert "tokens to train on" in again.err
+
+
+def test_a_source_that_is_not_there_ends_with_2_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    ended = prepare("nowhere/*.txt")
+    assert (ended.code, ended.out) == (ExitCode.USAGE, "")
+    assert "the data could not be prepared" in ended.err
+    assert "nowhere" in capfd.readouterr().err, "the process that prepares talks to the terminal itself"
