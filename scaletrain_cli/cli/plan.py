@@ -10,6 +10,7 @@ from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath
 from scaletrain_cli.errors import ExitCode, InfeasibleError
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
+_SHOWN = ("needed", "smallest")  # what the table has just shown, part by part
 
 
 def command(
@@ -25,7 +26,7 @@ def command(
     A run that cannot fit exits with 3, the reason and what would make it fit; the smallest layout is shown all the
     same. The keys of --json (scaletrain.plan/v1) are stable.
     """
-    from scaletrain_cli.plan import RunPlan, make_plan
+    from scaletrain_cli.plan import PlanInfeasibleError, RunPlan, make_plan
     from scaletrain_cli.spec import load_spec
 
     run = load_spec(spec, overrides or ())
@@ -42,9 +43,12 @@ def command(
 
     try:
         plan = make_plan(run)
-    except InfeasibleError as error:
-        smallest = getattr(error, "plan", None)
-        if smallest is not None:
-            show(smallest)
-        raise
+    except PlanInfeasibleError as error:
+        if error.plan is None:
+            raise
+        show(error.plan)
+        if as_json:
+            raise
+        told = tuple(problem for problem in error.problems if problem.where not in _SHOWN)
+        raise InfeasibleError(error.message, told) from error
     show(plan)

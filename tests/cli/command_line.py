@@ -13,7 +13,7 @@ from scaletrain_cli.__main__ import main
 
 PROJECT = Path(__file__).parent.parent.parent
 RECIPES = sorted((PROJECT / "recipes").glob("*.yaml"))
-SMALL = PROJECT / "recipes" / "llama-10m-cpu.yaml"
+SMALL = Path(__file__).parent / "small.yaml"
 
 
 @dataclass(frozen=True)
