@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-RECIPE = str(Path(__file__).with_name("llama-10m-cpu.yaml"))
+RECIPE = os.path.relpath(Path(__file__).with_name("llama-10m-cpu.yaml"))
 PREEMPT_AT_STEP = 30
 GIVE_UP_SECONDS = 900
 
@@ -66,7 +66,7 @@ def main() -> None:
     """The demo; exits with an error unless the run finished, lost no step and beat the yardstick."""
     started = time.monotonic()
     sets = [word for override in sys.argv[1:] for word in ("--set", override)]
-    dataset = json.loads(scaletrain("data", "prepare", RECIPE, *sets).splitlines()[-1])
+    dataset = json.loads(scaletrain("data", "prepare", RECIPE, *sets, "--json"))
     print(f"  {dataset['train_tokens']:,} training tokens of Python's own standard library in {dataset['path']}")
     print(scaletrain("plan", RECIPE, *sets))
 

@@ -16,6 +16,8 @@ pytest.register_assert_rewrite("tests.drills.training_runs")
 
 from tests.drills.training_runs import Drill, submit_drill  # noqa: E402
 
+Undisturbed = Callable[..., Drill]
+
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -26,7 +28,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Drill]:
+def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """The run that nothing happened to, for these overrides; trained once."""
     finished: dict[str, Drill] = {}
 

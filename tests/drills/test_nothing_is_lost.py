@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ import pytest
 
 from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from tests.drills.conftest import Undisturbed
 from tests.drills.training_runs import STEPS, Drill, assert_same_run, differences, submit_drill
 
 pytestmark = pytest.mark.drill
-Undisturbed = Callable[..., Drill]
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
@@ -50,7 +49,7 @@ def test_a_preemption_at_a_random_step_loses_no_step(
 ) -> None:
     drill = submit_drill(dataset, layout__zero_stage=stage)
     drill.wait_for_step(chance.randrange(1, STEPS - 5))
-    os.kill(drill.agent_pid(), number)
+    drill.preempt(number)
     drill.wait_for_end()
     assert [event["exit_code"] for event in drill.events("attempt-ended")] == [75, 0]
     assert [event["lost_steps"] for event in drill.events("resumed")] == [0]
@@ -61,7 +60,7 @@ def test_bf16_resumes_to_the_bit(dataset: Path, undisturbed: Undisturbed, chance
     overrides = {"training__precision": "bf16", "layout__zero_stage": 2}
     drill = submit_drill(dataset, **overrides)
     drill.wait_for_step(chance.randrange(1, STEPS - 5))
-    os.kill(drill.agent_pid(), signal.SIGTERM)
+    drill.preempt()
     drill.wait_for_end()
     assert_same_run(drill, undisturbed(**overrides))
 
@@ -76,7 +75,7 @@ def test_a_signal_inside_a_save_loses_no_step(
     monkeypatch.setenv(VARIABLE, "slow-save seconds=0.4 attempt=1")
     drill = submit_drill(dataset)
     drill.wait_for(lambda: saving(drill))
-    os.kill(drill.agent_pid(), signal.SIGTERM)
+    drill.preempt()
     drill.wait_for_end()
     assert [event["lost_steps"] for event in drill.events("resumed")] == [0]
     assert_same_run(drill, undisturbed())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,6 +75,10 @@ class Drill:
 
     def agent_pid(self) -> int:
         return int(self.wait_for(lambda: living_agents(self.run))[0].pid)
+
+    def preempt(self, number: int = signal.SIGTERM) -> None:
+        """Signal the node agent, as a scheduler does."""
+        os.kill(self.agent_pid(), number)
 
     def rank_pids(self) -> list[int]:
         """Of the latest attempt, by rank."""

@@ -91,7 +91,7 @@ class DevCluster:
 
     def submit(self, script: str, *options: str) -> str:
         """Hand a script's text, without its #! line, to sbatch; the job id."""
-        return self.run("sbatch", "--parsable", *options, "--wrap", script).stdout.strip()
+        return self.run("sbatch", "--parsable", f"--chdir={self.directory}", *options, "--wrap", script).stdout.strip()
 
     def job(self, job_id: str) -> dict[str, str]:
         """What Slurm says of a job: {"JobState": "RUNNING", "Restarts": "0", ...}"""

@@ -1,0 +1,98 @@
+"""The same spec trains the same model, whatever the layout; and what the run directory says of it is true."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.rundir.journal import read_metrics
+from scaletrain_cli.rundir.record import read_record
+from tests.drills.conftest import Undisturbed
+from tests.drills.training_runs import STEPS, submit_drill
+
+pytestmark = pytest.mark.drill
+
+
+def test_every_zero_stage_trains_the_same_model(undisturbed: Undisturbed) -> None:
+    """fp32: only the order of summation differs."""
+    series = [undisturbed(layout__zero_stage=stage).losses() for stage in (0, 1, 2, 3)]
+    for losses in series[1:]:
+        assert losses == pytest.approx(series[0], abs=2e-5)
+
+
+def test_one_rank_with_accumulation_and_recomputation_trains_the_same_model(undisturbed: Undisturbed) -> None:
+    alone = undisturbed(
+        cluster__gpus_per_node=1,
+        training__micro_batch_size=4,
+        layout__zero_stage=0,
+        layout__activation_checkpointing="full",
+    )
+    assert read_record(alone.run).plan.layout.gradient_accumulation_steps == 2
+    assert alone.losses() == pytest.approx(undisturbed(layout__zero_stage=2).losses(), abs=2e-5)
+
+
+def test_a_fresh_model_starts_near_ln_v_and_learns(undisturbed: Undisturbed) -> None:
+    drill = undisturbed(layout__zero_stage=2)
+    (first,) = drill.events("first-loss")
+    assert first["loss"] == pytest.approx(math.log(512), rel=0.02)
+    assert first["plausible"]
+    assert drill.validation_losses()[-1] < first["loss"] - 0.3
+
+
+def test_metrics_say_what_was_measured(undisturbed: Undisturbed) -> None:
+    lines = read_metrics(undisturbed(layout__zero_stage=2).run)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert lines[4]["learning_rate"] == pytest.approx(1e-3)  # the end of the warm-up
+    assert all(0 < line["grad_norm"] < 100 for line in lines)
+    assert all(line["tokens_per_second"] > 0 and line["memory_bytes"] > 10**8 for line in lines)
+    assert all(line["mfu"] is None for line in lines)  # not known for a CPU
+    assert [line["step"] for line in lines if "validation_loss" in line] == [20, 40]
+
+
+def test_wandb_offline_mirrors_every_attempt_as_one_run(dataset: Path) -> None:
+    pytest.importorskip("wandb")
+    drill = submit_drill(dataset, tracking__wandb="{mode: offline, project: drills}", training__steps=12)
+    drill.wait_for_step(4)
+    drill.preempt()
+    drill.wait_for_end()
+    assert drill.events("finished")
+    run_id = read_record(drill.run).wandb_run_id
+    folders = sorted(path.name for path in (drill.run.path / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    assert all(name.endswith(f"-{run_id}") for name in folders)
+
+
+def test_a_corpus_of_the_users_own_is_prepared_by_the_run_itself(tmp_path: Path) -> None:
+    rows = [{"text": f"the {n} quick brown foxes jump over {n * n} lazy dogs " * 30} for n in range(120)]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("\n".join(json.dumps(row) for row in rows))
+    drill = submit_drill(corpus, training__steps=6, data__tokenizer__vocab_size=300, evaluation__every=0)
+    drill.wait_for_end()
+    assert drill.events("finished"), drill.log()
+
+
+def test_a_corpus_that_is_not_there_stops_the_run_with_the_reason(tmp_path: Path) -> None:
+    drill = submit_drill(tmp_path / "nothing.jsonl")
+    drill.wait_for_end()
+    (ended,) = drill.events("attempt-ended")
+    assert (ended["exit_code"], ended["requeue"]) == (2, False)
+    assert "nothing.jsonl" in ended["message"]
+
+
+def test_another_dataset_under_a_resumed_run_is_refused(dataset: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "dataset"
+    copy.mkdir()
+    for path in dataset.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    drill = submit_drill(copy)
+    drill.wait_for_step(3)
+    described: dict[str, Any] = json.loads((copy / "dataset.json").read_text())
+    (copy / "dataset.json").write_text(json.dumps({**described, "fingerprint": "0" * 64}))
+    drill.preempt()
+    drill.wait_for_end()
+    assert [event["exit_code"] for event in drill.events("attempt-ended")] == [75, 2]
+    assert "other data" in drill.events("attempt-ended")[-1]["message"]
