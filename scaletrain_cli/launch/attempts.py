@@ -92,6 +92,11 @@ def end_attempt(run: RunDir, spec: RunSpec, number: int, outcome: Outcome, decis
     return ended
 
 
+def revise_decision(run: RunDir, attempt: AttemptRecord, decision: Decision) -> None:
+    """Replace what was decided after an attempt that has ended."""
+    _write(run, dataclasses.replace(attempt, decision=decision))
+
+
 def with_outcome(
     run: RunDir, spec: RunSpec, began: AttemptRecord, outcome: Outcome, decision: Decision | None = None
 ) -> AttemptRecord:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.attempts import (
+    AttemptRecord,
     Decision,
     attempt_outcome,
+    close_unended,
     end_attempt,
     read_attempt,
     read_attempts,
+    revise_decision,
     with_outcome,
 )
 from scaletrain_cli.launch.restart_policy import decide
@@ -27,34 +30,40 @@ def conclude_attempt(
     *,
     first_attempt: int,
     launcher_exit_code: int | None = None,
-    told_to_stop: bool = False,
+    told_to_stop: str | None = None,
 ) -> Decision:
     """End attempt ``number``. Budgets count from ``first_attempt`` on: who submits anew grants new ones.
 
     ``launcher_exit_code`` is what the agent or srun itself ended with, for an attempt that left no evidence;
-    ``told_to_stop``: no attempt can follow here, for reasons that are not the run's.
+    ``told_to_stop`` is why no attempt can follow from here, for reasons that are not the run's.
     """
     spec, cancelled = record.spec, run.stop_file.exists()
     outcome = attempt_outcome(run, spec, number, cancelled=cancelled, launcher_exit_code=launcher_exit_code)
-    if told_to_stop and not cancelled and outcome.exit_code != ExitCode.DONE:
-        decision = Decision(False, outcome.exit_code, "the supervisor was told to stop; `scaletrain resume` goes on")
+    if told_to_stop is not None and not cancelled and outcome.exit_code != ExitCode.DONE:
+        decision = Decision(False, outcome.exit_code, told_to_stop)
     else:
         began = read_attempt(run, number)
         assert began is not None, f"attempt {number} was never begun"
         earlier = [attempt for attempt in read_attempts(run) if first_attempt <= attempt.number < number]
         history = [*earlier, with_outcome(run, spec, began, outcome)]
         decision = decide(outcome.exit_code, outcome.reason, history, spec.restarts, cancelled)
-    end_attempt(run, spec, number, outcome, decision)
-    record_event(
-        run,
-        "attempt-ended",
-        attempt=number,
-        exit_code=outcome.exit_code,
-        reason=outcome.reason,
-        message=outcome.message,
-        requeue=decision.requeue,
-        why=decision.why,
-    )
+    _record(run, end_attempt(run, spec, number, outcome, decision))
+    return decision
+
+
+def conclude_abandoned(run: RunDir, record: RunRecord) -> None:
+    """End attempts whose watcher vanished, by their evidence. Only for who knows that none of them still runs."""
+    for attempt in close_unended(run, record.spec):
+        _record(run, attempt)
+
+
+def withdraw_restart(run: RunDir, number: int, why: str) -> Decision:
+    """Correct the decision on attempt ``number``: the restart that it promised does not come."""
+    attempt = read_attempt(run, number)
+    assert attempt is not None, f"attempt {number} was never begun"
+    assert attempt.exit_code is not None, f"attempt {number} has not ended"
+    decision = Decision(False, attempt.exit_code, why)
+    revise_decision(run, attempt, decision)
     return decision
 
 
@@ -65,3 +74,17 @@ def conclude_run(run: RunDir, decision: Decision) -> int:
             record_event(run, "cancelled")
         record_event(run, "stopped", exit_code=decision.exit_code, why=decision.why)
     return decision.exit_code
+
+
+def _record(run: RunDir, attempt: AttemptRecord) -> None:
+    decision = attempt.decision
+    record_event(
+        run,
+        "attempt-ended",
+        attempt=attempt.number,
+        exit_code=attempt.exit_code,
+        reason=attempt.reason,
+        message=attempt.message,
+        requeue=decision is not None and decision.requeue,
+        why=decision.why if decision is not None else "whoever watched it is gone",
+    )

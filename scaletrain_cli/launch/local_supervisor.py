@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
-from scaletrain_cli.launch.attempts import Decision, begin_attempt, close_unended
-from scaletrain_cli.launch.conclusion import conclude_attempt, conclude_run
+from scaletrain_cli.launch.attempts import Decision, begin_attempt
+from scaletrain_cli.launch.conclusion import conclude_abandoned, conclude_attempt, conclude_run
 from scaletrain_cli.launch.local import living_agents, write_supervisor
 from scaletrain_cli.launch.node_agent import HEARD
 from scaletrain_cli.launch.ports import free_port
@@ -31,6 +31,7 @@ from scaletrain_cli.rundir.record import RunRecord, read_record
 
 _AGENT_MARGIN_SECONDS = 30.0  # the agent keeps to the grace period itself; this is for an agent that hangs
 _WAIT_SECONDS = 1.0
+_TOLD_TO_STOP = "the supervisor was told to stop; `scaletrain resume` goes on"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +79,7 @@ class Supervision:
         """The exit code of the run as a whole."""
         while living_agents(self.run) and not self.told_to_stop:
             self._listen(timeout=_WAIT_SECONDS)  # of a supervisor that was killed: its agent is saving the state
-        close_unended(self.run, self.record.spec)
+        conclude_abandoned(self.run, self.record)
         # Whoever submits anew grants new budgets, so earlier attempts do not count against them.
         first = max(self.run.attempts(), default=0) + 1
         while True:
@@ -100,7 +101,7 @@ class Supervision:
             number,
             first_attempt=first,
             launcher_exit_code=code,
-            told_to_stop=self.told_to_stop,  # perhaps only while the agent ran
+            told_to_stop=_TOLD_TO_STOP if self.told_to_stop else None,  # perhaps only while the agent ran
         )
 
     def _run_agent(self, number: int) -> int:

@@ -65,7 +65,7 @@ class SlurmScheduler:
             return Job(job_id, "ended", "Slurm no longer knows the job")
         state, reason, nodes = fields
         detail = state if reason in ("None", "") else f"{state} ({reason})"
-        return Job(job_id, job_state(state), detail, _expand(nodes))
+        return Job(job_id, job_state(state), detail, node_names(nodes))
 
     def cancel(self, run: RunDir, record: RunRecord) -> None:
         """Ask the ranks to save and leave; the job's last word is slurm_job's. A queued job just goes."""
@@ -86,7 +86,8 @@ def job_state(slurm_state: str) -> JobState:
     return "running" if slurm_state in _RUNNING else "ended"
 
 
-def _expand(nodes: str) -> tuple[str, ...]:
+def node_names(nodes: str) -> tuple[str, ...]:
+    """Slurm's ``n[1-3]`` as names. Asks no controller."""
     if not nodes:
         return ()
     return tuple(_call(["scontrol", "show", "hostnames", nodes]).stdout.split())

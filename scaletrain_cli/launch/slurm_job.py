@@ -1,7 +1,7 @@
-"""The first and the last word of a Slurm job; ``python -m scaletrain_cli.launch.slurm_job begin|end RUN_DIR``.
+"""The first and the last word of a Slurm job; ``python -m scaletrain_cli.launch.slurm_job WORD RUN_DIR``.
 
-Runs in the batch script, on the first node. ``begin`` prints ``ATTEMPT MASTER_ADDR MASTER_PORT``; ``end`` prints
-``requeue`` or ``stop`` and exits with the run's code.
+Runs in the batch script, on the first node. ``begin`` prints ``ATTEMPT MASTER_ADDR MASTER_PORT``, or nothing when the
+run is done; ``end`` prints ``requeue`` or ``stop`` and exits with the run's code; ``not-requeued`` takes that back.
 """
 
 from __future__ import annotations
@@ -15,72 +15,92 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError
-from scaletrain_cli.launch.attempts import Decision, begin_attempt, close_unended, read_attempts
-from scaletrain_cli.launch.conclusion import conclude_attempt, conclude_run
+from scaletrain_cli.launch.attempts import AttemptRecord, Decision, begin_attempt, read_attempts
+from scaletrain_cli.launch.conclusion import conclude_abandoned, conclude_attempt, conclude_run, withdraw_restart
 from scaletrain_cli.launch.ports import free_port
 from scaletrain_cli.launch.restart_policy import decide
+from scaletrain_cli.launch.slurm import node_names
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
+
+_SLURM_ENDS_THE_JOB = (
+    "Slurm is ending the job. It brings one back that was preempted or lost a node; `scaletrain resume` brings back "
+    "one that was cancelled or out of time"
+)
+_NOT_REQUEUED = "Slurm did not requeue the job (its log says why); `scaletrain resume` goes on"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Begin or end an attempt; the exit code of the process."""
     parser = argparse.ArgumentParser(prog="slurm_job", description="Begin or end an attempt inside a Slurm job.")
-    parser.add_argument("word", choices=("begin", "end"))
+    parser.add_argument("word", choices=("begin", "end", "not-requeued"))
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--attempt", type=int)
     parser.add_argument("--srun-exit-code", type=int)
+    parser.add_argument("--ended-by-slurm", action="store_true", help="the batch script got SIGTERM")
     options = parser.parse_args(arguments)
     run = RunDir(options.run_folder.absolute())
+    told_to_stop = _SLURM_ENDS_THE_JOB if options.ended_by_slurm else None
     try:
         record = read_record(run)
         if options.word == "begin":
             return begin(run, record, os.environ)
-        return end(run, record, options.attempt, options.srun_exit_code, os.environ)
+        if options.word == "end":
+            return end(run, record, options.attempt, options.srun_exit_code, os.environ, told_to_stop)
+        return conclude_run(run, withdraw_restart(run, options.attempt, told_to_stop or _NOT_REQUEUED))
     except ScaletrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code
 
 
 def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int:
-    """Claim the next attempt and print where its ranks meet; non-zero when the run must not go on."""
+    """Claim the next attempt and print where its ranks meet; print nothing when the run must not go on."""
     job_id = environment["SLURM_JOB_ID"]
+    conclude_abandoned(run, record)  # of this job, which Slurm took off its nodes before it could say its last word
     refusal = _refusal(run, record, job_id)
     if refusal is not None:
         print(refusal.why, file=sys.stderr)
         return conclude_run(run, refusal)
-    nodes = tuple(environment.get("SLURM_JOB_NODELIST", "").split())
+    nodes = node_names(environment.get("SLURM_JOB_NODELIST", ""))
     number = begin_attempt(run, record.spec, scheduler="slurm", job_id=job_id, nodes=nodes)
     print(number, _own_address(environment), free_port(""))
     return ExitCode.DONE
 
 
-def end(run: RunDir, record: RunRecord, number: int, srun_exit_code: int, environment: Mapping[str, str]) -> int:
+def end(
+    run: RunDir,
+    record: RunRecord,
+    number: int,
+    srun_exit_code: int,
+    environment: Mapping[str, str],
+    told_to_stop: str | None = None,
+) -> int:
     """Judge the attempt and print what the script must do."""
-    first = _first_attempt(run, environment["SLURM_JOB_ID"])
-    decision = conclude_attempt(run, record, number, first_attempt=first, launcher_exit_code=srun_exit_code)
+    first = min((attempt.number for attempt in _attempts_of(run, environment["SLURM_JOB_ID"])), default=number)
+    decision = conclude_attempt(
+        run, record, number, first_attempt=first, launcher_exit_code=srun_exit_code, told_to_stop=told_to_stop
+    )
     print("requeue" if decision.requeue else "stop")
     return decision.exit_code if decision.requeue else conclude_run(run, decision)
 
 
 def _refusal(run: RunDir, record: RunRecord, job_id: str) -> Decision | None:
-    """Why this attempt must not begin: cancelled, or Slurm itself requeued a job whose budget is used up."""
-    closed = close_unended(run, record.spec)
+    """Why no attempt must begin: cancelled, or Slurm by itself requeued a job that is done or beyond its budget."""
     if run.stop_file.exists():
         return Decision(False, ExitCode.PREEMPTED, "cancelled before the attempt began")
-    history = [attempt for attempt in read_attempts(run) if attempt.job_id == job_id]
-    if not closed or not history or history[-1].reason is None or history[-1].exit_code is None:
+    history = _attempts_of(run, job_id)
+    last = history[-1] if history else None
+    if last is None or last.exit_code is None or last.reason is None:
         return None
-    last = history[-1]
-    decision = decide(
-        int(history[-1].exit_code), history[-1].reason, history, record.spec.restarts, last.reason == "cancelled"
-    )
+    if last.decision is not None and last.decision.requeue:
+        return None
+    decision = decide(last.exit_code, last.reason, history, record.spec.restarts, cancelled=False)
     return None if decision.requeue else decision
 
 
-def _first_attempt(run: RunDir, job_id: str) -> int:
-    """A requeued job keeps its id, so the attempts of one submission are those of one job."""
-    return min((attempt.number for attempt in read_attempts(run) if attempt.job_id == job_id), default=1)
+def _attempts_of(run: RunDir, job_id: str) -> list[AttemptRecord]:
+    """A requeued job keeps its id, so the attempts of one submission, which share budgets, are those of one job."""
+    return [attempt for attempt in read_attempts(run) if attempt.job_id == job_id]
 
 
 def _own_address(environment: Mapping[str, str]) -> str:

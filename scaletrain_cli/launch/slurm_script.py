@@ -1,7 +1,7 @@
 """The batch script of a run, as text. Pure: what cannot be one word in a `#SBATCH` line is not put there.
 
 Every value reaches bash through shlex.quote, or is a word that the spec's schema has checked. Secrets are not in it:
-the node agent reads them from the run directory.
+the node agent reads them from the run directory. What Slurm tells which process when, slurm/README.md says.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from scaletrain_cli.spec import ClusterSpec, RunSpec
 # How long the other nodes may take to end by themselves once one agent has ended.
 _STRAGGLER_SECONDS = 30
 _SMALLEST_LEAD_SECONDS = 60  # Slurm looks at time limits about every half minute
+_REQUEUE_PAUSES_SECONDS = (5, 15, 30, 0)
+# The agents get these from the script and srun; in the ranks the contract with the engine overrides the user's anyway.
+_OWN_VARIABLES = frozenset({"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"})
 
 
 def job_script(spec: RunSpec, run_id: str, run_folder: Path, python: str = sys.executable) -> str:
@@ -25,27 +28,42 @@ def job_script(spec: RunSpec, run_id: str, run_folder: Path, python: str = sys.e
         "#!/bin/bash",
         *(f"#SBATCH --{option}" for option in sbatch_options(spec, run_id)),
         "",
-        *(f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()),
         f"python={shlex.quote(python)}",
         f"run={shlex.quote(str(run_folder))}",
         "",
         "# The ranks get the signals from their agents; this shell only has to outlive them and judge the end.",
-        "trap : TERM USR1",
-        'began=$("$python" -m scaletrain_cli.launch.slurm_job begin "$run") || exit',
-        'read -r attempt MASTER_ADDR MASTER_PORT <<<"$began"',
-        "export MASTER_ADDR MASTER_PORT",
+        "# SIGTERM here means that Slurm is ending the job, and a job that someone cancels must stay so.",
+        "ended_by_slurm=",
+        "trap 'ended_by_slurm=--ended-by-slurm' TERM",
+        "trap : USR1",
         "",
-        f"{_srun(spec.cluster)} \\",
+        'began=$("$python" -m scaletrain_cli.launch.slurm_job begin "$run") || exit',
+        '[ -n "$began" ] || exit 0 # the run is done already',
+        'read -r attempt address port <<<"$began"',
+        "",
+        "# env, not export: no variable of the run can change this shell or its own commands.",
+        "env \\",
+        *(f"    {name}={shlex.quote(value)} \\" for name, value in spec.env.items() if name not in _OWN_VARIABLES),
+        '    MASTER_ADDR="$address" MASTER_PORT="$port" \\',
+        f"    {_srun(spec.cluster)} \\",
         '    "$python" -m scaletrain_cli.launch.node_agent "$run" --attempt "$attempt" &',
         "step=$!",
-        'while kill -0 "$step" 2>/dev/null; do wait "$step"; done  # a trapped signal ends wait early',
+        'while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal ends wait early',
         'wait "$step"',
         "code=$?",
         "",
-        'verdict=$("$python" -m scaletrain_cli.launch.slurm_job end "$run" \\',
-        '    --attempt "$attempt" --srun-exit-code "$code")',
+        'verdict=$("$python" -m scaletrain_cli.launch.slurm_job end "$run" --attempt "$attempt" \\',
+        '    --srun-exit-code "$code" $ended_by_slurm)',
         "code=$?",
-        '[ "$verdict" = requeue ] && scontrol requeue "$SLURM_JOB_ID" && sleep 60',
+        '[ "$verdict" = requeue ] || exit "$code"',
+        "",
+        f"for pause in {' '.join(map(str, _REQUEUE_PAUSES_SECONDS))}; do # the controller may be away for a moment",
+        '    [ -z "$ended_by_slurm" ] || break',
+        '    scontrol requeue "$SLURM_JOB_ID" && exit "$code"',
+        '    sleep "$pause" &',
+        "    wait $!",
+        "done",
+        '"$python" -m scaletrain_cli.launch.slurm_job not-requeued "$run" --attempt "$attempt" $ended_by_slurm',
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
@@ -94,7 +112,7 @@ def _srun(cluster: ClusterSpec) -> str:
     options = ["--export=ALL", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={_STRAGGLER_SECONDS}"]
     if cores is not None:
         options.append(f"--cpus-per-task={cores}")
-    return " ".join(["srun", *options])
+    return " ".join(['"$(type -P srun)"', *options])  # found before PATH may become the run's
 
 
 def _minutes_seconds(seconds: float) -> str:
