@@ -25,7 +25,7 @@ def train(runs: str, asynchronous: bool) -> Path:
     environment = {**os.environ, "SCALETRAIN_RUNS": runs}
     scaletrain = [sys.executable, "-m", "scaletrain_cli"]
     submitted = subprocess.check_output([*scaletrain, "submit", RECIPE, *sets, "--yes", "--json"], env=environment)
-    run_id = json.loads(submitted)["run_id"]
+    run_id = str(json.loads(submitted)["run_id"])
     subprocess.run([*scaletrain, "status", run_id, "--wait", "600"], env=environment, check=True, stdout=sys.stderr)
     return Path(runs) / run_id
 
@@ -37,9 +37,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Print the table."""
-    print(
-        f"{'checkpoint.async':<18}{'saves':>6}{'MB':>6}{'decision to commit':>20}{'thread blocked':>16}{'of a step':>11}"
-    )
+    names = f"{'checkpoint.async':<18}{'saves':>6}{'MB':>6}{'decision to commit':>20}"
+    print(f"{names}{'thread blocked':>16}{'of a step':>11}")
     with tempfile.TemporaryDirectory() as runs:
         for asynchronous in (True, False):
             run = train(runs, asynchronous)
