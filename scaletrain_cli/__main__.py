@@ -29,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except ScaletrainError as error:
         show_error(error)
         code = error.exit_code
+    except OSError as error:  # a full disk, a folder that is not ours: the world's doing, and nobody's bug
+        show_error(ScaletrainError(f"{error.strerror or error}: {error.filename}" if error.filename else str(error)))
+        code = ExitCode.CRASHED
     except KeyboardInterrupt:
         code = _INTERRUPTED
     _flush_quietly()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,10 +12,12 @@ from scaletrain_cli.cli.options import RunName
 from scaletrain_cli.errors import ExitCode
 
 if TYPE_CHECKING:
+    from scaletrain_cli.launch.logs import LogLine
     from scaletrain_cli.rundir.paths import RunDir
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 _ASK_EVERY_SECONDS = 3.0
+_LOOK_EVERY_SECONDS = 0.2
 
 
 def command(
@@ -32,25 +34,41 @@ def command(
     ] = None,
 ) -> None:
     """Show what the ranks of a run printed. With more than one rank, each line says whose it is."""
-    from scaletrain_cli.launch.logs import follow as follow_logs
-    from scaletrain_cli.launch.logs import log_files, read_logs
+    from scaletrain_cli.launch.logs import LogFollower, log_files, read_logs
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.ui.messages import say
 
     found = find_run(run)
     files = log_files(found, attempt, rank)
     if follow:
-        for line in follow_logs(found, _is_over(found), rank):
-            _print(line.source.rank, line.text, label=rank is None)
+        follower, over = LogFollower(found, rank, from_attempt=attempt), _is_over(found)
+        _print(_last_of_each(follower.new_lines(), tail), label=rank is None)
+        while not over():
+            _print(follower.new_lines(), label=rank is None)
+            time.sleep(_LOOK_EVERY_SECONDS)
+        _print(follower.new_lines(to_the_end=True), label=rank is None)
         return
     if not files:
         say(f"nothing was printed yet. `scaletrain status {found.run_id}` says how it is doing.")
-    for line in read_logs(found, attempt, rank, tail):
-        _print(line.source.rank, line.text, label=len(files) > 1)
+    _print(read_logs(found, attempt, rank, tail), label=len(files) > 1)
 
 
-def _print(rank: int, text: str, *, label: bool) -> None:
-    typer.echo(f"[rank {rank}] {text}" if label else text)
+def _print(lines: Iterable[LogLine], *, label: bool) -> None:
+    for line in lines:
+        typer.echo(f"[rank {line.source.rank}] {line.text}" if label else line.text)
+
+
+def _last_of_each(lines: list[LogLine], tail: int | None) -> list[LogLine]:
+    """The last ``tail`` lines of each rank's log, in the order given; all of them without one."""
+    if tail is None:
+        return lines
+    left = dict.fromkeys((line.source.path for line in lines), tail)
+    kept = []
+    for line in reversed(lines):
+        if left[line.source.path] > 0:
+            left[line.source.path] -= 1
+            kept.append(line)
+    return kept[::-1]
 
 
 def _is_over(run: RunDir) -> Callable[[], bool]:

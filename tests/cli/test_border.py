@@ -36,6 +36,15 @@ def test_ctrl_c_ends_with_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch) 
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.parametrize("arguments", [["list"], ["status"], ["doctor"]], ids=str)
+def test_a_runs_root_that_cannot_be_is_no_traceback(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", "/dev/null/runs")
+    ended = scaletrain(*arguments)
+    assert ended.code in (0, 1, 2)
+    assert "Traceback" not in ended.err
+    assert "/dev/null/runs" in ended.out + ended.err
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(border, "invoke", lambda arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -91,6 +91,8 @@ def test_logs_say_whose_each_line_is() -> None:
     assert scaletrain("logs", "r1", "--rank", "1").out == "up\n"
     assert scaletrain("logs", "r1", "--follow", "--rank", "0").out == "up\n"
     assert scaletrain("logs", "r1", "--tail", "0").out == ""
+    assert scaletrain("logs", "r1", "--tail", "0", "--follow").out == ""
+    assert scaletrain("logs", "r1", "--tail", "1", "--follow", "--attempt", "1").out.count("\n") == 2
     assert scaletrain("logs", "r1", "--rank", "2").code == ExitCode.USAGE
     assert scaletrain("logs", "r1", "--attempt", "2").code == ExitCode.USAGE
 
@@ -181,6 +183,14 @@ def test_no_runs_is_no_error_for_list_and_one_for_status() -> None:
     assert "no runs under" in listed.err
     assert scaletrain("list", "--json").data["runs"] == []
     assert "there are no runs under" in scaletrain("status").err
+
+
+def test_a_runs_root_that_cannot_be_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", "/dev/null/runs")
+    for ended in (submit(), submit("train")):
+        assert ended.code in (ExitCode.CRASHED, ExitCode.USAGE)
+        assert "error: " in ended.err
+        assert "/dev/null/runs" in ended.err
 
 
 @pytest.mark.parametrize("time", ["soon", "-3", "1:2"])
