@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.plan import accelerator_names
+from scaletrain_cli.spec import RunSpec, presets
 from tests.cli.command_line import RECIPES, Ended, scaletrain
 
 TEXTS = [path.read_text(encoding="utf-8") for path in RECIPES]
@@ -101,6 +102,29 @@ data = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=5,
 )
+# Mostly of the right kind, so that the planner is reached and has to say what does not divide or fit.
+sizes = st.integers(1, 12) | st.sampled_from([16, 32, 64, 96, 128, 1024, 4096, 32768, 10**6, 10**9])
+sound = st.one_of(
+    st.builds(
+        "{}={}".format,
+        st.sampled_from(
+            [
+                *("cluster.nodes", "cluster.gpus_per_node", "training.global_batch_size", "training.micro_batch_size"),
+                *("layout.data_parallel", "layout.tensor_parallel", "layout.pipeline_parallel", "training.steps"),
+                *("layout.sequence_parallel", "layout.expert_parallel", "layout.zero_stage", "model.seq_len"),
+                *("model.num_hidden_layers", "model.hidden_size", "model.intermediate_size", "model.vocab_size"),
+                *("cluster.grace_seconds", "checkpoint.every", "cluster.mean_time_between_interruptions"),
+            ]
+        ),
+        sizes | st.just("auto"),
+    ),
+    st.builds("model={{preset: {}}}".format, st.sampled_from(sorted(presets()))),
+    st.builds("cluster.gpu={}".format, st.sampled_from(accelerator_names())),
+    st.builds("training.precision={}".format, st.sampled_from(["fp32", "tf32", "bf16", "fp16", "fp8"])),
+    st.sampled_from(
+        ["cluster.scheduler=slurm", "cluster.spot=true", "layout.offload=optimizer", "layout.zero_stage=3"]
+    ),
+)
 overrides = st.one_of(
     st.builds("{}={}".format, st.sampled_from(keys_of()), values),
     st.builds("{}={}".format, st.text(string.ascii_lowercase + "._", max_size=20), values),
@@ -165,6 +189,12 @@ def test_changed_values_are_a_plan_or_a_message(text: str) -> None:
 @few
 @given(st.sampled_from(RECIPES), st.lists(overrides, min_size=1, max_size=3))
 def test_any_override_is_a_plan_or_a_message(recipe: Path, settings: list[str]) -> None:
+    check(scaletrain("plan", recipe, *(f"--set={setting}" for setting in settings)))
+
+
+@few
+@given(st.sampled_from(RECIPES), st.lists(sound, min_size=1, max_size=4))
+def test_settings_of_the_right_kind_are_a_plan_or_a_reason(recipe: Path, settings: list[str]) -> None:
     check(scaletrain("plan", recipe, *(f"--set={setting}" for setting in settings)))
 
 

@@ -1,4 +1,4 @@
-"""docs/spec.md shows every key with its default, and what it shows loads."""
+"""docs/spec-reference.md shows every key with its default, and what it shows loads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from scaletrain_cli.spec import RunSpec
 from tests.spec.samples import PROJECT, SPEC, load
 
-PAGE = (PROJECT / "docs" / "spec.md").read_text(encoding="utf-8")
+PAGE = (PROJECT / "docs" / "spec-reference.md").read_text(encoding="utf-8")
 EVERY_KEY, ACCELERATOR = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
 NEEDED = {"model", "data.source", "training.global_batch_size", "training.steps", "name", "schema"}
 
@@ -35,6 +35,13 @@ def test_the_page_shows_the_defaults() -> None:
     different = {key for key in shown if shown[key] != usual[key]}
     assert {key for key in different if not key.startswith("model.")} - NEEDED == {"data.tokenizer.vocab_size"}
     assert {key: usual[key] for key in different if key in ("model.rope_theta", "model.norm_eps")} == {}
+
+
+def test_the_example_of_the_page_that_explains_loads() -> None:
+    for example in re.findall(
+        r"```yaml\n(schema: .*?)```", (PROJECT / "docs" / "spec.md").read_text(), flags=re.DOTALL
+    ):
+        assert isinstance(load(example), RunSpec)
 
 
 def test_an_accelerator_of_ones_own_loads() -> None:
