@@ -15,6 +15,7 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.node_record import (
     Failure,
     NodeRecord,
+    RankRecord,
     read_failures,
     read_node_records,
 )
@@ -160,9 +161,13 @@ def judge(
     codes = [node.exit_code for node in ended]
     if len(ended) == planned_nodes and set(codes) == {0}:
         return Outcome(ExitCode.DONE, "done", "every rank finished")
-    outcome = _bad_end(ended, failures) or _vanished(nodes, planned_nodes, launcher_exit_code)
+    outcome, lost = _bad_end(ended, failures), _vanished(nodes, planned_nodes, launcher_exit_code)
     if outcome is None:
-        outcome = Outcome(ExitCode.PREEMPTED, "preempted", "preempted; the ranks stopped with their state saved")
+        outcome = lost or Outcome(
+            ExitCode.PREEMPTED, "preempted", "preempted; the ranks stopped with their state saved"
+        )
+    elif lost is not None and len(ended) < len(nodes) and _may_be_a_consequence(outcome, ended):
+        outcome = dataclasses.replace(lost, message=f"{lost.message}; then {outcome.message}")
     if cancelled:
         return dataclasses.replace(outcome, reason="cancelled", message=f"cancelled; {outcome.message}")
     return outcome
@@ -170,11 +175,11 @@ def judge(
 
 def _bad_end(ended: Sequence[NodeRecord], failures: Sequence[Failure]) -> Outcome | None:
     """The failure of the node that failed first, by what its first failing rank, or a better informed one, says."""
-    failed = next((node for node in ended if node.exit_code not in (0, ExitCode.PREEMPTED)), None)
+    failed = _first_failed(ended)
     if failed is None:
         return None
     code = failed.exit_code if failed.exit_code is not None else int(ExitCode.CRASHED)
-    rank = next((rank for rank in failed.ranks if rank.rank == failed.first_failure), None)
+    rank = _first_failing_rank(failed)
     own = next((failure for failure in failures if rank is not None and failure.rank == rank.rank), None)
     # A rank that hits a broken connection may end before the one whose memory ran out and broke it.
     specific = next((failure for failure in failures if failure.reason in _SPECIFIC), None)
@@ -190,6 +195,27 @@ def _bad_end(ended: Sequence[NodeRecord], failures: Sequence[Failure]) -> Outcom
         reason: Reason = "killed" if rank.signal in ("SIGKILL", "SIGTERM") else "crash"
         return Outcome(code, reason, f"{who} was ended by {rank.signal}{by}")
     return Outcome(code, _reason("crash", code), f"{who} ended with exit code {rank.exit_code if rank else code}")
+
+
+def _may_be_a_consequence(outcome: Outcome, ended: Sequence[NodeRecord]) -> bool:
+    """Whether the loss of another node explains this end: its connections broke, or its agent ended what then hung."""
+    failed = _first_failed(ended)
+    return outcome.reason == "crash" or (failed is not None and _was_ended_by_its_agent(failed))
+
+
+def _first_failed(ended: Sequence[NodeRecord]) -> NodeRecord | None:
+    """Of the nodes that failed the first one, but not one that ended its ranks because another had failed."""
+    failed = [node for node in ended if node.exit_code not in (0, ExitCode.PREEMPTED)]
+    return next((node for node in failed if not _was_ended_by_its_agent(node)), failed[0] if failed else None)
+
+
+def _was_ended_by_its_agent(node: NodeRecord) -> bool:
+    rank = _first_failing_rank(node)
+    return rank is not None and rank.killed_by_agent
+
+
+def _first_failing_rank(node: NodeRecord) -> RankRecord | None:
+    return next((rank for rank in node.ranks if rank.rank == node.first_failure), None)
 
 
 def _vanished(nodes: Sequence[NodeRecord], planned: int, launcher_exit_code: int | None) -> Outcome | None:

@@ -94,6 +94,16 @@ def read_failures(run: RunDir, attempt: int) -> list[Failure]:
     ]
 
 
+def announce_failure(run: RunDir, attempt: int) -> None:
+    """Tell the agents of the other nodes that this attempt has failed. Raises OSError."""
+    (run.attempt(attempt) / "failed").touch()
+
+
+def has_failed(run: RunDir, attempt: int) -> bool:
+    """Whether an agent has announced a failure."""
+    return (run.attempt(attempt) / "failed").exists()
+
+
 def _documents(run: RunDir, attempt: int, folder: str) -> list[dict[str, Any]]:
     paths = sorted((run.attempt(attempt) / folder).glob("[!.]*.json"))
     return [data for path in paths if (data := read_document(path)) is not None]

@@ -1,7 +1,8 @@
 """One node's part of one attempt, from the check of the node to its last process.
 
 Expects the signals of node_agent.HEARD to be blocked. Passes SIGTERM and SIGUSR1 on with the whole grace period, ends
-the rest when a rank fails, records every exit code. Knows no scheduler, and of the engine only its exit codes.
+the rest when a rank fails, here or on another node, records every exit code. Knows no scheduler, and of the engine
+only its exit codes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from dataclasses import dataclass, field, replace
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.launch.node_agent import HEARD, AgentOptions
 from scaletrain_cli.launch.node_check import problems_of_node, usable_cores
-from scaletrain_cli.launch.node_record import Failure, NodeRecord, RankRecord, write_failure, write_node_record
+from scaletrain_cli.launch.node_record import (
+    Failure,
+    NodeRecord,
+    RankRecord,
+    announce_failure,
+    has_failed,
+    write_failure,
+    write_node_record,
+)
 from scaletrain_cli.launch.processes import adopt_orphans, die_with_parent, kill_descendants, own_identity, reap
 from scaletrain_cli.launch.ranks import Gang, NodePlace, rank_command, rank_environment
 from scaletrain_cli.rundir.documents import read_document
@@ -88,6 +97,7 @@ def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:
 def _refuse(run: RunDir, attempt: int, node: NodeRecord, problem: str) -> None:
     message, code = f"{node.node}: {problem}", int(ExitCode.WRONG_NODES)
     write_failure(run, attempt, node.node, Failure(None, "wrong-nodes", message, code))
+    announce_failure(run, attempt)
     write_node_record(run, attempt, replace(node, ended=time.time(), exit_code=code))
     raise WrongNodesError(message)
 
@@ -120,6 +130,7 @@ class _Watch:
     grace_seconds: float
     deadline: float = field(default=float("inf"), init=False)  # monotonic: SIGKILL for whoever is left
     killed: bool = field(default=False, init=False)
+    ending: bool = field(default=False, init=False)  # a rank has failed, here or elsewhere
 
     def run_to_end(self) -> None:
         """Return when every rank has ended and is recorded, or cannot be ended."""
@@ -130,6 +141,8 @@ class _Watch:
                 self._pass_on(heard.si_signo)
             for pid, exit_code in reap():
                 self._note_end(pid, exit_code)
+            if not self.ending and has_failed(self.run, self.options.attempt):
+                self._end_the_rest("another node failed")
             if time.monotonic() >= self.deadline:
                 if self.killed:
                     self._say(f"{len(self.gang.alive)} ranks cannot be killed; this node needs attention")
@@ -152,11 +165,20 @@ class _Watch:
             self._say(f"the signal could not be recorded: {error}")
 
     def _note_end(self, pid: int, exit_code: int) -> None:
-        failed_before = self.gang.first_failure is not None
         rank = self.gang.ended(pid, exit_code)
-        if rank is not None and self.gang.first_failure is not None and not failed_before and not self.killed:
-            self.deadline = min(self.deadline, time.monotonic() + STRAGGLER_SECONDS)
-            self._say(f"rank {rank.rank} ended with {rank.signal or f'exit code {exit_code}'}; ending the others")
+        if rank is None or self.gang.first_failure is None or self.ending or self.killed:
+            return
+        self._end_the_rest(f"rank {rank.rank} ended with {rank.signal or f'exit code {exit_code}'}")
+        try:
+            # Else the other nodes would wait in a collective for this one until their watchdog ends them.
+            announce_failure(self.run, self.options.attempt)
+        except OSError as error:
+            self._say(f"the other nodes could not be told: {error}")
+
+    def _end_the_rest(self, why: str) -> None:
+        self.ending = True
+        self.deadline = min(self.deadline, time.monotonic() + STRAGGLER_SECONDS)
+        self._say(f"{why}; ending the others")
 
     def _say(self, message: str) -> None:
         print(

@@ -107,6 +107,22 @@ def test_a_node_that_vanished_is_a_lost_node_whatever_the_rest_did() -> None:
     assert "node-0000-n0" in judged([node(None)])[2]
 
 
+def test_a_lost_node_explains_crashes_and_hangs_elsewhere_but_not_what_a_rank_knows_better() -> None:
+    lost = node(None, number=1)
+    code, reason, message = judged([node(1, rank(0, 1)), lost], planned=2)
+    assert (code, reason) == (1, "node")
+    assert "node-0001-n1; then rank 0 on node-0000-n0" in message
+    assert judged([node(1, rank(0, -9, killed_by_agent=True)), lost], planned=2)[1] == "node"
+    assert judged([node(1, rank(0, -9)), lost], planned=2)[1] == "killed"
+    assert judged([node(1, rank(0, 1)), lost], Failure(0, "oom", "full", 1), planned=2)[1] == "oom"
+    assert judged([node(1, rank(0, 1))], planned=2)[1] == "crash"  # the other may not have started yet
+
+
+def test_a_node_that_ended_its_ranks_because_of_another_is_not_blamed() -> None:
+    first_to_end = node(1, rank(0, -9, killed_by_agent=True), ended=8.0)
+    assert judged([first_to_end, node(1, rank(1, 1), number=1)], planned=2)[2].startswith("rank 1 on node-0001")
+
+
 def test_an_agent_that_could_not_start_passes_its_verdict_on() -> None:
     outcome = judge([], [], 1, cancelled=False, launcher_exit_code=2)
     assert (outcome.exit_code, outcome.reason) == (2, "usage")

@@ -285,6 +285,18 @@ def test_two_agents_on_one_machine_keep_their_ranks_and_files_apart(make_run: Ma
     assert attempt_outcome(made.run, made.record.spec, 1, cancelled=False).reason == "done"
 
 
+def test_when_a_rank_dies_the_other_nodes_end_too_and_the_first_is_blamed(
+    make_run: MakeRun, start_agent: StartAgent
+) -> None:
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes=2", steps=10_000, die={"1:0": 1}, die_at=50)
+    agents = [start_agent(made, node_rank=0), start_agent(made, node_rank=1)]
+    assert [agent.wait() for agent in agents] == [1, 1]
+    assert [rank.killed_by_agent for agent in agents for rank in agent.ranks] == [False, True, True, True]
+    assert "another node failed" in agents[1].errors
+    outcome = attempt_outcome(made.run, made.record.spec, 1, cancelled=False)
+    assert (outcome.reason, "rank 0 on node-0000" in outcome.message) == ("crash", True)
+
+
 def test_the_ranks_run_where_the_run_was_submitted(
     make_run: MakeRun, start_agent: StartAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
