@@ -16,7 +16,7 @@ from scaletrain_cli.launch.scheduler import Job, JobState
 from scaletrain_cli.launch.slurm_script import job_script, sbatch_options
 from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.rundir.journal import record_event
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec
 
@@ -35,8 +35,9 @@ class SlurmScheduler:
 
     def preflight(self, spec: RunSpec) -> list[str]:
         """Let Slurm judge the request without queueing it. Raises SchedulerError with its own words."""
+        _check_path(runs_root())
         script = "\n".join(["#!/bin/bash", *(f"#SBATCH --{option}" for option in sbatch_options(spec, "preflight"))])
-        answer = _call(["sbatch", "--test-only"], text=script + "\ntrue\n")
+        answer = _call(["sbatch", "--test-only"], text=script + "\ntrue\n", without=spec.secret_env)
         return [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
 
     def render(self, run: RunDir, record: RunRecord) -> str:
@@ -44,13 +45,14 @@ class SlurmScheduler:
 
     def submit(self, run: RunDir, record: RunRecord) -> str:
         """Queue the job, unless one of this run is there: a submitter may have died after sbatch."""
+        _check_path(run.path)
         queued = _call(["squeue", "--noheader", "--me", f"--name={record.run_id}", "--format=%A"]).stdout.split()
         if queued:
             return queued[0]
         script = run.path / "job.sh"
         script.write_text(self.render(run, record), encoding="utf-8")
-        # From the run directory: the log's name needs no path then, which may hold what Slurm would interpret.
-        answer = _call(["sbatch", "--parsable", script.name], folder=run.path)
+        # From the run directory: the log's name needs no path then, which may hold blanks and quotes.
+        answer = _call(["sbatch", "--parsable", script.name], folder=run.path, without=record.spec.secret_env)
         return answer.stdout.strip().split(";")[0]  # "id" or "id;cluster"
 
     def job(self, run: RunDir, record: RunRecord) -> Job:
@@ -93,13 +95,28 @@ def node_names(nodes: str) -> tuple[str, ...]:
     return tuple(_call(["scontrol", "show", "hostnames", nodes]).stdout.split())
 
 
+def _check_path(path: Path) -> None:
+    if "%" in str(path) or "\\" in str(path):
+        raise SchedulerError(
+            f"{path}: Slurm interprets % and \\ in the path of a job's log. Move the runs root: $SCALETRAIN_RUNS."
+        )
+
+
 def _call(
-    command: Sequence[str], *, text: str | None = None, folder: Path | None = None, accept: Sequence[str] = ()
+    command: Sequence[str],
+    *,
+    text: str | None = None,
+    folder: Path | None = None,
+    accept: Sequence[str] = (),
+    without: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run one Slurm command. Raises SchedulerError when it fails, unless it says one of ``accept``."""
+    """Run one Slurm command. Raises SchedulerError when it fails, unless it says one of ``accept``.
+
+    ``without`` names variables that it must not see, whatever they are called.
+    """
     if shutil.which(command[0]) is None:
         raise SchedulerError(f"{command[0]} is not on this machine. Submit from a login node, or use scheduler: local.")
-    environment = {name: value for name, value in os.environ.items() if _may_pass(name)}
+    environment = {name: value for name, value in os.environ.items() if _may_pass(name) and name not in without}
     try:
         answer = subprocess.run(
             command, input=text, cwd=folder, env=environment, text=True, capture_output=True, timeout=_TIMEOUT_SECONDS

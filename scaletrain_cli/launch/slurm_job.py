@@ -81,7 +81,8 @@ def end(
         run, record, number, first_attempt=first, launcher_exit_code=srun_exit_code, told_to_stop=told_to_stop
     )
     print("requeue" if decision.requeue else "stop")
-    return decision.exit_code if decision.requeue else conclude_run(run, decision)
+    may_go_on = decision.requeue or decision.why == told_to_stop
+    return decision.exit_code if may_go_on else conclude_run(run, decision)
 
 
 def _refusal(run: RunDir, record: RunRecord, job_id: str) -> Decision | None:
