@@ -46,13 +46,15 @@ class SlurmScheduler:
     def submit(self, run: RunDir, record: RunRecord) -> str:
         """Queue the job, unless one of this run is there: a submitter may have died after sbatch."""
         _check_path(run.path)
-        queued = _call(["squeue", "--noheader", "--me", f"--name={record.run_id}", "--format=%A"]).stdout.split()
+        secrets = record.spec.secret_env
+        question = ["squeue", "--noheader", "--me", f"--name={record.run_id}", "--format=%A"]
+        queued = _call(question, without=secrets).stdout.split()
         if queued:
             return queued[0]
         script = run.path / "job.sh"
         script.write_text(self.render(run, record), encoding="utf-8")
         # From the run directory: the log's name needs no path then, which may hold blanks and quotes.
-        answer = _call(["sbatch", "--parsable", script.name], folder=run.path, without=record.spec.secret_env)
+        answer = _call(["sbatch", "--parsable", script.name], folder=run.path, without=secrets)
         return answer.stdout.strip().split(";")[0]  # "id" or "id;cluster"
 
     def job(self, run: RunDir, record: RunRecord) -> Job:

@@ -1,0 +1,61 @@
+#!/bin/bash
+#SBATCH --job-name=llama-7b-h100-1
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=h100:8
+#SBATCH --cpus-per-task=96
+#SBATCH --partition=gpu
+#SBATCH --account=lab
+#SBATCH --qos=high
+#SBATCH --reservation=week-7
+#SBATCH --constraint=h100&nvlink
+#SBATCH --exclude=gpu[13-14]
+#SBATCH --nodelist=gpu[01-40]
+#SBATCH --time=1440:00
+#SBATCH --mem=488282M
+#SBATCH --signal=USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%j.log
+#SBATCH --comment=scaletrain
+#SBATCH --exclusive
+#SBATCH --switches=1
+
+python=/opt/st/bin/python
+run=/data/runs/llama-7b-h100-1
+
+# The ranks get the signals from their agents; this shell only has to outlive them and judge the end.
+# SIGTERM here means that Slurm is ending the job, and a job that someone cancels must stay so.
+ended_by_slurm=
+trap 'ended_by_slurm=--ended-by-slurm' TERM
+trap : USR1
+
+began=$("$python" -m scaletrain_cli.launch.slurm_job begin "$run") || exit
+[ -n "$began" ] || exit 0 # the run is done already
+read -r attempt address port <<<"$began"
+
+# env, not export: no variable of the run can change this shell or its own commands.
+env \
+    NCCL_DEBUG=WARN \
+    NOTE='it'"'"'s $(not) run' \
+    MASTER_ADDR="$address" MASTER_PORT="$port" \
+    "$(type -P srun)" --export=ALL --mpi=none --kill-on-bad-exit=0 --wait=30 --cpus-per-task=96 \
+    "$python" -m scaletrain_cli.launch.node_agent "$run" --attempt "$attempt" &
+step=$!
+while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal ends wait early
+wait "$step"
+code=$?
+
+verdict=$("$python" -m scaletrain_cli.launch.slurm_job end "$run" --attempt "$attempt" \
+    --srun-exit-code "$code" $ended_by_slurm)
+code=$?
+[ "$verdict" = requeue ] || exit "$code"
+
+for pause in 5 15 30 0; do # the controller may be away for a moment
+    [ -z "$ended_by_slurm" ] || break
+    scontrol requeue "$SLURM_JOB_ID" && exit "$code"
+    sleep "$pause" &
+    wait $!
+done
+"$python" -m scaletrain_cli.launch.slurm_job not-requeued "$run" --attempt "$attempt" $ended_by_slurm
+exit "$code"
