@@ -60,13 +60,19 @@ def open_dataset(folder: Path, seq_len: int) -> tuple[DatasetInfo, TokenSequence
         info = DatasetInfo(**json.loads((folder / "dataset.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{folder} is not a prepared dataset: {error}") from error
-    splits = [
-        TokenSequences(np.memmap(folder / f"{split}.bin", dtype=info.dtype, mode="r"), seq_len)
-        for split in ("train", "validation")
-    ]
-    if not len(splits[0]):
+    train = TokenSequences(_map(folder / "train.bin", info.dtype, info.train_tokens), seq_len)
+    validation = TokenSequences(_map(folder / "validation.bin", info.dtype, info.validation_tokens), seq_len)
+    if not len(train):
         raise UsageError(f"{folder} holds {info.train_tokens} training tokens, fewer than one sequence of {seq_len}.")
-    return info, splits[0], splits[1]
+    return info, train, validation
+
+
+def _map(path: Path, dtype: str, count: int) -> npt.NDArray[np.unsignedinteger]:
+    """The tokens of a file without reading it; an empty file cannot be mapped. Raises UsageError for a damaged one."""
+    found = path.stat().st_size // np.dtype(dtype).itemsize if path.exists() else 0
+    if found != count:
+        raise UsageError(f"{path} holds {found} tokens and dataset.json says {count}. Prepare the dataset again.")
+    return np.memmap(path, dtype=dtype, mode="r") if count else np.empty(0, dtype=dtype)
 
 
 def dataset_folder(data: DataSpec, runs_root: Path) -> Path:

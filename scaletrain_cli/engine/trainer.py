@@ -94,14 +94,17 @@ class Trainer:
             data_parallel=layout.data_parallel,
             micro_batch_size=layout.micro_batch_size,
         )
-        total = torch.zeros((), device=self.device)
+        total, norm = torch.zeros((), device=self.device), 0.0
         for indices in batches:
             loss = self._loss(self.train, indices)
             if self.faults.poisons_gradient(step):
                 loss = loss * float("nan")
             total += loss.detach()
             self.engine.backward(loss)
-            norm = self._apply_gradient()
+            if self.engine.is_gradient_accumulation_boundary():
+                norm = self._update()
+            else:
+                self.engine.step()  # which only counts
         mean = mean_over_ranks(total / len(batches)).item()
         if not math.isfinite(norm) or not math.isfinite(mean):
             raise NonFiniteGradientError(
@@ -112,19 +115,16 @@ class Trainer:
             self._report_first_loss(mean)
         return {"loss": mean, "grad_norm": norm, "learning_rate": rate}
 
-    def _apply_gradient(self) -> float:
-        """Let DeepSpeed count the micro-batch, and update at the last one; the norm is that of the last update.
+    def _update(self) -> float:
+        """Clip and apply the accumulated gradient; its norm before clipping. One that is not finite is not applied.
 
-        DeepSpeed leaves the weights alone when the norm is not finite; stage 0 in fp32 neither looks nor reports.
+        DeepSpeed sees to that from stage 1 on; stage 0 in fp32 neither looks nor reports.
         """
         if self.record.plan.layout.zero_stage > 0:
             self.engine.step()
-            norm = self.engine.get_global_grad_norm()
-            return 0.0 if norm is None else float(norm)
-        norm = 0.0
-        if self.engine.is_gradient_accumulation_boundary():
-            gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
-            norm = float(torch.nn.utils.get_total_norm(gradients))
+            return float(self.engine.get_global_grad_norm())
+        gradients = [parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
         if math.isfinite(norm):
             self.engine.step()
         return norm

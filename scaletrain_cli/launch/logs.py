@@ -5,16 +5,13 @@ Text only: knows nothing of how it is shown.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.paths import RunDir
-
-_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -91,15 +88,6 @@ class LogFollower:
         self._positions[path] = position + len(data)
         lines = data.decode("utf-8", errors="replace").split("\n")
         return [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
-
-
-def follow(run: RunDir, is_over: Callable[[], bool], rank: int | None = None) -> Iterator[LogLine]:
-    """Lines as they come, over all attempts from the current one on, until ``is_over`` and everything is read."""
-    follower = LogFollower(run, rank)
-    while not is_over():
-        yield from follower.new_lines()
-        time.sleep(_POLL_SECONDS)
-    yield from follower.new_lines(to_the_end=True)
 
 
 def _files_of(run: RunDir, attempt: int) -> list[LogFile]:

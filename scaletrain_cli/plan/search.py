@@ -93,7 +93,7 @@ def _reason(candidate: Candidate, chosen: Candidate) -> str:
     slower = candidate.time.step / chosen.time.step
     if slower > _SAME_TIME:
         return f"{slower:.2f} times as slow"
-    return "as fast, but a higher ZeRO stage, more recomputation or more memory"
+    return "no faster, and less simple"
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, int, int, int]:

@@ -113,3 +113,17 @@ def test_the_standard_library_is_there_and_has_no_installed_packages() -> None:
     files = source_files("python-stdlib")
     assert len(files) > 300
     assert not [path for path in files if "site-packages" in path.parts]
+
+
+def test_no_validation_text_is_no_error_until_someone_evaluates(texts: Path, tmp_path: Path) -> None:
+    info, _, validation = open_dataset(prepare_dataset(spec(texts, validation_split=0.0), tmp_path), 16)
+    assert info.validation_tokens == 0
+    assert len(validation) == 0
+
+
+def test_a_cut_token_file_is_named(texts: Path, tmp_path: Path) -> None:
+    folder = prepare_dataset(spec(texts), tmp_path)
+    content = (folder / "train.bin").read_bytes()
+    (folder / "train.bin").write_bytes(content[: len(content) // 2])
+    with pytest.raises(UsageError, match=r"train\.bin holds"):
+        open_dataset(folder, 16)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.launch.logs import LogFollower, follow, log_files, read_logs
+from scaletrain_cli.launch.logs import LogFollower, log_files, read_logs
 from tests.launch.conftest import MadeRun
 
 
@@ -67,17 +67,3 @@ def test_a_follower_hands_out_each_whole_line_once_and_goes_on_into_the_next_att
     assert [(line.source.attempt, line.source.rank, line.text) for line in follower.new_lines()] == [(2, 1, "again")]
     assert [line.text for line in follower.new_lines(to_the_end=True)] == ["three"]
     assert follower.new_lines(to_the_end=True) == []
-
-
-def test_following_ends_when_the_run_is_over_and_everything_is_read(made: MadeRun) -> None:
-    made.run.new_attempt()
-    log(made, 1, 0).write_text("one\n")
-    seen = iter([False, True])
-
-    def is_over() -> bool:
-        over = next(seen)
-        if over:
-            log(made, 1, 0).write_text("one\ntwo")
-        return over
-
-    assert [line.text for line in follow(made.run, is_over)] == ["one", "two"]
