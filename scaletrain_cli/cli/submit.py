@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, Yes
-from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.errors import ExitCode, UsageError
 
-EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
+EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES)
 
 
 def command(
@@ -24,6 +24,9 @@ def command(
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the exact text that would be sent. Creates and sends nothing.")
+    ] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="First ask as many nodes as planned whether they fit the plan (Slurm).")
     ] = False,
     yes: Yes = False,
     as_json: AsJson = False,
@@ -40,6 +43,8 @@ def command(
     from scaletrain_cli.spec import load_spec
 
     run_spec = load_spec(spec, overrides or ())
+    if probe and (dry_run or run_spec.cluster.scheduler != "slurm"):
+        raise UsageError("--probe runs a job on the nodes: it needs cluster.scheduler = slurm, and no --dry-run.")
     plan = plan_for_engine(run_spec, spec)
     scheduler = scheduler_for(run_spec.cluster.scheduler)
     if dry_run:
@@ -55,6 +60,11 @@ def command(
         from scaletrain_cli.ui.plan_view import show_plan_summary
 
         show_plan_summary(run_spec, plan)
+    if probe:
+        from scaletrain_cli.launch.slurm_probe import probe_nodes
+        from scaletrain_cli.ui.probe_view import show_probe
+
+        show_probe(probe_nodes(run_spec, plan))
     confirm(f"Submit to {run_spec.cluster.scheduler}?", yes)
     made = create_run(run_spec, plan, run_id)
     submission = submit_run(made.run, made.record, scheduler)

@@ -37,7 +37,7 @@ class SlurmScheduler:
         """Let Slurm judge the request without queueing it. Raises SchedulerError with its own words."""
         _check_path(runs_root())
         script = "\n".join(["#!/bin/bash", *(f"#SBATCH --{option}" for option in sbatch_options(spec, "preflight"))])
-        answer = _call(["sbatch", "--test-only"], text=script + "\ntrue\n", without=spec.secret_env)
+        answer = call_slurm(["sbatch", "--test-only"], text=script + "\ntrue\n", without=spec.secret_env)
         return [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
 
     def render(self, run: RunDir, record: RunRecord) -> str:
@@ -48,13 +48,13 @@ class SlurmScheduler:
         _check_path(run.path)
         secrets = record.spec.secret_env
         question = ["squeue", "--noheader", "--me", f"--name={record.run_id}", "--format=%A"]
-        queued = _call(question, without=secrets).stdout.split()
+        queued = call_slurm(question, without=secrets).stdout.split()
         if queued:
             return queued[0]
         script = run.path / "job.sh"
         script.write_text(self.render(run, record), encoding="utf-8")
         # From the run directory: the log's name needs no path then, which may hold blanks and quotes.
-        answer = _call(["sbatch", "--parsable", script.name], folder=run.path, without=secrets)
+        answer = call_slurm(["sbatch", "--parsable", script.name], folder=run.path, without=secrets)
         return answer.stdout.strip().split(";")[0]  # "id" or "id;cluster"
 
     def job(self, run: RunDir, record: RunRecord) -> Job:
@@ -63,7 +63,7 @@ class SlurmScheduler:
             return Job("", "unknown", "never submitted")
         job_id = submission.job_id
         command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T|%r|%N"]
-        answer = _call(command, accept=("Invalid job id",))
+        answer = call_slurm(command, accept=("Invalid job id",))
         fields = answer.stdout.strip().split("|")
         if len(fields) != 3:
             return Job(job_id, "ended", "Slurm no longer knows the job")
@@ -77,9 +77,9 @@ class SlurmScheduler:
         job = self.job(run, record)
         if job.state == "running":
             # Plain scancel would leave KillWait, not the grace period, before SIGKILL.
-            _call(["scancel", "--signal=TERM", job.id])
+            call_slurm(["scancel", "--signal=TERM", job.id])
         elif job.state == "queued":
-            _call(["scancel", job.id])
+            call_slurm(["scancel", job.id])
             record_event(run, "cancelled")
 
 
@@ -94,7 +94,7 @@ def node_names(nodes: str) -> tuple[str, ...]:
     """Slurm's ``n[1-3]`` as names. Asks no controller."""
     if not nodes:
         return ()
-    return tuple(_call(["scontrol", "show", "hostnames", nodes]).stdout.split())
+    return tuple(call_slurm(["scontrol", "show", "hostnames", nodes]).stdout.split())
 
 
 def _check_path(path: Path) -> None:
@@ -104,7 +104,7 @@ def _check_path(path: Path) -> None:
         )
 
 
-def _call(
+def call_slurm(
     command: Sequence[str],
     *,
     text: str | None = None,
@@ -118,10 +118,15 @@ def _call(
     """
     if shutil.which(command[0]) is None:
         raise SchedulerError(f"{command[0]} is not on this machine. Submit from a login node, or use scheduler: local.")
-    environment = {name: value for name, value in os.environ.items() if _may_pass(name) and name not in without}
     try:
         answer = subprocess.run(
-            command, input=text, cwd=folder, env=environment, text=True, capture_output=True, timeout=_TIMEOUT_SECONDS
+            command,
+            input=text,
+            cwd=folder,
+            env=passed_on(without),
+            text=True,
+            capture_output=True,
+            timeout=_TIMEOUT_SECONDS,
         )
     except subprocess.TimeoutExpired as error:
         raise SchedulerError(f"{command[0]} did not answer within {_TIMEOUT_SECONDS} s.") from error
@@ -131,5 +136,10 @@ def _call(
     return answer
 
 
-def _may_pass(name: str) -> bool:
-    return name in _PASSED_ON or name.startswith("SCALETRAIN_")
+def passed_on(without: Sequence[str] = ()) -> dict[str, str]:
+    """What a Slurm command, and so the job, gets of this process's environment."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if (name in _PASSED_ON or name.startswith("SCALETRAIN_")) and name not in without
+    }

@@ -79,6 +79,15 @@ class DevCluster:
     def node_up(self, node: str) -> None:
         self.control("node-up", node)
 
+    def slurmd(self, node: str) -> int:
+        """The pid of its daemon, whose namespaces are those of the node's tasks."""
+        mark = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()
+        for line in self.run("pgrep", "--full", "--list-full", f"^slurmd -D -N {node}$").stdout.splitlines():
+            pid = int(line.split()[0])
+            if mark in Path("/proc", str(pid), "environ").read_bytes().split(b"\0"):
+                return pid
+        raise AssertionError(f"{node} has no slurmd")
+
     def control(self, command: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, str(DEV_CLUSTER), command, "--dir", str(self.directory), *arguments]
         return self.run(*argv, check=check)

@@ -169,6 +169,31 @@ def test_a_rank_killed_on_one_node_ends_the_other_and_the_run_restarts(login: Lo
     assert done["steps_lost_total"] == 2
 
 
+def test_a_probe_tells_what_the_nodes_have_and_leaves_only_the_run(login: Login, tmp_path: Path) -> None:
+    sets = (*ON_SLURM, *TINY, "cluster.slurm.nodelist=n[1-2]", "cluster.slurm.extra={exclusive: true}")
+    done = login.scaletrain("submit", str(RECIPE), "--yes", "--probe", sets=sets)
+    run_id = done.stdout.strip()
+    login.scaletrain("cancel", run_id, "--yes")
+    assert "probed 2 nodes (n1, n2): at least 0 GPUs" in done.stderr
+    assert "torch" in done.stderr
+    assert [path.name for path in (tmp_path / HOSTILE).iterdir()] == [run_id]
+
+
+def test_a_probe_finds_a_node_that_does_not_share_the_runs_root(login: Login, tmp_path: Path) -> None:
+    root = tmp_path / HOSTILE
+    root.mkdir()
+    in_n2 = ["nsenter", "--mount", "--target", str(login.cluster.slurmd("n2"))]
+    login.cluster.run(*in_n2, "mount", "-t", "tmpfs", "none", str(root))
+    sets = (*ON_SLURM, "cluster.slurm.nodelist=n[1-2]")
+    refused = login.scaletrain("submit", str(RECIPE), "--yes", "--probe", sets=sets, check=False)
+    login.cluster.run(*in_n2, "umount", str(root))
+    assert refused.returncode == 5
+    assert "n2: no answer" in refused.stderr
+    assert "n1: " not in refused.stderr
+    assert list(root.iterdir()) == []
+    assert login.cluster.run("squeue", "--noheader", "--states=PD,R", "--partition=spot").stdout == ""
+
+
 def test_what_the_cluster_cannot_give_is_refused_before_anything_is_queued(login: Login, tmp_path: Path) -> None:
     sets = (*ON_SLURM, "cluster.slurm.partition=nowhere")
     refused = login.scaletrain("submit", str(RECIPE), "--yes", sets=sets, check=False)

@@ -1,0 +1,118 @@
+"""What a node says of itself before a job is queued, and how that compares with the plan.
+
+probe_node runs on every node, so it uses the standard library only. Knows no scheduler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from scaletrain_cli.errors import Problem
+from scaletrain_cli.launch.node_check import count_gpus, usable_cores
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.spec import RunSpec
+
+NEEDED_PACKAGES = ("torch", "deepspeed")
+_TOKEN = "token"
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """One node. ``packages`` holds what is installed of NEEDED_PACKAGES; ``folder_problem`` is empty if all is well."""
+
+    hostname: str
+    gpus: int
+    gpus_source: str
+    cores: int
+    memory_bytes: int
+    free_bytes: int
+    python: str
+    packages: dict[str, str]
+    folder_problem: str
+
+
+def place_token(folder: Path, token: str) -> None:
+    """Leave in ``folder`` what every node must find there."""
+    (folder / _TOKEN).write_text(token, encoding="utf-8")
+
+
+def probe_node(folder: str, token: str) -> NodeFacts:
+    """Look around. ``folder`` is on the file system of the runs root, and holds ``token`` if that is the shared one."""
+    packages = {}
+    for name in NEEDED_PACKAGES:  # without importing them: that takes seconds, and a broken one would end the probe
+        with contextlib.suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    gpus, source = count_gpus(os.environ)
+    problem = _problem_of(Path(folder), token)
+    usage = os.statvfs(folder if not problem else "/")
+    return NodeFacts(
+        hostname=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        gpus=gpus,
+        gpus_source=source,
+        cores=usable_cores(),
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        free_bytes=usage.f_bavail * usage.f_frsize,
+        python=platform.python_version(),
+        packages=packages,
+        folder_problem=problem,
+    )
+
+
+def probe_problems(spec: RunSpec, plan: RunPlan, nodes: Sequence[NodeFacts]) -> tuple[Problem, ...]:
+    """Everything that keeps these nodes from running the plan."""
+    cluster, found = spec.cluster, []
+    for node in nodes:
+        if cluster.gpu != "cpu" and node.gpus < cluster.gpus_per_node:
+            what = f"{node.gpus} GPUs ({node.gpus_source}), but the plan needs {cluster.gpus_per_node} per node."
+            found.append(_problem(node, what))
+        wanted = cluster.slurm.memory_per_node
+        if wanted is not None and node.memory_bytes < wanted:
+            found.append(_problem(node, f"{node.memory_bytes} bytes of memory; memory_per_node asks for {wanted}."))
+        if node.folder_problem:
+            found.append(
+                _problem(node, node.folder_problem, "Move the runs root to a shared folder: $SCALETRAIN_RUNS.")
+            )
+        elif spec.checkpoint.dir == "auto" and node.free_bytes < plan.durability.checkpoint_bytes:
+            size = plan.durability.checkpoint_bytes
+            found.append(
+                _problem(node, f"{node.free_bytes} bytes are free in the runs root; a checkpoint takes {size}.")
+            )
+        missing = [name for name in NEEDED_PACKAGES if name not in node.packages]
+        if missing:
+            hint = "Install 'scaletrain[train]' where the nodes see it."
+            found.append(_problem(node, f"{', '.join(missing)} not installed for Python {node.python}.", hint))
+    return (*found, *_differences(nodes))
+
+
+def _differences(nodes: Sequence[NodeFacts]) -> list[Problem]:
+    """Versions that are not the same everywhere."""
+    found = []
+    for name in NEEDED_PACKAGES:
+        first = next((node for node in nodes if name in node.packages), None)
+        for node in nodes:
+            if first is not None and node.packages.get(name, first.packages[name]) != first.packages[name]:
+                what = f"{name} {node.packages[name]}, but {first.hostname} has {first.packages[name]}."
+                found.append(_problem(node, what, "All ranks need the same version."))
+    return found
+
+
+def _problem(node: NodeFacts, message: str, hint: str | None = None) -> Problem:
+    return Problem(node.hostname, "", message, hint=hint)
+
+
+def _problem_of(folder: Path, token: str) -> str:
+    """Why runs cannot live where this folder is, as this node sees it."""
+    try:
+        if (folder / _TOKEN).read_text(encoding="utf-8") != token:
+            return f"{folder} is not the folder that the submitter sees."
+        (folder / f"written-by-{socket.gethostname()}").touch()
+    except OSError as error:
+        return f"{error.filename} cannot be used here: {error.strerror}."
+    return ""
