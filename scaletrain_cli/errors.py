@@ -80,6 +80,12 @@ class WrongNodesError(ScaletrainError):
     exit_code = ExitCode.WRONG_NODES
 
 
+class PreemptedError(ScaletrainError):
+    """Asked to leave before there was anything new to save (exit 75)."""
+
+    exit_code = ExitCode.PREEMPTED
+
+
 class DoNotRequeueError(ScaletrainError):
     """A verdict that a retry cannot cure (exit 93)."""
 

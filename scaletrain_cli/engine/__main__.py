@@ -5,14 +5,16 @@ The process border: every exception becomes an exit code and a line of evidence 
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import sys
 import traceback
 from pathlib import Path
 
 from scaletrain_cli.engine.signals import PreemptionFlag, die_with_agent
-from scaletrain_cli.errors import ExitCode, ScaletrainError
+from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError
+from scaletrain_cli.rundir.failures import Failure, write_failure
+from scaletrain_cli.rundir.paths import RunDir
 
 
 def main() -> int:
@@ -20,24 +22,25 @@ def main() -> int:
     flag = PreemptionFlag()
     flag.install()
     die_with_agent()
-    path, attempt, rank = Path(sys.argv[1]), int(os.environ["SCALETRAIN_ATTEMPT"]), int(os.environ["RANK"])
+    run, attempt, rank = RunDir(Path(sys.argv[1])), int(os.environ["SCALETRAIN_ATTEMPT"]), int(os.environ["RANK"])
     try:
-        return int(_train(path, attempt, flag))
+        return int(_train(run, attempt, flag))
+    except PreemptedError as error:
+        print(error, flush=True)
+        return int(error.exit_code)
     except Exception as error:
         traceback.print_exc()
         code = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
-        _leave_evidence(path, attempt, rank, error, code)
+        _leave_evidence(run, attempt, rank, error, code)
         return int(code)
 
 
-def _train(path: Path, attempt: int, flag: PreemptionFlag) -> ExitCode:
+def _train(run: RunDir, attempt: int, flag: PreemptionFlag) -> ExitCode:
     from scaletrain_cli.engine.assembly import assemble
     from scaletrain_cli.engine.process_group import Ranks
-    from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import read_record
 
-    run = RunDir(path)
-    return assemble(run, read_record(run), Ranks.from_environment(), attempt).fit(flag)
+    return assemble(run, read_record(run), Ranks.from_environment(), attempt, flag).fit(flag)
 
 
 def _reason(error: Exception) -> str:
@@ -48,11 +51,10 @@ def _reason(error: Exception) -> str:
     return known.get(name, "usage" if isinstance(error, ScaletrainError) else "crash")
 
 
-def _leave_evidence(path: Path, attempt: int, rank: int, error: Exception, code: ExitCode) -> None:
-    evidence = {"rank": rank, "reason": _reason(error), "message": str(error)[:2000], "exit_code": int(code)}
-    folder = path / "attempts" / f"{attempt:04d}" / "failures"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank-{rank:05d}.json").write_text(json.dumps(evidence), encoding="utf-8")
+def _leave_evidence(run: RunDir, attempt: int, rank: int, error: Exception, code: ExitCode) -> None:
+    failure = Failure(rank, _reason(error), str(error)[:2000], int(code))
+    with contextlib.suppress(OSError):  # a full disk must not turn a verdict into a crash
+        write_failure(run, attempt, f"rank-{rank:05d}", failure)
 
 
 if __name__ == "__main__":

@@ -13,28 +13,32 @@ from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences, open_data
 from scaletrain_cli.engine.deepspeed_engine import start_deepspeed
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.model import build_model, checkpoint_activations, parameter_groups
-from scaletrain_cli.engine.process_group import Agreement, Ranks, connect
+from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict, connect
+from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.engine.trainer import Trainer
-from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
+from scaletrain_cli.errors import PreemptedError, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 
-_DEFAULT_COLLECTIVE_TIMEOUT_SECONDS = 1800.0  # torch's own default for gloo
+_HANG_SECONDS = 1800.0  # guard.hang: auto; torch's own default for gloo
+_SET_UP_SECONDS = 24 * 3600.0  # others wait while rank 0 prepares data and verifies a checkpoint
 
 
-def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) -> Trainer:
+def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: PreemptionFlag) -> Trainer:
     """Connect the ranks and build everything the loop needs, in the order that the parts require.
 
-    Raises WrongNodesError when the job is not the one that was planned, and what its parts raise.
+    Raises WrongNodesError when the job is not the one that was planned, PreemptedError when it is asked to leave on the
+    way, and what its parts raise.
     """
     spec, layout = record.spec, record.plan.layout
     if ranks.world_size != layout.world_size:
         raise WrongNodesError(f"planned for {layout.world_size} ranks, started as {ranks.world_size}")
     device = _device(spec.cluster.gpu == "cpu", ranks.local_rank)
-    hang = spec.guard.hang
-    connect(device, _DEFAULT_COLLECTIVE_TIMEOUT_SECONDS if hang == "auto" else hang)
-    agreement = Agreement()
-    dataset, train, validation = _open_data(run, record, ranks, agreement)
+    hang_seconds = _HANG_SECONDS if spec.guard.hang == "auto" else spec.guard.hang
+    connect(device, hang_seconds)
+    agreement, set_up = Agreement(hang_seconds), Agreement(_SET_UP_SECONDS)
+    dataset, train, validation = _open_data(run, record, ranks, set_up)
+    _leave_if_asked(flag, set_up)
     torch.backends.cuda.matmul.allow_tf32 = spec.training.precision == "tf32"
     _seed(spec.training.seed, ranks.rank)
     model = build_model(spec.model, spec.training.seed)
@@ -43,9 +47,10 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) -> Trai
     optimizer = torch.optim.AdamW(
         parameter_groups(model, settings.weight_decay), lr=settings.lr, betas=settings.betas, eps=settings.eps
     )
-    if spec.training.compile:
-        model.compile()
     engine = start_deepspeed(spec, layout, model, optimizer, device)
+    if spec.training.compile:
+        engine.compile()  # DeepSpeed's own: torch's fails on the empty shards of ZeRO-3
+    _leave_if_asked(flag, set_up)
     faults = Faults.from_environment(ranks.rank, attempt)
     checkpointer = Checkpointer(
         run,
@@ -66,12 +71,20 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) -> Trai
         engine=engine,
         optimizer=optimizer,
         agreement=agreement,
+        set_up=set_up,
         checkpointer=checkpointer,
         dataset=dataset,
         train=train,
         validation=validation,
         faults=faults,
     )
+
+
+def _leave_if_asked(flag: PreemptionFlag, set_up: Agreement) -> None:
+    """Between two stages of a set-up that may take longer than the grace period; the ranks leave together."""
+    verdict, _ = set_up.reach(Verdict.PREEMPT if flag.raised else Verdict.CONTINUE, writing=False)
+    if verdict is Verdict.PREEMPT:
+        raise PreemptedError("asked to leave before the first step; the newest checkpoint is as it was")
 
 
 def _seed(seed: int, rank: int) -> None:

@@ -132,14 +132,19 @@ class Checkpointer:
         if self._in_flight is not None and not anyone_writing:
             self._commit()
 
+    def finish(self) -> None:
+        """Wait for the save in flight, if any, and commit it."""
+        if self._in_flight is not None:
+            self._commit()
+
     def save(self, step: int, client_state: dict[str, Any], *, wait: bool) -> None:
         """Begin a save of the state after ``step`` steps; with ``wait`` it is committed on return."""
         if self._in_flight is not None and self._in_flight.step != step:
-            self._commit()
+            self.finish()
         if self._in_flight is None and self.committed_step != step:
             self._begin(step, client_state)
-        if wait and self._in_flight is not None:
-            self._commit()
+        if wait:
+            self.finish()
 
     def _begin(self, step: int, client_state: dict[str, Any]) -> None:
         started = time.monotonic()
@@ -151,27 +156,28 @@ class Checkpointer:
         self._engine.save_checkpoint(
             str(staging.parent), tag=staging.name, save_latest=False, client_state={"scaletrain": client_state}
         )
-        self._writer.save(_random_state(), staging / f"random-state-rank-{self._ranks.rank:05d}.pt")
+        self._writer.save(_random_state(self._engine.device), staging / f"random-state-rank-{self._ranks.rank:05d}.pt")
         self._in_flight = _Save(step, started, time.monotonic() - started)
 
     def _commit(self) -> None:
-        save, folder = self._in_flight, self.folder
+        save, folder, began = self._in_flight, self.folder, time.monotonic()
         assert save is not None
         digests = self._agreement.gather(self._writer.take_digests(checkpoints.staging_path(folder, save.step)))
         if digests is not None:
             files = {name: digest for part in digests for name, digest in part.items()}
             world_size = self._ranks.world_size
             checkpoints.commit(folder, save.step, files, world_size=world_size, clean=True, attempt=self._attempt)
-            checkpoints.prune(folder, self._keep)
+            now = time.monotonic()
             record_event(
                 self._run,
                 "checkpoint",
                 step=save.step,
                 attempt=self._attempt,
                 bytes=sum(digest.size for digest in files.values()),
-                seconds=round(time.monotonic() - save.started, 4),
-                blocked_seconds=round(save.blocked_seconds, 4),
+                seconds=round(now - save.started, 4),
+                blocked_seconds=round(save.blocked_seconds + now - began, 4),
             )
+            checkpoints.prune(folder, self._keep)
         self._in_flight, self.committed_step = None, save.step
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -202,13 +208,13 @@ def _host_copy(value: Any) -> Any:
     return value
 
 
-def _random_state() -> dict[str, Any]:
+def _random_state(device: torch.device | str) -> dict[str, Any]:
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    if torch.device(device).type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 

@@ -16,6 +16,7 @@ PYTHON_STDLIB = "python-stdlib"
 # Not the library itself: installed packages, and tests, whose generated tables are not prose or code worth learning.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _FORMATS = ("txt", "md", "py", "jsonl", "parquet")
+_LONGEST_TEXT_DOCUMENT = 1 << 20  # characters
 
 
 def source_files(source: str) -> list[Path]:
@@ -24,9 +25,12 @@ def source_files(source: str) -> list[Path]:
         root = Path(sysconfig.get_paths()["stdlib"])
         found = [p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(p.relative_to(root).parts)]
         return sorted(found)
-    path = Path(source)
-    names = [str(p) for p in path.rglob("*") if p.is_file()] if path.is_dir() else glob.glob(source, recursive=True)
-    files = sorted(Path(name) for name in names if Path(name).suffix.lstrip(".") in _FORMATS)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        found = [entry for entry in path.rglob("*") if entry.is_file()]
+    else:  # a name may hold what a glob would interpret
+        found = [path] if path.exists() else [Path(name) for name in glob.glob(str(path), recursive=True)]
+    files = sorted(entry for entry in found if entry.suffix.lstrip(".") in _FORMATS)
     if not files:
         raise UsageError(
             f"data.source = {source}: no {', '.join(_FORMATS)} file there. "
@@ -46,23 +50,32 @@ def documents(source: str) -> Iterator[str]:
     """Every document's text. jsonl and parquet hold one document per row, in the field ``text``."""
     for path in source_files(source):
         if path.suffix == ".jsonl":
-            with path.open(encoding="utf-8") as file:
+            with path.open(encoding="utf-8", errors="replace") as file:
                 for number, line in enumerate(file, start=1):
                     if line.strip():
                         yield _text_field(path, number, line)
         elif path.suffix == ".parquet":
             yield from _parquet(path)
         else:
-            text = path.read_text(encoding="utf-8", errors="replace")
-            if text.strip():
-                yield text
+            yield from _pieces(path)
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    """A text file as documents of whole lines, bounded so that a large file is streamed and can be split."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while piece := "".join(file.readlines(_LONGEST_TEXT_DOCUMENT)):
+            if piece.strip():
+                yield piece
 
 
 def _text_field(path: Path, number: int, line: str) -> str:
     try:
-        return str(json.loads(line)["text"]).encode("utf-8", "replace").decode()  # JSON may hold lone surrogates
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f'{path}:{number}: each line must be a JSON object with a "text" field') from error
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        text = None
+    if not isinstance(text, str):
+        raise UsageError(f'{path}:{number}: each line must be a JSON object with a string in "text"')
+    return text.encode("utf-8", "replace").decode()  # JSON may hold lone surrogates
 
 
 def _parquet(path: Path) -> Iterator[str]:

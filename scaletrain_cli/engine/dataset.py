@@ -18,10 +18,15 @@ import numpy.typing as npt
 
 from scaletrain_cli.engine.corpus import corpus_identity, documents
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.spec import DataSpec
 
 _SCHEMA = "scaletrain.dataset/v1"
 _END_OF_TEXT = "<|endoftext|>"
+# In tokenizers that others trained: GPT-2, Llama 3, Llama 2 and Mistral, Qwen.
+_ENDS_OF_TEXT = (_END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
+# A tokenizer learns no more from more text, and needs memory in proportion.
+_MOST_CHARACTERS_TO_LEARN_FROM = 500_000_000
 _DOCUMENTS_PER_ENCODE = 256
 
 
@@ -79,7 +84,10 @@ def dataset_folder(data: DataSpec, runs_root: Path) -> Path:
     """Where the prepared form of ``data`` is, or will be: the source itself if it is one, else under the runs root."""
     if (Path(data.source) / "dataset.json").is_file():
         return Path(data.source)
-    identity = [*corpus_identity(data.source), data.tokenizer.model_dump_json(), repr(data.validation_split)]
+    tokenizer = data.tokenizer.model_dump_json()
+    if data.tokenizer.path is not None:
+        tokenizer = hashlib.sha256(_tokenizer_file(data.tokenizer.path)).hexdigest()
+    identity = [*corpus_identity(data.source), tokenizer, repr(data.validation_split)]
     key = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
     return runs_root / "datasets" / key
 
@@ -105,12 +113,19 @@ def _build(data: DataSpec, folder: Path) -> None:
     from tokenizers import Tokenizer
 
     if data.tokenizer.path is not None:
-        tokenizer = Tokenizer.from_file(data.tokenizer.path)
+        tokenizer = Tokenizer.from_buffer(_tokenizer_file(data.tokenizer.path))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
     else:
         tokenizer = _train_tokenizer(data)
     tokenizer.save(str(folder / "tokenizer.json"))
-    vocab_size = tokenizer.get_vocab_size()
-    end_of_text = tokenizer.token_to_id(_END_OF_TEXT)
+    vocab_size = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
+    known = (tokenizer.token_to_id(name) for name in _ENDS_OF_TEXT)
+    end_of_text = next((token for token in known if token is not None), None)
+    if end_of_text is None:
+        raise UsageError(
+            f"{data.tokenizer.path} has no token that ends a document; one of {', '.join(_ENDS_OF_TEXT)} is needed."
+        )
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     counts = {"train": 0, "validation": 0}
     total, digest = 0, hashlib.sha256()
@@ -119,7 +134,7 @@ def _build(data: DataSpec, folder: Path) -> None:
         for texts in _batched(documents(data.source), _DOCUMENTS_PER_ENCODE):
             for text, encoded in zip(texts, tokenizer.encode_batch(texts), strict=True):
                 split = "validation" if _draw(text) < data.validation_split else "train"
-                ids = encoded.ids if end_of_text is None else [*encoded.ids, end_of_text]
+                ids = [*encoded.ids, end_of_text]
                 packed = np.asarray(ids, dtype=dtype).tobytes()
                 files[split].write(packed)
                 digest.update(split.encode() + packed)
@@ -129,7 +144,7 @@ def _build(data: DataSpec, folder: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
     info = DatasetInfo(_SCHEMA, digest.hexdigest(), dtype, vocab_size, total, counts["train"], counts["validation"])
-    (folder / "dataset.json").write_text(json.dumps(asdict(info), indent=1), encoding="utf-8")
+    write_document(folder / "dataset.json", asdict(info))
 
 
 def _train_tokenizer(data: DataSpec) -> Any:
@@ -145,8 +160,26 @@ def _train_tokenizer(data: DataSpec) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(documents(data.source), trainer)
+    tokenizer.train_from_iterator(_beginning(documents(data.source)), trainer)
     return tokenizer
+
+
+def _beginning(texts: Iterator[str]) -> Iterator[str]:
+    total = 0
+    for text in texts:
+        yield text
+        total += len(text)
+        if total > _MOST_CHARACTERS_TO_LEARN_FROM:
+            return
+
+
+def _tokenizer_file(path: str) -> bytes:
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"data.tokenizer.path = {path}: {error.strerror}. Give a Hugging Face tokenizer.json."
+        ) from error
 
 
 def _draw(text: str) -> float:

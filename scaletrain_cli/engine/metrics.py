@@ -5,22 +5,25 @@ from __future__ import annotations
 import importlib
 import os
 import resource
+import threading
 import time
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from scaletrain_cli.rundir.journal import append_line
+from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+
+_WANDB_FINISH_SECONDS = 20.0
 
 
 class MetricsLog:
     """Writes on rank 0 only; elsewhere every call does nothing."""
 
-    def __init__(self, run: RunDir, record: RunRecord, rank: int, attempt: int) -> None:
-        self._run, self._record, self._attempt = run, record, attempt
+    def __init__(self, run: RunDir, record: RunRecord, rank: int, attempt: int, device: torch.device) -> None:
+        self._run, self._record, self._attempt, self._device = run, record, attempt, device
         self._active = rank == 0
         self._wandb = _open_wandb(run, record) if self._active else None
         # MFU is model FLOPs per second over peak FLOPs per second; the plan states it for its own speed.
@@ -35,7 +38,11 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if error is None else 1)
+            # In a thread that is not waited for long: a slow upload must not use up the grace of a preemption. What is
+            # not sent stays on disk for `wandb sync`.
+            sender = threading.Thread(target=self._wandb.finish, args=(0 if error is None else 1,), daemon=True)
+            sender.start()
+            sender.join(_WANDB_FINISH_SECONDS)
 
     def log(self, step: int, *, tokens: int, step_seconds: float, **measured: float) -> None:
         """Record optimizer step ``step`` (1-based), which trained on ``tokens`` tokens over all ranks."""
@@ -48,28 +55,37 @@ class MetricsLog:
             **measured,
             "tokens_per_second": round(tokens_per_second, 1),
             "step_seconds": round(step_seconds, 5),
-            "memory_bytes": peak_memory_bytes(),
+            "memory_bytes": peak_memory_bytes(self._device),
             "mfu": None if factor is None else round(factor * tokens_per_second, 4),
             "attempt": self._attempt,
             "time": round(time.time(), 3),
         }
+        self._append(line)
+        print(_for_people(line, self._record.spec.total_steps), flush=True)
+
+    def log_validation(self, step: int, loss: float, sequences: int) -> None:
+        """Record the validation loss after ``step`` steps, over so many sequences, as a line of its own."""
+        if not self._active:
+            return
+        measured = {"validation_loss": loss, "validation_sequences": sequences}
+        self._append({"step": step, **measured, "attempt": self._attempt, "time": round(time.time(), 3)})
+        print(f"step {step:>6}/{self._record.spec.total_steps}  validation loss {loss:.4f}", flush=True)
+
+    def _append(self, line: dict[str, Any]) -> None:
         append_line(self._run.metrics, line)
         if self._wandb is not None:
             self._wandb.log({f"train/{name}": value for name, value in line.items() if value is not None})
-        print(_for_people(line, self._record.spec.total_steps), flush=True)
 
 
-def peak_memory_bytes() -> int:
-    """Most bytes this process ever held: allocated on the GPU, or resident on a CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes this process ever held: allocated on its GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _for_people(line: dict[str, Any], total_steps: int) -> str:
     parts = [f"step {line['step']:>6}/{total_steps}", f"loss {line['loss']:.4f}"]
-    if "validation_loss" in line:
-        parts.append(f"validation {line['validation_loss']:.4f}")
     parts += [f"grad norm {line['grad_norm']:.3f}", f"lr {line['learning_rate']:.2e}"]
     parts += [f"{line['tokens_per_second']:,.0f} tokens/s", f"{line['step_seconds']:.2f} s/step"]
     parts.append(f"{line['memory_bytes'] / 1e9:.2f} GB")
@@ -84,15 +100,20 @@ def _open_wandb(run: RunDir, record: RunRecord) -> Any:
     if settings.mode == "disabled":
         return None
     os.environ.setdefault("WANDB_SILENT", "true")
-    wandb = importlib.import_module("wandb")
-    mirror = wandb.init(
-        project=settings.project,
-        id=record.wandb_run_id,
-        name=record.run_id,
-        resume="allow",
-        mode=settings.mode,
-        dir=str(run.path),
-        config=record.spec.model_dump(mode="json", by_alias=True),
-    )
-    mirror.define_metric("train/*", step_metric="train/step")
+    try:
+        wandb = importlib.import_module("wandb")
+        mirror = wandb.init(
+            project=settings.project,
+            id=record.wandb_run_id,
+            name=record.run_id,
+            resume="allow",
+            mode=settings.mode,
+            dir=str(run.path),
+            config=record.spec.model_dump(mode="json", by_alias=True),
+        )
+        mirror.define_metric("train/*", step_metric="train/step")
+    except Exception as error:  # a service that is down or not logged in is no reason not to train
+        record_event(run, "wandb-off", message=str(error)[:500])
+        print(f"Weights & Biases is off: {error}", flush=True)
+        return None
     return mirror

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 T = TypeVar("T")
 
@@ -37,15 +38,18 @@ class Ranks:
 
 def connect(device: torch.device, timeout_seconds: float) -> None:
     """Join the process group: NCCL on GPUs, gloo on CPUs. A collective that waits longer than this is an error."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    timeout = timedelta(seconds=timeout_seconds)
+    # Groups that DeepSpeed makes later name no timeout and get torch's defaults, which are module variables.
+    distributed_c10d.default_pg_timeout = timeout
+    setattr(distributed_c10d, "default_pg_nccl_timeout", timeout)  # noqa: B010 (not an exported name)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
 
 
 class Agreement:
     """One all-reduce per step on a gloo group of its own, so that it never waits for the GPU."""
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+    def __init__(self, timeout_seconds: float) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
     def reach(self, wish: Verdict, writing: bool) -> tuple[Verdict, bool]:
         """The strongest wish of any rank, and whether any rank still writes its part of a checkpoint."""

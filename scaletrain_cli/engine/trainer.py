@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from scaletrain_cli.engine.beginning import Beginning, find_beginning
 from scaletrain_cli.engine.checkpointing import Checkpointer
 from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences
 from scaletrain_cli.engine.faults import Faults
@@ -19,8 +20,7 @@ from scaletrain_cli.engine.schedule import learning_rate
 from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.engine.spike import SpikeWatch
 from scaletrain_cli.errors import DoNotRequeueError, ExitCode, UsageError
-from scaletrain_cli.rundir.checkpoints import newest_that_verifies, remove_staging
-from scaletrain_cli.rundir.journal import has_committed, last_logged_step, read_metrics, record_event
+from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 
@@ -41,6 +41,7 @@ class Trainer:
     engine: Any
     optimizer: torch.optim.Optimizer
     agreement: Agreement
+    set_up: Agreement  # for what takes longer than a hang
     checkpointer: Checkpointer
     dataset: DatasetInfo
     train: TokenSequences
@@ -49,34 +50,48 @@ class Trainer:
 
     def fit(self, flag: PreemptionFlag) -> ExitCode:
         """Train from the newest checkpoint to the last step, or until a signal asks to leave."""
-        spec = self.record.spec
-        total, every, checkpoint_steps = spec.total_steps, spec.evaluation.every, self._checkpoint_interval()
-        step = start = self.resume()
-        history = [line["loss"] for line in read_metrics(self.run) if line["step"] <= start]
-        watch = SpikeWatch(spec.guard.spike.factor, history)
-        with MetricsLog(self.run, self.record, self.ranks.rank, self.attempt) as metrics:
-            while True:
-                wish = Verdict.PREEMPT if flag.raised else Verdict.CONTINUE
-                verdict, anyone_writing = self.agreement.reach(wish, self.checkpointer.writing)
-                self.checkpointer.settle(anyone_writing)
-                if step == total or verdict is Verdict.PREEMPT:
-                    self.save(step, wait=True)
-                    break
-                if step % checkpoint_steps == 0 and step > start:
+        spec, total = self.record.spec, self.record.spec.total_steps
+        checkpoint_steps = self._checkpoint_interval()
+        begin = self.resume()
+        step, evaluated, watch = begin.step, begin.evaluated, self._spike_watch(begin.losses)
+        with MetricsLog(self.run, self.record, self.ranks.rank, self.attempt, self.device) as metrics:
+            while not self._asked_to_leave(flag):
+                if step > begin.step and (step % checkpoint_steps == 0 or step == total):
                     self.save(step, wait=not spec.checkpoint.asynchronous)
-                step += 1
+                if self._evaluation_is_due(step) and not evaluated:
+                    evaluated = self.evaluate(step, metrics, flag)
+                    if not evaluated:
+                        continue
+                if step == total:
+                    break
+                step, evaluated = step + 1, False
                 started = time.perf_counter()
-                measured = self.step(step)
+                measured = self._step_or_commit(step)
                 seconds = time.perf_counter() - started
                 if (median := watch.median_if_spike(measured["loss"])) is not None:
                     self._event("spike", step=step, loss=measured["loss"], median=median)
-                if every and (step % every == 0 or step == total):
-                    measured["validation_loss"] = self.evaluate()
-                if step % spec.tracking.log_every == 0 or step in (1, total) or "validation_loss" in measured:
+                if step % spec.tracking.log_every == 0 or step in (1, total):
                     tokens = spec.training.global_batch_size * spec.model.seq_len
                     metrics.log(step, tokens=tokens, step_seconds=seconds, **measured)
-        self._event("finished" if step == total else "preempted", step=step)
-        return ExitCode.DONE if step == total else ExitCode.PREEMPTED
+            self.save(step, wait=True)
+            done = step == total and (evaluated or not self._evaluation_is_due(step))
+            self._event("finished" if done else "preempted", step=step)
+        return ExitCode.DONE if done else ExitCode.PREEMPTED
+
+    def _asked_to_leave(self, flag: PreemptionFlag) -> bool:
+        """The agreement at a step boundary: does any rank want to leave? Commits a save that has landed meanwhile."""
+        wish = Verdict.PREEMPT if flag.raised else Verdict.CONTINUE
+        verdict, anyone_writing = self.agreement.reach(wish, self.checkpointer.writing)
+        self.checkpointer.settle(anyone_writing)
+        return verdict is Verdict.PREEMPT
+
+    def _step_or_commit(self, step: int) -> dict[str, float]:
+        """One step; when all ranks give up on it together, what was saved before is still committed."""
+        try:
+            return self.step(step)
+        except NonFiniteGradientError:
+            self.checkpointer.finish()
+            raise
 
     def step(self, step: int) -> dict[str, float]:
         """Optimizer step ``step`` (1-based): mean loss over the global batch, gradient norm before clipping, rate."""
@@ -129,9 +144,16 @@ class Trainer:
             self.engine.step()
         return norm
 
+    def _evaluation_is_due(self, step: int) -> bool:
+        every = self.record.spec.evaluation.every
+        return every > 0 and step > 0 and (step % every == 0 or step == self.record.spec.total_steps)
+
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean validation loss in nats over the first ``evaluation.batches`` global batches, the same at every call."""
+    def evaluate(self, step: int, metrics: MetricsLog, flag: PreemptionFlag) -> bool:
+        """Log the mean validation loss in nats over the first ``evaluation.batches`` global batches, or what there is.
+
+        The same sequences each time. False when a signal asked to leave on the way; whoever resumes evaluates then.
+        """
         layout = self.record.plan.layout
         width = layout.micro_batch_size * layout.data_parallel
         wanted = self.record.spec.evaluation.batches * layout.global_batch_size
@@ -139,11 +161,14 @@ class Trainer:
         self.engine.eval()
         total = torch.zeros((), device=self.device)
         for turn in range(rounds):
+            if self._asked_to_leave(flag):
+                self.engine.train()
+                return False
             first = turn * width + self.ranks.rank * layout.micro_batch_size
             total += self._loss(self.validation, list(range(first, first + layout.micro_batch_size)))
         self.engine.train()
-        mean: float = mean_over_ranks(total / rounds).item()
-        return mean
+        metrics.log_validation(step, mean_over_ranks(total / rounds).item(), rounds * width)
+        return True
 
     def _loss(self, sequences: TokenSequences, indices: list[int]) -> torch.Tensor:
         rows = torch.from_numpy(sequences.rows(indices)).to(self.device, non_blocking=True)
@@ -153,29 +178,36 @@ class Trainer:
         """Begin a checkpoint of the state after ``step`` steps; the data position is that one number."""
         self.checkpointer.save(step, {"step": step, "dataset": self.dataset.fingerprint}, wait=wait)
 
-    def resume(self) -> int:
-        """Restore the newest checkpoint that verifies; the number of steps it holds, 0 when the run is new."""
-        found = None
-        if self.ranks.rank == 0:  # one reader hashes, and all ranks take the same checkpoint
-            remove_staging(self.checkpointer.folder)
-            found = newest_that_verifies(self.checkpointer.folder)
-        newest, passed_over = self.agreement.follow_rank_zero(found) or (None, [])
-        logged = last_logged_step(self.run) or 0
-        if newest is None:
-            if has_committed(self.run):
-                damage = "; ".join(passed_over[:5]) or "those that were committed are gone"
-                raise UsageError(f"no sound checkpoint: {damage}. `scaletrain resume --from-scratch` starts over.")
-            self._event("started", step=0, attempt=self.attempt, lost_steps=logged, passed_over=passed_over)
-            return 0
-        state = self.checkpointer.restore(newest)
-        if state["dataset"] != self.dataset.fingerprint:
-            raise UsageError(
-                f"{newest.path.name} was trained on dataset {state['dataset'][:12]} and this one is "
-                f"{self.dataset.fingerprint[:12]}: resuming would train on other data. Restore the data, or start anew."
-            )
-        lost = max(0, logged - newest.step)
-        self._event("resumed", step=newest.step, attempt=self.attempt, lost_steps=lost, passed_over=passed_over)
-        return int(state["step"])
+    def resume(self) -> Beginning:
+        """Restore the newest sound checkpoint, if any. Raises UsageError when there should be one and is not."""
+        # One reader hashes, and all ranks take the same checkpoint.
+        found = find_beginning(self.run, self.checkpointer.folder) if self.ranks.rank == 0 else None
+        begin = self.set_up.follow_rank_zero(found)
+        assert begin is not None
+        begin.checked()
+        if begin.checkpoint is not None:
+            state, name = self.checkpointer.restore(begin.checkpoint), begin.checkpoint.path.name
+            if state["dataset"] != self.dataset.fingerprint:
+                raise UsageError(
+                    f"{name} was trained on dataset {state['dataset'][:12]} and this one is "
+                    f"{self.dataset.fingerprint[:12]}: resuming would train on other data. "
+                    "Restore the data, or start anew."
+                )
+        self._event(
+            "started" if begin.checkpoint is None else "resumed",
+            step=begin.step,
+            attempt=self.attempt,
+            lost_steps=begin.lost_steps,
+            passed_over=begin.passed_over,
+        )
+        return begin
+
+    def _spike_watch(self, losses: list[float]) -> SpikeWatch:
+        """The watch as it was: the same losses in the same order leave the same ones in the window."""
+        watch = SpikeWatch(self.record.spec.guard.spike.factor)
+        for loss in losses:
+            watch.median_if_spike(loss)
+        return watch
 
     def _checkpoint_interval(self) -> int:
         every = self.record.spec.checkpoint.every

@@ -12,21 +12,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.node_record import (
-    Failure,
-    NodeRecord,
-    RankRecord,
-    read_failures,
-    read_node_records,
-)
+from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, read_node_records
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.failures import Failure, read_failures
 from scaletrain_cli.rundir.journal import last_logged_step
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
 from scaletrain_cli.spec import RunSpec
 
-Reason = Literal["done", "preempted", "crash", "oom", "nan", "wrong-nodes", "usage", "cancelled", "node", "killed"]
+Reason = Literal[
+    "done", "preempted", "crash", "oom", "nan", "wrong-nodes", "usage", "cancelled", "node", "killed", "out-of-grace"
+]
 _SPECIFIC: tuple[Reason, ...] = ("oom", "nan", "wrong-nodes")  # what a rank knows better than "crash"
 _STOPPING = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
 
@@ -191,9 +188,10 @@ def _bad_end(ended: Sequence[NodeRecord], failures: Sequence[Failure]) -> Outcom
     if rank is not None and rank.exit_code is None:
         return Outcome(code, "node", f"{who} could not be killed; the node needs attention")
     if rank is not None and rank.signal is not None:
-        by = " when the grace period ended" if rank.killed_by_agent else ""
+        if rank.killed_by_agent:
+            return Outcome(code, "out-of-grace", f"{who} had not saved its state when the grace period ended")
         reason: Reason = "killed" if rank.signal in ("SIGKILL", "SIGTERM") else "crash"
-        return Outcome(code, reason, f"{who} was ended by {rank.signal}{by}")
+        return Outcome(code, reason, f"{who} was ended by {rank.signal}")
     return Outcome(code, _reason("crash", code), f"{who} ended with exit code {rank.exit_code if rank else code}")
 
 

@@ -54,16 +54,6 @@ class NodeRecord:
         return ProcessIdentity(self.agent_pid, self.agent_start_ticks)
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A rank (or, with rank None, a node) saying itself why it gives up."""
-
-    rank: int | None
-    reason: str
-    message: str
-    exit_code: int
-
-
 def write_node_record(run: RunDir, attempt: int, record: NodeRecord) -> None:
     """Create or replace the node's record. Raises OSError when the run directory cannot be written."""
     folder = run.attempt(attempt) / "nodes"
@@ -75,23 +65,6 @@ def read_node_records(run: RunDir, attempt: int) -> list[NodeRecord]:
     """The records of an attempt's nodes, by node rank."""
     found = [_node_record(data) for data in _documents(run, attempt, "nodes")]
     return sorted(found, key=lambda record: record.node_rank)
-
-
-def write_failure(run: RunDir, attempt: int, name: str, failure: Failure) -> None:
-    """Leave the reason where judging the attempt will look for it."""
-    folder = run.attempt(attempt) / "failures"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_document(folder / f"{name}.json", dataclasses.asdict(failure))
-
-
-def read_failures(run: RunDir, attempt: int) -> list[Failure]:
-    """Every reason left, by file name. The engine writes them too, so a key that is missing has a default."""
-    return [
-        Failure(
-            data.get("rank"), str(data.get("reason", "crash")), str(data.get("message", "")), data.get("exit_code", 1)
-        )
-        for data in _documents(run, attempt, "failures")
-    ]
 
 
 def announce_failure(run: RunDir, attempt: int) -> None:

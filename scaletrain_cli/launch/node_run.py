@@ -18,18 +18,11 @@ from dataclasses import dataclass, field, replace
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.launch.node_agent import HEARD, AgentOptions
 from scaletrain_cli.launch.node_check import problems_of_node, usable_cores
-from scaletrain_cli.launch.node_record import (
-    Failure,
-    NodeRecord,
-    RankRecord,
-    announce_failure,
-    has_failed,
-    write_failure,
-    write_node_record,
-)
+from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, announce_failure, has_failed, write_node_record
 from scaletrain_cli.launch.processes import adopt_orphans, die_with_parent, kill_descendants, own_identity, reap
 from scaletrain_cli.launch.ranks import Gang, NodePlace, rank_command, rank_environment
 from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.failures import Failure, write_failure
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record

@@ -15,6 +15,7 @@ ATTEMPTS_WITHOUT_PROGRESS = 3
 
 _BUDGET: dict[Reason, str] = {
     "preempted": "preemption",
+    "out-of-grace": "preemption",
     "node": "node",
     "wrong-nodes": "node",
     "oom": "oom",

@@ -114,15 +114,17 @@ def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -
 
 
 def _newest_measures(run: RunDir) -> dict[str, Any]:
-    """The newest line of metrics.jsonl, with the newest validation loss, which not every line has."""
+    """The newest training line of metrics.jsonl, with the newest validation loss, which stands in lines of its own."""
     newest: dict[str, Any] = {}
+    validation: dict[str, Any] = {}
     for count, line in enumerate(read_lines_backwards(run.metrics)):
-        newest = newest or line
+        if "loss" in line:
+            newest = newest or line
         if "validation_loss" in line:
-            return {**newest, "validation_loss": line["validation_loss"]}
-        if count > _LINES_SEARCHED:
+            validation = {"validation_loss": line["validation_loss"]}
+        if (newest and validation) or count > _LINES_SEARCHED:
             break
-    return newest
+    return {**newest, **validation}
 
 
 def _agent_pids(run: RunDir, last: AttemptRecord | None) -> tuple[int, ...]:

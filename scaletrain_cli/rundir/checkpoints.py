@@ -129,6 +129,19 @@ def remove_staging(folder: Path) -> None:
         shutil.rmtree(entry, ignore_errors=True)
 
 
+def set_aside_newer(folder: Path, step: int) -> list[str]:
+    """Take what stands above ``step`` out of the count, as ``damaged-step-N``; returns the names they had.
+
+    For who resumes at ``step``: the damaged would count as the newest, and push sound ones out of what prune() keeps.
+    """
+    doubtful = [path for path in _committed_folders(folder) if int(path.name.removeprefix("step-")) > step]
+    for path in doubtful:
+        aside = path.with_name(f"damaged-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    return [path.name for path in doubtful]
+
+
 def prune(folder: Path, keep: int) -> list[int]:
     """Delete all but the ``keep`` newest checkpoints and the newest clean one; returns the steps deleted."""
     committed = list_checkpoints(folder)

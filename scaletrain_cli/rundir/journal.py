@@ -85,8 +85,15 @@ def read_events(run: RunDir) -> list[dict[str, Any]]:
 
 
 def read_metrics(run: RunDir) -> list[dict[str, Any]]:
-    """Metrics by step: where a later attempt trained a step again, its line replaces the earlier one."""
-    by_step = {record["step"]: record for record in read_lines(run.metrics) if isinstance(record.get("step"), int)}
+    """Metrics by step since the run last started from scratch; of a step's lines the later one wins, key by key.
+
+    A step has more than one line when it was evaluated, and when a later attempt trained it again.
+    """
+    since = max((event["time"] for event in read_events(run) if event["event"] == "from-scratch"), default=0.0)
+    by_step: dict[int, dict[str, Any]] = {}
+    for record in read_lines(run.metrics):
+        if isinstance(record.get("step"), int) and record.get("time", since) >= since:
+            by_step[record["step"]] = {**by_step.get(record["step"], {}), **record}
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.engine.faults import VARIABLE
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.resumption import resume
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.record import read_record
 from tests.drills.conftest import Undisturbed
 from tests.drills.training_runs import STEPS, Drill, assert_same_run, differences, submit_drill
 
@@ -154,6 +157,57 @@ def test_a_nan_stops_the_run_for_good_and_the_checkpoint_before_it_is_clean(
     assert [(event["exit_code"], event["reason"], event["requeue"]) for event in ended] == [(93, "nan", False)]
     assert drill.losses() == undisturbed().losses()[:24]
     assert [checkpoint.step for checkpoint in list_checkpoints(drill.run.checkpoints)] == [10, 20]
+
+
+def test_a_nan_does_not_take_the_save_in_flight_with_it(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "nan rank=1 step=11; slow-save seconds=0.5")
+    drill = submit_drill(dataset)
+    drill.wait_for_end()
+    assert [event["exit_code"] for event in drill.events("attempt-ended")] == [93]
+    assert [checkpoint.step for checkpoint in list_checkpoints(drill.run.checkpoints)] == [10]
+
+
+def test_a_signal_inside_an_evaluation_is_heard_and_the_evaluation_made_up_for(
+    dataset: Path, undisturbed: Undisturbed
+) -> None:
+    overrides = {"evaluation__batches": 30}
+    drill = submit_drill(dataset, **overrides)
+    drill.wait_for_step(20)
+    drill.preempt()
+    drill.wait_for_end()
+    assert [event["exit_code"] for event in drill.events("attempt-ended")] == [75, 0]
+    assert drill.events("preempted")[0]["step"] in (20, 21)  # 21 when the signal came just after
+    assert_same_run(drill, undisturbed(**overrides))
+
+
+def test_a_stopped_rank_ends_the_attempt_after_the_longest_wait_and_the_run_goes_on(
+    dataset: Path, undisturbed: Undisturbed
+) -> None:
+    drill = submit_drill(dataset, guard__hang="8s")
+    drill.wait_for_step(15)
+    os.kill(drill.rank_pids()[1], signal.SIGSTOP)
+    drill.wait_for_end()
+    ended = drill.events("attempt-ended")
+    assert [event["reason"] for event in ended] == ["crash", "done"]
+    assert_same_run(drill, undisturbed())
+
+
+def test_starting_from_scratch_after_damage_keeps_the_new_checkpoints(dataset: Path) -> None:
+    drill = submit_drill(dataset, checkpoint__keep=1)
+    drill.wait_for_step(22)
+    drill.scheduler.cancel(drill.run, read_record(drill.run))
+    drill.wait_for_end()
+    for checkpoint in list_checkpoints(drill.run.checkpoints):
+        (checkpoint.path / next(iter(checkpoint.files))).unlink()
+    with pytest.raises(UsageError, match="--from-scratch"):
+        resume(drill.run)
+    resume(drill.run, from_scratch=True)
+    drill.wait_for(lambda: list_checkpoints(drill.run.checkpoints)[-1:] and drill.step() >= 12)
+    drill.preempt()
+    drill.wait_for_end()
+    assert drill.events("resumed")[-1]["step"] >= 12
+    assert drill.events("finished")
+    assert len(drill.losses()) == STEPS
 
 
 def test_one_state_differs_from_another_when_one_bit_does(undisturbed: Undisturbed) -> None:

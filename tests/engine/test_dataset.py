@@ -127,3 +127,55 @@ def test_a_cut_token_file_is_named(texts: Path, tmp_path: Path) -> None:
     (folder / "train.bin").write_bytes(content[: len(content) // 2])
     with pytest.raises(UsageError, match=r"train\.bin holds"):
         open_dataset(folder, 16)
+
+
+def tokenizer_file(path: Path, texts: Path, end: str) -> Path:
+    """A tokenizer with bad habits of its own: it cuts and pads, and may have no token that ends a document."""
+    tokenizer = Tokenizer.from_file(str(prepare_dataset(spec(texts), path.parent / "first") / "tokenizer.json"))
+    described = json.loads(tokenizer.to_str().replace("<|endoftext|>", end))
+    path.write_text(json.dumps(described))
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(path))
+    return path
+
+
+def with_tokenizer(texts: Path, path: Path) -> DataSpec:
+    return DataSpec.model_validate({"source": str(texts), "tokenizer": {"kind": "file", "path": str(path)}})
+
+
+def test_a_tokenizer_that_cuts_and_pads_is_not_obeyed(texts: Path, tmp_path: Path) -> None:
+    path = tokenizer_file(tmp_path / "tokenizer.json", texts, end="</s>")
+    cut = open_dataset(prepare_dataset(with_tokenizer(texts, path), tmp_path), 16)[0]
+    whole = open_dataset(prepare_dataset(spec(texts), tmp_path), 16)[0]
+    assert cut.train_tokens + cut.validation_tokens == whole.train_tokens + whole.validation_tokens
+
+
+def test_a_changed_tokenizer_file_makes_another_dataset(texts: Path, tmp_path: Path) -> None:
+    path = tokenizer_file(tmp_path / "tokenizer.json", texts, end="</s>")
+    before = dataset_folder(with_tokenizer(texts, path), tmp_path)
+    path.write_text(path.read_text() + " ")
+    assert dataset_folder(with_tokenizer(texts, path), tmp_path) != before
+
+
+def test_a_tokenizer_that_cannot_end_a_document_is_refused(texts: Path, tmp_path: Path) -> None:
+    path = tokenizer_file(tmp_path / "tokenizer.json", texts, end="<|nothing|>")
+    with pytest.raises(UsageError, match="no token that ends a document"):
+        prepare_dataset(with_tokenizer(texts, path), tmp_path)
+
+
+@pytest.mark.parametrize("line", ['{"text": null}', '{"text": ["a"]}', "[]", "{"])
+def test_a_text_that_is_no_string_is_refused(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(UsageError, match=r"corpus\.jsonl:1"):
+        list(documents(str(path)))
+
+
+def test_a_large_text_file_is_many_documents_and_loses_no_character(tmp_path: Path) -> None:
+    path = tmp_path / "a [name] that a glob would read.txt"
+    path.write_text("".join(f"line {n} of a long file\n" for n in range(120_000)))
+    pieces = list(documents(str(path)))
+    assert len(pieces) > 2
+    assert "".join(pieces) == path.read_text()

@@ -15,7 +15,8 @@ from scaletrain_cli.launch.attempts import (
     judge,
     read_attempts,
 )
-from scaletrain_cli.launch.node_record import Failure, NodeRecord, RankRecord, write_node_record
+from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, write_node_record
+from scaletrain_cli.rundir.failures import Failure
 from tests.launch.conftest import MadeRun
 
 
@@ -61,11 +62,15 @@ def test_a_cancelled_attempt_says_so_and_keeps_its_code() -> None:
 
 
 def test_a_rank_that_was_killed_is_named() -> None:
-    code, reason, message = judged([node(1, rank(0, -9, killed_by_agent=True), rank(1, -9))])
-    assert (code, reason) == (1, "killed")
     code, reason, message = judged([node(1, rank(0, 0), rank(1, -9))])
     assert (code, reason) == (1, "killed")
     assert "rank 1 on node-0000-n0 was ended by SIGKILL" in message
+
+
+def test_a_preemption_that_runs_out_of_grace_is_no_crash() -> None:
+    code, reason, message = judged([node(1, rank(0, -9, killed_by_agent=True), rank(1, -9, killed_by_agent=True))])
+    assert (code, reason) == (1, "out-of-grace")
+    assert "had not saved its state when the grace period ended" in message
 
 
 def test_a_rank_that_cannot_be_killed_is_the_nodes_fault() -> None:

@@ -15,8 +15,9 @@ import pytest
 
 from scaletrain_cli.launch.attempts import attempt_outcome, begin_attempt
 from scaletrain_cli.launch.node_agent import parse_options
-from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, read_failures, read_node_records
+from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, read_node_records
 from scaletrain_cli.launch.node_run import node_exit_code
+from scaletrain_cli.rundir.failures import read_failures
 from tests.launch.conftest import ENGINE, MadeRun, is_running, wait_until
 
 

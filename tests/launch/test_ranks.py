@@ -95,7 +95,9 @@ def test_a_process_is_known_by_more_than_its_pid() -> None:
 
 UNKILLABLE = """
 import signal, sys
+from pathlib import Path
 from scaletrain_cli.launch import node_run
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.launch.node_agent import HEARD
 from scaletrain_cli.launch.ranks import Gang
 
@@ -108,7 +110,8 @@ node_run.UNKILLABLE_SECONDS = 0.2
 gang = Hanging()
 gang.start(4, ["/bin/sleep", "600"], {}, sys.argv[1])
 node_run.adopt_orphans()
-watch = node_run._Watch(None, type("Options", (), {"node_rank": 0, "node_name": "n"}), gang, 1.0)
+options = type("Options", (), {"node_rank": 0, "node_name": "n", "attempt": 1})
+watch = node_run._Watch(RunDir(Path(sys.argv[1] + "-run")), options, gang, 1.0)
 watch.deadline = 0.0
 watch.run_to_end()
 print(gang.first_failure, gang.ranks[0].exit_code, node_run.node_exit_code(gang.ranks, gang.first_failure))

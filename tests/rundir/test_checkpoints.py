@@ -21,6 +21,7 @@ from scaletrain_cli.rundir.checkpoints import (
     newest_that_verifies,
     prune,
     remove_staging,
+    set_aside_newer,
     staging_path,
     verify,
 )
@@ -228,3 +229,23 @@ def test_the_manifest_can_be_read_by_anyone(tmp_path: Path) -> None:
     manifest = json.loads((save(tmp_path, 7) / "manifest.json").read_text())
     assert manifest["schema"] == "scaletrain.checkpoint/v1"
     assert manifest["files"]["rank-00000.pt"]["size"] == 3000
+
+
+def test_a_damaged_checkpoint_never_pushes_out_a_sound_one(tmp_path: Path) -> None:
+    """Resuming at 10 sets the damaged 20 aside; else keep=1 would keep it, and delete what is committed at 15."""
+    save(tmp_path, 10)
+    flip_bit(save(tmp_path, 20) / "rank-00000.pt", 77)
+    newest, _ = newest_that_verifies(tmp_path)
+    assert newest is not None
+    assert set_aside_newer(tmp_path, newest.step) == ["step-00000020"]
+    save(tmp_path, 15)
+    assert prune(tmp_path, keep=1) == [10]
+    assert newest_step(tmp_path) == 15
+    assert (tmp_path / "damaged-step-00000020").is_dir()
+
+
+def test_setting_aside_leaves_the_sound_ones_alone(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    assert set_aside_newer(tmp_path, 20) == []
+    assert steps(tmp_path) == [10, 20]
