@@ -146,7 +146,12 @@ def test_the_run_survives_the_terminal_that_submitted_it(make_run: Callable[...,
     # A session of its own with a terminal of its own, as under sshd; closing the terminal hangs up all that is in it.
     terminal, other_end = os.openpty()
     command = [sys.executable, "-c", program, str(made.run.path)]
-    attach = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    attach = (
+        "import fcntl, os, signal, sys, termios\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # whoever runs the tests under nohup has it ignored
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        "os.execv(sys.argv[1], sys.argv[1:])\n"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", attach, *command], stdin=other_end, stdout=subprocess.PIPE, start_new_session=True
     ) as shell:
