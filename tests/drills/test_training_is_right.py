@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ def test_one_rank_with_accumulation_and_recomputation_trains_the_same_model(undi
     )
     assert read_record(alone.run).plan.layout.gradient_accumulation_steps == 2
     assert alone.losses() == pytest.approx(undisturbed(layout__zero_stage=2).losses(), abs=2e-5)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
+def test_compiled_blocks_train_the_same_model_under_zero_3(undisturbed: Undisturbed) -> None:
+    short = {"layout__zero_stage": 3, "training__steps": 8}
+    compiled = undisturbed(**short, training__compile="true")
+    assert compiled.losses() == pytest.approx(undisturbed(**short).losses(), abs=2e-5)
 
 
 def test_a_fresh_model_starts_near_ln_v_and_learns(undisturbed: Undisturbed) -> None:
