@@ -181,6 +181,8 @@ def _bad_end(ended: Sequence[NodeRecord], failures: Sequence[Failure]) -> Outcom
     # A rank that hits a broken connection may end before the one whose memory ran out and broke it.
     specific = next((failure for failure in failures if failure.reason in _SPECIFIC), None)
     failure = own if own is not None and own.reason in _SPECIFIC else specific or own
+    if failure is None and rank is None:  # no rank was started
+        failure = next((failure for failure in failures if failure.rank is None), None)
     who = failed.node if rank is None else f"rank {rank.rank} on {failed.node}"
     if failure is not None:
         speaker = who if failure.rank is None or failure is own else f"rank {failure.rank}"

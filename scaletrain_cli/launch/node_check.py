@@ -26,7 +26,8 @@ def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> 
     """GPUs that a process here may use, and what says so."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([name for name in visible.split(",") if name.strip()]), f"CUDA_VISIBLE_DEVICES={visible!r}"
+        names = [name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+        return len(names), f"CUDA_VISIBLE_DEVICES={visible!r}"
     return sum(bool(_DEVICE.fullmatch(entry.name)) for entry in devices.iterdir()), f"{devices}/nvidia*"
 
 

@@ -56,7 +56,12 @@ def run_node(options: AgentOptions) -> int:
         _refuse(run, options.attempt, node, "; ".join(problems))
     gang = Gang()
     try:
-        _start_ranks(gang, run, record, options)
+        try:
+            _start_ranks(gang, run, record, options)
+        except (ScaletrainError, OSError) as error:  # nothing to watch; say why, or it would count as a lost node
+            verdict = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
+            _give_up(run, options.attempt, node, Failure(None, "crash", f"{node.node}: {error}", int(verdict)))
+            raise
         write_node_record(run, options.attempt, replace(node, ranks=tuple(gang.ranks)))
         _Watch(run, options, gang, record.spec.cluster.grace_seconds).run_to_end()
     finally:
@@ -88,11 +93,15 @@ def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:
 
 
 def _refuse(run: RunDir, attempt: int, node: NodeRecord, problem: str) -> None:
-    message, code = f"{node.node}: {problem}", int(ExitCode.WRONG_NODES)
-    write_failure(run, attempt, node.node, Failure(None, "wrong-nodes", message, code))
-    announce_failure(run, attempt)
-    write_node_record(run, attempt, replace(node, ended=time.time(), exit_code=code))
+    message = f"{node.node}: {problem}"
+    _give_up(run, attempt, node, Failure(None, "wrong-nodes", message, int(ExitCode.WRONG_NODES)))
     raise WrongNodesError(message)
+
+
+def _give_up(run: RunDir, attempt: int, node: NodeRecord, failure: Failure) -> None:
+    write_failure(run, attempt, node.node, failure)
+    announce_failure(run, attempt)
+    write_node_record(run, attempt, replace(node, ended=time.time(), exit_code=failure.exit_code))
 
 
 def _start_ranks(gang: Gang, run: RunDir, record: RunRecord, options: AgentOptions) -> None:
@@ -123,6 +132,7 @@ class _Watch:
     grace_seconds: float
     deadline: float = field(default=float("inf"), init=False)  # monotonic: SIGKILL for whoever is left
     killed: bool = field(default=False, init=False)
+    told_to_leave: bool = field(default=False, init=False)
     ending: bool = field(default=False, init=False)  # a rank has failed, here or elsewhere
 
     def run_to_end(self) -> None:
@@ -134,6 +144,8 @@ class _Watch:
                 self._pass_on(heard.si_signo)
             for pid, exit_code in reap():
                 self._note_end(pid, exit_code)
+            if not self.told_to_leave and self.run.stop_file.exists():
+                self._pass_on(signal.SIGTERM)  # cancelled before there was an agent to signal
             if not self.ending and has_failed(self.run, self.options.attempt):
                 self._end_the_rest("another node failed")
             if time.monotonic() >= self.deadline:
@@ -145,6 +157,7 @@ class _Watch:
                 self.killed, self.deadline = True, time.monotonic() + UNKILLABLE_SECONDS
 
     def _pass_on(self, signum: int) -> None:
+        self.told_to_leave = True
         signum = signal.SIGTERM if signum == signal.SIGINT else signum
         self.gang.forward(signum)
         if not self.killed:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome, read_attempts
-from scaletrain_cli.launch.scheduler import Scheduler, scheduler_for
+from scaletrain_cli.launch.scheduler import Job, Scheduler, scheduler_for
 from scaletrain_cli.launch.submission import Submission, hand_over, submit_lock
 from scaletrain_cli.rundir.checkpoints import Checkpoint, newest_that_verifies
 from scaletrain_cli.rundir.journal import has_committed, last_logged_step, record_event
@@ -56,7 +56,7 @@ def inspect_resume(run: RunDir, scheduler: Scheduler | None = None) -> ResumeRep
         last_step_logged=logged,
         steps_lost=max(0, (logged or 0) - (checkpoint.step if checkpoint else 0)),
         finished=last is not None and last.reason == "done",
-        active=scheduler.job(run, record).is_active,
+        active=_may_be_active(scheduler.job(run, record)),
         had_checkpoint=bool(checkpoint or passed_over or has_committed(run)),
     )
 
@@ -85,11 +85,19 @@ def why_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord | None) -> 
     return f"attempt {attempt.number} ended with exit code {attempt.exit_code}: {attempt.message}{decided}"
 
 
+def _may_be_active(job: Job) -> bool:
+    """A job that cannot be asked, such as a local one of another host, may be training: two gangs must never meet."""
+    return job.is_active or (job.state == "unknown" and job.id != "")
+
+
 def _refuse(run: RunDir, report: ResumeReport, from_scratch: bool) -> None:
     if report.finished:
         raise UsageError(f"{run.run_id} has finished; there is nothing to resume.")
     if report.active:
-        raise UsageError(f"{run.run_id} is still active. Wait for it, or `scaletrain cancel {run.run_id}` first.")
+        raise UsageError(
+            f"{run.run_id} is still active, or was started on a host that must be asked. "
+            f"Wait for it, or `scaletrain cancel {run.run_id}` there first."
+        )
     if report.checkpoint is not None and from_scratch:
         raise UsageError(
             f"{report.checkpoint.path.name} is sound, so there is no need to start from scratch. "

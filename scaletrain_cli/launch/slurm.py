@@ -5,6 +5,7 @@ What runs inside the job is in slurm_script (the text) and slurm_job (its first 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -47,14 +48,19 @@ class SlurmScheduler:
         """Queue the job, unless one of this run is there: a submitter may have died after sbatch."""
         _check_path(run.path)
         secrets = record.spec.secret_env
-        question = ["squeue", "--noheader", "--me", f"--name={record.run_id}", "--format=%A"]
-        queued = call_slurm(question, without=secrets).stdout.split()
-        if queued:
-            return queued[0]
+        # The name alone may be that of a run under another root; the comment is this directory's own.
+        mark = hashlib.sha256(str(run.path).encode()).hexdigest()[:16]
+        question = ["squeue", "--noheader", "--me", f"--name={record.run_id}", "--format=%A|%k"]
+        for line in call_slurm(question, without=secrets).stdout.splitlines():
+            job_id, _, comment = line.strip().partition("|")
+            if comment == mark:
+                return job_id
         script = run.path / "job.sh"
         script.write_text(self.render(run, record), encoding="utf-8")
         # From the run directory: the log's name needs no path then, which may hold blanks and quotes.
-        answer = call_slurm(["sbatch", "--parsable", script.name], folder=run.path, without=secrets)
+        answer = call_slurm(
+            ["sbatch", "--parsable", f"--comment={mark}", script.name], folder=run.path, without=secrets
+        )
         return answer.stdout.strip().split(";")[0]  # "id" or "id;cluster"
 
     def job(self, run: RunDir, record: RunRecord) -> Job:

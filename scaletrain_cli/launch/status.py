@@ -94,13 +94,13 @@ def _state(run: RunDir, job: Job, last: AttemptRecord | None) -> RunState:
         if waiting:
             return "preempted"
         return "queued" if job.state == "queued" else "running"
+    to_go_on = last is None or last.ended is None or (last.decision is not None and last.decision.requeue)
+    if job.state == "unknown" and to_go_on:
+        return "unknown"
     if run.stop_file.exists():
         return "cancelled"
     if last is None:
-        return "unknown" if job.state == "unknown" else "failed"
-    to_go_on = last.ended is None or (last.decision is not None and last.decision.requeue)
-    if job.state == "unknown" and to_go_on:
-        return "unknown"
+        return "failed"
     return "preempted" if last.reason == "preempted" else "failed"
 
 
@@ -109,8 +109,12 @@ def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -
     if job.is_active and (last is None or last.ended is None):
         return job.detail
     if last is None:
-        return job.detail
-    return why_ended(run, record, last)
+        log = f"; see slurm-{job.id}.log in the run directory" if record.spec.cluster.scheduler == "slurm" else ""
+        return f"{job.detail}; no attempt began{log}" if job.state == "ended" else job.detail
+    why = why_ended(run, record, last)
+    if job.state == "ended" and last.decision is not None and last.decision.requeue:
+        return f"{why}. But the job is gone, so that restart will not come; `scaletrain resume` goes on"
+    return why
 
 
 def _newest_measures(run: RunDir) -> dict[str, Any]:

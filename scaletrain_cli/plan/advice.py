@@ -90,6 +90,7 @@ def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: 
         "framework: CUDA context, kernels and workspaces 1.5 GB (CPU rank: 0.5 GB); fragmentation: 5 % of what comes "
         "and goes",
         "FLOPs per token: 6 N + 12 l s a d, attention counted unmasked; PaLM, arXiv:2204.02311, appendix B",
+        "gradients are reduced between ranks in the weights' type, whatever grad_dtype they are accumulated in",
         f"communication: ring volumes, 80 % of the link inside a node and 70 % between nodes; ZeRO-2 and ZeRO-3 hide "
         f"up to {100 * OVERLAP:.0f} % of it",
         "checkpoints: 1 GB/s per node to shared storage; interval by Young 1974, goodput by Daly 2006",

@@ -94,7 +94,8 @@ def _data_bytes(spec: RunSpec, layout: Layout, shard: Shard) -> tuple[int, int]:
     if layout.zero_stage == 0:
         return 2 * gradients, buckets  # one all-reduce of the accumulated gradients
     if layout.zero_stage == 1:
-        return 2 * gradients + weights, 2 * buckets  # DeepSpeed all-reduces, then gathers the weights
+        # An all-reduce in the weights' type whatever grad_dtype is (engine.py communication_data_type), then a gather.
+        return 2 * weights + weights, 2 * buckets
     if layout.zero_stage == 2:
         # Every micro-batch is reduced, in the weights' type, and by an all-reduce: use_multi_rank_bucket_allreduce.
         return 2 * weights * micro_batches + weights, buckets * (micro_batches + 1)

@@ -143,5 +143,12 @@ class ClusterSpec(Section):
         """(key, message) for each setting that contradicts another one."""
         if self.scheduler == "local" and self.nodes != 1:
             yield "nodes", "must be 1 with scheduler: local, which runs on this machine alone."
+        warning = max(60.0, self.grace_seconds)  # what the job asks of Slurm before its end; Slurm looks twice a minute
+        if self.slurm.time is not None and self.slurm.time < warning + 120:
+            yield (
+                "slurm.time",
+                f"must be at least {warning + 120:.0f} s: the ranks are warned {warning:.0f} s before the end "
+                "(grace_seconds, 60 at the least) and would leave before they began.",
+            )
         for key, message in self.slurm.inconsistencies():
             yield f"slurm.{key}", message

@@ -255,3 +255,16 @@ def test_the_rendered_command_is_the_one_that_is_run(make_run: Callable[..., Mad
     shown = subprocess.run(["bash", "-c", f"printf '%s\\n' {text}"], capture_output=True, text=True, check=True).stdout
     assert shown.splitlines() == supervisor_command(made.run, ENGINE)
     assert Path(shown.splitlines()[0]) == Path(sys.executable)
+
+
+def test_a_node_that_cannot_start_its_ranks_says_why(submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost secrets file is a verdict, not a lost node: no retry, and the reason stands in the attempt."""
+    monkeypatch.setenv("TOKEN", "hidden")
+    made = submit("secret_env=[TOKEN]", steps=400, step_seconds=0.05)
+    agent_pid(made, 1)
+    made.run.secrets.unlink()
+    os.kill(agent_pid(made, 1), signal.SIGTERM)
+    wait_for_end(made)
+    last = read_attempts(made.run)[-1]
+    assert (last.exit_code, last.reason) == (2, "usage")
+    assert "does not hold TOKEN" in last.message

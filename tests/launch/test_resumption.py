@@ -141,3 +141,13 @@ def test_a_sound_checkpoint_is_not_thrown_away_on_request(made: MadeRun) -> None
     commit(made, 10)
     with pytest.raises(UsageError, match="step-00000010 is sound"):
         resume(made.run, from_scratch=True, scheduler=Cluster())
+
+
+def test_a_job_that_cannot_be_asked_is_not_doubled(made: MadeRun) -> None:
+    """A local run of another host that shares the file system, say."""
+    commit(made, 10)
+    attempt(made, 75, "preempted")
+    cluster = Cluster()
+    cluster.state = "unknown"
+    with pytest.raises(UsageError, match="still active, or was started on a host that must be asked"):
+        resume(made.run, scheduler=cluster)

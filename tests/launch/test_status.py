@@ -105,3 +105,17 @@ def test_figures_come_from_the_newest_lines_that_have_them(made: MadeRun) -> Non
 def test_a_run_that_was_never_started_is_unknown(made: MadeRun) -> None:
     found = run_status(made.run)
     assert (found.state, found.why, found.step, found.loss) == ("unknown", "never started", 0, None)
+
+
+def test_a_cancelled_run_whose_scheduler_cannot_be_asked_is_unknown_since_it_may_still_run(made: MadeRun) -> None:
+    made.run.stop_file.touch()
+    begin(made)
+    assert status(made, "unknown").state == "unknown"
+    attempt(made, 75, "cancelled")
+    assert status(made, "unknown").state == "cancelled"
+
+
+def test_a_restart_that_will_not_come_is_not_promised(made: MadeRun) -> None:
+    attempt(made, 1, "crash", requeue=True)
+    assert "will not come; `scaletrain resume` goes on" in status(made, "ended").why
+    assert "will not come" not in status(made, "queued").why

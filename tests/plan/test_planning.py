@@ -112,8 +112,10 @@ def test_one_gpu_sends_nothing() -> None:
 
 
 def test_zero_1_sends_an_all_reduce_and_a_gather() -> None:
-    plan = make_plan(spec_of("gpt2", layout__zero_stage=1, training__grad_dtype="bf16"))
-    assert plan.network.per_step_bytes.data == pytest.approx((2 + 1) * 2 * 124_439_808 * 7 / 8, rel=1e-6)
+    """Both in 16 bits, also where gradients are accumulated in fp32."""
+    for dtype in ("bf16", "fp32"):
+        plan = make_plan(spec_of("gpt2", layout__zero_stage=1, training__grad_dtype=dtype))
+        assert plan.network.per_step_bytes.data == pytest.approx((2 + 1) * 2 * 124_439_808 * 7 / 8, rel=1e-6)
 
 
 def test_compiling_saves_time_outside_the_matrices() -> None:

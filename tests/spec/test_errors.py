@@ -63,6 +63,7 @@ def test_the_headline_names_the_file_and_counts() -> None:
         ("cluster.price_per_gpu_hour=-1", "must be US dollars per GPU and hour, or auto."),
         ("cluster.slurm.partition=a b", "must be one word of letters, digits and _.,:=/@%+*[]-&|!() that goes into a"),
         ("cluster.slurm.extra={Time: 3}", "must be the name of an sbatch option."),
+        ("cluster.slurm={time: 90s}", "must be at least 240 s: the ranks are warned 120 s before the end"),
         ("cluster.slurm.extra.time=3", "is set by the launcher or by a field of its own; remove it from extra."),
         ("restarts.preemption=often", "must be a whole number of at least 0, or unlimited."),
         ("env={OMP_NUM_THREADS: 4}", 'env.OMP_NUM_THREADS = 4: must be text. Put it in quotes: "4".'),
