@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.checkpoints import Checkpoint, newest_that_verifies, remove_staging, set_aside_newer
-from scaletrain_cli.rundir.journal import has_committed, last_logged_step, read_metrics
+from scaletrain_cli.rundir.journal import has_committed, last_logged_step, read_events, read_metrics
 from scaletrain_cli.rundir.paths import RunDir
 
 
@@ -36,7 +36,9 @@ def find_beginning(run: RunDir, folder: Path) -> Beginning:
     checkpoint, passed_over = newest_that_verifies(folder)
     step = checkpoint.step if checkpoint is not None else 0
     problem = ""
-    if checkpoint is None and has_committed(run):
+    # Damaged folders count too: a kill, or a lost file, may have cost the event that tells of them.
+    told_to_start_over = any(event["event"] == "from-scratch" for event in read_events(run))
+    if checkpoint is None and (has_committed(run) or (passed_over and not told_to_start_over)):
         damage = "; ".join(passed_over[:5]) or "those that were committed are gone"
         problem = f"no sound checkpoint: {damage}. `scaletrain resume --from-scratch` starts over."
     else:
