@@ -41,7 +41,7 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
     _leave_if_asked(flag, set_up)
     torch.backends.cuda.matmul.allow_tf32 = spec.training.precision == "tf32"
     _seed(spec.training.seed, ranks.rank)
-    model = build_model(spec.model, spec.training.seed)
+    model = build_model(spec.transformer, spec.training.seed)
     checkpoint_activations(model, layout.activation_checkpointing)
     settings = spec.training.optimizer
     optimizer = torch.optim.AdamW(
@@ -117,9 +117,11 @@ def _open_data(
     folder, failure = agreement.follow_rank_zero((folder, failure))
     if failure:
         raise UsageError(failure)
-    info, train, validation = open_dataset(folder, spec.model.seq_len)
-    if info.vocab_size > spec.model.vocab_size:
-        raise UsageError(f"{folder} has {info.vocab_size} token ids and model.vocab_size is {spec.model.vocab_size}.")
+    info, train, validation = open_dataset(folder, spec.transformer.seq_len)
+    if info.vocab_size > spec.transformer.vocab_size:
+        raise UsageError(
+            f"{folder} has {info.vocab_size} token ids and model.vocab_size is {spec.transformer.vocab_size}."
+        )
     width = record.plan.layout.micro_batch_size * record.plan.layout.data_parallel
     if spec.evaluation.every and len(validation) < width:
         raise UsageError(

@@ -34,7 +34,7 @@ def import_deepspeed(device: torch.device) -> Any:
 
 def deepspeed_config(spec: RunSpec, layout: Layout) -> dict[str, Any]:
     """DeepSpeed's configuration for this run. Learning rate and checkpoints are ours, not DeepSpeed's."""
-    buffers = zero_buffers(parameter_count(spec.model), layout.zero_stage)  # as the plan counted them
+    buffers = zero_buffers(parameter_count(spec.transformer), layout.zero_stage)  # as the plan counted them
     config: dict[str, Any] = {
         "train_batch_size": layout.global_batch_size,
         "train_micro_batch_size_per_gpu": layout.micro_batch_size,

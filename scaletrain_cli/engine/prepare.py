@@ -22,7 +22,7 @@ def main() -> int:
     started = time.monotonic()
     try:
         folder = prepare_dataset(spec.data, Path(sys.argv[2]))
-        info, train, validation = open_dataset(folder, spec.model.seq_len)
+        info, train, validation = open_dataset(folder, spec.transformer.seq_len)
     except ScaletrainError as error:
         print(error, file=sys.stderr)
         return int(error.exit_code)

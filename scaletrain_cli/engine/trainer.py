@@ -71,7 +71,7 @@ class Trainer:
                 if (median := watch.median_if_spike(measured["loss"])) is not None:
                     self._event("spike", step=step, loss=measured["loss"], median=median)
                 if step % spec.tracking.log_every == 0 or step in (1, total):
-                    tokens = spec.training.global_batch_size * spec.model.seq_len
+                    tokens = spec.training.global_batch_size * spec.transformer.seq_len
                     metrics.log(step, tokens=tokens, step_seconds=seconds, **measured)
             self.save(step, wait=True)
             done = step == total and (evaluated or not self._evaluation_is_due(step))
@@ -215,7 +215,7 @@ class Trainer:
 
     def _report_first_loss(self, loss: float) -> None:
         """A fresh model knows nothing, so its loss must be near that of a uniform guess."""
-        expected = math.log(self.record.spec.model.vocab_size)
+        expected = math.log(self.record.spec.transformer.vocab_size)
         self._event("first-loss", loss=loss, ln_vocab_size=expected, plausible=abs(loss - expected) < 0.1 * expected)
 
     def _event(self, name: str, **details: Any) -> None:

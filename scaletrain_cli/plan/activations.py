@@ -36,7 +36,7 @@ def token_activations(
     attention = element_bytes * (2 * queries + 2 * keys) + _FP32 * heads
     if not fused_attention:
         attention += _FP32 * heads * model.seq_len  # the weights after softmax
-    if model.family == "gpt":
+    if not model.has_gated_mlp:
         inner = -(-model.intermediate_size // t)
         norms = 2 * (element_bytes * 2 * hidden + 2 * _FP32)  # LayerNorm: input, output, mean and root
         mlp, mlp_gradients = 2 * inner, inner  # before and after GELU
@@ -89,7 +89,7 @@ def loss_bytes(model: ModelSpec, element_bytes: int, tokens: int, tensor_paralle
     ``nll_loss`` and ``log_softmax`` each make a gradient of the full size while the log-probabilities still live. The
     forward pass stays below that: 16-bit logits, their fp32 copy and the log-probabilities are 10 bytes.
     """
-    if model.family == "gpt":
+    if not model.has_gated_mlp:
         norm = element_bytes * 2 * model.hidden_size
     else:
         norm = _rms_norm(model.hidden_size, element_bytes)

@@ -52,7 +52,7 @@ def _about_device(spec: RunSpec, layout: Layout, device: Accelerator) -> Iterato
         return
     if precision not in device.flops:
         yield f"{device.name} has no {precision} units: it would be emulated, slowly. Times assume fp32 speed."
-    model, t = spec.model, layout.tensor_parallel
+    model, t = spec.transformer, layout.tensor_parallel
     widths = {
         "hidden_size": model.hidden_size,
         "intermediate_size per tensor rank": model.intermediate_size // t or 1,
@@ -78,7 +78,7 @@ def _about_durability(spec: RunSpec, durability: Durability, time: Time) -> Iter
 
 def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: int) -> tuple[str, ...]:
     """Where the numbers come from, one sentence each."""
-    tokens = spec.total_steps * spec.training.global_batch_size * spec.model.seq_len
+    tokens = spec.total_steps * spec.training.global_batch_size * spec.transformer.seq_len
     lines = [
         f"device {device.name}: {device.source}",
         f"matrix products reach {100 * device.achievable_fraction:.0f} % and attention "

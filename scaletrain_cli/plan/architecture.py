@@ -12,9 +12,9 @@ class Block:
     """Parameters of one transformer block: matrices that multiply tokens, and vectors (norms and biases)."""
 
     attention: int
-    dense_mlp: int
+    dense_mlp: int  # the whole MLP of a dense block, the shared experts of one with experts
     router: int
-    expert: int  # of one expert; 0 without experts
+    expert: int  # of one routed expert, its biases included; 0 without experts
     experts: int  # how many of them are held
     vectors: int
 
@@ -35,17 +35,27 @@ class Block:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Parameters by part; ``head`` is 0 where it is tied to the embedding."""
+    """Parameters by part; ``head`` is 0 where it is tied to the embedding.
+
+    The first ``dense_layers`` blocks are ``dense_block``; the others are ``block``, which may hold experts.
+    """
 
     embedding: int
     block: Block
+    dense_block: Block
     layers: int
+    dense_layers: int
     final_norm: int
     head: int
 
     @property
     def parameters(self) -> int:
-        return self.embedding + self.layers * self.block.parameters + self.final_norm + self.head
+        return self.embedding + self.blocks_parameters(0, self.layers) + self.final_norm + self.head
+
+    def blocks_parameters(self, first: int, count: int) -> int:
+        """Parameters of ``count`` blocks from ``first`` on."""
+        dense = max(0, min(first + count, self.dense_layers) - first)
+        return dense * self.dense_block.parameters + (count - dense) * self.block.parameters
 
 
 def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: int = 1) -> Architecture:
@@ -55,36 +65,62 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
     norms, biases of row-parallel layers, learned positions and the router are whole on every rank. Key and value
     heads fewer than tensor ranks are repeated (Megatron-LM, arXiv:1909.08053, section 3).
     """
-    t = tensor_parallel
-    hidden, dim = model.hidden_size, model.head_dim
-    queries = _share(model.num_attention_heads, t) * dim
-    keys = max(_share(model.num_key_value_heads, t), 1) * dim
-    attention = hidden * (2 * queries + 2 * keys)
-    if model.family == "gpt":
-        inner = _share(model.intermediate_size, t)
-        biases = queries + 2 * keys + hidden + inner + hidden
-        norm = 2 * hidden  # LayerNorm: weight and bias
-        block = Block(attention, 2 * hidden * inner, 0, 0, 0, biases + 2 * norm)
-        positions = model.max_position_embeddings * hidden
-    else:
-        norm, positions = hidden, 0
-        vectors = 2 * norm
-        vectors += queries + 2 * keys if model.qkv_bias else 0
-        vectors += 2 * dim if model.qk_norm else 0
-        if model.num_experts:
-            expert = 3 * hidden * _share(model.moe_intermediate_size or model.intermediate_size, t)
-            held = _share(model.num_experts, expert_parallel)
-            block = Block(attention, 0, hidden * model.num_experts, expert, held, vectors)
-        else:
-            block = Block(attention, 3 * hidden * _share(model.intermediate_size, t), 0, 0, 0, vectors)
+    t, hidden = tensor_parallel, model.hidden_size
+    norm = hidden * (2 if model.has_norm_bias else 1)
+    attention, vectors = _attention(model, t)
+    vectors += 2 * norm
+    dense_matrix, dense_bias = _mlp(model, _share(model.intermediate_size, t))
+    dense = Block(attention, dense_matrix, 0, 0, 0, vectors + dense_bias)
+    block = dense
+    if model.num_experts:
+        expert = sum(_mlp(model, _share(model.expert_size, t)))
+        held = _share(model.num_experts, expert_parallel)
+        shared, shared_bias = 0, 0
+        if model.shared_expert_intermediate_size:
+            shared, shared_bias = _mlp(model, _share(model.shared_expert_intermediate_size, t))
+        block = Block(attention, shared, hidden * model.num_experts, expert, held, vectors + shared_bias)
     table = _share(model.vocab_size, t) * hidden
+    positions = model.max_position_embeddings * hidden if model.positions == "learned" else 0
     return Architecture(
-        embedding=table + positions,
+        embedding=table + positions + (norm if model.embedding_norm else 0),
         block=block,
+        dense_block=dense,
         layers=model.num_hidden_layers,
+        dense_layers=model.first_k_dense_replace if model.num_experts else model.num_hidden_layers,
         final_norm=norm,
         head=0 if model.tie_word_embeddings else table,
     )
+
+
+def _attention(model: ModelSpec, t: int) -> tuple[int, int]:
+    """Matrix and vector parameters of one rank's attention."""
+    hidden = model.hidden_size
+    heads = _share(model.num_attention_heads, t)
+    if model.kv_lora_rank:
+        return _latent_attention(model, heads)
+    queries = heads * model.head_dim
+    keys = max(_share(model.num_key_value_heads, t), 1) * model.head_dim
+    vectors = queries + 2 * keys if model.has_bias or model.qkv_bias else 0
+    vectors += hidden if model.has_bias else 0
+    vectors += 2 * model.head_dim if model.qk_norm else 0
+    return hidden * (2 * queries + 2 * keys), vectors
+
+
+def _latent_attention(model: ModelSpec, heads: int) -> tuple[int, int]:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1); the down projections are whole."""
+    hidden, query, latent = model.hidden_size, model.q_lora_rank, model.kv_lora_rank
+    turned, value = model.qk_rope_head_dim, model.v_head_dim or model.head_dim
+    wide = heads * (model.head_dim + turned)
+    matrices = hidden * query + query * wide if query else hidden * wide
+    matrices += hidden * (latent + turned) + latent * heads * (model.head_dim + value) + heads * value * hidden
+    return matrices, query + latent  # one RMSNorm after each down projection
+
+
+def _mlp(model: ModelSpec, inner: int) -> tuple[int, int]:
+    """Matrix and bias parameters of an MLP of width ``inner``."""
+    inputs = 2 if model.has_gated_mlp else 1
+    bias = inputs * inner + model.hidden_size if model.has_bias else 0
+    return (inputs + 1) * model.hidden_size * inner, bias
 
 
 def parameter_count(model: ModelSpec) -> int:
@@ -96,14 +132,21 @@ def active_parameter_count(model: ModelSpec) -> int:
     """Parameters that one token passes through: of the experts, only those it is routed to."""
     whole = architecture(model)
     idle = whole.block.experts - min(model.num_experts_per_tok, whole.block.experts)
-    return whole.parameters - whole.layers * idle * whole.block.expert
+    return whole.parameters - model.moe_layers * idle * whole.block.expert
 
 
-def block_matmul_flops(model: ModelSpec) -> int:
-    """Forward matrix FLOPs of one block and token, attention scores apart: two per weight that the token meets."""
-    block = architecture(model).block
-    active = min(model.num_experts_per_tok, block.experts) * block.expert
-    return 2 * (block.attention + block.dense_mlp + block.router + active)
+def attention_matmul_flops(model: ModelSpec) -> int:
+    """Forward FLOPs of one block's attention projections and token: two per weight."""
+    return 2 * architecture(model).block.attention
+
+
+def mlp_matmul_flops(model: ModelSpec, experts: bool) -> int:
+    """Forward FLOPs of one block's MLP and token: two per weight that the token meets; ``experts``: of an MoE block."""
+    if not experts:
+        return 2 * _mlp(model, model.intermediate_size)[0]
+    shared = _mlp(model, model.shared_expert_intermediate_size)[0] if model.shared_expert_intermediate_size else 0
+    routed = min(model.num_experts_per_tok, model.num_experts) * _mlp(model, model.expert_size)[0]
+    return 2 * (shared + routed + model.hidden_size * model.num_experts)
 
 
 def block_attention_flops(model: ModelSpec) -> int:
@@ -111,7 +154,9 @@ def block_attention_flops(model: ModelSpec) -> int:
 
     4 s a d per token: the convention of PaLM (arXiv:2204.02311, appendix B) and Megatron-LM (arXiv:2104.04473).
     """
-    return 4 * model.seq_len * model.num_attention_heads * model.head_dim
+    scores = model.head_dim + (model.qk_rope_head_dim if model.kv_lora_rank else 0)
+    values = (model.v_head_dim or model.head_dim) if model.kv_lora_rank else model.head_dim
+    return 2 * model.seq_len * model.num_attention_heads * (scores + values)
 
 
 def head_flops(model: ModelSpec) -> int:
@@ -121,8 +166,11 @@ def head_flops(model: ModelSpec) -> int:
 
 def training_flops_per_token(model: ModelSpec) -> int:
     """Forward and backward (three times the forward), no recomputation: 6 N + 12 l s a d. N: weights in matrices."""
-    block = block_matmul_flops(model) + block_attention_flops(model)
-    return 3 * (model.num_hidden_layers * block + head_flops(model))
+    layers, sparse = model.num_hidden_layers, model.moe_layers
+    blocks = layers * (attention_matmul_flops(model) + block_attention_flops(model))
+    blocks += (layers - sparse) * mlp_matmul_flops(model, experts=False)
+    blocks += sparse * mlp_matmul_flops(model, experts=True) if sparse else 0
+    return 3 * (blocks + head_flops(model))
 
 
 def _share(count: int, ranks: int) -> int:

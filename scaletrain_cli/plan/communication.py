@@ -38,7 +38,7 @@ def step_traffic(spec: RunSpec, layout: Layout, device: Accelerator, shard: Shar
     """Traffic of the busiest rank: one with ``shard`` parameters and ``layers`` blocks."""
     micro_batches = layout.gradient_accumulation_steps
     element = weight_bytes(spec.training.precision)
-    tokens, hidden = local_tokens(spec, layout), spec.model.hidden_size
+    tokens, hidden = local_tokens(spec, layout), spec.transformer.hidden_size
     payload = tokens * hidden * element
     link = _Link(spec, device)
     t, p = layout.tensor_parallel, layout.pipeline_parallel
@@ -50,11 +50,11 @@ def step_traffic(spec: RunSpec, layout: Layout, device: Accelerator, shard: Shar
     tensor_seconds = link.seconds(tensor, t, 1, reductions)
 
     # Queries, keys, values and output change hands, forward and backward; each all-to-all sends (n - 1) / n.
-    heads = spec.model.num_attention_heads, spec.model.num_key_value_heads
-    width = (2 * heads[0] + 2 * heads[1]) * spec.model.head_dim // t
+    heads = spec.transformer.num_attention_heads, spec.transformer.num_key_value_heads
+    width = (2 * heads[0] + 2 * heads[1]) * spec.transformer.head_dim // t
     exchanged = 2 * layers * micro_batches * _part(tokens * width * element, sp)
     # Context parallelism gathers keys and values of all ranks, and scatters their gradients.
-    keys = 2 * heads[1] * spec.model.head_dim // t
+    keys = 2 * heads[1] * spec.transformer.head_dim // t
     gathered = 2 * layers * micro_batches * tokens * keys * element * (cp - 1)
     sequence = exchanged + gathered
     sequence_seconds = link.seconds(exchanged, sp, t, 8 * layers * micro_batches) + link.seconds(
@@ -62,8 +62,8 @@ def step_traffic(spec: RunSpec, layout: Layout, device: Accelerator, shard: Shar
     )
 
     # Each routed token travels to its experts and back, forward and backward.
-    routed = 4 * layers * micro_batches * _part(payload * max(1, spec.model.num_experts_per_tok), ep)
-    expert = routed if spec.model.num_experts else 0
+    routed = 4 * layers * micro_batches * _part(payload * max(1, spec.transformer.num_experts_per_tok), ep)
+    expert = routed if spec.transformer.num_experts else 0
     expert_seconds = link.seconds(expert, ep, t, 4 * layers * micro_batches)
 
     # One boundary each way and micro-batch, for every chunk of layers.
@@ -100,7 +100,7 @@ def _data_bytes(spec: RunSpec, layout: Layout, shard: Shard) -> tuple[int, int]:
         # Every micro-batch is reduced, in the weights' type, and by an all-reduce: use_multi_rank_bucket_allreduce.
         return 2 * weights * micro_batches + weights, buckets * (micro_batches + 1)
     # Gathered forward, gathered backward, scattered: once per micro-batch, one block after another.
-    return 3 * weights * micro_batches, 3 * spec.model.num_hidden_layers * micro_batches
+    return 3 * weights * micro_batches, 3 * spec.transformer.num_hidden_layers * micro_batches
 
 
 class _Link:
@@ -109,7 +109,8 @@ class _Link:
     def __init__(self, spec: RunSpec, device: Accelerator) -> None:
         self.per_node = spec.cluster.gpus_per_node
         self.intra = device.intra_node_bandwidth * _INTRA_EFFICIENCY
-        self.inter = max(spec.cluster.inter_node_bandwidth, 1.0) * _INTER_EFFICIENCY
+        given = spec.cluster.inter_node_bandwidth
+        self.inter = (50e9 if given == "auto" else max(given, 1.0)) * _INTER_EFFICIENCY
 
     def seconds(self, sent_bytes: int, ranks: int, stride: int, messages: int) -> float:
         """A group with k ranks per node drives k network cards, so its rate is k times one card's, or NVLink's."""

@@ -23,7 +23,9 @@ _MTBF_PER_GPU_SECONDS = 54 * 86400 * 16384 / 419
 
 def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
     """Full state of the job; what ranks hold alike is written once."""
-    return parameter_count(spec.model) * checkpoint_bytes_per_parameter(spec.training.precision, layout.zero_stage)
+    return parameter_count(spec.transformer) * checkpoint_bytes_per_parameter(
+        spec.training.precision, layout.zero_stage
+    )
 
 
 def save_seconds(spec: RunSpec, layout: Layout) -> float:
@@ -32,7 +34,7 @@ def save_seconds(spec: RunSpec, layout: Layout) -> float:
     Alone: everything without ZeRO, the weights under stages 1 and 2, nothing under stage 3.
     """
     size = checkpoint_bytes(spec, layout)
-    weights = parameter_count(spec.model) * weight_bytes(spec.training.precision)
+    weights = parameter_count(spec.transformer) * weight_bytes(spec.training.precision)
     alone = {0: size, 3: 0}.get(layout.zero_stage, weights)
     alone //= layout.tensor_parallel * layout.pipeline_parallel
     return (alone + (size - alone) / spec.cluster.nodes) / _WRITE_BYTES_PER_SECOND_PER_NODE

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from scaletrain_cli.plan.result import Layout, RunPlan
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
 
 _PRECISIONS = ("fp32", "tf32", "bf16")
 _SCHEDULES = ("cosine", "linear", "constant")
@@ -26,8 +28,13 @@ def unsupported(spec: RunSpec, layout: Layout) -> list[str]:
         for axis in _AXES_OF_ONE
         if getattr(layout, axis) != 1
     ]
-    if spec.model.num_experts:
-        found.append(f"model.num_experts = {spec.model.num_experts}: this engine trains dense models only. Use 0.")
+    if spec.transformer.num_experts:
+        found.append(
+            f"model.num_experts = {spec.transformer.num_experts}: this engine trains dense models only. Use 0."
+        )
+    found += [f"model.{key}: {what}" for key, what in _other_architecture(spec.transformer)]
+    if training.optimizer.name != "adamw":
+        found.append(f"training.optimizer.name = {training.optimizer.name}: not in this engine. Use adamw.")
     if training.precision not in _PRECISIONS:
         found.append(f"training.precision = {training.precision}: not in this engine. Use {_one_of(_PRECISIONS)}.")
     if training.precision == "tf32" and on_cpu:
@@ -49,6 +56,28 @@ def unsupported(spec: RunSpec, layout: Layout) -> list[str]:
     if spec.cluster.scheduler not in _SCHEDULERS:
         found.append(f"cluster.scheduler = {spec.cluster.scheduler}: not in this version. Use {_one_of(_SCHEDULERS)}.")
     return found
+
+
+def _other_architecture(model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """What departs from the two families as the engine builds them."""
+    own = model.model_copy(update=dict.fromkeys(("gated_mlp", "norm", "norm_bias", "bias", "position_embedding")))
+    for key, wanted, built in (
+        ("gated_mlp", model.has_gated_mlp, own.has_gated_mlp),
+        ("norm", model.norm_kind, own.norm_kind),
+        ("norm_bias", model.has_norm_bias, own.has_norm_bias),
+        ("bias", model.has_bias, own.has_bias),
+        ("position_embedding", model.positions, own.positions),
+        ("embedding_norm", model.embedding_norm, False),
+    ):
+        if wanted != built:
+            yield key, f"this engine's {model.family} has {str(built).lower()}. Leave it out."
+    if model.family == "gpt" and model.qk_norm:
+        yield "qk_norm", "this engine's gpt has none. Use false."
+    if model.kv_lora_rank:
+        yield "kv_lora_rank", "latent attention is not in this engine. Use 0."
+    for key in ("hidden_dropout", "attention_dropout"):
+        if getattr(model, key):
+            yield key, "dropout is not in this engine. Use 0."
 
 
 def submittable(spec: RunSpec, plan: RunPlan) -> list[str]:

@@ -15,7 +15,7 @@ CHECKPOINTING = ("none", "selective", "full")
 # Micro-batches tried; above the smallest few dozen nothing gets faster.
 _MOST_MICRO_BATCHES = 24
 # DeepSpeed offloads what ZeRO partitions, so it must partition it (zero/offload_config.py).
-_OFFLOAD_STAGE = {"none": 0, "optimizer": 1, "optimizer+params": 3}
+_OFFLOAD_STAGE = {"auto": 0, "none": 0, "optimizer": 1, "optimizer+params": 3}
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,20 @@ class Axes:
 def resolve_axes(spec: RunSpec) -> Axes:
     """The degrees; data parallelism is what the others leave, at least 1, unless pinned."""
     layout = spec.layout
-    tensor, pipeline, sequence, expert = (
+    tensor, pipeline, virtual, sequence, context, expert = (
         1 if degree == "auto" else degree
         for degree in (
             layout.tensor_parallel,
             layout.pipeline_parallel,
+            layout.virtual_pipeline,
             layout.sequence_parallel,
+            layout.context_parallel,
             layout.expert_parallel,
         )
     )
-    others = tensor * pipeline * sequence * layout.context_parallel
+    others = tensor * pipeline * sequence * context
     data = max(1, spec.world_size // others) if layout.data_parallel == "auto" else layout.data_parallel
-    return Axes(data, tensor, pipeline, layout.virtual_pipeline, sequence, layout.context_parallel, expert)
+    return Axes(data, tensor, pipeline, virtual, sequence, context, expert)
 
 
 def division_problems(spec: RunSpec, axes: Axes) -> list[Problem]:
@@ -63,7 +65,7 @@ _Row = tuple[str, object, str, str]  # key, given, message, hint
 
 
 def _degree_problems(spec: RunSpec, axes: Axes) -> Iterator[_Row]:
-    model, world = spec.model, spec.world_size
+    model, world = spec.transformer, spec.world_size
     if axes.data * axes.model_parallel != world:
         parts = f"data {axes.data} x tensor {axes.tensor} x pipeline {axes.pipeline} x sequence {axes.sequence}"
         total = f"{parts} x context {axes.context} = {axes.data * axes.model_parallel} ranks"
@@ -161,7 +163,7 @@ def build_layout(spec: RunSpec, axes: Axes, zero_stage: int, checkpointing: str,
         gradient_accumulation_steps=spec.training.global_batch_size // (axes.data * micro_batch),
         global_batch_size=spec.training.global_batch_size,
         activation_checkpointing=checkpointing,
-        offload=spec.layout.offload,
+        offload="none" if spec.layout.offload == "auto" else spec.layout.offload,
     )
 
 

@@ -54,7 +54,7 @@ class Shard:
 
 def plan_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
     """Memory of the worst rank against the device, and of each pipeline stage."""
-    whole = architecture(spec.model, layout.tensor_parallel, layout.expert_parallel)
+    whole = architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
     stages = tuple(_stage(spec, layout, device, whole, index) for index in _stage_indices(layout.pipeline_parallel))
     worst = max(stages, key=lambda stage: stage.peak)
     return Memory(**vars(worst), capacity=device.memory_bytes, fits=worst.peak <= device.memory_bytes, by_stage=stages)
@@ -74,14 +74,16 @@ def stage_shard(whole: Architecture, layout: Layout, index: int) -> Shard:
     """The parameters of one rank of one stage; ``whole`` is already cut by tensor and expert parallelism."""
     stages = layout.pipeline_parallel
     layers = stage_layers(whole.layers, stages, index)
-    dense = layers * whole.block.shared
+    first = index * (whole.layers // stages) + min(index, whole.layers % stages)
+    plain = max(0, min(first + layers, whole.dense_layers) - first)
+    dense = plain * whole.dense_block.shared + (layers - plain) * whole.block.shared
     if index == 0:
         dense += whole.embedding
     if index == stages - 1:
         dense += whole.final_norm + whole.head
         if not whole.head and stages > 1:
             dense += whole.embedding  # a tied head on another stage than the embedding needs a copy
-    return Shard(dense, layers * whole.block.routed, whole.block.parameters)
+    return Shard(dense, (layers - plain) * whole.block.routed, whole.block.parameters)
 
 
 def rank_states(spec: RunSpec, layout: Layout, shard: Shard) -> ModelStates:
@@ -104,7 +106,7 @@ def rank_states(spec: RunSpec, layout: Layout, shard: Shard) -> ModelStates:
 
 
 def _stage(spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture, index: int) -> StageMemory:
-    training, model = spec.training, spec.model
+    training, model = spec.training, spec.transformer
     element, shards = weight_bytes(training.precision), zero_shards(layout)
     shard = stage_shard(whole, layout, index)
     states = rank_states(spec, layout, shard)
@@ -160,7 +162,7 @@ def grouped_queries(model: ModelSpec) -> bool:
 def local_tokens(spec: RunSpec, layout: Layout) -> int:
     """Tokens of one micro-batch on one rank."""
     cut = layout.sequence_parallel * layout.context_parallel
-    return layout.micro_batch_size * -(-spec.model.seq_len // cut)
+    return layout.micro_batch_size * -(-spec.transformer.seq_len // cut)
 
 
 def micro_batches_in_flight(layout: Layout, index: int) -> int:

@@ -33,13 +33,13 @@ def make_plan(spec: RunSpec) -> RunPlan:
 
 
 def _assemble(spec: RunSpec, device: Accelerator, chosen: Candidate, found: list[Candidate]) -> RunPlan:
-    parameters = parameter_count(spec.model)
+    parameters = parameter_count(spec.transformer)
     durability = plan_durability(spec, chosen.layout, chosen.time, device)
     return RunPlan(
         model=ModelSize(
             parameters=parameters,
-            active_parameters=active_parameter_count(spec.model),
-            flops_per_token=float(training_flops_per_token(spec.model)),
+            active_parameters=active_parameter_count(spec.transformer),
+            flops_per_token=float(training_flops_per_token(spec.transformer)),
         ),
         layout=chosen.layout,
         memory=chosen.memory,

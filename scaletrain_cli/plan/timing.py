@@ -10,7 +10,6 @@ from scaletrain_cli.plan.activations import checkpointed_blocks
 from scaletrain_cli.plan.architecture import (
     architecture,
     block_attention_flops,
-    block_matmul_flops,
     head_flops,
     training_flops_per_token,
 )
@@ -41,7 +40,7 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     compute = micro_batches * _micro_batch_seconds(spec, layout, device)
     # 1F1B idles (p - 1) / (m v) of the compute (arXiv:2104.04473, section 2.2).
     bubble = compute * (stages - 1) / (micro_batches * layout.virtual_pipeline)
-    whole = architecture(spec.model, layout.tensor_parallel, layout.expert_parallel)
+    whole = architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
     shard = stage_shard(whole, layout, 0)
     traffic = step_traffic(spec, layout, device, shard, stage_layers(whole.layers, stages, 0))
     hidden = min(traffic.overlapping_seconds * OVERLAP, compute * OVERLAP)
@@ -50,9 +49,9 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     optimizer = updated * _OPTIMIZER_BYTES / (device.memory_bandwidth * _MEMORY_EFFICIENCY)
     # The corpus is memory-mapped tokens: reading one batch costs next to nothing beside a step.
     step = compute + bubble + exposed + optimizer
-    tokens = layout.global_batch_size * spec.model.seq_len
+    tokens = layout.global_batch_size * spec.transformer.seq_len
     executed = tokens * (_dense_flops_per_token(spec, layout) + _attention_flops_per_token(spec, layout))
-    needed = tokens * training_flops_per_token(spec.model)
+    needed = tokens * training_flops_per_token(spec.transformer)
     peak = layout.world_size * device.peak_flops(spec.training.precision)
     time = Time(
         step=step,
@@ -72,7 +71,7 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
 
 def _micro_batch_seconds(spec: RunSpec, layout: Layout, device: Accelerator) -> float:
     """Forward and backward of one micro-batch on one rank: matrices at the device's rate, the rest at its memory's."""
-    model, t = spec.model, layout.tensor_parallel
+    model, t = spec.transformer, layout.tensor_parallel
     tokens = local_tokens(spec, layout)
     share = tokens / t / layout.pipeline_parallel
     peak = device.peak_flops(spec.training.precision)
@@ -94,19 +93,21 @@ def _micro_batch_seconds(spec: RunSpec, layout: Layout, device: Accelerator) -> 
 
 def _passes(spec: RunSpec, layout: Layout) -> float:
     """Forwards' worth of work per step: 3, and up to 4 where blocks are computed twice (arXiv:2205.05198)."""
-    layers = spec.model.num_hidden_layers
+    layers = spec.transformer.num_hidden_layers
     return 3 + checkpointed_blocks(layers, layout.activation_checkpointing) / layers
 
 
 def _dense_flops_per_token(spec: RunSpec, layout: Layout) -> float:
     """Forward, backward and recomputation of all matrix products but those of attention."""
-    blocks = _passes(spec, layout) * spec.model.num_hidden_layers * block_matmul_flops(spec.model)
-    return blocks + 3 * head_flops(spec.model)
+    model = spec.transformer
+    blocks = training_flops_per_token(model) / 3 - head_flops(model)
+    blocks -= model.num_hidden_layers * block_attention_flops(model)
+    return _passes(spec, layout) * blocks + 3 * head_flops(model)
 
 
 def _attention_flops_per_token(spec: RunSpec, layout: Layout) -> float:
     """The same for scores and weighted sums, counted unmasked."""
-    return _passes(spec, layout) * spec.model.num_hidden_layers * block_attention_flops(spec.model)
+    return _passes(spec, layout) * spec.transformer.num_hidden_layers * block_attention_flops(spec.transformer)
 
 
 def _elementwise_bytes_per_token(spec: RunSpec, element: int) -> int:
@@ -116,7 +117,7 @@ def _elementwise_bytes_per_token(spec: RunSpec, element: int) -> int:
     by step, residual additions move 3 elements, SwiGLU 5, GELU and LayerNorm 2. Compiled, chains become one kernel.
     The loss moves 12 bytes per vocabulary entry forward, and twice that backward.
     """
-    model, compiled = spec.model, spec.training.compile
+    model, compiled = spec.transformer, spec.training.compile
     inner = model.intermediate_size
     if model.num_experts:
         inner = (model.moe_intermediate_size or inner) * model.num_experts_per_tok

@@ -123,7 +123,10 @@ Accelerator = Annotated[
 
 
 class ClusterSpec(Section):
-    """Nodes, accelerators, links, interruptions and price. ``gpu: cpu`` makes every rank a CPU process."""
+    """Nodes, accelerators, links, interruptions and price. ``gpu: cpu`` makes every rank a CPU process.
+
+    Bandwidths in bytes/s and per direction: intra-node and host (PCIe) per GPU, inter-node per GPU, storage per node.
+    """
 
     scheduler: Literal["local", "slurm", "kubernetes"] = "local"
     nodes: Annotated[int, Field(strict=True, ge=1, le=100_000)] = 1
@@ -131,11 +134,17 @@ class ClusterSpec(Section):
     cpus_per_gpu: AutoWhole = "auto"
     gpu: Accelerator = "cpu"
     intra_node_bandwidth: AutoBytesPerSecond = "auto"
-    inter_node_bandwidth: BytesPerSecond = 50e9
+    network: Text | None = Field(default=None, description="between nodes: a name in the network catalogue")
+    inter_node_bandwidth: AutoBytesPerSecond = "auto"
+    network_oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    host_bandwidth: AutoBytesPerSecond = "auto"
+    storage_bandwidth: AutoBytesPerSecond = "auto"
     spot: bool = False
     mean_time_between_interruptions: PositiveSeconds | None = None
+    per_node_mtbf: PositiveSeconds | None = None
     grace_seconds: Seconds = 120.0
     price_per_gpu_hour: Price = "auto"
+    spot_price_per_gpu_hour: Price = "auto"
     slurm: SlurmSpec = SlurmSpec()
     kubernetes: KubernetesSpec = KubernetesSpec()
 

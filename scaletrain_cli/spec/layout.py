@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from scaletrain_cli.spec.quantities import AutoWhole, Whole
+from scaletrain_cli.spec.quantities import AutoWhole
 from scaletrain_cli.spec.section import Section
 
 
@@ -28,10 +28,15 @@ class LayoutSpec(Section):
     data_parallel: AutoWhole = "auto"
     tensor_parallel: AutoWhole = "auto"
     pipeline_parallel: AutoWhole = "auto"
-    virtual_pipeline: Whole = 1
+    virtual_pipeline: AutoWhole = 1
     sequence_parallel: AutoWhole = "auto"
-    context_parallel: Whole = 1
+    context_parallel: AutoWhole = 1
     expert_parallel: AutoWhole = "auto"
     zero_stage: ZeroStage = "auto"
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    offload: Literal["none", "optimizer", "optimizer+params"] = "none"
+    tensor_sequence_parallel: Annotated[
+        bool | Literal["auto"],
+        Field(description="norms and dropout cut over the tensor ranks too (Megatron-LM, arXiv:2205.05198)"),
+    ] = "auto"
+    expert_tensor_parallel: AutoWhole = "auto"
+    offload: Literal["auto", "none", "optimizer", "optimizer+params"] = "none"

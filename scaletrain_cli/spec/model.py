@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from scaletrain_cli.spec.quantities import Positive, Whole, WholeOrZero
+from scaletrain_cli.spec.quantities import Fraction, Positive, Whole, WholeOrZero
 from scaletrain_cli.spec.section import Section
 
 
@@ -15,7 +15,8 @@ class ModelSpec(Section):
     """Dimensions of a decoder-only transformer.
 
     ``llama``: RMSNorm, rotary positions, SwiGLU, no biases unless ``qkv_bias``. ``gpt``: LayerNorm, learned
-    positions, GELU, biases everywhere. ``preset`` only records where the dimensions came from.
+    positions, GELU, biases everywhere. A key that is null follows the family; the properties below give the answer.
+    ``preset`` only records where the dimensions came from.
     """
 
     family: Literal["llama", "gpt"]
@@ -38,18 +39,75 @@ class ModelSpec(Section):
     num_experts: WholeOrZero = 0
     num_experts_per_tok: WholeOrZero = 0
     moe_intermediate_size: WholeOrZero = Field(default=0, description="0: the same as intermediate_size")
+    shared_expert_intermediate_size: WholeOrZero = Field(default=0, description="of the experts that every token meets")
+    first_k_dense_replace: WholeOrZero = Field(default=0, description="leading blocks with a dense MLP instead")
+    kv_lora_rank: WholeOrZero = Field(default=0, description="above 0: multi-head latent attention (DeepSeek-V2)")
+    q_lora_rank: WholeOrZero = Field(default=0, description="0: queries are projected in one product")
+    qk_rope_head_dim: WholeOrZero = Field(default=0, description="rotated channels beside head_dim; latent attention")
+    v_head_dim: WholeOrZero = Field(default=0, description="0: head_dim; latent attention")
+    gated_mlp: bool | None = None
+    norm: Literal["rmsnorm", "layernorm"] | None = None
+    norm_bias: bool | None = None
+    bias: bool | None = Field(default=None, description="of all linear layers but the head")
+    position_embedding: Literal["rotary", "learned", "alibi", "none"] | None = None
+    embedding_norm: bool = False
+    hidden_dropout: Fraction = 0.0
+    attention_dropout: Fraction = 0.0
+
+    @property
+    def has_gated_mlp(self) -> bool:
+        """SwiGLU's two input matrices (arXiv:2002.05202) instead of one."""
+        return self.family == "llama" if self.gated_mlp is None else self.gated_mlp
+
+    @property
+    def norm_kind(self) -> str:
+        """``rmsnorm`` or ``layernorm``."""
+        return self.norm or ("rmsnorm" if self.family == "llama" else "layernorm")
+
+    @property
+    def has_norm_bias(self) -> bool:
+        """LayerNorm's, unless switched off."""
+        return self.norm_kind == "layernorm" if self.norm_bias is None else self.norm_bias
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether attention and MLP projections have biases."""
+        return self.family == "gpt" if self.bias is None else self.bias
+
+    @property
+    def positions(self) -> str:
+        """``rotary``, ``learned``, ``alibi`` or ``none``."""
+        return self.position_embedding or ("rotary" if self.family == "llama" else "learned")
+
+    @property
+    def moe_layers(self) -> int:
+        """Blocks whose MLP is a mixture of experts."""
+        return self.num_hidden_layers - self.first_k_dense_replace if self.num_experts else 0
+
+    @property
+    def expert_size(self) -> int:
+        """Intermediate size of one routed expert."""
+        return self.moe_intermediate_size or self.intermediate_size
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """(key, message) for each dimension that contradicts another one."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             yield "num_key_value_heads", f"must divide num_attention_heads = {heads}; use {divisors(heads)}."
-        if self.family == "llama" and self.head_dim % 2:
-            yield "head_dim", "must be even, because rotary positions turn pairs of channels."
-        if self.family == "gpt" and self.seq_len > self.max_position_embeddings:
+        rotated = self.qk_rope_head_dim if self.kv_lora_rank else self.head_dim
+        if self.positions == "rotary" and rotated % 2:
+            key = "qk_rope_head_dim" if self.kv_lora_rank else "head_dim"
+            yield key, "must be even, because rotary positions turn pairs of channels."
+        if self.positions == "learned" and self.seq_len > self.max_position_embeddings:
             yield "seq_len", f"must not exceed max_position_embeddings = {self.max_position_embeddings}."
-        if self.family == "gpt" and (self.qk_norm or self.num_experts):
-            yield "family", "gpt has neither qk_norm nor experts; use family: llama."
+        if not self.kv_lora_rank and (self.q_lora_rank or self.qk_rope_head_dim or self.v_head_dim):
+            yield "kv_lora_rank", "must be at least 1 when q_lora_rank, qk_rope_head_dim or v_head_dim is set."
+        if self.norm_bias and self.norm_kind == "rmsnorm":
+            yield "norm_bias", "must be false with rmsnorm, which has none."
+        if self.first_k_dense_replace > self.num_hidden_layers:
+            yield "first_k_dense_replace", f"must not exceed num_hidden_layers = {self.num_hidden_layers}."
+        if not self.num_experts and (self.shared_expert_intermediate_size or self.first_k_dense_replace):
+            yield "num_experts", "must be at least 1 when shared_expert_intermediate_size or first_k_dense_replace is."
         if self.num_experts == 0 and (self.num_experts_per_tok or self.moe_intermediate_size):
             yield "num_experts", "must be at least 1 when num_experts_per_tok or moe_intermediate_size is set."
         if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:

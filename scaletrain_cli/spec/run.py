@@ -106,9 +106,13 @@ class TrackingSpec(Section):
 
 
 class PlannerSpec(Section):
-    """Whose memory and overlap habits are modelled; only ``deepspeed`` can be submitted."""
+    """Whose memory and overlap habits are modelled; only ``deepspeed`` can be submitted.
+
+    ``attention``: whether the scores are kept as a matrix; ``auto`` follows the framework and the device.
+    """
 
     framework: Literal["deepspeed", "fsdp", "megatron", "nanotron"] = "deepspeed"
+    attention: Literal["auto", "flash", "materialised"] = "auto"
 
 
 class RunSpec(Section):
@@ -131,6 +135,11 @@ class RunSpec(Section):
     secret_env: list[EnvName] = Field(
         default=[], description="names only; values come from the submitter's environment"
     )
+
+    @property
+    def transformer(self) -> ModelSpec:
+        """The model, where only a transformer will do."""
+        return self.model
 
     @property
     def world_size(self) -> int:

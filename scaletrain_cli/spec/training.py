@@ -12,9 +12,9 @@ from scaletrain_cli.spec.section import Section
 
 
 class OptimizerSpec(Section):
-    """AdamW (arXiv:1711.05101). Weight decay applies to matrices, not to norms and biases."""
+    """AdamW (arXiv:1711.05101) or another. Weight decay applies to matrices, not to norms and biases."""
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "adam", "sgd", "momentum", "adamw_8bit"] = "adamw"
     lr: Positive = 3.0e-4
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: Positive = 1.0e-8
