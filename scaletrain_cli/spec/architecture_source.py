@@ -26,6 +26,7 @@ _GPT2_KEYS = {
     "max_position_embeddings": "n_positions",
     "norm_eps": "layer_norm_epsilon",
 }
+_DEEPSEEK_KEYS = {"norm_eps": "rms_norm_eps", "num_experts": "n_routed_experts", "head_dim": "qk_nope_head_dim"}
 _SAME_NAME = (
     "hidden_size",
     "num_hidden_layers",
@@ -39,6 +40,13 @@ _SAME_NAME = (
     "rope_theta",
     "initializer_range",
     "num_experts_per_tok",
+    "num_experts",
+    "moe_intermediate_size",
+    "first_k_dense_replace",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_rope_head_dim",
+    "v_head_dim",
 )
 _FAMILIES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "llama": ("llama", _LLAMA_KEYS, {}),
@@ -46,6 +54,9 @@ _FAMILIES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "mixtral": ("llama", _LLAMA_KEYS, {}),
     "qwen2": ("llama", _LLAMA_KEYS, {"qkv_bias": True}),
     "qwen3": ("llama", _LLAMA_KEYS, {"qk_norm": True}),
+    "qwen3_moe": ("llama", {"norm_eps": "rms_norm_eps"}, {"qk_norm": True}),
+    "deepseek_v2": ("llama", _DEEPSEEK_KEYS, {}),
+    "deepseek_v3": ("llama", _DEEPSEEK_KEYS, {}),
     "gpt2": ("gpt", _GPT2_KEYS, {"tie_word_embeddings": True}),
 }
 
@@ -97,6 +108,9 @@ def from_hugging_face(path: Path) -> dict[str, Any]:
         config = {"rope_theta": rope["rope_theta"], **config}
     found = {key: config[key] for key in _SAME_NAME if key in config}
     found |= {key: config[theirs] for key, theirs in renamed.items() if theirs in config}
+    shared, width = config.get("n_shared_experts"), config.get("moe_intermediate_size")
+    if isinstance(shared, int) and isinstance(width, int):
+        found["shared_expert_intermediate_size"] = shared * width
     return {"family": family, **fixed, **{key: value for key, value in found.items() if value is not None}}
 
 

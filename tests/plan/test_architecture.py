@@ -31,6 +31,10 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_630_071_296,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "deepseek-v2-lite": 15_706_484_224,
+    # The hub's 671,026,419,200 without 256 score corrections in each of 58 routers, which no gradient trains.
+    "deepseek-v3": 671_026_419_200 - 58 * 256,
 }
 
 
@@ -49,6 +53,13 @@ def test_every_preset_has_a_claim() -> None:
 
 def test_mixtral_uses_13_of_its_47_billion_parameters_per_token() -> None:
     assert active_parameter_count(model_of("mixtral-8x7b")) == pytest.approx(12.88e9, rel=1e-3)
+
+
+def test_deepseek_v3_uses_37_of_its_671_billion_parameters_per_token() -> None:
+    # arXiv:2412.19437, section 1, which leaves the input embedding out
+    model = model_of("deepseek-v3")
+    active = active_parameter_count(model) - model.vocab_size * model.hidden_size
+    assert active == pytest.approx(37e9, rel=0.02)
 
 
 def test_a_dense_model_uses_all_of_its_parameters() -> None:

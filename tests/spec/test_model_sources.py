@@ -22,6 +22,8 @@ PUBLISHED = {
     "mixtral": 46_702_792_704,
     "qwen2": 494_032_768,
     "qwen3": 8_190_735_360,
+    "qwen3_moe": 30_532_122_624,
+    "deepseek_v3": 671_026_419_200 - 58 * 256,  # without the routers' score corrections, which no gradient trains
     "gpt2": 124_439_808,
 }
 PRESETS = {
@@ -41,6 +43,9 @@ PRESETS = {
     "qwen3-8b": 8_190_735_360,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_630_071_296,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_404_352,
 }
 
 
