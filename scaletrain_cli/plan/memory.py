@@ -57,7 +57,15 @@ def plan_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
     whole = architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
     stages = tuple(_stage(spec, layout, device, whole, index) for index in _stage_indices(layout.pipeline_parallel))
     worst = max(stages, key=lambda stage: stage.peak)
-    return Memory(**vars(worst), capacity=device.memory_bytes, fits=worst.peak <= device.memory_bytes, by_stage=stages)
+    fits = worst.peak <= device.memory_bytes
+    return Memory(
+        **vars(worst),
+        capacity=device.memory_bytes,
+        fits=fits,
+        by_stage=stages,
+        verdict="fits" if fits else "does not fit",
+        out_of_memory_probability=0.0 if fits else 1.0,
+    )
 
 
 def stage_layers(layers: int, stages: int, index: int) -> int:
@@ -151,7 +159,9 @@ def _stage(spec: RunSpec, layout: Layout, device: Accelerator, whole: Architectu
         "framework": framework,
         "fragmentation": fragmentation,
     }
-    return StageMemory(**parts, peak=sum(parts.values()))
+    peak = sum(parts.values())
+    reserved = peak - framework
+    return StageMemory(**parts, peak=peak, allocated=reserved - fragmentation, reserved=reserved)
 
 
 def grouped_queries(model: ModelSpec) -> bool:

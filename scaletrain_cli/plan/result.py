@@ -41,9 +41,27 @@ class Layout:
     offload: str
 
 
+# The fields of StageMemory that add up to its peak.
+MEMORY_PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer_states",
+    "activations",
+    "logits",
+    "communication_buffers",
+    "framework",
+    "fragmentation",
+)
+
+
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on one rank of one pipeline stage."""
+    """Bytes on one rank of one pipeline stage.
+
+    ``peak``, the sum of MEMORY_PARTS, is what the device sees. ``allocated``: the part in live tensors, as
+    torch.cuda.max_memory_allocated counts it; ``reserved``: what the caching allocator holds, with its fragmentation;
+    the rest of the peak is the context and NCCL. ``host``: of one rank, in the node's memory, not in the peak.
+    """
 
     parameters: int
     gradients: int
@@ -54,15 +72,24 @@ class StageMemory:
     framework: int
     fragmentation: int
     peak: int
+    allocated: int = 0
+    reserved: int = 0
+    host: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Memory(StageMemory):
-    """Bytes on the worst rank, against the device's capacity; ``by_stage`` holds the same per pipeline stage."""
+    """Bytes on the worst rank, against the device's capacity; ``by_stage`` holds the same per pipeline stage.
+
+    ``out_of_memory_probability`` (0 to 1) follows from how far the estimate misses published measurements; ``verdict``
+    is ``fits``, ``tight`` or ``does not fit``, and ``fits`` means that the peak is within the capacity.
+    """
 
     capacity: int
     fits: bool
     by_stage: tuple[StageMemory, ...]
+    verdict: str = "fits"
+    out_of_memory_probability: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -135,8 +162,21 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class Rejection:
+    """Layouts that one reason rules out: how many, as far as the search spelled them out, and one of them."""
+
+    reason: str
+    count: int
+    example: str
+
+
+@dataclass(frozen=True)
 class RunPlan:
-    """One run, sized: what is printed, submitted, asserted on the nodes and compared with what was measured."""
+    """One run, sized: what is printed, submitted, asserted on the nodes and compared with what was measured.
+
+    ``alternatives`` are the best of the layouts that were sized; ``rejected`` says, reason by reason, what became of
+    all ``considered`` ones but the chosen, and of the degrees that no layout may have.
+    """
 
     model: ModelSize
     layout: Layout
@@ -146,6 +186,8 @@ class RunPlan:
     durability: Durability
     cost: Cost
     alternatives: tuple[Alternative, ...] = ()
+    rejected: tuple[Rejection, ...] = ()
+    considered: int = 1
     warnings: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     schema: str = SCHEMA

@@ -10,7 +10,7 @@ import pytest
 from scaletrain_cli.plan.hardware import find_accelerator
 from scaletrain_cli.plan.layouts import build_layout, resolve_axes
 from scaletrain_cli.plan.memory import micro_batches_in_flight, plan_memory, stage_layers
-from scaletrain_cli.plan.result import Memory, StageMemory
+from scaletrain_cli.plan.result import MEMORY_PARTS, Memory, StageMemory
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 
@@ -23,7 +23,7 @@ def memory_of(
 
 
 def parts(memory: StageMemory) -> int:
-    return sum(getattr(memory, name) for name in StageMemory.__dataclass_fields__ if name != "peak")
+    return sum(getattr(memory, name) for name in MEMORY_PARTS)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

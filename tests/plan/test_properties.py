@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.plan import PlanInfeasibleError, RunPlan, accelerator_names, make_plan, submittable
-from scaletrain_cli.plan.result import StageMemory
+from scaletrain_cli.plan.result import MEMORY_PARTS
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 small, huge = st.sampled_from([1, 2, 3, 4, 8, 12, 64, 96, 128, 1000, 4096]), st.integers(1, 10**9)
@@ -116,7 +116,7 @@ def specs(draw: st.DrawFn) -> RunSpec | None:
 
 def assert_sound(plan: RunPlan) -> None:
     for memory in (plan.memory, *plan.memory.by_stage):
-        parts = [getattr(memory, name) for name in StageMemory.__dataclass_fields__ if name != "peak"]
+        parts = [getattr(memory, name) for name in MEMORY_PARTS]
         assert sum(parts) == memory.peak
         assert min(parts) >= 0
     layout = plan.layout
