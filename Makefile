@@ -13,10 +13,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/setup-done-$(TORCH)
 
-.PHONY: help setup demo check test slurm-packages bench clean
+.PHONY: help setup demo check test slurm-packages bench bench-planner clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  make setup TORCH=cpu|cuda      choose the torch build (auto: CUDA where there is a GPU)"
 	@echo "  make test ARGS='-k planner'    hand arguments to pytest"
@@ -50,6 +50,10 @@ slurm-packages:
 
 bench: setup ## Measure every figure that the README claims
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+# TRUTH is a directory of measured runs in CSV files; without it the benchmark says what it wants and ends well.
+bench-planner: setup ## Compare the planner with runs that others measured: make bench-planner TRUTH=DIR
+	@$(BIN)/python benchmarks/planner_accuracy.py $(if $(TRUTH),--truth "$(TRUTH)") $(ARGS)
 
 clean: ## Remove .venv, caches and builds; never runs/
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,61 @@
+"""The planner against measurements that others published: memory, step time, what fits and what it would choose.
+
+Reads tables of runs (CSV) from the directory that ``--truth`` or the variable SCALETRAIN_PLANNER_TRUTH names, and gives
+the planner each run's model, machines and layout, never what was measured. A file that is missing is left out; so is a
+row that cannot be told as a run spec, and the output says why. Without a directory there is nothing to measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from planner_truth import report
+from planner_truth.evaluation import judge, score
+from planner_truth.sets import SETS
+
+VARIABLE = "SCALETRAIN_PLANNER_TRUTH"
+
+
+def main() -> int:
+    """Print the scores; 2 if the directory or a name is wrong."""
+    names = [chosen.name for chosen in SETS]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--truth", metavar="DIR", help=f"directory of the tables (else ${VARIABLE})")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--set", action="append", metavar="NAME", help=f"score only this one: {', '.join(names)}")
+    parser.add_argument("--rows", action="append", metavar="NAME", help="also print every row of this set, worst first")
+    parser.add_argument("--framework", help="model every run under this framework's habits instead of its own")
+    options = parser.parse_args()
+    for name in [*(options.set or []), *(options.rows or [])]:
+        if name not in names:
+            parser.error(f"no set is called {name}. Known: {', '.join(names)}")
+    given = options.truth or os.environ.get(VARIABLE)
+    if not given:
+        print(
+            "No measurements to compare with: name their directory with --truth DIR, "
+            f"{VARIABLE}=DIR or make bench-planner TRUTH=DIR."
+        )
+        return 0
+    directory = Path(given)
+    if not directory.is_dir():
+        parser.error(f"{directory} is not a directory")
+    wanted = set(options.set or options.rows or names) | set(options.rows or [])
+    chosen = [truth_set for truth_set in SETS if truth_set.name in wanted]
+    outcomes = {table: judge(table, directory, options.framework) for table in dict.fromkeys(s.table for s in chosen)}
+    scores = [score(truth_set, outcomes[truth_set.table]) for truth_set in chosen]
+    if options.json:
+        print(json.dumps(report.to_json(scores, outcomes, with_rows=bool(options.rows)), indent=2))
+        return 0
+    for found in scores:
+        if found.truth_set.name in (options.rows or []):
+            print(f"== {found.truth_set.title}", *report.rows(found), "", sep="\n")
+    print(*report.lines(scores, outcomes), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

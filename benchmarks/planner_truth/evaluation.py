@@ -1,0 +1,138 @@
+"""Runs the planner over tables of measurements and scores each set. Prints nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner_truth.mapping import Case, Unmapped
+from planner_truth.scores import Errors, Ranking, Verdicts, errors, ranking, verdicts
+from planner_truth.sets import TruthSet
+from planner_truth.table import Measured, Row, Table
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan.hardware import find_accelerator
+from scaletrain_cli.plan.result import Memory
+from scaletrain_cli.plan.search import evaluate
+from scaletrain_cli.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One row, predicted and measured. Seconds and bytes."""
+
+    row: Row
+    panel: str
+    case: Case
+    measured: Measured
+    step_seconds: float
+    memory: Memory
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the same kind as what was measured."""
+        return int(getattr(self.memory, self.measured.memory_kind, self.memory.peak))
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The run that the planner would choose of a panel, among those it says fit. ``regret``: None where it crashed."""
+
+    panel: str
+    row_id: str
+    regret: float | None
+
+
+@dataclass(frozen=True)
+class Score:
+    """One set: the rows that count and what they say."""
+
+    truth_set: TruthSet
+    rows: tuple[Judged, ...]
+    errors: Errors | None = None
+    verdicts: Verdicts | None = None
+    ranking: Ranking | None = None
+    picks: tuple[Pick, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A table: rows predicted, and reasons of the others with their number. ``missing``: there is no such file."""
+
+    rows: tuple[Judged, ...]
+    skipped: Mapping[str, int]
+    missing: bool = False
+
+
+def judge(table: Table, directory: Path, framework: str | None = None) -> Outcome:
+    """Predict every row of a file; a row that cannot be mapped is counted with its reason."""
+    if not (directory / table.file).is_file():
+        return Outcome((), {}, missing=True)
+    judged, skipped = [], Counter[str]()
+    for row in table.read(directory):
+        try:
+            judged.append(_judge_row(table, row, framework))
+        except Unmapped as reason:
+            skipped[str(reason)] += 1
+        except UsageError as error:
+            skipped[str(error)] += 1
+    return Outcome(tuple(judged), dict(skipped.most_common()))
+
+
+def _judge_row(table: Table, row: Row, framework: str | None) -> Judged:
+    case = table.build(row.inputs)
+    if framework is not None:
+        case = Case(_under(case.spec, framework), case.layout)
+    predicted = evaluate(case.spec, case.layout, find_accelerator(case.spec.cluster))
+    measured = table.measure(row.inputs, row.truth)
+    return Judged(row, table.panel(row.inputs), case, measured, predicted.time.step, predicted.memory)
+
+
+def _under(spec: RunSpec, framework: str) -> RunSpec:
+    return spec.model_copy(update={"planner": spec.planner.model_copy(update={"framework": framework})})
+
+
+def score(truth_set: TruthSet, outcome: Outcome) -> Score:
+    """The set's statistics over the rows it keeps."""
+    rows = [row for row in outcome.rows if truth_set.keep(row.row.inputs, row.measured)]
+    if truth_set.quantity == "fits":
+        rows = [row for row in rows if row.measured.ran is not None]
+        return Score(truth_set, tuple(rows), verdicts=verdicts([(r.memory.fits, bool(r.measured.ran)) for r in rows]))
+    if truth_set.quantity == "memory":
+        rows = [row for row in rows if row.measured.memory_bytes]
+        pairs = [(float(row.memory_bytes), row.measured.memory_bytes or 0.0) for row in rows]
+        return Score(truth_set, tuple(rows), errors=errors(pairs))
+    timed = [row for row in rows if row.measured.step_seconds]
+    if truth_set.quantity == "ranking":
+        return Score(truth_set, tuple(timed), ranking=ranking(_panels(timed)), picks=_picks(rows))
+    return Score(truth_set, tuple(timed), errors=errors([_times(row) for row in timed]))
+
+
+def _times(row: Judged) -> tuple[float, float]:
+    return row.step_seconds, row.measured.step_seconds or 0.0
+
+
+def _panels(rows: Sequence[Judged]) -> list[list[tuple[float, float]]]:
+    return [[_times(row) for row in panel] for panel in _by_panel(rows).values()]
+
+
+def _by_panel(rows: Sequence[Judged]) -> dict[str, list[Judged]]:
+    panels: dict[str, list[Judged]] = {}
+    for row in rows:
+        panels.setdefault(row.panel, []).append(row)
+    return panels
+
+
+def _picks(rows: Sequence[Judged]) -> tuple[Pick, ...]:
+    """Crashed runs are candidates too: the planner must have kept away from them by itself."""
+    found = []
+    for panel, runs in _by_panel(rows).items():
+        times = [run.measured.step_seconds for run in runs if run.measured.step_seconds]
+        fitting = [run for run in runs if run.memory.fits]
+        if len(times) < 2 or not fitting:
+            continue
+        pick = min(fitting, key=lambda run: run.step_seconds)
+        seconds = pick.measured.step_seconds
+        found.append(Pick(panel, pick.row.row_id, seconds / min(times) - 1 if seconds else None))
+    return tuple(found)

@@ -1,0 +1,52 @@
+"""Rows of train_runs.csv from MosaicML's LLM Foundry: MPT models under FSDP, on A100 and H100."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner_truth.mapping import GBIT, Case, Degrees, Machines, Unmapped, build_case, transformer
+from planner_truth.table import whole
+
+_GPUS = {("H100", 80): "h100-sxm-80gb", ("A100", 80): "a100-sxm-80gb", ("A100", 40): "a100-sxm-40gb"}
+# Gbit/s per node: the README's section titles for A100 (RoCE); H100 has 8 x 400 as in NVIDIA's DGX H100.
+_NODE_GBIT = {"A100": 1600, "H100": 3200}
+
+
+def build(row: Mapping[str, str]) -> Case:
+    """FULL_SHARD. MPT: LayerNorm without bias, no biases, ALiBi, GELU, tied embeddings, flash attention."""
+    gpu = _GPUS.get((row["gpu"], whole(row, "gpu_mem_gb", 0)))
+    if gpu is None:
+        raise Unmapped(f"no catalogue name for {row['gpu']} with {row['gpu_mem_gb']} GB")
+    if row["dp_sharding"] != "FULL_SHARD":
+        raise Unmapped(f"sharding {row['dp_sharding'] or 'not given'}")
+    pure = "mode PURE" in row["notes"]
+    return build_case(
+        "fsdp",
+        transformer(
+            "gpt",
+            layers=whole(row, "layers"),
+            hidden=whole(row, "hidden"),
+            heads=whole(row, "heads"),
+            ffn=whole(row, "ffn", 0) or None,
+            vocab=whole(row, "vocab"),
+            seq_len=whole(row, "seq_len"),
+            tied=True,
+            bias=False,
+            norm_bias=False,
+            position_embedding="alibi",
+        ),
+        Degrees(
+            data=whole(row, "dp"),
+            zero_stage=3,
+            checkpointing="full" if row["act_recompute"] == "full" else "none",
+        ),
+        Machines(
+            gpu,
+            whole(row, "n_gpus"),
+            whole(row, "gpus_per_node", 8),
+            inter_node_bandwidth=_NODE_GBIT[row["gpu"]] * GBIT / whole(row, "gpus_per_node", 8),
+        ),
+        global_batch=whole(row, "gbs_samples"),
+        micro_batch=whole(row, "mbs"),
+        training={"precision": "bf16", "grad_dtype": "bf16" if pure else "fp32"},
+    )

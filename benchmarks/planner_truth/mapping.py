@@ -1,0 +1,167 @@
+"""From plain dimensions and degrees to a run spec and the layout that a measured run had. Sees no measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from scaletrain_cli.plan.layouts import build_layout, resolve_axes
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.spec import RunSpec
+
+GB = 1e9
+GBIT = 1e9 / 8
+
+
+class Unmapped(Exception):
+    """A row that cannot be said in a run spec; the message is the reason, the same for all rows of its kind."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run as the planner sees it."""
+
+    spec: RunSpec
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How the run was cut. ``data`` counts replicas, sequence and context ranks not included."""
+
+    data: int
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    tensor_sequence: bool | None = None
+    zero_stage: int = 0
+    checkpointing: str = "none"
+
+    @property
+    def world_size(self) -> int:
+        return self.data * self.tensor * self.pipeline * self.context
+
+
+@dataclass(frozen=True)
+class Machines:
+    """``network``: a name in the planner's network catalogue; else bytes/s per GPU and direction."""
+
+    gpu: str
+    count: int
+    per_node: int = 8
+    network: str | None = None
+    inter_node_bandwidth: float | None = None
+
+
+def build_case(
+    framework: str,
+    model: Mapping[str, Any],
+    degrees: Degrees,
+    machines: Machines,
+    *,
+    global_batch: int,
+    micro_batch: int,
+    training: Mapping[str, Any] | None = None,
+    planner: Mapping[str, Any] | None = None,
+) -> Case:
+    """The spec with every axis pinned, and its layout. Raises Unmapped where the parts do not make a run."""
+    if degrees.world_size != machines.count:
+        raise Unmapped("the degrees do not multiply to the number of GPUs")
+    if global_batch % (degrees.data * micro_batch):
+        raise Unmapped("the global batch does not divide by replicas and micro-batch")
+    raw = {
+        "schema": "scaletrain/v1",
+        "name": "measured",
+        "model": _model(model),
+        "data": {"source": "python-stdlib", "tokenizer": {"kind": "bpe", "vocab_size": 1}},
+        "training": {
+            "global_batch_size": global_batch,
+            "micro_batch_size": micro_batch,
+            "steps": 1000,
+            **(training or {}),
+        },
+        "layout": _layout(degrees),
+        "cluster": _cluster(machines),
+        "planner": {"framework": framework, **(planner or {})},
+    }
+    try:
+        spec = RunSpec.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise Unmapped(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    axes = resolve_axes(spec)
+    return Case(spec, build_layout(spec, axes, degrees.zero_stage, degrees.checkpointing, micro_batch))
+
+
+def transformer(
+    family: str,
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int | None = None,
+    ffn: int | None = None,
+    vocab: int,
+    seq_len: int,
+    tied: bool,
+    **more: Any,
+) -> dict[str, Any]:
+    """The model section from its dimensions; what the table does not give follows the family."""
+    return {
+        "family": family,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads or heads,
+        "head_dim": hidden // heads,
+        "intermediate_size": ffn or 4 * hidden,
+        "vocab_size": vocab,
+        "seq_len": seq_len,
+        "max_position_embeddings": seq_len,
+        "tie_word_embeddings": tied,
+        **more,
+    }
+
+
+def _model(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _layout(degrees: Degrees) -> dict[str, Any]:
+    return {
+        "data_parallel": degrees.data,
+        "tensor_parallel": degrees.tensor,
+        "pipeline_parallel": degrees.pipeline,
+        "virtual_pipeline": degrees.virtual,
+        "sequence_parallel": 1,
+        "context_parallel": degrees.context,
+        "expert_parallel": degrees.expert,
+        "expert_tensor_parallel": "auto" if degrees.expert_tensor is None else degrees.expert_tensor,
+        "tensor_sequence_parallel": "auto" if degrees.tensor_sequence is None else degrees.tensor_sequence,
+        "zero_stage": degrees.zero_stage,
+        "activation_checkpointing": degrees.checkpointing,
+        "offload": "none",
+    }
+
+
+def _cluster(machines: Machines) -> dict[str, Any]:
+    per_node = min(machines.count, machines.per_node)
+    if machines.count % per_node:
+        raise Unmapped("the GPUs do not fill whole nodes")
+    cluster: dict[str, Any] = {
+        "scheduler": "slurm",
+        "nodes": machines.count // per_node,
+        "gpus_per_node": per_node,
+        "gpu": machines.gpu,
+    }
+    if machines.network is not None:
+        cluster["network"] = machines.network
+    if machines.inter_node_bandwidth is not None:
+        cluster["inter_node_bandwidth"] = machines.inter_node_bandwidth
+    return cluster

@@ -1,0 +1,119 @@
+"""The scores as text and as JSON. Computes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from planner_truth.evaluation import Judged, Outcome, Score
+from planner_truth.table import Table
+
+_HEAD = f"{'set':<40}{'n':>5}  {'median':>8}{'MAPE':>8}{'p90':>8}   {'others':<22}{'to reach'}"
+
+
+def lines(scores: list[Score], outcomes: Mapping[Table, Outcome]) -> Iterator[str]:
+    """One table for errors, one line each for verdicts and rankings, and what was left out and why."""
+    yield _HEAD
+    for score in scores:
+        yield from _score_lines(score)
+    for table, outcome in outcomes.items():
+        yield ""
+        if outcome.missing:
+            yield f"{table.file}: not there"
+            continue
+        yield f"{table.file}: {len(outcome.rows)} rows predicted, {sum(outcome.skipped.values())} left out"
+        for reason, count in outcome.skipped.items():
+            yield f"  {count:>5}  {reason}"
+
+
+def _score_lines(score: Score) -> Iterator[str]:
+    chosen = score.truth_set
+    beside = f"   {chosen.peer:<22}{chosen.target}"
+    title = f"{chosen.title:<40}"
+    if score.errors:
+        e = score.errors
+        yield f"{title}{e.n:>5}  {e.median:>+8.1%}{e.mape:>8.1%}{e.p90:>8.1%}{beside}"
+    elif score.verdicts:
+        v = score.verdicts
+        yield f"{title}{v.n:>5}  right {v.accuracy:>18.1%}{beside}"
+        yield f"{'':<47}false fits {v.false_fits:.1%}, false rejections {v.false_rejections:.1%} of the rows"
+    elif score.ranking:
+        r = score.ranking
+        yield f"{title}{r.runs:>5}  regret {r.regret:>17.1%}{beside}"
+        yield (
+            f"{'':<47}median {r.regret_median:.1%}, worst {r.regret_worst:.1%}, Kendall tau {r.tau:.2f}, "
+            f"{r.panels} panels"
+        )
+        regrets = [pick.regret for pick in score.picks if pick.regret is not None]
+        crashed = sum(pick.regret is None for pick in score.picks)
+        if regrets:
+            yield (
+                f"{'':<47}among what the planner says fits: mean {statistics.fmean(regrets):.1%}, "
+                f"{crashed} of {len(score.picks)} picks crashed"
+            )
+    else:
+        yield f"{title}{0:>5}  no rows{'':>17}{beside}"
+
+
+def rows(score: Score) -> Iterator[str]:
+    """Every row of a set, worst error first where there is one."""
+    for judged in sorted(score.rows, key=lambda row: -abs(_error(score, row))):
+        yield _row_line(score, judged)
+
+
+def _error(score: Score, row: Judged) -> float:
+    measured = row.measured
+    if score.truth_set.quantity == "fits":
+        return float(row.memory.fits != measured.ran)
+    if score.truth_set.quantity == "memory":
+        return row.memory_bytes / measured.memory_bytes - 1 if measured.memory_bytes else 0.0
+    return row.step_seconds / measured.step_seconds - 1 if measured.step_seconds else 0.0
+
+
+def _row_line(score: Score, row: Judged) -> str:
+    measured, layout, model = row.measured, row.case.layout, row.case.spec.transformer
+    time = f"{measured.step_seconds:.4g}" if measured.step_seconds else "-"
+    memory = f"{measured.memory_bytes / 1e9:.2f}" if measured.memory_bytes else "-"
+    return (
+        f"{row.row.row_id:<28} {_error(score, row):>+8.1%} | s {row.step_seconds:.4g} true {time} | "
+        f"GB {row.memory_bytes / 1e9:.2f} true {memory} {measured.memory_kind} "
+        f"fits {row.memory.fits} ran {measured.ran} | "
+        f"L{model.num_hidden_layers} h{model.hidden_size} s{model.seq_len} {row.case.spec.cluster.gpu} "
+        f"x{layout.world_size} dp{layout.data_parallel} tp{layout.tensor_parallel} pp{layout.pipeline_parallel} "
+        f"vp{layout.virtual_pipeline} cp{layout.context_parallel} ep{layout.expert_parallel} z{layout.zero_stage} "
+        f"mbs{layout.micro_batch_size} ga{layout.gradient_accumulation_steps} {layout.activation_checkpointing}"
+    )
+
+
+def to_json(scores: list[Score], outcomes: Mapping[Table, Outcome], with_rows: bool) -> dict[str, Any]:
+    """Scores by name of the set, and what was left out by file."""
+    found: dict[str, Any] = {"sets": {}, "files": {}}
+    for score in scores:
+        entry: dict[str, Any] = {"title": score.truth_set.title, "quantity": score.truth_set.quantity}
+        for name in ("errors", "verdicts", "ranking"):
+            value = getattr(score, name)
+            entry |= dataclasses.asdict(value) if value else {}
+        entry |= {"others": score.truth_set.peer, "to_reach": score.truth_set.target}
+        if score.picks:
+            entry["picks"] = [dataclasses.asdict(pick) for pick in score.picks]
+        if with_rows:
+            entry["rows"] = [_row_json(row) for row in score.rows]
+        found["sets"][score.truth_set.name] = entry
+    for table, outcome in outcomes.items():
+        found["files"][table.file] = {
+            "missing": outcome.missing,
+            "predicted": len(outcome.rows),
+            "left_out": dict(outcome.skipped),
+        }
+    return found
+
+
+def _row_json(row: Judged) -> dict[str, Any]:
+    return {
+        "row_id": row.row.row_id,
+        "layout": dataclasses.asdict(row.case.layout),
+        "predicted": {"step_seconds": row.step_seconds, "memory_bytes": row.memory_bytes, "fits": row.memory.fits},
+        "measured": dataclasses.asdict(row.measured),
+    }

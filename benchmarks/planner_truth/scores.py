@@ -1,0 +1,100 @@
+"""Statistics of predictions against measurements. Knows nothing of runs; errors are shares of the measured value."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Signed median, mean absolute and 90th percentile of the absolute relative error."""
+
+    n: int
+    median: float
+    mape: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """Shares of all rows. ``false_fits``: said to fit, did not run; ``false_rejections``: the reverse."""
+
+    n: int
+    accuracy: float
+    false_fits: float
+    false_rejections: float
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Over panels of competing runs: Kendall's tau, and how much slower than the best the predicted best is."""
+
+    panels: int
+    runs: int
+    tau: float
+    regret: float
+    regret_median: float
+    regret_worst: float
+
+
+def errors(pairs: Sequence[tuple[float, float]]) -> Errors | None:
+    """Of (predicted, measured) pairs; None without any. Measured values must be positive."""
+    if not pairs:
+        return None
+    signed = [predicted / measured - 1 for predicted, measured in pairs]
+    absolute = sorted(abs(error) for error in signed)
+    return Errors(len(pairs), statistics.median(signed), statistics.fmean(absolute), quantile(absolute, 0.9))
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Linear between the neighbours, as numpy's default."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def verdicts(pairs: Sequence[tuple[bool, bool]]) -> Verdicts | None:
+    """Of (said to fit, ran) pairs; None without any."""
+    if not pairs:
+        return None
+    n = len(pairs)
+    false_fits = sum(fits and not ran for fits, ran in pairs)
+    false_rejections = sum(ran and not fits for fits, ran in pairs)
+    return Verdicts(n, 1 - (false_fits + false_rejections) / n, false_fits / n, false_rejections / n)
+
+
+def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Tau-b (ties counted out) of two rankings; None where either is constant or there is nothing to rank."""
+    concordant = discordant = tied_first = tied_second = 0
+    for place, (a, b) in enumerate(pairs):
+        for c, d in pairs[place + 1 :]:
+            first, second = (a > c) - (a < c), (b > d) - (b < d)
+            if first and second:
+                concordant += first == second
+                discordant += first != second
+            else:
+                tied_first += second != 0
+                tied_second += first != 0
+    ranked = concordant + discordant
+    scale = float((ranked + tied_first) * (ranked + tied_second)) ** 0.5
+    return (concordant - discordant) / scale if scale else None
+
+
+def ranking(panels: Sequence[Sequence[tuple[float, float]]]) -> Ranking | None:
+    """Of panels of (predicted, measured) times; panels with fewer than two runs have nothing to choose."""
+    chosen = [panel for panel in panels if len(panel) >= 2]
+    if not chosen:
+        return None
+    taus = [tau for panel in chosen if (tau := kendall_tau(panel)) is not None]
+    regrets = [min(panel)[1] / min(measured for _, measured in panel) - 1 for panel in chosen]
+    return Ranking(
+        len(chosen),
+        sum(map(len, chosen)),
+        statistics.fmean(taus) if taus else 0.0,
+        statistics.fmean(regrets),
+        statistics.median(regrets),
+        max(regrets),
+    )

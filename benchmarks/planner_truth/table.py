@@ -1,0 +1,96 @@
+"""Reads tables of measurements and splits each row: what describes the run, and what was measured on it.
+
+The mapping to a run spec is handed the first half alone, so no measured column can reach the planner. Knows no planner.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from planner_truth.mapping import Case, Unmapped
+
+_LARGEST_FIELD = 10_000_000  # characters; whole argument lists stand in one column
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a row measured; None where it did not. Seconds per optimizer step, bytes on the fullest reported device."""
+
+    step_seconds: float | None = None
+    memory_bytes: float | None = None
+    memory_kind: str = "peak"  # field of the planner's Memory that means the same: allocated, reserved or peak
+    ran: bool | None = None  # False: crashed or out of memory
+    mfu: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement, split."""
+
+    row_id: str
+    inputs: Mapping[str, str]
+    truth: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """How one file of measurements is read.
+
+    ``build`` sees only ``input_columns``. ``measure`` sees both halves, because a rate becomes a time only with the
+    batch it belongs to. ``panel`` names the runs that compete with each other: same model, same machines.
+    """
+
+    file: str
+    input_columns: frozenset[str]
+    truth_columns: frozenset[str]
+    build: Callable[[Mapping[str, str]], Case]
+    measure: Callable[[Mapping[str, str], Mapping[str, str]], Measured]
+    panel: Callable[[Mapping[str, str]], str] = lambda inputs: ""
+
+    def __post_init__(self) -> None:
+        both = self.input_columns & self.truth_columns
+        if both:
+            raise ValueError(f"{self.file}: {', '.join(sorted(both))} cannot be input and measured at once")
+
+    def read(self, directory: Path) -> list[Row]:
+        """Every row of the file, a column that is missing read as empty."""
+        csv.field_size_limit(_LARGEST_FIELD)
+        with (directory / self.file).open(encoding="utf-8", newline="") as file:
+            return [self._split(number, row) for number, row in enumerate(csv.DictReader(file), start=2)]
+
+    def _split(self, line: int, row: Mapping[str, str | None]) -> Row:
+        def pick(columns: frozenset[str]) -> Mapping[str, str]:
+            return MappingProxyType({name: (row.get(name) or "").strip() for name in sorted(columns)})
+
+        return Row(row.get("row_id") or f"line {line}", pick(self.input_columns), pick(self.truth_columns))
+
+
+def whole(row: Mapping[str, str], column: str, default: int | None = None) -> int:
+    """A whole number, or the default where the cell is empty. Raises Unmapped with the column."""
+    value = number(row, column)
+    if value is None:
+        if default is None:
+            raise Unmapped(f"no {column}")
+        return default
+    if value != int(value):
+        raise Unmapped(f"{column} is not a whole number")
+    return int(value)
+
+
+def number(row: Mapping[str, str], column: str) -> float | None:
+    """A finite number, None where the cell is empty. Raises Unmapped where it is something else."""
+    text = row[column].replace(",", "")
+    if text == "" or text.lower() in ("n/a", "na", "none", "nan", "-"):
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise Unmapped(f"{column} is not a number") from None
+    if not math.isfinite(value):
+        raise Unmapped(f"{column} is not a finite number")
+    return value

@@ -1,0 +1,52 @@
+"""train_runs.csv: runs of many frameworks in one set of columns. Which framework maps how stands in a module each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from planner_truth import foundry
+from planner_truth.mapping import Case, Unmapped
+from planner_truth.table import Measured, Table, number, whole
+
+_BUILDERS: dict[str, Callable[[Mapping[str, str]], Case]] = {
+    "llm-foundry": foundry.build,
+}
+
+
+def build(row: Mapping[str, str]) -> Case:
+    """By the set that the row belongs to."""
+    builder = _BUILDERS.get(row["set"])
+    if builder is None:
+        raise Unmapped(f"no mapping for the set {row['set']}")
+    return builder(row)
+
+
+def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
+    """Step time as printed, else from tokens/s/GPU; memory by what the author says was read."""
+    seconds, rate = number(truth, "step_time_s"), number(truth, "tokens_per_s_per_gpu")
+    batch, seq_len = number(inputs, "gbs_samples"), number(inputs, "seq_len")
+    if seconds is None and rate and batch and seq_len:
+        seconds = batch * seq_len / (rate * whole(inputs, "n_gpus"))
+    memory, note = number(truth, "peak_mem_gib"), truth["mem_unit_note"]
+    unit = 2**30 if "GiB" in note else 1e9
+    kind = "reserved" if "reserved" in note else "allocated" if "active" in note else "peak"
+    return Measured(
+        step_seconds=seconds,
+        memory_bytes=None if memory is None else memory * unit,
+        memory_kind=kind,
+        ran=truth["oom"] != "1",
+    )
+
+
+TABLE = Table(
+    file="train_runs.csv",
+    input_columns=frozenset(
+        "set model params layers hidden heads kv_heads ffn vocab seq_len gpu gpu_mem_gb gpus_per_node n_gpus "
+        "interconnect framework precision workload gbs_samples mbs grad_accum dp dp_sharding tp sp pp vp cp ep "
+        "act_recompute compile cpu_offload optimizer notes".split()
+    ),
+    truth_columns=frozenset("tokens_per_s_per_gpu step_time_s peak_mem_gib mem_unit_note oom".split()),
+    build=build,
+    measure=measure,
+    panel=lambda row: " ".join(row[key] for key in ("set", "model", "gpu", "n_gpus", "seq_len", "gbs_samples")),
+)

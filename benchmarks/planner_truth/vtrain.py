@@ -1,0 +1,71 @@
+"""Step times that vTrain (MICRO'24) was validated on: GPT under Megatron-DeepSpeed on A100, one and eight nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner_truth.mapping import GBIT, Case, Degrees, Machines, Unmapped, build_case, transformer
+from planner_truth.table import Measured, Table, number, whole
+
+
+def build(row: Mapping[str, str]) -> Case:
+    """Full recomputation, fp16, GPT with biases and learned positions, the vocabulary that vTrain assumed."""
+    if row["gpu"] != "A100":
+        raise Unmapped(f"no catalogue name for {row['gpu']}")
+    tensor, gpus, per_node = whole(row, "tp", 1), whole(row, "n_gpus"), whole(row, "gpus_per_node", 8)
+    return build_case(
+        "megatron",
+        transformer(
+            "gpt",
+            layers=whole(row, "layers"),
+            hidden=whole(row, "hidden"),
+            heads=whole(row, "heads"),
+            ffn=whole(row, "ffn", 0) or None,
+            vocab=padded(whole(row, "vocab_assumed", 50257), tensor),
+            seq_len=whole(row, "seq_len"),
+            tied=True,
+            hidden_dropout=0.1,
+            attention_dropout=0.1,
+        ),
+        Degrees(
+            data=whole(row, "dp", 1),
+            tensor=tensor,
+            pipeline=whole(row, "pp", 1),
+            tensor_sequence=False,
+            zero_stage=0,
+            checkpointing="full" if row["act_recompute"].startswith("full") else "none",
+        ),
+        Machines(
+            "a100-sxm-80gb",
+            gpus,
+            per_node,
+            inter_node_bandwidth=(number(row, "inter_node_gbps") or 800) * GBIT / per_node,
+        ),
+        global_batch=whole(row, "gbs_samples"),
+        micro_batch=whole(row, "mbs"),
+        training={"precision": "fp16", "grad_dtype": "fp16"},
+    )
+
+
+def padded(vocab: int, tensor: int, multiple: int = 128) -> int:
+    """Megatron's padding: rows of the embedding per tensor rank come in multiples."""
+    step = multiple * tensor
+    return -(-vocab // step) * step
+
+
+def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
+    """Seconds per optimizer step."""
+    return Measured(step_seconds=number(truth, "step_time_s"))
+
+
+TABLE = Table(
+    file="vtrain_measured_step_times.csv",
+    input_columns=frozenset(
+        "split layers hidden heads ffn vocab_assumed seq_len gpu gpus_per_node n_gpus gbs_samples mbs dp tp pp "
+        "act_recompute schedule inter_node_gbps".split()
+    ),
+    truth_columns=frozenset({"step_time_s"}),
+    build=build,
+    measure=measure,
+    panel=lambda row: " ".join(row[key] for key in ("split", "layers", "hidden", "n_gpus", "gbs_samples")),
+)
