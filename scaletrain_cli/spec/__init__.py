@@ -8,18 +8,25 @@ from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.run import SCHEMA, DataSpec, RunSpec
 from scaletrain_cli.spec.starting_spec import starting_spec
 from scaletrain_cli.spec.training import TrainingSpec
+from scaletrain_cli.spec.vision import ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
+from scaletrain_cli.spec.vision_source import vision_presets
 
 __all__ = [
     "SCHEMA",
     "AcceleratorSpec",
+    "ClipSpec",
     "ClusterSpec",
+    "ConvNextSpec",
     "DataSpec",
     "ModelSpec",
+    "ResNetSpec",
     "RunSpec",
     "TrainingSpec",
+    "VitSpec",
     "json_schema",
     "load_spec",
     "parse_spec",
     "presets",
     "starting_spec",
+    "vision_presets",
 ]

@@ -11,6 +11,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.spec.vision import VISION
+from scaletrain_cli.spec.vision_source import merged, vision_from_config, vision_presets
+
 # Context length that a preset trains at, where the published maximum is a long-context extension.
 _LONGEST_DEFAULT_SEQ_LEN = 8192
 
@@ -80,7 +83,7 @@ class SourceError(ValueError):
 
 @cache
 def presets() -> dict[str, dict[str, Any]]:
-    """Dimensions by preset name, as published by each model's authors."""
+    """Dimensions of transformers by preset name, as published by each model's authors."""
     text = files("scaletrain_cli.spec").joinpath("presets.json").read_text(encoding="utf-8")
     return dict(json.loads(text))
 
@@ -94,8 +97,10 @@ def from_hugging_face(path: Path) -> dict[str, Any]:
     """
     config = _read_config(path)
     kind = config.get("model_type")
+    if isinstance(kind, str) and kind in VISION:
+        return vision_from_config(config)
     if not isinstance(kind, str) or kind not in _FAMILIES:
-        known = ", ".join(sorted(_FAMILIES))
+        known = ", ".join(sorted([*_FAMILIES, *VISION]))
         raise SourceError("hf_config", f"has model_type {str(kind)[:80]!r}; known: {known}")
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise SourceError("hf_config", "has attention_bias or mlp_bias, which no family here trains")
@@ -139,13 +144,14 @@ def complete(model: dict[str, Any], base_dir: Path) -> dict[str, Any]:
     if "hf_config" in model:
         if not isinstance(model["hf_config"], str) or "\0" in model["hf_config"]:
             raise SourceError("hf_config", "must be the path of a Hugging Face config.json")
-        given = from_hugging_face(base_dir / model["hf_config"]) | given
+        given = merged(from_hugging_face(base_dir / model["hf_config"]), given)
     preset = model.get("preset")
     if preset is not None:
-        if not isinstance(preset, str) or preset not in presets():
-            raise SourceError("preset", f"is not a known preset; known: {', '.join(presets())}")
-        given = presets()[preset] | given
-    return _derived(given)
+        known = presets() | vision_presets()
+        if not isinstance(preset, str) or preset not in known:
+            raise SourceError("preset", f"is not a known preset; known: {', '.join(known)}")
+        given = merged(known[preset], given)
+    return given if given.get("family") in VISION else _derived(given)
 
 
 def _derived(given: dict[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from scaletrain_cli.spec.architecture_source import presets
-from scaletrain_cli.spec.run import SCHEMA, RunSpec
+from scaletrain_cli.spec.run import MODELS, SCHEMA, RunSpec, model_kind
+from scaletrain_cli.spec.vision_source import vision_presets
 
 # What a file must give where neither a preset nor a config.json does; the rest follows from these or has a default.
 _DIMENSIONS = {
     "llama": ["family", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"],
     "gpt": ["family", "hidden_size", "num_hidden_layers", "num_attention_heads"],
+    "resnet": ["family", "hidden_sizes", "depths"],
+    "convnext": ["family", "hidden_sizes", "depths"],
+    "vit": ["family", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"],
+    "clip": ["family", "vision_config", "text_config"],
 }
 
 
@@ -23,7 +28,9 @@ def json_schema() -> dict[str, Any]:
             field.pop("title", None)  # pydantic's is the name again, in capitals
             if name not in section.get("required", ()) and ("$ref" in field or section is schema):
                 _allow_empty(field)
-    _loosen_model(sections["ModelSpec"])
+    for kind, model in MODELS.items():
+        _loosen_model(kind, sections[model.__name__])
+    schema["properties"]["model"] = {"anyOf": [{"$ref": f"#/$defs/{model.__name__}"} for model in MODELS.values()]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **schema,
@@ -39,10 +46,11 @@ def _allow_empty(field: dict[str, Any]) -> None:
     field["anyOf"] = [whole, {"type": "null"}]
 
 
-def _loosen_model(model: dict[str, Any]) -> None:
-    """Dimensions are needed only where nothing else gives them."""
+def _loosen_model(kind: str, model: dict[str, Any]) -> None:
+    """Dimensions are needed only where nothing else gives them; ``kind`` is a key of MODELS."""
     properties = model["properties"]
-    properties["preset"] = {"enum": [*presets(), None], "description": "known dimensions; keys beside it win"}
+    known = [name for name, given in (presets() | vision_presets()).items() if model_kind(given) == kind]
+    properties["preset"] = {"enum": [*known, None], "description": "known dimensions; keys beside it win"}
     properties["hf_config"] = {
         "type": "string",
         "description": "path of a Hugging Face config.json, relative to this file; keys beside it win",
@@ -52,7 +60,11 @@ def _loosen_model(model: dict[str, Any]) -> None:
         {"required": ["preset"]},
         {"required": ["hf_config"]},
         *(
-            {"required": [*names, "vocab_size"], "properties": {"family": {"const": family}}}
+            {
+                "required": [*names, "vocab_size"] if kind == "transformer" else names,
+                "properties": {"family": {"const": family}},
+            }
             for family, names in _DIMENSIONS.items()
+            if model_kind({"family": family}) == kind
         ),
     ]

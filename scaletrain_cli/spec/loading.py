@@ -10,9 +10,10 @@ from pydantic import BaseModel, ValidationError
 
 from scaletrain_cli.errors import Problem, SpecError
 from scaletrain_cli.spec.architecture_source import DERIVED_FROM, SourceError, complete, presets
-from scaletrain_cli.spec.problems import contradictions, field_problem, nearest
-from scaletrain_cli.spec.run import RunSpec
+from scaletrain_cli.spec.problems import contradictions, field_problem, in_file, nearest
+from scaletrain_cli.spec.run import MODELS, RunSpec, model_kind
 from scaletrain_cli.spec.source import Source, apply_override, parse_yaml, shown
+from scaletrain_cli.spec.vision_source import vision_presets
 
 _LARGEST_FILE_BYTES = 1_000_000  # a spec has two thousand; whatever is larger was named by mistake
 
@@ -57,7 +58,7 @@ def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list
             return problems
         except SourceError as error:
             value = shown(given.get(error.key))
-            hint = nearest(value, list(presets())).strip() if error.key == "preset" else ""
+            hint = nearest(value, [*presets(), *vision_presets()]).strip() if error.key == "preset" else ""
             place = source.place(("model", error.key))
             problems.append(Problem(place, f"model.{error.key}", f"{error}.", value, hint or None))
             given = {key: value for key, value in given.items() if key != error.key}
@@ -71,10 +72,13 @@ def _validate(raw: dict[str, Any], source: Source, *, model_is_known: bool) -> t
     except ValidationError as error:
         details = error.errors(include_url=False)
         broken = {detail["loc"][0] for detail in details}
-        reported = {detail["loc"] for detail in details}
-        problems = [field_problem(d, source) for d in details if not _follows(d, reported, model_is_known)]
+        reported = {in_file(detail["loc"]) for detail in details}
+        wrong_values = {in_file(detail["loc"]) for detail in details if detail["type"] != "missing"}
+        problems = [
+            field_problem(d, source) for d in details if not _follows(d, reported, wrong_values, model_is_known)
+        ]
         for name, field in RunSpec.model_fields.items():
-            section = field.annotation
+            section = MODELS[model_kind(raw.get(name))] if name == "model" else field.annotation
             if name in raw and name not in broken and isinstance(section, type) and issubclass(section, BaseModel):
                 problems += contradictions(section.model_validate(raw[name]), (name,), source)
         return None, list(dict.fromkeys(problems))
@@ -82,12 +86,16 @@ def _validate(raw: dict[str, Any], source: Source, *, model_is_known: bool) -> t
     return spec, problems + list(contradictions(spec, (), source))
 
 
-def _follows(detail: Any, reported: set[tuple[Any, ...]], model_is_known: bool) -> bool:
-    """Whether a missing dimension is only the consequence of another problem: of its source, or of what it is from."""
-    section, *key = detail["loc"]
+def _follows(
+    detail: Any, reported: set[tuple[Any, ...]], wrong_values: set[tuple[Any, ...]], model_is_known: bool
+) -> bool:
+    """Whether a dimension is missing or unknown only through another problem: of its source, family or origin."""
+    section, *key = in_file(detail["loc"])
+    if section == "model" and key != ["family"] and ("model", "family") in wrong_values:
+        return detail["type"] in ("missing", "extra_forbidden")
     if detail["type"] != "missing" or section != "model" or not key:
         return False
-    return not model_is_known or any(("model", other) in reported for other in DERIVED_FROM.get(key[0], ()))
+    return not model_is_known or any(("model", other) in reported for other in DERIVED_FROM.get(str(key[0]), ()))
 
 
 def _reason(error: Exception) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from scaletrain_cli.errors import Problem
-from scaletrain_cli.spec.run import RunSpec
+from scaletrain_cli.spec.run import FAMILIES, MODELS, RunSpec
 from scaletrain_cli.spec.source import Key, Source, shown
 
 _VARIABLE_NAME = "must be the name of an environment variable: letters, digits and _, not starting with a digit"
@@ -45,11 +45,11 @@ _PATTERNS = {"env": _VARIABLE_NAME, "secret_env": _VARIABLE_NAME, "cluster": "mu
 
 def field_problem(detail: Any, source: Source) -> Problem:
     """One pydantic error in our words."""
-    key = _key(detail["loc"])
+    key = in_file(detail["loc"])
     dotted, place, kind = ".".join(map(shown, key)), source.place(key), detail["type"]
     context, given = detail.get("ctx", {}), detail["input"]
     if kind == "extra_forbidden":
-        known = known_keys(key[:-1])
+        known = known_keys(detail["loc"][:-1])
         return Problem(place, dotted, "unknown key.", hint=f"{nearest(str(key[-1]), known)}Known here: {comma(known)}.")
     if kind == "missing":
         if isinstance(key[-1], int):
@@ -58,6 +58,9 @@ def field_problem(detail: Any, source: Source) -> Problem:
             heads = f"hidden_size = {given['hidden_size']} is no multiple of num_attention_heads"
             return Problem(place, dotted, f"is missing, and {heads} = {given['num_attention_heads']}.", hint="Give it.")
         return Problem(place, dotted, "is missing.", hint="Add it, or start from `scaletrain init`.")
+    if dotted == "model.family":
+        hint = nearest(shown(given), FAMILIES).strip() or None
+        return Problem(place, dotted, f"must be one of {comma(FAMILIES)}.", shown(given), hint)
     if kind == "string_pattern_mismatch":
         message = "must not be empty" if given == "" else _PATTERNS.get(str(key[0]), "must not hold a NUL character")
     else:
@@ -72,7 +75,7 @@ def contradictions(section: Any, key: Key, source: Source) -> Iterator[Problem]:
         value = section
         for part in dotted.split("."):
             value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
-        given = None if value is None or isinstance(value, BaseModel | dict | list) else shown(value)
+        given = None if value is None or isinstance(value, BaseModel | dict | list | tuple) else shown(value)
         yield Problem(source.place(full), ".".join(map(str, full)), message, given)
 
 
@@ -89,9 +92,12 @@ def comma(names: list[str]) -> str:
 
 
 def known_keys(key: Key) -> list[str]:
-    """Keys allowed at a place in the spec, with ``schema`` and ``async`` under the names the file uses."""
+    """Keys allowed at a place that pydantic names, with ``schema`` and ``async`` under the names the file uses."""
     model: Any = RunSpec
     for part in key:
+        if part in MODELS and key[0] == "model":  # the kind of model, which is no key
+            model = MODELS[str(part)]
+            continue
         field = next((f for name, f in model.model_fields.items() if part in (name, f.alias)), None)
         if field is None:
             return []
@@ -99,12 +105,14 @@ def known_keys(key: Key) -> list[str]:
         if model is None:
             return []
     keys = [field.alias or name for name, field in model.model_fields.items()]
-    return [*keys, "hf_config"] if key == ("model",) else keys
+    return [*keys, "hf_config"] if in_file(key) == ("model",) else keys
 
 
-def _key(location: Key) -> Key:
-    """The error's key in the file: without ``[key]`` of a mapping and the branch that cluster.gpu took."""
+def in_file(location: Key) -> Key:
+    """The error's key in the file: without ``[key]`` of a mapping and the branch that model or cluster.gpu took."""
     key = tuple(part for part in location if part != "[key]")
+    if key[:1] == ("model",) and key[1:2] and key[1] in MODELS:
+        return key[:1] + key[2:]
     return key[:2] + key[3:] if key[:2] == ("cluster", "gpu") and key[2:3] in (("table",), ("name",)) else key
 
 

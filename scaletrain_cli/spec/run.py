@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, WithJsonSchema
+from pydantic import Discriminator, Field, StringConstraints, Tag, WithJsonSchema
 
+from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.layout import LayoutSpec
 from scaletrain_cli.spec.model import ModelSpec, divisors
@@ -25,6 +26,7 @@ from scaletrain_cli.spec.quantities import (
 )
 from scaletrain_cli.spec.section import Section
 from scaletrain_cli.spec.training import EvaluationSpec, TrainingSpec
+from scaletrain_cli.spec.vision import VISION, ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
 
 SCHEMA = "scaletrain/v1"
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,255}$")]
@@ -34,6 +36,26 @@ Budget = Annotated[
     int | Literal["unlimited"],
     or_word("unlimited", partial(parse_whole, minimum=0)),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"const": "unlimited"}]}),
+]
+
+# Kinds of model by the name that pydantic gives them in errors; both families of ModelSpec are one kind.
+MODELS: dict[str, type[Section]] = {"transformer": ModelSpec, **VISION}
+FAMILIES = ["llama", "gpt", *VISION]
+
+
+def model_kind(model: Any) -> str:
+    """The key in MODELS of a model section, raw or validated; what names no family is read as a transformer."""
+    family = model.get("family") if isinstance(model, dict) else getattr(model, "family", None)
+    return family if isinstance(family, str) and family in VISION else "transformer"
+
+
+AnyModel = Annotated[
+    Annotated[ModelSpec, Tag("transformer")]
+    | Annotated[ResNetSpec, Tag("resnet")]
+    | Annotated[ConvNextSpec, Tag("convnext")]
+    | Annotated[VitSpec, Tag("vit")]
+    | Annotated[ClipSpec, Tag("clip")],
+    Discriminator(model_kind),
 ]
 
 
@@ -109,10 +131,12 @@ class PlannerSpec(Section):
     """Whose memory and overlap habits are modelled; only ``deepspeed`` can be submitted.
 
     ``attention``: whether the scores are kept as a matrix; ``auto`` follows the framework and the device.
+    ``search``: what ``auto`` in the layout may become: what this engine runs, or everything that can be modelled.
     """
 
     framework: Literal["deepspeed", "fsdp", "megatron", "nanotron"] = "deepspeed"
     attention: Literal["auto", "flash", "materialised"] = "auto"
+    search: Literal["engine", "everything"] = "engine"
 
 
 class RunSpec(Section):
@@ -120,7 +144,7 @@ class RunSpec(Section):
 
     schema_version: Literal["scaletrain/v1"] = Field(alias="schema")
     name: Annotated[Text, StringConstraints(max_length=200)]
-    model: ModelSpec
+    model: AnyModel
     data: DataSpec
     training: TrainingSpec
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -138,8 +162,21 @@ class RunSpec(Section):
 
     @property
     def transformer(self) -> ModelSpec:
-        """The model, where only a transformer will do."""
-        return self.model
+        """The model, where only a transformer will do. Raises UsageError for a vision network."""
+        if isinstance(self.model, ModelSpec):
+            return self.model
+        problem = Problem("run spec", "model.family", "is not a transformer of text.", self.model.family)
+        raise UsageError(f"{self.model.family} can be planned, but not used here", (problem,))
+
+    @property
+    def unit(self) -> str:
+        """What training consumes and rates count: ``tokens``, ``images``, or ``pairs`` of image and text."""
+        return {"transformer": "tokens", "clip": "pairs"}.get(model_kind(self.model), "images")
+
+    @property
+    def units_per_sample(self) -> int:
+        """Units in one of the samples that ``training.global_batch_size`` counts."""
+        return self.model.seq_len if isinstance(self.model, ModelSpec) else 1
 
     @property
     def world_size(self) -> int:
@@ -152,11 +189,19 @@ class RunSpec(Section):
         if self.training.steps is not None:
             return self.training.steps
         assert self.training.tokens is not None
-        return math.ceil(self.training.tokens / (self.training.global_batch_size * self.model.seq_len))
+        return math.ceil(self.training.tokens / (self.training.global_batch_size * self.transformer.seq_len))
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """(dotted key, message) for each contradiction between sections."""
-        model, layout = self.model, self.layout
+        yield from (
+            self._transformer_inconsistencies() if isinstance(self.model, ModelSpec) else self._vision_inconsistencies()
+        )
+        both = sorted(set(self.secret_env) & self.env.keys())
+        if both:
+            yield "secret_env", f"{', '.join(both)} also stands in env, in clear; remove it there."
+
+    def _transformer_inconsistencies(self) -> Iterator[tuple[str, str]]:
+        model, layout = self.transformer, self.layout
         if self.training.tokens is not None and self.training.schedule.warmup_steps > self.total_steps:
             yield "training.schedule.warmup_steps", f"must not exceed {self.total_steps} steps, which make the tokens."
         if self.data.tokenizer.kind == "bpe" and self.data.tokenizer.vocab_size > model.vocab_size:
@@ -173,6 +218,13 @@ class RunSpec(Section):
             yield "layout.pipeline_parallel", f"must not exceed {model.num_hidden_layers} layers."
         if layout.expert_parallel not in ("auto", 1) and model.num_experts % int(layout.expert_parallel or 1):
             yield "layout.expert_parallel", f"must divide num_experts = {model.num_experts}."
-        both = sorted(set(self.secret_env) & self.env.keys())
-        if both:
-            yield "secret_env", f"{', '.join(both)} also stands in env, in clear; remove it there."
+
+    def _vision_inconsistencies(self) -> Iterator[tuple[str, str]]:
+        family = self.model.family
+        if self.training.tokens is not None:
+            yield "training.tokens", f"counts tokens of text; give training.steps with family: {family}."
+        for key in ("tensor_parallel", "pipeline_parallel", "sequence_parallel", "context_parallel", "expert_parallel"):
+            if getattr(self.layout, key) not in ("auto", 1):
+                yield f"layout.{key}", f"must be 1 or auto: {family} is planned with data parallelism and ZeRO alone."
+        if self.layout.activation_checkpointing == "selective":
+            yield "layout.activation_checkpointing", f"must be none, full or auto with family: {family}."

@@ -182,8 +182,8 @@ def _time_total(time: Time) -> Text:
 
 
 def _whole_run(spec: RunSpec, time: Time) -> Text:
-    tokens = count_text(spec.total_steps * spec.training.global_batch_size * spec.model.seq_len)
-    return words(f"{seconds_text(time.to_train)} for all {whole_text(spec.total_steps)} steps ({tokens} tokens)")
+    seen = count_text(spec.total_steps * spec.training.global_batch_size * spec.units_per_sample)
+    return words(f"{seconds_text(time.to_train)} for all {whole_text(spec.total_steps)} steps ({seen} {spec.unit})")
 
 
 def _part(name: str, amount: str, bar: str, style: str) -> Text:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.vision import ClipSpec
 from scaletrain_cli.ui.console import answer, plain, show, words
 from scaletrain_cli.ui.units import bytes_text, count_text, seconds_text, whole_text
 
@@ -39,6 +40,10 @@ def _rows(spec: RunSpec) -> list[tuple[str, str]]:
 def model_text(spec: RunSpec) -> str:
     model = spec.model
     source = f"{model.family} ({model.preset})" if model.preset else model.family
+    if isinstance(model, ClipSpec):
+        return f"{source}, images of {model.vision_config.image_size} x {model.vision_config.image_size}"
+    if not isinstance(model, ModelSpec):
+        return f"{source}, images of {model.image_size} x {model.image_size}, {whole_text(model.num_labels)} classes"
     heads = f"{model.num_attention_heads} heads"
     if model.num_key_value_heads != model.num_attention_heads:
         heads += f" ({model.num_key_value_heads} for keys and values)"
@@ -50,6 +55,8 @@ def model_text(spec: RunSpec) -> str:
 
 
 def data_text(spec: RunSpec) -> str:
+    if spec.unit == "images":
+        return spec.data.source
     tokenizer = spec.data.tokenizer
     how = f"bpe, {whole_text(tokenizer.vocab_size)}" if tokenizer.kind == "bpe" else str(tokenizer.path)
     return f"{spec.data.source}, tokenizer {how}"
@@ -57,11 +64,12 @@ def data_text(spec: RunSpec) -> str:
 
 def training_text(spec: RunSpec) -> str:
     training = spec.training
-    tokens = spec.total_steps * training.global_batch_size * spec.model.seq_len
+    seen = spec.total_steps * training.global_batch_size * spec.units_per_sample
+    samples = "sequences" if spec.unit == "tokens" else spec.unit
     return (
-        f"{whole_text(spec.total_steps)} steps of {whole_text(training.global_batch_size)} sequences, "
-        f"{count_text(tokens)} tokens, {training.precision}, {training.optimizer.name} at {training.optimizer.lr:g}, "
-        f"{training.schedule.name} schedule"
+        f"{whole_text(spec.total_steps)} steps of {whole_text(training.global_batch_size)} {samples}, "
+        f"{count_text(seen)} {spec.unit}, {training.precision}, {training.optimizer.name} "
+        f"at {training.optimizer.lr:g}, {training.schedule.name} schedule"
     )
 
 

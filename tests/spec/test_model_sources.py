@@ -125,7 +125,7 @@ def test_other_mistakes_beside_a_bad_source_are_still_found() -> None:
         ("[]", "is not a Hugging Face config.json, which holds one JSON object"),
         ("{}", "has model_type 'None'; known: "),
         ('{"model_type": "bert"}', "has model_type 'bert'; known: "),
-        ('{"model_type": ["llama"]}', "; known: deepseek_v2,"),
+        ('{"model_type": ["llama"]}', "; known: clip, convnext, deepseek_v2,"),
         ('{"model_type": "llama", "attention_bias": true}', "has attention_bias or mlp_bias"),
         ('{"model_type": "llama", "hidden_act": "gelu"}', "has hidden_act 'gelu'; llama trains silu alone"),
         (" " * 1_000_001, "is not a Hugging Face config.json"),
