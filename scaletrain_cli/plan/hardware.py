@@ -1,15 +1,16 @@
 """The accelerator catalogue: what a device can hold, compute and move. Knows nothing of models or layouts.
 
-Rates are dense and per device, bandwidths per direction; memory is what the driver leaves to a process. The data sheet
-that each row comes from stands beside it in hardware.json. Shares of the peak: matrix products of A100 and H100 are
-fitted to published training throughput (LLM Foundry and torchtitan, see the planner's tests), attention is what
-FlashAttention-2 reports (arXiv:2307.08691, section 4); for the other devices both are estimates.
+Rates are dense and per device, bandwidths per direction; memory is what the driver leaves to a process. What a field
+means, and the data sheet that each row comes from, stand in hardware.json. Shares of the peak: matrix products of A100
+and H100 are fitted to published training throughput (LLM Foundry and torchtitan, see the planner's tests), attention is
+what FlashAttention-2 reports (arXiv:2307.08691, section 4); for the other devices both are estimates.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -20,9 +21,12 @@ from scaletrain_cli.spec import ClusterSpec
 
 # Below these the rate is a slip of the pen, and dividing by it overflows.
 _SLOWEST = 1.0
-# For a device that the user describes: shares of the peak as of those that were measured, a little lower.
+# For a device that the user describes: shares of the peak as of those that were measured, a little lower; the host
+# link that most servers of the last five years have (PCIe 4.0 x16); the slowest network of the catalogue's servers.
 _UNMEASURED_FRACTION = 0.6
 _UNMEASURED_ATTENTION = 0.4
+_USUAL_HOST_BANDWIDTH = 31.5e9
+_USUAL_NETWORK = "ethernet-100g"
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,10 @@ class Accelerator:
     flops: dict[str, float]
     memory_bandwidth: float
     intra_node_bandwidth: float
+    host_bandwidth: float  # to the memory of the host, pinned
+    compute_capability: str  # CUDA's, or AMD's target; empty where neither applies
+    multiprocessors: int  # 0: unknown
+    network: str  # between nodes, of the maker's reference system; a name in the network catalogue
     achievable_fraction: float  # of the peak, in matrix products of a training step
     attention_fraction: float  # of the peak, in the fused attention kernel, counting what it computes
     source: str
@@ -42,13 +50,14 @@ class Accelerator:
     def fuses_attention(self, precision: str, head_dim: int, grouped: bool) -> bool:
         """Whether scaled-dot-product attention has a kernel that keeps no matrix of scores.
 
-        On CUDA, FlashAttention takes 16-bit types and heads up to 256; the memory-efficient kernel takes fp32 too, but
-        no grouped queries (torch, ``scaled_dot_product_attention``: "only for Flash_attention and math kernel").
+        On CUDA, FlashAttention takes 16-bit types and heads up to 256 from Ampere on; the memory-efficient kernel takes
+        fp32 and older devices too, but no grouped queries (torch, ``scaled_dot_product_attention``: "only for
+        Flash_attention and math kernel"; ``sdp_utils.cpp check_flash_attention_hardware_support``: sm80).
         """
         if self.is_cpu:
             return True
-        flash = precision in self.flops and precision not in ("fp32", "tf32") and head_dim <= 256
-        return flash or not grouped
+        sixteen_bits = precision in self.flops and precision not in ("fp32", "tf32")
+        return (sixteen_bits and head_dim <= 256 and not self.compute_capability.startswith("7.")) or not grouped
 
     def peak_flops(self, precision: str) -> float:
         """Dense peak at a precision; where the device lacks it, the peak of the fp32 units that emulate it."""
@@ -56,35 +65,38 @@ class Accelerator:
 
 
 def accelerator_names() -> list[str]:
-    """Names that ``cluster.gpu`` may take."""
+    """Names that ``cluster.gpu`` may take; parts of one are enough where they fit no other, as ``l40s`` does."""
     return list(_catalogue())
 
 
 def find_accelerator(cluster: ClusterSpec) -> Accelerator:
-    """The device that the cluster section names or describes. Raises UsageError with the nearest known name."""
+    """The device that the cluster section names or describes. Raises UsageError with the names that come close."""
     wanted = cluster.gpu
     if isinstance(wanted, str):
-        row = _catalogue().get(wanted)
-        if row is None:
-            raise _unknown(wanted)
-        found = _from_row(wanted, row)
+        name = _full_name(wanted)
+        found = _from_row(name, _catalogue()[name])
     else:
-        flops = {"fp32": max(wanted.fp32_flops, _SLOWEST), "tf32": max(wanted.fp32_flops, _SLOWEST)}
-        if wanted.bf16_flops is not None:
-            flops["bf16"] = max(wanted.bf16_flops, _SLOWEST)
+        given = {key: getattr(wanted, f"{key}_flops") for key in ("bf16", "fp16", "fp8")}
+        flops = {"fp32": wanted.fp32_flops, "tf32": wanted.fp32_flops} | {k: v for k, v in given.items() if v}
         found = Accelerator(
             name=wanted.name,
             memory_bytes=wanted.memory,
-            flops=flops,
+            flops={key: max(rate, _SLOWEST) for key, rate in flops.items()},
             memory_bandwidth=max(wanted.memory_bandwidth, _SLOWEST),
             intra_node_bandwidth=max(wanted.intra_node_bandwidth, _SLOWEST),
+            host_bandwidth=max(wanted.host_bandwidth or _USUAL_HOST_BANDWIDTH, _SLOWEST),
+            compute_capability="",
+            multiprocessors=0,
+            network=_USUAL_NETWORK,
             achievable_fraction=_UNMEASURED_FRACTION,
             attention_fraction=_UNMEASURED_ATTENTION,
             source="the run spec",
         )
-    if cluster.intra_node_bandwidth == "auto":
-        return found
-    return replace(found, intra_node_bandwidth=max(cluster.intra_node_bandwidth, _SLOWEST))
+    if cluster.intra_node_bandwidth != "auto":
+        found = replace(found, intra_node_bandwidth=max(cluster.intra_node_bandwidth, _SLOWEST))
+    if cluster.host_bandwidth != "auto":
+        found = replace(found, host_bandwidth=max(cluster.host_bandwidth, _SLOWEST))
+    return found
 
 
 @cache
@@ -100,6 +112,10 @@ def _from_row(name: str, row: dict[str, Any]) -> Accelerator:
         flops={key.removesuffix("_flops"): float(value) for key, value in row.items() if key.endswith("_flops")},
         memory_bandwidth=row["memory_bandwidth"],
         intra_node_bandwidth=row["intra_node_bandwidth"],
+        host_bandwidth=row["host_bandwidth"],
+        compute_capability=row["compute_capability"],
+        multiprocessors=row["multiprocessors"],
+        network=row["network"],
         achievable_fraction=row["achievable_fraction"],
         attention_fraction=row["attention_fraction"],
         source=row["source"],
@@ -107,10 +123,28 @@ def _from_row(name: str, row: dict[str, Any]) -> Accelerator:
     )
 
 
-def _unknown(name: str) -> UsageError:
+def _full_name(given: str) -> str:
+    """The catalogue's name that ``given`` is, or that alone has all its parts. Raises UsageError."""
+    if given in _catalogue():
+        return given
+    parts = _parts(given)
+    fitting = [name for name in _catalogue() if parts <= _parts(name)] if parts else []
+    if len(fitting) == 1:
+        return fitting[0]
+    raise _unknown(given, fitting)
+
+
+def _parts(name: str) -> set[str]:
+    """``NVIDIA H100 SXM5 80GB`` -> h100, sxm, 80gb."""
+    plain = re.sub(r"sxm\d", "sxm", name.lower()).replace("rtx", " ")
+    return set(re.split(r"[\s_\-]+", plain)) - {"", "nvidia", "amd", "geforce", "instinct", "tesla"}
+
+
+def _unknown(name: str, fitting: list[str]) -> UsageError:
     known = accelerator_names()
-    near = difflib.get_close_matches(name.strip().lower(), known, n=1, cutoff=0.3)
+    near = fitting or difflib.get_close_matches(name.strip().lower(), known, n=1, cutoff=0.3)
     shown = name.encode("unicode_escape").decode("ascii")[:80]
-    hint = (f"Did you mean {near[0]}? " if near else "") + f"Known: {', '.join(known)}; or give a table."
-    problem = Problem("run spec", "cluster.gpu", "is not in the hardware catalogue.", shown, hint)
+    hint = (f"Did you mean {' or '.join(near)}? " if near else "") + f"Known: {', '.join(known)}; or give a table."
+    what = "names several devices of the hardware catalogue." if fitting else "is not in the hardware catalogue."
+    problem = Problem("run spec", "cluster.gpu", what, shown, hint)
     return UsageError(f"unknown accelerator {shown}", (problem,))

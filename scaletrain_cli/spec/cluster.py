@@ -100,10 +100,13 @@ class AcceleratorSpec(Section):
 
     name: Text
     memory: PositiveBytes
+    fp8_flops: FlopsPerSecond | None = None
+    fp16_flops: FlopsPerSecond | None = None
     bf16_flops: FlopsPerSecond | None = None
     fp32_flops: FlopsPerSecond
     memory_bandwidth: BytesPerSecond
     intra_node_bandwidth: BytesPerSecond
+    host_bandwidth: BytesPerSecond | None = Field(default=None, description="PCIe 4.0 x16 where it is not given")
 
 
 def _name_or_table(value: Any) -> str | None:
