@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+from rich.text import Text
+
+PART, AMOUNT = 22, 9  # columns of a part's name and size
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
 
@@ -26,3 +29,8 @@ def _bar(start: float, length: float, unicode: bool) -> str:
     end = start + length
     eighths = max(1, round((end - first) * 8))
     return " " * first + "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
+
+
+def part_line(name: str, amount: str, bar: str, style: str) -> Text:
+    """One part of a whole: what, how much, and its bar."""
+    return Text.assemble(f"  {name:<{PART}}{amount:>{AMOUNT}} ", (bar, style))
