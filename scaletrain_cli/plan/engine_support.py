@@ -1,16 +1,21 @@
-"""What the engine of this version can run. The planner sizes more than that; what stands here may be submitted."""
+"""What the engine of this version can run. The planner sizes more than that; what stands here may be submitted.
+
+``ENGINE`` is the one declaration: the search proposes within it, and ``submittable`` refuses what lies outside.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from scaletrain_cli.plan.result import Layout, RunPlan
 from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.run import AnyModel
 
 _PRECISIONS = ("fp32", "tf32", "bf16")
 _SCHEDULES = ("cosine", "linear", "constant")
 _SCHEDULERS = ("local", "slurm")
-_AXES_OF_ONE = (
+AXES = (
     "tensor_parallel",
     "pipeline_parallel",
     "virtual_pipeline",
@@ -20,19 +25,50 @@ _AXES_OF_ONE = (
 )
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What a framework runs: the axes beside data that may exceed 1, ZeRO stages, what may be offloaded."""
+
+    axes: frozenset[str]
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    offload: tuple[str, ...] = ("none",)
+
+    @property
+    def runs(self) -> str:
+        """In words."""
+        return " and ".join(["data", *(axis.removesuffix("_parallel") for axis in AXES if axis in self.axes)])
+
+
+ENGINE = Capabilities(axes=frozenset())
+
+# What each framework could run, whatever this engine does. FSDP shards nothing, gradients and states, or all
+# (torch ShardingStrategy NO_SHARD, SHARD_GRAD_OP, FULL_SHARD); Megatron-LM's distributed optimizer and nanotron's
+# are ZeRO-1.
+_EVERYTHING = {
+    "deepspeed": Capabilities(frozenset(AXES), (0, 1, 2, 3), ("none", "optimizer", "optimizer+params")),
+    "fsdp": Capabilities(frozenset(AXES), (0, 2, 3), ("none", "optimizer+params")),
+    "megatron": Capabilities(frozenset(AXES), (0, 1), ("none", "optimizer")),
+    "nanotron": Capabilities(frozenset(AXES), (0, 1)),
+}
+
+
+def capabilities(spec: RunSpec) -> Capabilities:
+    """What the search may propose: what this engine runs, unless the spec asks to see everything."""
+    if spec.planner.framework == "deepspeed" and spec.planner.search == "engine":
+        return ENGINE
+    return _EVERYTHING[spec.planner.framework]
+
+
 def unsupported(spec: RunSpec, layout: Layout) -> list[str]:
     """One line per thing that this engine cannot run, with what to do; empty when it can run the layout."""
     training, on_cpu = spec.training, spec.cluster.gpu == "cpu"
     found = [
-        f"layout.{axis} = {getattr(layout, axis)}: this engine runs data parallelism with ZeRO only. Use 1 or auto."
-        for axis in _AXES_OF_ONE
-        if getattr(layout, axis) != 1
+        f"layout.{axis} = {getattr(layout, axis)}: this engine runs {ENGINE.runs} parallelism with ZeRO only. "
+        "Use 1 or auto."
+        for axis in AXES
+        if getattr(layout, axis) != 1 and axis not in ENGINE.axes
     ]
-    if spec.transformer.num_experts:
-        found.append(
-            f"model.num_experts = {spec.transformer.num_experts}: this engine trains dense models only. Use 0."
-        )
-    found += [f"model.{key}: {what}" for key, what in _other_architecture(spec.transformer)]
+    found += [f"model.{key}: {what}" for key, what in _other_architecture(spec.model)]
     if training.optimizer.name != "adamw":
         found.append(f"training.optimizer.name = {training.optimizer.name}: not in this engine. Use adamw.")
     if training.precision not in _PRECISIONS:
@@ -45,8 +81,8 @@ def unsupported(spec: RunSpec, layout: Layout) -> list[str]:
         found.append(
             f"training.schedule.name = {training.schedule.name}: not in this engine. Use {_one_of(_SCHEDULES)}."
         )
-    if layout.offload != "none":
-        found.append(f"layout.offload = {layout.offload}: not in this engine. Use none.")
+    if layout.offload not in ENGINE.offload:
+        found.append(f"layout.offload = {layout.offload}: not in this engine. Use {_one_of(ENGINE.offload)}.")
     if spec.guard.spike.action != "warn":
         found.append(f"guard.spike.action = {spec.guard.spike.action}: not in this engine. Use warn.")
     if spec.checkpoint.dir != "auto":
@@ -58,8 +94,13 @@ def unsupported(spec: RunSpec, layout: Layout) -> list[str]:
     return found
 
 
-def _other_architecture(model: ModelSpec) -> Iterator[tuple[str, str]]:
+def _other_architecture(model: AnyModel) -> Iterator[tuple[str, str]]:
     """What departs from the two families as the engine builds them."""
+    if not isinstance(model, ModelSpec):
+        yield f"family = {model.family}", "this engine trains transformers of text only. Use llama or gpt."
+        return
+    if model.num_experts:
+        yield f"num_experts = {model.num_experts}", "this engine trains dense models only. Use 0."
     own = model.model_copy(update=dict.fromkeys(("gated_mlp", "norm", "norm_bias", "bias", "position_embedding")))
     for key, wanted, built in (
         ("gated_mlp", model.has_gated_mlp, own.has_gated_mlp),
@@ -90,4 +131,4 @@ def submittable(spec: RunSpec, plan: RunPlan) -> list[str]:
 
 
 def _one_of(names: tuple[str, ...]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}"
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]

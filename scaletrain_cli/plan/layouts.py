@@ -1,26 +1,27 @@
-"""Which layouts a spec allows: exact divisibility, pinned axes, what DeepSpeed rules out. Knows no sizes or times."""
+"""Which layouts a spec allows: exact divisibility, pinned axes, what the framework rules out. Knows no sizes or times."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import isqrt
+from typing import NamedTuple
 
 from scaletrain_cli.errors import Problem
+from scaletrain_cli.plan.engine_support import capabilities
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.states import weight_bytes
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
 
 CHECKPOINTING = ("none", "selective", "full")
+OFFLOAD = ("none", "optimizer", "optimizer+params")
 # Micro-batches tried; above the smallest few dozen nothing gets faster.
 _MOST_MICRO_BATCHES = 24
 # DeepSpeed offloads what ZeRO partitions, so it must partition it (zero/offload_config.py).
 _OFFLOAD_STAGE = {"auto": 0, "none": 0, "optimizer": 1, "optimizer+params": 3}
 
 
-@dataclass(frozen=True)
-class Axes:
-    """Degrees of parallelism, ``auto`` resolved: axes that the engine cannot run are 1 unless pinned."""
+class Axes(NamedTuple):
+    """Degrees of parallelism."""
 
     data: int
     tensor: int
@@ -35,9 +36,14 @@ class Axes:
         """Ranks that work on the same sequences."""
         return self.tensor * self.pipeline * self.sequence * self.context
 
+    @property
+    def shards(self) -> int:
+        """Ranks that ZeRO may share states over."""
+        return self.data * self.sequence * self.context
+
 
 def resolve_axes(spec: RunSpec) -> Axes:
-    """The degrees; data parallelism is what the others leave, at least 1, unless pinned."""
+    """The plainest degrees: 1 unless pinned; data parallelism is what the others leave, at least 1."""
     layout = spec.layout
     tensor, pipeline, virtual, sequence, context, expert = (
         1 if degree == "auto" else degree
@@ -55,100 +61,158 @@ def resolve_axes(spec: RunSpec) -> Axes:
     return Axes(data, tensor, pipeline, virtual, sequence, context, expert)
 
 
+class Rule(NamedTuple):
+    """A rule that degrees break: the key, what it says, what stands there and what would do."""
+
+    key: str
+    given: object
+    message: str
+    hint: str = ""
+
+
 def division_problems(spec: RunSpec, axes: Axes) -> list[Problem]:
     """Everything that does not divide, with what would."""
-    found = [*_degree_problems(spec, axes), *_batch_problems(spec, axes)]
-    return [Problem("run spec", key, message, str(given), hint or None) for key, given, message, hint in found]
+    return [
+        Problem("run spec", rule.key, rule.message, str(rule.given), rule.hint or None)
+        for rule in broken_rules(spec, axes)
+    ]
 
 
-_Row = tuple[str, object, str, str]  # key, given, message, hint
+def broken_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
+    """What forbids these degrees, one rule after another."""
+    if axes.data * axes.model_parallel != spec.world_size:
+        yield _wrong_product(spec, axes)
+    if isinstance(spec.model, ModelSpec):
+        yield from _transformer_rules(spec.model, axes)
+    yield from _sharding_rules(spec, axes)
+    yield from _batch_rules(spec, axes)
 
 
-def _degree_problems(spec: RunSpec, axes: Axes) -> Iterator[_Row]:
-    model, world = spec.transformer, spec.world_size
-    if axes.data * axes.model_parallel != world:
-        parts = f"data {axes.data} x tensor {axes.tensor} x pipeline {axes.pipeline} x sequence {axes.sequence}"
-        total = f"{parts} x context {axes.context} = {axes.data * axes.model_parallel} ranks"
-        cluster = f"{spec.cluster.nodes} x {spec.cluster.gpus_per_node} = {world}"
-        hint = f"Change the degrees so that their product divides {world}."
-        if world % axes.model_parallel == 0:
-            hint = f"Use {world // axes.model_parallel}, or auto."
-        yield "layout.data_parallel", spec.layout.data_parallel, f"{total}, but the cluster has {cluster}.", hint
+def _wrong_product(spec: RunSpec, axes: Axes) -> Rule:
+    world = spec.world_size
+    parts = f"data {axes.data} x tensor {axes.tensor} x pipeline {axes.pipeline} x sequence {axes.sequence}"
+    total = f"{parts} x context {axes.context} = {axes.data * axes.model_parallel} ranks"
+    cluster = f"{spec.cluster.nodes} x {spec.cluster.gpus_per_node} = {world}"
+    hint = f"Change the degrees so that their product divides {world}."
+    if world % axes.model_parallel == 0:
+        hint = f"Use {world // axes.model_parallel}, or auto."
+    return Rule("layout.data_parallel", spec.layout.data_parallel, f"{total}, but the cluster has {cluster}.", hint)
+
+
+def _transformer_rules(model: ModelSpec, axes: Axes) -> Iterator[Rule]:
     kv_heads, heads = model.num_key_value_heads, model.num_attention_heads
     if kv_heads % axes.tensor and axes.tensor % kv_heads:
         message = f"must divide {kv_heads} key-value heads or be a multiple of them."
-        yield "layout.tensor_parallel", axes.tensor, message, _near(heads, axes.tensor)
+        yield Rule("layout.tensor_parallel", axes.tensor, message, _near(heads, axes.tensor))
+    if heads % axes.tensor:
+        message = f"must divide {heads} attention heads."
+        yield Rule("layout.tensor_parallel", axes.tensor, message, _near(heads, axes.tensor))
     inner = (model.moe_intermediate_size if model.num_experts else 0) or model.intermediate_size
     if inner % axes.tensor:
         message = f"must divide intermediate_size = {inner}."
-        yield "layout.tensor_parallel", axes.tensor, message, _near(inner, axes.tensor)
+        yield Rule("layout.tensor_parallel", axes.tensor, message, _near(inner, axes.tensor))
     local_heads = max(1, heads // axes.tensor)
     if local_heads % axes.sequence:
         message = f"must divide the {local_heads} attention heads of a tensor rank."
-        yield "layout.sequence_parallel", axes.sequence, message, _near(local_heads, axes.sequence)
+        yield Rule("layout.sequence_parallel", axes.sequence, message, _near(local_heads, axes.sequence))
     if model.seq_len % (axes.sequence * axes.context):
         message = f"must be a multiple of sequence x context parallel = {axes.sequence * axes.context}."
-        yield "model.seq_len", model.seq_len, message, ""
+        yield Rule("model.seq_len", model.seq_len, message)
     layers = model.num_hidden_layers
+    if axes.pipeline > layers:
+        yield Rule("layout.pipeline_parallel", axes.pipeline, f"must not exceed {layers} layers.", f"Use {layers}.")
     if axes.virtual > 1 and (axes.pipeline == 1 or layers % (axes.pipeline * axes.virtual)):
         message = f"needs pipeline_parallel > 1 and {layers} layers that divide by pipeline x virtual."
-        yield "layout.virtual_pipeline", axes.virtual, message, "Use 1."
-    ranks = axes.data * axes.sequence
+        yield Rule("layout.virtual_pipeline", axes.virtual, message, "Use 1.")
     if axes.expert > 1 and not model.num_experts:
-        yield "layout.expert_parallel", axes.expert, "needs a model with experts.", "Use 1 or auto."
-    elif ranks % axes.expert:
+        yield Rule("layout.expert_parallel", axes.expert, "needs a model with experts.", "Use 1 or auto.")
+    elif model.num_experts and model.num_experts % axes.expert:
+        message = f"must divide {model.num_experts} experts."
+        yield Rule("layout.expert_parallel", axes.expert, message, _near(model.num_experts, axes.expert))
+    elif axes.data * axes.sequence % axes.expert:
+        ranks = axes.data * axes.sequence
         message = f"must divide data x sequence parallel = {ranks}."
-        yield "layout.expert_parallel", axes.expert, message, _near(ranks, axes.expert)
-    stage = spec.layout.zero_stage
-    if axes.pipeline > 1 and (stage in (2, 3) or spec.layout.offload == "optimizer+params"):
-        yield "layout.zero_stage", stage, "DeepSpeed refuses it with pipeline parallelism.", "Use 1 or auto."
-    needed = _OFFLOAD_STAGE[spec.layout.offload]
+        yield Rule("layout.expert_parallel", axes.expert, message, _near(ranks, axes.expert))
+
+
+def _sharding_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
+    stage, offload = spec.layout.zero_stage, spec.layout.offload
+    own = spec.planner.framework == "deepspeed"
+    if own and axes.pipeline > 1 and (stage in (2, 3) or offload == "optimizer+params"):
+        yield Rule("layout.zero_stage", stage, "DeepSpeed refuses it with pipeline parallelism.", "Use 1 or auto.")
+    needed = _OFFLOAD_STAGE[offload]
     if stage != "auto" and stage < needed:
-        message = f"layout.offload = {spec.layout.offload} needs ZeRO-{needed} or higher."
-        yield "layout.zero_stage", stage, message, f"Use {needed} or auto."
+        message = f"layout.offload = {offload} needs ZeRO-{needed} or higher."
+        yield Rule("layout.zero_stage", stage, message, f"Use {needed} or auto.")
 
 
-def _batch_problems(spec: RunSpec, axes: Axes) -> Iterator[_Row]:
+def _batch_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
     batch, micro_batch = spec.training.global_batch_size, spec.training.micro_batch_size
     per_rank = batch // axes.data
     if batch % axes.data:
         up = (per_rank + 1) * axes.data
         hint = f"Use {per_rank * axes.data} or {up}." if per_rank else f"Use {up}."
         message = f"must be a multiple of {axes.data} data-parallel ranks."
-        yield "training.global_batch_size", batch, message, hint
+        yield Rule("training.global_batch_size", batch, message, hint)
     elif micro_batch != "auto" and per_rank % micro_batch:
         message = f"must divide the {per_rank} sequences per data-parallel rank ({batch} / {axes.data})."
-        yield "training.micro_batch_size", micro_batch, message, _near(per_rank, micro_batch)
+        yield Rule("training.micro_batch_size", micro_batch, message, _near(per_rank, micro_batch))
 
 
-def zero_stages(spec: RunSpec, axes: Axes) -> list[int]:
-    """Stages to try. DeepSpeed has no usable stage 0 for 16-bit weights, and only stage 1 beside a pipeline."""
-    sixteen_bit = weight_bytes(spec.training.precision) == 2
+def zero_stages(spec: RunSpec, axes: Axes, offload: str = "none") -> list[int]:
+    """Stages to try, lowest first.
+
+    DeepSpeed has no usable stage 0 for 16-bit weights, and beside a pipeline only stage 1; it runs 0 as 1 there. The
+    other frameworks have a stage 0, and combine a pipeline with 0 or 1.
+    """
+    own, pipeline = spec.planner.framework == "deepspeed", axes.pipeline > 1
+    no_zero = own and (pipeline or weight_bytes(spec.training.precision) == 2)
     pinned = spec.layout.zero_stage
     if pinned != "auto":
-        return [1] if pinned == 0 and (sixteen_bit or axes.pipeline > 1) else [pinned]
-    lowest = max(_OFFLOAD_STAGE[spec.layout.offload], 1 if sixteen_bit or axes.pipeline > 1 else 0)
-    if axes.pipeline > 1 or axes.data * axes.sequence * axes.context == 1:
-        return [lowest]
-    return list(range(lowest, 4))
+        return [1] if pinned == 0 and no_zero else [pinned]
+    lowest = max(_OFFLOAD_STAGE[offload], 1 if no_zero else 0)
+    highest = 1 if pipeline else 3
+    stages = [stage for stage in capabilities(spec).zero_stages if lowest <= stage <= highest]
+    return stages[:1] if axes.shards == 1 else stages
 
 
 def checkpointing_modes(spec: RunSpec) -> list[str]:
-    """Activation checkpointing to try, cheapest in time first."""
+    """Activation checkpointing to try, cheapest in time first. Vision networks have no selective kind."""
     pinned = spec.layout.activation_checkpointing
-    return list(CHECKPOINTING) if pinned == "auto" else [pinned]
+    if pinned != "auto":
+        return [pinned]
+    return list(CHECKPOINTING) if isinstance(spec.model, ModelSpec) else ["none", "full"]
+
+
+def offload_modes(spec: RunSpec, axes: Axes) -> list[str]:
+    """What may move to the host, least first; parameters not beside a pipeline, which ZeRO-3 cannot join."""
+    pinned = spec.layout.offload
+    if pinned != "auto":
+        return [pinned]
+    return [mode for mode in capabilities(spec).offload if zero_stages(spec, axes, mode)]
 
 
 def micro_batch_sizes(spec: RunSpec, axes: Axes) -> list[int]:
-    """Micro-batches that divide a rank's share of the global batch, smallest first."""
+    """Micro-batches that divide a rank's share of the global batch, smallest first.
+
+    An interleaved schedule runs them in rounds of one per stage (Megatron-LM, schedules.py).
+    """
     pinned = spec.training.micro_batch_size
     if pinned != "auto":
         return [pinned]
-    return divisors(spec.training.global_batch_size // axes.data)[:_MOST_MICRO_BATCHES]
+    per_rank = spec.training.global_batch_size // axes.data
+    found = divisors(per_rank)[:_MOST_MICRO_BATCHES]
+    if axes.virtual > 1:
+        found = [size for size in found if per_rank // size % axes.pipeline == 0]
+    return found
 
 
-def build_layout(spec: RunSpec, axes: Axes, zero_stage: int, checkpointing: str, micro_batch: int) -> Layout:
-    """The layout; requires that division_problems() found none."""
+def build_layout(
+    spec: RunSpec, axes: Axes, zero_stage: int, checkpointing: str, micro_batch: int, offload: str | None = None
+) -> Layout:
+    """The layout; requires that division_problems() found none. ``offload``: as pinned, or none."""
+    if offload is None:
+        offload = "none" if spec.layout.offload == "auto" else spec.layout.offload
     return Layout(
         world_size=spec.world_size,
         data_parallel=axes.data,
@@ -163,8 +227,26 @@ def build_layout(spec: RunSpec, axes: Axes, zero_stage: int, checkpointing: str,
         gradient_accumulation_steps=spec.training.global_batch_size // (axes.data * micro_batch),
         global_batch_size=spec.training.global_batch_size,
         activation_checkpointing=checkpointing,
-        offload="none" if spec.layout.offload == "auto" else spec.layout.offload,
+        offload=offload,
     )
+
+
+def describe(layout: Layout) -> str:
+    """One line: the degrees above 1, then what is sharded, recomputed and offloaded."""
+    degrees = {
+        "tensor": layout.tensor_parallel,
+        "pipeline": layout.pipeline_parallel,
+        "virtual": layout.virtual_pipeline,
+        "sequence": layout.sequence_parallel,
+        "context": layout.context_parallel,
+        "expert": layout.expert_parallel,
+    }
+    parts = [f"ZeRO-{layout.zero_stage}", f"data parallel {layout.data_parallel}"]
+    parts += [f"{name} parallel {degree}" for name, degree in degrees.items() if degree > 1]
+    parts += [f"micro-batch {layout.micro_batch_size}"]
+    parts += [f"activation checkpointing {layout.activation_checkpointing}"]
+    parts += [f"offload {layout.offload}"] if layout.offload != "none" else []
+    return ", ".join(parts)
 
 
 def divisors(number: int) -> list[int]:
