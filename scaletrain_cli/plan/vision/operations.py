@@ -1,0 +1,243 @@
+"""The operations that vision networks are made of, each with what it computes, moves and keeps. Knows no network.
+
+Everything counts one sample; ``elements`` are values of the training precision. The rule for what is kept is autograd's:
+an operation's output, where the backward pass of any consumer reads it; it is counted where it is produced, once.
+Convolutions, linear layers and layer scale read their input again, ReLU its output, GELU its input, BatchNorm and
+LayerNorm theirs and one mean and root; additions, pooling by the mean and views read nothing. A ReLU or an addition in
+place changes no count, since what it overwrites would not be kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FP32 = 4
+_INDEX = 8  # max pooling keeps where each maximum stood, as int64
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One forward operation and its two backward ones.
+
+    A product is ``batches`` times ``rows`` x ``depth`` by ``depth`` x ``columns``; a convolution is one as implicit
+    GEMM, with the pixels of its output as rows (cuDNN, arXiv:1410.0759).
+    """
+
+    parameters: int = 0
+    rows: int = 0
+    columns: int = 0
+    depth: int = 0
+    batches: int = 1
+    fused_attention: bool = False  # two products and their softmax in one kernel
+    depthwise: bool = False  # no matrix units: each channel by itself
+    kept: int = 0  # elements
+    kept_bytes: int = 0  # of fixed types: statistics and indices
+    kept_once_bytes: int = 0  # the same, per micro-batch and not per sample
+    inputs: int = 0  # elements read once, and
+    outputs: int = 0  # written once, forward
+    moved_back: int = 0  # elements read and written by the backward operations
+    kernels: int = 2  # launched forward and backward
+
+    @property
+    def macs(self) -> int:
+        """Multiplications with addition, forward."""
+        return self.batches * self.rows * self.columns * self.depth
+
+    @property
+    def moved(self) -> int:
+        """Elements read and written forward."""
+        return self.inputs + self.outputs
+
+    @property
+    def gradients(self) -> int:
+        """Elements of the gradients that exist while its backward runs: of its output and its input."""
+        return self.inputs + self.outputs
+
+
+@dataclass(frozen=True)
+class Block:
+    """Operations that activation checkpointing repeats as one; ``count`` such blocks follow one another."""
+
+    operations: tuple[Operation, ...]
+    count: int = 1
+    input: int = 0  # elements that a checkpointed block keeps; 0: it is never checkpointed
+
+    @property
+    def parameters(self) -> int:
+        """Of one block."""
+        return sum(operation.parameters for operation in self.operations)
+
+    @property
+    def macs(self) -> int:
+        """Of one block and sample, forward."""
+        return sum(operation.macs for operation in self.operations)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Blocks in the order of the forward pass, and what the loss needs."""
+
+    blocks: tuple[Block, ...]
+    features: int = 0  # elements per sample that contrastive learning gathers from all ranks; 0: a classifier
+    classes: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Every trainable parameter."""
+        scale = 1 if self.features else 0  # CLIP learns the temperature of its logits
+        return scale + sum(block.parameters * block.count for block in self.blocks)
+
+    @property
+    def macs(self) -> int:
+        """Multiplications with addition of one forward pass and sample, attention unmasked, loss left out."""
+        return sum(block.macs * block.count for block in self.blocks)
+
+
+def convolution(channels: int, features: int, kernel: int, pixels: int, out_pixels: int, *, bias: bool) -> Operation:
+    """A dense convolution whose output is kept."""
+    inputs, outputs, depth = channels * pixels, features * out_pixels, channels * kernel**2
+    return Operation(
+        parameters=depth * features + (features if bias else 0),
+        rows=out_pixels,
+        columns=features,
+        depth=depth,
+        kept=outputs,
+        inputs=inputs,
+        outputs=outputs,
+        moved_back=2 * (inputs + outputs),
+        kernels=3,
+    )
+
+
+def depthwise_convolution(channels: int, kernel: int, pixels: int) -> Operation:
+    """One filter per channel, with bias; its output is kept."""
+    size = channels * pixels
+    return Operation(
+        parameters=channels * (kernel**2 + 1),
+        rows=pixels,
+        columns=channels,
+        depth=kernel**2,
+        depthwise=True,
+        kept=size,
+        inputs=size,
+        outputs=size,
+        moved_back=4 * size,
+        kernels=3,
+    )
+
+
+def linear(rows: int, channels: int, features: int, *, bias: bool = True, kept: bool = True) -> Operation:
+    """A projection of each of ``rows``."""
+    inputs, outputs = rows * channels, rows * features
+    return Operation(
+        parameters=channels * features + (features if bias else 0),
+        rows=rows,
+        columns=features,
+        depth=channels,
+        kept=outputs if kept else 0,
+        inputs=inputs,
+        outputs=outputs,
+        moved_back=2 * (inputs + outputs) + (outputs if bias else 0),
+        kernels=4 if bias else 3,
+    )
+
+
+def batch_norm(channels: int, pixels: int) -> Operation:
+    """Forward reads twice (statistics, then values), backward twice two tensors; one mean and root per channel."""
+    size = channels * pixels
+    return Operation(
+        parameters=2 * channels,
+        kept_once_bytes=2 * _FP32 * channels,
+        inputs=2 * size,
+        outputs=size,
+        moved_back=5 * size,
+    )
+
+
+def layer_norm(channels: int, rows: int) -> Operation:
+    """Its output feeds a product and is kept; one mean and root per row. Backward: dx, then the two weights' sums."""
+    size = channels * rows
+    return Operation(
+        parameters=2 * channels,
+        kept=size,
+        kept_bytes=2 * _FP32 * rows,
+        inputs=size,
+        outputs=size,
+        moved_back=5 * size,
+        kernels=3,
+    )
+
+
+def activation(size: int, kept: int = 1) -> Operation:
+    """ReLU, GELU, or QuickGELU, which is a sigmoid and a product of its own (``kept`` 2)."""
+    return Operation(kept=kept * size, inputs=kept * size, outputs=kept * size, moved_back=3 * kept * size)
+
+
+def addition(size: int, *, kept: bool = True) -> Operation:
+    """A skip connection; backward, the gradients of both ways are summed."""
+    return Operation(kept=size if kept else 0, inputs=2 * size, outputs=size, moved_back=3 * size)
+
+
+def layer_scale(channels: int, rows: int) -> Operation:
+    """A learned factor per channel."""
+    size = channels * rows
+    return Operation(parameters=channels, inputs=size, outputs=size, moved_back=4 * size, kernels=3)
+
+
+def max_pool(channels: int, pixels: int, out_pixels: int) -> Operation:
+    """Its output is kept by the convolution that follows, its indices by itself."""
+    inputs, outputs = channels * pixels, channels * out_pixels
+    indices = _INDEX // 2 * outputs  # in 16-bit elements
+    return Operation(
+        kept=outputs,
+        kept_bytes=_INDEX * outputs,
+        inputs=inputs,
+        outputs=outputs + indices,
+        moved_back=2 * inputs + outputs + indices,
+    )
+
+
+def attention(rows: int, heads: int, width: int, *, fused: bool) -> tuple[Operation, ...]:
+    """Scores, softmax and weighted sum over ``heads`` of ``width``; the queries, keys and values are kept before it."""
+    size, scores, outputs = 3 * heads * rows * width, heads * rows * rows, heads * rows * width
+    if fused:
+        return (
+            Operation(
+                rows=rows,
+                columns=rows,
+                depth=2 * width,
+                batches=heads,
+                fused_attention=True,
+                kept=outputs,
+                kept_bytes=_FP32 * heads * rows,  # log-sum-exps
+                inputs=size,
+                outputs=outputs,
+                moved_back=2 * size + 2 * outputs,
+            ),
+        )
+    return (
+        Operation(
+            rows=rows,
+            columns=rows,
+            depth=width,
+            batches=heads,
+            inputs=2 * outputs,
+            outputs=scores,
+            moved_back=4 * outputs + 2 * scores,
+            kernels=3,
+        ),
+        Operation(
+            kept=scores, inputs=2 * scores, outputs=2 * scores, moved_back=6 * scores, kernels=4
+        ),  # scale, softmax
+        Operation(
+            rows=rows,
+            columns=width,
+            depth=rows,
+            batches=heads,
+            kept=outputs,
+            inputs=scores + outputs,
+            outputs=outputs,
+            moved_back=2 * (scores + 2 * outputs),
+            kernels=3,
+        ),
+    )
