@@ -31,8 +31,9 @@ class Judged:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the same kind as what was measured."""
-        return int(getattr(self.memory, self.measured.memory_kind, self.memory.peak))
+        """Of the same kind as what was measured, on the same pipeline stage."""
+        stages = {"first": self.memory.by_stage[0], "last": self.memory.by_stage[-1], "worst": self.memory}
+        return int(getattr(stages[self.measured.memory_stage], self.measured.memory_kind))
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,12 @@ def transformer(
     }
 
 
+def padded_vocab(size: int, tensor: int, multiple: int = 128) -> int:
+    """Megatron's padding (make-vocab-size-divisible-by): the embedding rows of a tensor rank come in multiples."""
+    step = multiple * tensor
+    return -(-size // step) * step
+
+
 def _model(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None}
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from planner_truth import nanotron, train_runs, vtrain
-from planner_truth.table import Measured, Table
+from planner_truth import megatron_ci, nanotron, train_runs, vtrain
+from planner_truth.table import Measured, Table, number
 
 Quantity = Literal["memory", "time", "fits", "ranking"]
 
@@ -40,7 +40,11 @@ def _of(column: str, *values: str) -> Callable[[Mapping[str, str], Measured], bo
     return lambda inputs, measured: inputs[column] in values
 
 
-_N, _V, _T = nanotron.TABLE, vtrain.TABLE, train_runs.TABLE
+def _seven_billion_class(inputs: Mapping[str, str], measured: Measured) -> bool:
+    return (number(inputs, "arg_hidden_size") or 0) >= 4096
+
+
+_N, _V, _T, _M = nanotron.TABLE, vtrain.TABLE, train_runs.TABLE, megatron_ci.TABLE
 
 SETS = (
     TruthSet("nanotron-memory", _N, "memory", "nanotron sweep, memory", peer="llm-analysis 41 %", target="≤ 10 %"),
@@ -61,4 +65,15 @@ SETS = (
     TruthSet("vtrain-single", _V, "time", "vTrain, one node", _of("split", "single-node"), "Calculon 39 %", "≤ 15 %"),
     TruthSet("vtrain-multi", _V, "time", "vTrain, many nodes", _of("split", "multi-node"), "Calculon 11 %", "≤ 9 %"),
     TruthSet("foundry-time", _T, "time", "LLM Foundry, step time", _of("set", "llm-foundry"), "none known", "≤ 15 %"),
+    TruthSet("megatron-memory", _M, "memory", "Megatron tests, peak allocated", peer="Megatron 40 %", target="≤ 15 %"),
+    TruthSet(
+        "megatron-memory-7b",
+        _M,
+        "memory",
+        "Megatron tests, hidden ≥ 4096",
+        _seven_billion_class,
+        "Megatron 3-9 %",
+        "≤ 5 %",
+    ),
+    TruthSet("megatron-time", _M, "time", "Megatron tests, iteration time"),
 )

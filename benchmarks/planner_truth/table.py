@@ -19,11 +19,12 @@ _LARGEST_FIELD = 10_000_000  # characters; whole argument lists stand in one col
 
 @dataclass(frozen=True)
 class Measured:
-    """What a row measured; None where it did not. Seconds per optimizer step, bytes on the fullest reported device."""
+    """What a row measured; None where it did not. Seconds per optimizer step, bytes on one device."""
 
     step_seconds: float | None = None
     memory_bytes: float | None = None
     memory_kind: str = "peak"  # field of the planner's Memory that means the same: allocated, reserved or peak
+    memory_stage: str = "worst"  # pipeline stage of the rank that reported it: first, last or worst
     ran: bool | None = None  # False: crashed or out of memory
     mfu: float | None = None
 

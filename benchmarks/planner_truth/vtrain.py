@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from planner_truth.mapping import GBIT, Case, Degrees, Machines, Unmapped, build_case, transformer
+from planner_truth.mapping import GBIT, Case, Degrees, Machines, Unmapped, build_case, padded_vocab, transformer
 from planner_truth.table import Measured, Table, number, whole
 
 
@@ -21,7 +21,7 @@ def build(row: Mapping[str, str]) -> Case:
             hidden=whole(row, "hidden"),
             heads=whole(row, "heads"),
             ffn=whole(row, "ffn", 0) or None,
-            vocab=padded(whole(row, "vocab_assumed", 50257), tensor),
+            vocab=padded_vocab(whole(row, "vocab_assumed", 50257), tensor),
             seq_len=whole(row, "seq_len"),
             tied=True,
             hidden_dropout=0.1,
@@ -45,12 +45,6 @@ def build(row: Mapping[str, str]) -> Case:
         micro_batch=whole(row, "mbs"),
         training={"precision": "fp16", "grad_dtype": "fp16"},
     )
-
-
-def padded(vocab: int, tensor: int, multiple: int = 128) -> int:
-    """Megatron's padding: rows of the embedding per tensor rank come in multiples."""
-    step = multiple * tensor
-    return -(-vocab // step) * step
 
 
 def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:

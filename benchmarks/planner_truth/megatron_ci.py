@@ -1,0 +1,268 @@
+"""Megatron-LM's functional tests: exact peak of allocated bytes and iteration time, from the arguments of each test."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from planner_truth.mapping import Case, Degrees, Machines, Unmapped, build_case, padded_vocab, transformer
+from planner_truth.table import Measured, Table, number, whole
+
+# "unknown": tests of the time when all ran on A100. GPUs per node follow.
+_GPUS = {
+    "a100": ("a100-sxm-80gb", 8, 200e9 / 8),
+    "unknown": ("a100-sxm-80gb", 8, 200e9 / 8),
+    "h100": ("h100-sxm-80gb", 8, 400e9 / 8),
+    "gb200": ("gb200-186gb", 4, 400e9 / 8),
+}
+# recipes/*.yaml of the tests: one node each, the release runs eight nodes of eight (of four: sixteen).
+_RELEASE_GPUS = 64
+_VOCABULARIES = {
+    "GPT2BPETokenizer": 50257,
+    "BertWordPieceLowerCase": 30522,
+    "BertWordPieceCase": 28996,
+    "nemotron_2_256k": 256000,
+    "Llama2Tokenizer": 32000,
+}
+# Arguments that change memory in ways that a run spec cannot say.
+_UNSAYABLE = {
+    "cuda_graph_impl": "CUDA graphs",
+    "enable_cuda_graph": "CUDA graphs",
+    "external_cuda_graph": "CUDA graphs",
+    "fine_grained_activation_offloading": "activation offloading",
+    "cpu_offloading": "activation offloading",
+    "flextron": "elastic model",
+    "perform_rl_step": "reinforcement learning",
+    "mtp_num_layers": "multi-token prediction",
+    "pipeline_model_parallel_layout": "uneven pipeline stages",
+    "decoder_first_pipeline_num_layers": "uneven pipeline stages",
+    "account_for_embedding_in_pipeline_split": "uneven pipeline stages",
+    "hybrid_layer_pattern": "state-space layers",
+    "use_megatron_fsdp": "Megatron's own FSDP",
+}
+
+
+def build(row: Mapping[str, str]) -> Case:
+    """Megatron's defaults where the test says nothing. Decoders and BERT only."""
+    if row["family"] not in ("gpt", "moe", "mixtral", "bert"):
+        raise Unmapped(f"family {row['family']}")
+    args = _arguments(row)
+    for name, what in _UNSAYABLE.items():
+        if args.get(name):
+            raise Unmapped(what)
+    if args.get("optimizer", "adam") != "adam":
+        raise Unmapped(f"optimizer {args['optimizer']}")
+    if int(args.get("num_distributed_optimizer_instances", 1)) > 1:
+        raise Unmapped("several instances of the distributed optimizer")
+    if row["gpu"] not in _GPUS:
+        raise Unmapped(f"no catalogue name for {row['gpu']}")
+    gpu, per_node, link = _GPUS[row["gpu"]]
+    count = whole(row, "n_gpus", _gpu_count(row, per_node))
+    tensor, pipeline = int(args.get("tensor_model_parallel_size", 1)), int(args.get("pipeline_model_parallel_size", 1))
+    context = int(args.get("context_parallel_size", 1))
+    if count % (tensor * pipeline * context):
+        raise Unmapped("the degrees do not divide the number of GPUs")
+    return build_case(
+        "megatron",
+        _model(args, row["family"], tensor),
+        Degrees(
+            data=count // (tensor * pipeline * context),
+            tensor=tensor,
+            pipeline=pipeline,
+            virtual=_virtual(args, pipeline),
+            context=context,
+            expert=int(args.get("expert_model_parallel_size", 1)),
+            expert_tensor=_int_or_none(args, "expert_tensor_parallel_size"),
+            tensor_sequence=bool(args.get("sequence_parallel")) and tensor > 1,
+            zero_stage=1 if args.get("use_distributed_optimizer") else 0,
+            checkpointing=_checkpointing(args),
+        ),
+        Machines(gpu, count, per_node, inter_node_bandwidth=link),
+        global_batch=int(args.get("global_batch_size", 0)) or _first_batch(args),
+        micro_batch=int(args["micro_batch_size"]),
+        training=_training(args),
+        planner={"attention": _attention(args)},
+    )
+
+
+def _arguments(row: Mapping[str, str]) -> dict[str, Any]:
+    """By Megatron's name: what the columns say, and beside them every other argument of the test."""
+    args: dict[str, Any] = {}
+    for column in row:
+        text = row[column]
+        if column.startswith("arg_") and text:
+            args[column.removeprefix("arg_")] = text == "True" if text in ("True", "False") else text
+    try:
+        given = json.loads(row["model_args_json"] or "{}")
+    except ValueError:
+        raise Unmapped("model_args_json is not JSON") from None
+    args |= {name.replace("-", "_"): value for name, value in given.items()}
+    missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length") if name not in args]
+    if missing or "micro_batch_size" not in args:
+        raise Unmapped(f"no {', '.join(missing) or 'micro_batch_size'}")
+    return args
+
+
+def _gpu_count(row: Mapping[str, str], per_node: int) -> int:
+    if row["test_type"] == "release":
+        return _RELEASE_GPUS
+    return per_node if row["case"].endswith("_1node") else 8
+
+
+def _first_batch(args: Mapping[str, Any]) -> int:
+    """Of a schedule such as ``0:384 200B:768``: the batch it begins with."""
+    found = re.match(r"0:(\d+)", str(args.get("step_batch_size_schedule", "")))
+    if found is None:
+        raise Unmapped("no global_batch_size")
+    return int(found[1])
+
+
+def _int_or_none(args: Mapping[str, Any], name: str) -> int | None:
+    return int(args[name]) if name in args else None
+
+
+def _virtual(args: Mapping[str, Any], pipeline: int) -> int:
+    if pipeline == 1:
+        return 1
+    if "num_virtual_stages_per_pipeline_rank" in args:
+        return int(args["num_virtual_stages_per_pipeline_rank"])
+    layers = _int_or_none(args, "num_layers_per_virtual_pipeline_stage")
+    return int(args["num_layers"]) // pipeline // layers if layers else 1
+
+
+def _checkpointing(args: Mapping[str, Any]) -> str:
+    granularity = args.get("recompute_granularity") or ("selective" if args.get("recompute_activations") else None)
+    if granularity != "selective":
+        return "full" if granularity == "full" else "none"
+    modules = re.findall(r"\w+", str(args.get("recompute_modules", "core_attn")))
+    if modules != ["core_attn"]:
+        raise Unmapped("recomputation of chosen modules")
+    return "selective"
+
+
+def _training(args: Mapping[str, Any]) -> dict[str, Any]:
+    """bf16 accumulates and reduces gradients in fp32, fp16 in fp16 unless told (validate_args in arguments.py)."""
+    if args.get("fp8_format"):
+        return {"precision": "fp8", "grad_dtype": "fp32"}
+    if args.get("bf16"):
+        return {"precision": "bf16", "grad_dtype": "bf16" if args.get("grad_reduce_in_bf16") else "fp32"}
+    if args.get("fp16"):
+        in_fp32 = args.get("accumulate_allreduce_grads_in_fp32")
+        return {"precision": "fp16", "grad_dtype": "fp32" if in_fp32 else "fp16"}
+    return {"precision": "fp32", "grad_dtype": "fp32"}
+
+
+def _attention(args: Mapping[str, Any]) -> str:
+    backend = args.get("attention_backend", "flash" if args.get("use_flash_attn") else "auto")
+    if backend in ("unfused", "local"):
+        return "materialised"
+    if backend in ("flash", "fused"):
+        return "flash"
+    return "materialised" if args.get("transformer_impl") == "local" else "auto"
+
+
+def _model(args: Mapping[str, Any], family: str, tensor: int) -> dict[str, Any]:
+    hidden, heads, layers = int(args["hidden_size"]), int(args["num_attention_heads"]), int(args["num_layers"])
+    gated = bool(args.get("swiglu"))
+    ffn = _int_or_none(args, "ffn_hidden_size") or (hidden * 8 // 3 // 64 * 64 if gated else 4 * hidden)
+    norm = "rmsnorm" if args.get("normalization") == "RMSNorm" else "layernorm"
+    positions = {"rope": "rotary", "none": "none"}.get(str(args.get("position_embedding_type")), "learned")
+    model = transformer(
+        "gpt",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_int_or_none(args, "num_query_groups") if args.get("group_query_attention") else None,
+        ffn=ffn,
+        vocab=padded_vocab(_vocabulary(args, family), tensor, int(args.get("make_vocab_size_divisible_by", 128))),
+        seq_len=int(args["seq_length"]),
+        tied=not args.get("untie_embeddings_and_output_weights"),
+        gated_mlp=gated,
+        norm=norm,
+        norm_bias=norm == "layernorm",
+        bias=not args.get("disable_bias_linear"),
+        position_embedding="rotary" if args.get("use_rotary_position_embeddings") else positions,
+        qk_norm=bool(args.get("qk_layernorm")),
+        hidden_dropout=float(args.get("hidden_dropout", 0.1)),
+        attention_dropout=float(args.get("attention_dropout", 0.1)),
+    )
+    model["max_position_embeddings"] = int(args.get("max_position_embeddings", args["seq_length"]))
+    if "kv_channels" in args:
+        model["head_dim"] = int(args["kv_channels"])
+    return model | _latent_attention(args) | _experts(args, layers, ffn)
+
+
+def _vocabulary(args: Mapping[str, Any], family: str) -> int:
+    kind = str(args.get("tokenizer_type") or ("BertWordPieceLowerCase" if family == "bert" else "GPT2BPETokenizer"))
+    if "vocab_size" in args:
+        return int(args["vocab_size"])
+    if "nemotron_2_256k" in str(args.get("tokenizer_model")):
+        kind = "nemotron_2_256k"
+    if kind not in _VOCABULARIES:
+        raise Unmapped(f"vocabulary of {kind} is not known")
+    return _VOCABULARIES[kind] + int(args.get("vocab_extra_ids", 0))
+
+
+def _latent_attention(args: Mapping[str, Any]) -> dict[str, Any]:
+    if not args.get("multi_latent_attention"):
+        return {}
+    return {
+        "kv_lora_rank": int(args.get("kv_lora_rank", 32)),
+        "q_lora_rank": int(args.get("q_lora_rank", 0)),
+        "head_dim": int(args.get("qk_head_dim", 128)),
+        "qk_rope_head_dim": int(args.get("qk_pos_emb_head_dim", 64)),
+        "v_head_dim": int(args.get("v_head_dim", 128)),
+    }
+
+
+def _experts(args: Mapping[str, Any], layers: int, ffn: int) -> dict[str, Any]:
+    if not args.get("num_experts"):
+        return {}
+    pattern = str(args.get("moe_layer_freq", "1"))
+    dense = re.fullmatch(r"\(\[0\]\*(\d+)\+\[1\]\*(\d+)\)", pattern)
+    if pattern != "1" and (dense is None or int(dense[1]) + int(dense[2]) != layers):
+        raise Unmapped("experts in every other layer")
+    return {
+        "num_experts": int(args["num_experts"]),
+        "num_experts_per_tok": int(args.get("moe_router_topk", 2)),
+        "moe_intermediate_size": int(args.get("moe_ffn_hidden_size", ffn)),
+        "shared_expert_intermediate_size": int(args.get("moe_shared_expert_intermediate_size", 0)),
+        "first_k_dense_replace": int(dense[1]) if dense else 0,
+    }
+
+
+def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
+    """The peak over all logged steps, of the last rank: the one that writes to TensorBoard (global_vars.py)."""
+    return Measured(
+        step_seconds=number(truth, "iter_time_s_median"),
+        memory_bytes=number(truth, "mem_max_allocated_bytes_max"),
+        memory_kind="allocated",
+        memory_stage="last",
+    )
+
+
+_ARGUMENTS = (
+    "tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
+    "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
+    "use_distributed_optimizer use_megatron_fsdp num_layers hidden_size ffn_hidden_size num_attention_heads "
+    "group_query_attention num_query_groups kv_channels swiglu normalization position_embedding_type "
+    "untie_embeddings_and_output_weights vocab_size make_vocab_size_divisible_by tokenizer_type seq_length "
+    "micro_batch_size global_batch_size num_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq "
+    "moe_shared_expert_intermediate_size recompute_granularity recompute_modules recompute_activations bf16 fp16 "
+    "fp8_format attention_dropout hidden_dropout disable_bias_linear transformer_impl use_flash_attn "
+    "attention_backend cpu_offloading optimizer accumulate_allreduce_grads_in_fp32 cuda_graph_impl "
+    "enable_cuda_graph external_cuda_graph mtp_num_layers multi_latent_attention"
+)
+TABLE = Table(
+    file="megatron_ci_golden_memory_time.csv",
+    input_columns=frozenset(
+        {"family", "case", "gpu", "n_gpus", "test_type", "model_args_json"}
+        | {f"arg_{name}" for name in _ARGUMENTS.split()}
+    ),
+    truth_columns=frozenset({"mem_max_allocated_bytes_max", "iter_time_s_median"}),
+    build=build,
+    measure=measure,
+    panel=lambda row: f"{row['case']} {row['gpu']}",
+)
