@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scaletrain_cli.plan.communication import OVERLAP
 from scaletrain_cli.plan.engine_support import unsupported
 from scaletrain_cli.plan.hardware import Accelerator
 from scaletrain_cli.plan.result import Durability, Layout, Memory, Time
@@ -81,8 +80,8 @@ def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: 
     tokens = spec.total_steps * spec.training.global_batch_size * spec.transformer.seq_len
     lines = [
         f"device {device.name}: {device.source}",
-        f"matrix products reach {100 * device.achievable_fraction:.0f} % and attention "
-        f"{100 * device.attention_fraction:.0f} % of the peak; step times err by about 10 % where that was measured",
+        "matrix products, attention and memory-bound kernels: shares of the device's rates by size and GPU generation, "
+        "in kernel_rates.json; step times err by about 10 % where that was measured",
         "model states: what DeepSpeed 0.19 allocates, read in its source; ZeRO, arXiv:1910.02054",
         f"activations: per operation, {weight_bytes(spec.training.precision)} bytes per element, fused attention, no "
         "dropout; Korthikanti et al., arXiv:2205.05198",
@@ -91,8 +90,8 @@ def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: 
         "and goes",
         "FLOPs per token: 6 N + 12 l s a d, attention counted unmasked; PaLM, arXiv:2204.02311, appendix B",
         "gradients are reduced between ranks in the weights' type, whatever grad_dtype they are accumulated in",
-        f"communication: ring volumes, 80 % of the link inside a node and 70 % between nodes; ZeRO-2 and ZeRO-3 hide "
-        f"up to {100 * OVERLAP:.0f} % of it",
+        f"network between nodes: {spec.cluster.network or device.network}; bus bandwidths by number of nodes as measured "
+        "or estimated in networks.json; tensor and pipeline traffic blocks, gradients overlap as the framework lets them",
         "checkpoints: 1 GB/s per node to shared storage; interval by Young 1974, goodput by Daly 2006",
         f"data: {tokens:.3g} tokens, {tokens / max(1, parameters):.3g} per parameter (about 20 is compute-optimal, "
         "arXiv:2203.15556)",
@@ -100,5 +99,5 @@ def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: 
     if spec.cluster.mean_time_between_interruptions is None:
         lines.append("interruptions: one per 50,676 GPU hours, as Llama 3 reports (arXiv:2407.21783, section 3.3.4)")
     if spec.planner.framework != "deepspeed":
-        lines.append(f"planner.framework = {spec.planner.framework}: modelled as DeepSpeed in this version")
+        lines.append(f"planner.framework = {spec.planner.framework}: for comparison; this engine cannot run it")
     return tuple(lines)

@@ -1,127 +1,166 @@
 """Bytes that one rank sends per optimizer step on each axis, and how long that takes. Knows no compute time.
 
-Volumes: ZeRO (arXiv:1910.02054, section 7), Megatron-LM (arXiv:1909.08053, arXiv:2104.04473), Ulysses
-(arXiv:2309.14509); corrected for what DeepSpeed 0.19 really sends, as the comments say.
+Volumes: ZeRO (arXiv:1910.02054, section 7), Megatron-LM (arXiv:1909.08053, arXiv:2104.04473, arXiv:2205.05198),
+Ulysses (arXiv:2309.14509); corrected for what each framework really sends, as the comments say.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scaletrain_cli.plan.hardware import Accelerator
-from scaletrain_cli.plan.memory import Shard, local_tokens, zero_shards
+from scaletrain_cli.plan.framework_time import HABITS, Habits
+from scaletrain_cli.plan.memory import local_tokens, zero_shards
+from scaletrain_cli.plan.networks import Link
 from scaletrain_cli.plan.result import Layout, PerStepBytes
 from scaletrain_cli.plan.states import gradient_bytes, weight_bytes
 from scaletrain_cli.spec import RunSpec
 
-# Share of the link rate that large collectives reach: NVLink 366 of 450 GB/s on H100 (ml-engineering, network
-# benchmarks). Between nodes the published runs spread from 0.4 to 0.9; stated, not measured.
-_INTRA_EFFICIENCY = 0.8
-_INTER_EFFICIENCY = 0.7
-# One hop of a small message (NCCL, order of magnitude); a collective takes about log2(n) of them.
-_INTRA_LATENCY_SECONDS = 5e-6
-_INTER_LATENCY_SECONDS = 20e-6
-# Share of the gradient traffic that DeepSpeed's stages 2 and 3 hide behind compute; stated, not measured.
-OVERLAP = 0.7
+# Two kernels at once slow each other: measured on A100 (Hetu-Galvatron, overlap_coefficient.json: 1.1256).
+CONTENTION = 0.1256
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Bytes sent per rank and step, and seconds of it that compute does and does not hide."""
+class BlockTraffic:
+    """Seconds that one block communicates for one micro-batch; ``experts`` comes on top where it routes tokens."""
 
-    sent: PerStepBytes
-    blocking_seconds: float
-    overlapping_seconds: float
+    forward: float
+    backward: float
+    experts: float  # each way, forward; as much again backward
 
 
-def step_traffic(spec: RunSpec, layout: Layout, device: Accelerator, shard: Shard, layers: int) -> Traffic:
-    """Traffic of the busiest rank: one with ``shard`` parameters and ``layers`` blocks."""
-    micro_batches = layout.gradient_accumulation_steps
-    element = weight_bytes(spec.training.precision)
-    tokens, hidden = local_tokens(spec, layout), spec.transformer.hidden_size
-    payload = tokens * hidden * element
-    link = _Link(spec, device)
-    t, p = layout.tensor_parallel, layout.pipeline_parallel
-    sp, cp, ep = layout.sequence_parallel, layout.context_parallel, layout.expert_parallel
+@dataclass(frozen=True)
+class DataTraffic:
+    """Seconds for gradients and weights over the data-parallel ranks of one stage."""
 
+    forward: float  # per micro-batch: gathering weights (ZeRO-3)
+    backward: float  # per micro-batch: gathering weights, and scattering gradients that are not kept
+    reduce: float  # once per step, with the last backward pass
+    gather: float  # once per step, after the optimizer
+    sent: int  # bytes per step
+
+
+def block_traffic(spec: RunSpec, layout: Layout, link: Link) -> BlockTraffic:
+    """Tensor, sequence, context and expert parallelism of one block."""
+    model, habits = spec.transformer, HABITS[spec.planner.framework]
+    element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
+    payload = tokens * model.hidden_size * element
+    t, sp, cp, ep = layout.tensor_parallel, layout.sequence_parallel, layout.context_parallel, layout.expert_parallel
+    forward = backward = 0.0
+    if t > 1:
+        # Attention and MLP each gather their input and scatter their output, or reduce it for all: the same bytes.
+        tensor = 4 * link.gather(payload, t) if shards_norms(spec, layout) else 2 * link.reduce(payload, t)
+        forward += tensor * (1 - habits.tensor_overlap)
+        backward += tensor * (1 - habits.tensor_overlap)
+    if sp > 1:
+        forward += link.exchange(payload * _width(spec, t), sp, t)
+        backward += link.exchange(payload * _width(spec, t), sp, t)
+    if cp > 1:
+        # Keys and values travel around the ring and hide behind the blocks of attention but for their latency.
+        keys = 2 * cp * tokens * model.num_key_value_heads * model.head_dim // t * element
+        gathered = link.gather(keys, cp, t * sp)
+        forward += gathered / 2
+        backward += gathered
+    experts = 0.0
+    if model.num_experts and ep > 1:
+        routed = payload * model.num_experts_per_tok / (t if shards_norms(spec, layout) else 1)
+        experts = 2 * link.exchange(routed, ep, t)
+    return BlockTraffic(forward, backward, experts)
+
+
+def data_traffic(spec: RunSpec, layout: Layout, link: Link, parameters: int, blocks: int) -> DataTraffic:
+    """Gradients and weights of one stage that holds ``parameters`` in ``blocks`` blocks on each tensor rank."""
+    ranks, stage, m = zero_shards(layout), layout.zero_stage, layout.gradient_accumulation_steps
+    if ranks == 1:
+        return DataTraffic(0.0, 0.0, 0.0, 0.0, 0)
+    training, habits = spec.training, HABITS[spec.planner.framework]
+    stride = layout.tensor_parallel
+    weights = parameters * weight_bytes(training.precision)
+    gradients = parameters * _gradient_bytes(spec, habits)
+    part = (ranks - 1) / ranks
+    if stage == 0:
+        return DataTraffic(0.0, 0.0, link.reduce(gradients, ranks, stride), 0.0, int(2 * gradients * part))
+    gather = link.gather(weights, ranks, stride)
+    # DeepSpeed reduces for all ranks where a scatter would do (stage_1_and_2.py use_multi_rank_bucket_allreduce).
+    whole = spec.planner.framework == "deepspeed" and stage <= 2
+    reduce = link.reduce(gradients, ranks, stride) if whole else link.gather(gradients, ranks, stride)
+    reduced = (2 if whole else 1) * gradients
+    if stage == 1:
+        return DataTraffic(0.0, 0.0, reduce, gather, int((reduced + weights) * part))
+    if stage == 2:
+        # Every micro-batch is reduced; FSDP's SHARD_GRAD_OP keeps the weights from forward to backward.
+        if spec.planner.framework == "fsdp":
+            return DataTraffic(gather, reduce, 0.0, 0.0, int(m * (reduced + weights) * part))
+        return DataTraffic(0.0, reduce, 0.0, gather, int((m * reduced + weights) * part))
+    # Gathered and scattered one block after another, each with the latency of its own message.
+    pieces = blocks + 1
+    gather = pieces * link.gather(weights / pieces, ranks, stride)
+    reduce = pieces * link.gather(gradients / pieces, ranks, stride)
+    return DataTraffic(gather, gather + reduce, 0.0, 0.0, int(m * (2 * weights + reduced) * part))
+
+
+def boundary_seconds(spec: RunSpec, layout: Layout, link: Link) -> float:
+    """One activation from stage to stage; Megatron's and nanotron's are cut over the tensor ranks where norms are."""
+    if layout.pipeline_parallel == 1:
+        return 0.0
+    return link.send(_boundary_bytes(spec, layout), layout.world_size // layout.pipeline_parallel)
+
+
+def sent_bytes(spec: RunSpec, layout: Layout, blocks: int, data: int) -> PerStepBytes:
+    """Bytes that a rank with ``blocks`` blocks sends per step, by axis."""
+    model, m = spec.transformer, layout.gradient_accumulation_steps
+    element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
+    payload = tokens * model.hidden_size * element
+    t, sp, cp, ep = layout.tensor_parallel, layout.sequence_parallel, layout.context_parallel, layout.expert_parallel
     # Two all-reduces forward and two backward per block; recomputation repeats the forward ones.
-    reductions = {"none": 4, "selective": 5, "full": 6}[layout.activation_checkpointing] * layers * micro_batches
-    tensor = reductions * 2 * _part(payload, t)
-    tensor_seconds = link.seconds(tensor, t, 1, reductions)
-
-    # Queries, keys, values and output change hands, forward and backward; each all-to-all sends (n - 1) / n.
-    heads = spec.transformer.num_attention_heads, spec.transformer.num_key_value_heads
-    width = (2 * heads[0] + 2 * heads[1]) * spec.transformer.head_dim // t
-    exchanged = 2 * layers * micro_batches * _part(tokens * width * element, sp)
-    # Context parallelism gathers keys and values of all ranks, and scatters their gradients.
-    keys = 2 * heads[1] * spec.transformer.head_dim // t
-    gathered = 2 * layers * micro_batches * tokens * keys * element * (cp - 1)
-    sequence = exchanged + gathered
-    sequence_seconds = link.seconds(exchanged, sp, t, 8 * layers * micro_batches) + link.seconds(
-        gathered, cp, t * sp, 4 * layers * micro_batches
-    )
-
-    # Each routed token travels to its experts and back, forward and backward.
-    routed = 4 * layers * micro_batches * _part(payload * max(1, spec.transformer.num_experts_per_tok), ep)
-    expert = routed if spec.transformer.num_experts else 0
-    expert_seconds = link.seconds(expert, ep, t, 4 * layers * micro_batches)
-
-    # One boundary each way and micro-batch, for every chunk of layers.
-    pipeline = 2 * micro_batches * payload * layout.virtual_pipeline if p > 1 else 0
-    pipeline_seconds = link.seconds(pipeline, p, t * sp * cp * layout.data_parallel, 2 * micro_batches)
-
-    data, messages = _data_bytes(spec, layout, shard)
-    data_seconds = link.seconds(data, zero_shards(layout), t, messages)
-    overlaps = layout.zero_stage >= 2
-    return Traffic(
-        sent=PerStepBytes(tensor=tensor, pipeline=pipeline, data=data, sequence=sequence, expert=expert),
-        blocking_seconds=tensor_seconds
-        + sequence_seconds
-        + expert_seconds
-        + pipeline_seconds
-        + (0.0 if overlaps else data_seconds),
-        overlapping_seconds=data_seconds if overlaps else 0.0,
+    reductions = {"none": 4, "selective": 4, "full": 6}[layout.activation_checkpointing] * blocks * m
+    keys = 2 * model.num_key_value_heads * model.head_dim // t
+    exchanged = 2 * blocks * m * _part(int(payload * _width(spec, t)), sp)
+    gathered = 2 * blocks * m * tokens * keys * element * (cp - 1)
+    routed = 4 * blocks * m * _part(payload * max(1, model.num_experts_per_tok), ep) if model.num_experts else 0
+    pipeline = 0
+    if layout.pipeline_parallel > 1:
+        pipeline = 2 * m * _boundary_bytes(spec, layout) * layout.virtual_pipeline
+    return PerStepBytes(
+        tensor=2 * reductions * _part(payload, t),
+        pipeline=pipeline,
+        data=data,
+        sequence=exchanged + gathered,
+        expert=routed,
     )
 
 
-def _data_bytes(spec: RunSpec, layout: Layout, shard: Shard) -> tuple[int, int]:
-    """Bytes for gradients and weights over the ZeRO ranks, and how many collectives carry them."""
-    ranks, micro_batches = zero_shards(layout), layout.gradient_accumulation_steps
-    training = spec.training
-    weights = _part(shard.parameters * weight_bytes(training.precision), ranks)
-    gradients = _part(shard.parameters * gradient_bytes(training.precision, training.grad_dtype), ranks)
-    buckets = 1 + shard.parameters // 200_000_000
-    if layout.zero_stage == 0:
-        return 2 * gradients, buckets  # one all-reduce of the accumulated gradients
-    if layout.zero_stage == 1:
-        # An all-reduce in the weights' type whatever grad_dtype is (engine.py communication_data_type), then a gather.
-        return 2 * weights + weights, 2 * buckets
-    if layout.zero_stage == 2:
-        # Every micro-batch is reduced, in the weights' type, and by an all-reduce: use_multi_rank_bucket_allreduce.
-        return 2 * weights * micro_batches + weights, buckets * (micro_batches + 1)
-    # Gathered forward, gathered backward, scattered: once per micro-batch, one block after another.
-    return 3 * weights * micro_batches, 3 * spec.transformer.num_hidden_layers * micro_batches
+def shards_norms(spec: RunSpec, layout: Layout) -> bool:
+    """Whether norms and residuals are cut over the tensor ranks too (arXiv:2205.05198); DeepSpeed's engine does not."""
+    wanted = spec.layout.tensor_sequence_parallel
+    if layout.tensor_parallel == 1:
+        return False
+    return spec.planner.framework in ("megatron", "nanotron", "fsdp") if wanted == "auto" else wanted
 
 
-class _Link:
-    """Time of a collective among ``ranks`` that lie ``stride`` ranks apart."""
+def exposed(communication: float, compute: float, overlap: float) -> float:
+    """What communication adds to compute, if a share ``overlap`` of it may run beside: the rest, and contention."""
+    beside = min(communication * overlap, compute)
+    return communication - beside + CONTENTION * beside
 
-    def __init__(self, spec: RunSpec, device: Accelerator) -> None:
-        self.per_node = spec.cluster.gpus_per_node
-        self.intra = device.intra_node_bandwidth * _INTRA_EFFICIENCY
-        given = spec.cluster.inter_node_bandwidth
-        self.inter = (50e9 if given == "auto" else max(given, 1.0)) * _INTER_EFFICIENCY
 
-    def seconds(self, sent_bytes: int, ranks: int, stride: int, messages: int) -> float:
-        """A group with k ranks per node drives k network cards, so its rate is k times one card's, or NVLink's."""
-        if ranks <= 1 or not sent_bytes:
-            return 0.0
-        hops = (ranks - 1).bit_length()
-        if ranks * stride <= self.per_node:
-            return sent_bytes / self.intra + messages * hops * _INTRA_LATENCY_SECONDS
-        in_node = max(1, self.per_node // stride)
-        rate = min(self.intra, self.inter * in_node) if in_node > 1 else self.inter
-        return sent_bytes / rate + messages * hops * _INTER_LATENCY_SECONDS
+def _gradient_bytes(spec: RunSpec, habits: Habits) -> int:
+    given = gradient_bytes(spec.training.precision, spec.training.grad_dtype)
+    if habits.gradient_reduced is None:
+        return given
+    return min(4, habits.gradient_reduced) if weight_bytes(spec.training.precision) == 2 else 4
+
+
+def _boundary_bytes(spec: RunSpec, layout: Layout) -> int:
+    cut = layout.tensor_parallel if shards_norms(spec, layout) else 1
+    element = weight_bytes(spec.training.precision)
+    return local_tokens(spec, layout) * spec.transformer.hidden_size * element // cut
+
+
+def _width(spec: RunSpec, tensor: int) -> float:
+    """Channels of queries, keys, values and output of a tensor rank, as a multiple of the hidden size."""
+    model = spec.transformer
+    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
+    return heads * model.head_dim / tensor / model.hidden_size
 
 
 def _part(count: int, ranks: int) -> int:

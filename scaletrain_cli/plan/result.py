@@ -93,8 +93,22 @@ class Memory(StageMemory):
 
 
 @dataclass(frozen=True)
+class StageTime:
+    """Seconds that one pipeline stage takes for one micro-batch, communication and waiting for the host included."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
 class Time:
-    """Seconds per optimizer step, and what follows from them. ``mfu`` counts model FLOPs, ``hfu`` recompute too."""
+    """Seconds per optimizer step, and what follows from them.
+
+    ``step`` is the sum of compute (of the busiest stage, recomputation and waiting for the host included),
+    exposed_communication, bubble, optimizer and data_wait; ``recompute`` is a part of compute. ``mfu`` counts the
+    model's FLOPs with attention unmasked (PaLM, arXiv:2204.02311, appendix B), ``hfu`` those computed again too.
+    ``by_stage``: of the first 64 stages.
+    """
 
     step: float
     compute: float
@@ -107,6 +121,9 @@ class Time:
     mfu: float
     hfu: float
     to_train: float
+    samples_per_second: float = 0.0
+    recompute: float = 0.0
+    by_stage: tuple[StageTime, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,133 +1,227 @@
-"""A first step-time model: work over the device's rates, plus what communication leaves exposed. Knows no memory.
+"""Seconds of one optimizer step by cause, from kernels, communication and the pipeline's schedule. Knows no memory.
 
-Against 67 published runs of GPT-like models on A100 and H100 it errs by 9 % on average and 33 % at worst, with the two
-devices' shares of the peak and the width below fitted to them. Use it to rank layouts, not to promise dates.
+Each stage computes and communicates for one micro-batch (block_time.py, communication.py); the host must issue its
+kernels in that time or the GPU waits for it; the schedule puts the stages together (pipeline_time.py); gradients,
+optimizer and data come once per step.
 """
 
 from __future__ import annotations
 
-from scaletrain_cli.plan.activations import checkpointed_blocks
-from scaletrain_cli.plan.architecture import (
-    architecture,
-    block_attention_flops,
-    head_flops,
-    training_flops_per_token,
-)
-from scaletrain_cli.plan.communication import OVERLAP, step_traffic
-from scaletrain_cli.plan.hardware import Accelerator
-from scaletrain_cli.plan.memory import local_tokens, stage_layers, stage_shard, zero_shards
-from scaletrain_cli.plan.result import Layout, Network, Time
-from scaletrain_cli.plan.states import weight_bytes
-from scaletrain_cli.spec import RunSpec
+from dataclasses import dataclass
+from functools import lru_cache
 
-# Share of the memory bandwidth that element-wise kernels reach; stated, not measured.
-_MEMORY_EFFICIENCY = 0.8
-# Narrow matrices do not fill a GPU: at this width they run at half the rate of wide ones (fitted, see above).
-_HALF_RATE_WIDTH = 192
-# Operations of one block, forward and backward, and what the host needs to issue one; between two micro-batches the
-# queue runs dry while Python and DeepSpeed prepare the next. Orders of magnitude, stated, not measured.
-_OPERATIONS_PER_BLOCK = {"llama": 120, "gpt": 40}
-_ISSUE_SECONDS = 8e-6
-_MICRO_BATCH_SECONDS = 2e-3
-# Bytes that AdamW, clipping and the norm move per parameter of the partition: weights, gradient and two moments read,
-# three written back, the gradient read and written again for the norm and the clip, all fp32; and the 16-bit copy.
-_OPTIMIZER_BYTES = 4 * (4 + 3 + 3) + 2
+from scaletrain_cli.plan.architecture import Architecture, architecture, training_flops_per_token
+from scaletrain_cli.plan.block_time import PartTime, Slice, block_time, embedding_time, head_time
+from scaletrain_cli.plan.communication import (
+    BlockTraffic,
+    block_traffic,
+    boundary_seconds,
+    data_traffic,
+    exposed,
+    sent_bytes,
+    shards_norms,
+)
+from scaletrain_cli.plan.framework_time import HABITS, Habits
+from scaletrain_cli.plan.hardware import Accelerator
+from scaletrain_cli.plan.kernels import Rates, rates
+from scaletrain_cli.plan.memory import local_tokens, zero_shards
+from scaletrain_cli.plan.networks import Link, cluster_link
+from scaletrain_cli.plan.offload_time import offload_seconds
+from scaletrain_cli.plan.pipeline_time import blocks_by_stage, one_forward_one_backward
+from scaletrain_cli.plan.recompute import recompute_flops_per_token, recompute_seconds, recomputed_forwards
+from scaletrain_cli.plan.result import Layout, Network, StageTime, Time
+from scaletrain_cli.spec import ModelSpec, RunSpec
+
+# A plan shows this many stages one by one; nobody runs more, and a typing slip must end soon.
+_MOST_STAGES = 64
+# Tokens on disk: 16 bits up to this vocabulary, 32 above; storage that a node reads from, unless the spec says.
+_SMALL_VOCABULARY = 65536
+_STORAGE_BANDWIDTH = 1e9
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One pipeline stage and micro-batch: GPU seconds forward, backward and again; host; exposed communication."""
+
+    forward: float
+    backward: float
+    again: float
+    communication: float
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        """Of forward and backward: the device's, unless the host cannot issue its kernels that fast."""
+        return max(self.forward + self.backward + self.again + self.communication, self.host)
 
 
 def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
     """Seconds per optimizer step by cause, and what follows; and the traffic of the busiest rank."""
-    micro_batches, stages = layout.gradient_accumulation_steps, layout.pipeline_parallel
-    compute = micro_batches * _micro_batch_seconds(spec, layout, device)
-    # 1F1B idles (p - 1) / (m v) of the compute (arXiv:2104.04473, section 2.2).
-    bubble = compute * (stages - 1) / (micro_batches * layout.virtual_pipeline)
-    whole = architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
-    shard = stage_shard(whole, layout, 0)
-    traffic = step_traffic(spec, layout, device, shard, stage_layers(whole.layers, stages, 0))
-    hidden = min(traffic.overlapping_seconds * OVERLAP, compute * OVERLAP)
-    exposed = traffic.blocking_seconds + traffic.overlapping_seconds - hidden
-    updated = shard.parameters if layout.zero_stage == 0 else -(-shard.parameters // zero_shards(layout))
-    optimizer = updated * _OPTIMIZER_BYTES / (device.memory_bandwidth * _MEMORY_EFFICIENCY)
-    # The corpus is memory-mapped tokens: reading one batch costs next to nothing beside a step.
-    step = compute + bubble + exposed + optimizer
-    tokens = layout.global_batch_size * spec.transformer.seq_len
-    executed = tokens * (_dense_flops_per_token(spec, layout) + _attention_flops_per_token(spec, layout))
-    needed = tokens * training_flops_per_token(spec.transformer)
+    model, habits = spec.transformer, HABITS[spec.planner.framework]
+    rate, link = rates(device, spec.training.precision), cluster_link(spec.cluster, device)
+    whole = _architecture(model, layout.tensor_parallel, layout.expert_parallel)
+    blocks = blocks_by_stage(model, layout.pipeline_parallel, habits.balances_stages)
+    stages = _stages(spec, layout, device, rate, link, habits, whole, blocks)
+    m = layout.gradient_accumulation_steps
+    schedule = one_forward_one_backward([stage.seconds for stage in stages], m, layout.virtual_pipeline)
+    busiest, index = stages[schedule.slowest], schedule.slowest
+    parameters = _stage_parameters(whole, model, blocks, index)
+    data = data_traffic(spec, layout, link, parameters, blocks[index])
+    reduce = exposed(data.reduce, busiest.backward + busiest.again, habits.reduce_overlap)
+    communication = min(m * busiest.communication, schedule.busy) + reduce + data.gather
+    compute = schedule.busy - min(m * busiest.communication, schedule.busy)
+    optimizer = _optimizer_seconds(spec, layout, device, rate, habits, parameters)
+    step = compute + schedule.bubble + communication + optimizer
+    waited = _data_wait(spec, layout, step)
+    step += waited
+    tokens = layout.global_batch_size * model.seq_len
+    needed = tokens * training_flops_per_token(model)
+    executed = needed + tokens * recompute_flops_per_token(spec, layout)
     peak = layout.world_size * device.peak_flops(spec.training.precision)
     time = Time(
         step=step,
         compute=compute,
-        exposed_communication=exposed,
-        bubble=bubble,
+        exposed_communication=communication,
+        bubble=schedule.bubble,
         optimizer=optimizer,
-        data_wait=0.0,
+        data_wait=waited,
         tokens_per_second=tokens / step,
         tokens_per_second_per_gpu=tokens / step / layout.world_size,
         mfu=needed / step / peak,
         hfu=executed / step / peak,
         to_train=step * spec.total_steps,
+        samples_per_second=layout.global_batch_size / step,
+        recompute=m * busiest.again,
+        by_stage=tuple(_stage_time(stage) for stage in stages[:_MOST_STAGES]),
     )
-    return time, Network(traffic.sent)
+    return time, Network(sent_bytes(spec, layout, blocks[index], data.sent))
 
 
-def _micro_batch_seconds(spec: RunSpec, layout: Layout, device: Accelerator) -> float:
-    """Forward and backward of one micro-batch on one rank: matrices at the device's rate, the rest at its memory's."""
-    model, t = spec.transformer, layout.tensor_parallel
-    tokens = local_tokens(spec, layout)
-    share = tokens / t / layout.pipeline_parallel
-    peak = device.peak_flops(spec.training.precision)
-    dense_rate = peak * device.achievable_fraction
-    if not device.is_cpu:
-        dense_rate *= model.hidden_size / t / (model.hidden_size / t + _HALF_RATE_WIDTH)
-    matrices = share * _dense_flops_per_token(spec, layout) / dense_rate
-    # A causal kernel computes half of the scores.
-    matrices += share * _attention_flops_per_token(spec, layout) / 2 / (peak * device.attention_fraction)
-    element = weight_bytes(spec.training.precision)
-    moved = share * _elementwise_bytes_per_token(spec, element) * _passes(spec, layout)
-    elementwise = moved / (device.memory_bandwidth * _MEMORY_EFFICIENCY)
-    if device.is_cpu:
-        return matrices + elementwise
-    blocks = stage_layers(model.num_hidden_layers, layout.pipeline_parallel, 0)
-    issued = blocks * _OPERATIONS_PER_BLOCK[model.family] * _passes(spec, layout) / 3 * _ISSUE_SECONDS
-    return max(matrices + elementwise, issued) + _MICRO_BATCH_SECONDS
+def _stages(
+    spec: RunSpec,
+    layout: Layout,
+    device: Accelerator,
+    rate: Rates,
+    link: Link,
+    habits: Habits,
+    whole: Architecture,
+    blocks: tuple[int, ...],
+) -> list[_Stage]:
+    model, last = spec.transformer, len(blocks) - 1
+    cut = _slice(spec, layout, device)
+    traffic = block_traffic(spec, layout, link)
+    boundary = boundary_seconds(spec, layout, link) * layout.virtual_pipeline * (1 - habits.pipeline_overlap)
+    head, embedding = head_time(model, cut, habits, rate), embedding_time(model, cut, rate)
+    known: dict[tuple[int, int, bool, bool], _Stage] = {}
+    found, first = [], 0
+    for index, count in enumerate(blocks):
+        dense = max(0, min(first + count, whole.dense_layers) - first)
+        first += count
+        key = (count, dense, index == 0, index == last)
+        if key not in known:
+            ends = [part for part, here in ((embedding, index == 0), (head, index == last)) if here]
+            # Each stage receives and sends, forward and backward; the ends do half of it.
+            transfers = boundary * (2 * (last > 0) + 2 * (0 < index < last))
+            parameters = _stage_parameters(whole, model, blocks, index)
+            known[key] = _stage(
+                spec, layout, rate, link, habits, cut, traffic, (dense, count - dense), ends, transfers, parameters
+            )
+        found.append(known[key])
+    return found
 
 
-def _passes(spec: RunSpec, layout: Layout) -> float:
-    """Forwards' worth of work per step: 3, and up to 4 where blocks are computed twice (arXiv:2205.05198)."""
-    layers = spec.transformer.num_hidden_layers
-    return 3 + checkpointed_blocks(layers, layout.activation_checkpointing) / layers
+def _stage(
+    spec: RunSpec,
+    layout: Layout,
+    rate: Rates,
+    link: Link,
+    habits: Habits,
+    cut: Slice,
+    traffic: BlockTraffic,
+    blocks: tuple[int, int],
+    ends: list[PartTime],
+    transfers: float,
+    parameters: int,
+) -> _Stage:
+    """One stage of so many dense blocks and blocks with experts."""
+    model, count = spec.transformer, sum(blocks)
+    parts = [block_time(model, cut, habits, rate, kind) if blocks[kind] else None for kind in (False, True)]
+    held = [(blocks[kind], part) for kind, part in enumerate(parts) if part is not None]
+    forward = sum(n * part.forward for n, part in held) + sum(part.forward for part in ends)
+    backward = sum(n * part.backward for n, part in held) + sum(part.backward for part in ends)
+    backward += parameters * habits.accumulate / rate.memory
+    again = sum(n * recompute_seconds(spec, layout, part) for n, part in held)
+    forwards = recomputed_forwards(spec, layout)
+    data = data_traffic(spec, layout, link, parameters, count)
+    communication = count * (traffic.forward * (1 + forwards) + traffic.backward)
+    communication += blocks[1] * traffic.experts * (2 + forwards) + transfers
+    communication += exposed(data.forward, forward, habits.reduce_overlap)
+    communication += exposed(data.backward, backward + again, habits.reduce_overlap)
+    if rate.is_cpu:
+        return _Stage(forward, backward, again, communication, 0.0)
+    host = count * (habits.forward_host * (1 + forwards) + habits.backward_host) + habits.micro_batch_host
+    if layout.tensor_parallel > 1:
+        host += count * habits.tensor_host
+        if layout.pipeline_parallel > 1 and layout.world_size > spec.cluster.gpus_per_node:
+            host += count * layout.tensor_parallel * habits.stage_stall
+    return _Stage(forward, backward, again, communication, host)
 
 
-def _dense_flops_per_token(spec: RunSpec, layout: Layout) -> float:
-    """Forward, backward and recomputation of all matrix products but those of attention."""
+def _slice(spec: RunSpec, layout: Layout, device: Accelerator) -> Slice:
     model = spec.transformer
-    blocks = training_flops_per_token(model) / 3 - head_flops(model)
-    blocks -= model.num_hidden_layers * block_attention_flops(model)
-    return _passes(spec, layout) * blocks + 3 * head_flops(model)
+    expert_tensor = spec.layout.expert_tensor_parallel
+    wanted = spec.planner.attention
+    grouped = model.num_key_value_heads != model.num_attention_heads
+    flash = device.fuses_attention(spec.training.precision, model.head_dim, grouped)
+    return Slice(
+        tokens=local_tokens(spec, layout),
+        keys=model.seq_len,
+        tensor=layout.tensor_parallel,
+        sequence=layout.sequence_parallel,
+        expert=layout.expert_parallel,
+        expert_tensor=layout.tensor_parallel if expert_tensor == "auto" else expert_tensor,
+        sharded_norms=shards_norms(spec, layout),
+        flash=flash if wanted == "auto" else wanted == "flash",
+        compiled=spec.training.compile,
+    )
 
 
-def _attention_flops_per_token(spec: RunSpec, layout: Layout) -> float:
-    """The same for scores and weighted sums, counted unmasked."""
-    return _passes(spec, layout) * spec.transformer.num_hidden_layers * block_attention_flops(spec.transformer)
+@lru_cache(maxsize=1024)
+def _architecture(model: ModelSpec, tensor: int, expert: int) -> Architecture:
+    return architecture(model, tensor, expert)
 
 
-def _elementwise_bytes_per_token(spec: RunSpec, element: int) -> int:
-    """Memory traffic of one forward pass outside matrix products.
+def _stage_parameters(whole: Architecture, model: ModelSpec, blocks: tuple[int, ...], index: int) -> int:
+    """Parameters on one tensor and expert rank of a stage."""
+    found = whole.blocks_parameters(sum(blocks[:index]), blocks[index])
+    if index == 0:
+        found += whole.embedding
+    if index == len(blocks) - 1:
+        tied_copy = whole.embedding if not whole.head and len(blocks) > 1 else 0
+        found += whole.final_norm + whole.head + tied_copy
+    return found
 
-    Eager, each operation of the engine's model reads and writes its tensors: RMSNorm and rotation compute in fp32 step
-    by step, residual additions move 3 elements, SwiGLU 5, GELU and LayerNorm 2. Compiled, chains become one kernel.
-    The loss moves 12 bytes per vocabulary entry forward, and twice that backward.
-    """
-    model, compiled = spec.transformer, spec.training.compile
-    inner = model.intermediate_size
-    if model.num_experts:
-        inner = (model.moe_intermediate_size or inner) * model.num_experts_per_tok
-    if model.family == "gpt":
-        per_block = element * ((2 * 2 + 2 * 3) * model.hidden_size + 2 * inner)
-    else:
-        wide = element == 2  # conversions to fp32 and back
-        norm = 2 * element if compiled else (36 if wide else 28)
-        rotation = 2 * element if compiled else (58 if wide else 40)
-        rotated = (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
-        per_block = (2 * norm + 6 * element) * model.hidden_size + rotation * rotated
-        per_block += (3 if compiled else 5) * element * inner
-    return model.num_hidden_layers * per_block + 12 * model.vocab_size
+
+def _optimizer_seconds(
+    spec: RunSpec, layout: Layout, device: Accelerator, rate: Rates, habits: Habits, parameters: int
+) -> float:
+    updated = parameters if layout.zero_stage == 0 else -(-parameters // zero_shards(layout))
+    host = 0.0 if rate.is_cpu else habits.step_host
+    if layout.offload != "none":
+        return host + offload_seconds(spec, layout, device, updated)
+    return host + updated * habits.optimizer / rate.memory
+
+
+def _data_wait(spec: RunSpec, layout: Layout, step: float) -> float:
+    """Seconds that a step waits for its tokens: read ahead by a node's loaders, they only matter on slow storage."""
+    given = spec.cluster.storage_bandwidth
+    size = 2 if spec.transformer.vocab_size <= _SMALL_VOCABULARY else 4
+    read = size * layout.global_batch_size * (spec.transformer.seq_len + 1) / spec.cluster.nodes
+    return max(0.0, read / (_STORAGE_BANDWIDTH if given == "auto" else max(given, 1.0)) - step)
+
+
+def _stage_time(stage: _Stage) -> StageTime:
+    """Communication and waiting for the host fall on both passes in proportion."""
+    compute = stage.forward + stage.backward + stage.again
+    forward = stage.forward / compute if compute else 0.5
+    return StageTime(stage.seconds * forward, stage.seconds * (1 - forward))

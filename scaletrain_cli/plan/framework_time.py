@@ -1,0 +1,140 @@
+"""How each framework spends time around its matrix products: host work, memory traffic, overlap. Knows no device.
+
+Each figure is counted in the framework's source or read off measured runs, as its comment says. Host figures hold for
+server CPUs of the years of the runs (2020 to 2024); they matter where micro-batches are too small to keep a GPU busy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Habits:
+    """One framework. Bytes per element are for 16-bit elements and double in fp32."""
+
+    # Host seconds to issue one block's forward and backward, and what tensor parallelism adds to both together.
+    forward_host: float
+    backward_host: float
+    tensor_host: float
+    # Host seconds once per micro-batch (embedding, head, loss, schedule) and once per step (clipping, optimizer, log).
+    micro_batch_host: float
+    step_host: float
+    # Bytes per token and channel of one block that norms and residual sums move, forward and backward.
+    norm_forward: float
+    norm_backward: float
+    # Bytes per token and inner channel of the activation: gated and plain, forward and backward.
+    gated: tuple[float, float]
+    plain: tuple[float, float]
+    # Bytes per token and query or key channel to rotate them, forward and backward.
+    rotary: tuple[float, float]
+    # Bytes per token and vocabulary entry of the loss, forward and backward.
+    loss: tuple[float, float]
+    # Bytes per parameter and micro-batch to add its gradient to the accumulated one.
+    accumulate: float
+    # Bytes per parameter that the optimizer updates: states, gradient, clipping, casts.
+    optimizer: float
+    # Share of the tensor-parallel traffic that hides behind the products beside it.
+    tensor_overlap: float
+    # Bytes per parameter of the reduced gradient and of the gathered weight; None: as the spec says.
+    gradient_reduced: int | None
+    # Share of the data-parallel reduction that may hide behind the backward pass of the last micro-batch.
+    reduce_overlap: float
+    # Whether sends and receives between stages hide behind compute.
+    pipeline_overlap: float
+    # Blocks are spread over stages by cost, the head's included; otherwise by number.
+    balances_stages: bool
+    # Host seconds per block and tensor rank, where a pipeline reaches over nodes.
+    stage_stall: float = 0.0
+
+
+# Our engine: eager PyTorch modules under DeepSpeed 0.19. RMSNorm and rotation compute in fp32 step by step; ZeRO's
+# reduction runs through Python hooks.
+_DEEPSPEED = Habits(
+    forward_host=0.75e-3,
+    backward_host=1.1e-3,
+    tensor_host=0.4e-3,
+    micro_batch_host=4e-3,
+    step_host=25e-3,
+    norm_forward=84.0,
+    norm_backward=110.0,
+    gated=(10.0, 18.0),
+    plain=(4.0, 6.0),
+    rotary=(29.0, 29.0),
+    loss=(18.0, 20.0),
+    accumulate=12.0,
+    optimizer=50.0,
+    tensor_overlap=0.0,
+    gradient_reduced=2,
+    reduce_overlap=0.7,
+    pipeline_overlap=0.0,
+    balances_stages=False,
+)
+# PyTorch FSDP: eager modules, CPU time for the hooks of each unit; prefetches the next block's weights.
+_FSDP = Habits(
+    forward_host=0.8e-3,
+    backward_host=1.2e-3,
+    tensor_host=0.4e-3,
+    micro_batch_host=4e-3,
+    step_host=20e-3,
+    norm_forward=16.0,
+    norm_backward=20.0,
+    gated=(10.0, 18.0),
+    plain=(4.0, 6.0),
+    rotary=(20.0, 20.0),
+    loss=(18.0, 20.0),
+    accumulate=8.0,
+    optimizer=44.0,
+    tensor_overlap=0.2,
+    gradient_reduced=None,
+    reduce_overlap=0.9,
+    pipeline_overlap=0.3,
+    balances_stages=False,
+)
+# Megatron-LM: fused softmax, bias-GeLU, bias-dropout-add and norms; weight gradients accumulate in the product.
+_MEGATRON = Habits(
+    forward_host=0.85e-3,
+    backward_host=1.2e-3,
+    tensor_host=0.15e-3,
+    micro_batch_host=5e-3,
+    step_host=10e-3,
+    norm_forward=14.0,
+    norm_backward=20.0,
+    gated=(6.0, 10.0),
+    plain=(4.0, 6.0),
+    rotary=(4.0, 4.0),
+    loss=(26.0, 14.0),
+    accumulate=8.0,
+    optimizer=44.0,
+    tensor_overlap=0.0,
+    gradient_reduced=None,
+    reduce_overlap=0.0,
+    pipeline_overlap=0.0,
+    balances_stages=False,
+)
+# nanotron: Triton RMSNorm, flash-attention with its rotation, eager SwiGLU and loss; gradients in fp32 are added by a
+# hook and reduced with the last micro-batch (optim/gradient_accumulator.py). Stages are balanced by cost
+# (models/base.py build_model). Sends and receives block, after two messages of metadata (pipeline_parallel/p2p.py).
+_NANOTRON = Habits(
+    forward_host=1.3e-3,
+    backward_host=2.0e-3,
+    tensor_host=1.1e-3,
+    micro_batch_host=2e-3,
+    step_host=30e-3,
+    norm_forward=20.0,
+    norm_backward=30.0,
+    gated=(10.0, 26.0),
+    plain=(4.0, 6.0),
+    rotary=(8.0, 8.0),
+    loss=(40.0, 16.0),
+    accumulate=12.0,
+    optimizer=50.0,
+    tensor_overlap=0.3,
+    gradient_reduced=4,
+    reduce_overlap=0.8,
+    pipeline_overlap=0.0,
+    balances_stages=True,
+    stage_stall=2.5e-3,
+)
+
+HABITS = {"deepspeed": _DEEPSPEED, "fsdp": _FSDP, "megatron": _MEGATRON, "nanotron": _NANOTRON}

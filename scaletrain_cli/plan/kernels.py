@@ -1,0 +1,135 @@
+"""How long a kernel runs on a device: matrix products by size, attention, and kernels that only move memory.
+
+Rates by GPU generation, with sources, are in kernel_rates.json. Knows nothing of models, frameworks or networks.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any
+
+from scaletrain_cli.plan.hardware import Accelerator
+
+# Tiles that a multiprocessor may work on, as parts of the largest: rows, columns, and the share of the rate that the
+# smaller one keeps, because it reads more for each product (CUTLASS, "Efficient GEMM in CUDA"; order of magnitude).
+_TILES = ((1, 1, 1.0), (2, 1, 0.93), (2, 2, 0.8), (4, 2, 0.6))
+# A causal kernel wastes half of the blocks on the diagonal and starves on short sequences: the length at which it runs
+# at half its rate (FlashAttention-2, arXiv:2307.08691, figures 5 and 6: 512 to 16k).
+_ATTENTION_HALF_LENGTH = 500
+# Share of its rate that attention keeps at a smaller head (the same figures: head size 64 against 128).
+_SMALL_HEAD = ((128, 1.0), (96, 0.95), (64, 0.82), (0, 0.6))
+# Bytes per score that unfused attention moves, forward and backward, in 16 bits: the products read or write them, the
+# scaled masked softmax reads and writes them (apex, scaled_upper_triang_masked_softmax), dropout too, with its mask.
+_SCORE_BYTES = (8, 14)
+_DROPOUT_BYTES = (5, 5)
+# Of a device that was described without them.
+_USUAL_MULTIPROCESSORS = 100
+# A batch of small products per head runs at this share of the rate of large ones.
+_BATCHED_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device sustains at one precision: FLOP/s and bytes/s."""
+
+    matmul: float
+    multiprocessors: int
+    tile_rows: int
+    tile_columns: int
+    depth: int
+    attention_forward: float
+    attention_backward: float
+    memory: float
+    kernel_seconds: float
+    element_bytes: int
+    is_cpu: bool
+
+
+def rates(device: Accelerator, precision: str) -> Rates:
+    """The device's rates at a precision. fp8 speeds up matrix products, not attention, which stays in 16 bits."""
+    row = _generation(device.name)
+    peak = device.peak_flops(precision)
+    attention_peak = device.peak_flops("bf16" if precision == "fp8" and "bf16" in device.flops else precision)
+    if device.is_cpu:
+        share = device.achievable_fraction, device.attention_fraction, device.attention_fraction
+    else:
+        share = row["matmul"], row["attention_forward"], row["attention_backward"]
+    return Rates(
+        matmul=peak * share[0],
+        multiprocessors=device.multiprocessors or _USUAL_MULTIPROCESSORS,
+        tile_rows=row["tile"][0],
+        tile_columns=row["tile"][1],
+        depth=row["depth"],
+        attention_forward=attention_peak * share[1],
+        attention_backward=attention_peak * share[2],
+        memory=device.memory_bandwidth * row["memory"],
+        kernel_seconds=0.0 if device.is_cpu else row["kernel_seconds"],
+        element_bytes=4 if precision in ("fp32", "tf32") else 2,
+        is_cpu=device.is_cpu,
+    )
+
+
+@lru_cache(maxsize=16384)
+def matmul_seconds(rows: int, inner: int, columns: int, rate: Rates) -> float:
+    """One product of (rows x inner) by (inner x columns).
+
+    Work comes in tiles and tiles in waves of one per multiprocessor, so the last wave idles; a short inner dimension
+    does not hide filling the pipeline; thin products are bound by memory (NVIDIA, Matrix Multiplication Background
+    User's Guide).
+    """
+    if rate.is_cpu:
+        return 2.0 * rows * inner * columns / rate.matmul
+    best = float("inf")
+    for cut_rows, cut_columns, share in _TILES:
+        tile_rows, tile_columns = rate.tile_rows // cut_rows, rate.tile_columns // cut_columns
+        tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
+        waves = -(-tiles // rate.multiprocessors)
+        # Large products balance their last wave by splitting it (stream-K, arXiv:2301.03598); small ones cannot.
+        waves_run = waves if waves <= 2 else tiles / rate.multiprocessors + 0.5
+        best = min(best, waves_run * tile_rows * tile_columns / share)
+    flops = 2.0 * best * rate.multiprocessors * (inner + rate.depth)
+    moved = rate.element_bytes * (rows * inner + inner * columns + rows * columns)
+    return max(flops / rate.matmul, moved / rate.memory) + rate.kernel_seconds
+
+
+def memory_seconds(moved_bytes: float, kernels: float, rate: Rates) -> float:
+    """Kernels that read and write ``moved_bytes`` in all."""
+    return moved_bytes / rate.memory + kernels * rate.kernel_seconds
+
+
+def flash_attention_seconds(
+    queries: int, keys: int, heads: int, score_size: int, value_size: int, rate: Rates
+) -> tuple[float, float]:
+    """Forward and backward of fused causal attention: ``queries`` rows in all, each against ``keys`` positions.
+
+    Forward two products over the causal half, backward five of the same size (arXiv:2307.08691, section 4.1).
+    """
+    flops = 1.0 * queries * keys * heads * (score_size + value_size)
+    if rate.is_cpu:
+        return flops / rate.attention_forward, 2.5 * flops / rate.attention_backward
+    share = keys / (keys + _ATTENTION_HALF_LENGTH)
+    share *= next(kept for size, kept in _SMALL_HEAD if score_size >= size)
+    forward = flops / (rate.attention_forward * share) + rate.kernel_seconds
+    return forward, 2.5 * flops / (rate.attention_backward * share) + 3 * rate.kernel_seconds
+
+
+def materialised_attention_seconds(
+    queries: int, keys: int, heads: int, score_size: int, value_size: int, dropout: bool, rate: Rates
+) -> tuple[float, float]:
+    """Forward and backward of attention that keeps its matrix of scores; nothing of the masked half is saved."""
+    scores = 1.0 * queries * keys * heads
+    scale = rate.element_bytes / 2
+    flops = 2.0 * scores * (score_size + value_size) / (rate.matmul * _BATCHED_SHARE)
+    moved = [count + (extra if dropout else 0) for count, extra in zip(_SCORE_BYTES, _DROPOUT_BYTES, strict=True)]
+    forward = flops + memory_seconds(scale * moved[0] * scores, 4, rate)
+    return forward, 2 * flops + memory_seconds(scale * moved[1] * scores, 7, rate)
+
+
+@cache
+def _generation(name: str) -> dict[str, Any]:
+    text = files("scaletrain_cli.plan").joinpath("kernel_rates.json").read_text(encoding="utf-8")
+    generations: dict[str, dict[str, Any]] = json.loads(text)["generations"]
+    return next(row for row in generations.values() if name.startswith(tuple(row["prefixes"])))

@@ -1,0 +1,52 @@
+"""How long a pipeline of unequal stages takes, and which blocks each stage holds. Knows no kernels and no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from scaletrain_cli.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Seconds of one step's forwards and backwards: of the busiest stage, and what it waits for the others."""
+
+    busy: float
+    bubble: float
+    slowest: int  # index of the busiest stage
+
+
+def one_forward_one_backward(stages: Sequence[float], micro_batches: int, chunks: int = 1) -> Schedule:
+    """1F1B over stages that take ``stages`` seconds each for one micro-batch, forward and backward.
+
+    The slowest stage runs all micro-batches without a pause, after the first has come down to it and before the last
+    has gone back up: m times its own time, and once that of each other stage. With equal stages this is the
+    (p - 1) / m of arXiv:2104.04473, section 2.2; with v chunks per stage the way is a v-th as long.
+    """
+    slowest = max(range(len(stages)), key=stages.__getitem__)
+    others = sum(stages) - stages[slowest]
+    return Schedule(micro_batches * stages[slowest], others / chunks, slowest)
+
+
+@lru_cache(maxsize=4096)
+def blocks_by_stage(model: ModelSpec, stages: int, balanced: bool) -> tuple[int, ...]:
+    """Blocks on each pipeline stage.
+
+    By number, the first stages take what does not divide. ``balanced``: by cost, as nanotron does (models/base.py
+    build_model): a stage ends at the block with which the cost so far passes its share; the head costs what it weighs.
+    """
+    layers = model.num_hidden_layers
+    if not balanced or stages == 1:
+        return tuple(layers // stages + (1 if index < layers % stages else 0) for index in range(stages))
+    block = model.hidden_size * (
+        4 * model.num_attention_heads * model.head_dim + (3 if model.has_gated_mlp else 2) * model.intermediate_size
+    )
+    total = layers * block + model.vocab_size * model.hidden_size
+    counts, stage = [0] * stages, 0
+    for index in range(layers):
+        if stage < stages - 1 and (index + 1) * block > total * (stage + 1) / stages:
+            stage += 1
+        counts[stage] += 1
+    return tuple(counts)
