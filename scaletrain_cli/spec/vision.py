@@ -25,6 +25,9 @@ class ResNetSpec(Section):
     hidden_sizes: Widths
     depths: Depths
     layer_type: Literal["basic", "bottleneck"] = "bottleneck"
+    memory_format: Literal["channels_last", "contiguous_format"] = Field(
+        default="channels_last", description="as torch names them; matrix units need channels_last, or copies"
+    )
     num_channels: Whole = 3
     num_labels: Whole = 1000
     image_size: ImageSize = 224

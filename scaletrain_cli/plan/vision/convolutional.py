@@ -25,12 +25,12 @@ _EXPANSION = 4
 
 def resnet(model: ResNetSpec) -> Network:
     """The 7 x 7 stem with its pooling, the stages, and the classifier."""
-    width, side = model.embedding_size, _halved(model.image_size)
+    width, side, last = model.embedding_size, _halved(model.image_size), model.memory_format == "channels_last"
     pooled = _halved(side)
     image = Operation(kept=model.num_channels * model.image_size**2)
     stem = (
         image,
-        *_conv_norm(model.num_channels, width, 7, model.image_size**2, side**2),
+        *_conv_norm(model.num_channels, width, 7, model.image_size**2, side**2, last),
         activation(width * side**2),
         max_pool(width, side**2, pooled**2),
     )
@@ -38,45 +38,48 @@ def resnet(model: ResNetSpec) -> Network:
     layer = _bottleneck if model.layer_type == "bottleneck" else _basic
     for index, (features, depth) in enumerate(zip(model.hidden_sizes, model.depths, strict=True)):
         out = side if index == 0 else _halved(side)
-        blocks.append(Block(layer(channels, features, side, out), input=channels * side**2))
+        blocks.append(Block(layer(channels, features, side, out, last), input=channels * side**2))
         if depth > 1:
-            blocks.append(Block(layer(features, features, out, out), depth - 1, input=features * out**2))
+            blocks.append(Block(layer(features, features, out, out, last), depth - 1, input=features * out**2))
         side, channels = out, features
     pooling = Operation(kept=channels, inputs=channels * side**2, outputs=channels, moved_back=channels * side**2)
     blocks.append(Block((pooling, linear(1, channels, model.num_labels))))
     return Network(tuple(blocks), classes=model.num_labels)
 
 
-def _conv_norm(channels: int, features: int, kernel: int, pixels: int, out: int) -> tuple[Operation, Operation]:
-    return convolution(channels, features, kernel, pixels, out, bias=False), batch_norm(features, out)
+def _conv_norm(
+    channels: int, features: int, kernel: int, pixels: int, out: int, last: bool
+) -> tuple[Operation, Operation]:
+    dense = convolution(channels, features, kernel, pixels, out, bias=False, channels_last=last)
+    return dense, batch_norm(features, out)
 
 
-def _bottleneck(channels: int, features: int, side: int, out: int) -> tuple[Operation, ...]:
+def _bottleneck(channels: int, features: int, side: int, out: int, last: bool) -> tuple[Operation, ...]:
     narrow, pixels, after = features // _BOTTLENECK, side**2, out**2
     return (
-        *_conv_norm(channels, narrow, 1, pixels, pixels),
+        *_conv_norm(channels, narrow, 1, pixels, pixels, last),
         activation(narrow * pixels),
-        *_conv_norm(narrow, narrow, 3, pixels, after),
+        *_conv_norm(narrow, narrow, 3, pixels, after, last),
         activation(narrow * after),
-        *_conv_norm(narrow, features, 1, after, after),
-        *_joined(channels, features, pixels, after),
+        *_conv_norm(narrow, features, 1, after, after, last),
+        *_joined(channels, features, pixels, after, last),
     )
 
 
-def _basic(channels: int, features: int, side: int, out: int) -> tuple[Operation, ...]:
+def _basic(channels: int, features: int, side: int, out: int, last: bool) -> tuple[Operation, ...]:
     pixels, after = side**2, out**2
     return (
-        *_conv_norm(channels, features, 3, pixels, after),
+        *_conv_norm(channels, features, 3, pixels, after, last),
         activation(features * after),
-        *_conv_norm(features, features, 3, after, after),
-        *_joined(channels, features, pixels, after),
+        *_conv_norm(features, features, 3, after, after, last),
+        *_joined(channels, features, pixels, after, last),
     )
 
 
-def _joined(channels: int, features: int, pixels: int, after: int) -> tuple[Operation, ...]:
+def _joined(channels: int, features: int, pixels: int, after: int, last: bool) -> tuple[Operation, ...]:
     """The skip connection, projected where the shape changes."""
     same = channels == features and pixels == after
-    shortcut = () if same else _conv_norm(channels, features, 1, pixels, after)
+    shortcut = () if same else _conv_norm(channels, features, 1, pixels, after, last)
     return *shortcut, addition(features * after, kept=False), activation(features * after)
 
 

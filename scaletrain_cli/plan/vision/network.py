@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from scaletrain_cli.plan.hardware import Accelerator
 from scaletrain_cli.plan.result import ModelSize
 from scaletrain_cli.plan.vision.convolutional import convnext, resnet
 from scaletrain_cli.plan.vision.operations import Network
 from scaletrain_cli.plan.vision.transformers import clip, vit
-from scaletrain_cli.spec import ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
+from scaletrain_cli.spec import ClipSpec, ConvNextSpec, ModelSpec, ResNetSpec, RunSpec, VitSpec
 from scaletrain_cli.spec.vision import VisionSpec
 
 
@@ -24,6 +25,26 @@ def network(model: VisionSpec, fused_attention: bool = True) -> Network:
             return vit(model, fused=fused_attention)
         case ClipSpec():
             return clip(model, fused=fused_attention)
+
+
+def vision_model(spec: RunSpec) -> VisionSpec:
+    """The model of a spec that the planner has found to be no transformer of text."""
+    assert not isinstance(spec.model, ModelSpec)
+    return spec.model
+
+
+def fused_attention(spec: RunSpec, device: Accelerator) -> bool:
+    """Whether attention keeps no matrix of scores: as the spec says, or what the device's kernels can."""
+    if spec.planner.attention != "auto":
+        return spec.planner.attention == "flash"
+    model = spec.model
+    if isinstance(model, VitSpec):
+        width = model.hidden_size // model.num_attention_heads
+    elif isinstance(model, ClipSpec):
+        width = model.vision_config.hidden_size // model.vision_config.num_attention_heads
+    else:
+        return True
+    return device.fuses_attention(spec.training.precision, width, grouped=False)
 
 
 def training_flops(model: VisionSpec) -> int:

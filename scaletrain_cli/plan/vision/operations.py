@@ -1,7 +1,7 @@
 """The operations that vision networks are made of, each with what it computes, moves and keeps. Knows no network.
 
-Everything counts one sample; ``elements`` are values of the training precision. The rule for what is kept is autograd's:
-an operation's output, where the backward pass of any consumer reads it; it is counted where it is produced, once.
+Everything counts one sample; ``elements`` are values of the training precision. What is kept follows autograd: an
+operation's output, where the backward pass of any consumer reads it; it is counted where it is produced, once.
 Convolutions, linear layers and layer scale read their input again, ReLU its output, GELU its input, BatchNorm and
 LayerNorm theirs and one mean and root; additions, pooling by the mean and views read nothing. A ReLU or an addition in
 place changes no count, since what it overwrites would not be kept.
@@ -36,6 +36,7 @@ class Operation:
     inputs: int = 0  # elements read once, and
     outputs: int = 0  # written once, forward
     moved_back: int = 0  # elements read and written by the backward operations
+    copied: int = 0  # elements moved forward to turn images around for matrix units, and twice that backward
     kernels: int = 2  # launched forward and backward
 
     @property
@@ -73,7 +74,7 @@ class Block:
         return sum(operation.macs for operation in self.operations)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity, which makes it a cheap key of a cache
 class Network:
     """Blocks in the order of the forward pass, and what the loss needs."""
 
@@ -93,24 +94,39 @@ class Network:
         return sum(block.macs * block.count for block in self.blocks)
 
 
-def convolution(channels: int, features: int, kernel: int, pixels: int, out_pixels: int, *, bias: bool) -> Operation:
-    """A dense convolution whose output is kept."""
+def convolution(
+    channels: int,
+    features: int,
+    kernel: int,
+    pixels: int,
+    out_pixels: int,
+    *,
+    bias: bool,
+    channels_last: bool = True,
+    kept: bool = True,
+) -> Operation:
+    """A dense convolution. cuDNN turns images around whose channels do not come last, and what it computes back."""
     inputs, outputs, depth = channels * pixels, features * out_pixels, channels * kernel**2
     return Operation(
         parameters=depth * features + (features if bias else 0),
         rows=out_pixels,
         columns=features,
         depth=depth,
-        kept=outputs,
+        kept=outputs if kept else 0,
         inputs=inputs,
         outputs=outputs,
         moved_back=2 * (inputs + outputs),
+        copied=0 if channels_last else 2 * (inputs + outputs),
         kernels=3,
     )
 
 
 def depthwise_convolution(channels: int, kernel: int, pixels: int) -> Operation:
-    """One filter per channel, with bias; its output is kept."""
+    """One filter per channel, with bias; its output is kept.
+
+    torch's kernels take images whose channels come first, and the products around them leave them last: a copy in and
+    a copy out, each way.
+    """
     size = channels * pixels
     return Operation(
         parameters=channels * (kernel**2 + 1),
@@ -122,7 +138,8 @@ def depthwise_convolution(channels: int, kernel: int, pixels: int) -> Operation:
         inputs=size,
         outputs=size,
         moved_back=4 * size,
-        kernels=3,
+        copied=4 * size,
+        kernels=7,
     )
 
 

@@ -65,7 +65,7 @@ def _patches(channels: int, side: int, patch: int, hidden: int, *, bias: bool) -
     embedded = (tokens + 1) * hidden
     return (
         Operation(kept=channels * pixels),
-        _dropped(convolution(channels, hidden, patch, pixels, tokens, bias=bias)),
+        convolution(channels, hidden, patch, pixels, tokens, bias=bias, kept=False),
         Operation(
             parameters=(tokens + 2) * hidden,
             kept=embedded,
@@ -92,9 +92,3 @@ def _layer(
         linear(rows, inner, hidden, kept=False),
         addition(rows * hidden),
     )
-
-
-def _dropped(operation: Operation) -> Operation:
-    from dataclasses import replace
-
-    return replace(operation, kept=0)
