@@ -12,8 +12,8 @@ from scaletrain_cli.plan.framework_time import Habits
 from scaletrain_cli.plan.kernels import (
     Rates,
     flash_attention_seconds,
-    matmul_seconds,
     materialised_attention_seconds,
+    matmul_seconds,
     memory_seconds,
 )
 from scaletrain_cli.spec import ModelSpec

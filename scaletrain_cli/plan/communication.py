@@ -48,9 +48,12 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link) -> BlockTraffic:
     forward = backward = 0.0
     if t > 1:
         # Attention and MLP each gather their input and scatter their output, or reduce it for all: the same bytes.
-        tensor = 4 * link.gather(payload, t) if shards_norms(spec, layout) else 2 * link.reduce(payload, t)
-        forward += tensor * (1 - habits.tensor_overlap)
-        backward += tensor * (1 - habits.tensor_overlap)
+        beside = 1 - habits.tensor_overlap
+        if shards_norms(spec, layout):
+            one = link.gather(payload, t) * beside
+            forward, backward = habits.tensor_collectives[0] * one, habits.tensor_collectives[1] * one
+        else:
+            forward = backward = 2 * link.reduce(payload, t) * beside
     if sp > 1:
         forward += link.exchange(payload * _width(spec, t), sp, t)
         backward += link.exchange(payload * _width(spec, t), sp, t)
@@ -96,6 +99,15 @@ def data_traffic(spec: RunSpec, layout: Layout, link: Link, parameters: int, blo
     gather = pieces * link.gather(weights / pieces, ranks, stride)
     reduce = pieces * link.gather(gradients / pieces, ranks, stride)
     return DataTraffic(gather, gather + reduce, 0.0, 0.0, int(m * (2 * weights + reduced) * part))
+
+
+def tied_seconds(spec: RunSpec, layout: Layout, link: Link, table: int) -> float:
+    """Once per step: the first and the last stage add up the gradients of a table that they share."""
+    model, p = spec.transformer, layout.pipeline_parallel
+    if p == 1 or not model.tie_word_embeddings:
+        return 0.0
+    size = table * _gradient_bytes(spec, HABITS[spec.planner.framework])
+    return link.reduce(size, 2, layout.world_size // p * (p - 1))
 
 
 def boundary_seconds(spec: RunSpec, layout: Layout, link: Link) -> float:

@@ -34,6 +34,8 @@ class Habits:
     accumulate: float
     # Bytes per parameter that the optimizer updates: states, gradient, clipping, casts.
     optimizer: float
+    # Gathers and scatters of one block's tensor parallelism, forward and backward, where norms are cut too.
+    tensor_collectives: tuple[int, int]
     # Share of the tensor-parallel traffic that hides behind the products beside it.
     tensor_overlap: float
     # Bytes per parameter of the reduced gradient and of the gathered weight; None: as the spec says.
@@ -42,6 +44,8 @@ class Habits:
     reduce_overlap: float
     # Whether sends and receives between stages hide behind compute.
     pipeline_overlap: float
+    # Host seconds per step that sharding the optimizer adds.
+    zero_host: float
     # Blocks are spread over stages by cost, the head's included; otherwise by number.
     balances_stages: bool
     # Host seconds per block and tensor rank, where a pipeline reaches over nodes.
@@ -64,10 +68,12 @@ _DEEPSPEED = Habits(
     loss=(18.0, 20.0),
     accumulate=12.0,
     optimizer=50.0,
+    tensor_collectives=(4, 4),
     tensor_overlap=0.0,
     gradient_reduced=2,
     reduce_overlap=0.7,
     pipeline_overlap=0.0,
+    zero_host=5e-3,
     balances_stages=False,
 )
 # PyTorch FSDP: eager modules, CPU time for the hooks of each unit; prefetches the next block's weights.
@@ -85,10 +91,12 @@ _FSDP = Habits(
     loss=(18.0, 20.0),
     accumulate=8.0,
     optimizer=44.0,
+    tensor_collectives=(4, 6),
     tensor_overlap=0.2,
     gradient_reduced=None,
     reduce_overlap=0.9,
     pipeline_overlap=0.3,
+    zero_host=5e-3,
     balances_stages=False,
 )
 # Megatron-LM: fused softmax, bias-GeLU, bias-dropout-add and norms; weight gradients accumulate in the product.
@@ -106,10 +114,12 @@ _MEGATRON = Habits(
     loss=(26.0, 14.0),
     accumulate=8.0,
     optimizer=44.0,
+    tensor_collectives=(4, 4),
     tensor_overlap=0.0,
     gradient_reduced=None,
     reduce_overlap=0.0,
     pipeline_overlap=0.0,
+    zero_host=5e-3,
     balances_stages=False,
 )
 # nanotron: Triton RMSNorm, flash-attention with its rotation, eager SwiGLU and loss; gradients in fp32 are added by a
@@ -126,15 +136,17 @@ _NANOTRON = Habits(
     gated=(10.0, 26.0),
     plain=(4.0, 6.0),
     rotary=(8.0, 8.0),
-    loss=(40.0, 16.0),
+    loss=(32.0, 12.0),
     accumulate=12.0,
-    optimizer=50.0,
-    tensor_overlap=0.3,
+    optimizer=36.0,
+    tensor_collectives=(4, 6),
+    tensor_overlap=0.1,
     gradient_reduced=4,
     reduce_overlap=0.8,
     pipeline_overlap=0.0,
+    zero_host=25e-3,
     balances_stages=True,
-    stage_stall=2.5e-3,
+    stage_stall=2.1e-3,
 )
 
 HABITS = {"deepspeed": _DEEPSPEED, "fsdp": _FSDP, "megatron": _MEGATRON, "nanotron": _NANOTRON}

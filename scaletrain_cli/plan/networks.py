@@ -37,7 +37,7 @@ class Link:
     between_latency: float
     message_latency: float
     point_share: float
-    reduce_shares: tuple[tuple[float, float], ...]  # (log2 of nodes, share of the wires)
+    reduce_shares: tuple[tuple[float, float], ...]  # (log2 of ranks, share of the wires)
     gather_shares: tuple[tuple[float, float], ...]
 
     def gather(self, size: float, ranks: int, stride: int = 1) -> float:
@@ -59,7 +59,7 @@ class Link:
         if nodes == 1:
             return latency + inside
         # What leaves the node goes over this GPU's own wire.
-        outside = size * (ranks - in_node) / ranks / (self.between * _share(self.gather_shares, min(nodes, 4)))
+        outside = size * (ranks - in_node) / ranks / (self.between * self.point_share)
         return latency + nodes * self.message_latency + max(inside, outside)
 
     def send(self, size: float, stride: int) -> float:
@@ -85,7 +85,7 @@ class Link:
         if nodes == 1:
             return latency + sent / inside
         # A group with k ranks per node drives k network cards.
-        rate = min(inside, self.between * in_node * _share(shares, nodes))
+        rate = min(inside, self.between * in_node * _share(shares, ranks))
         return self.inside_latency + nodes * self.between_latency + sent / rate
 
 
@@ -128,18 +128,16 @@ def _link(name: str, per_node: int, inside: float, given: float | None, oversubs
 
 
 def _points(row: dict[str, float]) -> tuple[tuple[float, float], ...]:
-    return tuple((math.log2(int(nodes)), share) for nodes, share in row.items())
+    return tuple((math.log2(int(ranks)), float(share)) for ranks, share in row.items())
 
 
 @cache
-def _share(points: tuple[tuple[float, float], ...], nodes: int) -> float:
-    """Share of the wires at a number of nodes, along the logarithm of both; beyond the last point it falls on."""
-    at = math.log2(max(2, nodes))
-    if len(points) == 1 or at <= points[0][0]:
-        return points[0][1]
+def _share(points: tuple[tuple[float, float], ...], ranks: int) -> float:
+    """Share of the wires at a number of ranks, along the logarithm of both; beyond the last point it falls on."""
+    at = max(points[0][0], math.log2(ranks))
     index = next((i for i in range(1, len(points)) if at <= points[i][0]), len(points) - 1)
     (x0, y0), (x1, y1) = points[index - 1], points[index]
-    return y0 * (y1 / y0) ** ((at - x0) / (x1 - x0))
+    return float(y0 * (y1 / y0) ** ((at - x0) / (x1 - x0)))
 
 
 @cache

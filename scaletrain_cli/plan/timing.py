@@ -20,6 +20,7 @@ from scaletrain_cli.plan.communication import (
     exposed,
     sent_bytes,
     shards_norms,
+    tied_seconds,
 )
 from scaletrain_cli.plan.framework_time import HABITS, Habits
 from scaletrain_cli.plan.hardware import Accelerator
@@ -69,6 +70,7 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     data = data_traffic(spec, layout, link, parameters, blocks[index])
     reduce = exposed(data.reduce, busiest.backward + busiest.again, habits.reduce_overlap)
     communication = min(m * busiest.communication, schedule.busy) + reduce + data.gather
+    communication += tied_seconds(spec, layout, link, whole.embedding)
     compute = schedule.busy - min(m * busiest.communication, schedule.busy)
     optimizer = _optimizer_seconds(spec, layout, device, rate, habits, parameters)
     step = compute + schedule.bubble + communication + optimizer
@@ -206,7 +208,7 @@ def _optimizer_seconds(
     spec: RunSpec, layout: Layout, device: Accelerator, rate: Rates, habits: Habits, parameters: int
 ) -> float:
     updated = parameters if layout.zero_stage == 0 else -(-parameters // zero_shards(layout))
-    host = 0.0 if rate.is_cpu else habits.step_host
+    host = 0.0 if rate.is_cpu else habits.step_host + (habits.zero_host if layout.zero_stage else 0.0)
     if layout.offload != "none":
         return host + offload_seconds(spec, layout, device, updated)
     return host + updated * habits.optimizer / rate.memory
