@@ -8,7 +8,7 @@ from planner_truth.mapping import GBIT, Case, Degrees, Machines, Unmapped, build
 from planner_truth.table import whole
 
 _GPUS = {("H100", 80): "h100-sxm-80gb", ("A100", 80): "a100-sxm-80gb", ("A100", 40): "a100-sxm-40gb"}
-# Gbit/s per node: the README's section titles for A100 (RoCE); H100 has 8 x 400 as in NVIDIA's DGX H100.
+# The README's section titles: 1600 Gbit/s of RoCE per node of A100; of H100 nothing is said, 8 x 400 is usual.
 _NODE_GBIT = {"A100": 1600, "H100": 3200}
 
 
@@ -44,9 +44,11 @@ def build(row: Mapping[str, str]) -> Case:
             gpu,
             whole(row, "n_gpus"),
             whole(row, "gpus_per_node", 8),
+            network="roce-400g",
             inter_node_bandwidth=_NODE_GBIT[row["gpu"]] * GBIT / whole(row, "gpus_per_node", 8),
         ),
         global_batch=whole(row, "gbs_samples"),
         micro_batch=whole(row, "mbs"),
         training={"precision": "bf16", "grad_dtype": "bf16" if pure else "fp32"},
+        planner={"attention": "flash"},  # attn_impl: triton or flash in the benchmark's YAML files
     )

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from planner_truth.mapping import GBIT, Case, Degrees, Machines, Unmapped, build_case, transformer
+from planner_truth.mapping import Case, Degrees, Machines, Unmapped, build_case, transformer
 from planner_truth.table import Measured, Table, number, whole
-
-# AWS p5.48xlarge: 3200 Gbit/s of EFA per node of eight GPUs.
-_EFA_PER_GPU = 3200 * GBIT / 8
 
 
 def build(row: Mapping[str, str]) -> Case:
@@ -40,7 +37,7 @@ def build(row: Mapping[str, str]) -> Case:
             "h100-sxm-80gb",
             whole(row, "n_gpus"),
             whole(row, "gpus_per_node", 8),
-            inter_node_bandwidth=_EFA_PER_GPU,
+            network="efa-p5",
         ),
         global_batch=whole(row, "gbs_samples"),
         micro_batch=whole(row, "mbs"),

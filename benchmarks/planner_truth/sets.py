@@ -44,6 +44,10 @@ def _seven_billion_class(inputs: Mapping[str, str], measured: Measured) -> bool:
     return (number(inputs, "arg_hidden_size") or 0) >= 4096
 
 
+def _both(*conditions: Callable[[Mapping[str, str], Measured], bool]) -> Callable[[Mapping[str, str], Measured], bool]:
+    return lambda inputs, measured: all(condition(inputs, measured) for condition in conditions)
+
+
 _N, _V, _T, _M = nanotron.TABLE, vtrain.TABLE, train_runs.TABLE, megatron_ci.TABLE
 
 SETS = (
@@ -76,4 +80,40 @@ SETS = (
         "≤ 5 %",
     ),
     TruthSet("megatron-time", _M, "time", "Megatron tests, iteration time"),
+    TruthSet(
+        "bigscience-a100-time",
+        _T,
+        "time",
+        "BigScience, A100, step time",
+        _both(_of("set", "bigscience"), _of("gpu", "A100")),
+        "Calculon 25 %",
+        "≤ 15 %",
+    ),
+    TruthSet(
+        "bigscience-v100-time",
+        _T,
+        "time",
+        "BigScience, V100, step time",
+        _both(_of("set", "bigscience"), _of("gpu", "V100")),
+        "Calculon 25 %",
+    ),
+    TruthSet("bigscience-memory", _T, "memory", "BigScience, nvidia-smi", _of("set", "bigscience"), "Calculon 43 %"),
+    TruthSet("bigscience-rank", _T, "ranking", "BigScience, ranking", _of("set", "bigscience"), "Calculon tau 0.37"),
+    TruthSet("sc21-time", _T, "time", "Narayanan 2021, step time", _of("set", "megatron-sc21-table1")),
+    TruthSet(
+        "korthikanti-time",
+        _T,
+        "time",
+        "Korthikanti 2022, step time",
+        _of("set", "korthikanti-table5"),
+        "Calculon 3.7 %",
+    ),
+    TruthSet("mt-nlg-time", _T, "time", "MT-NLG 530B, step time", _of("set", "mt-nlg-530b")),
+    TruthSet("torchtitan-time", _T, "time", "torchtitan, step time", _of("set", "torchtitan")),
+    TruthSet("torchtitan-memory", _T, "memory", "torchtitan, reserved", _of("set", "torchtitan")),
+    TruthSet("internevo-time", _T, "time", "InternEvo, step time", _of("set", "internevo")),
+    TruthSet("internevo-memory", _T, "memory", "InternEvo, memory", _of("set", "internevo")),
+    TruthSet("nemo-time", _T, "time", "NeMo 24.07, H100 fp8, step time", _of("set", "nemo-perf-2407")),
+    TruthSet("bridge-time", _T, "time", "Megatron-Bridge, step time", _of("set", "megatron-bridge")),
+    TruthSet("torchtune-memory", _T, "memory", "torchtune, memory", _of("set", "torchtune")),
 )

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from planner_truth import foundry
+from planner_truth import bigscience, foundry, fsdp_runs, megatron_runs
 from planner_truth.mapping import Case, Unmapped
 from planner_truth.table import Measured, Table, number, whole
 
 _BUILDERS: dict[str, Callable[[Mapping[str, str]], Case]] = {
     "llm-foundry": foundry.build,
+    "bigscience": bigscience.build,
+    "megatron-sc21-table1": megatron_runs.build_paper,
+    "korthikanti-table5": megatron_runs.build_paper,
+    "mt-nlg-530b": megatron_runs.build_paper,
+    "nemo-perf-2407": megatron_runs.build_recipe,
+    "megatron-bridge": megatron_runs.build_recipe,
+    "torchtitan": fsdp_runs.build_titan,
+    "internevo": fsdp_runs.build_intern,
+    "torchtune": fsdp_runs.build_tune,
 }
 
 

@@ -1,0 +1,111 @@
+"""Rows of train_runs.csv from BigScience's chronicles: GPT models under Megatron-DeepSpeed at Jean Zay, V100 and A100.
+
+The tables of the chronicles leave out what their section said; what stands here was read in the text around them
+(bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md, experiments/gpt2.md, train/tr3-*, tr8-*).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from planner_truth.mapping import Case, Degrees, Machines, Unmapped, build_case, padded_vocab, transformer
+from planner_truth.table import whole
+
+# Sections with fixed dimensions: (layers, hidden, heads).
+_V100_MODELS = {"52B": (64, 8192, 32), "39B": (48, 8192, 32), "1.3B": (24, 2048, 16)}
+_BATCH_OF_1B3 = 512
+
+
+def build(row: Mapping[str, str]) -> Case:
+    """Full recomputation, scores kept as a matrix (2021 and 2022: fused softmax, no flash attention)."""
+    if row["gpu"] == "A100":
+        return _a100(row)
+    if row["gpu"] == "V100":
+        return _v100(row)
+    raise Unmapped(f"no catalogue name for {row['gpu']}")
+
+
+def _a100(row: Mapping[str, str]) -> Case:
+    """250k tokens of vocabulary, ALiBi and a norm behind the embedding as in the model that was trained in the end."""
+    gpus, tensor, pipeline = whole(row, "n_gpus"), whole(row, "tp"), whole(row, "pp", 1)
+    hidden = whole(row, "hidden", 14400 if "fastest 3D Topology" in row["notes"] else None)
+    return build_case(
+        "megatron",
+        transformer(
+            "gpt",
+            layers=whole(row, "layers", 0) or _layers(row["model"], hidden, pipeline),
+            hidden=hidden,
+            # "all NHEADS=64 (above too)", but for the first runs, with hidden = 14400
+            heads=whole(row, "heads", 96 if hidden == 14400 else 64),
+            vocab=padded_vocab(250_000, tensor),
+            seq_len=whole(row, "seq_len"),
+            tied=True,
+            position_embedding="alibi",
+            embedding_norm=True,
+            hidden_dropout=0.1,
+            attention_dropout=0.1,
+        ),
+        Degrees(
+            data=whole(row, "dp", gpus // (tensor * pipeline)),
+            tensor=tensor,
+            pipeline=pipeline,
+            tensor_sequence=False,
+            zero_stage=1,
+            checkpointing="full",
+        ),
+        Machines("a100-sxm-80gb", gpus, 8, network="omni-path-100g"),
+        global_batch=whole(row, "gbs_samples", 2048),
+        micro_batch=whole(row, "mbs"),
+        training={"precision": "bf16", "grad_dtype": "bf16"},
+        planner={"attention": "materialised"},
+    )
+
+
+def _layers(size: str, hidden: int, pipeline: int) -> int:
+    """The number of layers was "tweaked to fit PP": the multiple of the stages that is nearest to the printed size."""
+    billions = re.match(r"([\d.]+)B", size)
+    if billions is None:
+        raise Unmapped("no layers")
+    per_stage = float(billions[1]) * 1e9 / (12 * hidden**2) / pipeline
+    return max(1, round(per_stage)) * pipeline
+
+
+def _v100(row: Mapping[str, str]) -> Case:
+    """fp16 with tensor parallelism over the node's four GPUs unless the table has the degree."""
+    if re.search("ZeRO|Offload|BNB", row["notes"]):
+        raise Unmapped("offloading, tiling or an 8-bit optimizer on old branches")
+    known = _V100_MODELS.get(row["model"])
+    if not row["layers"] and known is None:
+        raise Unmapped(f"no dimensions of the {row['model']} model")
+    layers, hidden, heads = known or (0, 0, 0)
+    gpus, pipeline, data = whole(row, "n_gpus"), whole(row, "pp", 1), whole(row, "dp", 1)
+    tensor = whole(row, "tp", max(1, gpus // (pipeline * data)))
+    return build_case(
+        "megatron",
+        transformer(
+            "gpt",
+            layers=whole(row, "layers", layers),
+            hidden=whole(row, "hidden", hidden),
+            heads=whole(row, "heads", heads),
+            vocab=padded_vocab(50257, tensor),
+            seq_len=whole(row, "seq_len"),
+            tied=True,
+            hidden_dropout=0.1,
+            attention_dropout=0.1,
+        ),
+        Degrees(
+            data=data,
+            tensor=tensor,
+            pipeline=pipeline,
+            tensor_sequence=False,
+            zero_stage=1 if "Deepspeed" in row["notes"] else 0,
+            checkpointing="full",
+        ),
+        # Omni-Path 4 x 100 Gbit/s per node of four GPUs
+        Machines("v100-sxm2-32gb", gpus, 4, network="omni-path-100g", inter_node_bandwidth=12.5e9),
+        global_batch=whole(row, "gbs_samples", _BATCH_OF_1B3 if row["model"] == "1.3B" else None),
+        micro_batch=whole(row, "mbs"),
+        training={"precision": "fp16", "grad_dtype": "fp16"},
+        planner={"attention": "materialised"},
+    )
