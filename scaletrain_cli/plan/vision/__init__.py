@@ -1,5 +1,5 @@
 """The planner's part for ResNet, ConvNeXt, ViT and CLIP: exact size, memory and time of a data-parallel rank."""
 
-from scaletrain_cli.plan.vision.network import model_size, network, training_flops
+from scaletrain_cli.plan.vision.network import network, training_flops, vision_size
 
-__all__ = ["model_size", "network", "training_flops"]
+__all__ = ["network", "training_flops", "vision_size"]

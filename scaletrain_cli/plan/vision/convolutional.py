@@ -30,7 +30,17 @@ def resnet(model: ResNetSpec) -> Network:
     image = Operation(kept=model.num_channels * model.image_size**2)
     stem = (
         image,
-        *_conv_norm(model.num_channels, width, 7, model.image_size**2, side**2, last),
+        convolution(
+            model.num_channels,
+            width,
+            7,
+            model.image_size**2,
+            side**2,
+            bias=False,
+            channels_last=last,
+            of_images=True,
+        ),
+        batch_norm(width, side**2),
         activation(width * side**2),
         max_pool(width, side**2, pooled**2),
     )
@@ -87,7 +97,9 @@ def convnext(model: ConvNextSpec) -> Network:
     """The patches, the stages with a halving before all but the first, and the classifier."""
     side, channels = model.image_size // model.patch_size, model.hidden_sizes[0]
     image = Operation(kept=model.num_channels * model.image_size**2)
-    patches = convolution(model.num_channels, channels, model.patch_size, model.image_size**2, side**2, bias=True)
+    patches = convolution(
+        model.num_channels, channels, model.patch_size, model.image_size**2, side**2, bias=True, of_images=True
+    )
     blocks = [Block((image, patches, layer_norm(channels, side**2)))]
     for index, (features, depth) in enumerate(zip(model.hidden_sizes, model.depths, strict=True)):
         if index:

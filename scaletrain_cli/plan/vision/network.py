@@ -52,7 +52,8 @@ def training_flops(model: VisionSpec) -> int:
     return 6 * network(model).macs
 
 
-def model_size(model: VisionSpec) -> ModelSize:
+@lru_cache(maxsize=64)
+def vision_size(model: VisionSpec) -> ModelSize:
     """Parameters, and FLOPs per image or pair in place of tokens."""
     parameters = network(model).parameters
     return ModelSize(parameters, parameters, float(training_flops(model)))

@@ -28,6 +28,8 @@ class Operation:
     columns: int = 0
     depth: int = 0
     batches: int = 1
+    taps: int = 1  # of a convolution's filter, among its depth
+    has_input_gradient: bool = True  # images have none
     fused_attention: bool = False  # two products and their softmax in one kernel
     depthwise: bool = False  # no matrix units: each channel by itself
     kept: int = 0  # elements
@@ -103,6 +105,7 @@ def convolution(
     *,
     bias: bool,
     channels_last: bool = True,
+    of_images: bool = False,
     kept: bool = True,
 ) -> Operation:
     """A dense convolution. cuDNN turns images around whose channels do not come last, and what it computes back."""
@@ -112,10 +115,12 @@ def convolution(
         rows=out_pixels,
         columns=features,
         depth=depth,
+        taps=kernel**2,
+        has_input_gradient=not of_images,
         kept=outputs if kept else 0,
         inputs=inputs,
         outputs=outputs,
-        moved_back=2 * (inputs + outputs),
+        moved_back=(1 if of_images else 2) * (inputs + outputs),
         copied=0 if channels_last else 2 * (inputs + outputs),
         kernels=3,
     )

@@ -104,10 +104,10 @@ def _operation_seconds(operation: Operation, samples: int, rate: Rates, vector_f
         return max(ahead_moved, seconds), max(back_moved, 2 * seconds)
     rows, depth, columns = operation.rows * samples, operation.depth, operation.columns
     unbound = replace(rate, memory=inf)  # an implicit GEMM reads its pixels once, not once per tap of its filter
-    return (
-        max(ahead_moved, matmul_seconds(rows, depth, columns, unbound)),
-        max(back_moved, matmul_seconds(rows, columns, depth, unbound) + _weight_seconds(rows, depth, columns, unbound)),
-    )
+    gradients = _weight_seconds(rows, depth, columns, unbound)
+    if operation.has_input_gradient:
+        gradients += matmul_seconds(rows, columns * operation.taps, depth // operation.taps, unbound)
+    return max(ahead_moved, matmul_seconds(rows, depth, columns, unbound)), max(back_moved, gradients)
 
 
 def _weight_seconds(rows: int, depth: int, columns: int, rate: Rates) -> float:

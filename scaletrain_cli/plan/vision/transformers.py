@@ -65,7 +65,7 @@ def _patches(channels: int, side: int, patch: int, hidden: int, *, bias: bool) -
     embedded = (tokens + 1) * hidden
     return (
         Operation(kept=channels * pixels),
-        convolution(channels, hidden, patch, pixels, tokens, bias=bias, kept=False),
+        convolution(channels, hidden, patch, pixels, tokens, bias=bias, of_images=True, kept=False),
         Operation(
             parameters=(tokens + 2) * hidden,
             kept=embedded,

@@ -1,0 +1,40 @@
+"""Size, memory and time of one layout, whatever kind of network the spec describes. Computes nothing itself."""
+
+from __future__ import annotations
+
+from scaletrain_cli.plan import architecture, memory, timing
+from scaletrain_cli.plan.hardware import Accelerator
+from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time
+from scaletrain_cli.plan.vision.memory import plan_vision_memory
+from scaletrain_cli.plan.vision.network import vision_size
+from scaletrain_cli.plan.vision.timing import plan_vision_time
+from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.run import AnyModel
+
+
+def plan_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
+    """Memory of the worst rank against the device, and of each pipeline stage."""
+    sized = memory.plan_memory if isinstance(spec.model, ModelSpec) else plan_vision_memory
+    return sized(spec, layout, device)
+
+
+def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
+    """Seconds per optimizer step by cause, and what follows; and the traffic of the busiest rank."""
+    timed = timing.plan_time if isinstance(spec.model, ModelSpec) else plan_vision_time
+    return timed(spec, layout, device)
+
+
+def model_size(model: AnyModel) -> ModelSize:
+    """Parameters, and training FLOPs per token, image or pair."""
+    if not isinstance(model, ModelSpec):
+        return vision_size(model)
+    return ModelSize(
+        parameters=architecture.parameter_count(model),
+        active_parameters=architecture.active_parameter_count(model),
+        flops_per_token=float(architecture.training_flops_per_token(model)),
+    )
+
+
+def parameter_count(model: AnyModel) -> int:
+    """Every trainable parameter, a tied head counted once."""
+    return architecture.parameter_count(model) if isinstance(model, ModelSpec) else vision_size(model).parameters
