@@ -131,11 +131,13 @@ class PlannerSpec(Section):
     """Whose memory and overlap habits are modelled; only ``deepspeed`` can be submitted.
 
     ``attention``: whether the scores are kept as a matrix; ``auto`` follows the framework and the device.
+    ``autocast``: of vision networks, whether torch.autocast computes in 16 bits over fp32 weights.
     ``search``: what ``auto`` in the layout may become: what this engine runs, or everything that can be modelled.
     """
 
     framework: Literal["deepspeed", "fsdp", "megatron", "nanotron"] = "deepspeed"
     attention: Literal["auto", "flash", "materialised"] = "auto"
+    autocast: bool = False
     search: Literal["engine", "everything"] = "engine"
 
 
@@ -204,6 +206,8 @@ class RunSpec(Section):
         model, layout = self.transformer, self.layout
         if self.training.tokens is not None and self.training.schedule.warmup_steps > self.total_steps:
             yield "training.schedule.warmup_steps", f"must not exceed {self.total_steps} steps, which make the tokens."
+        if self.planner.autocast:
+            yield "planner.autocast", "must be false for a transformer of text, which is planned with 16-bit weights."
         if self.data.tokenizer.kind == "bpe" and self.data.tokenizer.vocab_size > model.vocab_size:
             yield "data.tokenizer.vocab_size", f"must not exceed model.vocab_size = {model.vocab_size}."
         for key in ("tensor_parallel", "sequence_parallel"):

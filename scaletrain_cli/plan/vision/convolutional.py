@@ -93,37 +93,37 @@ def _joined(channels: int, features: int, pixels: int, after: int, last: bool) -
     return *shortcut, addition(features * after, kept=False), activation(features * after)
 
 
-def convnext(model: ConvNextSpec) -> Network:
+def convnext(model: ConvNextSpec, *, autocast: bool) -> Network:
     """The patches, the stages with a halving before all but the first, and the classifier."""
     side, channels = model.image_size // model.patch_size, model.hidden_sizes[0]
     image = Operation(kept=model.num_channels * model.image_size**2)
     patches = convolution(
         model.num_channels, channels, model.patch_size, model.image_size**2, side**2, bias=True, of_images=True
     )
-    blocks = [Block((image, patches, layer_norm(channels, side**2)))]
+    blocks = [Block((image, patches, layer_norm(channels, side**2, autocast=autocast)))]
     for index, (features, depth) in enumerate(zip(model.hidden_sizes, model.depths, strict=True)):
         if index:
             half = side // 2
             halving = convolution(channels, features, 2, side**2, half**2, bias=True)
-            blocks.append(Block((layer_norm(channels, side**2), halving)))
+            blocks.append(Block((layer_norm(channels, side**2, autocast=autocast), halving)))
             side = half
-        blocks.append(Block(_convnext_layer(model, features, side**2), depth, input=features * side**2))
+        blocks.append(Block(_convnext_layer(model, features, side**2, autocast), depth, input=features * side**2))
         channels = features
     pooling = Operation(kept=channels, inputs=channels * side**2, outputs=channels, moved_back=channels * side**2)
     blocks.append(Block((pooling, layer_norm(channels, 1), linear(1, channels, model.num_labels))))
     return Network(tuple(blocks), classes=model.num_labels)
 
 
-def _convnext_layer(model: ConvNextSpec, channels: int, pixels: int) -> tuple[Operation, ...]:
+def _convnext_layer(model: ConvNextSpec, channels: int, pixels: int, autocast: bool) -> tuple[Operation, ...]:
     wide, scaled = _EXPANSION * channels, model.layer_scale_init_value > 0
     return (
         depthwise_convolution(channels, 7, pixels),
-        layer_norm(channels, pixels),
+        layer_norm(channels, pixels, autocast=autocast),
         linear(pixels, channels, wide),
         activation(wide * pixels),
         linear(pixels, wide, channels, kept=scaled),
-        *((layer_scale(channels, pixels),) if scaled else ()),
-        addition(channels * pixels),
+        *((layer_scale(channels, pixels, autocast=autocast),) if scaled else ()),
+        addition(channels * pixels, autocast=autocast, scaled=scaled),
     )
 
 

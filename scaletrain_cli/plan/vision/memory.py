@@ -13,7 +13,7 @@ from scaletrain_cli.plan.hardware import Accelerator
 from scaletrain_cli.plan.memory import Shard, rank_states, zero_shards
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
 from scaletrain_cli.plan.states import gradient_bytes, second_gradient_bytes, step_temporary_bytes, weight_bytes
-from scaletrain_cli.plan.vision.network import fused_attention, network, vision_model
+from scaletrain_cli.plan.vision.network import planned_network
 from scaletrain_cli.plan.vision.operations import Block, Network
 from scaletrain_cli.plan.zero_buffers import communication_buffer_bytes
 from scaletrain_cli.spec import RunSpec
@@ -35,7 +35,7 @@ class Activations(NamedTuple):
 
 def plan_vision_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
     """Memory of a rank against the device; all ranks are alike."""
-    whole = network(vision_model(spec), fused_attention(spec, device))
+    whole = planned_network(spec, device)
     element = weight_bytes(spec.training.precision)
     held = activation_bytes(whole, layout.micro_batch_size, element, layout.activation_checkpointing)
     logits = loss_bytes(whole, layout.micro_batch_size, layout.data_parallel, element)

@@ -14,17 +14,17 @@ from scaletrain_cli.spec.vision import VisionSpec
 
 
 @lru_cache(maxsize=64)
-def network(model: VisionSpec, fused_attention: bool = True) -> Network:
+def network(model: VisionSpec, fused_attention: bool = True, autocast: bool = False) -> Network:
     """The operations of one sample; ``fused_attention``: whether a kernel keeps no matrix of scores."""
     match model:
         case ResNetSpec():
             return resnet(model)
         case ConvNextSpec():
-            return convnext(model)
+            return convnext(model, autocast=autocast)
         case VitSpec():
-            return vit(model, fused=fused_attention)
+            return vit(model, fused=fused_attention, autocast=autocast)
         case ClipSpec():
-            return clip(model, fused=fused_attention)
+            return clip(model, fused=fused_attention, autocast=autocast)
 
 
 def vision_model(spec: RunSpec) -> VisionSpec:
@@ -33,17 +33,25 @@ def vision_model(spec: RunSpec) -> VisionSpec:
     return spec.model
 
 
-def fused_attention(spec: RunSpec, device: Accelerator) -> bool:
+def planned_network(spec: RunSpec, device: Accelerator) -> Network:
+    """The operations of one sample as the device would run them."""
+    return network(vision_model(spec), _fuses_attention(spec, device), autocasts(spec))
+
+
+def autocasts(spec: RunSpec) -> bool:
+    """Whether torch.autocast picks the precision of each operation, over weights in fp32."""
+    return spec.planner.autocast and spec.training.precision not in ("fp32", "tf32")
+
+
+def _fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
     """Whether attention keeps no matrix of scores: as the spec says, or what the device's kernels can."""
     if spec.planner.attention != "auto":
         return spec.planner.attention == "flash"
     model = spec.model
-    if isinstance(model, VitSpec):
-        width = model.hidden_size // model.num_attention_heads
-    elif isinstance(model, ClipSpec):
-        width = model.vision_config.hidden_size // model.vision_config.num_attention_heads
-    else:
+    tower = model.vision_config if isinstance(model, ClipSpec) else model
+    if isinstance(tower, ResNetSpec | ConvNextSpec | ModelSpec):
         return True
+    width = tower.hidden_size // tower.num_attention_heads
     return device.fuses_attention(spec.training.precision, width, grouped=False)
 
 

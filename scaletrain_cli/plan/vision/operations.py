@@ -5,6 +5,10 @@ operation's output, where the backward pass of any consumer reads it; it is coun
 Convolutions, linear layers and layer scale read their input again, ReLU its output, GELU its input, BatchNorm and
 LayerNorm theirs and one mean and root; additions, pooling by the mean and views read nothing. A ReLU or an addition in
 place changes no count, since what it overwrites would not be kept.
+
+``autocast``: torch.autocast over fp32 weights. LayerNorm and softmax then compute in fp32 and what they add to or scale
+by a weight stays fp32, so every product behind them first makes a 16-bit copy of its input, which it keeps
+(torch/amp, "CUDA Ops that can autocast to float32"). An fp32 value counts as two elements.
 """
 
 from __future__ import annotations
@@ -176,17 +180,17 @@ def batch_norm(channels: int, pixels: int) -> Operation:
     )
 
 
-def layer_norm(channels: int, rows: int) -> Operation:
+def layer_norm(channels: int, rows: int, *, autocast: bool = False) -> Operation:
     """Its output feeds a product and is kept; one mean and root per row. Backward: dx, then the two weights' sums."""
     size = channels * rows
     return Operation(
         parameters=2 * channels,
         kept=size,
         kept_bytes=2 * _FP32 * rows,
-        inputs=size,
-        outputs=size,
-        moved_back=5 * size,
-        kernels=3,
+        inputs=size * (4 if autocast else 1),
+        outputs=size * (3 if autocast else 1),
+        moved_back=size * (13 if autocast else 5),
+        kernels=5 if autocast else 3,
     )
 
 
@@ -195,15 +199,20 @@ def activation(size: int, kept: int = 1) -> Operation:
     return Operation(kept=kept * size, inputs=kept * size, outputs=kept * size, moved_back=3 * kept * size)
 
 
-def addition(size: int, *, kept: bool = True) -> Operation:
-    """A skip connection; backward, the gradients of both ways are summed."""
+def addition(size: int, *, kept: bool = True, autocast: bool = False, scaled: bool = False) -> Operation:
+    """A skip connection; backward, the gradients of both ways are summed. ``scaled``: of a branch that is fp32."""
+    if autocast:
+        branch = 2 if scaled else 1
+        back = 6 + (0 if scaled else 3)  # the sum, and the branch's gradient in 16 bits
+        return Operation(kept=2 * size, inputs=(2 + branch) * size, outputs=2 * size, moved_back=back * size, kernels=3)
     return Operation(kept=size if kept else 0, inputs=2 * size, outputs=size, moved_back=3 * size)
 
 
-def layer_scale(channels: int, rows: int) -> Operation:
+def layer_scale(channels: int, rows: int, *, autocast: bool = False) -> Operation:
     """A learned factor per channel."""
     size = channels * rows
-    return Operation(parameters=channels, inputs=size, outputs=size, moved_back=4 * size, kernels=3)
+    outputs = size * (2 if autocast else 1)
+    return Operation(parameters=channels, inputs=size, outputs=outputs, moved_back=2 * outputs + 2 * size, kernels=4)
 
 
 def max_pool(channels: int, pixels: int, out_pixels: int) -> Operation:
@@ -219,7 +228,7 @@ def max_pool(channels: int, pixels: int, out_pixels: int) -> Operation:
     )
 
 
-def attention(rows: int, heads: int, width: int, *, fused: bool) -> tuple[Operation, ...]:
+def attention(rows: int, heads: int, width: int, *, fused: bool, autocast: bool = False) -> tuple[Operation, ...]:
     """Scores, softmax and weighted sum over ``heads`` of ``width``; the queries, keys and values are kept before it."""
     size, scores, outputs = 3 * heads * rows * width, heads * rows * rows, heads * rows * width
     if fused:
@@ -263,3 +272,10 @@ def attention(rows: int, heads: int, width: int, *, fused: bool) -> tuple[Operat
             kernels=3,
         ),
     )
+
+
+def _softmax(scores: int, autocast: bool) -> Operation:
+    """Scaled scores and their softmax, each a kernel."""
+    if autocast:  # fp32 out, and its copy for the product
+        return Operation(kept=3 * scores, inputs=4 * scores, outputs=4 * scores, moved_back=12 * scores, kernels=6)
+    return Operation(kept=scores, inputs=2 * scores, outputs=2 * scores, moved_back=6 * scores, kernels=4)

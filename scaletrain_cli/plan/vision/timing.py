@@ -16,7 +16,8 @@ from scaletrain_cli.plan.memory import zero_shards
 from scaletrain_cli.plan.networks import cluster_link
 from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, Time
 from scaletrain_cli.plan.states import gradient_bytes, weight_bytes
-from scaletrain_cli.plan.vision.network import fused_attention, network, training_flops, vision_model
+from scaletrain_cli.plan.vision.network import network, planned_network, training_flops, vision_model
+from scaletrain_cli.plan.vision.operations import Network as Whole
 from scaletrain_cli.plan.vision.operations import Operation
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.vision import VisionSpec
@@ -35,9 +36,9 @@ def plan_vision_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tupl
     model, training = vision_model(spec), spec.training
     habits = HABITS[spec.planner.framework]
     micro_batches, full = layout.gradient_accumulation_steps, layout.activation_checkpointing == "full"
-    fused, rate = fused_attention(spec, device), rates(device, training.precision)
+    whole, rate = planned_network(spec, device), rates(device, training.precision)
     vector = device.flops["fp32"] * _DEPTHWISE_SHARE
-    forward, backward, launched = pass_seconds(model, fused, layout.micro_batch_size, rate, vector)
+    forward, backward, launched = pass_seconds(whole, layout.micro_batch_size, rate, vector)
     passes = (2 if full else 1) * forward + backward
     issued = 0.0 if device.is_cpu else launched * _ISSUE_SECONDS
     compute = micro_batches * (max(passes, issued) + _loss_seconds(model, layout, rate))
@@ -67,13 +68,11 @@ def plan_vision_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tupl
 
 
 @lru_cache(maxsize=4096)
-def pass_seconds(
-    model: VisionSpec, fused: bool, samples: int, rate: Rates, vector_flops: float
-) -> tuple[float, float, int]:
+def pass_seconds(whole: Whole, samples: int, rate: Rates, vector_flops: float) -> tuple[float, float, int]:
     """Forward and backward of one micro-batch on the device, and the kernels that they launch."""
     forward = backward = 0.0
     launched = 0
-    for block in network(model, fused).blocks:
+    for block in whole.blocks:
         for operation in block.operations:
             ahead, back = _operation_seconds(operation, samples, rate, vector_flops)
             forward += block.count * ahead
@@ -97,7 +96,7 @@ def _operation_seconds(operation: Operation, samples: int, rate: Rates, vector_f
     if operation.fused_attention:
         # That function counts the causal half alone.
         heads, width = operation.batches, operation.depth // 2
-        half = flash_attention_seconds(operation.rows * samples, operation.rows, heads, width, width, rate)
+        half = flash_attention_seconds(operation.rows * samples, operation.rows, heads, width, width, False, rate)
         return max(ahead_moved, 2 * half[0]), max(back_moved, 2 * half[1])
     if operation.batches > 1:
         seconds = flops / (rate.matmul * _BATCHED_SHARE)
