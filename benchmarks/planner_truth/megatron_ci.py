@@ -15,7 +15,7 @@ _GPUS = {
     "a100": ("a100-sxm-80gb", 8, "infiniband-hdr"),
     "unknown": ("a100-sxm-80gb", 8, "infiniband-hdr"),
     "h100": ("h100-sxm-80gb", 8, "infiniband-ndr"),
-    "gb200": ("gb200-186gb", 4, "infiniband-ndr"),
+    "gb200": ("gb200-186gb", 64, "infiniband-ndr"),  # of one NVLink domain
 }
 # recipes/*.yaml of the tests: eight GPUs each; those of the release runs are not public, 64 is assumed.
 _RELEASE_GPUS = 64
@@ -61,7 +61,7 @@ def build(row: Mapping[str, str]) -> Case:
     if row["gpu"] not in _GPUS:
         raise Unmapped(f"no catalogue name for {row['gpu']}")
     gpu, per_node, network = _GPUS[row["gpu"]]
-    count = whole(row, "n_gpus", _gpu_count(row, per_node))
+    count = whole(row, "n_gpus", _gpu_count(row))
     tensor, pipeline = int(args.get("tensor_model_parallel_size", 1)), int(args.get("pipeline_model_parallel_size", 1))
     context = int(args.get("context_parallel_size", 1))
     if count % (tensor * pipeline * context):
@@ -107,10 +107,10 @@ def _arguments(row: Mapping[str, str]) -> dict[str, Any]:
     return args
 
 
-def _gpu_count(row: Mapping[str, str], per_node: int) -> int:
+def _gpu_count(row: Mapping[str, str]) -> int:
     if row["test_type"] == "release":
         return _RELEASE_GPUS
-    return per_node if row["case"].endswith("_1node") else 8
+    return 4 if row["gpu"] == "gb200" and row["case"].endswith("_1node") else 8
 
 
 def _first_batch(args: Mapping[str, Any]) -> int:

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 
 from planner_truth.architectures import known_model
 from planner_truth.mapping import Case, Degrees, Machines, Unmapped, build_case, padded_vocab, transformer
-from planner_truth.table import number, whole
+from planner_truth.table import whole
 
 _GPUS = {
     "A100": ("a100-sxm-80gb", 8, "infiniband-hdr"),
     "H100": ("h100-sxm-80gb", 8, "infiniband-ndr"),
     "B200": ("b200-sxm-180gb", 8, "infiniband-ndr"),
     "B300": ("b300-sxm-270gb", 8, "infiniband-xdr"),
-    "GB200": ("gb200-186gb", 4, "infiniband-ndr"),
-    "GB300": ("gb300-279gb", 4, "infiniband-xdr"),
+    # One NVLink domain holds 72; runs use 64 of it. To the planner that is the node, not the tray of four.
+    "GB200": ("gb200-186gb", 64, "infiniband-ndr"),
+    "GB300": ("gb300-279gb", 64, "infiniband-xdr"),
 }
 
 
@@ -111,4 +112,6 @@ def _machines(row: Mapping[str, str]) -> Machines:
     if found is None:
         raise Unmapped(f"no catalogue name for {row['gpu']}")
     name, per_node, network = found
-    return Machines(name, whole(row, "n_gpus"), int(number(row, "gpus_per_node") or per_node), network=network)
+    if per_node == 8:
+        per_node = whole(row, "gpus_per_node", per_node)
+    return Machines(name, whole(row, "n_gpus"), per_node, network=network)

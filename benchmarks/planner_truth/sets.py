@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from planner_truth import megatron_ci, nanotron, train_runs, vtrain
+from planner_truth import megatron_ci, mlperf, nanotron, train_runs, vtrain
 from planner_truth.table import Measured, Table, number
 
 Quantity = Literal["memory", "time", "fits", "ranking"]
@@ -49,6 +49,7 @@ def _both(*conditions: Callable[[Mapping[str, str], Measured], bool]) -> Callabl
 
 
 _N, _V, _T, _M = nanotron.TABLE, vtrain.TABLE, train_runs.TABLE, megatron_ci.TABLE
+_P = mlperf.TABLE
 
 SETS = (
     TruthSet("nanotron-memory", _N, "memory", "nanotron sweep, memory", peer="llm-analysis 41 %", target="≤ 10 %"),
@@ -116,4 +117,6 @@ SETS = (
     TruthSet("nemo-time", _T, "time", "NeMo 24.07, H100 fp8, step time", _of("set", "nemo-perf-2407")),
     TruthSet("bridge-time", _T, "time", "Megatron-Bridge, step time", _of("set", "megatron-bridge")),
     TruthSet("torchtune-memory", _T, "memory", "torchtune, memory", _of("set", "torchtune")),
+    TruthSet("mlperf-gpt3-time", _P, "time", "MLPerf GPT-3 175B, step time", _of("benchmark", "gpt3"), target="≤ 15 %"),
+    TruthSet("mlperf-lora-time", _P, "time", "MLPerf Llama 2 LoRA (as full)", _of("benchmark", "llama2_70b_lora")),
 )

@@ -31,11 +31,13 @@ def build(row: Mapping[str, str]) -> Case:
 
 
 def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
-    """Step time as printed, else from tokens/s/GPU; memory by what the author says was read."""
+    """Step time as printed, else from tokens/s/GPU or FLOP/s; memory by what the author says was read."""
     seconds, rate = number(truth, "step_time_s"), number(truth, "tokens_per_s_per_gpu")
     batch, seq_len = number(inputs, "gbs_samples"), number(inputs, "seq_len")
     if seconds is None and rate and batch and seq_len:
         seconds = batch * seq_len / (rate * whole(inputs, "n_gpus"))
+    if seconds is None and inputs["set"] == "megatron-sc21-table1":
+        seconds = _narayanan_seconds(inputs, number(truth, "tflops_per_gpu_reported"))
     memory, note = number(truth, "peak_mem_gib"), truth["mem_unit_note"]
     unit = 2**30 if "GiB" in note else 1e9
     kind = "reserved" if "reserved" in note else "allocated" if "active" in note else "peak"
@@ -47,6 +49,16 @@ def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
     )
 
 
+def _narayanan_seconds(inputs: Mapping[str, str], teraflops: float | None) -> float | None:
+    """From FLOP/s per GPU as arXiv:2104.04473 counts them (equation 3): with recomputation, 96 B s l h^2 (...)."""
+    if not teraflops:
+        return None
+    layers, hidden, seq_len = whole(inputs, "layers"), whole(inputs, "hidden"), whole(inputs, "seq_len")
+    tokens = whole(inputs, "gbs_samples") * seq_len
+    share = 1 + seq_len / (6 * hidden) + whole(inputs, "vocab") / (16 * layers * hidden)
+    return 96 * tokens * layers * hidden**2 * share / (whole(inputs, "n_gpus") * teraflops * 1e12)
+
+
 TABLE = Table(
     file="train_runs.csv",
     input_columns=frozenset(
@@ -54,7 +66,9 @@ TABLE = Table(
         "interconnect framework precision workload gbs_samples mbs grad_accum dp dp_sharding tp sp pp vp cp ep "
         "act_recompute compile cpu_offload optimizer notes".split()
     ),
-    truth_columns=frozenset("tokens_per_s_per_gpu step_time_s peak_mem_gib mem_unit_note oom".split()),
+    truth_columns=frozenset(
+        "tokens_per_s_per_gpu tflops_per_gpu_reported step_time_s peak_mem_gib mem_unit_note oom".split()
+    ),
     build=build,
     measure=measure,
     panel=lambda row: " ".join(row[key] for key in ("set", "model", "gpu", "n_gpus", "seq_len", "gbs_samples")),
