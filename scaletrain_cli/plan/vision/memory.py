@@ -10,8 +10,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from scaletrain_cli.plan.hardware import Accelerator
-from scaletrain_cli.plan.memory import Shard, rank_states, zero_shards
+from scaletrain_cli.plan.rank_states import rank_states
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
+from scaletrain_cli.plan.stages import Shard, zero_shards
 from scaletrain_cli.plan.states import gradient_bytes, second_gradient_bytes, step_temporary_bytes, weight_bytes
 from scaletrain_cli.plan.vision.network import planned_network
 from scaletrain_cli.plan.vision.operations import Block, Network

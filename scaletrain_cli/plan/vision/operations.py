@@ -32,6 +32,7 @@ class Operation:
     columns: int = 0
     depth: int = 0
     batches: int = 1
+    convolution: bool = False
     taps: int = 1  # of a convolution's filter, among its depth
     has_input_gradient: bool = True  # images have none
     fused_attention: bool = False  # two products and their softmax in one kernel
@@ -119,6 +120,7 @@ def convolution(
         rows=out_pixels,
         columns=features,
         depth=depth,
+        convolution=True,
         taps=kernel**2,
         has_input_gradient=not of_images,
         kept=outputs if kept else 0,
@@ -229,7 +231,11 @@ def max_pool(channels: int, pixels: int, out_pixels: int) -> Operation:
 
 
 def attention(rows: int, heads: int, width: int, *, fused: bool, autocast: bool = False) -> tuple[Operation, ...]:
-    """Scores, softmax and weighted sum over ``heads`` of ``width``; the queries, keys and values are kept before it."""
+    """Scores, softmax and weighted sum over ``heads`` of ``width``; the queries, keys and values are kept before it.
+
+    Without a fused kernel, torch.matmul copies queries, keys and values, whose heads do not lie one behind the other,
+    and keeps the copies instead; the output's heads are put back by another copy.
+    """
     size, scores, outputs = 3 * heads * rows * width, heads * rows * rows, heads * rows * width
     if fused:
         return (
@@ -252,10 +258,10 @@ def attention(rows: int, heads: int, width: int, *, fused: bool, autocast: bool 
             columns=rows,
             depth=width,
             batches=heads,
-            inputs=2 * outputs,
+            inputs=6 * outputs,
             outputs=scores,
-            moved_back=4 * outputs + 2 * scores,
-            kernels=3,
+            moved_back=8 * outputs + 2 * scores,
+            kernels=7,
         ),
         Operation(
             kept=scores, inputs=2 * scores, outputs=2 * scores, moved_back=6 * scores, kernels=4
@@ -266,10 +272,10 @@ def attention(rows: int, heads: int, width: int, *, fused: bool, autocast: bool 
             depth=rows,
             batches=heads,
             kept=outputs,
-            inputs=scores + outputs,
-            outputs=outputs,
-            moved_back=2 * (scores + 2 * outputs),
-            kernels=3,
+            inputs=scores + 4 * outputs,
+            outputs=2 * outputs,
+            moved_back=2 * scores + 8 * outputs,
+            kernels=7,
         ),
     )
 

@@ -12,9 +12,9 @@ from math import inf
 from scaletrain_cli.plan.framework_time import HABITS, Habits
 from scaletrain_cli.plan.hardware import Accelerator
 from scaletrain_cli.plan.kernels import Rates, flash_attention_seconds, matmul_seconds, memory_seconds, rates
-from scaletrain_cli.plan.memory import zero_shards
 from scaletrain_cli.plan.networks import cluster_link
 from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, Time
+from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.plan.states import gradient_bytes, weight_bytes
 from scaletrain_cli.plan.vision.network import network, planned_network, training_flops, vision_model
 from scaletrain_cli.plan.vision.operations import Network as Whole
@@ -22,11 +22,19 @@ from scaletrain_cli.plan.vision.operations import Operation
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.vision import VisionSpec
 
-# A batch of small products, one per head, runs at this share of the rate of large ones, as in plan/kernels.py.
+# A batch of small products, one per head, runs at this share of the rate of large ones, as in plan/kernels.py; where
+# rows are no multiple of 16 bytes, as with 197 tokens, loads are by single elements (NVIDIA, Matrix Multiplication
+# Background User's Guide, figure 2; order of magnitude).
 _BATCHED_SHARE = 0.6
+_UNALIGNED_SHARE = 0.25
+# Inner dimension at which filling the pipeline of an implicit GEMM costs as much as its products: one slice of it, since
+# convolutions have many more tiles than the device runs at once, and the next one's loads overlap.
+_CONVOLUTION_DEPTH = 32
+# Share of the memory bandwidth's reach that turning images around keeps, because it reads or writes across the grain.
+_TURNING_SHARE = 0.65
 # Share of the fp32 units' peak that torch's depthwise kernels reach (aten/src/ATen/native/cuda/DepthwiseConv2d.cu);
 # calibrated on the 26 ConvNeXt rows of timm's RTX 3090 results.
-_DEPTHWISE_SHARE = 0.1
+_DEPTHWISE_SHARE = 0.07
 # What the host needs to issue one kernel of an eager network, autograd included: an order of magnitude.
 _ISSUE_SECONDS = 6e-6
 
@@ -83,7 +91,8 @@ def pass_seconds(whole: Whole, samples: int, rate: Rates, vector_flops: float) -
 
 def _operation_seconds(operation: Operation, samples: int, rate: Rates, vector_flops: float) -> tuple[float, float]:
     element = rate.element_bytes
-    copied = operation.copied if element == 2 or operation.depthwise else 0  # matrix units want channels last
+    # Matrix units want channels last, depthwise kernels want them first.
+    copied = operation.copied / _TURNING_SHARE if element == 2 or operation.depthwise else 0.0
     ahead = samples * (element * (operation.moved + copied) + operation.kept_bytes)
     back = samples * (element * (operation.moved_back + 2 * copied) + operation.kept_bytes)
     ahead_moved = memory_seconds(ahead, 1 if operation.moved else 0, rate)
@@ -99,10 +108,13 @@ def _operation_seconds(operation: Operation, samples: int, rate: Rates, vector_f
         half = flash_attention_seconds(operation.rows * samples, operation.rows, heads, width, width, False, rate)
         return max(ahead_moved, 2 * half[0]), max(back_moved, 2 * half[1])
     if operation.batches > 1:
-        seconds = flops / (rate.matmul * _BATCHED_SHARE)
+        aligned = operation.rows * element % 16 == 0
+        seconds = flops / (rate.matmul * (_BATCHED_SHARE if aligned else _UNALIGNED_SHARE))
         return max(ahead_moved, seconds), max(back_moved, 2 * seconds)
     rows, depth, columns = operation.rows * samples, operation.depth, operation.columns
     unbound = replace(rate, memory=inf)  # an implicit GEMM reads its pixels once, not once per tap of its filter
+    if operation.convolution:
+        unbound = replace(unbound, depth=_CONVOLUTION_DEPTH)
     gradients = _weight_seconds(rows, depth, columns, unbound)
     if operation.has_input_gradient:
         gradients += matmul_seconds(rows, columns * operation.taps, depth // operation.taps, unbound)
