@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scaletrain_cli.plan.framework_time import HABITS, Habits
-from scaletrain_cli.plan.memory import local_tokens, zero_shards
 from scaletrain_cli.plan.networks import Link
 from scaletrain_cli.plan.result import Layout, PerStepBytes
+from scaletrain_cli.plan.stages import local_tokens, zero_shards
 from scaletrain_cli.plan.states import gradient_bytes, weight_bytes
 from scaletrain_cli.spec import RunSpec
 

@@ -46,7 +46,7 @@ def blocks_by_stage(model: ModelSpec, stages: int, balanced: bool) -> tuple[int,
     total = layers * block + model.vocab_size * model.hidden_size
     counts, stage = [0] * stages, 0
     for index in range(layers):
+        counts[stage] += 1
         if stage < stages - 1 and (index + 1) * block > total * (stage + 1) / stages:
             stage += 1
-        counts[stage] += 1
     return tuple(counts)

@@ -1,6 +1,6 @@
-"""Bytes of weights, gradients and optimizer states that DeepSpeed 0.19 holds per rank. Knows only parameter counts.
+"""Bytes of weights, gradients and optimizer states that a rank holds. Knows only parameter counts.
 
-What DeepSpeed keeps, read in its source and confirmed by counting the live tensors of two ranks at every stage:
+What DeepSpeed 0.19 keeps, read in its source and confirmed by counting the live tensors of two ranks at every stage:
 
 * Stage 0, fp32: ``engine.py _do_optimizer_sanity_check`` returns no wrapper, so the user's AdamW works on the weights.
 * Stage 0, 16 bits: ``_do_optimizer_sanity_check`` raises NotImplementedError with fp32 gradient accumulation, and
@@ -25,8 +25,13 @@ from typing import NamedTuple
 # AdamW keeps two fp32 moments (arXiv:1711.05101); mixed precision adds an fp32 master copy (arXiv:1710.03740).
 MOMENT_BYTES = 8
 MASTER_BYTES = 4
+# Of other optimizers. In 8 bits each moment has one fp32 scale per block (bitsandbytes, functional.py
+# quantize_blockwise: 256 values).
+_MOMENT_BYTES = {"adamw": MOMENT_BYTES, "adam": MOMENT_BYTES, "momentum": 4, "sgd": 0, "adamw_8bit": 2}
+_SCALED_VALUES = 256
 
 _DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: the products; weights stay in 16 bits
+_FP32_BYTES = 4
 _STEP_SUB_GROUP = 10**9  # zero/config.py sub_group_size
 
 
@@ -48,32 +53,54 @@ def gradient_bytes(precision: str, grad_dtype: str) -> int:
     return _DTYPE_BYTES[grad_dtype] if weight_bytes(precision) == 2 else 4
 
 
-def optimizer_state_bytes_per_parameter(precision: str, zero_stage: int) -> int:
-    """Moments, and the fp32 master copy: all but stage 0 in fp32 keep one."""
-    return MOMENT_BYTES + (MASTER_BYTES if weight_bytes(precision) == 2 or zero_stage else 0)
+def optimizer_state_bytes_per_parameter(
+    precision: str, zero_stage: int, optimizer: str = "adamw", framework: str = "deepspeed"
+) -> int:
+    """Moments, and the fp32 master copy: DeepSpeed keeps one but in stage 0 of fp32, others for 16-bit weights.
+
+    FSDP's weights are the fp32 master themselves (torch, MixedPrecisionPolicy).
+    """
+    moments = _MOMENT_BYTES[optimizer]
+    if framework == "fsdp":
+        return moments
+    copied = weight_bytes(precision) == 2 or (framework == "deepspeed" and zero_stage > 0)
+    return moments + (MASTER_BYTES if copied else 0)
 
 
-def checkpoint_bytes_per_parameter(precision: str, zero_stage: int) -> int:
+def checkpoint_bytes_per_parameter(precision: str, zero_stage: int, optimizer: str = "adamw") -> int:
     """What DeepSpeed saves: weights, moments and master; under stage 3 the weights only as their fp32 master."""
-    states = optimizer_state_bytes_per_parameter(precision, zero_stage)
+    states = optimizer_state_bytes_per_parameter(precision, zero_stage, optimizer)
     return states if zero_stage == 3 else weight_bytes(precision) + states
 
 
 def model_state_bytes(
-    parameters: int, precision: str, grad_dtype: str, zero_stage: int, data_parallel: int
+    parameters: int,
+    precision: str,
+    grad_dtype: str,
+    zero_stage: int,
+    data_parallel: int,
+    optimizer: str = "adamw",
+    framework: str = "deepspeed",
 ) -> ModelStates:
     """What one rank holds during a step, of ``parameters`` shared over ``data_parallel`` ranks.
 
-    A ZeRO partition is the parameters divided by the ranks, rounded up: DeepSpeed pads the last one.
+    A ZeRO partition is the parameters divided by the ranks, rounded up: DeepSpeed pads the last one. Megatron-LM's
+    distributed optimizer and nanotron's ZeRO are stage 1: gradients stay whole on every rank (Megatron-LM,
+    distributed/param_and_grad_buffer.py). FSDP holds weights and gradients in fp32.
     """
     partition = -(-parameters // data_parallel)
     held_weights = partition if zero_stage >= 3 else parameters
     held_gradients = partition if zero_stage >= 2 else parameters
     held_states = partition if zero_stage >= 1 else parameters
+    states = held_states * optimizer_state_bytes_per_parameter(precision, zero_stage, optimizer, framework)
+    if optimizer == "adamw_8bit":
+        states += 2 * _FP32_BYTES * -(-held_states // _SCALED_VALUES)
+    if framework == "fsdp":
+        return ModelStates(held_weights * _FP32_BYTES, held_gradients * _FP32_BYTES, states)
     return ModelStates(
         parameters=held_weights * weight_bytes(precision),
         gradients=held_gradients * gradient_bytes(precision, grad_dtype),
-        optimizer_states=held_states * optimizer_state_bytes_per_parameter(precision, zero_stage),
+        optimizer_states=states,
     )
 
 
@@ -87,7 +114,9 @@ def second_gradient_bytes(
     return -(-parameters // data_parallel) * accumulated
 
 
-def step_temporary_bytes(parameters: int, precision: str, grad_dtype: str, zero_stage: int, data_parallel: int) -> int:
+def step_temporary_bytes(
+    parameters: int, precision: str, grad_dtype: str, zero_stage: int, data_parallel: int, optimizer: str = "adamw"
+) -> int:
     """Memory that exists only between the last backward pass and the next forward one, when activations do not.
 
     AdamW's foreach form makes one fp32 copy of what it updates (the root of the second moment). ZeRO adds an fp32 copy
@@ -95,9 +124,10 @@ def step_temporary_bytes(parameters: int, precision: str, grad_dtype: str, zero_
     time. BF16_Optimizer copies no partition, but reduces its fp32 gradients as 16 bits, group by group in one piece
     (``engine.py allreduce_bucket``: ``tensor.to(communication_data_type)``), before the step.
     """
+    root = _FP32_BYTES if optimizer in ("adamw", "adam") else 0
     if zero_stage == 0:
-        return 4 * parameters
+        return root * parameters
     partition = -(-parameters // data_parallel)
     if zero_stage == 1 and weight_bytes(precision) == 2 and gradient_bytes(precision, grad_dtype) == 4:
-        return max(4 * partition, 2 * parameters if data_parallel > 1 else 0)
-    return 8 * (min(partition, _STEP_SUB_GROUP) if zero_stage == 3 else partition)
+        return max(root * partition, 2 * parameters if data_parallel > 1 else 0)
+    return (root + _FP32_BYTES) * (min(partition, _STEP_SUB_GROUP) if zero_stage == 3 else partition)

@@ -25,12 +25,12 @@ from scaletrain_cli.plan.communication import (
 from scaletrain_cli.plan.framework_time import HABITS, Habits
 from scaletrain_cli.plan.hardware import Accelerator
 from scaletrain_cli.plan.kernels import Rates, rates
-from scaletrain_cli.plan.memory import local_tokens, zero_shards
 from scaletrain_cli.plan.networks import Link, cluster_link
 from scaletrain_cli.plan.offload_time import offload_seconds
 from scaletrain_cli.plan.pipeline_time import blocks_by_stage, one_forward_one_backward
 from scaletrain_cli.plan.recompute import recompute_flops_per_token, recompute_seconds, recomputed_forwards
 from scaletrain_cli.plan.result import Layout, Network, StageTime, Time
+from scaletrain_cli.plan.stages import local_tokens, zero_shards
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # A plan shows this many stages one by one; nobody runs more, and a typing slip must end soon.

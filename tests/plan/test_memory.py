@@ -9,8 +9,9 @@ import pytest
 
 from scaletrain_cli.plan.hardware import find_accelerator
 from scaletrain_cli.plan.layouts import build_layout, resolve_axes
-from scaletrain_cli.plan.memory import micro_batches_in_flight, plan_memory, stage_layers
+from scaletrain_cli.plan.memory import plan_memory
 from scaletrain_cli.plan.result import MEMORY_PARTS, Memory, StageMemory
+from scaletrain_cli.plan.stages import micro_batches_in_flight, stage_layers
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 

@@ -1,0 +1,105 @@
+"""Bytes of a pipeline stage as our own engine runs it, on DeepSpeed. Knows no other framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scaletrain_cli.plan.activations import (
+    block_backward_bytes,
+    loss_bytes,
+    stage_activation_bytes,
+    token_activations,
+)
+from scaletrain_cli.plan.architecture import Architecture
+from scaletrain_cli.plan.hardware import Accelerator
+from scaletrain_cli.plan.rank_states import host_bytes, rank_states
+from scaletrain_cli.plan.result import Layout, StageMemory
+from scaletrain_cli.plan.stages import Stage, chunks_in_flight, local_tokens, stage_shard, zero_shards
+from scaletrain_cli.plan.states import (
+    gradient_bytes,
+    second_gradient_bytes,
+    step_temporary_bytes,
+    weight_bytes,
+)
+from scaletrain_cli.plan.zero_buffers import communication_buffer_bytes
+from scaletrain_cli.spec import RunSpec
+
+# CUDA context, loaded kernels, cuBLAS and NCCL workspaces: 1 to 2 GB on current GPUs (Ultra-Scale Playbook, section
+# "Memory usage in transformers"). A CPU rank: the interpreter with torch and DeepSpeed, 250 MB, and its arenas.
+_GPU_FRAMEWORK_BYTES = 1_500_000_000
+_CPU_FRAMEWORK_BYTES = 500_000_000
+# The caching allocator rounds and splits blocks. States are allocated once and do not fragment; what comes and goes
+# does. Stated, not measured: a twentieth of it.
+_FRAGMENTATION_DIVISOR = 20
+
+
+def engine_stage(
+    spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
+) -> Callable[[Stage], StageMemory]:
+    """What sizes one stage after another of this layout."""
+    training, model, mode = spec.training, spec.transformer, layout.activation_checkpointing
+    element, shards = weight_bytes(training.precision), zero_shards(layout)
+    tokens = local_tokens(spec, layout)
+    wanted = spec.planner.attention
+    grouped = model.num_key_value_heads != model.num_attention_heads
+    fused = (
+        device.fuses_attention(training.precision, model.head_dim, grouped) if wanted == "auto" else wanted == "flash"
+    )
+    per_token = token_activations(model, element, layout.tensor_parallel, fused)
+    loss = loss_bytes(model, element, tokens, layout.tensor_parallel)
+    grads = gradient_bytes(training.precision, training.grad_dtype)
+    framework = _CPU_FRAMEWORK_BYTES if device.is_cpu else _GPU_FRAMEWORK_BYTES
+    between = 0 if layout.pipeline_parallel == 1 else 2 * element * model.hidden_size * tokens
+
+    def size(stage: Stage) -> StageMemory:
+        shard = stage_shard(whole, stage)
+        states = rank_states(spec, layout, shard)
+        chunks = chunks_in_flight(layout, stage.index)
+        saved = stage_activation_bytes(per_token, tokens, stage.blocks, mode, chunks) // layout.virtual_pipeline
+        backward = block_backward_bytes(per_token, tokens, stage.blocks, mode)
+        buffers = between + communication_buffer_bytes(
+            shard.parameters, shard.largest_block, layout.zero_stage, element, grads, shards
+        )
+        buffers += second_gradient_bytes(
+            shard.parameters,
+            training.precision,
+            training.grad_dtype,
+            layout.zero_stage,
+            shards,
+            layout.gradient_accumulation_steps,
+        )
+        step = 0
+        if layout.offload == "none":
+            step = step_temporary_bytes(
+                shard.parameters,
+                training.precision,
+                training.grad_dtype,
+                layout.zero_stage,
+                shards,
+                training.optimizer.name,
+            )
+        # (activations, logits, buffers, step temporaries) at each of the three moments
+        moments = (
+            (saved, loss if stage.last else 0, buffers, 0),
+            (saved + backward, 0, buffers, 0),
+            (0, 0, 0, step),
+        )
+        activations, logits, held, temporary = max(moments, key=sum)
+        fragmentation = (activations + logits + held + temporary) // _FRAGMENTATION_DIVISOR
+        allocated = sum(states) + activations + logits + held + temporary
+        return StageMemory(
+            parameters=states.parameters,
+            gradients=states.gradients,
+            optimizer_states=states.optimizer_states + temporary,
+            activations=activations,
+            logits=logits,
+            communication_buffers=held,
+            framework=framework,
+            fragmentation=fragmentation,
+            peak=allocated + fragmentation + framework,
+            allocated=allocated,
+            reserved=allocated + fragmentation,
+            host=host_bytes(spec, layout, shard),
+        )
+
+    return size

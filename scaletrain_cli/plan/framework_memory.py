@@ -1,0 +1,113 @@
+"""What each framework keeps in memory around a transformer's blocks, as frozen data. Knows no model and no layout.
+
+Each figure is counted in the framework's source, which its comment names, or calibrated on a whole set of published
+runs, and then it says so. Bytes per element are for 16-bit elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class FrameworkMemory:
+    """One framework's habits."""
+
+    # Elements per inner channel that a gated MLP keeps: gate, up, activated gate and product; fused: gate, up, product.
+    gated_mlp: int
+    # The projected queries and keys stay beside the rotated ones, because the values are a view of the same storage.
+    keeps_projected: bool
+    # Keys and values are repeated to the number of query heads before attention.
+    repeats_keys: bool
+    # Elements per channel of a micro-batch that tensor parallelism holds whole beside its shares: gather buffers.
+    gathered: int
+    # Bytes per vocabulary entry and token when the loss is computed.
+    logits: int
+    # Bytes per parameter of the data-parallel reducer's buckets, where there are replicas.
+    bucket: int
+    # Bytes per parameter of the gradients that one backward pass makes before they are added.
+    fresh_gradient: int
+    # Bytes per parameter updated that exist only during the optimizer's step.
+    step_temporary: int
+    # Blocks whose weights are gathered at once under ZeRO-3.
+    gathered_blocks: int
+    # Recomputes every second block where checkpointing is selective; otherwise the attention core of each.
+    selective_blocks: bool
+    # Blocks are spread over stages by cost, the head's included; otherwise by number.
+    balances_stages: bool
+    # cuBLAS and Transformer Engine workspaces, in the allocator, bytes.
+    workspace: int
+    # Share of what comes and goes that the caching allocator cannot use: rounding and split blocks.
+    fragmentation: float
+    # CUDA context with kernels and libraries, and NCCL's buffers, outside the allocator, bytes.
+    context: int
+    # Elements per channel of a micro-batch, whole over the tensor ranks, that have been freed but are still in use by
+    # collectives: the host runs ahead of the GPU, and the allocator waits (record_stream) before it reuses them.
+    backlog: int = 0
+
+
+# CUDA context, loaded kernels and NCCL: 1 to 2 GB on current GPUs (Ultra-Scale Playbook, section "Memory usage in
+# transformers").
+_CONTEXT = 1_500_000_000
+_MIB = 2**20
+
+# PyTorch FSDP with models as torchtitan writes them: eager SwiGLU, repeat_kv, logits cast to fp32 by the loss, and a
+# prefetch of the next block. AdamW's foreach form makes the root of the second moment. Workspace: cuBLAS on Hopper.
+_FSDP = FrameworkMemory(
+    gated_mlp=4,
+    keeps_projected=False,
+    repeats_keys=True,
+    gathered=2,
+    logits=10,
+    bucket=0,
+    fresh_gradient=0,
+    step_temporary=4,
+    gathered_blocks=2,
+    selective_blocks=True,
+    balances_stages=False,
+    workspace=32 * _MIB,
+    fragmentation=0.08,
+    context=_CONTEXT,
+)
+# Megatron-LM: fused SwiGLU; vocab_parallel_cross_entropy exponentiates the fp32 copy of the logits in place; gradients
+# are added to the fp32 buffer by the product itself (gradient accumulation fusion); FusedAdam works in place.
+_MEGATRON = FrameworkMemory(
+    gated_mlp=3,
+    keeps_projected=True,
+    repeats_keys=False,
+    gathered=2,
+    logits=6,
+    bucket=0,
+    fresh_gradient=0,
+    step_temporary=0,
+    gathered_blocks=2,
+    selective_blocks=False,
+    balances_stages=False,
+    workspace=64 * _MIB,
+    fragmentation=0.08,
+    context=_CONTEXT,
+)
+# nanotron: eager SwiGLU (models/llama.py GLUActivation); 16-bit logits, their fp32 copy and the shifted one
+# (parallel/tensor_parallel/functional.py sharded_cross_entropy); DistributedDataParallel's buckets beside the fp32
+# gradients, and the 16-bit gradients of a whole backward pass before they are added (optim/gradient_accumulator.py);
+# two gather buffers (MemoryBuffer) and their gradients; fused AdamW. Tensor-parallel collectives run beside the
+# products: with a full launch queue about fifty whole tensors wait for them, calibrated on the Ultra-Scale sweep.
+_NANOTRON = FrameworkMemory(
+    gated_mlp=4,
+    keeps_projected=False,
+    repeats_keys=False,
+    gathered=4,
+    logits=10,
+    bucket=2,
+    fresh_gradient=2,
+    step_temporary=0,
+    gathered_blocks=0,
+    selective_blocks=True,
+    balances_stages=True,
+    workspace=64 * _MIB,
+    fragmentation=0.06,
+    context=_CONTEXT,
+    backlog=50,
+)
+
+FRAMEWORK_MEMORY = {"fsdp": _FSDP, "megatron": _MEGATRON, "nanotron": _NANOTRON}

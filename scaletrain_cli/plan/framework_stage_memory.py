@@ -1,0 +1,137 @@
+"""Bytes of a pipeline stage under Megatron-LM, nanotron or PyTorch FSDP. Knows nothing of our own engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scaletrain_cli.plan.architecture import Architecture
+from scaletrain_cli.plan.backlog import backlog_bytes
+from scaletrain_cli.plan.block_activations import BlockActivations, Cut, block_activations
+from scaletrain_cli.plan.communication import shards_norms
+from scaletrain_cli.plan.framework_memory import FRAMEWORK_MEMORY, FrameworkMemory
+from scaletrain_cli.plan.hardware import Accelerator
+from scaletrain_cli.plan.rank_states import expert_tensor_parallel, host_bytes, rank_states
+from scaletrain_cli.plan.result import Layout, StageMemory
+from scaletrain_cli.plan.stages import Shard, Stage, chunks_in_flight, local_tokens, stage_shard, zero_shards
+from scaletrain_cli.plan.states import gradient_bytes, weight_bytes
+from scaletrain_cli.spec import RunSpec
+
+# What waits for collectives is reclaimed when memory runs short: it never fills more than this of the device.
+_RECLAIMED_ABOVE = 0.95
+
+
+def framework_stages(
+    spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
+) -> Callable[[Stage], StageMemory]:
+    """What sizes one stage after another of this layout."""
+    model, training = spec.transformer, spec.training
+    habits = FRAMEWORK_MEMORY[spec.planner.framework]
+    element, tokens = weight_bytes(training.precision), local_tokens(spec, layout)
+    norm_ranks = layout.tensor_parallel if shards_norms(spec, layout) else 1
+    expert_tensor = expert_tensor_parallel(spec, layout)
+    cut = Cut(layout.tensor_parallel, norm_ranks, expert_tensor, _flash(spec, device), element)
+    plain = block_activations(model, habits, cut, False)
+    sparse = block_activations(model, habits, cut, True) if model.num_experts else plain
+    kept_plain, kept_sparse = (_kept(block, habits, layout) for block in (plain, sparse))
+    working = tokens * max(_working(block, habits, layout) for block in (plain, sparse))
+    channels = element * model.hidden_size * tokens // norm_ranks
+    # The embedding's output before its dropout, and the mask; the final norm's input is the last block's output.
+    embedding = tokens * model.hidden_size // norm_ranks + channels if model.hidden_dropout else 0
+    final_norm = 2 * channels
+    gathered = habits.gathered * element * model.hidden_size * tokens if norm_ranks > 1 else 0
+    logits_size = tokens * -(-model.vocab_size // layout.tensor_parallel)
+    between = 2 * channels if layout.pipeline_parallel > 1 else 0
+    waiting = backlog_bytes(spec, layout, device, habits, tokens, element)
+    expert_share = layout.tensor_parallel / expert_tensor
+
+    def size(stage: Stage) -> StageMemory:
+        shard = stage_shard(whole, stage, expert_share)
+        states = rank_states(spec, layout, shard)
+        per_micro_batch = tokens * (stage.dense * kept_plain + (stage.blocks - stage.dense) * kept_sparse)
+        per_micro_batch += embedding if stage.first else 0
+        per_micro_batch += final_norm if stage.last else 0
+        saved = per_micro_batch * chunks_in_flight(layout, stage.index) // layout.virtual_pipeline
+        logits = habits.logits * logits_size if stage.last else 0
+        buffers = habits.workspace + between + gathered + _reducer_bytes(spec, layout, habits, shard, whole)
+        fresh = habits.fresh_gradient * shard.parameters
+        step = habits.step_temporary * _updated(layout, shard)
+        if layout.offload != "none" or training.optimizer.name not in ("adamw", "adam"):
+            step = 0
+        # (activations, logits, buffers, step temporaries): the loss, a block's backward, the last one, the update
+        moments = (
+            (saved, logits, buffers, 0),
+            (saved + working, 0, buffers, 0),
+            (saved - per_micro_batch + working, 0, buffers + fresh, 0),
+            (0, 0, habits.workspace, step),
+        )
+        activations, logits, held, temporary = max(moments, key=sum)
+        transient = activations + logits + held + temporary
+        allocated = sum(states) + transient
+        # Gradients of a whole backward pass cannot all take the place of freed activations, which are smaller pieces.
+        lost = int(habits.fragmentation * transient) + fresh // 2
+        room = int(_RECLAIMED_ABOVE * device.memory_bytes) - allocated - lost - habits.context
+        fragmentation = lost + max(0, min(waiting, room))
+        return StageMemory(
+            parameters=states.parameters,
+            gradients=states.gradients,
+            optimizer_states=states.optimizer_states + temporary,
+            activations=activations,
+            logits=logits,
+            communication_buffers=held,
+            framework=habits.context,
+            fragmentation=fragmentation,
+            peak=allocated + fragmentation + habits.context,
+            allocated=allocated,
+            reserved=allocated + fragmentation,
+            host=host_bytes(spec, layout, shard),
+        )
+
+    return size
+
+
+def _flash(spec: RunSpec, device: Accelerator) -> bool:
+    wanted, model = spec.planner.attention, spec.transformer
+    if wanted != "auto":
+        return wanted == "flash"
+    grouped = model.num_key_value_heads != model.num_attention_heads
+    return device.fuses_attention(spec.training.precision, model.head_dim, grouped)
+
+
+def _kept(block: BlockActivations, habits: FrameworkMemory, layout: Layout) -> int:
+    """Bytes per token that a block keeps, on average over blocks where every second one is recomputed."""
+    mode = layout.activation_checkpointing
+    if mode == "full":
+        return block.block_input
+    if mode == "selective":
+        return (block.saved + block.block_input) // 2 if habits.selective_blocks else block.saved - block.scores
+    return block.saved
+
+
+def _working(block: BlockActivations, habits: FrameworkMemory, layout: Layout) -> int:
+    """Bytes per token of one block's backward: its gradients, and what it has to compute again."""
+    mode = layout.activation_checkpointing
+    if mode == "full" or (mode == "selective" and habits.selective_blocks):
+        return block.working + block.saved
+    return block.working + (block.scores if mode == "selective" else 0)
+
+
+def _updated(layout: Layout, shard: Shard) -> int:
+    """Parameters that one rank's optimizer updates."""
+    return shard.parameters if layout.zero_stage == 0 else -(-shard.parameters // zero_shards(layout))
+
+
+def _reducer_bytes(spec: RunSpec, layout: Layout, habits: FrameworkMemory, shard: Shard, whole: Architecture) -> int:
+    """Gradient buckets; under ZeRO-2 and 3 the weights and gradients that are whole for a moment."""
+    shards = zero_shards(layout)
+    if shards == 1:
+        return 0
+    held = habits.bucket * shard.parameters
+    if layout.zero_stage < 2:
+        return held
+    training = spec.training
+    element = weight_bytes(training.precision)
+    grads = gradient_bytes(training.precision, training.grad_dtype)
+    blocks = habits.gathered_blocks * shard.largest_block
+    ends = whole.embedding + whole.head
+    weights = blocks + ends if layout.zero_stage == 3 else shard.parameters
+    return held + element * min(weights, shard.parameters) + grads * min(blocks, shard.parameters)
