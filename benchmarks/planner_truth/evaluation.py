@@ -74,19 +74,23 @@ def judge(table: Table, directory: Path, framework: str | None = None) -> Outcom
     for row in table.read(directory):
         try:
             judged.append(_judge_row(table, row, framework))
-        except Unmapped as reason:
+        except (Unmapped, UsageError) as reason:
             skipped[str(reason)] += 1
-        except UsageError as error:
-            skipped[str(error)] += 1
     return Outcome(tuple(judged), dict(skipped.most_common()))
 
 
 def _judge_row(table: Table, row: Row, framework: str | None) -> Judged:
-    case = table.build(row.inputs)
+    try:
+        case, measured = table.build(row.inputs), table.measure(row.inputs, row.truth)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise Unmapped(f"a cell makes no sense: {type(error).__name__}: {error}") from error
     if framework is not None:
         case = Case(_under(case.spec, framework), case.layout)
-    predicted = evaluate(case.spec, case.layout, find_accelerator(case.spec.cluster))
-    measured = table.measure(row.inputs, row.truth)
+    device = find_accelerator(case.spec.cluster)
+    try:
+        predicted = evaluate(case.spec, case.layout, device)
+    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+        raise Unmapped(f"the planner failed: {type(error).__name__}: {error}") from error
     return Judged(row, table.panel(row.inputs), case, measured, predicted.time.step, predicted.memory)
 
 

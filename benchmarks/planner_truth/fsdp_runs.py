@@ -21,6 +21,8 @@ def build_titan(row: Mapping[str, str]) -> Case:
         raise Unmapped(f"no catalogue name for {row['gpu'][:30]}")
     if re.search("mxfp8|nvfp4", row["precision"]):
         raise Unmapped(f"precision {row['precision']}")
+    if "rowwise" in row["precision"] or row["notes"].startswith("async TP"):
+        raise Unmapped("float8 scaled by rows, or asynchronous tensor parallelism")
     tensor = whole(row, "tp", 1)
     return build_case(
         "fsdp",

@@ -71,6 +71,8 @@ def build_case(
     planner: Mapping[str, Any] | None = None,
 ) -> Case:
     """The spec with every axis pinned, and its layout. Raises Unmapped where the parts do not make a run."""
+    if min(degrees.world_size, degrees.data, machines.count, machines.per_node, micro_batch, global_batch) < 1:
+        raise Unmapped("a degree, a batch or a number of GPUs is below 1")
     if degrees.world_size != machines.count:
         raise Unmapped("the degrees do not multiply to the number of GPUs")
     if global_batch % (degrees.data * micro_batch):
