@@ -1,29 +1,40 @@
-"""How large a checkpoint is, how often to take one, and what interruptions leave of the time. Knows no prices."""
+"""How large a checkpoint is, how often to take one, and what interruptions leave of the time. Knows no prices.
+
+Goodput by the full formula of Daly (Future Generation Computer Systems 22, 2006, eq. 20), of which the one that Kokolis
+et al. use (arXiv:2410.21680: 1 - (R + interval / 2) / M, over 1 + save / interval) is the first order.
+"""
 
 from __future__ import annotations
 
 import math
 
-from scaletrain_cli.plan.architecture import parameter_count
+from scaletrain_cli.plan.estimate import parameter_count
 from scaletrain_cli.plan.hardware import Accelerator
 from scaletrain_cli.plan.result import Durability, Layout, Time
 from scaletrain_cli.plan.states import checkpoint_bytes_per_parameter, weight_bytes
 from scaletrain_cli.spec import RunSpec
 
-# Sustained writes of one node to shared storage, hash and fsync included; stated, not measured.
-_WRITE_BYTES_PER_SECOND_PER_NODE = 1e9
-# Device to pageable host memory; stated, not measured.
+# Sustained writes of one node to shared storage: BLOOM's 2.3 TB in 40 s from 48 nodes (bigscience-workshop/bigscience,
+# train/tr11-176B-ml/chronicles.md).
+_STORAGE_BYTES_PER_SECOND_PER_NODE = 1.2e9
+# Device to pageable host memory, one thread copying per GPU; stated, not measured. A slower link is the limit.
 _COPY_BYTES_PER_SECOND_PER_GPU = 5e9
-# From the interruption to the next step: requeue, start, load. A CPU run of a laptop starts faster.
-_RESTART_SECONDS = 180.0
-_CPU_RESTART_SECONDS = 15.0
-# Llama 3 (arXiv:2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs.
-_MTBF_PER_GPU_SECONDS = 54 * 86400 * 16384 / 419
+# From the interruption until ranks begin to load: requeue, start, process groups; stated, not measured.
+_START_SECONDS = 180.0
+_CPU_START_SECONDS = 15.0
+# Llama 3 (arXiv:2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs. Others report from
+# 8,090 GPU hours (Meta's RSC, jobs of 1,024 A100) to 82,000 (RSC-2, nodes; both arXiv:2410.21680).
+LLAMA3_GPU_HOURS_BETWEEN_INTERRUPTIONS = 54 * 24 * 16384 / 419
+# Hours during which spot capacity stays, whole, once it is there: pooled over 21 traces of AWS V100 and K80 instances
+# (skypilot-org/spot-traces, 2022 and 2023). Capacity goes by zone more than by node, so this is per job, of any size.
+SPOT_HOURS_BETWEEN_PREEMPTIONS = 2.4
+# Beyond this many expected interruptions per interval nothing is ever finished, and exp() overflows.
+_HOPELESS = 700.0
 
 
 def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
     """Full state of the job; what ranks hold alike is written once."""
-    return parameter_count(spec.transformer) * checkpoint_bytes_per_parameter(
+    return parameter_count(spec.model) * checkpoint_bytes_per_parameter(
         spec.training.precision, layout.zero_stage
     )
 
@@ -34,41 +45,56 @@ def save_seconds(spec: RunSpec, layout: Layout) -> float:
     Alone: everything without ZeRO, the weights under stages 1 and 2, nothing under stage 3.
     """
     size = checkpoint_bytes(spec, layout)
-    weights = parameter_count(spec.transformer) * weight_bytes(spec.training.precision)
+    weights = parameter_count(spec.model) * weight_bytes(spec.training.precision)
     alone = {0: size, 3: 0}.get(layout.zero_stage, weights)
     alone //= layout.tensor_parallel * layout.pipeline_parallel
-    return (alone + (size - alone) / spec.cluster.nodes) / _WRITE_BYTES_PER_SECOND_PER_NODE
+    return (alone + (size - alone) / spec.cluster.nodes) / _storage_rate(spec)
 
 
-def mean_time_between_interruptions(spec: RunSpec) -> float:
-    """Seconds, of the whole job: as the spec states it, or from the failure rate of data-centre GPUs."""
-    stated = spec.cluster.mean_time_between_interruptions
-    return max(stated, 1e-3) if stated is not None else _MTBF_PER_GPU_SECONDS / spec.world_size
+def interruptions_per_second(spec: RunSpec) -> tuple[float, float]:
+    """Rates for the whole job: of preemptions, which come with notice, and of failures, which do not.
+
+    ``cluster.mean_time_between_interruptions`` states their sum: preemptions on spot, failures on demand.
+    """
+    cluster = spec.cluster
+    stated = cluster.mean_time_between_interruptions
+    if stated is not None:
+        rate = 1 / max(stated, 1e-3)
+        return (rate, 0.0) if cluster.spot else (0.0, rate)
+    preemptions = 1 / (3600 * SPOT_HOURS_BETWEEN_PREEMPTIONS) if cluster.spot else 0.0
+    if cluster.per_node_mtbf is not None:
+        return preemptions, cluster.nodes / max(cluster.per_node_mtbf, 1e-3)
+    return preemptions, spec.world_size / (3600 * LLAMA3_GPU_HOURS_BETWEEN_INTERRUPTIONS)
 
 
 def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerator) -> Durability:
     """Cadence by Young (1974): sqrt(2 C M), where C is the time that one checkpoint takes from training.
 
-    Goodput follows Daly (2006) to first order: each interval loses C, each interruption half an interval and the
-    restart; where the grace period is long enough for a last checkpoint, an interruption loses no step.
+    An interruption costs the restart and the work since the last checkpoint; where the notice is long enough for one
+    step and a last checkpoint, a preemption costs that save instead.
     """
     size = checkpoint_bytes(spec, layout)
     save = save_seconds(spec, layout)
-    taken = save
+    blocked = save
     if spec.checkpoint.asynchronous:
-        taken = min(save, size / (_COPY_BYTES_PER_SECOND_PER_GPU * layout.world_size))
-    between = mean_time_between_interruptions(spec)
+        copy_rate = min(_COPY_BYTES_PER_SECOND_PER_GPU, device.host_bandwidth) * layout.world_size
+        blocked = min(save, size / copy_rate)
+    preemptions, failures = interruptions_per_second(spec)
+    between = 1 / (preemptions + failures)
     if spec.checkpoint.every == "auto":
         # Not more often than one write takes, not less often than interruptions come.
-        wanted = min(max(math.sqrt(2 * taken * between), save), max(between, save))
+        wanted = min(max(math.sqrt(2 * blocked * between), save), max(between, save))
         interval_steps = max(1, min(spec.total_steps, round(wanted / time.step)))
     else:
         interval_steps = spec.checkpoint.every
     interval = interval_steps * time.step
     grace_ok = save + time.step <= spec.cluster.grace_seconds
-    restart = _CPU_RESTART_SECONDS if device.is_cpu else _RESTART_SECONDS
-    lost = restart + (save if spec.cluster.spot and grace_ok else interval / 2)
-    goodput = max(0.0, 1 - lost / between) / (1 + taken / interval)
+    started = _CPU_START_SECONDS if device.is_cpu else _START_SECONDS
+    restart = started + size / (_storage_rate(spec) * spec.cluster.nodes)
+    noticed = preemptions if grace_ok else 0.0
+    sudden = preemptions + failures - noticed
+    goodput = _share_after_losses(interval, blocked, restart, sudden) / (1 + noticed * (restart + save))
+    wall = time.to_train / goodput if goodput > 0 else None
     return Durability(
         checkpoint_bytes=size,
         save_seconds=save,
@@ -76,4 +102,36 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
         interval_seconds=interval,
         expected_goodput=goodput,
         grace_ok=grace_ok,
+        blocked_seconds=blocked,
+        restart_seconds=restart,
+        seconds_between_interruptions=between,
+        interruptions_expected=None if wall is None else wall / between,
+        lost_work_seconds=_lost_seconds(interval + blocked, sudden) * sudden * between,
+        wall_seconds=wall,
     )
+
+
+def _storage_rate(spec: RunSpec) -> float:
+    given = spec.cluster.storage_bandwidth
+    return _STORAGE_BYTES_PER_SECOND_PER_NODE if given == "auto" else max(given, 1.0)
+
+
+def _share_after_losses(interval: float, blocked: float, restart: float, rate: float) -> float:
+    """Share of the time that is progress: tau / (M e^(R/M) (e^((tau + delta)/M) - 1)), Daly 2006, eq. 20."""
+    expected = (interval + blocked) * rate
+    if expected + restart * rate > _HOPELESS:
+        return 0.0
+    if expected < 1e-12:
+        return interval / (interval + blocked)
+    return interval * rate / (math.exp(restart * rate) * math.expm1(expected))
+
+
+def _lost_seconds(segment: float, rate: float) -> float:
+    """Mean time since the last checkpoint at an interruption that falls into a segment: half of it where they are rare.
+
+    M - L / (e^(L/M) - 1), the mean of an exponential law cut off at L.
+    """
+    expected = segment * rate
+    if expected < 1e-6:
+        return segment / 2
+    return 1 / rate - (segment / math.expm1(expected) if expected < _HOPELESS else 0.0)

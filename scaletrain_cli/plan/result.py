@@ -146,7 +146,12 @@ class Network:
 
 @dataclass(frozen=True)
 class Durability:
-    """Checkpoint size and cadence (Young 1974; Daly 2006), and what interruptions leave of the time."""
+    """Checkpoint size and cadence (Young 1974), and what interruptions leave of the time (Daly 2006).
+
+    ``blocked_seconds``: that one checkpoint takes from training. ``lost_work_seconds``: of work done twice, mean over
+    interruptions. ``wall_seconds``: of the whole run with interruptions but without waiting for capacity; None if it
+    would never end.
+    """
 
     checkpoint_bytes: int
     save_seconds: float
@@ -154,17 +159,50 @@ class Durability:
     interval_seconds: float
     expected_goodput: float
     grace_ok: bool
+    blocked_seconds: float = 0.0
+    restart_seconds: float = 0.0
+    seconds_between_interruptions: float | None = None
+    interruptions_expected: float | None = None
+    lost_work_seconds: float = 0.0
+    wall_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Market:
+    """The run bought on demand, or on spot: dollars and seconds with that market's interruptions."""
+
+    price_per_gpu_hour: float | None
+    price_source: str
+    goodput: float
+    wall_seconds: float | None
+    usd: float | None
 
 
 @dataclass(frozen=True)
 class Cost:
-    """US dollars of the whole run; None where no price is known."""
+    """US dollars of the whole run; None where no price is known.
+
+    ``on_demand_usd`` and ``spot_usd`` are those of the bare training time, ``expected_usd`` those of the run's own
+    market with its interruptions paid for.
+    """
 
     price_per_gpu_hour: float | None
     price_source: str
     on_demand_usd: float | None
     spot_usd: float | None
     expected_usd: float | None
+    on_demand: Market | None = None
+    spot: Market | None = None
+
+
+@dataclass(frozen=True)
+class Sanity:
+    """One check of the recipe: its figure as text, and whether it is ok, worth a note or a warning."""
+
+    topic: str
+    value: str
+    verdict: str
+    message: str
 
 
 @dataclass(frozen=True)
@@ -207,6 +245,7 @@ class RunPlan:
     considered: int = 1
     warnings: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
+    sanity: tuple[Sanity, ...] = ()
     schema: str = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
