@@ -9,22 +9,24 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from scaletrain_cli.plan.framework_memory import FRAMEWORK_MEMORY
 from scaletrain_cli.plan.hardware import Accelerator
-from scaletrain_cli.plan.rank_states import rank_states
+from scaletrain_cli.plan.out_of_memory import out_of_memory_probability, verdict
+from scaletrain_cli.plan.rank_states import host_bytes, rank_states
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
 from scaletrain_cli.plan.stages import Shard, zero_shards
 from scaletrain_cli.plan.states import gradient_bytes, second_gradient_bytes, step_temporary_bytes, weight_bytes
-from scaletrain_cli.plan.vision.network import planned_network
+from scaletrain_cli.plan.vision.network import autocasts, planned_network
 from scaletrain_cli.plan.vision.operations import Block, Network
 from scaletrain_cli.plan.zero_buffers import communication_buffer_bytes
 from scaletrain_cli.spec import RunSpec
 
 # Per logit, as for text: the log-probability and the gradients of two losses in fp32, alive at once.
 _LOGIT_BYTES = 12
-# As of a transformer (plan/memory.py): the context with its libraries, and what the allocator loses.
+# As of a transformer (plan/engine_memory.py): the context with its libraries, and what the allocator loses.
 _GPU_FRAMEWORK_BYTES = 1_500_000_000
 _CPU_FRAMEWORK_BYTES = 500_000_000
-_FRAGMENTATION_DIVISOR = 20
+_FRAGMENTATION_SHARE = 0.05
 
 
 class Activations(NamedTuple):
@@ -39,46 +41,61 @@ def plan_vision_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Me
     whole = planned_network(spec, device)
     element = weight_bytes(spec.training.precision)
     held = activation_bytes(whole, layout.micro_batch_size, element, layout.activation_checkpointing)
+    if autocasts(spec):
+        # The weights are fp32; their 16-bit copies live from forward to backward (torch/amp, weight cache).
+        held = Activations(*(size + element * whole.parameters for size in held))
+        training = spec.training.model_copy(update={"precision": "fp32", "grad_dtype": "fp32"})
+        spec = spec.model_copy(update={"training": training})
     logits = loss_bytes(whole, layout.micro_batch_size, layout.data_parallel, element)
-    shard = Shard(whole.parameters, 0, max(block.parameters for block in whole.blocks))
-    rank = _rank_memory(spec, layout, device, shard, held, logits)
+    rank = _rank_memory(spec, layout, device, whole, held, logits)
     fits = rank.peak <= device.memory_bytes
+    probability = out_of_memory_probability(spec.planner.framework, rank.peak, device.memory_bytes)
     return Memory(
         **vars(rank),
         capacity=device.memory_bytes,
         fits=fits,
         by_stage=(rank,),
-        verdict="fits" if fits else "does not fit",
-        out_of_memory_probability=0.0 if fits else 1.0,
+        verdict=verdict(fits, probability),
+        out_of_memory_probability=probability,
     )
 
 
 def _rank_memory(
-    spec: RunSpec, layout: Layout, device: Accelerator, shard: Shard, held: Activations, logits: int
+    spec: RunSpec, layout: Layout, device: Accelerator, whole: Network, held: Activations, logits: int
 ) -> StageMemory:
     """The parts at the worst of three moments: the loss, the backward pass, and the optimizer's step."""
-    precision, grad_dtype, shards = spec.training.precision, spec.training.grad_dtype, zero_shards(layout)
-    stage, count = layout.zero_stage, shard.parameters
+    training, shards, stage, count = spec.training, zero_shards(layout), layout.zero_stage, whole.parameters
+    precision, grad_dtype = training.precision, training.grad_dtype
+    shard = Shard(count, 0, max(block.parameters for block in whole.blocks))
     states = rank_states(spec, layout, shard)
     element, grads = weight_bytes(precision), gradient_bytes(precision, grad_dtype)
     buffers = communication_buffer_bytes(count, shard.largest_block, stage, element, grads, shards)
     buffers += second_gradient_bytes(count, precision, grad_dtype, stage, shards, layout.gradient_accumulation_steps)
-    step = step_temporary_bytes(count, precision, grad_dtype, stage, shards) if layout.offload == "none" else 0
+    step = 0
+    if layout.offload == "none":
+        step = step_temporary_bytes(count, precision, grad_dtype, stage, shards, training.optimizer.name)
     moments = ((held.kept, logits, buffers, 0), (held.backward, 0, buffers, 0), (0, 0, 0, step))
     activations, logits, buffers, step = max(moments, key=sum)
-    parts = {
-        "parameters": states.parameters,
-        "gradients": states.gradients,
-        "optimizer_states": states.optimizer_states + step,
-        "activations": activations,
-        "logits": logits,
-        "communication_buffers": buffers,
-        "framework": _CPU_FRAMEWORK_BYTES if device.is_cpu else _GPU_FRAMEWORK_BYTES,
-        "fragmentation": (activations + logits + buffers + step) // _FRAGMENTATION_DIVISOR,
-    }
-    peak = sum(parts.values())
-    reserved = peak - parts["framework"]
-    return StageMemory(**parts, peak=peak, allocated=reserved - parts["fragmentation"], reserved=reserved)
+    habits = FRAMEWORK_MEMORY.get(spec.planner.framework)
+    framework = habits.context if habits else _GPU_FRAMEWORK_BYTES
+    transient = activations + logits + buffers + step
+    fragmentation = int((habits.fragmentation if habits else _FRAGMENTATION_SHARE) * transient)
+    framework = _CPU_FRAMEWORK_BYTES if device.is_cpu else framework
+    allocated = sum(states) + transient
+    return StageMemory(
+        parameters=states.parameters,
+        gradients=states.gradients,
+        optimizer_states=states.optimizer_states + step,
+        activations=activations,
+        logits=logits,
+        communication_buffers=buffers,
+        framework=framework,
+        fragmentation=fragmentation,
+        peak=allocated + fragmentation + framework,
+        allocated=allocated,
+        reserved=allocated + fragmentation,
+        host=host_bytes(spec, layout, shard),
+    )
 
 
 @lru_cache(maxsize=4096)

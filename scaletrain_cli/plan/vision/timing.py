@@ -13,7 +13,7 @@ from scaletrain_cli.plan.framework_time import HABITS, Habits
 from scaletrain_cli.plan.hardware import Accelerator
 from scaletrain_cli.plan.kernels import Rates, flash_attention_seconds, matmul_seconds, memory_seconds, rates
 from scaletrain_cli.plan.networks import cluster_link
-from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, Time
+from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageTime, Time
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.plan.states import gradient_bytes, weight_bytes
 from scaletrain_cli.plan.vision.network import network, planned_network, training_flops, vision_model
@@ -27,8 +27,8 @@ from scaletrain_cli.spec.vision import VisionSpec
 # Background User's Guide, figure 2; order of magnitude).
 _BATCHED_SHARE = 0.6
 _UNALIGNED_SHARE = 0.25
-# Inner dimension at which filling the pipeline of an implicit GEMM costs as much as its products: one slice of it, since
-# convolutions have many more tiles than the device runs at once, and the next one's loads overlap.
+# Inner dimension at which filling the pipeline of an implicit GEMM costs as much as its products: one slice of it,
+# since convolutions have many more tiles than the device runs at once, and the next one's loads overlap.
 _CONVOLUTION_DEPTH = 32
 # Share of the memory bandwidth's reach that turning images around keeps, because it reads or writes across the grain.
 _TURNING_SHARE = 0.65
@@ -71,6 +71,9 @@ def plan_vision_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tupl
         mfu=samples * flops / step / peak,
         hfu=samples * flops * (4 / 3 if full else 1) / step / peak,
         to_train=step * spec.total_steps,
+        samples_per_second=samples / step,
+        recompute=micro_batches * forward if full else 0.0,
+        by_stage=(StageTime(forward=forward, backward=passes - forward),),
     )
     return time, Network(PerStepBytes(tensor=0, pipeline=0, data=sent, sequence=0, expert=0))
 
