@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from scaletrain_cli.errors import InfeasibleError, Problem
+from scaletrain_cli.plan.estimate import plan_memory
 from scaletrain_cli.plan.hardware import Accelerator, accelerator_names, find_accelerator
 from scaletrain_cli.plan.layouts import (
     CHECKPOINTING,
@@ -17,7 +18,6 @@ from scaletrain_cli.plan.layouts import (
     resolve_axes,
     zero_stages,
 )
-from scaletrain_cli.plan.memory import plan_memory
 from scaletrain_cli.plan.result import Layout, Memory, RunPlan
 from scaletrain_cli.spec import RunSpec
 

@@ -1,4 +1,4 @@
-"""Which layouts a spec allows: exact divisibility, pinned axes, what the framework rules out. Knows no sizes or times."""
+"""Which layouts a spec allows: what divides, what is pinned, what the framework rules out. Knows no sizes or times."""
 
 from __future__ import annotations
 

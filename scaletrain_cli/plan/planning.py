@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from scaletrain_cli.plan.advice import assumptions, warnings
-from scaletrain_cli.plan.architecture import active_parameter_count, parameter_count, training_flops_per_token
+from scaletrain_cli.plan.choice import Candidate
 from scaletrain_cli.plan.cost import plan_cost
 from scaletrain_cli.plan.durability import plan_durability
+from scaletrain_cli.plan.estimate import model_size
 from scaletrain_cli.plan.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.infeasible import does_not_divide, does_not_fit
 from scaletrain_cli.plan.layouts import division_problems, resolve_axes
-from scaletrain_cli.plan.result import ModelSize, RunPlan
-from scaletrain_cli.plan.search import Candidate, alternatives, candidates, choose, smallest
+from scaletrain_cli.plan.rejections import Tally
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.plan.search import Found, alternatives, evaluate, search, smallest
+from scaletrain_cli.plan.search_space import axes_to_try
 from scaletrain_cli.spec import RunSpec
 
 
@@ -21,33 +24,31 @@ def make_plan(spec: RunSpec) -> RunPlan:
     the error then carries the smallest layout as a plan. Deterministic: the same spec gives the same plan.
     """
     device = find_accelerator(spec.cluster)
-    axes = resolve_axes(spec)
-    problems = division_problems(spec, axes)
-    if problems:
-        raise does_not_divide(spec, problems)
-    found = candidates(spec, axes, device)
-    chosen = choose(found)
-    if chosen is None:
-        raise does_not_fit(spec, device, _assemble(spec, device, smallest(found), found))
-    return _assemble(spec, device, chosen, found)
+    tally = Tally()
+    all_axes = axes_to_try(spec, tally)
+    if not all_axes:
+        raise does_not_divide(spec, division_problems(spec, resolve_axes(spec)))
+    found = search(spec, device, all_axes, tally)
+    if found.chosen is None:
+        least = smallest(found)
+        raise does_not_fit(spec, device, _assemble(spec, device, evaluate(spec, least.layout, device), found))
+    return _assemble(spec, device, found.chosen, found)
 
 
-def _assemble(spec: RunSpec, device: Accelerator, chosen: Candidate, found: list[Candidate]) -> RunPlan:
-    parameters = parameter_count(spec.transformer)
+def _assemble(spec: RunSpec, device: Accelerator, chosen: Candidate, found: Found) -> RunPlan:
+    size = model_size(spec.model)
     durability = plan_durability(spec, chosen.layout, chosen.time, device)
     return RunPlan(
-        model=ModelSize(
-            parameters=parameters,
-            active_parameters=active_parameter_count(spec.transformer),
-            flops_per_token=float(training_flops_per_token(spec.transformer)),
-        ),
+        model=size,
         layout=chosen.layout,
         memory=chosen.memory,
         time=chosen.time,
         network=chosen.network,
         durability=durability,
         cost=plan_cost(spec, chosen.layout, chosen.time, durability),
-        alternatives=alternatives(found, chosen),
+        alternatives=alternatives(spec, device, found, chosen),
+        rejected=found.rejected,
+        considered=found.considered,
         warnings=warnings(spec, chosen.layout, chosen.memory, chosen.time, durability, device),
-        assumptions=assumptions(spec, chosen.layout, device, parameters),
+        assumptions=assumptions(spec, chosen.layout, device, size.parameters),
     )

@@ -1,0 +1,100 @@
+"""Which of the sized layouts to take, and why not the others. Sizes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from scaletrain_cli.plan.layouts import CHECKPOINTING, OFFLOAD
+from scaletrain_cli.plan.result import Alternative, Layout, Memory, Network, Time
+
+# Step times closer than this are the same, as far as the model can tell; then the simpler layout wins.
+SAME_TIME = 1.02
+MOST_ALTERNATIVES = 200
+
+
+class Sized(NamedTuple):
+    """A layout whose memory is known."""
+
+    layout: Layout
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout with its size and speed."""
+
+    layout: Layout
+    memory: Memory
+    time: Time
+    network: Network
+
+    @property
+    def comfortable(self) -> bool:
+        """Whether it fits with room for the error of the memory model; an out-of-memory error costs more than speed."""
+        return self.memory.verdict == "fits"
+
+
+class Reason(NamedTuple):
+    """Why a layout was not taken: in general, and with its numbers."""
+
+    family: str
+    text: str
+
+
+def choose(fitting: list[Candidate]) -> Candidate | None:
+    """The fastest that fits with room to spare; among equals the simplest.
+
+    Where none has room, the one that promises most steps per hour when a run that dies is worth nothing: speed times
+    the probability of not running out.
+    """
+    pool = [candidate for candidate in fitting if candidate.comfortable]
+    if pool:
+        limit = min(candidate.time.step for candidate in pool) * SAME_TIME
+        return min((candidate for candidate in pool if candidate.time.step <= limit), key=simplicity)
+    return max(
+        fitting, key=lambda c: ((1 - c.memory.out_of_memory_probability) / c.time.step, -c.memory.peak), default=None
+    )
+
+
+def simplicity(candidate: Candidate) -> tuple[int, ...]:
+    """Smaller is simpler: no offload, fewer axes, lower ZeRO stage, less recomputation, less memory."""
+    layout = candidate.layout
+    split = layout.tensor_parallel * layout.pipeline_parallel * layout.sequence_parallel * layout.context_parallel
+    return (
+        OFFLOAD.index(layout.offload),
+        split,
+        layout.expert_parallel,
+        layout.virtual_pipeline,
+        layout.zero_stage,
+        CHECKPOINTING.index(layout.activation_checkpointing),
+        candidate.memory.peak,
+        layout.micro_batch_size,
+    )
+
+
+def best_alternatives(candidates: list[Candidate], chosen: Candidate) -> tuple[Alternative, ...]:
+    """All but the chosen one, fastest fitting first, then by memory; each with its reason."""
+    rest = [candidate for candidate in candidates if candidate.layout != chosen.layout]
+    rest.sort(key=lambda c: (not c.memory.fits, c.time.step if c.memory.fits else c.memory.peak, simplicity(c)))
+    return tuple(
+        Alternative(c.layout, c.time.step, c.memory.peak, c.memory.fits, reason(c, chosen).text)
+        for c in rest[:MOST_ALTERNATIVES]
+    )
+
+
+def reason(candidate: Candidate, chosen: Candidate) -> Reason:
+    """Why ``candidate`` was not taken."""
+    memory = candidate.memory
+    if not memory.fits:
+        needed = f"needs {memory.peak / 1e9:,.1f} GB of {memory.capacity / 1e9:,.1f} GB"
+        return Reason("does not fit", f"does not fit: {needed}")
+    if not candidate.comfortable and chosen.comfortable:
+        share = f"{100 * memory.peak / memory.capacity:.0f} % of the device"
+        return Reason("fits with little room", f"fits with little room: {share}")
+    slower = candidate.time.step / chosen.time.step
+    if slower > SAME_TIME:
+        return Reason("slower", f"{slower:.2f} times as slow")
+    if not candidate.comfortable:
+        return Reason("more likely to run out of memory", "more likely to run out of memory")
+    return Reason("no faster, and less simple", "no faster, and less simple")

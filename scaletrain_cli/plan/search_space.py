@@ -1,0 +1,98 @@
+"""Every combination of degrees that a search may try, and the reason for each that it may not. Sizes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from scaletrain_cli.plan.engine_support import AXES, capabilities
+from scaletrain_cli.plan.layouts import Axes, broken_rules, divisors, resolve_axes
+from scaletrain_cli.plan.rejections import Tally
+from scaletrain_cli.spec import ModelSpec, RunSpec
+
+# Fewer tokens than this on a rank do not fill one row of tiles of a matrix product (NVIDIA, Matrix Multiplication
+# Background User's Guide: 128 x 256), so cutting a sequence further only adds traffic.
+_FEWEST_TOKENS = 128
+# More stages than a large machine ever used (Megatron-LM: 64, arXiv:2104.04473; GPT-MoE and Llama 3: 16).
+_MOST_STAGES = 64
+# Degrees tried per axis: a power of two has fewer divisors than this, and odd clusters must not take minutes.
+_MOST_DEGREES = 16
+
+
+def axes_to_try(spec: RunSpec, tally: Tally) -> list[Axes]:
+    """All combinations of degrees that divide, plainest first; the others go into ``tally``, by rule."""
+    degrees = {axis: degrees_to_try(spec, axis, tally) for axis in AXES}
+    found = []
+    for axes in _combinations(spec, degrees):
+        rule = next(broken_rules(spec, axes), None)
+        if rule is None:
+            found.append(axes)
+        else:
+            tally.add(f"{rule.key}: {rule.message}", _spelled(axes))
+    return found
+
+
+def degrees_to_try(spec: RunSpec, axis: str, tally: Tally) -> list[int]:
+    """Degrees of one axis by themselves: the pinned one, or those that this model and cluster leave, smallest first."""
+    pinned = getattr(spec.layout, axis)
+    if pinned != "auto":
+        return [int(pinned)]
+    model, world = spec.model, spec.world_size
+    if not isinstance(model, ModelSpec):
+        return [1]
+    if axis == "virtual_pipeline":
+        wanted = divisors(model.num_hidden_layers) if model.num_hidden_layers <= 10_000 else [1]
+    elif axis == "expert_parallel":
+        wanted = divisors(model.num_experts) if model.num_experts else [1]
+    else:
+        wanted = divisors(world)
+    if axis not in capabilities(spec).axes:
+        tally.add(f"{axis} above 1: this engine version cannot run it", f"{axis} {wanted[1:2] or [2]}", len(wanted[1:]))
+        return [1]
+    limits = {
+        "tensor_parallel": (spec.cluster.gpus_per_node, f"reaches over a node of {spec.cluster.gpus_per_node} GPUs"),
+        "pipeline_parallel": (
+            min(_MOST_STAGES, model.num_hidden_layers),
+            "more stages than layers, or than anyone ran",
+        ),
+        "virtual_pipeline": (model.num_hidden_layers, "more chunks than layers"),
+        "sequence_parallel": (model.num_attention_heads, f"more ranks than {model.num_attention_heads} heads"),
+        "context_parallel": (
+            max(1, model.seq_len // _FEWEST_TOKENS),
+            f"leaves a rank fewer than {_FEWEST_TOKENS} tokens of a sequence",
+        ),
+        "expert_parallel": (max(1, model.num_experts), "more ranks than experts"),
+    }
+    most, reason = limits[axis]
+    for degree in wanted:
+        if degree > most:
+            tally.add(f"{axis}: {reason}", f"{axis} {degree}")
+    kept = [degree for degree in wanted if degree <= most]
+    tally.add(f"{axis}: more degrees than are tried", f"{axis} {kept[-1]}", len(kept[_MOST_DEGREES:]))
+    return kept[:_MOST_DEGREES]
+
+
+def _combinations(spec: RunSpec, degrees: dict[str, list[int]]) -> Iterator[Axes]:
+    """Those whose product divides the ranks, and that a pipeline or experts make sense of."""
+    world, pinned_data = spec.world_size, spec.layout.data_parallel
+    found = False
+    for tensor in degrees["tensor_parallel"]:
+        for sequence in _dividing(degrees["sequence_parallel"], world, tensor):
+            for context in _dividing(degrees["context_parallel"], world, tensor * sequence):
+                for pipeline in _dividing(degrees["pipeline_parallel"], world, tensor * sequence * context):
+                    data = world // (tensor * sequence * context * pipeline)
+                    if pinned_data not in ("auto", data):
+                        continue
+                    for virtual in degrees["virtual_pipeline"] if pipeline > 1 else degrees["virtual_pipeline"][:1]:
+                        for expert in degrees["expert_parallel"]:
+                            found = True
+                            yield Axes(data, tensor, pipeline, virtual, sequence, context, expert)
+    if not found:
+        yield resolve_axes(spec)  # pinned degrees that make no cluster: its broken rules say why
+
+
+def _dividing(degrees: Iterable[int], world: int, others: int) -> list[int]:
+    return [degree for degree in degrees if world % (others * degree) == 0]
+
+
+def _spelled(axes: Axes) -> str:
+    return ", ".join(f"{name} {degree}" for name, degree in zip(axes._fields, axes, strict=True) if degree > 1)
