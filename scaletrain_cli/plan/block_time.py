@@ -59,7 +59,7 @@ def block_time(model: ModelSpec, cut: Slice, habits: Habits, rate: Rates, expert
     for count, rows, inner, columns in products:
         forward += count * matmul_seconds(rows, inner, columns, rate)
         backward += count * (matmul_seconds(rows, columns, inner, rate) + matmul_seconds(inner, rows, columns, rate))
-    core = _attention_core(model, cut, heads, rate)
+    core = _attention_core(model, cut, habits, heads, rate)
     moved = _moved(model, cut, habits, heads, experts)
     scale = rate.element_bytes / 2 * (0.6 if cut.compiled else 1.0)
     forward += core[0] + memory_seconds(scale * moved[0], _SMALL_KERNELS[0], rate)
@@ -134,14 +134,16 @@ def _expert_products(model: ModelSpec, cut: Slice) -> list[_Product]:
     return products + [(held, rows, inner, columns) for _, rows, inner, columns in one]
 
 
-def _attention_core(model: ModelSpec, cut: Slice, heads: int, rate: Rates) -> tuple[float, float]:
+def _attention_core(model: ModelSpec, cut: Slice, habits: Habits, heads: int, rate: Rates) -> tuple[float, float]:
     # Ulysses trades sequence for heads: each rank has all queries of some heads, the same work.
     local = max(1, heads // cut.sequence)
     queries = cut.tokens * cut.sequence
     scores = model.head_dim + (model.qk_rope_head_dim if model.kv_lora_rank else 0)
     values = (model.v_head_dim or model.head_dim) if model.kv_lora_rank else model.head_dim
     if cut.flash:
-        return flash_attention_seconds(queries, cut.keys, local, scores, values, rate)
+        biased = model.positions == "alibi"
+        forward, backward = flash_attention_seconds(queries, cut.keys, local, scores, values, biased, rate)
+        return forward / habits.attention_speed, backward / habits.attention_speed
     dropout = model.attention_dropout > 0
     return materialised_attention_seconds(queries, cut.keys, local, scores, values, dropout, rate)
 

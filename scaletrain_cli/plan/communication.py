@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scaletrain_cli.plan.framework_time import HABITS, Habits
+from scaletrain_cli.plan.framework_time import Habits
 from scaletrain_cli.plan.networks import Link
 from scaletrain_cli.plan.result import Layout, PerStepBytes
 from scaletrain_cli.plan.stages import local_tokens, zero_shards
@@ -39,9 +39,9 @@ class DataTraffic:
     sent: int  # bytes per step
 
 
-def block_traffic(spec: RunSpec, layout: Layout, link: Link) -> BlockTraffic:
+def block_traffic(spec: RunSpec, layout: Layout, link: Link, habits: Habits) -> BlockTraffic:
     """Tensor, sequence, context and expert parallelism of one block."""
-    model, habits = spec.transformer, HABITS[spec.planner.framework]
+    model = spec.transformer
     element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
     payload = tokens * model.hidden_size * element
     t, sp, cp, ep = layout.tensor_parallel, layout.sequence_parallel, layout.context_parallel, layout.expert_parallel
@@ -70,12 +70,14 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link) -> BlockTraffic:
     return BlockTraffic(forward, backward, experts)
 
 
-def data_traffic(spec: RunSpec, layout: Layout, link: Link, parameters: int, blocks: int) -> DataTraffic:
+def data_traffic(
+    spec: RunSpec, layout: Layout, link: Link, habits: Habits, parameters: int, blocks: int
+) -> DataTraffic:
     """Gradients and weights of one stage that holds ``parameters`` in ``blocks`` blocks on each tensor rank."""
     ranks, stage, m = zero_shards(layout), layout.zero_stage, layout.gradient_accumulation_steps
     if ranks == 1:
         return DataTraffic(0.0, 0.0, 0.0, 0.0, 0)
-    training, habits = spec.training, HABITS[spec.planner.framework]
+    training = spec.training
     stride = layout.tensor_parallel
     weights = parameters * weight_bytes(training.precision)
     gradients = parameters * _gradient_bytes(spec, habits)
@@ -101,12 +103,12 @@ def data_traffic(spec: RunSpec, layout: Layout, link: Link, parameters: int, blo
     return DataTraffic(gather, gather + reduce, 0.0, 0.0, int(m * (2 * weights + reduced) * part))
 
 
-def tied_seconds(spec: RunSpec, layout: Layout, link: Link, table: int) -> float:
+def tied_seconds(spec: RunSpec, layout: Layout, link: Link, habits: Habits, table: int) -> float:
     """Once per step: the first and the last stage add up the gradients of a table that they share."""
     model, p = spec.transformer, layout.pipeline_parallel
     if p == 1 or not model.tie_word_embeddings:
         return 0.0
-    size = table * _gradient_bytes(spec, HABITS[spec.planner.framework])
+    size = table * _gradient_bytes(spec, habits)
     return link.reduce(size, 2, layout.world_size // p * (p - 1))
 
 

@@ -6,7 +6,7 @@ server CPUs of the years of the runs (2020 to 2024); they matter where micro-bat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,11 @@ class Habits:
     forward_host: float
     backward_host: float
     tensor_host: float
-    # Host seconds once per micro-batch (embedding, head, loss, schedule) and once per step (clipping, optimizer, log).
+    # What it adds per block where the group reaches over both sockets of a node, so that all wait for the slowest core.
+    socket_host: float
+    # Host seconds once per micro-batch: schedule; embedding or head and loss; and once per step (clipping, optimizer).
     micro_batch_host: float
+    end_host: float
     step_host: float
     # Bytes per token and channel of one block that norms and residual sums move, forward and backward.
     norm_forward: float
@@ -42,8 +45,12 @@ class Habits:
     gradient_reduced: int | None
     # Share of the data-parallel reduction that may hide behind the backward pass of the last micro-batch.
     reduce_overlap: float
-    # Whether sends and receives between stages hide behind compute.
+    # Share of the gathered weights (ZeRO-1 and 2) that hides behind the next forward pass.
+    gather_overlap: float
+    # Share of sends and receives between stages that hides behind compute.
     pipeline_overlap: float
+    # Speed of its fused attention, as a multiple of FlashAttention-2's.
+    attention_speed: float
     # Host seconds per step that sharding the optimizer adds.
     zero_host: float
     # Blocks are spread over stages by cost, the head's included; otherwise by number.
@@ -58,7 +65,9 @@ _DEEPSPEED = Habits(
     forward_host=0.75e-3,
     backward_host=1.1e-3,
     tensor_host=0.4e-3,
-    micro_batch_host=4e-3,
+    socket_host=0.0,
+    micro_batch_host=1.5e-3,
+    end_host=1.5e-3,
     step_host=25e-3,
     norm_forward=84.0,
     norm_backward=110.0,
@@ -72,6 +81,8 @@ _DEEPSPEED = Habits(
     tensor_overlap=0.0,
     gradient_reduced=2,
     reduce_overlap=0.7,
+    gather_overlap=0.0,
+    attention_speed=1.0,
     pipeline_overlap=0.0,
     zero_host=5e-3,
     balances_stages=False,
@@ -81,20 +92,24 @@ _FSDP = Habits(
     forward_host=0.8e-3,
     backward_host=1.2e-3,
     tensor_host=0.4e-3,
-    micro_batch_host=4e-3,
+    socket_host=0.0,
+    micro_batch_host=1.5e-3,
+    end_host=1.5e-3,
     step_host=20e-3,
-    norm_forward=16.0,
-    norm_backward=20.0,
+    norm_forward=24.0,
+    norm_backward=40.0,
     gated=(10.0, 18.0),
     plain=(4.0, 6.0),
     rotary=(20.0, 20.0),
-    loss=(18.0, 20.0),
+    loss=(20.0, 20.0),
     accumulate=8.0,
     optimizer=44.0,
     tensor_collectives=(4, 6),
     tensor_overlap=0.2,
     gradient_reduced=None,
     reduce_overlap=0.9,
+    gather_overlap=0.0,
+    attention_speed=1.0,
     pipeline_overlap=0.3,
     zero_host=5e-3,
     balances_stages=False,
@@ -104,8 +119,10 @@ _MEGATRON = Habits(
     forward_host=0.85e-3,
     backward_host=1.2e-3,
     tensor_host=0.15e-3,
-    micro_batch_host=5e-3,
-    step_host=10e-3,
+    socket_host=1.3e-3,
+    micro_batch_host=1.5e-3,
+    end_host=2.0e-3,
+    step_host=1e-3,
     norm_forward=14.0,
     norm_backward=20.0,
     gated=(6.0, 10.0),
@@ -118,9 +135,25 @@ _MEGATRON = Habits(
     tensor_overlap=0.0,
     gradient_reduced=None,
     reduce_overlap=0.0,
+    gather_overlap=0.0,
+    attention_speed=1.0,
     pipeline_overlap=0.0,
     zero_host=5e-3,
     balances_stages=False,
+)
+# Megatron-LM and NeMo on Hopper and later, with Transformer Engine: tensor-parallel traffic is cut up and runs beside the
+# products (tp_comm_overlap), gradients and weights beside both passes (overlap_grad_reduce, overlap_param_gather), and
+# attention is cuDNN's. NVIDIA's own recipes switch all of that on (Megatron-Bridge, src/megatron/bridge/recipes).
+_MEGATRON_ENGINE = replace(
+    _MEGATRON,
+    forward_host=0.5e-3,
+    backward_host=0.7e-3,
+    socket_host=0.0,
+    tensor_overlap=0.7,
+    reduce_overlap=0.9,
+    gather_overlap=0.9,
+    pipeline_overlap=0.5,
+    attention_speed=1.5,
 )
 # nanotron: Triton RMSNorm, flash-attention with its rotation, eager SwiGLU and loss; gradients in fp32 are added by a
 # hook and reduced with the last micro-batch (optim/gradient_accumulator.py). Stages are balanced by cost
@@ -129,7 +162,9 @@ _NANOTRON = Habits(
     forward_host=1.3e-3,
     backward_host=2.0e-3,
     tensor_host=1.1e-3,
-    micro_batch_host=2e-3,
+    socket_host=0.0,
+    micro_batch_host=1.5e-3,
+    end_host=0.3e-3,
     step_host=30e-3,
     norm_forward=20.0,
     norm_backward=30.0,
@@ -143,10 +178,26 @@ _NANOTRON = Habits(
     tensor_overlap=0.1,
     gradient_reduced=4,
     reduce_overlap=0.8,
+    gather_overlap=0.0,
+    attention_speed=1.0,
     pipeline_overlap=0.0,
     zero_host=25e-3,
     balances_stages=True,
     stage_stall=2.1e-3,
 )
 
-HABITS = {"deepspeed": _DEEPSPEED, "fsdp": _FSDP, "megatron": _MEGATRON, "nanotron": _NANOTRON}
+HABITS = {
+    "deepspeed": _DEEPSPEED,
+    "fsdp": _FSDP,
+    "megatron": _MEGATRON,
+    "megatron-te": _MEGATRON_ENGINE,
+    "nanotron": _NANOTRON,
+}
+
+
+def habits_of(framework: str, compute_capability: str) -> Habits:
+    """The habits of ``planner.framework`` on a device; ``compute_capability`` as the catalogue has it."""
+    major = compute_capability.partition(".")[0]
+    if framework == "megatron" and major.isdigit() and int(major) >= 9:
+        return HABITS["megatron-te"]
+    return HABITS[framework]

@@ -16,17 +16,26 @@ from scaletrain_cli.plan.hardware import Accelerator
 # Tiles that a multiprocessor may work on, as parts of the largest: rows, columns, and the share of the rate that the
 # smaller one keeps, because it reads more for each product (CUTLASS, "Efficient GEMM in CUDA"; order of magnitude).
 _TILES = ((1, 1, 1.0), (2, 1, 0.93), (2, 2, 0.8), (4, 2, 0.6))
+# 16-bit rows that are a multiple of 64, 8, 2 or 1 elements long (NVIDIA, Matrix Multiplication Background User's Guide,
+# figures 3 and 4, A100: order of magnitude).
+_ALIGNMENT = ((64, 1.0), (8, 0.9), (2, 0.4), (1, 0.25))
 # A causal kernel wastes half of the blocks on the diagonal and starves on short sequences: the length at which it runs
 # at half its rate (FlashAttention-2, arXiv:2307.08691, figures 5 and 6: 512 to 16k).
 _ATTENTION_HALF_LENGTH = 500
 # Share of its rate that attention keeps at a smaller head (the same figures: head size 64 against 128).
-_SMALL_HEAD = ((128, 1.0), (96, 0.95), (64, 0.82), (0, 0.6))
-# Bytes per score that unfused attention moves, forward and backward, in 16 bits: the products read or write them, the
-# scaled masked softmax reads and writes them (apex, scaled_upper_triang_masked_softmax), dropout too, with its mask.
-_SCORE_BYTES = (8, 14)
+_SMALL_HEAD = ((128, 1.0), (96, 0.97), (64, 0.9), (0, 0.65))
+# What a kernel that adds a bias to the scores keeps: ALiBi ran on flash-attn's first Triton kernel, which the same
+# figures put at a half to two thirds of FlashAttention-2.
+_BIASED_SHARE = 0.55
+# Bytes per score that unfused attention moves beside its products, forward and backward, in 16 bits: the fused scaled
+# masked softmax reads and writes them (Megatron-LM, scaled_upper_triang_masked_softmax), dropout too, with its mask.
+_SCORE_BYTES = (4, 6)
 _DROPOUT_BYTES = (5, 5)
 # Of a device that was described without them.
 _USUAL_MULTIPROCESSORS = 100
+# What is left of that where heads are no multiple of 8 elements: BigScience measured 14400 channels in 96 heads of 150
+# a third slower than 14336 in 112 of 128 (chronicles of the 104B and 176B models).
+_ODD_HEAD_SHARE = 0.3
 # A batch of small products per head runs at this share of the rate of large ones.
 _BATCHED_SHARE = 0.6
 
@@ -90,9 +99,14 @@ def matmul_seconds(rows: int, inner: int, columns: int, rate: Rates) -> float:
         # Large products balance their last wave by splitting it (stream-K, arXiv:2301.03598); small ones cannot.
         waves_run = waves if waves <= 2 else tiles / rate.multiprocessors + 0.5
         best = min(best, waves_run * tile_rows * tile_columns / share)
-    flops = 2.0 * best * rate.multiprocessors * (inner + rate.depth)
+    flops = 2.0 * best * rate.multiprocessors * (inner + rate.depth) / min(_aligned(inner), _aligned(columns))
     moved = rate.element_bytes * (rows * inner + inner * columns + rows * columns)
     return max(flops / rate.matmul, moved / rate.memory) + rate.kernel_seconds
+
+
+def _aligned(width: int) -> float:
+    """Share of the rate that rows of ``width`` elements leave, when they do not begin where tensor cores load."""
+    return next(share for multiple, share in _ALIGNMENT if width % multiple == 0)
 
 
 def memory_seconds(moved_bytes: float, kernels: float, rate: Rates) -> float:
@@ -101,7 +115,7 @@ def memory_seconds(moved_bytes: float, kernels: float, rate: Rates) -> float:
 
 
 def flash_attention_seconds(
-    queries: int, keys: int, heads: int, score_size: int, value_size: int, rate: Rates
+    queries: int, keys: int, heads: int, score_size: int, value_size: int, biased: bool, rate: Rates
 ) -> tuple[float, float]:
     """Forward and backward of fused causal attention: ``queries`` rows in all, each against ``keys`` positions.
 
@@ -111,7 +125,7 @@ def flash_attention_seconds(
     if rate.is_cpu:
         return flops / rate.attention_forward, 2.5 * flops / rate.attention_backward
     share = keys / (keys + _ATTENTION_HALF_LENGTH)
-    share *= next(kept for size, kept in _SMALL_HEAD if score_size >= size)
+    share *= next(kept for size, kept in _SMALL_HEAD if score_size >= size) * (_BIASED_SHARE if biased else 1.0)
     forward = flops / (rate.attention_forward * share) + rate.kernel_seconds
     return forward, 2.5 * flops / (rate.attention_backward * share) + 3 * rate.kernel_seconds
 
@@ -122,7 +136,8 @@ def materialised_attention_seconds(
     """Forward and backward of attention that keeps its matrix of scores; nothing of the masked half is saved."""
     scores = 1.0 * queries * keys * heads
     scale = rate.element_bytes / 2
-    flops = 2.0 * scores * (score_size + value_size) / (rate.matmul * _BATCHED_SHARE)
+    share = _BATCHED_SHARE * (_aligned(score_size) if score_size % 8 == 0 else _ODD_HEAD_SHARE * _aligned(score_size))
+    flops = 2.0 * scores * (score_size + value_size) / (rate.matmul * share)
     moved = [count + (extra if dropout else 0) for count, extra in zip(_SCORE_BYTES, _DROPOUT_BYTES, strict=True)]
     forward = flops + memory_seconds(scale * moved[0] * scores, 4, rate)
     return forward, 2 * flops + memory_seconds(scale * moved[1] * scores, 7, rate)

@@ -22,7 +22,7 @@ from scaletrain_cli.plan.communication import (
     shards_norms,
     tied_seconds,
 )
-from scaletrain_cli.plan.framework_time import HABITS, Habits
+from scaletrain_cli.plan.framework_time import Habits, habits_of
 from scaletrain_cli.plan.hardware import Accelerator
 from scaletrain_cli.plan.kernels import Rates, rates
 from scaletrain_cli.plan.networks import Link, cluster_link
@@ -40,6 +40,11 @@ _SMALL_VOCABULARY = 65536
 _STORAGE_BANDWIDTH = 1e9
 
 
+# Host and device work at once, and the longer one decides; but some kernels are short and others long, so each waits
+# for the other now and then. The exponent of the norm that stands for it, calibrated on vTrain's runs.
+_QUEUE = 3.0
+
+
 @dataclass(frozen=True)
 class _Stage:
     """One pipeline stage and micro-batch: GPU seconds forward, backward and again; host; exposed communication."""
@@ -53,12 +58,13 @@ class _Stage:
     @property
     def seconds(self) -> float:
         """Of forward and backward: the device's, unless the host cannot issue its kernels that fast."""
-        return max(self.forward + self.backward + self.again + self.communication, self.host)
+        device = self.forward + self.backward + self.again + self.communication
+        return float((device**_QUEUE + self.host**_QUEUE) ** (1 / _QUEUE))
 
 
 def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
     """Seconds per optimizer step by cause, and what follows; and the traffic of the busiest rank."""
-    model, habits = spec.transformer, HABITS[spec.planner.framework]
+    model, habits = spec.transformer, habits_of(spec.planner.framework, device.compute_capability)
     rate, link = rates(device, spec.training.precision), cluster_link(spec.cluster, device)
     whole = _architecture(model, layout.tensor_parallel, layout.expert_parallel)
     blocks = blocks_by_stage(model, layout.pipeline_parallel, habits.balances_stages)
@@ -67,10 +73,13 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     schedule = one_forward_one_backward([stage.seconds for stage in stages], m, layout.virtual_pipeline)
     busiest, index = stages[schedule.slowest], schedule.slowest
     parameters = _stage_parameters(whole, model, blocks, index)
-    data = data_traffic(spec, layout, link, parameters, blocks[index])
-    reduce = exposed(data.reduce, busiest.backward + busiest.again, habits.reduce_overlap)
-    communication = min(m * busiest.communication, schedule.busy) + reduce + data.gather
-    communication += tied_seconds(spec, layout, link, whole.embedding)
+    data = data_traffic(spec, layout, link, habits, parameters, blocks[index])
+    # With v chunks per stage all but the last are done, or not yet wanted, while others run.
+    windows = 1 + min(m, len(blocks) - 1) * (1 - 1 / layout.virtual_pipeline)
+    reduce = exposed(data.reduce, windows * (busiest.backward + busiest.again), habits.reduce_overlap)
+    gather = exposed(data.gather, windows * busiest.forward, habits.gather_overlap)
+    communication = min(m * busiest.communication, schedule.busy) + reduce + gather
+    communication += tied_seconds(spec, layout, link, habits, whole.embedding)
     compute = schedule.busy - min(m * busiest.communication, schedule.busy)
     optimizer = _optimizer_seconds(spec, layout, device, rate, habits, parameters)
     step = compute + schedule.bubble + communication + optimizer
@@ -111,7 +120,7 @@ def _stages(
 ) -> list[_Stage]:
     model, last = spec.transformer, len(blocks) - 1
     cut = _slice(spec, layout, device)
-    traffic = block_traffic(spec, layout, link)
+    traffic = block_traffic(spec, layout, link, habits)
     boundary = boundary_seconds(spec, layout, link) * layout.virtual_pipeline * (1 - habits.pipeline_overlap)
     head, embedding = head_time(model, cut, habits, rate), embedding_time(model, cut, rate)
     known: dict[tuple[int, int, bool, bool], _Stage] = {}
@@ -154,7 +163,7 @@ def _stage(
     backward += parameters * habits.accumulate / rate.memory
     again = sum(n * recompute_seconds(spec, layout, part) for n, part in held)
     forwards = recomputed_forwards(spec, layout)
-    data = data_traffic(spec, layout, link, parameters, count)
+    data = data_traffic(spec, layout, link, habits, parameters, count)
     communication = count * (traffic.forward * (1 + forwards) + traffic.backward)
     communication += blocks[1] * traffic.experts * (2 + forwards) + transfers
     communication += exposed(data.forward, forward, habits.reduce_overlap)
@@ -162,8 +171,11 @@ def _stage(
     if rate.is_cpu:
         return _Stage(forward, backward, again, communication, 0.0)
     host = count * (habits.forward_host * (1 + forwards) + habits.backward_host) + habits.micro_batch_host
+    host += habits.end_host * len(ends)
     if layout.tensor_parallel > 1:
         host += count * habits.tensor_host
+        if layout.tensor_parallel > spec.cluster.gpus_per_node / 2:
+            host += count * habits.socket_host
         if layout.pipeline_parallel > 1 and layout.world_size > spec.cluster.gpus_per_node:
             host += count * layout.tensor_parallel * habits.stage_stall
     return _Stage(forward, backward, again, communication, host)
