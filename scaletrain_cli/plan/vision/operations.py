@@ -37,6 +37,7 @@ class Operation:
     has_input_gradient: bool = True  # images have none
     fused_attention: bool = False  # two products and their softmax in one kernel
     depthwise: bool = False  # no matrix units: each channel by itself
+    pointwise: bool = False  # each element of the output needs the same element of the input alone
     kept: int = 0  # elements
     kept_bytes: int = 0  # of fixed types: statistics and indices
     kept_once_bytes: int = 0  # the same, per micro-batch and not per sample
@@ -198,7 +199,9 @@ def layer_norm(channels: int, rows: int, *, autocast: bool = False) -> Operation
 
 def activation(size: int, kept: int = 1) -> Operation:
     """ReLU, GELU, or QuickGELU, which is a sigmoid and a product of its own (``kept`` 2)."""
-    return Operation(kept=kept * size, inputs=kept * size, outputs=kept * size, moved_back=3 * kept * size)
+    return Operation(
+        pointwise=True, kept=kept * size, inputs=kept * size, outputs=kept * size, moved_back=3 * kept * size
+    )
 
 
 def addition(size: int, *, kept: bool = True, autocast: bool = False, scaled: bool = False) -> Operation:
@@ -207,7 +210,7 @@ def addition(size: int, *, kept: bool = True, autocast: bool = False, scaled: bo
         branch = 2 if scaled else 1
         back = 6 + (0 if scaled else 3)  # the sum, and the branch's gradient in 16 bits
         return Operation(kept=2 * size, inputs=(2 + branch) * size, outputs=2 * size, moved_back=back * size, kernels=3)
-    return Operation(kept=size if kept else 0, inputs=2 * size, outputs=size, moved_back=3 * size)
+    return Operation(pointwise=True, kept=size if kept else 0, inputs=2 * size, outputs=size, moved_back=3 * size)
 
 
 def layer_scale(channels: int, rows: int, *, autocast: bool = False) -> Operation:

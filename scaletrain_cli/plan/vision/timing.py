@@ -1,40 +1,22 @@
 """Step time of a data-parallel rank that trains a vision network: its kernels, its traffic, its optimizer.
 
-Each operation takes as long as its arithmetic or its traffic, whichever is longer. Knows no memory and no search.
+Knows no memory and no search.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
-from math import inf
-
 from scaletrain_cli.plan.framework_time import HABITS, Habits
 from scaletrain_cli.plan.hardware import Accelerator
-from scaletrain_cli.plan.kernels import Rates, flash_attention_seconds, matmul_seconds, memory_seconds, rates
+from scaletrain_cli.plan.kernels import Rates, matmul_seconds, memory_seconds
 from scaletrain_cli.plan.networks import cluster_link
 from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageTime, Time
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.plan.states import gradient_bytes, weight_bytes
+from scaletrain_cli.plan.vision.kernel_time import machine, pass_seconds
 from scaletrain_cli.plan.vision.network import network, planned_network, training_flops, vision_model
-from scaletrain_cli.plan.vision.operations import Network as Whole
-from scaletrain_cli.plan.vision.operations import Operation
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.vision import VisionSpec
 
-# A batch of small products, one per head, runs at this share of the rate of large ones, as in plan/kernels.py; where
-# rows are no multiple of 16 bytes, as with 197 tokens, loads are by single elements (NVIDIA, Matrix Multiplication
-# Background User's Guide, figure 2; order of magnitude).
-_BATCHED_SHARE = 0.6
-_UNALIGNED_SHARE = 0.25
-# Inner dimension at which filling the pipeline of an implicit GEMM costs as much as its products: one slice of it,
-# since convolutions have many more tiles than the device runs at once, and the next one's loads overlap.
-_CONVOLUTION_DEPTH = 32
-# Share of the memory bandwidth's reach that turning images around keeps, because it reads or writes across the grain.
-_TURNING_SHARE = 0.65
-# Share of the fp32 units' peak that torch's depthwise kernels reach (aten/src/ATen/native/cuda/DepthwiseConv2d.cu);
-# calibrated on the 26 ConvNeXt rows of timm's RTX 3090 results.
-_DEPTHWISE_SHARE = 0.07
 # What the host needs to issue one kernel of an eager network, autograd included: an order of magnitude.
 _ISSUE_SECONDS = 6e-6
 
@@ -44,18 +26,17 @@ def plan_vision_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tupl
     model, training = vision_model(spec), spec.training
     habits = HABITS[spec.planner.framework]
     micro_batches, full = layout.gradient_accumulation_steps, layout.activation_checkpointing == "full"
-    whole, rate = planned_network(spec, device), rates(device, training.precision)
-    vector = device.flops["fp32"] * _DEPTHWISE_SHARE
-    forward, backward, launched = pass_seconds(whole, layout.micro_batch_size, rate, vector)
+    on = machine(device, training.precision, training.compile)
+    forward, backward, launched = pass_seconds(planned_network(spec, device), layout.micro_batch_size, on)
     passes = (2 if full else 1) * forward + backward
     issued = 0.0 if device.is_cpu else launched * _ISSUE_SECONDS
-    compute = micro_batches * (max(passes, issued) + _loss_seconds(model, layout, rate))
+    compute = micro_batches * (max(passes, issued) + _loss_seconds(model, layout, on.rate))
     sent, blocking, overlapping = _data_seconds(spec, layout, device, habits)
     hidden = min(overlapping, backward) * habits.reduce_overlap
     exposed = blocking + overlapping - hidden
     parameters = network(model).parameters
     updated = parameters if layout.zero_stage == 0 else -(-parameters // zero_shards(layout))
-    optimizer = memory_seconds(updated * habits.optimizer, 1, rate)
+    optimizer = memory_seconds(updated * habits.optimizer, 1, on.rate)
     step = compute + exposed + optimizer
     samples = layout.global_batch_size
     flops, peak = training_flops(model), layout.world_size * device.peak_flops(training.precision)
@@ -76,59 +57,6 @@ def plan_vision_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tupl
         by_stage=(StageTime(forward=forward, backward=passes - forward),),
     )
     return time, Network(PerStepBytes(tensor=0, pipeline=0, data=sent, sequence=0, expert=0))
-
-
-@lru_cache(maxsize=4096)
-def pass_seconds(whole: Whole, samples: int, rate: Rates, vector_flops: float) -> tuple[float, float, int]:
-    """Forward and backward of one micro-batch on the device, and the kernels that they launch."""
-    forward = backward = 0.0
-    launched = 0
-    for block in whole.blocks:
-        for operation in block.operations:
-            ahead, back = _operation_seconds(operation, samples, rate, vector_flops)
-            forward += block.count * ahead
-            backward += block.count * back
-            launched += block.count * operation.kernels
-    return forward, backward, launched
-
-
-def _operation_seconds(operation: Operation, samples: int, rate: Rates, vector_flops: float) -> tuple[float, float]:
-    element = rate.element_bytes
-    # Matrix units want channels last, depthwise kernels want them first.
-    copied = operation.copied / _TURNING_SHARE if element == 2 or operation.depthwise else 0.0
-    ahead = samples * (element * (operation.moved + copied) + operation.kept_bytes)
-    back = samples * (element * (operation.moved_back + 2 * copied) + operation.kept_bytes)
-    ahead_moved = memory_seconds(ahead, 1 if operation.moved else 0, rate)
-    back_moved = memory_seconds(back, max(0, operation.kernels - 1) if operation.moved_back else 0, rate)
-    flops = 2.0 * operation.macs * samples
-    if not flops:
-        return ahead_moved, back_moved
-    if operation.depthwise:
-        return max(ahead_moved, flops / vector_flops), max(back_moved, 2 * flops / vector_flops)
-    if operation.fused_attention:
-        # That function counts the causal half alone.
-        heads, width = operation.batches, operation.depth // 2
-        half = flash_attention_seconds(operation.rows * samples, operation.rows, heads, width, width, False, rate)
-        return max(ahead_moved, 2 * half[0]), max(back_moved, 2 * half[1])
-    if operation.batches > 1:
-        aligned = operation.rows * element % 16 == 0
-        seconds = flops / (rate.matmul * (_BATCHED_SHARE if aligned else _UNALIGNED_SHARE))
-        return max(ahead_moved, seconds), max(back_moved, 2 * seconds)
-    rows, depth, columns = operation.rows * samples, operation.depth, operation.columns
-    unbound = replace(rate, memory=inf)  # an implicit GEMM reads its pixels once, not once per tap of its filter
-    if operation.convolution:
-        unbound = replace(unbound, depth=_CONVOLUTION_DEPTH)
-    gradients = _weight_seconds(rows, depth, columns, unbound)
-    if operation.has_input_gradient:
-        gradients += matmul_seconds(rows, columns * operation.taps, depth // operation.taps, unbound)
-    return max(ahead_moved, matmul_seconds(rows, depth, columns, unbound)), max(back_moved, gradients)
-
-
-def _weight_seconds(rows: int, depth: int, columns: int, rate: Rates) -> float:
-    """The gradient of the weights: small, over many rows, which are therefore cut into parts that fill the device."""
-    tiles = -(-depth // rate.tile_rows) * -(-columns // rate.tile_columns)
-    parts = max(1, min(rate.multiprocessors // tiles, rows // rate.depth))
-    return matmul_seconds(depth * parts, -(-rows // parts), columns, rate)
 
 
 def _loss_seconds(model: VisionSpec, layout: Layout, rate: Rates) -> float:
