@@ -22,16 +22,15 @@ _UNALIGNED_SHARE = 0.25
 # Inner dimension at which filling the pipeline of an implicit GEMM costs as much as its products: one slice of it,
 # since convolutions have many more tiles than the device runs at once, and the next one's loads overlap.
 _CONVOLUTION_DEPTH = 32
-# Share of the reachable memory bandwidth that turning images around keeps: it reads or writes across the grain.
-# Calibrated on timm's ResNets with channels first, RTX 3090.
-_TURNING_SHARE = 0.85
 # Share of the fp32 units' peak that torch's depthwise kernels reach (aten/src/ATen/native/cuda/DepthwiseConv2d.cu);
 # calibrated on timm's ConvNeXts, RTX 3090.
-_DEPTHWISE_SHARE = 0.07
+_DEPTHWISE_SHARE = 0.09
 # Channels that a convolution on matrix units takes at once; images of 3 are padded (NVIDIA, Convolutional Layers User's
 # Guide), and rows into which the gradient of the weights is cut.
 _CHANNELS = 8
 _PART = 64
+# Share of the fp32 units' peak that products reach on them: 14.5 of V100's 15.7 TFLOP/s are usual for cuBLAS.
+_VECTOR_SHARE = 0.9
 # Products that Winograd's algorithm saves a 3 x 3 convolution of stride 1 where there are no matrix units: 2.25 times
 # fewer (arXiv:1509.09308, F(2 x 2, 3 x 3)), less its transformations.
 _WINOGRAD = 2.0
@@ -49,12 +48,13 @@ class Machine:
 
 def machine(device: Accelerator, precision: str, fuses: bool) -> Machine:
     """The device as the kernels below see it."""
-    return Machine(
-        rates(device, precision),
-        device.flops["fp32"] * (_DEPTHWISE_SHARE if not device.is_cpu else 1.0),
-        precision != "fp32" and not device.is_cpu,
-        fuses,
-    )
+    rate, vector = rates(device, precision), device.flops["fp32"]
+    if device.is_cpu:
+        return Machine(rate, rate.matmul, False, fuses)
+    matrix_units = precision != "fp32"
+    if not matrix_units:
+        rate = replace(rate, matmul=vector * _VECTOR_SHARE)
+    return Machine(rate, vector * _DEPTHWISE_SHARE, matrix_units, fuses)
 
 
 @lru_cache(maxsize=4096)
@@ -87,7 +87,7 @@ def _seconds(operation: Operation, samples: int, on: Machine, fused: bool) -> tu
     forward, backward = _product_seconds(operation, samples, on)
     turned = 0.0
     if operation.depthwise or on.matrix_units:  # these want channels first, those want them last
-        turned = memory_seconds(samples * element * operation.copied / _TURNING_SHARE, 0, rate)
+        turned = memory_seconds(samples * element * operation.copied, 0, rate)
     return max(ahead_moved, forward) + turned, max(back_moved, backward) + 2 * turned
 
 
