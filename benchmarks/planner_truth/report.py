@@ -9,6 +9,7 @@ from typing import Any
 
 from planner_truth.evaluation import Judged, Outcome, Score
 from planner_truth.table import Table
+from scaletrain_cli.spec import ModelSpec
 
 _HEAD = f"{'set':<40}{'n':>5}  {'median':>8}{'MAPE':>8}{'p90':>8}   {'others':<22}{'to reach'}"
 
@@ -73,14 +74,17 @@ def _error(score: Score, row: Judged) -> float:
 
 
 def _row_line(score: Score, row: Judged) -> str:
-    measured, layout, model = row.measured, row.case.layout, row.case.spec.transformer
+    measured, layout, model = row.measured, row.case.layout, row.case.spec.model
+    network = model.family
+    if isinstance(model, ModelSpec):
+        network = f"L{model.num_hidden_layers} h{model.hidden_size} s{model.seq_len}"
     time = f"{measured.step_seconds:.4g}" if measured.step_seconds else "-"
     memory = f"{measured.memory_bytes / 1e9:.2f}" if measured.memory_bytes else "-"
     return (
         f"{row.row.row_id:<28} {_error(score, row):>+8.1%} | s {row.step_seconds:.4g} true {time} | "
         f"GB {row.memory_bytes / 1e9:.2f} true {memory} {measured.memory_kind} "
         f"fits {row.memory.fits} ran {measured.ran} | "
-        f"L{model.num_hidden_layers} h{model.hidden_size} s{model.seq_len} {row.case.spec.cluster.gpu} "
+        f"{network} {row.case.spec.cluster.gpu} "
         f"x{layout.world_size} dp{layout.data_parallel} tp{layout.tensor_parallel} pp{layout.pipeline_parallel} "
         f"vp{layout.virtual_pipeline} cp{layout.context_parallel} ep{layout.expert_parallel} z{layout.zero_stage} "
         f"mbs{layout.micro_batch_size} ga{layout.gradient_accumulation_steps} {layout.activation_checkpointing}"

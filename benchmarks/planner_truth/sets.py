@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from planner_truth import megatron_ci, mlperf, nanotron, train_runs, vtrain
+from planner_truth import megatron_ci, mlperf, nanotron, train_runs, vision, vtrain
 from planner_truth.table import Measured, Table, number
 
 Quantity = Literal["memory", "time", "fits", "ranking"]
@@ -119,4 +119,7 @@ SETS = (
     TruthSet("torchtune-memory", _T, "memory", "torchtune, memory", _of("set", "torchtune")),
     TruthSet("mlperf-gpt3-time", _P, "time", "MLPerf GPT-3 175B, step time", _of("benchmark", "gpt3"), target="≤ 15 %"),
     TruthSet("mlperf-lora-time", _P, "time", "MLPerf Llama 2 LoRA (as full)", _of("benchmark", "llama2_70b_lora")),
+    TruthSet("timm-time", vision.TIMM, "time", "timm, ResNet, ConvNeXt and ViT, RTX 3090"),
+    TruthSet("dle-time", vision.DLE, "time", "NVIDIA examples, ResNet-50, V100 and A100"),
+    TruthSet("mlperf-resnet-time", vision.MLPERF, "time", "MLPerf ResNet-50, step time"),
 )
