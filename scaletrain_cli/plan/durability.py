@@ -33,20 +33,29 @@ _HOPELESS = 700.0
 
 
 def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
-    """Full state of the job; what ranks hold alike is written once."""
+    """Full state of the job; what ranks hold alike is written once.
+
+    Megatron and nanotron write what DeepSpeed does below stage 3: weights, fp32 master and moments; FSDP keeps fp32
+    shards of the weights and no other copy (torch/distributed/fsdp, MixedPrecision), as DeepSpeed's stage 3 writes.
+    """
+    stage = 3 if spec.planner.framework == "fsdp" else layout.zero_stage
+    training = spec.training
     return parameter_count(spec.model) * checkpoint_bytes_per_parameter(
-        spec.training.precision, layout.zero_stage
+        training.precision, stage, training.optimizer.name
     )
 
 
 def save_seconds(spec: RunSpec, layout: Layout) -> float:
     """Until a checkpoint is committed: what data-parallel rank 0 writes alone, then what all nodes write together.
 
-    Alone: everything without ZeRO, the weights under stages 1 and 2, nothing under stage 3.
+    Alone: everything without ZeRO, the weights under stages 1 and 2, nothing under stage 3, nor in FSDP and Megatron,
+    which share out what ranks hold alike (``--ckpt-fully-parallel-save``).
     """
     size = checkpoint_bytes(spec, layout)
     weights = parameter_count(spec.model) * weight_bytes(spec.training.precision)
     alone = {0: size, 3: 0}.get(layout.zero_stage, weights)
+    if spec.planner.framework in ("fsdp", "megatron"):
+        alone = 0
     alone //= layout.tensor_parallel * layout.pipeline_parallel
     return (alone + (size - alone) / spec.cluster.nodes) / _storage_rate(spec)
 

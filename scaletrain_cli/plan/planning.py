@@ -14,6 +14,7 @@ from scaletrain_cli.plan.rejections import Tally
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search import Found, alternatives, evaluate, search, smallest
 from scaletrain_cli.plan.search_space import axes_to_try
+from scaletrain_cli.plan.training_sanity import check_recipe
 from scaletrain_cli.spec import RunSpec
 
 
@@ -51,4 +52,5 @@ def _assemble(spec: RunSpec, device: Accelerator, chosen: Candidate, found: Foun
         considered=found.considered,
         warnings=warnings(spec, chosen.layout, chosen.memory, chosen.time, durability, device),
         assumptions=assumptions(spec, chosen.layout, device, size.parameters),
+        sanity=check_recipe(spec, chosen.layout, size, device),
     )

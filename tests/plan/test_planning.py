@@ -132,7 +132,7 @@ def test_grouped_queries_in_fp32_have_no_fused_kernel_on_a_gpu() -> None:
 
 def test_odd_widths_and_missing_units_are_warned_about() -> None:
     odd = make_plan(spec_of("gpt2"))
-    assert any("vocab_size per tensor rank = 50257" in line for line in odd.warnings)
+    assert any("vocab_size per tensor rank = 50,257" in row.message for row in odd.sanity)
     old = make_plan(spec_of("gpt2", cluster__gpu="v100-sxm2-32gb"))
     assert any("v100-sxm2-32gb has no bf16 units" in line for line in old.warnings)
 
