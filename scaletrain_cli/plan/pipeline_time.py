@@ -35,9 +35,9 @@ def blocks_by_stage(model: ModelSpec, stages: int, balanced: bool) -> tuple[int,
     """Blocks on each pipeline stage.
 
     By number, the first stages take what does not divide. ``balanced``: by cost, as nanotron does (models/base.py
-    build_model): the block with which the cost so far passes a stage's share opens the next one; the head costs what
-    it weighs. (The present source closes the stage with that block, but then the last stage of the published 1B and 3B
-    runs with 8 and 16 stages would hold no weights, which it refuses, and their steps would take 20 % longer.)
+    build_model): a stage ends with the block at which the cost so far reaches its share; the head costs what it
+    weighs. (The source lets a stage go on at an exact tie, but the memory of the published runs' first stages and
+    their step times say that it ends.)
     """
     layers = model.num_hidden_layers
     if not balanced or stages == 1:
@@ -48,7 +48,7 @@ def blocks_by_stage(model: ModelSpec, stages: int, balanced: bool) -> tuple[int,
     total = layers * block + model.vocab_size * model.hidden_size
     counts, stage = [0] * stages, 0
     for index in range(layers):
-        if stage < stages - 1 and (index + 1) * block > total * (stage + 1) / stages:
-            stage += 1
         counts[stage] += 1
+        if stage < stages - 1 and (index + 1) * block >= total * (stage + 1) / stages:
+            stage += 1
     return tuple(counts)
