@@ -8,13 +8,14 @@ from scaletrain_cli.plan.cost import plan_cost
 from scaletrain_cli.plan.durability import plan_durability
 from scaletrain_cli.plan.estimate import model_size
 from scaletrain_cli.plan.hardware import Accelerator, find_accelerator
-from scaletrain_cli.plan.infeasible import does_not_divide, does_not_fit
+from scaletrain_cli.plan.infeasible import PlanInfeasibleError, does_not_divide, does_not_fit
 from scaletrain_cli.plan.layouts import division_problems, resolve_axes
 from scaletrain_cli.plan.rejections import Tally
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search import Found, alternatives, evaluate, search, smallest
 from scaletrain_cli.plan.search_space import axes_to_try
 from scaletrain_cli.plan.training_sanity import check_recipe
+from scaletrain_cli.plan.ways_out import ways_out
 from scaletrain_cli.spec import RunSpec
 
 
@@ -24,6 +25,16 @@ def make_plan(spec: RunSpec) -> RunPlan:
     Raises UsageError for an unknown accelerator, and PlanInfeasibleError when nothing divides or fits, with what would;
     the error then carries the smallest layout as a plan. Deterministic: the same spec gives the same plan.
     """
+    try:
+        return plan_or_refuse(spec)
+    except PlanInfeasibleError as error:
+        if error.plan is None:
+            raise
+        raise does_not_fit(spec, find_accelerator(spec.cluster), error.plan, ways_out(spec)) from None
+
+
+def plan_or_refuse(spec: RunSpec) -> RunPlan:
+    """The same without looking for ways out where nothing fits."""
     device = find_accelerator(spec.cluster)
     tally = Tally()
     all_axes = axes_to_try(spec, tally)
@@ -31,8 +42,8 @@ def make_plan(spec: RunSpec) -> RunPlan:
         raise does_not_divide(spec, division_problems(spec, resolve_axes(spec)))
     found = search(spec, device, all_axes, tally)
     if found.chosen is None:
-        least = smallest(found)
-        raise does_not_fit(spec, device, _assemble(spec, device, evaluate(spec, least.layout, device), found))
+        least = evaluate(spec, smallest(found).layout, device)
+        raise does_not_fit(spec, device, _assemble(spec, device, least, found))
     return _assemble(spec, device, found.chosen, found)
 
 
