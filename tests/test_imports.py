@@ -36,13 +36,13 @@ ROOMS_ALLOWED = {
 # What a room may use beyond the standard library: each library has one home, and plan has none.
 LIBRARIES_ALLOWED = {
     "cli": {"click", "typer"},
-    "ui": {"rich"},
+    "ui": {"matplotlib", "rich"},
     "launch": {"kubernetes", "submitit"},
     "engine": {"deepspeed", "numpy", "pyarrow", "tokenizers", "torch", "wandb"},
     "rundir": {"pydantic"},
     "spec": {"pydantic", "pydantic_core", "ruamel"},
 }
-HEAVY = {"deepspeed", "kubernetes", "numpy", "submitit", "torch", "wandb"}
+HEAVY = {"deepspeed", "kubernetes", "matplotlib", "numpy", "submitit", "torch", "wandb"}
 
 HELP_CPU_LIMIT_SECONDS = 0.200
 

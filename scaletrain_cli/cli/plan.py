@@ -2,20 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath
-from scaletrain_cli.errors import ExitCode, InfeasibleError
+from scaletrain_cli.cli.options import AsJson, Overrides
+from scaletrain_cli.errors import ExitCode, InfeasibleError, UsageError
+
+if TYPE_CHECKING:
+    from scaletrain_cli.plan.answer import Answer
+    from scaletrain_cli.plan.limits import Limits
+    from scaletrain_cli.plan.trace_file import SpotTrace
+    from scaletrain_cli.spec import RunSpec
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
 _SHOWN = ("needed", "smallest")  # what the table has just shown, part by part
 
 
 def command(
-    spec: SpecPath,
+    specs: Annotated[
+        list[Path], typer.Argument(metavar="SPEC...", help="Run spec, a YAML file; several are compared.")
+    ],
     overrides: Overrides = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vary", metavar="KEY=A,B,C", help="Compare values of a key, as in layout.zero_stage=1,2,3; repeatable."
+        ),
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Walk the decision with the numbers of this run.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the plan: FILE.html, .svg or .png.")
+    ] = None,
+    objective: Annotated[
+        Literal["time", "cost", "gpus"] | None,
+        typer.Option("--objective", help="Choose the number of GPUs: soonest done, cheapest, or fewest."),
+    ] = None,
+    max_gpus: Annotated[
+        int | None, typer.Option("--max-gpus", metavar="N", min=1, help="Take no more GPUs; else as many as the spec.")
+    ] = None,
+    deadline: Annotated[
+        str | None, typer.Option("--deadline", metavar="TIME", help="Be done in this time, as in 30d.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="USD", help="Spend no more dollars, as in 50000 or 50k.")
+    ] = None,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option("--gpu", metavar="NAME", help="Consider clusters of this GPU instead of the spec's; repeatable."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="Replay the run on a recorded spot-market trace.")
+    ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Show every layout considered, and what the numbers assume.")
     ] = False,
@@ -25,30 +64,91 @@ def command(
 
     A run that cannot fit exits with 3, the reason and what would make it fit; the smallest layout is shown all the
     same. The keys of --json (scaletrain.plan/v1) are stable.
+
+    Several specs, or --vary, are shown side by side, each against the first; --json is then a list. The exit code is 3
+    only if none of them can run.
+
+    --objective, --max-gpus, --deadline and --budget choose the number of GPUs. A deadline alone asks for the fewest.
     """
-    from scaletrain_cli.plan import PlanInfeasibleError, RunPlan, make_plan
+    from scaletrain_cli.plan.limits import parse_limits
     from scaletrain_cli.spec import load_spec
+    from scaletrain_cli.spec.variants import variants
 
-    run = load_spec(spec, overrides or ())
+    limits = parse_limits(objective, max_gpus=max_gpus, deadline=deadline, budget=budget, gpus=gpu or ())
+    sets = variants(vary or ())
+    if len(specs) * len(sets) > 1:
+        single = {"--explain": explain, "--plot": plot, "--trace": trace, "choosing the number of GPUs": limits}
+        for option, given in single.items():
+            if given:
+                raise UsageError(f"{option} takes one run, not the {len(specs) * len(sets)} that are compared.")
+        _compare(specs, overrides or [], sets, as_json=as_json)
+        return
+    if plot is not None:
+        from scaletrain_cli.ui.plan_plot_file import check_plot_file
 
-    def show(plan: RunPlan) -> None:
-        if as_json:
-            from scaletrain_cli.ui.json import print_json
+        check_plot_file(plot)
+    recorded = None
+    if trace is not None:
+        from scaletrain_cli.plan.trace_file import read_trace
 
-            print_json(plan.to_json())
-            return
-        from scaletrain_cli.ui.plan_view import show_plan
+        recorded = read_trace(trace)
+    found = _ask(load_spec(specs[0], [*(overrides or ()), *sets[0]]), limits, explain, recorded, as_json=as_json)
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
 
-        show_plan(run, plan, everything=everything)
+        print_json(found.to_json())
+    else:
+        from scaletrain_cli.ui.plan_answer import show_answer
+
+        show_answer(found, everything=everything)
+    if plot is not None:
+        _draw(found, plot)
+    if found.infeasible is not None:
+        told = found.infeasible.problems
+        if not as_json:
+            told = tuple(problem for problem in told if problem.where not in _SHOWN)
+        raise InfeasibleError(found.infeasible.message, told)
+
+
+def _ask(run: RunSpec, limits: Limits | None, explain: bool, trace: SpotTrace | None, *, as_json: bool) -> Answer:
+    from scaletrain_cli.plan.answer import answer
+
+    if limits is None:
+        return answer(run, explained=explain, trace=trace)
+    from scaletrain_cli.plan.sizing import SizingError
 
     try:
-        plan = make_plan(run)
-    except PlanInfeasibleError as error:
-        if error.plan is None:
-            raise
-        show(error.plan)
-        if as_json:
-            raise
-        told = tuple(problem for problem in error.problems if problem.where not in _SHOWN)
-        raise InfeasibleError(error.message, told) from error
-    show(plan)
+        return answer(run, limits, explained=explain, trace=trace)
+    except SizingError as error:
+        if not as_json:
+            from scaletrain_cli.ui.plan_sizing import show_considered
+
+            show_considered(error.considered)
+        raise
+
+
+def _compare(specs: list[Path], overrides: list[str], sets: list[tuple[str, ...]], *, as_json: bool) -> None:
+    from scaletrain_cli.plan.comparison import compare, name_runs, none_feasible
+    from scaletrain_cli.spec import load_spec
+
+    runs = [(path, chosen, load_spec(path, [*overrides, *chosen])) for path in specs for chosen in sets]
+    compared = compare(name_runs(runs))
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json([column.to_json() for column in compared])
+    else:
+        from scaletrain_cli.ui.plan_compare import show_comparison
+
+        show_comparison(compared)
+    if error := none_feasible(compared):
+        raise error
+
+
+def _draw(found: Answer, path: Path) -> None:
+    from scaletrain_cli.plan.pictures import pictures
+    from scaletrain_cli.ui.messages import say
+    from scaletrain_cli.ui.plan_plot_file import write_plot
+
+    write_plot(path, found, pictures(found.spec, found.plan))
+    say(f"wrote {path}")

@@ -10,6 +10,7 @@ from rich.text import Text
 
 _WIDEST = 120  # further apart than this, the eye loses the line
 _PIPED = 100
+_ASCII = str.maketrans("×→·•–≤", "x>-*-<") | {ord("µ"): "u"}  # each of one column, so that tables stay straight
 
 
 def answer() -> Console:
@@ -41,7 +42,8 @@ def show(console: Console, renderable: RenderableType) -> None:
     """A table or the like, without the blanks that rich leaves at the ends of lines."""
     with console.capture() as capture:
         console.print(renderable)
-    console.file.write("".join(f"{row.rstrip(' ')}\n" for row in capture.get().splitlines()))
+    text = capture.get() if speaks_unicode(console) else capture.get().translate(_ASCII)
+    console.file.write("".join(f"{row.rstrip(' ')}\n" for row in text.splitlines()))
     console.file.flush()
 
 

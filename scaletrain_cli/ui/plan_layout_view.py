@@ -74,13 +74,14 @@ def alternatives_view(chosen: Layout, shown: Sequence[Alternative], hidden: int)
     return Group(table, *more)
 
 
-def rejected_view(rejected: Sequence[Rejection], hidden: int) -> RenderableType:
-    """How many layouts each reason rules out, most first as given."""
+def rejected_view(rejected: Sequence[Rejection], hidden: int, *, examples: bool = False) -> RenderableType:
+    """How many layouts each reason rules out, in the order given; with ``examples`` also one of them."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     for rejection in rejected:
-        table.add_row(whole_text(rejection.count), words(f"{rejection.reason} ({rejection.example})"))
+        example = f" ({rejection.example})" if examples and rejection.example else ""
+        table.add_row(whole_text(rejection.count), words(f"{rejection.reason}{example}"))
     more = [words(f"and {whole_text(hidden)} more reasons; --all shows them", "dim")] if hidden else []
     return Group(table, *more)
 

@@ -72,7 +72,8 @@ def _risk(memory: Memory) -> Iterator[Text]:
 def _kinds(memory: Memory) -> Iterator[Text]:
     if memory.reserved:
         yield words(
-            f"  of it PyTorch allocates {bytes_text(memory.allocated)} and reserves {bytes_text(memory.reserved)}", "dim"
+            f"  of it PyTorch allocates {bytes_text(memory.allocated)} and reserves {bytes_text(memory.reserved)}",
+            "dim",
         )
     if memory.host:
         yield words(f"  in the node's memory: {bytes_text(memory.host)} for each rank")

@@ -14,8 +14,9 @@ from scaletrain_cli.ui.bars import AMOUNT, PART
 from scaletrain_cli.ui.console import answer, plain, show, speaks_unicode, talk, words
 from scaletrain_cli.ui.plan_layout_view import alternatives_view, layout_view, rejected_view
 from scaletrain_cli.ui.plan_memory_view import VERDICT_STYLES, memory_total, memory_view
+from scaletrain_cli.ui.plan_run_view import cost_text, cost_view, durability_view, sanity_view
 from scaletrain_cli.ui.plan_time_view import time_total, time_view, whole_run
-from scaletrain_cli.ui.units import bytes_text, count_text, dollars_text, seconds_text, whole_text
+from scaletrain_cli.ui.units import bytes_text, count_text
 
 _LABEL = 11
 _LONGEST_BAR = 48
@@ -37,7 +38,7 @@ def show_plan_summary(spec: RunSpec, plan: RunPlan) -> None:
         ("Time", Group(time_total(spec, plan.time), whole_run(spec, plan.time))),
     ]
     if plan.cost.price_per_gpu_hour is not None:
-        rows.append(("Cost", words(_cost(plan))))
+        rows.append(("Cost", words(cost_text(plan))))
     if plan.warnings:
         rows.append(("Warnings", _bullets(plan.warnings, "yellow")))
     show(talk(), Group(headline(spec, plan), _labelled(rows)))
@@ -90,8 +91,11 @@ def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) 
         return  # how fast it would be is no answer
     yield "Time", time_view(spec, plan.time, bar, unicode, everything=everything)
     yield "Network", words(_network(plan))
-    yield "Durability", words(_durability(spec, plan))
-    yield "Cost", words(_cost(plan))
+    yield "Durability", durability_view(spec, plan.durability)
+    yield "Cost", cost_view(plan)
+    checks = plan.sanity if everything else [check for check in plan.sanity if check.verdict != "ok"]
+    if checks:
+        yield "Recipe", sanity_view(checks)
     if plan.warnings:
         yield "Warnings", _bullets(plan.warnings, "yellow")
     if plan.alternatives:
@@ -99,7 +103,7 @@ def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) 
         yield "Considered", alternatives_view(plan.layout, shown, hidden=len(plan.alternatives) - len(shown))
     if plan.rejected:
         reasons = plan.rejected if everything else plan.rejected[:_FEW_REASONS]
-        yield "Ruled out", rejected_view(reasons, hidden=len(plan.rejected) - len(reasons))
+        yield "Ruled out", rejected_view(reasons, hidden=len(plan.rejected) - len(reasons), examples=everything)
     if everything:
         yield "Assumes", _bullets(plan.assumptions, "dim")
 
@@ -121,27 +125,3 @@ def _network(plan: RunPlan) -> str:
     if len(sent) == 1:
         return f"each rank sends {bytes_text(sum(sent.values()))} per step, for {next(iter(sent))} parallelism"
     return f"each rank sends {bytes_text(sum(sent.values()))} per step: {listed}"
-
-
-def _durability(spec: RunSpec, plan: RunPlan) -> str:
-    durability = plan.durability
-    grace = "within" if durability.grace_ok else "NOT within"
-    return (
-        f"checkpoint of {bytes_text(durability.checkpoint_bytes)} every {whole_text(durability.interval_steps)} steps "
-        f"({seconds_text(durability.interval_seconds)}), saved in {seconds_text(durability.save_seconds)}, {grace} "
-        f"the {seconds_text(spec.cluster.grace_seconds)} of grace; expected goodput {goodput_text(plan)}"
-    )
-
-
-def goodput_text(plan: RunPlan) -> str:
-    """Two nines must not read as 100 %."""
-    return f"{min(plan.durability.expected_goodput, 0.9999) * 100:.4g} %"
-
-
-def _cost(plan: RunPlan) -> str:
-    cost = plan.cost
-    if cost.price_per_gpu_hour is None:
-        return cost.price_source
-    sums = {"on demand": cost.on_demand_usd, "spot": cost.spot_usd, "expected with interruptions": cost.expected_usd}
-    listed = ", ".join(f"{dollars_text(amount)} {name}" for name, amount in sums.items() if amount is not None)
-    return f"{listed}; {dollars_text(cost.price_per_gpu_hour)} per GPU and hour ({cost.price_source})"

@@ -50,6 +50,11 @@ def percent_text(share: float) -> str:
     return f"{share:.0%}".replace("%", " %") if share >= 0.0995 or share == 0 else f"{share:.1%}".replace("%", " %")
 
 
+def ratio_text(ratio: float) -> str:
+    """``x1.05``; of the far smaller two figures, ``x0.0043``."""
+    return f"x{ratio:,.2f}" if ratio >= 0.095 else f"x{ratio:.2g}"
+
+
 def _scaled(count: float, step: int, units: tuple[str, ...]) -> str:
     for unit in units[:-1]:
         if abs(count) < step * 0.9995:

@@ -46,7 +46,7 @@ def test_each_verb_documents_itself_and_its_exit_codes(arguments: list[str]) -> 
         (["valdate", "x"], "No such command 'valdate'. Did you mean validate?"),
         (["frobnicate"], "No such command 'frobnicate'. See --help."),
         (["plan"], "Missing argument"),
-        (["plan", "a", "b"], "unexpected extra argument"),
+        (["validate", "a", "b"], "unexpected extra argument"),
         (["plan", "a", "--jsn"], "--jsn"),
         (["logs", "a", "--rank", "x"], "'--rank'"),
         (["logs", "a", "--rank", "-1"], "'--rank'"),

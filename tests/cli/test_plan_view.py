@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import io
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
-from rich.console import Console
 
-from scaletrain_cli.plan.result import Alternative, Layout, RunPlan
-from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.ui.bars import waterfall
 from scaletrain_cli.ui.plan_view import show_plan
 from scaletrain_cli.ui.units import (
@@ -23,36 +15,15 @@ from scaletrain_cli.ui.units import (
     count_text,
     dollars_text,
     percent_text,
+    ratio_text,
     seconds_text,
 )
-
-STORED = sorted((Path(__file__).parent / "plans").glob("*.json"))
-
-
-def stored(path: Path) -> tuple[RunSpec, RunPlan]:
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    fields = [field.name for field in dataclasses.fields(Layout)]
-    others = tuple(
-        Alternative(
-            Layout(**{field: row[field] for field in fields}),
-            row["time"]["step"],
-            row["memory"]["peak"],
-            row["fits"],
-            row["why"],
-        )
-        for row in data["plan"].pop("alternatives")
-    )
-    plan = TypeAdapter(RunPlan).validate_python(data["plan"])
-    return RunSpec.model_validate(data["spec"]), dataclasses.replace(plan, alternatives=others)
+from tests.cli.stored_plans import STORED, printed, stored
 
 
 def shown(path: Path, width: int, *, everything: bool = False, encoding: str = "utf-8") -> str:
     spec, plan = stored(path)
-    written = io.BytesIO()
-    stream = io.TextIOWrapper(written, encoding=encoding, errors="replace")
-    console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
-    show_plan(spec, plan, everything=everything, console=console)
-    return written.getvalue().decode(encoding)
+    return printed(lambda console: show_plan(spec, plan, everything=everything, console=console), width, encoding)
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -114,6 +85,9 @@ def test_bars_fill_the_whole_and_follow_each_other() -> None:
         (percent_text(0.421), "42 %"),
         (percent_text(0.0042), "0.4 %"),
         (percent_text(0), "0 %"),
+        (ratio_text(1.054), "x1.05"),
+        (ratio_text(0.0004321), "x0.00043"),
+        (ratio_text(1234.5), "x1,234.50"),
     ],
 )
 def test_numbers_read_as_people_write_them(text: str, expected: str) -> None:

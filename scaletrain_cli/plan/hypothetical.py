@@ -1,0 +1,49 @@
+"""Layouts that were not chosen, sized for an explanation: what if one axis were folded away, on fewer ranks or more.
+
+Decides nothing; the search does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from scaletrain_cli.plan.choice import Candidate
+from scaletrain_cli.plan.explanation import Row
+from scaletrain_cli.plan.hardware import Accelerator
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.search import evaluate
+from scaletrain_cli.spec import RunSpec
+
+
+def on_one_rank(spec: RunSpec) -> RunSpec:
+    """The same run with one rank, for what a device alone would have to hold."""
+    cluster = spec.cluster.model_copy(update={"nodes": 1, "gpus_per_node": 1})
+    return spec.model_copy(update={"cluster": cluster})
+
+
+def sized(spec: RunSpec, layout: Layout, device: Accelerator, **changes: Any) -> Candidate | None:
+    """``layout`` with some fields changed, data parallelism taking what the others leave.
+
+    None where the ranks or the batch do not divide.
+    """
+    changed = replace(layout, world_size=spec.world_size, **changes)
+    others = changed.tensor_parallel * changed.pipeline_parallel * changed.sequence_parallel * changed.context_parallel
+    if changed.world_size % others:
+        return None
+    data = changed.world_size // others
+    if changed.global_batch_size % (data * changed.micro_batch_size):
+        return None
+    if changed.pipeline_parallel == 1:
+        changed = replace(changed, virtual_pipeline=1)
+    if data * changed.sequence_parallel * changed.context_parallel % changed.expert_parallel:
+        changed = replace(changed, expert_parallel=1)
+    accumulation = changed.global_batch_size // (data * changed.micro_batch_size)
+    changed = replace(changed, data_parallel=data, gradient_accumulation_steps=accumulation)
+    return evaluate(spec, changed, device)
+
+
+def row(name: str, candidate: Candidate, note: str = "") -> Row:
+    """One line of an explanation: what the layout needs, and how long its step takes."""
+    memory = candidate.memory
+    return Row(name, memory.peak, candidate.time.step, memory.peak / memory.capacity, memory.fits, note)

@@ -1,0 +1,42 @@
+"""What the pictures of a plan show beyond the plan: the pipeline's timeline, and the run on more and fewer nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scaletrain_cli.plan.pipeline_schedule import Timeline, timeline
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.plan.sizing import ScalingPoint, scaling_curve
+from scaletrain_cli.spec import RunSpec
+
+# Recomputation is one more forward pass, done within the backward one, which by itself takes two (arXiv:2205.05198).
+_BACKWARD = {"none": 2.0, "selective": 2.5, "full": 3.0}
+_HALVINGS, _DOUBLINGS = 3, 2  # of the nodes, around those of the run
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """``pipeline`` is None without pipeline stages; ``scaling`` is empty for a run that does not fit."""
+
+    pipeline: Timeline | None
+    scaling: tuple[ScalingPoint, ...]
+
+
+def pictures(spec: RunSpec, plan: RunPlan) -> Pictures:
+    """Computed from the plan; the scaling curve plans the run anew for each number of nodes, the batch unchanged."""
+    if not plan.memory.fits:
+        return Pictures(None, ())
+    pipeline = None
+    if plan.layout.pipeline_parallel > 1:
+        pipeline = timeline(stage_times(plan), plan.layout.gradient_accumulation_steps, plan.layout.virtual_pipeline)
+    nodes = spec.cluster.nodes
+    counts = {nodes >> power for power in range(_HALVINGS + 1)} | {nodes << power for power in range(_DOUBLINGS + 1)}
+    return Pictures(pipeline, scaling_curve(spec, sorted(count for count in counts if count)))
+
+
+def stage_times(plan: RunPlan) -> list[tuple[float, float]]:
+    """(forward, backward) seconds of one micro-batch on each pipeline stage."""
+    stages, micro_batches = plan.layout.pipeline_parallel, plan.layout.gradient_accumulation_steps
+    both = plan.time.compute / micro_batches
+    forward = both / (1 + _BACKWARD[plan.layout.activation_checkpointing])
+    return [(forward, both - forward)] * stages

@@ -1,0 +1,138 @@
+"""Plans side by side: what differs from the first one, and by how much. Computes nothing but ratios and widths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from scaletrain_cli.plan.comparison import Compared
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.ui.console import answer, plain, show, words
+from scaletrain_cli.ui.plan_compare_list import comparison_list
+from scaletrain_cli.ui.plan_memory_view import VERDICT_STYLES
+from scaletrain_cli.ui.units import (
+    bytes_text,
+    count_text,
+    dollars_text,
+    percent_text,
+    ratio_text,
+    seconds_text,
+    whole_text,
+)
+
+_LABEL = 13
+_COLUMN = 20  # the widest cell: `4 min 10 s  x12.34`
+_GAP = 2
+_SAME = "="
+
+
+@dataclass(frozen=True)
+class _Figure:
+    """One row: a number or word of a plan (None where there is none), and whether a ratio to the first one helps."""
+
+    label: str
+    value: Callable[[Compared, RunPlan], float | str | None]
+    text: Callable[[float], str] = count_text
+    ratio: bool = True
+    only_if_different: bool = False
+    needs_fit: bool = True
+
+
+def _layout(field: str) -> Callable[[Compared, RunPlan], float | str | None]:
+    return lambda _, plan: str(getattr(plan.layout, field))
+
+
+_FIGURES = (
+    _Figure("parameters", lambda _, plan: plan.model.parameters, needs_fit=False, only_if_different=True),
+    _Figure("GPU", lambda c, _: _gpu(c), needs_fit=False, only_if_different=True),
+    _Figure("ranks", lambda _, p: p.layout.world_size, lambda n: whole_text(int(n)), needs_fit=False),
+    *(
+        _Figure(
+            name, _layout(field), needs_fit=False, only_if_different=name not in ("ZeRO", "micro-batch", "recompute")
+        )
+        for name, field in {
+            "data": "data_parallel",
+            "tensor": "tensor_parallel",
+            "pipeline": "pipeline_parallel",
+            "virtual": "virtual_pipeline",
+            "sequence": "sequence_parallel",
+            "context": "context_parallel",
+            "expert": "expert_parallel",
+            "ZeRO": "zero_stage",
+            "batch": "global_batch_size",
+            "micro-batch": "micro_batch_size",
+            "accumulation": "gradient_accumulation_steps",
+            "recompute": "activation_checkpointing",
+            "offload": "offload",
+        }.items()
+    ),
+    _Figure("memory", lambda _, plan: plan.memory.peak, bytes_text, needs_fit=False),
+    _Figure("of device", lambda _, plan: plan.memory.peak / plan.memory.capacity, percent_text, False, False, False),
+    _Figure("step", lambda _, plan: plan.time.step, seconds_text),
+    _Figure("units/s", lambda _, plan: plan.time.tokens_per_second),
+    _Figure("MFU", lambda _, plan: plan.time.mfu, percent_text, ratio=False),
+    _Figure("whole run", lambda _, plan: plan.time.to_train, seconds_text),
+    _Figure("goodput", lambda _, plan: plan.durability.expected_goodput, lambda x: f"{100 * x:.4g} %", ratio=False),
+    _Figure("cost", lambda _, plan: plan.cost.expected_usd, dollars_text),
+)
+
+
+def show_comparison(compared: Sequence[Compared], console: Console | None = None) -> None:
+    """A column for each run, measured against the first; where they are too many for the width, a line for each."""
+    console = console or answer()
+    side_by_side = _LABEL + len(compared) * (_COLUMN + _GAP) <= console.width + _GAP
+    table = _table(compared) if side_by_side else comparison_list(compared, console.width)
+    same = f"{_SAME} as in the first column; " if side_by_side else ""
+    legend = words(f"{same}x: times the first one's", "dim")
+    reasons = [words(f"{column.name}: {column.reason}.", "red") for column in compared if not column.feasible]
+    show(console, Group(table, "", legend, *reasons))
+
+
+def _table(columns: Sequence[Compared]) -> Table:
+    table = Table.grid(padding=(0, _GAP, 0, 0))
+    table.add_column(width=_LABEL, style="dim")
+    for _ in columns:
+        table.add_column(width=_COLUMN, overflow="fold")
+    table.add_row("", *(Text(plain(column.name), "bold") for column in columns))
+    table.add_row("", *map(_verdict, columns))
+    for figure in _FIGURES:
+        values = [_value(figure, column) for column in columns]
+        if all(value is None for value in values) or (figure.only_if_different and len(set(values)) == 1):
+            continue
+        table.add_row(figure.label, *_cells(figure, columns))
+    return table
+
+
+def _cells(figure: _Figure, columns: Sequence[Compared]) -> Iterator[Text]:
+    first = _value(figure, columns[0])
+    for index, column in enumerate(columns):
+        value = _value(figure, column)
+        text = "-" if value is None else value if isinstance(value, str) else figure.text(value)
+        if index and value is not None and value == first:
+            yield Text(_SAME, "dim")
+        elif index and figure.ratio and isinstance(value, int | float) and isinstance(first, int | float) and first:
+            yield Text.assemble(f"{plain(text)}  ", (ratio_text(value / first), "cyan"))
+        else:
+            yield words(text, "bold" if index and value is not None else "")
+
+
+def _value(figure: _Figure, column: Compared) -> float | str | None:
+    if column.plan is None or (figure.needs_fit and not column.feasible):
+        return None
+    return figure.value(column, column.plan)
+
+
+def _verdict(column: Compared) -> Text:
+    if column.plan is None:
+        return Text("does not divide", "bold red")
+    verdict = column.plan.memory.verdict
+    return Text(verdict, f"bold {VERDICT_STYLES[verdict]}")
+
+
+def _gpu(column: Compared) -> str:
+    gpu = column.spec.cluster.gpu
+    return gpu if isinstance(gpu, str) else gpu.name

@@ -1,0 +1,55 @@
+"""Where a picture of a plan goes: checked before the work, written at once or not at all."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scaletrain_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from scaletrain_cli.plan.answer import Answer
+    from scaletrain_cli.plan.pictures import Pictures
+
+_KINDS = (".html", ".svg", ".png")
+_DOTS_PER_INCH = 144
+
+
+def check_plot_file(path: Path) -> None:
+    """Raise UsageError if the picture cannot be drawn or written there; leaves nothing behind."""
+    if path.suffix.lower() not in _KINDS:
+        raise UsageError(f"--plot {path}: the name must end in .html, .svg or .png.")
+    if path.is_dir():
+        raise UsageError(f"--plot {path}: that is a folder. Give the name of a file.")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {path}: there is no folder {path.parent}.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--plot {path}: it may not be written there.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib. Install it: pip install 'scaletrain[plot]'")
+
+
+def write_plot(path: Path, found: Answer, pictures: Pictures) -> None:
+    """Draw the plan in the format of the file's ending. An existing picture is replaced. Raises OSError."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it talks of its font cache on stderr
+    from scaletrain_cli.ui.plan_plot import draw, image
+
+    kind = path.suffix.lower()[1:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of letters that the font lacks, which then are boxes
+        figure = draw(found.spec, found.plan, pictures)
+        data = image(figure, "svg" if kind == "html" else kind, _DOTS_PER_INCH)
+    if kind == "html":
+        from scaletrain_cli.ui.plan_plot_html import page
+
+        data = page(found, pictures, data.decode()).encode()
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(data)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,46 @@
+"""Plans as they were once made, and what a view prints of them. No tests here.
+
+Stored, so that a better planner does not change what is claimed about views.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+from rich.console import Console
+
+from scaletrain_cli.plan.result import Alternative, Layout, RunPlan
+from scaletrain_cli.spec import RunSpec
+
+STORED = sorted((Path(__file__).parent / "plans").glob("*.json"))
+
+
+def stored(path: Path) -> tuple[RunSpec, RunPlan]:
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    fields = [field.name for field in dataclasses.fields(Layout)]
+    others = tuple(
+        Alternative(
+            Layout(**{field: row[field] for field in fields}),
+            row["time"]["step"],
+            row["memory"]["peak"],
+            row["fits"],
+            row["why"],
+        )
+        for row in data["plan"].pop("alternatives")
+    )
+    plan = TypeAdapter(RunPlan).validate_python(data["plan"])
+    return RunSpec.model_validate(data["spec"]), dataclasses.replace(plan, alternatives=others)
+
+
+def printed(view: Callable[[Console], None], width: int, encoding: str = "utf-8") -> str:
+    """What ``view`` prints on a console of ``width`` columns, without colours."""
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding=encoding, errors="replace")
+    view(Console(file=stream, width=width, highlight=False, markup=False, emoji=False))
+    return written.getvalue().decode(encoding)

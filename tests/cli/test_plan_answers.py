@@ -1,0 +1,173 @@
+"""What else `scaletrain plan` answers: why, side by side, in pictures, within limits; and how it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.errors import ExitCode
+from tests.cli.command_line import PROJECT, SMALL, scaletrain
+
+RECIPE = PROJECT / "recipes" / "llama-7b-h100.yaml"
+TOO_LARGE = ["--set=model={preset: llama-70b}", "--set=data.tokenizer.vocab_size=4096"]
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_explain_adds_the_reasons_to_the_plan() -> None:
+    plain = scaletrain("plan", SMALL)
+    ended = scaletrain("plan", SMALL, "--explain")
+    assert ended.code == 0
+    assert ended.out.startswith(plain.out)
+    assert "Why this layout" in ended.out[len(plain.out) :]
+    data = scaletrain("plan", SMALL, "--explain", "--json").data
+    assert {"question", "rows", "answer", "verdict", "follows"} <= data["explanation"][0].keys()
+    assert {key: value for key, value in data.items() if key != "explanation"} == scaletrain(
+        "plan", SMALL, "--json"
+    ).data
+
+
+def test_explain_tells_what_was_tried_where_nothing_fits() -> None:
+    ended = scaletrain("plan", SMALL, *TOO_LARGE, "--explain", "--json")
+    assert ended.code == ExitCode.INFEASIBLE
+    assert [question["answer"] for question in ended.data["explanation"]][1:3] == [False, False]
+
+
+def test_several_specs_are_compared_with_the_first() -> None:
+    ended = scaletrain("plan", SMALL, RECIPE)
+    assert ended.code == 0
+    assert "llama-10m-cpu" in ended.out.splitlines()[0]
+    assert "llama-7b-h100" in ended.out.splitlines()[0]
+    both = scaletrain("plan", SMALL, RECIPE, "--json").data
+    assert [column["name"] for column in both] == ["llama-10m-cpu", "llama-7b-h100"]
+    assert both[1]["plan"] == scaletrain("plan", RECIPE, "--json").data
+
+
+def test_vary_compares_the_values_of_a_key() -> None:
+    ended = scaletrain("plan", SMALL, "--vary", "training.micro_batch_size=1,2,8", "--json")
+    assert [column["plan"]["layout"]["micro_batch_size"] for column in ended.data] == [1, 2, 8]
+    assert ended.data[0]["name"] == "micro_batch_size=1"
+    only = scaletrain("plan", SMALL, "--vary", "training.micro_batch_size=2", "--json")
+    assert only.data["layout"]["micro_batch_size"] == 2
+
+
+def test_what_cannot_run_is_a_column_and_3_only_when_none_can() -> None:
+    some = scaletrain("plan", SMALL, "--vary", "model.num_hidden_layers=100000,8", "--json")
+    assert some.code == 0
+    assert [column["feasible"] for column in some.data] == [False, True]
+    assert "does not fit" in some.data[0]["reason"]
+    none = scaletrain("plan", SMALL, *TOO_LARGE, "--vary", "layout.data_parallel=1,2")
+    assert none.code == ExitCode.INFEASIBLE
+    assert "does not divide" in none.out
+    assert "none of the 2 can run as asked" in none.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["nowhere.yaml", SMALL], "cannot read the run spec nowhere.yaml"),
+        ([SMALL, "--vary", "layout.zero_stag=1,2"], "layout.zero_stag: unknown key"),
+        ([SMALL, "--vary", "layout.zero_stage"], "must look like section.key=value,value"),
+        ([SMALL, SMALL, "--explain"], "--explain takes one run, not the 2 that are compared"),
+        ([SMALL, SMALL, "--plot", "a.svg"], "--plot takes one run"),
+        ([SMALL, SMALL, "--deadline", "3d"], "takes one run"),
+        ([SMALL, "--deadline", "soon"], "--deadline = soon: must be a duration, such as"),
+        ([SMALL, "--deadline", "0d"], "--deadline = 0d: must be above 0"),
+        ([SMALL, "--budget", "much"], "--budget = much: must be a count"),
+        ([SMALL, "--max-gpus", "0"], "'--max-gpus'"),
+        ([SMALL, "--objective", "fun"], "'--objective'"),
+        ([SMALL, "--trace", "nowhere.json"], "nowhere.json"),
+        ([SMALL, "--plot", "a.pdf"], "must end in .html, .svg or .png"),
+        ([SMALL, "--plot", "no/such/a.svg"], "there is no folder no/such"),
+        ([SMALL, "--plot", "folder.png"], "that is a folder"),
+        ([SMALL, "--plto", "a.png"], "--plto"),
+    ],
+    ids=str,
+)
+def test_a_wrong_question_is_one_error_and_leaves_nothing(arguments: list[Any], expected: str, tmp_path: Path) -> None:
+    (tmp_path / "folder.png").mkdir()
+    ended = scaletrain("plan", *arguments)
+    assert ended.code == ExitCode.USAGE
+    assert expected in " ".join(ended.err.replace("│", " ").split())
+    assert ended.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
+
+
+def test_a_place_where_no_picture_can_be_written_is_found_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    monkeypatch.setattr("scaletrain_cli.plan.answer.answer", _must_not_run)
+    ended = scaletrain("plan", SMALL, "--plot", "a.svg")
+    assert (ended.code, ended.out) == (ExitCode.USAGE, "")
+    assert "may not be written" in ended.err
+
+
+def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    ended = scaletrain("plan", SMALL, "--plot", "a.svg")
+    assert (ended.code, ended.out) == (ExitCode.USAGE, "")
+    assert "pip install 'scaletrain[plot]'" in ended.err
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs the extra [plot]")
+@pytest.mark.parametrize("kind", ["svg", "png", "html"])
+def test_a_plan_is_drawn_whole_and_alike_each_time(kind: str, tmp_path: Path) -> None:
+    drawn = []
+    for _ in range(2):
+        ended = scaletrain("plan", SMALL, "--plot", f"a.{kind}")
+        assert (ended.code, ended.err) == (0, f"wrote a.{kind}\n")
+        drawn.append((tmp_path / f"a.{kind}").read_bytes())
+    assert drawn[0] == drawn[1]
+    starts = {"svg": b"<?xml", "png": b"\x89PNG", "html": b"<!DOCTYPE html>"}
+    assert drawn[0].startswith(starts[kind])
+    assert {path.name for path in tmp_path.iterdir()} - {"config"} == {f"a.{kind}"}
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs the extra [plot]")
+def test_a_page_holds_the_numbers_and_no_markup_of_the_run() -> None:
+    ended = scaletrain(
+        "plan", SMALL, "--set", "name=<script>alert(1)</script> $\\frac 漢", "--plot", "a.html", "--explain"
+    )
+    assert ended.code == 0
+    text = Path("a.html").read_text(encoding="utf-8")
+    assert "<script" not in text
+    assert "Why this layout" in text
+    assert "Scaling, same global batch" in text
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs the extra [plot]")
+def test_a_plan_that_does_not_fit_is_drawn_against_the_device() -> None:
+    ended = scaletrain("plan", SMALL, *TOO_LARGE, "--plot", "a.svg")
+    assert ended.code == ExitCode.INFEASIBLE
+    assert Path("a.svg").exists()
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs the extra [plot]")
+def test_a_picture_that_cannot_be_finished_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("a.svg").write_text("precious")
+    monkeypatch.setattr("scaletrain_cli.ui.plan_plot.image", _must_not_run)
+    with pytest.raises(AssertionError):
+        scaletrain("plan", SMALL, "--plot", "a.svg")
+    assert Path("a.svg").read_text() == "precious"
+
+
+def test_json_stays_json_beside_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_MATPLOTLIB:
+        pytest.skip("needs the extra [plot]")
+    ended = scaletrain("plan", SMALL, "--json", "--plot", "a.png")
+    assert json.loads(ended.out)["memory"]["fits"]
+
+
+def _must_not_run(*_: Any, **__: Any) -> Any:
+    raise AssertionError("this must not run")

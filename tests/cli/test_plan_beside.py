@@ -1,0 +1,115 @@
+"""How explanations, comparisons, cluster sizes and traces read, from stored data and at both widths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from scaletrain_cli.plan.comparison import Compared
+from scaletrain_cli.plan.explanation import Question, Row
+from scaletrain_cli.plan.cluster_choice import Considered
+from scaletrain_cli.plan.sizing import Sizing
+from scaletrain_cli.plan.spot_trace import Spread, TraceOutcome
+from scaletrain_cli.ui.plan_compare import show_comparison
+from scaletrain_cli.ui.plan_explain import show_explanation
+from scaletrain_cli.ui.plan_sizing import show_sizing
+from scaletrain_cli.ui.plan_trace import show_trace
+from tests.cli.stored_plans import STORED, printed, stored
+
+PLANS = {path.stem: path for path in STORED}
+GB = 10**9
+EXPLANATION = (
+    Question(
+        "states",
+        "What must be kept for every parameter, before any activation?",
+        (
+            Row("weights", 138 * GB, note="2 bytes per parameter"),
+            Row("together", 1240 * GB, share=14.6, note="18 bytes per parameter"),
+        ),
+        None,
+        "18 bytes, for 68,976,648,192 parameters.",
+        "That alone is 1460 % of what one h100-sxm-80gb holds.",
+    ),
+    Question(
+        "one_rank",
+        "Does the run fit on one h100-sxm-80gb, one sequence at a time?",
+        (Row("recompute none", 1530 * GB, 3780.0, 18.0, False), Row("recompute full", 61 * GB, 4200.0, 0.72, True)),
+        False,
+        "No: even with every activation computed again it takes 18.03 times what one has.",
+        "The states have to be spread over several.",
+    ),
+    Question(
+        "sharding", "Is data parallelism enough?", (Row("ZeRO-3", 40 * GB, 5.5, 0.5, True, "chosen"),), True, "Yes."
+    ),
+)
+OUTCOME = TraceOutcome(
+    name="aws-p3-us-east-1a.json",
+    trace_days=14.2,
+    repeats=2.5,
+    nodes_needed=4,
+    nodes_assumed="as recorded",
+    starts=16,
+    finished=15,
+    days=Spread(12.25, 10.0, 19.5),
+    goodput=Spread(0.91, 0.84, 0.95),
+    interruptions=Spread(41.0, 30.0, 77.0),
+    lost_hours=Spread(3.5, 2.0, 9.0),
+    waiting_hours=Spread(80.0, 12.0, 240.0),
+    spot_usd=Spread(5200.0, 5100.0, 5900.0),
+    on_demand_days=6.0,
+    on_demand_usd=13750.0,
+    notes=("the trace repeats 2.5 times",),
+)
+
+
+def compared(*names: str) -> tuple[Compared, ...]:
+    reasons = {"too_large": "the smallest layout needs 273 GB per rank and a rank has 84.9 GB"}
+    return tuple(Compared(name, *stored(PLANS[name]), reasons.get(name)) for name in names)
+
+
+def sizing() -> Sizing:
+    spec, plan = stored(PLANS["fits"])
+    rows = (
+        Considered("h100-sxm-80gb", 1, 8, None, None, None, None, None, False, "does not fit: needs 273 GB of 84.9 GB"),
+        Considered("h100-sxm-80gb", 2, 16, 1.1e6, 14200.0, 0.998, 30.0, None, False, "takes 12 d 17 h"),
+        Considered("h100-sxm-80gb", 4, 32, 5.2e5, 13756.0, 0.9995, 15.5, plan.layout, True, ""),
+    )
+    return Sizing(spec, plan, "gpus", 64, 864000.0, 20000.0, rows)
+
+
+VIEWS: dict[str, Callable[[Console], None]] = {
+    "explain": lambda console: show_explanation(EXPLANATION, console),
+    "compare": lambda console: show_comparison(compared("fits", "pipeline"), console),
+    "compare-many": lambda console: show_comparison(compared("fits", "pipeline", "cpu", "too_large", "fits"), console),
+    "sizing": lambda console: show_sizing(sizing(), console),
+    "trace": lambda console: show_trace(OUTCOME, console),
+}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("name", VIEWS)
+def test_each_reads_as_it_should(name: str, width: int, golden: Callable[[str, str], None]) -> None:
+    text = printed(VIEWS[name], width)
+    assert max(map(len, text.splitlines())) <= width
+    golden(f"plan/{name}-{width}.txt", text)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_each_can_be_shown_without_unicode(name: str) -> None:
+    text = printed(VIEWS[name], 80, "ascii")
+    assert "?" not in text.replace("?\n", "\n")
+
+
+def test_what_does_not_divide_is_a_column_with_its_reason() -> None:
+    first, _ = compared("fits", "cpu")
+    odd = Compared("data=3", first.spec, None, "layout.data_parallel = 3: must divide 32")
+    text = printed(lambda console: show_comparison((first, odd), console), 80)
+    assert "does not divide" in text
+    assert "data=3: layout.data_parallel = 3: must divide 32." in text
+
+
+def test_stored_plans_are_where_they_are_looked_for() -> None:
+    assert {"cpu", "fits", "pipeline", "too_large"} == set(PLANS), Path(__file__).parent
