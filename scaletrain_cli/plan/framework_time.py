@@ -141,9 +141,9 @@ _MEGATRON = Habits(
     zero_host=5e-3,
     balances_stages=False,
 )
-# Megatron-LM and NeMo on Hopper and later, with Transformer Engine: tensor-parallel traffic is cut up and runs beside the
-# products (tp_comm_overlap), gradients and weights beside both passes (overlap_grad_reduce, overlap_param_gather), and
-# attention is cuDNN's. NVIDIA's own recipes switch all of that on (Megatron-Bridge, src/megatron/bridge/recipes).
+# Megatron-LM and NeMo on Hopper and later, with Transformer Engine: tensor-parallel traffic is cut up and runs beside
+# the products (tp_comm_overlap), gradients and weights beside both passes (overlap_grad_reduce, overlap_param_gather),
+# and attention is cuDNN's. NVIDIA's own recipes switch all of that on (Megatron-Bridge, src/megatron/bridge/recipes).
 _MEGATRON_ENGINE = replace(
     _MEGATRON,
     forward_host=0.5e-3,

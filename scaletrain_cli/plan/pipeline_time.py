@@ -35,9 +35,9 @@ def blocks_by_stage(model: ModelSpec, stages: int, balanced: bool) -> tuple[int,
     """Blocks on each pipeline stage.
 
     By number, the first stages take what does not divide. ``balanced``: by cost, as nanotron does (models/base.py
-    build_model): a stage ends with the block at which the cost so far reaches its share; the head costs what it
-    weighs. (The source lets a stage go on at an exact tie, but the memory of the published runs' first stages and
-    their step times say that it ends.)
+    build_model): a stage ends at the block with which the cost so far reaches its share; the head costs what it weighs.
+    Step times of the published 1B to 8B runs over 2 to 32 stages tell it from its variants (a share that must be
+    passed, a block that opens the next stage, a head that costs nothing).
     """
     layers = model.num_hidden_layers
     if not balanced or stages == 1:
@@ -46,9 +46,13 @@ def blocks_by_stage(model: ModelSpec, stages: int, balanced: bool) -> tuple[int,
         4 * model.num_attention_heads * model.head_dim + (3 if model.has_gated_mlp else 2) * model.intermediate_size
     )
     total = layers * block + model.vocab_size * model.hidden_size
+    block = model.hidden_size * (
+        4 * model.num_attention_heads * model.head_dim + (3 if model.has_gated_mlp else 2) * model.intermediate_size
+    )
+    total = layers * block + model.vocab_size * model.hidden_size
     counts, stage = [0] * stages, 0
     for index in range(layers):
         counts[stage] += 1
-        if stage < stages - 1 and (index + 1) * block >= total * (stage + 1) / stages:
+        if stage < stages - 1 and (index + 1) * block * stages >= total * (stage + 1):
             stage += 1
     return tuple(counts)
