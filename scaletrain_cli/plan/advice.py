@@ -81,10 +81,10 @@ def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: 
         *_about_model(spec, parameters),
         "gradients are reduced between ranks in the weights' type, whatever grad_dtype they are accumulated in",
         f"network between nodes: {spec.cluster.network or device.network}; bus bandwidths by number of nodes as "
-        "measured or estimated in networks.json; tensor and pipeline traffic blocks, gradients overlap as the framework "
-        "lets them",
-        "checkpoints: 1.2 GB/s per node to shared storage unless the spec says, as BLOOM's chronicle reports; restarts: "
-        "180 s and loading; interval by Young 1974, goodput by Daly 2006",
+        "measured or estimated in networks.json; tensor and pipeline traffic blocks, gradients overlap as the "
+        "framework lets them",
+        "checkpoints: 1.2 GB/s per node to shared storage unless the spec says, as BLOOM's chronicle reports; "
+        "restarts: 180 s and loading; interval by Young 1974, goodput by Daly 2006",
         *_about_interruptions(spec),
     ]
     if spec.planner.framework != "deepspeed":
@@ -101,8 +101,8 @@ def _about_interruptions(spec: RunSpec) -> Iterator[str]:
         yield f"failures: one per {hours} GPU hours, as Llama 3 reports (arXiv:2407.21783, section 3.3.4)"
     if cluster.spot:
         yield (
-            f"preemptions: one per {SPOT_HOURS_BETWEEN_PREEMPTIONS:g} hours of the job, as 21 traces of AWS instances in "
-            "2022 and 2023 show (skypilot-org/spot-traces); waiting for capacity is not counted"
+            f"preemptions: one per {SPOT_HOURS_BETWEEN_PREEMPTIONS:g} hours of the job, as 21 traces of AWS instances "
+            "in 2022 and 2023 show (skypilot-org/spot-traces); waiting for capacity is not counted"
         )
 
 
