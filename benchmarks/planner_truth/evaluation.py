@@ -82,14 +82,14 @@ def judge(table: Table, directory: Path, framework: str | None = None) -> Outcom
 def _judge_row(table: Table, row: Row, framework: str | None) -> Judged:
     try:
         case, measured = table.build(row.inputs), table.measure(row.inputs, row.truth)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise Unmapped(f"a cell makes no sense: {type(error).__name__}: {error}") from error
     if framework is not None:
         case = Case(_under(case.spec, framework), case.layout)
     device = find_accelerator(case.spec.cluster)
     try:
         predicted = evaluate(case.spec, case.layout, device)
-    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise Unmapped(f"the planner failed: {type(error).__name__}: {error}") from error
     return Judged(row, table.panel(row.inputs), case, measured, predicted.time.step, predicted.memory)
 

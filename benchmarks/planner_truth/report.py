@@ -75,7 +75,7 @@ def _error(score: Score, row: Judged) -> float:
 
 def _row_line(score: Score, row: Judged) -> str:
     measured, layout, model = row.measured, row.case.layout, row.case.spec.model
-    network = model.family
+    network: str = model.family
     if isinstance(model, ModelSpec):
         network = f"L{model.num_hidden_layers} h{model.hidden_size} s{model.seq_len}"
     time = f"{measured.step_seconds:.4g}" if measured.step_seconds else "-"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner_truth import megatron_ci, mlperf, nanotron, train_runs, vision, vtrain
-from planner_truth.table import Measured, Table, number
+from planner_truth.table import Measured, Table
 
 Quantity = Literal["memory", "time", "fits", "ranking"]
 
@@ -41,7 +41,8 @@ def _of(column: str, *values: str) -> Callable[[Mapping[str, str], Measured], bo
 
 
 def _seven_billion_class(inputs: Mapping[str, str], measured: Measured) -> bool:
-    return (number(inputs, "arg_hidden_size") or 0) >= 4096
+    hidden = inputs["arg_hidden_size"]
+    return hidden.isdigit() and int(hidden) >= 4096
 
 
 def _both(*conditions: Callable[[Mapping[str, str], Measured], bool]) -> Callable[[Mapping[str, str], Measured], bool]:

@@ -23,6 +23,7 @@ _GPUS = {
     "NVIDIA L40S": "l40s-48gb",
     "NVIDIA H100-SXM5-80GB": "h100-sxm-80gb",
     "NVIDIA H100-SXM-80GB": "h100-sxm-80gb",
+    "NVIDIA H100-SXM5-96GB": "h100-sxm-96gb",
     "NVIDIA H100-PCIe-80GB": "h100-pcie-80gb",
     "NVIDIA H200-SXM5-141GB": "h200-sxm-141gb",
 }
