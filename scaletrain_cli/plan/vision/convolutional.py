@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from scaletrain_cli.plan.vision.operations import (
     Block,
     Network,
@@ -53,7 +55,7 @@ def resnet(model: ResNetSpec) -> Network:
             blocks.append(Block(layer(features, features, out, out, last), depth - 1, input=features * out**2))
         side, channels = out, features
     pooling = Operation(kept=channels, inputs=channels * side**2, outputs=channels, moved_back=channels * side**2)
-    blocks.append(Block((pooling, linear(1, channels, model.num_labels))))
+    blocks.append(Block((pooling, linear(1, channels, model.num_labels, kept=False))))
     return Network(tuple(blocks), classes=model.num_labels)
 
 
@@ -107,10 +109,15 @@ def convnext(model: ConvNextSpec, *, autocast: bool) -> Network:
             halving = convolution(channels, features, 2, side**2, half**2, bias=True)
             blocks.append(Block((layer_norm(channels, side**2, autocast=autocast), halving)))
             side = half
-        blocks.append(Block(_convnext_layer(model, features, side**2, autocast), depth, input=features * side**2))
+        layer = _convnext_layer(model, features, side**2, autocast)
+        if index < len(model.depths) - 1:
+            blocks.append(Block(layer, depth, input=features * side**2))
+        else:  # nothing reads the last sum again: its mean does not
+            blocks += [Block(layer, depth - 1, input=features * side**2)] if depth > 1 else []
+            blocks.append(Block((*layer[:-1], replace(layer[-1], kept=0)), input=features * side**2))
         channels = features
     pooling = Operation(kept=channels, inputs=channels * side**2, outputs=channels, moved_back=channels * side**2)
-    blocks.append(Block((pooling, layer_norm(channels, 1), linear(1, channels, model.num_labels))))
+    blocks.append(Block((pooling, layer_norm(channels, 1), linear(1, channels, model.num_labels, kept=False))))
     return Network(tuple(blocks), classes=model.num_labels)
 
 

@@ -28,7 +28,7 @@ def vit(model: VitSpec, *, fused: bool, autocast: bool) -> Network:
         (
             Block(build.patches(model.num_channels, model.image_size, model.patch_size, hidden, bias=True)),
             Block(layer, model.num_hidden_layers, input=tokens * hidden * build.stream),
-            Block((build.norm(hidden, tokens), linear(1, hidden, model.num_labels))),
+            Block((build.norm(hidden, tokens), linear(1, hidden, model.num_labels, kept=False))),
         ),
         classes=model.num_labels,
     )
@@ -54,10 +54,10 @@ def clip(model: ClipSpec, *, fused: bool, autocast: bool) -> Network:
         (
             Block((*patches, build.norm(image.hidden_size, tokens))),
             Block(seen, image.num_hidden_layers, input=tokens * image.hidden_size * build.stream),
-            Block((build.norm(image.hidden_size, 1), linear(1, image.hidden_size, joint, bias=False))),
+            Block((build.norm(image.hidden_size, 1), linear(1, image.hidden_size, joint, bias=False, kept=False))),
             Block((table,)),
             Block(read, text.num_hidden_layers, input=words * text.hidden_size * build.stream),
-            Block((build.norm(text.hidden_size, words), linear(1, text.hidden_size, joint, bias=False))),
+            Block((build.norm(text.hidden_size, words), linear(1, text.hidden_size, joint, bias=False, kept=False))),
         ),
         features=2 * joint,
     )

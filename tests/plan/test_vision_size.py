@@ -1,0 +1,94 @@
+"""Vision networks: parameters and FLOPs against the authors' figures and against torch modules of the same shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.plan.vision import network, training_flops
+from scaletrain_cli.spec import vision_presets
+from scaletrain_cli.spec.vision import VISION
+
+# Sums of the published weights: torchvision's and OpenAI's CLIP's own; ViT-S as timm has it.
+PARAMETERS = {
+    "resnet-18": 11_689_512,
+    "resnet-34": 21_797_672,
+    "resnet-50": 25_557_032,
+    "resnet-101": 44_549_160,
+    "resnet-152": 60_192_808,
+    "convnext-tiny": 28_589_128,
+    "convnext-small": 50_223_688,
+    "convnext-base": 88_591_464,
+    "convnext-large": 197_767_336,
+    "vit-small-patch16": 22_050_664,
+    "vit-base-patch16": 86_567_656,
+    "vit-base-patch32": 88_224_232,
+    "vit-large-patch16": 304_326_632,
+    "vit-huge-patch14": 632_045_800,
+    "clip-vit-base-patch32": 151_277_313,
+    "clip-vit-base-patch16": 149_620_737,
+    "clip-vit-large-patch14": 427_616_513,
+}
+# Billions of multiplications with addition per image of 224 x 224: torchvision's model page; ViT, with attention.
+GMACS = {
+    "resnet-18": 1.81,
+    "resnet-50": 4.09,
+    "resnet-152": 11.51,
+    "convnext-tiny": 4.46,
+    "convnext-large": 34.36,
+    "vit-base-patch16": 17.56,
+    "vit-large-patch16": 61.55,
+}
+
+
+def model_of(preset: str, **changes: Any) -> Any:
+    given = vision_presets()[preset] | changes
+    return VISION[given["family"]].model_validate(given)
+
+
+def test_every_preset_is_checked() -> None:
+    assert vision_presets().keys() == PARAMETERS.keys()
+
+
+@pytest.mark.parametrize(("preset", "parameters"), PARAMETERS.items())
+def test_parameters_are_those_of_the_published_weights(preset: str, parameters: int) -> None:
+    assert network(model_of(preset)).parameters == parameters
+
+
+@pytest.mark.parametrize(("preset", "gmacs"), GMACS.items())
+def test_a_forward_pass_costs_what_the_authors_state(preset: str, gmacs: float) -> None:
+    assert network(model_of(preset)).macs / 1e9 == pytest.approx(gmacs, abs=0.006)
+
+
+def test_training_costs_six_operations_per_multiplication() -> None:
+    model = model_of("resnet-50")
+    assert training_flops(model) == 6 * network(model).macs
+
+
+def test_convolutions_cost_with_the_area_of_the_image() -> None:
+    small, large = (network(model_of("resnet-50", image_size=size)).macs for size in (224, 448))
+    assert large == pytest.approx(4 * small, rel=0.01)
+
+
+def test_attention_costs_with_the_square_of_the_patches() -> None:
+    small, large = (network(model_of("vit-base-patch16", image_size=size)).macs for size in (224, 448))
+    assert large > 4 * small
+
+
+def test_an_odd_image_loses_what_strides_leave_over() -> None:
+    for preset in ("resnet-50", "convnext-tiny"):
+        odd, even = (network(model_of(preset, image_size=size)).macs for size in (223, 256))
+        assert 0 < odd < even
+
+
+def test_without_layer_scale_a_block_has_fewer_parameters() -> None:
+    scaled, plain = model_of("convnext-tiny"), model_of("convnext-tiny", layer_scale_init_value=0)
+    widths = sum(size * depth for size, depth in zip(scaled.hidden_sizes, scaled.depths, strict=True))
+    assert network(scaled).parameters - network(plain).parameters == widths
+
+
+def test_autocast_changes_no_parameter_and_no_product() -> None:
+    for preset in PARAMETERS:
+        plain, mixed = (network(model_of(preset), True, autocast) for autocast in (False, True))
+        assert (plain.parameters, plain.macs) == (mixed.parameters, mixed.macs)
