@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner_truth.mapping import Case, Unmapped
-from planner_truth.scores import Errors, Ranking, Verdicts, errors, ranking, verdicts
+from planner_truth.scores import Errors, Ranking, Verdicts, errors, kendall_tau, ranking, verdicts
 from planner_truth.sets import TruthSet
 from planner_truth.table import Measured, Row, Table
 from scaletrain_cli.errors import UsageError
@@ -28,6 +28,12 @@ class Judged:
     measured: Measured
     step_seconds: float
     memory: Memory
+    refused: bool  # the spec contradicts itself, as with more pipeline stages than layers: there would be no plan
+
+    @property
+    def runs(self) -> bool:
+        """Whether the planner would let it start."""
+        return self.memory.fits and not self.refused
 
     @property
     def memory_bytes(self) -> int:
@@ -53,6 +59,7 @@ class Score:
     rows: tuple[Judged, ...]
     errors: Errors | None = None
     verdicts: Verdicts | None = None
+    tau: float | None = None  # Kendall's, over all rows of a set of times
     ranking: Ranking | None = None
     picks: tuple[Pick, ...] = ()
 
@@ -91,7 +98,8 @@ def _judge_row(table: Table, row: Row, framework: str | None) -> Judged:
         predicted = evaluate(case.spec, case.layout, device)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise Unmapped(f"the planner failed: {type(error).__name__}: {error}") from error
-    return Judged(row, table.panel(row.inputs), case, measured, predicted.time.step, predicted.memory)
+    refused = any(case.spec.inconsistencies())
+    return Judged(row, table.panel(row.inputs), case, measured, predicted.time.step, predicted.memory, refused)
 
 
 def _under(spec: RunSpec, framework: str) -> RunSpec:
@@ -103,7 +111,7 @@ def score(truth_set: TruthSet, outcome: Outcome) -> Score:
     rows = [row for row in outcome.rows if truth_set.keep(row.row.inputs, row.measured)]
     if truth_set.quantity == "fits":
         rows = [row for row in rows if row.measured.ran is not None]
-        return Score(truth_set, tuple(rows), verdicts=verdicts([(r.memory.fits, bool(r.measured.ran)) for r in rows]))
+        return Score(truth_set, tuple(rows), verdicts=verdicts([(r.runs, bool(r.measured.ran)) for r in rows]))
     if truth_set.quantity == "memory":
         rows = [row for row in rows if row.measured.memory_bytes]
         pairs = [(float(row.memory_bytes), row.measured.memory_bytes or 0.0) for row in rows]
@@ -111,7 +119,8 @@ def score(truth_set: TruthSet, outcome: Outcome) -> Score:
     timed = [row for row in rows if row.measured.step_seconds]
     if truth_set.quantity == "ranking":
         return Score(truth_set, tuple(timed), ranking=ranking(_panels(timed)), picks=_picks(rows))
-    return Score(truth_set, tuple(timed), errors=errors([_times(row) for row in timed]))
+    times = [_times(row) for row in timed]
+    return Score(truth_set, tuple(timed), errors=errors(times), tau=kendall_tau(times))
 
 
 def _times(row: Judged) -> tuple[float, float]:
@@ -134,7 +143,7 @@ def _picks(rows: Sequence[Judged]) -> tuple[Pick, ...]:
     found = []
     for panel, runs in _by_panel(rows).items():
         times = [run.measured.step_seconds for run in runs if run.measured.step_seconds]
-        fitting = [run for run in runs if run.memory.fits]
+        fitting = [run for run in runs if run.runs]
         if len(times) < 2 or not fitting:
             continue
         pick = min(fitting, key=lambda run: run.step_seconds)

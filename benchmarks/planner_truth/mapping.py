@@ -74,9 +74,8 @@ def build_case(
     """The spec with every axis pinned, and its layout. Raises Unmapped where the parts do not make a run."""
     if min(degrees.world_size, degrees.data, machines.count, machines.per_node, micro_batch, global_batch) < 1:
         raise Unmapped("a degree, a batch or a number of GPUs is below 1")
-    layers = model.get("num_hidden_layers", 1)
-    if degrees.pipeline > layers or layers > _MOST_LAYERS:
-        raise Unmapped("more pipeline stages than layers, or more layers than any model has")
+    if max(degrees.pipeline, model.get("num_hidden_layers", 1)) > _MOST_LAYERS:
+        raise Unmapped("more layers or pipeline stages than any model has")
     if degrees.world_size != machines.count:
         raise Unmapped("the degrees do not multiply to the number of GPUs")
     if global_batch % (degrees.data * micro_batch):

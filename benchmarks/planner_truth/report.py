@@ -11,7 +11,7 @@ from planner_truth.evaluation import Judged, Outcome, Score
 from planner_truth.table import Table
 from scaletrain_cli.spec import ModelSpec
 
-_HEAD = f"{'set':<40}{'n':>5}  {'median':>8}{'MAPE':>8}{'p90':>8}   {'others':<22}{'to reach'}"
+_HEAD = f"{'set':<40}{'n':>5}  {'median':>8}{'MAPE':>8}{'p90':>8}{'tau':>7}   {'others':<22}{'to reach'}"
 
 
 def lines(scores: list[Score], outcomes: Mapping[Table, Outcome]) -> Iterator[str]:
@@ -35,14 +35,15 @@ def _score_lines(score: Score) -> Iterator[str]:
     title = f"{chosen.title:<40}"
     if score.errors:
         e = score.errors
-        yield f"{title}{e.n:>5}  {e.median:>+8.1%}{e.mape:>8.1%}{e.p90:>8.1%}{beside}"
+        tau = f"{score.tau:>7.2f}" if score.tau is not None else " " * 7
+        yield f"{title}{e.n:>5}  {e.median:>+8.1%}{e.mape:>8.1%}{e.p90:>8.1%}{tau}{beside}"
     elif score.verdicts:
         v = score.verdicts
-        yield f"{title}{v.n:>5}  right {v.accuracy:>18.1%}{beside}"
+        yield f"{title}{v.n:>5}  right {v.accuracy:>18.1%}{'':>7}{beside}"
         yield f"{'':<47}false fits {v.false_fits:.1%}, false rejections {v.false_rejections:.1%} of the rows"
     elif score.ranking:
         r = score.ranking
-        yield f"{title}{r.runs:>5}  regret {r.regret:>17.1%}{beside}"
+        yield f"{title}{r.runs:>5}  regret {r.regret:>17.1%}{'':>7}{beside}"
         yield (
             f"{'':<47}median {r.regret_median:.1%}, worst {r.regret_worst:.1%}, Kendall tau {r.tau:.2f}, "
             f"{r.panels} panels"
@@ -55,7 +56,7 @@ def _score_lines(score: Score) -> Iterator[str]:
                 f"{crashed} of {len(score.picks)} picks crashed"
             )
     else:
-        yield f"{title}{0:>5}  no rows{'':>17}{beside}"
+        yield f"{title}{0:>5}  no rows{'':>24}{beside}"
 
 
 def rows(score: Score) -> Iterator[str]:
@@ -67,7 +68,7 @@ def rows(score: Score) -> Iterator[str]:
 def _error(score: Score, row: Judged) -> float:
     measured = row.measured
     if score.truth_set.quantity == "fits":
-        return float(row.memory.fits != measured.ran)
+        return float(row.runs != measured.ran)
     if score.truth_set.quantity == "memory":
         return row.memory_bytes / measured.memory_bytes - 1 if measured.memory_bytes else 0.0
     return row.step_seconds / measured.step_seconds - 1 if measured.step_seconds else 0.0
@@ -83,7 +84,7 @@ def _row_line(score: Score, row: Judged) -> str:
     return (
         f"{row.row.row_id:<28} {_error(score, row):>+8.1%} | s {row.step_seconds:.4g} true {time} | "
         f"GB {row.memory_bytes / 1e9:.2f} true {memory} {measured.memory_kind} "
-        f"fits {row.memory.fits} ran {measured.ran} | "
+        f"fits {row.runs} ran {measured.ran} | "
         f"{network} {row.case.spec.cluster.gpu} "
         f"x{layout.world_size} dp{layout.data_parallel} tp{layout.tensor_parallel} pp{layout.pipeline_parallel} "
         f"vp{layout.virtual_pipeline} cp{layout.context_parallel} ep{layout.expert_parallel} z{layout.zero_stage} "
@@ -99,6 +100,8 @@ def to_json(scores: list[Score], outcomes: Mapping[Table, Outcome], with_rows: b
         for name in ("errors", "verdicts", "ranking"):
             value = getattr(score, name)
             entry |= dataclasses.asdict(value) if value else {}
+        if score.tau is not None:
+            entry["tau"] = score.tau
         entry |= {"others": score.truth_set.peer, "to_reach": score.truth_set.target}
         if score.picks:
             entry["picks"] = [dataclasses.asdict(pick) for pick in score.picks]
@@ -118,6 +121,6 @@ def _row_json(row: Judged) -> dict[str, Any]:
     return {
         "row_id": row.row.row_id,
         "layout": dataclasses.asdict(row.case.layout),
-        "predicted": {"step_seconds": row.step_seconds, "memory_bytes": row.memory_bytes, "fits": row.memory.fits},
+        "predicted": {"step_seconds": row.step_seconds, "memory_bytes": row.memory_bytes, "fits": row.runs},
         "measured": dataclasses.asdict(row.measured),
     }

@@ -111,6 +111,20 @@ def test_a_crashed_run_counts_in_the_verdict_and_not_in_the_errors(tmp_path: Pat
     assert score(set_named("nanotron-time"), outcome).errors.n == 1
 
 
+def test_a_layout_that_the_planner_refuses_counts_as_one_that_does_not_run(tmp_path: Path) -> None:
+    deep = GIVEN | {
+        "dp": "1",
+        "pp": "32",
+        "n_gpus": "32",
+        "n_nodes": "4",
+        "status": "crashed_or_oom",
+        "step_time_s": "",
+    }
+    outcome = judge(nanotron.TABLE, write(tmp_path, nanotron.TABLE.file, deep))
+    found = score(set_named("nanotron-fits"), outcome).verdicts
+    assert (found.n, found.accuracy) == (1, 1.0)
+
+
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     outcome = judge(nanotron.TABLE, tmp_path)
     assert outcome.missing
