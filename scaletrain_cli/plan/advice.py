@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from scaletrain_cli.plan.durability import LLAMA3_GPU_HOURS_BETWEEN_INTERRUPTIONS, SPOT_HOURS_BETWEEN_PREEMPTIONS
 from scaletrain_cli.plan.engine_support import unsupported
+from scaletrain_cli.plan.framework_memory import FRAMEWORK_MEMORY
 from scaletrain_cli.plan.hardware import Accelerator
 from scaletrain_cli.plan.result import Durability, Layout, Memory, Time
 from scaletrain_cli.plan.states import weight_bytes
@@ -71,25 +72,79 @@ def _about_durability(spec: RunSpec, durability: Durability, time: Time) -> Iter
 
 def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: int) -> tuple[str, ...]:
     """Where the numbers come from, one sentence each."""
-    lines = [
+    framework = spec.planner.framework
+    return (
         f"device {device.name}: {device.source}",
-        "matrix products, attention and memory-bound kernels: shares of the device's rates by size and GPU generation, "
-        "in kernel_rates.json; step times err by about 10 % where that was measured",
-        "model states: what DeepSpeed 0.19 allocates, read in its source; ZeRO, arXiv:1910.02054",
-        "framework: CUDA context, kernels and workspaces 1.5 GB (CPU rank: 0.5 GB); fragmentation: 5 % of what comes "
-        "and goes",
-        *_about_model(spec, parameters),
-        "gradients are reduced between ranks in the weights' type, whatever grad_dtype they are accumulated in",
-        f"network between nodes: {spec.cluster.network or device.network}; bus bandwidths by number of nodes as "
-        "measured or estimated in networks.json; tensor and pipeline traffic blocks, gradients overlap as the "
-        "framework lets them",
+        *_about_time(spec, device),
+        *_about_memory(spec, device),
+        *(_about_text(spec, parameters) if isinstance(spec.model, ModelSpec) else _about_images(spec)),
         "checkpoints: 1.2 GB/s per node to shared storage unless the spec says, as BLOOM's chronicle reports; "
         "restarts: 180 s and loading; interval by Young 1974, goodput by Daly 2006",
         *_about_interruptions(spec),
-    ]
-    if spec.planner.framework != "deepspeed":
-        lines.append(f"planner.framework = {spec.planner.framework}: for comparison; this engine cannot run it")
-    return tuple(lines)
+        *([] if framework == "deepspeed" else [f"planner.framework = {framework}: for comparison; not for submission"]),
+    )
+
+
+def _about_time(spec: RunSpec, device: Accelerator) -> Iterator[str]:
+    yield (
+        "kernels: shares of the device's rates by size and GPU generation, in kernel_rates.json; host work and overlap "
+        f"as {spec.planner.framework} has them, in framework_time.py; `make bench-planner` prints how far they miss"
+    )
+    network = spec.cluster.network or device.network
+    yield (
+        f"network between nodes: {network}; bus bandwidths by number of nodes, measured or estimated, in networks.json"
+    )
+
+
+def _about_memory(spec: RunSpec, device: Accelerator) -> Iterator[str]:
+    framework = spec.planner.framework
+    habits = FRAMEWORK_MEMORY.get(framework)
+    if habits is None:
+        yield "model states and buffers: what DeepSpeed 0.19 allocates, read in its source; ZeRO, arXiv:1910.02054"
+        yield "gradients are reduced between ranks in the weights' type, whatever grad_dtype they are accumulated in"
+        context = "0.5 GB of process" if device.is_cpu else "1.5 GB of CUDA context, kernels and NCCL"
+        yield f"{context}; fragmentation: 5 % of what comes and goes"
+    else:
+        yield f"model states and buffers: as {framework} keeps them, counted in its source, in framework_memory.py"
+        yield (
+            f"{habits.context / 1e9:.1f} GB of CUDA context, kernels and NCCL outside the allocator; fragmentation: "
+            f"{100 * habits.fragmentation:.0f} % of what comes and goes"
+        )
+    yield (
+        "chance of running out: log-normal errors of the estimate, as wide as the crashes of the Ultra-Scale sweep of "
+        "nanotron say, out_of_memory.py; nothing comparable is published for other frameworks"
+    )
+
+
+def _about_text(spec: RunSpec, parameters: int) -> Iterator[str]:
+    """Activations, logits, FLOPs and data of a transformer of text."""
+    habits = FRAMEWORK_MEMORY.get(spec.planner.framework)
+    yield (
+        f"activations: operation by operation, {weight_bytes(spec.training.precision)} bytes per element, with "
+        "attention as the device and planner.attention have it; Korthikanti et al., arXiv:2205.05198"
+    )
+    yield f"logits and loss: {habits.logits if habits else 12} bytes per token and vocabulary entry"
+    yield "FLOPs per token: 6 N + 12 l s a d, attention counted unmasked; PaLM, arXiv:2204.02311, appendix B"
+    tokens = spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
+    yield f"data: {tokens:.3g} tokens, {tokens / max(1, parameters):.3g} per parameter, read while training"
+
+
+def _about_images(spec: RunSpec) -> Iterator[str]:
+    """Activations, time, FLOPs and data of a vision network."""
+    samples = spec.total_steps * spec.training.global_batch_size
+    yield (
+        f"activations: what autograd keeps of each operation, {weight_bytes(spec.training.precision)} bytes per "
+        "element; no dropout"
+    )
+    yield (
+        "time of each operation: its products or its memory traffic, whichever is longer; within 8 % of timm's "
+        "training results on an RTX 3090"
+    )
+    yield (
+        f"FLOPs of one of the {spec.unit}: 6 per multiplication with addition of a forward pass; tokens_per_second "
+        f"counts {spec.unit}"
+    )
+    yield f"data: {samples:.3g} {spec.unit}; reading and decoding them is taken to keep up"
 
 
 def _about_interruptions(spec: RunSpec) -> Iterator[str]:
@@ -104,26 +159,3 @@ def _about_interruptions(spec: RunSpec) -> Iterator[str]:
             f"preemptions: one per {SPOT_HOURS_BETWEEN_PREEMPTIONS:g} hours of the job, as 21 traces of AWS instances "
             "in 2022 and 2023 show (skypilot-org/spot-traces); waiting for capacity is not counted"
         )
-
-
-def _about_model(spec: RunSpec, parameters: int) -> tuple[str, ...]:
-    """How its activations, logits, FLOPs and data are counted."""
-    seen = spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
-    element = weight_bytes(spec.training.precision)
-    if not isinstance(spec.model, ModelSpec):
-        return (
-            f"activations: what autograd keeps of each operation, {element} bytes per element; no dropout",
-            "time of each operation: its products or its memory traffic, whichever is longer; within 8 % of timm's "
-            "training results on an RTX 3090",
-            f"FLOPs of one of the {spec.unit}: 6 per multiplication with addition of a forward pass; tokens_per_second "
-            f"counts {spec.unit}",
-            f"data: {seen:.3g} {spec.unit}; reading and decoding them is taken to keep up",
-        )
-    return (
-        f"activations: per operation, {element} bytes per element, fused attention, no dropout; Korthikanti et al., "
-        "arXiv:2205.05198",
-        "logits and loss: 12 bytes per token and vocabulary entry",
-        "FLOPs per token: 6 N + 12 l s a d, attention counted unmasked; PaLM, arXiv:2204.02311, appendix B",
-        f"data: {seen:.3g} tokens, {seen / max(1, parameters):.3g} per parameter (about 20 is compute-optimal, "
-        "arXiv:2203.15556)",
-    )

@@ -1,9 +1,7 @@
 """The accelerator catalogue: what a device can hold, compute and move. Knows nothing of models or layouts.
 
 Rates are dense and per device, bandwidths per direction; memory is what the driver leaves to a process. What a field
-means, and the data sheet that each row comes from, stand in hardware.json. Shares of the peak: matrix products of A100
-and H100 are fitted to published training throughput (LLM Foundry and torchtitan, see the planner's tests), attention is
-what FlashAttention-2 reports (arXiv:2307.08691, section 4); for the other devices both are estimates.
+means, and the data sheet that each row comes from, stand in hardware.json; what kernels reach of it, in kernels.py.
 """
 
 from __future__ import annotations
@@ -21,10 +19,8 @@ from scaletrain_cli.spec import ClusterSpec
 
 # Below these the rate is a slip of the pen, and dividing by it overflows.
 _SLOWEST = 1.0
-# For a device that the user describes: shares of the peak as of those that were measured, a little lower; the host
-# link that most servers of the last five years have (PCIe 4.0 x16); the slowest network of the catalogue's servers.
-_UNMEASURED_FRACTION = 0.6
-_UNMEASURED_ATTENTION = 0.4
+# For a device that the user describes: the host link that most servers of the last five years have (PCIe 4.0 x16), and
+# the network of the catalogue's plainer servers.
 _USUAL_HOST_BANDWIDTH = 31.5e9
 _USUAL_NETWORK = "ethernet-100g"
 
@@ -42,8 +38,6 @@ class Accelerator:
     compute_capability: str  # CUDA's, or AMD's target; empty where neither applies
     multiprocessors: int  # 0: unknown
     network: str  # between nodes, of the maker's reference system; a name in the network catalogue
-    achievable_fraction: float  # of the peak, in matrix products of a training step
-    attention_fraction: float  # of the peak, in the fused attention kernel, counting what it computes
     source: str
     is_cpu: bool = False
 
@@ -88,8 +82,6 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
             compute_capability="",
             multiprocessors=0,
             network=_USUAL_NETWORK,
-            achievable_fraction=_UNMEASURED_FRACTION,
-            attention_fraction=_UNMEASURED_ATTENTION,
             source="the run spec",
         )
     if cluster.intra_node_bandwidth != "auto":
@@ -116,8 +108,6 @@ def _from_row(name: str, row: dict[str, Any]) -> Accelerator:
         compute_capability=row["compute_capability"],
         multiprocessors=row["multiprocessors"],
         network=row["network"],
-        achievable_fraction=row["achievable_fraction"],
-        attention_fraction=row["attention_fraction"],
         source=row["source"],
         is_cpu=name == "cpu",
     )

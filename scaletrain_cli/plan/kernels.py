@@ -33,6 +33,8 @@ _SCORE_BYTES = (4, 6)
 _DROPOUT_BYTES = (5, 5)
 # Of a device that was described without them.
 _USUAL_MULTIPROCESSORS = 100
+# Of a CPU's nominal rate: products, attention forward and backward. An order of magnitude.
+_CPU_SHARES = (0.5, 0.25, 0.25)
 # What is left of that where heads are no multiple of 8 elements: BigScience measured 14400 channels in 96 heads of 150
 # a third slower than 14336 in 112 of 128 (chronicles of the 104B and 176B models).
 _ODD_HEAD_SHARE = 0.3
@@ -63,7 +65,7 @@ def rates(device: Accelerator, precision: str) -> Rates:
     peak = device.peak_flops(precision)
     attention_peak = device.peak_flops("bf16" if precision == "fp8" and "bf16" in device.flops else precision)
     if device.is_cpu:
-        share = device.achievable_fraction, device.attention_fraction, device.attention_fraction
+        share = _CPU_SHARES
     else:
         share = row["matmul"], row["attention_forward"], row["attention_backward"]
     return Rates(
