@@ -62,15 +62,14 @@ def block_activations(model: ModelSpec, habits: FrameworkMemory, cut: Cut, exper
     mlp, mlp_gradients = (
         _experts(model, habits, cut) if experts else _dense(model, habits, cut, model.intermediate_size)
     )
-    gathered = habits.gathered * element * hidden if cut.norm_ranks > 1 else 0
     return BlockActivations(
         attention=attention,
         scores=scores,
         norms=norms,
         mlp=mlp,
         block_input=element * hidden // cut.norm_ranks,
-        attention_gradients=attention_gradients + residual + gathered,
-        mlp_gradients=mlp_gradients + residual + gathered,
+        attention_gradients=attention_gradients + residual,
+        mlp_gradients=mlp_gradients + residual,
     )
 
 

@@ -16,9 +16,6 @@ from scaletrain_cli.plan.stages import Shard, Stage, chunks_in_flight, local_tok
 from scaletrain_cli.plan.states import gradient_bytes, weight_bytes
 from scaletrain_cli.spec import RunSpec
 
-# What waits for collectives is reclaimed when memory runs short: it never fills more than this of the device.
-_RECLAIMED_ABOVE = 0.95
-
 
 def framework_stages(
     spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
@@ -69,8 +66,7 @@ def framework_stages(
         allocated = sum(states) + transient
         # Gradients of a whole backward pass cannot all take the place of freed activations, which are smaller pieces.
         lost = int(habits.fragmentation * transient) + fresh // 2
-        room = int(_RECLAIMED_ABOVE * device.memory_bytes) - allocated - lost - habits.context
-        fragmentation = lost + max(0, min(waiting, room))
+        fragmentation = lost + waiting
         return StageMemory(
             parameters=states.parameters,
             gradients=states.gradients,

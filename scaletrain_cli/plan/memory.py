@@ -14,7 +14,7 @@ from scaletrain_cli.plan.engine_memory import engine_stage
 from scaletrain_cli.plan.framework_memory import FRAMEWORK_MEMORY
 from scaletrain_cli.plan.framework_stage_memory import framework_stages
 from scaletrain_cli.plan.hardware import Accelerator
-from scaletrain_cli.plan.out_of_memory import out_of_memory_probability, verdict
+from scaletrain_cli.plan.out_of_memory import out_of_memory_probability, usable_bytes, verdict
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
 from scaletrain_cli.plan.stages import Stage, pipeline_stages
 from scaletrain_cli.spec import ModelSpec, RunSpec
@@ -31,11 +31,17 @@ def plan_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
         size = engine_stage(spec, layout, device, whole)
     stages = tuple(map(size, pipeline_stages(spec, layout.pipeline_parallel)))
     worst = max(stages, key=lambda stage: stage.peak)
-    fits = worst.peak <= device.memory_bytes
-    probability = out_of_memory_probability(framework, worst.peak, device.memory_bytes)
+    return against_device(worst, stages, framework, device)
+
+
+def against_device(worst: StageMemory, stages: tuple[StageMemory, ...], framework: str, device: Accelerator) -> Memory:
+    """The verdict on the fullest rank, and the stages."""
+    capacity = usable_bytes(framework, device.memory_bytes, device.is_cpu)
+    fits = worst.peak <= capacity
+    probability = out_of_memory_probability(framework, worst.peak, capacity)
     return Memory(
         **vars(worst),
-        capacity=device.memory_bytes,
+        capacity=capacity,
         fits=fits,
         by_stage=stages,
         verdict=verdict(fits, probability),

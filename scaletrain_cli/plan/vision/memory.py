@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from scaletrain_cli.plan.framework_memory import FRAMEWORK_MEMORY
 from scaletrain_cli.plan.hardware import Accelerator
-from scaletrain_cli.plan.out_of_memory import out_of_memory_probability, verdict
+from scaletrain_cli.plan.memory import against_device
 from scaletrain_cli.plan.rank_states import host_bytes, rank_states
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
 from scaletrain_cli.plan.stages import Shard, zero_shards
@@ -48,16 +48,7 @@ def plan_vision_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Me
         spec = spec.model_copy(update={"training": training})
     logits = loss_bytes(whole, layout.micro_batch_size, layout.data_parallel, element)
     rank = _rank_memory(spec, layout, device, whole, held, logits)
-    fits = rank.peak <= device.memory_bytes
-    probability = out_of_memory_probability(spec.planner.framework, rank.peak, device.memory_bytes)
-    return Memory(
-        **vars(rank),
-        capacity=device.memory_bytes,
-        fits=fits,
-        by_stage=(rank,),
-        verdict=verdict(fits, probability),
-        out_of_memory_probability=probability,
-    )
+    return against_device(rank, (rank,), spec.planner.framework, device)
 
 
 def _rank_memory(
