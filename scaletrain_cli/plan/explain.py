@@ -11,10 +11,9 @@ from dataclasses import replace
 
 from scaletrain_cli.plan.choice import Candidate
 from scaletrain_cli.plan.explain_speed import speed_questions
-from scaletrain_cli.plan.explanation import Question, Row, distinct, percent
+from scaletrain_cli.plan.explanation import Question, Row, distinct, percent, times
 from scaletrain_cli.plan.hardware import Accelerator, find_accelerator
-from scaletrain_cli.plan.hypothetical import on_one_rank, row, sized
-from scaletrain_cli.plan.layouts import CHECKPOINTING
+from scaletrain_cli.plan.hypothetical import modes, on_one_rank, row, samples, sized
 from scaletrain_cli.plan.result import Layout, RunPlan
 from scaletrain_cli.spec import RunSpec
 
@@ -70,7 +69,7 @@ def _alone(spec: RunSpec, base: Layout, device: Accelerator, **changes: int) -> 
     stage = 0 if spec.training.precision in ("fp32", "tf32") else _lowest(spec)
     found = (
         sized(one, base, device, zero_stage=stage, expert_parallel=1, activation_checkpointing=mode, **changes)
-        for mode in CHECKPOINTING
+        for mode in modes(spec)
     )
     return [candidate for candidate in found if candidate]
 
@@ -95,7 +94,7 @@ def _states(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -> 
         tuple(rows),
         None,
         f"{total / count:.3g} bytes, for {count:,} parameters.",
-        f"That alone is {percent(total / memory.capacity)} of what one {_noun(device)} holds.",
+        f"That alone is {times(total / memory.capacity)} what one {_noun(device)} holds.",
     )
 
 
@@ -111,7 +110,7 @@ def _one_rank(spec: RunSpec, alone: list[Candidate], device: Accelerator) -> Que
         follows = f"Data parallelism over the {world:,} is enough; nothing has to be cut to fit." if world > 1 else ""
     return Question(
         "one_rank",
-        f"Does the run fit on one {_noun(device)}, one sequence at a time?",
+        f"Does the run fit on one {_noun(device)}, with a micro-batch of 1?",
         distinct([row(f"recompute {c.layout.activation_checkpointing}", c) for c in alone]),
         bool(fitting),
         verdict,
@@ -121,7 +120,7 @@ def _one_rank(spec: RunSpec, alone: list[Candidate], device: Accelerator) -> Que
 
 def _sharded(spec: RunSpec, base: Layout, device: Accelerator) -> Iterator[Candidate]:
     for stage in _STAGES[spec.planner.framework]:
-        for mode in CHECKPOINTING:
+        for mode in modes(spec):
             candidate = sized(spec, base, device, zero_stage=stage, activation_checkpointing=mode)
             if candidate:
                 yield candidate
@@ -131,7 +130,7 @@ def _sharding(spec: RunSpec, plan: RunPlan, sharded: list[Candidate], device: Ac
     world, batch = spec.world_size, spec.training.global_batch_size
     question = f"Is data parallelism over all {world:,} enough, the states shared with ZeRO?"
     if not sharded:
-        verdict = f"No: a batch of {batch:,} sequences does not divide over {world:,} data-parallel ranks."
+        verdict = f"No: a batch of {batch:,} {samples(spec)} does not divide over {world:,} data-parallel ranks."
         return Question("sharding", question, (), False, verdict, "Some ranks must share a sequence.")
     fitting = [candidate for candidate in sharded if candidate.memory.fits]
     rows = tuple(row(f"ZeRO-{c.layout.zero_stage}, recompute {c.layout.activation_checkpointing}", c) for c in sharded)
@@ -154,7 +153,7 @@ def _sharding(spec: RunSpec, plan: RunPlan, sharded: list[Candidate], device: Ac
 
 
 def _tensor(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator, *, needed: bool) -> Iterator[Question]:
-    degrees = [d for d in _powers(spec.cluster.gpus_per_node) if d > 1 and _divides_heads(spec, d)]
+    degrees = _within_node(spec)
     pairs = [(d, sized(spec, base, device, tensor_parallel=d, zero_stage=_lowest(spec))) for d in degrees]
     pairs += [
         (d, sized(spec, base, device, tensor_parallel=d, zero_stage=_lowest(spec), activation_checkpointing="full"))
@@ -170,7 +169,8 @@ def _tensor(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator, *, 
     )
     verdict = "Yes." if fits else f"No: even over all {spec.cluster.gpus_per_node} of a node it does not fit."
     follows = "" if fits else "Stages across nodes must share the layers."
-    question = "Does it fit when the GPUs of a node share every layer (tensor parallelism, with ZeRO-1)?"
+    zero = f"tensor parallelism, with ZeRO-{_lowest(spec)}"
+    question = f"Does it fit when the GPUs of a node share every layer ({zero})?"
     if not needed:
         follows = f"The plan takes tensor {plan.layout.tensor_parallel}; the fast link of the node carries its traffic."
     yield Question("tensor", question, rows, fits, verdict, follows)
@@ -179,8 +179,11 @@ def _tensor(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator, *, 
 def _pipeline(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -> Iterator[Question]:
     chosen = plan.layout
     tensor = chosen.tensor_parallel
+    if not plan.memory.fits:
+        tensor = max([tensor, *_within_node(spec)])
     layers = getattr(spec.model, "num_hidden_layers", 0)
-    degrees = sorted({*_powers(min(layers, spec.world_size // tensor)), chosen.pipeline_parallel} - {1})
+    most = min(layers, spec.world_size // tensor)
+    degrees = sorted({*(1 << power for power in range(1, most.bit_length())), chosen.pipeline_parallel} - {1})
     near = [d for d in degrees if d <= max(2 * chosen.pipeline_parallel, 4)][-_LONGEST_SERIES:]
     changes = {"tensor_parallel": tensor, "micro_batch_size": chosen.micro_batch_size, "zero_stage": _lowest(spec)}
     found = [c for d in near if (c := sized(spec, base, device, **changes, pipeline_parallel=d))]
@@ -191,13 +194,11 @@ def _pipeline(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -
     verdict = (
         f"Yes, from {next(c for c in found if c.memory.fits).layout.pipeline_parallel} stages on." if fits else "No."
     )
+    follows = "Stages send only activations, which a network between nodes can carry; the price is a bubble."
+    if not fits and chosen.sequence_parallel * chosen.context_parallel > 1 and plan.memory.fits:
+        follows = f"Sequences are cut too: sequence {chosen.sequence_parallel}, context {chosen.context_parallel}."
     yield Question(
-        "pipeline",
-        f"Does it fit in pipeline stages, tensor {tensor} within each?",
-        rows,
-        fits,
-        verdict,
-        "Stages send only activations, which a network between nodes can carry; the price is a bubble.",
+        "pipeline", f"Does it fit in pipeline stages, tensor {tensor} within each?", rows, fits, verdict, follows
     )
 
 
@@ -210,12 +211,11 @@ def _transient(candidate: Candidate) -> int:
     return candidate.memory.activations + candidate.memory.logits
 
 
-def _powers(most: int) -> list[int]:
-    return [1 << exponent for exponent in range(most.bit_length()) if most % (1 << exponent) == 0]
-
-
-def _divides_heads(spec: RunSpec, degree: int) -> bool:
-    return getattr(spec.model, "num_attention_heads", 1) % degree == 0
+def _within_node(spec: RunSpec) -> list[int]:
+    """Degrees of tensor parallelism above 1 that a node and the heads allow."""
+    per_node, heads = spec.cluster.gpus_per_node, getattr(spec.model, "num_attention_heads", 1)
+    powers = (1 << power for power in range(1, per_node.bit_length()))
+    return [degree for degree in powers if per_node % degree == 0 and heads % degree == 0]
 
 
 def _noun(device: Accelerator) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from scaletrain_cli.plan.choice import Candidate
 from scaletrain_cli.plan.explanation import Question, Row, percent
 from scaletrain_cli.plan.hardware import Accelerator
-from scaletrain_cli.plan.hypothetical import row, sized
+from scaletrain_cli.plan.hypothetical import modes, row, samples, sized
 from scaletrain_cli.plan.layouts import CHECKPOINTING, divisors
 from scaletrain_cli.plan.result import Layout, RunPlan, Time
 from scaletrain_cli.spec import RunSpec
@@ -63,7 +63,7 @@ def _axes(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Questio
 
 def _recomputation(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Question]:
     mode = plan.layout.activation_checkpointing
-    found = _series(spec, plan, device, "activation_checkpointing", list(CHECKPOINTING))
+    found = _series(spec, plan, device, "activation_checkpointing", list(modes(spec)))
     if len(found) < 2:
         return
     rows = tuple(row(f"recompute {value}", candidate, _CHOSEN if value == mode else "") for value, candidate in found)
@@ -97,7 +97,7 @@ def _micro_batch(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[
         why = "a larger one leaves too little room for the error of the memory model."
     yield Question(
         "micro_batch",
-        f"How are the {layout.global_batch_size:,} sequences of a step cut?",
+        f"How are the {layout.global_batch_size:,} {samples(spec)} of a step cut?",
         rows,
         None,
         f"{layout.global_batch_size:,} = micro-batch {layout.micro_batch_size} x accumulation "
@@ -120,8 +120,8 @@ def _bubble(plan: RunPlan) -> Iterator[Question]:
         return
     share = (stages - 1) / (micro_batches * chunks)
     rows = (
-        Row("ideal bubble beside the compute", share=share, note=f"({stages} - 1) / ({micro_batches} x {chunks})"),
-        Row("bubble of this plan", seconds=time.bubble, share=time.bubble / time.step),
+        Row("ideal bubble, of the compute", share=share, note=f"({stages} - 1) / ({micro_batches} x {chunks})"),
+        Row("bubble of this plan, of the step", seconds=time.bubble, share=time.bubble / time.step),
     )
     verdict = f"{percent(time.bubble / time.step)} of the step: stages wait while the pipeline fills and drains."
     follows = "" if share < 0.1 else "More micro-batches, or virtual stages, would shrink it."

@@ -48,3 +48,8 @@ def distinct(rows: Sequence[Row]) -> tuple[Row, ...]:
 def percent(share: float) -> str:
     """``86 %``, and a decimal below ten."""
     return f"{share:.0%}".replace("%", " %") if share >= 0.0995 else f"{share:.1%}".replace("%", " %")
+
+
+def times(share: float) -> str:
+    """``86 % of`` or ``15 times``."""
+    return f"{percent(share)} of" if share < 9.995 else f"{share:,.0f} times"

@@ -11,15 +11,26 @@ from typing import Any
 from scaletrain_cli.plan.choice import Candidate
 from scaletrain_cli.plan.explanation import Row
 from scaletrain_cli.plan.hardware import Accelerator
+from scaletrain_cli.plan.layouts import CHECKPOINTING
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search import evaluate
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
 
 
 def on_one_rank(spec: RunSpec) -> RunSpec:
     """The same run with one rank, for what a device alone would have to hold."""
     cluster = spec.cluster.model_copy(update={"nodes": 1, "gpus_per_node": 1})
     return spec.model_copy(update={"cluster": cluster})
+
+
+def modes(spec: RunSpec) -> tuple[str, ...]:
+    """Kinds of recomputation that the network knows; those of vision are not selective."""
+    return CHECKPOINTING if isinstance(spec.model, ModelSpec) else ("none", "full")
+
+
+def samples(spec: RunSpec) -> str:
+    """What a batch counts."""
+    return "sequences" if isinstance(spec.model, ModelSpec) else spec.unit
 
 
 def sized(spec: RunSpec, layout: Layout, device: Accelerator, **changes: Any) -> Candidate | None:

@@ -9,8 +9,6 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.sizing import ScalingPoint, scaling_curve
 from scaletrain_cli.spec import RunSpec
 
-# Recomputation is one more forward pass, done within the backward one, which by itself takes two (arXiv:2205.05198).
-_BACKWARD = {"none": 2.0, "selective": 2.5, "full": 3.0}
 _HALVINGS, _DOUBLINGS = 3, 2  # of the nodes, around those of the run
 
 
@@ -27,7 +25,7 @@ def pictures(spec: RunSpec, plan: RunPlan) -> Pictures:
     if not plan.memory.fits:
         return Pictures(None, ())
     pipeline = None
-    if plan.layout.pipeline_parallel > 1:
+    if plan.layout.pipeline_parallel > 1 and plan.time.by_stage:
         pipeline = timeline(stage_times(plan), plan.layout.gradient_accumulation_steps, plan.layout.virtual_pipeline)
     nodes = spec.cluster.nodes
     counts = {nodes >> power for power in range(_HALVINGS + 1)} | {nodes << power for power in range(_DOUBLINGS + 1)}
@@ -35,8 +33,6 @@ def pictures(spec: RunSpec, plan: RunPlan) -> Pictures:
 
 
 def stage_times(plan: RunPlan) -> list[tuple[float, float]]:
-    """(forward, backward) seconds of one micro-batch on each pipeline stage."""
-    stages, micro_batches = plan.layout.pipeline_parallel, plan.layout.gradient_accumulation_steps
-    both = plan.time.compute / micro_batches
-    forward = both / (1 + _BACKWARD[plan.layout.activation_checkpointing])
-    return [(forward, both - forward)] * stages
+    """(forward, backward) seconds of one micro-batch on each pipeline stage; beyond those known, as on the last one."""
+    known = [(stage.forward, stage.backward) for stage in plan.time.by_stage]
+    return known + known[-1:] * (plan.layout.pipeline_parallel - len(known))

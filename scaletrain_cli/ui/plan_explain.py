@@ -24,7 +24,7 @@ def show_explanation(questions: Sequence[Question], console: Console | None = No
     arrow = "→" if speaks_unicode(console) else "->"
     blocks: list[RenderableType] = ["", Text("Why this layout", "bold")]
     for number, question in enumerate(questions, 1):
-        blocks += ["", Text.assemble((f"{number:>2}. ", "dim"), (words(question.question, "bold")))]
+        blocks += ["", _numbered(number, question.question)]
         if question.rows:
             blocks.append(Padding(_arithmetic(question.rows), (0, 0, 0, _INDENT)))
         blocks.append(Padding(words(question.verdict, _ANSWER_STYLES[question.answer]), (0, 0, 0, _INDENT)))
@@ -33,25 +33,37 @@ def show_explanation(questions: Sequence[Question], console: Console | None = No
     show(console, Group(*blocks))
 
 
+def _numbered(number: int, question: str) -> RenderableType:
+    table = Table.grid(padding=0)
+    table.add_column(width=_INDENT, style="dim")
+    table.add_column(overflow="fold")
+    table.add_row(f"{number:>2}.", words(question, "bold"))
+    return table
+
+
 def _arithmetic(rows: Sequence[Row]) -> RenderableType:
-    """Name, size, share, time and remark, in the columns that any row fills."""
+    """Name, size, time, share and remark, in the columns that any row fills; titled where the rows are layouts."""
+    columns = {
+        "memory": [bytes_text(row.bytes) if row.bytes is not None else "" for row in rows],
+        "step": [seconds_text(row.seconds) if row.seconds is not None else "" for row in rows],
+        "of device": ["" if row.share is None else _share(row.share) for row in rows],
+        "": [_remark(row) for row in rows],
+    }
+    columns = {title: cells for title, cells in columns.items() if any(cells)}
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(max_width=_NAME, overflow="fold")
-    cells = [
-        [bytes_text(row.bytes) if row.bytes is not None else "" for row in rows],
-        [seconds_text(row.seconds) if row.seconds is not None else "" for row in rows],
-        [percent_text(row.share) if row.share is not None else "" for row in rows],
-        [_remark(row) for row in rows],
-    ]
-    filled = [column for column in cells if any(column)]
-    for column in filled:
-        table.add_column(
-            justify="left" if column is cells[-1] else "right", no_wrap=column is not cells[-1], overflow="fold"
-        )
+    for title in columns:
+        table.add_column(justify="right" if title else "left", no_wrap=bool(title), overflow="fold")
+    if any(row.fits is not None for row in rows):
+        table.add_row("", *(Text(title, "dim") for title in columns))
     for index, row in enumerate(rows):
         style = "red" if row.fits is False else ""
-        table.add_row(words(row.name), *(words(column[index], style) for column in filled))
+        table.add_row(words(row.name), *(words(cells[index], style) for cells in columns.values()))
     return table
+
+
+def _share(share: float) -> str:
+    return percent_text(share) if share < 9.995 else f"{share:,.0f} x"
 
 
 def _remark(row: Row) -> str:

@@ -61,7 +61,7 @@ def risk_text(memory: Memory) -> str:
     chance = memory.out_of_memory_probability
     if not memory.fits or chance < _WORTH_SAYING:
         return ""
-    return f"chance of running out of memory all the same: {percent_text(chance)}"
+    return f"chance of running out of memory: {percent_text(chance)}"
 
 
 def _risk(memory: Memory) -> Iterator[Text]:

@@ -64,7 +64,7 @@ def _scaling(found: Answer, pictures: Pictures) -> Iterator[str]:
         return
     yield "<h2>Scaling, same global batch</h2>"
     yield _table(
-        ["GPUs", "step", f"{found.spec.unit} per second", "efficiency"],
+        ["ranks", "step", f"{found.spec.unit} per second", "efficiency"],
         (
             [
                 whole_text(point.gpus),

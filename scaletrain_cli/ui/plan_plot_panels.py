@@ -119,8 +119,8 @@ def draw_efficiency(axes: Any, points: Sequence[ScalingPoint], chosen: int) -> N
     axes.set_xscale("log", base=2)
     _count_ticks(axes, gpus)
     axes.set_ylim(0, 1.1 * max(100.0, *shares))
-    axes.set_ylabel("% of the rate per GPU")
-    axes.set_title(f"Efficiency, against {gpus[0]} GPUs", loc="left")
+    axes.set_ylabel("% of the rate per rank")
+    axes.set_title(f"Efficiency, against {gpus[0]}", loc="left")
 
 
 def _mark(axes: Any, here: list[tuple[float, float]]) -> None:
@@ -131,7 +131,7 @@ def _mark(axes: Any, here: list[tuple[float, float]]) -> None:
 def _count_ticks(axes: Any, gpus: Sequence[int]) -> None:
     axes.set_xticks(gpus, [str(count) for count in gpus])
     axes.minorticks_off()
-    axes.set_xlabel("GPUs")
+    axes.set_xlabel("ranks")
 
 
 def _name_stages(axes: Any, count: int, alone: str) -> None:

@@ -50,8 +50,13 @@ def _table(considered: Sequence[Considered]) -> Table:
             "-" if row.seconds is None else seconds_text(row.seconds),
             "-" if row.dollars is None else dollars_text(row.dollars),
             "-" if row.goodput is None else goodput_text(row.goodput),
-            "chosen" if row.chosen else row.why,
+            "chosen" if row.chosen else _short(row.why),
         ]
         style = "bold green" if row.chosen else ""
         table.add_row(*(words(cell, style) for cell in ([row.gpu] if several else []) + cells))
     return table
+
+
+def _short(why: str) -> str:
+    """What does not fit, part by part, is a sentence too long for a table; JSON has it."""
+    return "does not fit" if why.startswith("does not fit") else why

@@ -33,7 +33,10 @@ def time_view(spec: RunSpec, time: Time, bar: int, unicode: bool, *, everything:
         if part
     ]
     convention = [words(_CONVENTION, "dim")] if everything else []
-    return Group(time_total(spec, time), *lines, whole_run(spec, time), *convention)
+    again = (
+        [words(f"  of the compute {seconds_text(time.recompute)} is recomputation", "dim")] if time.recompute else []
+    )
+    return Group(time_total(spec, time), *lines, *again, whole_run(spec, time), *convention)
 
 
 def time_total(spec: RunSpec, time: Time) -> Text:
