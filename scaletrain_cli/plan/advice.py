@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scaletrain_cli.plan.durability import LLAMA3_GPU_HOURS_BETWEEN_INTERRUPTIONS, SPOT_HOURS_BETWEEN_PREEMPTIONS
+from scaletrain_cli.plan.durability import SPOT_HOURS_BETWEEN_PREEMPTIONS, gpu_hours_between_failures
 from scaletrain_cli.plan.engine_support import unsupported
 from scaletrain_cli.plan.framework_memory import FRAMEWORK_MEMORY
 from scaletrain_cli.plan.hardware import Accelerator
@@ -80,7 +80,7 @@ def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: 
         *(_about_text(spec, parameters) if isinstance(spec.model, ModelSpec) else _about_images(spec)),
         "checkpoints: 1.2 GB/s per node to shared storage unless the spec says, as BLOOM's chronicle reports; "
         "restarts: 180 s and loading; interval by Young 1974, goodput by Daly 2006",
-        *_about_interruptions(spec),
+        *_about_interruptions(spec, device),
         *([] if framework == "deepspeed" else [f"planner.framework = {framework}: for comparison; not for submission"]),
     )
 
@@ -147,13 +147,13 @@ def _about_images(spec: RunSpec) -> Iterator[str]:
     yield f"data: {samples:.3g} {spec.unit}; reading and decoding them is taken to keep up"
 
 
-def _about_interruptions(spec: RunSpec) -> Iterator[str]:
+def _about_interruptions(spec: RunSpec, device: Accelerator) -> Iterator[str]:
     cluster = spec.cluster
     if cluster.mean_time_between_interruptions is not None:
         return
     if cluster.per_node_mtbf is None:
-        hours = f"{LLAMA3_GPU_HOURS_BETWEEN_INTERRUPTIONS:,.0f}"
-        yield f"failures: one per {hours} GPU hours, as Llama 3 reports (arXiv:2407.21783, section 3.3.4)"
+        hours, who = gpu_hours_between_failures(device)
+        yield f"failures: one per {hours:,.0f} GPU hours, as {who}"
     if cluster.spot:
         yield (
             f"preemptions: one per {SPOT_HOURS_BETWEEN_PREEMPTIONS:g} hours of the job, as 21 traces of AWS instances "

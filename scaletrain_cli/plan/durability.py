@@ -22,9 +22,12 @@ _COPY_BYTES_PER_SECOND_PER_GPU = 5e9
 # From the interruption until ranks begin to load: requeue, start, process groups; stated, not measured.
 _START_SECONDS = 180.0
 _CPU_START_SECONDS = 15.0
-# Llama 3 (arXiv:2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs. Others report from
-# 8,090 GPU hours (Meta's RSC, jobs of 1,024 A100) to 82,000 (RSC-2, nodes; both arXiv:2410.21680).
-LLAMA3_GPU_HOURS_BETWEEN_INTERRUPTIONS = 54 * 24 * 16384 / 419
+# GPU hours between failures of a job. Llama 3 on H100 (arXiv:2407.21783, section 3.3.4): 419 unexpected interruptions
+# in 54 days on 16,384 GPUs. A100 and older: OPT-175B's about two machines a day of 124 (facebookresearch/metaseq,
+# projects/OPT/chronicles/final_update.md); Meta's RSC says 8,090 of jobs and 29,500 to 82,000 of nodes
+# (arXiv:2410.21680).
+_GPU_HOURS_BETWEEN_FAILURES = 54 * 24 * 16384 / 419
+_GPU_HOURS_BETWEEN_FAILURES_BEFORE_HOPPER = 12 * 992
 # Hours during which spot capacity stays, whole, once it is there: pooled over 21 traces of AWS V100 and K80 instances
 # (skypilot-org/spot-traces, 2022 and 2023). Capacity goes by zone more than by node, so this is per job, of any size.
 SPOT_HOURS_BETWEEN_PREEMPTIONS = 2.4
@@ -60,7 +63,14 @@ def save_seconds(spec: RunSpec, layout: Layout) -> float:
     return (alone + (size - alone) / spec.cluster.nodes) / _storage_rate(spec)
 
 
-def interruptions_per_second(spec: RunSpec) -> tuple[float, float]:
+def gpu_hours_between_failures(device: Accelerator) -> tuple[float, str]:
+    """Of a GPU of this generation in a large job, and who reports it."""
+    if device.compute_capability.startswith(("7.", "8.")):
+        return _GPU_HOURS_BETWEEN_FAILURES_BEFORE_HOPPER, "OPT-175B's chronicle reports (facebookresearch/metaseq)"
+    return _GPU_HOURS_BETWEEN_FAILURES, "Llama 3 reports (arXiv:2407.21783, section 3.3.4)"
+
+
+def interruptions_per_second(spec: RunSpec, device: Accelerator) -> tuple[float, float]:
     """Rates for the whole job: of preemptions, which come with notice, and of failures, which do not.
 
     ``cluster.mean_time_between_interruptions`` states their sum: preemptions on spot, failures on demand.
@@ -73,7 +83,8 @@ def interruptions_per_second(spec: RunSpec) -> tuple[float, float]:
     preemptions = 1 / (3600 * SPOT_HOURS_BETWEEN_PREEMPTIONS) if cluster.spot else 0.0
     if cluster.per_node_mtbf is not None:
         return preemptions, cluster.nodes / max(cluster.per_node_mtbf, 1e-3)
-    return preemptions, spec.world_size / (3600 * LLAMA3_GPU_HOURS_BETWEEN_INTERRUPTIONS)
+    hours, _ = gpu_hours_between_failures(device)
+    return preemptions, spec.world_size / (3600 * hours)
 
 
 def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerator) -> Durability:
@@ -88,7 +99,7 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
     if spec.checkpoint.asynchronous:
         copy_rate = min(_COPY_BYTES_PER_SECOND_PER_GPU, device.host_bandwidth) * layout.world_size
         blocked = min(save, size / copy_rate)
-    preemptions, failures = interruptions_per_second(spec)
+    preemptions, failures = interruptions_per_second(spec, device)
     between = 1 / (preemptions + failures)
     if spec.checkpoint.every == "auto":
         # Not more often than one write takes, not less often than interruptions come.

@@ -74,12 +74,19 @@ def test_saving_bloom_takes_as_long_as_its_chronicle_says() -> None:
 def test_llama_3_at_its_size_keeps_over_90_percent_of_the_time() -> None:
     """More than 90 % effective training time with 419 unexpected interruptions in 54 days, arXiv:2407.21783, 3.3.4."""
     spec = spec_of("llama-405b", cluster__nodes=2048, training__global_batch_size=2048, training__steps=10**6)
-    preemptions, failures = interruptions_per_second(spec)
+    preemptions, failures = interruptions_per_second(spec, find_accelerator(spec.cluster))
     assert preemptions == 0
     assert failures * 54 * 86400 == pytest.approx(419)
     layout = replace(plan_of().layout, world_size=16384, tensor_parallel=8, pipeline_parallel=16, zero_stage=1)
     durability = plan_durability(spec, layout, replace(plan_of().time, step=10.0), find_accelerator(spec.cluster))
     assert 0.90 < durability.expected_goodput < 0.99
+
+
+def test_opt_175b_lost_about_two_machines_a_day() -> None:
+    """992 A100 (facebookresearch/metaseq, projects/OPT/chronicles/final_update.md)."""
+    spec = spec_of(cluster__nodes=124, cluster__gpu="a100-sxm-80gb")
+    _, failures = interruptions_per_second(spec, find_accelerator(spec.cluster))
+    assert failures * 86400 == pytest.approx(2)
 
 
 def test_goodput_is_that_of_kokolis_where_interruptions_are_rare() -> None:
