@@ -13,6 +13,7 @@ from planner_truth.sets import TruthSet
 from planner_truth.table import Measured, Row, Table
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.hardware import find_accelerator
+from scaletrain_cli.plan.layouts import division_problems, resolve_axes
 from scaletrain_cli.plan.result import Memory
 from scaletrain_cli.plan.search import evaluate
 from scaletrain_cli.spec import RunSpec
@@ -28,7 +29,7 @@ class Judged:
     measured: Measured
     step_seconds: float
     memory: Memory
-    refused: bool  # the spec contradicts itself, as with more pipeline stages than layers: there would be no plan
+    refused: bool  # the spec contradicts itself or its framework would not start, so there would be no plan
 
     @property
     def runs(self) -> bool:
@@ -98,7 +99,7 @@ def _judge_row(table: Table, row: Row, framework: str | None) -> Judged:
         predicted = evaluate(case.spec, case.layout, device)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise Unmapped(f"the planner failed: {type(error).__name__}: {error}") from error
-    refused = any(case.spec.inconsistencies())
+    refused = any(case.spec.inconsistencies()) or bool(division_problems(case.spec, resolve_axes(case.spec)))
     return Judged(row, table.panel(row.inputs), case, measured, predicted.time.step, predicted.memory, refused)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.plan.engine_support import capabilities
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.stages import loss_stage
 from scaletrain_cli.plan.states import weight_bytes
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
@@ -84,6 +85,8 @@ def broken_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
         yield _wrong_product(spec, axes)
     if isinstance(spec.model, ModelSpec):
         yield from _transformer_rules(spec.model, axes)
+        if spec.planner.framework == "nanotron":
+            yield from _nanotron_rules(spec, axes)
     yield from _sharding_rules(spec, axes)
     yield from _batch_rules(spec, axes)
 
@@ -133,6 +136,19 @@ def _transformer_rules(model: ModelSpec, axes: Axes) -> Iterator[Rule]:
         ranks = axes.data * axes.sequence
         message = f"must divide data x sequence parallel = {ranks}."
         yield Rule("layout.expert_parallel", axes.expert, message, _near(ranks, axes.expert))
+
+
+def _nanotron_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
+    """What its pipeline asserts (pipeline_parallel/engine.py, 1F1B), and stages that it would leave empty."""
+    stages = axes.pipeline
+    if 1 < stages <= spec.transformer.num_hidden_layers and loss_stage(spec.transformer, stages) < stages - 1:
+        message = "leaves the last stages empty, spread by cost with the head's."
+        yield Rule("layout.pipeline_parallel", stages, message, "Use fewer.")
+    micro_batch = spec.training.micro_batch_size
+    least = 1 if micro_batch == "auto" else micro_batch
+    if stages > 1 and spec.training.global_batch_size // (axes.data * least) < stages - 1:
+        message = f"needs at least {stages - 1} micro-batches a step."
+        yield Rule("layout.pipeline_parallel", stages, message, "Use fewer, or a smaller micro-batch.")
 
 
 def _sharding_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:

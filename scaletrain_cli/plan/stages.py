@@ -71,6 +71,26 @@ def _stages(model: ModelSpec, stages: int, balanced: bool) -> tuple[Stage, ...]:
     )
 
 
+@lru_cache(maxsize=1024)
+def loss_stage(model: ModelSpec, stages: int) -> int:
+    """The stage on which nanotron computes the loss (models/base.py build_model), which must be the last.
+
+    The head goes on where the blocks end and fills its stage; the cast of the logits and the loss cost nothing, and
+    each moves on as long as stages are full. With many stages some are left empty behind the loss.
+    """
+    layers, hidden = model.num_hidden_layers, model.hidden_size
+    if layers > _MOST_BLOCKS:
+        return stages - 1
+    block = hidden * (4 * model.num_attention_heads * model.head_dim + 3 * model.intermediate_size)
+    head = model.vocab_size * hidden
+    total, cost, stage, placed = layers * block + head, 0, 0, 0
+    for weight in (*[block] * layers, 0, head, 0, 0):  # blocks, final norm, head, cast, loss
+        placed, cost = stage, cost + weight
+        if stage < stages - 1 and cost * stages >= total * (stage + 1):
+            stage += 1
+    return placed
+
+
 def stage_shard(whole: Architecture, stage: Stage, expert_share: float = 1.0) -> Shard:
     """The parameters of one rank of one stage; ``whole`` is already cut by tensor and expert parallelism.
 
