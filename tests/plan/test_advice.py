@@ -1,0 +1,54 @@
+"""Warnings come when there is something to warn of, and the assumptions are those of the run at hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scaletrain_cli.plan import RunPlan, make_plan
+from tests.plan.specs import spec_of
+
+
+def plan_of(preset: str = "llama-7b", **overrides: Any) -> RunPlan:
+    return make_plan(spec_of(preset, **{"cluster__nodes": 4, **overrides}))
+
+
+def text_of(plan: RunPlan) -> str:
+    return "\n".join(plan.assumptions)
+
+
+def test_a_sound_run_has_no_warnings() -> None:
+    assert plan_of(cluster__grace_seconds=600).warnings == ()
+
+
+def test_spot_without_a_rate_says_what_is_assumed() -> None:
+    assumed = plan_of(cluster__spot=True, cluster__grace_seconds=600)
+    assert any("every 2.4 hours" in line for line in assumed.warnings)
+    assert "preemptions: one per 2.4 hours" in text_of(assumed)
+    stated = plan_of(cluster__spot=True, cluster__grace_seconds=600, cluster__mean_time_between_interruptions="5h")
+    assert stated.warnings == ()
+    assert "preemptions" not in text_of(stated)
+
+
+def test_the_failure_rate_is_that_of_the_generation() -> None:
+    assert "50,677 GPU hours, as Llama 3 reports" in text_of(plan_of())
+    assert "11,904 GPU hours, as OPT-175B's chronicle reports" in text_of(plan_of(cluster__gpu="a100-sxm-80gb"))
+    assert "GPU hours" not in text_of(plan_of(cluster__per_node_mtbf="500h"))
+
+
+def test_a_large_head_without_a_fused_kernel_is_warned_of() -> None:
+    odd = plan_of("gpt2", model__num_attention_heads=2, model__head_dim=384)
+    assert any("model.head_dim = 384: no fused attention" in line for line in odd.warnings)
+
+
+def test_assumptions_are_those_of_the_framework() -> None:
+    ours, theirs = plan_of(), plan_of(planner__framework="nanotron")
+    assert "what DeepSpeed 0.19 allocates" in text_of(ours)
+    assert "as nanotron keeps them" in text_of(theirs)
+    assert "for comparison; not for submission" in text_of(theirs)
+    assert "deepspeed" not in text_of(theirs)
+
+
+def test_images_are_not_called_tokens() -> None:
+    text = text_of(make_plan(spec_of("resnet-50")))
+    assert "per parameter" not in text
+    assert "images; reading and decoding" in text
