@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scaletrain_cli.plan.vision.operations import (
-    Block,
-    Network,
-    Operation,
+from scaletrain_cli.plan.vision.layers import (
     activation,
     addition,
     batch_norm,
@@ -18,6 +15,7 @@ from scaletrain_cli.plan.vision.operations import (
     linear,
     max_pool,
 )
+from scaletrain_cli.plan.vision.operations import Block, Network, Operation
 from scaletrain_cli.spec import ConvNextSpec, ResNetSpec
 
 # Bottlenecks narrow to a quarter (arXiv:1512.03385, section 4.1); ConvNeXt's MLPs widen to four times.

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scaletrain_cli.plan.vision.operations import (
-    Block,
-    Network,
-    Operation,
+from scaletrain_cli.plan.vision.layers import (
     activation,
     addition,
     attention,
@@ -15,6 +12,7 @@ from scaletrain_cli.plan.vision.operations import (
     layer_norm,
     linear,
 )
+from scaletrain_cli.plan.vision.operations import Block, Network, Operation
 from scaletrain_cli.spec import ClipSpec, VitSpec
 
 
