@@ -35,7 +35,7 @@ ROOMS_ALLOWED = {
 }
 # What a room may use beyond the standard library: each library has one home, and plan has none.
 LIBRARIES_ALLOWED = {
-    "cli": {"click", "typer"},
+    "cli": {"click", "gpuhunt", "typer"},
     "ui": {"matplotlib", "rich"},
     "launch": {"kubernetes", "submitit"},
     "engine": {"deepspeed", "numpy", "pyarrow", "tokenizers", "torch", "wandb"},

@@ -55,6 +55,9 @@ def command(
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Replay the run on a recorded spot-market trace.")
     ] = None,
+    live_prices: Annotated[
+        bool, typer.Option("--live-prices", help="Ask for today's prices; needs the extra [prices] and a network.")
+    ] = False,
     everything: Annotated[
         bool, typer.Option("--all", help="Show every layout considered, and what the numbers assume.")
     ] = False,
@@ -77,7 +80,13 @@ def command(
     limits = parse_limits(objective, max_gpus=max_gpus, deadline=deadline, budget=budget, gpus=gpu or ())
     sets = variants(vary or ())
     if len(specs) * len(sets) > 1:
-        single = {"--explain": explain, "--plot": plot, "--trace": trace, "choosing the number of GPUs": limits}
+        single = {
+            "--live-prices": live_prices,
+            "--explain": explain,
+            "--plot": plot,
+            "--trace": trace,
+            "choosing the number of GPUs": limits,
+        }
         for option, given in single.items():
             if given:
                 raise UsageError(f"{option} takes one run, not the {len(specs) * len(sets)} that are compared.")
@@ -92,7 +101,8 @@ def command(
         from scaletrain_cli.plan.trace_file import read_trace
 
         recorded = read_trace(trace)
-    found = _ask(load_spec(specs[0], [*(overrides or ()), *sets[0]]), limits, explain, recorded, as_json=as_json)
+    run = load_spec(specs[0], [*(overrides or ()), *sets[0]])
+    found = _ask(_priced(run) if live_prices else run, limits, explain, recorded, as_json=as_json)
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
@@ -125,6 +135,19 @@ def _ask(run: RunSpec, limits: Limits | None, explain: bool, trace: SpotTrace | 
 
             show_considered(error.considered)
         raise
+
+
+def _priced(run: RunSpec) -> RunSpec:
+    """The run with the prices of today, which are told on stderr with their source."""
+    from scaletrain_cli.cli.live_prices import with_live_prices
+    from scaletrain_cli.ui.messages import say
+    from scaletrain_cli.ui.units import dollars_text
+
+    priced, prices = with_live_prices(run)
+    for market, quote in (("on demand", prices.on_demand), ("spot", prices.spot)):
+        if quote is not None:
+            say(f"{market}: {dollars_text(quote.usd)} per GPU and hour, {quote.source}")
+    return priced
 
 
 def _compare(specs: list[Path], overrides: list[str], sets: list[tuple[str, ...]], *, as_json: bool) -> None:

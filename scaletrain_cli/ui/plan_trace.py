@@ -34,13 +34,17 @@ def _rows(outcome: TraceOutcome) -> Iterator[tuple[str, str]]:
     yield "Days", f"{days}; on demand {seconds_text(outcome.on_demand_days * 86400)}"
     yield "Goodput", _spread(outcome.goodput, percent_text)
     yield "Interruptions", _spread(outcome.interruptions, lambda n: count_text(round(n)))
-    yield "Lost work", _spread(outcome.lost_hours, lambda hours: seconds_text(hours * 3600))
-    yield "Waiting", _spread(outcome.waiting_hours, lambda hours: seconds_text(hours * 3600))
+    yield "Lost work", _spread(outcome.lost_hours, _hours)
+    yield "Waiting", _spread(outcome.waiting_hours, _hours)
     if outcome.spot_usd is not None:
         text = _spread(outcome.spot_usd, dollars_text)
         if outcome.on_demand_usd is not None:
             text += f"; on demand {dollars_text(outcome.on_demand_usd)}"
         yield "Dollars", text
+
+
+def _hours(hours: float) -> str:
+    return seconds_text(hours * 3600) if hours else "none"
 
 
 def _spread(spread: Spread, text: Callable[[float], str]) -> str:
