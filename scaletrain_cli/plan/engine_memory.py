@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from scaletrain_cli.plan.activations import (
     block_backward_bytes,
@@ -12,10 +13,11 @@ from scaletrain_cli.plan.activations import (
 )
 from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.hardware import Accelerator
-from scaletrain_cli.plan.rank_states import host_bytes, rank_states
+from scaletrain_cli.plan.rank_states import device_and_host_states
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import Stage, chunks_in_flight, local_tokens, stage_shard, zero_shards
 from scaletrain_cli.plan.states import (
+    ModelStates,
     gradient_bytes,
     second_gradient_bytes,
     step_temporary_bytes,
@@ -31,6 +33,16 @@ _CPU_FRAMEWORK_BYTES = 500_000_000
 # The caching allocator rounds and splits blocks. States are allocated once and do not fragment; what comes and goes
 # does. Stated, not measured: a twentieth of it.
 _FRAGMENTATION_DIVISOR = 20
+
+
+class _Held(NamedTuple):
+    """Bytes of a stage that do not depend on how many micro-batches are in flight."""
+
+    states: ModelStates
+    host: int
+    backward: int
+    buffers: int
+    step: int
 
 
 def engine_stage(
@@ -51,33 +63,29 @@ def engine_stage(
     framework = _CPU_FRAMEWORK_BYTES if device.is_cpu else _GPU_FRAMEWORK_BYTES
     between = 0 if layout.pipeline_parallel == 1 else 2 * element * model.hidden_size * tokens
 
-    def size(stage: Stage) -> StageMemory:
+    def held_by(stage: Stage) -> _Held:
         shard = stage_shard(whole, stage)
-        states = rank_states(spec, layout, shard)
-        chunks = chunks_in_flight(layout, stage.index)
-        saved = stage_activation_bytes(per_token, tokens, stage.blocks, mode, chunks) // layout.virtual_pipeline
-        backward = block_backward_bytes(per_token, tokens, stage.blocks, mode)
-        buffers = between + communication_buffer_bytes(
-            shard.parameters, shard.largest_block, layout.zero_stage, element, grads, shards
-        )
-        buffers += second_gradient_bytes(
-            shard.parameters,
-            training.precision,
-            training.grad_dtype,
-            layout.zero_stage,
-            shards,
-            layout.gradient_accumulation_steps,
-        )
+        count, accumulation = shard.parameters, layout.gradient_accumulation_steps
+        precision, grad_dtype, zero = training.precision, training.grad_dtype, layout.zero_stage
+        buffers = between + communication_buffer_bytes(count, shard.largest_block, zero, element, grads, shards)
+        buffers += second_gradient_bytes(count, precision, grad_dtype, zero, shards, accumulation)
         step = 0
         if layout.offload == "none":
-            step = step_temporary_bytes(
-                shard.parameters,
-                training.precision,
-                training.grad_dtype,
-                layout.zero_stage,
-                shards,
-                training.optimizer.name,
-            )
+            step = step_temporary_bytes(count, precision, grad_dtype, zero, shards, training.optimizer.name)
+        backward = block_backward_bytes(per_token, tokens, stage.blocks, mode)
+        states, host = device_and_host_states(spec, layout, shard)
+        return _Held(states, host, backward, buffers, step)
+
+    known: dict[Stage, _Held] = {}
+
+    def size(stage: Stage) -> StageMemory:
+        alike = stage._replace(position=0)
+        found = known.get(alike)
+        if found is None:
+            found = known[alike] = held_by(stage)
+        states, host, backward, buffers, step = found
+        chunks = chunks_in_flight(layout, stage.position)
+        saved = stage_activation_bytes(per_token, tokens, stage.blocks, mode, chunks) // layout.virtual_pipeline
         # (activations, logits, buffers, step temporaries) at each of the three moments
         moments = (
             (saved, loss if stage.last else 0, buffers, 0),
@@ -99,7 +107,7 @@ def engine_stage(
             peak=allocated + fragmentation + framework,
             allocated=allocated,
             reserved=allocated + fragmentation,
-            host=host_bytes(spec, layout, shard),
+            host=host,
         )
 
     return size

@@ -35,8 +35,9 @@ class FrameworkMemory:
     selective_blocks: bool
     # Blocks are spread over stages by cost, the head's included; otherwise by number.
     balances_stages: bool
-    # cuBLAS and Transformer Engine workspaces, in the allocator, bytes.
+    # cuBLAS and Transformer Engine workspaces, in the allocator, and what they take more from Hopper on; bytes.
     workspace: int
+    hopper_workspace: int
     # Share of what comes and goes that the caching allocator cannot use: rounding and split blocks.
     fragmentation: float
     # CUDA context with kernels and libraries, and NCCL's buffers, outside the allocator, bytes.
@@ -65,7 +66,8 @@ _FSDP = FrameworkMemory(
     gathered_blocks=2,
     selective_blocks=True,
     balances_stages=False,
-    workspace=32 * _MIB,
+    workspace=8 * _MIB,
+    hopper_workspace=24 * _MIB,
     fragmentation=0.08,
     context=_CONTEXT,
 )
@@ -84,6 +86,7 @@ _MEGATRON = FrameworkMemory(
     selective_blocks=False,
     balances_stages=False,
     workspace=64 * _MIB,
+    hopper_workspace=28 * _MIB,
     fragmentation=0.08,
     context=_CONTEXT,
 )
@@ -104,7 +107,8 @@ _NANOTRON = FrameworkMemory(
     gathered_blocks=0,
     selective_blocks=True,
     balances_stages=True,
-    workspace=64 * _MIB,
+    workspace=8 * _MIB,
+    hopper_workspace=24 * _MIB,
     fragmentation=0.06,
     context=_CONTEXT,
     backlog=50,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.backlog import backlog_bytes
@@ -10,11 +11,23 @@ from scaletrain_cli.plan.block_activations import BlockActivations, Cut, block_a
 from scaletrain_cli.plan.communication import shards_norms
 from scaletrain_cli.plan.framework_memory import FRAMEWORK_MEMORY, FrameworkMemory
 from scaletrain_cli.plan.hardware import Accelerator
-from scaletrain_cli.plan.rank_states import expert_tensor_parallel, host_bytes, rank_states
+from scaletrain_cli.plan.rank_states import device_and_host_states, expert_tensor_parallel
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import Shard, Stage, chunks_in_flight, local_tokens, stage_shard, zero_shards
-from scaletrain_cli.plan.states import gradient_bytes, weight_bytes
+from scaletrain_cli.plan.states import ModelStates, gradient_bytes, weight_bytes
 from scaletrain_cli.spec import RunSpec
+
+
+class _Held(NamedTuple):
+    """Bytes of a stage that do not depend on how many micro-batches are in flight."""
+
+    states: ModelStates
+    host: int
+    per_micro_batch: int
+    logits: int
+    buffers: int
+    fresh: int
+    step: int
 
 
 def framework_stages(
@@ -40,46 +53,61 @@ def framework_stages(
     between = 2 * channels if layout.pipeline_parallel > 1 else 0
     waiting = backlog_bytes(spec, layout, device, habits, tokens, element)
     expert_share = layout.tensor_parallel / expert_tensor
+    workspace = habits.workspace + (habits.hopper_workspace if _has_large_workspaces(device) else 0)
 
-    def size(stage: Stage) -> StageMemory:
+    def held_by(stage: Stage) -> _Held:
         shard = stage_shard(whole, stage, expert_share)
-        states = rank_states(spec, layout, shard)
         per_micro_batch = tokens * (stage.dense * kept_plain + (stage.blocks - stage.dense) * kept_sparse)
         per_micro_batch += embedding if stage.first else 0
         per_micro_batch += final_norm if stage.last else 0
-        saved = per_micro_batch * chunks_in_flight(layout, stage.index) // layout.virtual_pipeline
-        logits = habits.logits * logits_size if stage.last else 0
-        buffers = habits.workspace + between + gathered + _reducer_bytes(spec, layout, habits, shard, whole)
-        fresh = habits.fresh_gradient * shard.parameters
         step = habits.step_temporary * _updated(layout, shard)
         if layout.offload != "none" or training.optimizer.name not in ("adamw", "adam"):
             step = 0
-        # (activations, logits, buffers, step temporaries): the loss, a block's backward, the last one, the update
-        moments = (
-            (saved, logits, buffers, 0),
-            (saved + working, 0, buffers, 0),
-            (saved - per_micro_batch + working, 0, buffers + fresh, 0),
-            (0, 0, habits.workspace, step),
+        states, host = device_and_host_states(spec, layout, shard)
+        return _Held(
+            states=states,
+            host=host,
+            per_micro_batch=per_micro_batch,
+            logits=habits.logits * logits_size if stage.last else 0,
+            buffers=workspace + between + gathered + _reducer_bytes(spec, layout, habits, shard, whole),
+            fresh=habits.fresh_gradient * shard.parameters,
+            step=step,
         )
-        activations, logits, held, temporary = max(moments, key=sum)
-        transient = activations + logits + held + temporary
+
+    known: dict[Stage, _Held] = {}
+
+    def size(stage: Stage) -> StageMemory:
+        alike = stage._replace(position=0)
+        held = known.get(alike)
+        if held is None:
+            held = known[alike] = held_by(stage)
+        states, per_micro_batch = held.states, held.per_micro_batch
+        saved = per_micro_batch * chunks_in_flight(layout, stage.position) // layout.virtual_pipeline
+        # (activations, logits, buffers, step temporaries): the loss, a block's backward, the last one, the update
+        activations, logits, buffers, temporary = max(
+            (saved, held.logits, held.buffers, 0),
+            (saved + working, 0, held.buffers, 0),
+            (saved - per_micro_batch + working, 0, held.buffers + held.fresh, 0),
+            (0, 0, workspace, held.step),
+            key=sum,
+        )
+        transient = activations + logits + buffers + temporary
         allocated = sum(states) + transient
         # Gradients of a whole backward pass cannot all take the place of freed activations, which are smaller pieces.
-        lost = int(habits.fragmentation * transient) + fresh // 2
-        fragmentation = lost + waiting
+        fragmentation = int(habits.fragmentation * transient) + held.fresh // 2 + waiting
         return StageMemory(
             parameters=states.parameters,
             gradients=states.gradients,
             optimizer_states=states.optimizer_states + temporary,
             activations=activations,
             logits=logits,
-            communication_buffers=held,
+            communication_buffers=buffers,
             framework=habits.context,
             fragmentation=fragmentation,
             peak=allocated + fragmentation + habits.context,
             allocated=allocated,
             reserved=allocated + fragmentation,
-            host=host_bytes(spec, layout, shard),
+            host=held.host,
         )
 
     return size
@@ -91,6 +119,12 @@ def _flash(spec: RunSpec, device: Accelerator) -> bool:
         return wanted == "flash"
     grouped = model.num_key_value_heads != model.num_attention_heads
     return device.fuses_attention(spec.training.precision, model.head_dim, grouped)
+
+
+def _has_large_workspaces(device: Accelerator) -> bool:
+    """From Hopper on (torch, CUDABlas.cpp _getWorkspaceSize; Transformer Engine, get_cublas_workspace_size_bytes)."""
+    major = device.compute_capability.split(".")[0]
+    return major.isdigit() and int(major) >= 9
 
 
 def _kept(block: BlockActivations, habits: FrameworkMemory, layout: Layout) -> int:

@@ -14,12 +14,7 @@ _HOST_COPIES = 6
 
 def rank_states(spec: RunSpec, layout: Layout, shard: Shard) -> ModelStates:
     """Weights, gradients and optimizer states on one rank's device, offloaded parts left out."""
-    return _split(spec, layout, shard)[0]
-
-
-def host_bytes(spec: RunSpec, layout: Layout, shard: Shard) -> int:
-    """What the rank keeps in its node's memory because it is offloaded."""
-    return _split(spec, layout, shard)[1]
+    return device_and_host_states(spec, layout, shard)[0]
 
 
 def expert_tensor_parallel(spec: RunSpec, layout: Layout) -> int:
@@ -34,7 +29,8 @@ def expert_shards(spec: RunSpec, layout: Layout) -> int:
     return max(1, ranks // (layout.expert_parallel * expert_tensor_parallel(spec, layout)))
 
 
-def _split(spec: RunSpec, layout: Layout, shard: Shard) -> tuple[ModelStates, int]:
+def device_and_host_states(spec: RunSpec, layout: Layout, shard: Shard) -> tuple[ModelStates, int]:
+    """The same, and the bytes that the rank keeps in its node's memory because they are offloaded."""
     training, stage = spec.training, layout.zero_stage
     framework, optimizer = spec.planner.framework, training.optimizer.name
     groups = [

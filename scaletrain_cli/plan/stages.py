@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.framework_memory import FRAMEWORK_MEMORY
@@ -31,11 +32,10 @@ class Shard:
         return self.dense + self.experts
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One pipeline stage: its blocks, of which ``dense`` have no experts, and whether embedding and head are on it."""
 
-    index: int
+    position: int
     blocks: int
     dense: int
     first: bool
