@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from planner_truth.mapping import Case, Degrees, Machines, Unmapped, build_case, padded_vocab, transformer
+from planner_truth.mapping import Case, Degrees, Machines, Unmapped, build_case
+from planner_truth.megatron_arguments import model_section, whole_or_none
 from planner_truth.table import Measured, Table, number, whole
 
 # "unknown": tests of the time when all ran on A100. GPUs per node and network follow.
@@ -19,13 +20,6 @@ _GPUS = {
 }
 # recipes/*.yaml of the tests: eight GPUs each; those of the release runs are not public, 64 is assumed.
 _RELEASE_GPUS = 64
-_VOCABULARIES = {
-    "GPT2BPETokenizer": 50257,
-    "BertWordPieceLowerCase": 30522,
-    "BertWordPieceCase": 28996,
-    "nemotron_2_256k": 256000,
-    "Llama2Tokenizer": 32000,
-}
 # Arguments that change memory in ways that a run spec cannot say.
 _UNSAYABLE = {
     "cuda_graph_impl": "CUDA graphs",
@@ -68,7 +62,7 @@ def build(row: Mapping[str, str]) -> Case:
         raise Unmapped("the degrees do not divide the number of GPUs")
     return build_case(
         "megatron",
-        _model(args, row["family"], tensor),
+        model_section(args, row["family"], tensor),
         Degrees(
             data=count // (tensor * pipeline * context),
             tensor=tensor,
@@ -121,16 +115,12 @@ def _first_batch(args: Mapping[str, Any]) -> int:
     return int(found[1])
 
 
-def _int_or_none(args: Mapping[str, Any], name: str) -> int | None:
-    return int(args[name]) if name in args else None
-
-
 def _virtual(args: Mapping[str, Any], pipeline: int) -> int:
     if pipeline == 1:
         return 1
     if "num_virtual_stages_per_pipeline_rank" in args:
         return int(args["num_virtual_stages_per_pipeline_rank"])
-    layers = _int_or_none(args, "num_layers_per_virtual_pipeline_stage")
+    layers = whole_or_none(args, "num_layers_per_virtual_pipeline_stage")
     return int(args["num_layers"]) // pipeline // layers if layers else 1
 
 
@@ -171,76 +161,6 @@ def _attention(args: Mapping[str, Any], row: Mapping[str, str]) -> str:
 
 def _deterministic(row: Mapping[str, str]) -> bool:
     return bool(re.search(r'"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "?0', row["env_vars_json"]))
-
-
-def _model(args: Mapping[str, Any], family: str, tensor: int) -> dict[str, Any]:
-    hidden, heads, layers = int(args["hidden_size"]), int(args["num_attention_heads"]), int(args["num_layers"])
-    gated = bool(args.get("swiglu"))
-    ffn = _int_or_none(args, "ffn_hidden_size") or (hidden * 8 // 3 // 64 * 64 if gated else 4 * hidden)
-    norm = "rmsnorm" if args.get("normalization") == "RMSNorm" else "layernorm"
-    positions = {"rope": "rotary", "none": "none"}.get(str(args.get("position_embedding_type")), "learned")
-    model = transformer(
-        "gpt",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=_int_or_none(args, "num_query_groups") if args.get("group_query_attention") else None,
-        ffn=ffn,
-        vocab=padded_vocab(_vocabulary(args, family), tensor, int(args.get("make_vocab_size_divisible_by", 128))),
-        seq_len=int(args["seq_length"]),
-        tied=not args.get("untie_embeddings_and_output_weights"),
-        gated_mlp=gated,
-        norm=norm,
-        norm_bias=norm == "layernorm",
-        bias=not args.get("disable_bias_linear"),
-        position_embedding="rotary" if args.get("use_rotary_position_embeddings") else positions,
-        qk_norm=bool(args.get("qk_layernorm")),
-        hidden_dropout=float(args.get("hidden_dropout", 0.1)),
-        attention_dropout=float(args.get("attention_dropout", 0.1)),
-    )
-    model["max_position_embeddings"] = int(args.get("max_position_embeddings", args["seq_length"]))
-    if "kv_channels" in args:
-        model["head_dim"] = int(args["kv_channels"])
-    return model | _latent_attention(args) | _experts(args, layers, ffn)
-
-
-def _vocabulary(args: Mapping[str, Any], family: str) -> int:
-    kind = str(args.get("tokenizer_type") or ("BertWordPieceLowerCase" if family == "bert" else "GPT2BPETokenizer"))
-    if "vocab_size" in args:
-        return int(args["vocab_size"])
-    if "nemotron_2_256k" in str(args.get("tokenizer_model")):
-        kind = "nemotron_2_256k"
-    if kind not in _VOCABULARIES:
-        raise Unmapped(f"vocabulary of {kind} is not known")
-    return _VOCABULARIES[kind] + int(args.get("vocab_extra_ids", 0))
-
-
-def _latent_attention(args: Mapping[str, Any]) -> dict[str, Any]:
-    if not args.get("multi_latent_attention"):
-        return {}
-    return {
-        "kv_lora_rank": int(args.get("kv_lora_rank", 32)),
-        "q_lora_rank": int(args.get("q_lora_rank", 0)),
-        "head_dim": int(args.get("qk_head_dim", 128)),
-        "qk_rope_head_dim": int(args.get("qk_pos_emb_head_dim", 64)),
-        "v_head_dim": int(args.get("v_head_dim", 128)),
-    }
-
-
-def _experts(args: Mapping[str, Any], layers: int, ffn: int) -> dict[str, Any]:
-    if not args.get("num_experts"):
-        return {}
-    pattern = str(args.get("moe_layer_freq", "1"))
-    dense = re.fullmatch(r"\(\[0\]\*(\d+)\+\[1\]\*(\d+)\)", pattern)
-    if pattern != "1" and (dense is None or int(dense[1]) + int(dense[2]) != layers):
-        raise Unmapped("experts in every other layer")
-    return {
-        "num_experts": int(args["num_experts"]),
-        "num_experts_per_tok": int(args.get("moe_router_topk", 2)),
-        "moe_intermediate_size": int(args.get("moe_ffn_hidden_size", ffn)),
-        "shared_expert_intermediate_size": int(args.get("moe_shared_expert_intermediate_size", 0)),
-        "first_k_dense_replace": int(dense[1]) if dense else 0,
-    }
 
 
 def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
