@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 from planner_truth import bigscience, foundry, fsdp_runs, megatron_runs
@@ -24,6 +25,8 @@ _BUILDERS: dict[str, Callable[[Mapping[str, str]], Case]] = {
 
 def build(row: Mapping[str, str]) -> Case:
     """By the set that the row belongs to."""
+    if re.search("lora|adapter", row["workload"], re.IGNORECASE):
+        raise Unmapped("fine-tuning of adapters: frozen weights")
     builder = _BUILDERS.get(row["set"])
     if builder is None:
         raise Unmapped(f"no mapping for the set {row['set']}")
