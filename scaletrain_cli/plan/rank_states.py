@@ -17,6 +17,11 @@ def rank_states(spec: RunSpec, layout: Layout, shard: Shard) -> ModelStates:
     return device_and_host_states(spec, layout, shard)[0]
 
 
+def host_bytes(spec: RunSpec, layout: Layout, shard: Shard) -> int:
+    """What the rank keeps in its node's memory because it is offloaded."""
+    return device_and_host_states(spec, layout, shard)[1]
+
+
 def expert_tensor_parallel(spec: RunSpec, layout: Layout) -> int:
     """Ranks that share the width of an expert: as of other matrices, unless pinned."""
     wanted = spec.layout.expert_tensor_parallel
