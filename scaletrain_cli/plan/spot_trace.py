@@ -12,6 +12,7 @@ from scaletrain_cli.spec import RunSpec
 
 _STARTS = 16
 _DAY = 86400.0
+_NEVER_SECONDS = 1000 * 365 * _DAY
 _Stretches = list[tuple[float, bool]]  # seconds, and whether all nodes are up
 
 
@@ -115,12 +116,14 @@ class _Replay:
             return True
         outcomes = [self._outcome(seconds) for seconds, up in stretches if up]
         per_round = math.fsum(gain for gain, _ in outcomes)
-        if per_round <= 0:
+        whole = math.fsum(seconds for seconds, _ in stretches)
+        if self.left * whole >= _NEVER_SECONDS * per_round:
             return False
-        longest = max(seconds for seconds, up in stretches if up) / self.pace
-        rounds = max(0, math.floor((self.left - longest) / per_round))
+        # No run ends in a round that begins with more work left than this and what the round adds.
+        most = max(seconds - self.durability.restart_seconds for seconds, up in stretches if up) / self.pace
+        rounds = max(0, math.floor((self.left - most) / per_round) - 1)
         self.left -= rounds * per_round
-        self.wall += rounds * math.fsum(seconds for seconds, _ in stretches)
+        self.wall += rounds * whole
         self.waiting += rounds * math.fsum(seconds for seconds, up in stretches if not up)
         self.lost += rounds * math.fsum(lost for _, lost in outcomes)
         self.interruptions += rounds * len(outcomes)

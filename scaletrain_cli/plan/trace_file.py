@@ -16,6 +16,8 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
 
+_LONGEST_SECONDS = 1e10  # keeps a slip of the pen finite, and takes the seconds of Unix time
+
 
 @dataclass(frozen=True)
 class SpotTrace:
@@ -53,7 +55,7 @@ def _from_json(path: Path, text: str) -> list[tuple[float, int]]:
     metadata = document.get("metadata") if isinstance(document, dict) else None
     gap: Any = metadata.get("gap_seconds") if isinstance(metadata, dict) else None
     data = document.get("data") if isinstance(document, dict) else None
-    if not _is_number(gap) or gap <= 0:
+    if not _is_number(gap) or not 0 < gap <= _LONGEST_SECONDS:
         raise _odd(path, "lacks metadata.gap_seconds, the seconds between two points.", 'Add {"gap_seconds": 600}.')
     if not isinstance(data, list) or not data:
         raise _odd(path, "lacks data, the list of nodes up at each point.", "Add it, or give CSV lines seconds,nodes.")
@@ -78,7 +80,7 @@ def _from_csv(path: Path, text: str) -> list[tuple[float, int]]:
             seconds, nodes = (float(cell) for cell in cells)
         except ValueError:
             raise _odd(path, f"line {number} is not seconds,nodes.", "Write two numbers, as 600,4.", line) from None
-        if not math.isfinite(seconds) or (points and seconds <= points[-1][0]):
+        if not abs(seconds) <= _LONGEST_SECONDS or (points and seconds <= points[-1][0]):
             raise _odd(path, f"line {number} does not come after the one before it.", "Sort the lines by time.", line)
         points.append((seconds, _nodes(path, f"line {number}", nodes)))
     if len(points) < 2:

@@ -115,6 +115,12 @@ def test_a_run_that_would_never_end_is_refused() -> None:
     assert "leaves no time for a checkpoint" in str(caught.value)
 
 
+def test_a_run_that_would_take_a_thousand_years_is_refused_at_once() -> None:
+    spec, plan = run_of(days=365, grace_seconds=120)
+    with pytest.raises(UsageError, match="would never end"):
+        simulate(spec, plan, trace_of((300.0001, 4), (HOUR, 0)))
+
+
 def test_on_demand_stands_beside_it() -> None:
     spec, plan = run_of(days=1)
     outcome = simulate(spec, plan, trace_of((HOUR, 4)))
