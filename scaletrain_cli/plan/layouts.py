@@ -205,6 +205,8 @@ def offload_modes(spec: RunSpec, axes: Axes) -> list[str]:
     pinned = spec.layout.offload
     if pinned != "auto":
         return [pinned]
+    if not isinstance(spec.model, ModelSpec):
+        return ["none"]  # what offloading costs is modelled for transformers alone
     return [mode for mode in capabilities(spec).offload if zero_stages(spec, axes, mode)]
 
 

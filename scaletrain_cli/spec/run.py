@@ -227,8 +227,11 @@ class RunSpec(Section):
         family = self.model.family
         if self.training.tokens is not None:
             yield "training.tokens", f"counts tokens of text; give training.steps with family: {family}."
-        for key in ("tensor_parallel", "pipeline_parallel", "sequence_parallel", "context_parallel", "expert_parallel"):
+        axes = ("tensor", "pipeline", "sequence", "context", "expert")
+        for key in (*(f"{axis}_parallel" for axis in axes), "virtual_pipeline"):
             if getattr(self.layout, key) not in ("auto", 1):
                 yield f"layout.{key}", f"must be 1 or auto: {family} is planned with data parallelism and ZeRO alone."
+        if self.layout.offload not in ("auto", "none"):
+            yield "layout.offload", f"must be none or auto: {family} is planned with all states on the device."
         if self.layout.activation_checkpointing == "selective":
             yield "layout.activation_checkpointing", f"must be none, full or auto with family: {family}."

@@ -92,6 +92,7 @@ def test_a_mistake_is_said_at_its_line_with_the_way_out(model: str, expected: st
     [
         ("layout.tensor_parallel=2", "must be 1 or auto: resnet is planned with data parallelism and ZeRO alone."),
         ("layout.pipeline_parallel=2", "must be 1 or auto"),
+        ("layout.offload=optimizer", "must be none or auto: resnet is planned with all states on the device."),
         ("layout.activation_checkpointing=selective", "must be none, full or auto with family: resnet."),
     ],
 )
