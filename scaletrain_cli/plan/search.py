@@ -92,14 +92,20 @@ def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candi
 
 def groups(spec: RunSpec, all_axes: list[Axes]) -> Iterator[Group]:
     """All layouts, as groups."""
+    allowed: dict[tuple[bool, bool], dict[int, tuple[str, ...]]] = {}  # offload by ZeRO stage, for kinds of degrees
+    sizes: dict[tuple[int, int], tuple[int, ...]] = {}
     for axes in all_axes:
-        micro_batches = tuple(micro_batch_sizes(spec, axes))
-        stages: dict[int, list[str]] = {}
-        for offload in offload_modes(spec, axes):
-            for stage in zero_stages(spec, axes, offload):
-                stages.setdefault(stage, []).append(offload)
-        for stage in sorted(stages) if micro_batches else ():
-            yield Group(axes, stage, tuple(stages[stage]), micro_batches)
+        kind = (axes.pipeline > 1, axes.shards > 1)
+        if kind not in allowed:
+            pairs = [(stage, mode) for mode in offload_modes(spec, axes) for stage in zero_stages(spec, axes, mode)]
+            stages = sorted({stage for stage, _ in pairs})
+            allowed[kind] = {stage: tuple(mode for at, mode in pairs if at == stage) for stage in stages}
+        rounds = (axes.data, axes.pipeline if axes.virtual > 1 else 1)
+        if rounds not in sizes:
+            sizes[rounds] = tuple(micro_batch_sizes(spec, axes))
+        micro_batches = sizes[rounds]
+        for stage, modes in allowed[kind].items() if micro_batches else ():
+            yield Group(axes, stage, modes, micro_batches)
 
 
 def search(spec: RunSpec, device: Accelerator, all_axes: list[Axes], tally: Tally) -> Found:

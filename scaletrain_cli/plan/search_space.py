@@ -22,7 +22,7 @@ def axes_to_try(spec: RunSpec, tally: Tally) -> list[Axes]:
     """All combinations of degrees that divide, plainest first; the others go into ``tally``, by rule."""
     degrees = {axis: degrees_to_try(spec, axis, tally) for axis in AXES}
     found = []
-    for axes in _combinations(spec, degrees):
+    for axes in _combinations(spec, degrees, tally):
         rule = next(broken_rules(spec, axes), None)
         if rule is None:
             found.append(axes)
@@ -71,9 +71,21 @@ def degrees_to_try(spec: RunSpec, axis: str, tally: Tally) -> list[int]:
     return kept[:_MOST_DEGREES]
 
 
-def _combinations(spec: RunSpec, degrees: dict[str, list[int]]) -> Iterator[Axes]:
-    """Those whose product divides the ranks, and that a pipeline or experts make sense of."""
+def _combinations(spec: RunSpec, degrees: dict[str, list[int]], tally: Tally) -> Iterator[Axes]:
+    """Those whose product divides the ranks; chunks of a pipeline only where they divide the layers."""
     world, pinned_data = spec.world_size, spec.layout.data_parallel
+    layers = spec.model.num_hidden_layers if isinstance(spec.model, ModelSpec) else 1
+    chunks = {pipeline: [1] for pipeline in degrees["pipeline_parallel"]}
+    for pipeline in chunks:
+        wanted = degrees["virtual_pipeline"]
+        if spec.layout.virtual_pipeline == "auto":
+            wanted = [
+                virtual for virtual in wanted if virtual == 1 or (pipeline > 1 and layers % (pipeline * virtual) == 0)
+            ]
+            left_out = len(degrees["virtual_pipeline"]) - len(wanted)
+            example = f"pipeline {pipeline} of {layers} layers"
+            tally.add("virtual_pipeline: chunks do not divide the layers", example, left_out)
+        chunks[pipeline] = wanted
     found = False
     for tensor in degrees["tensor_parallel"]:
         for sequence in _dividing(degrees["sequence_parallel"], world, tensor):
@@ -82,7 +94,7 @@ def _combinations(spec: RunSpec, degrees: dict[str, list[int]]) -> Iterator[Axes
                     data = world // (tensor * sequence * context * pipeline)
                     if pinned_data not in ("auto", data):
                         continue
-                    for virtual in degrees["virtual_pipeline"] if pipeline > 1 else degrees["virtual_pipeline"][:1]:
+                    for virtual in chunks[pipeline]:
                         for expert in degrees["expert_parallel"]:
                             found = True
                             yield Axes(data, tensor, pipeline, virtual, sequence, context, expert)

@@ -86,13 +86,13 @@ def specs(draw: st.DrawFn) -> RunSpec | None:
             "data_parallel": "auto" if tame else draw(degree),
             "tensor_parallel": draw(axis),
             "pipeline_parallel": draw(axis),
-            "virtual_pipeline": 1 if tame else draw(whole),
+            "virtual_pipeline": draw(st.sampled_from([1, "auto"])) if tame else draw(whole),
             "sequence_parallel": draw(axis),
             "context_parallel": draw(st.sampled_from([1, 1, 2])) if tame else draw(whole),
             "expert_parallel": draw(axis),
             "zero_stage": draw(st.sampled_from(["auto", 0, 1, 2, 3])),
             "activation_checkpointing": draw(st.sampled_from(["auto", "none", "selective", "full"])),
-            "offload": draw(st.sampled_from(["none", "none", "optimizer", "optimizer+params"])),
+            "offload": draw(st.sampled_from(["none", "none", "auto", "optimizer", "optimizer+params"])),
         },
         "cluster": {
             "scheduler": "slurm",
@@ -107,6 +107,10 @@ def specs(draw: st.DrawFn) -> RunSpec | None:
             "price_per_gpu_hour": draw(st.sampled_from(["auto", 0, 2.5, 1e6])),
         },
         "checkpoint": {"every": draw(degree), "async": draw(st.booleans())},
+        "planner": {
+            "framework": draw(st.sampled_from(["deepspeed", "deepspeed", "fsdp", "megatron", "nanotron"])),
+            "search": draw(st.sampled_from(["engine", "engine", "everything"])),
+        },
     }
     try:
         return RunSpec.model_validate(raw)

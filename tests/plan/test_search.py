@@ -107,7 +107,7 @@ def test_every_layout_is_chosen_or_rejected_for_a_reason() -> None:
 
 def test_degrees_that_cannot_be_are_rejected_with_the_rule() -> None:
     reasons = [row.reason for row in make_plan(everything("experts")).rejected]
-    for expected in ("layout.expert_parallel: must divide data x sequence parallel", "layout.virtual_pipeline: needs"):
+    for expected in ("layout.expert_parallel: must divide data x sequence parallel", "virtual_pipeline: chunks do not"):
         assert any(reason.startswith(expected) for reason in reasons), reasons
     over = make_plan(spec_of("llama-70b", cluster__nodes=8, **EVERYTHING)).rejected
     assert ("tensor_parallel: reaches over a node of 8 GPUs", "tensor_parallel 16") in {
