@@ -21,6 +21,8 @@ _AXES = {
     "context": "context_parallel",
     "expert": "expert_parallel",
 }
+_SHORT = {"data": "dp", "tensor": "tp", "pipe": "pp", "virtual": "vp", "seq": "sp", "context": "cp", "expert": "ep"}
+_MANY_COLUMNS = 5
 
 
 def layout_view(layout: Layout, samples: str) -> RenderableType:
@@ -55,8 +57,10 @@ def layout_text(layout: Layout) -> str:
 
 def alternatives_view(chosen: Layout, shown: Sequence[Alternative], hidden: int) -> RenderableType:
     """A row for each layout that was not chosen, with the reason."""
-    table = Table.grid(padding=(0, 2, 0, 0))
     columns = differing([chosen, *(alternative.layout for alternative in shown)])
+    if len(columns) > _MANY_COLUMNS:  # then the reason would have no room beside them
+        columns = {_SHORT.get(name, name): field for name, field in columns.items()}
+    table = Table.grid(padding=(0, 1 if len(columns) > _MANY_COLUMNS else 2, 0, 0))
     for name in columns:
         table.add_column(name, no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)

@@ -60,14 +60,14 @@ def cost_text(plan: RunPlan) -> str:
 
 
 def sanity_view(checks: Sequence[Sanity]) -> RenderableType:
-    """A line for each check: topic, figure, and what to think of it."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
+    """A bullet for each check: topic, figure, and what to think of it."""
+    table = Table.grid(padding=0)
+    table.add_column(width=2)
     table.add_column(overflow="fold")
     for check in checks:
         style = _VERDICT_STYLES[check.verdict]
-        said = Text.assemble(words(check.value, "bold"), words(f"  {check.message}", style) if check.message else "")
-        table.add_row(words(check.topic, style), said)
+        said = f"{check.topic} {check.value}{f': {check.message}' if check.message else ''}"
+        table.add_row(Text("• ", style), words(said, style))
     return table
 
 

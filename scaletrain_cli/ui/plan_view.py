@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -22,6 +22,8 @@ _LABEL = 11
 _LONGEST_BAR = 48
 _FEW_ALTERNATIVES = 5
 _FEW_REASONS = 3
+_CANNOT_RUN = "this engine version cannot run this: "
+_MANY_WARNINGS = 3
 
 
 def show_plan(spec: RunSpec, plan: RunPlan, *, everything: bool = False, console: Console | None = None) -> None:
@@ -40,7 +42,7 @@ def show_plan_summary(spec: RunSpec, plan: RunPlan) -> None:
     if plan.cost.price_per_gpu_hour is not None:
         rows.append(("Cost", words(cost_text(plan))))
     if plan.warnings:
-        rows.append(("Warnings", _bullets(plan.warnings, "yellow")))
+        rows.append(("Warnings", _bullets(condensed(plan.warnings), "yellow")))
     show(talk(), Group(headline(spec, plan), _labelled(rows)))
 
 
@@ -73,6 +75,15 @@ def samples(spec: RunSpec) -> str:
     return "sequences" if spec.unit == "tokens" else spec.unit
 
 
+def condensed(warnings: Sequence[str]) -> tuple[str, ...]:
+    """Where many say that this engine cannot run something, one that names the things; --all has what to do."""
+    same = [warning for warning in warnings if warning.startswith(_CANNOT_RUN)]
+    if len(same) < _MANY_WARNINGS:
+        return tuple(warnings)
+    things = ", ".join(warning.removeprefix(_CANNOT_RUN).partition(": ")[0] for warning in same)
+    return (f"{_CANNOT_RUN}{things}.", *(warning for warning in warnings if warning not in same))
+
+
 def _labelled(rows: Iterator[tuple[str, RenderableType]] | list[tuple[str, RenderableType]]) -> Table:
     table = Table.grid(padding=(0, 0, 0, 0), expand=False)
     table.add_column(width=_LABEL, style="bold")
@@ -97,7 +108,7 @@ def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) 
     if checks:
         yield "Recipe", sanity_view(checks)
     if plan.warnings:
-        yield "Warnings", _bullets(plan.warnings, "yellow")
+        yield "Warnings", _bullets(plan.warnings if everything else condensed(plan.warnings), "yellow")
     if plan.alternatives:
         shown = plan.alternatives if everything else plan.alternatives[:_FEW_ALTERNATIVES]
         yield "Considered", alternatives_view(plan.layout, shown, hidden=len(plan.alternatives) - len(shown))
@@ -108,7 +119,7 @@ def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) 
         yield "Assumes", _bullets(plan.assumptions, "dim")
 
 
-def _bullets(sentences: tuple[str, ...], style: str) -> RenderableType:
+def _bullets(sentences: Sequence[str], style: str) -> RenderableType:
     table = Table.grid(padding=(0, 0, 0, 0))
     table.add_column(width=2)
     table.add_column(ratio=1, overflow="fold")

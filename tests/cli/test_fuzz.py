@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import string
 import tempfile
@@ -195,7 +196,18 @@ def test_any_override_is_a_plan_or_a_message(recipe: Path, settings: list[str]) 
 @few
 @given(st.sampled_from(RECIPES), st.lists(sound, min_size=1, max_size=4))
 def test_settings_of_the_right_kind_are_a_plan_or_a_reason(recipe: Path, settings: list[str]) -> None:
-    check(scaletrain("plan", recipe, *(f"--set={setting}" for setting in settings)))
+    check(scaletrain("plan", recipe, "--explain", *(f"--set={setting}" for setting in settings)))
+
+
+@few
+@given(
+    st.sampled_from(RECIPES),
+    st.sampled_from(["--vary", "--deadline", "--budget", "--trace", "--plot", "--objective", "--max-gpus", "--gpu"]),
+    values | sound,
+)
+def test_any_value_of_an_option_is_an_answer_or_a_message(recipe: Path, option: str, value: str) -> None:
+    with contextlib.chdir(FOLDER) if hasattr(contextlib, "chdir") else contextlib.nullcontext():
+        check(scaletrain("plan", recipe, f"{option}={value}"))
 
 
 @few
