@@ -19,7 +19,7 @@ from scaletrain_cli.plan.kernels import (
 from scaletrain_cli.spec import ModelSpec
 
 # Kernels of one block outside products and attention, forward and backward: norms, activation, rotation, residuals.
-_SMALL_KERNELS = (20, 34)
+_SMALL_KERNELS = (30, 50)
 
 
 @dataclass(frozen=True)

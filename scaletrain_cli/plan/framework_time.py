@@ -55,7 +55,7 @@ class Habits:
     zero_host: float
     # Blocks are spread over stages by cost, the head's included; otherwise by number.
     balances_stages: bool
-    # Host seconds per block and tensor rank, where a pipeline reaches over nodes.
+    # Host seconds per block and tensor rank while a pipeline over nodes is full, with sends and receives outstanding.
     stage_stall: float = 0.0
 
 
@@ -119,7 +119,7 @@ _MEGATRON = Habits(
     forward_host=0.85e-3,
     backward_host=1.2e-3,
     tensor_host=0.15e-3,
-    socket_host=1.3e-3,
+    socket_host=0.8e-3,
     micro_batch_host=1.5e-3,
     end_host=2.0e-3,
     step_host=1e-3,
@@ -159,31 +159,31 @@ _MEGATRON_ENGINE = replace(
 # hook and reduced with the last micro-batch (optim/gradient_accumulator.py). Stages are balanced by cost
 # (models/base.py build_model). Sends and receives block, after two messages of metadata (pipeline_parallel/p2p.py).
 _NANOTRON = Habits(
-    forward_host=1.3e-3,
+    forward_host=1.2e-3,
     backward_host=2.0e-3,
     tensor_host=1.1e-3,
     socket_host=0.0,
-    micro_batch_host=1.5e-3,
+    micro_batch_host=1.4e-3,
     end_host=0.3e-3,
-    step_host=30e-3,
+    step_host=8e-3,
     norm_forward=20.0,
     norm_backward=30.0,
-    gated=(10.0, 26.0),
+    gated=(10.0, 32.0),
     plain=(4.0, 6.0),
     rotary=(8.0, 8.0),
-    loss=(32.0, 12.0),
-    accumulate=12.0,
+    loss=(37.0, 12.0),
+    accumulate=10.0,
     optimizer=36.0,
     tensor_collectives=(4, 6),
-    tensor_overlap=0.1,
+    tensor_overlap=0.11,
     gradient_reduced=4,
-    reduce_overlap=0.8,
+    reduce_overlap=0.6,
     gather_overlap=0.0,
     attention_speed=1.0,
     pipeline_overlap=0.0,
-    zero_host=25e-3,
+    zero_host=27e-3,
     balances_stages=True,
-    stage_stall=2.1e-3,
+    stage_stall=2.0e-3,
 )
 
 HABITS = {

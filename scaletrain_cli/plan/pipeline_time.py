@@ -18,15 +18,20 @@ class Schedule:
     slowest: int  # index of the busiest stage
 
 
-def one_forward_one_backward(stages: Sequence[float], micro_batches: int, chunks: int = 1) -> Schedule:
+def one_forward_one_backward(
+    stages: Sequence[float], micro_batches: int, chunks: int = 1, filling: Sequence[float] | None = None
+) -> Schedule:
     """1F1B over stages that take ``stages`` seconds each for one micro-batch, forward and backward.
+
+    ``filling``: what they take while the pipeline fills and drains, where that is less.
 
     The slowest stage runs all micro-batches without a pause, after the first has come down to it and before the last
     has gone back up: m times its own time, and once that of each other stage. With equal stages this is the
     (p - 1) / m of arXiv:2104.04473, section 2.2; with v chunks per stage the way is a v-th as long.
     """
     slowest = max(range(len(stages)), key=stages.__getitem__)
-    others = sum(stages) - stages[slowest]
+    filling = stages if filling is None else filling
+    others = sum(filling) - filling[slowest]
     return Schedule(micro_batches * stages[slowest], others / chunks, slowest)
 
 

@@ -40,9 +40,11 @@ _SMALL_VOCABULARY = 65536
 _STORAGE_BANDWIDTH = 1e9
 
 
+# GPUs that one socket of a two-socket server of eight drives.
+_SOCKET = 4
 # Host and device work at once, and the longer one decides; but some kernels are short and others long, so each waits
 # for the other now and then. The exponent of the norm that stands for it, calibrated on vTrain's runs.
-_QUEUE = 6.0
+_QUEUE = 9.0
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,21 @@ class _Stage:
     again: float
     communication: float
     host: float
+    stall: float  # of the host, while neighbours send and receive
 
     @property
     def seconds(self) -> float:
         """Of forward and backward: the device's, unless the host cannot issue its kernels that fast."""
+        return self._with(self.host + self.stall)
+
+    @property
+    def filling(self) -> float:
+        """The same while the pipeline fills and drains."""
+        return self._with(self.host)
+
+    def _with(self, host: float) -> float:
         device = self.forward + self.backward + self.again + self.communication
-        return float((device**_QUEUE + self.host**_QUEUE) ** (1 / _QUEUE))
+        return float((device**_QUEUE + host**_QUEUE) ** (1 / _QUEUE))
 
 
 def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
@@ -70,7 +81,9 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     blocks = blocks_by_stage(model, layout.pipeline_parallel, habits.balances_stages)
     stages = _stages(spec, layout, device, rate, link, habits, whole, blocks)
     m = layout.gradient_accumulation_steps
-    schedule = one_forward_one_backward([stage.seconds for stage in stages], m, layout.virtual_pipeline)
+    schedule = one_forward_one_backward(
+        [stage.seconds for stage in stages], m, layout.virtual_pipeline, [stage.filling for stage in stages]
+    )
     busiest, index = stages[schedule.slowest], schedule.slowest
     parameters = _stage_parameters(whole, model, blocks, index)
     data = data_traffic(spec, layout, link, habits, parameters, blocks[index])
@@ -169,16 +182,17 @@ def _stage(
     communication += exposed(data.forward, forward, habits.reduce_overlap)
     communication += exposed(data.backward, backward + again, habits.reduce_overlap)
     if rate.is_cpu:
-        return _Stage(forward, backward, again, communication, 0.0)
+        return _Stage(forward, backward, again, communication, 0.0, 0.0)
     host = count * (habits.forward_host * (1 + forwards) + habits.backward_host) + habits.micro_batch_host
     host += habits.end_host * len(ends)
+    stall = 0.0
     if layout.tensor_parallel > 1:
         host += count * habits.tensor_host
-        if layout.tensor_parallel > spec.cluster.gpus_per_node / 2:
+        if layout.tensor_parallel > _SOCKET:
             host += count * habits.socket_host
         if layout.pipeline_parallel > 1 and layout.world_size > spec.cluster.gpus_per_node:
-            host += count * layout.tensor_parallel * habits.stage_stall
-    return _Stage(forward, backward, again, communication, host)
+            stall = count * layout.tensor_parallel * habits.stage_stall
+    return _Stage(forward, backward, again, communication, host, stall)
 
 
 def _slice(spec: RunSpec, layout: Layout, device: Accelerator) -> Slice:
