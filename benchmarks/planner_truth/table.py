@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from types import MappingProxyType
 
 from planner_truth.mapping import Case, Unmapped
 
+# Authors put results into their notes ("17GB", "Tokens/sec: 1650", "OOM"); the mapping needs the words around them.
+_RESULT = re.compile(r"(?i)tokens/sec[^;\[]*|[\d.,]+ ?(?:GB|GiB|secs?|s|ms|%|TFLOPs?|tokens?/s)\b|\bOOM\b")
 _LARGEST_FIELD = 10_000_000  # characters; whole argument lists stand in one column
 
 
@@ -66,7 +69,10 @@ class Table:
 
     def _split(self, line: int, row: Mapping[str, str | None]) -> Row:
         def pick(columns: frozenset[str]) -> Mapping[str, str]:
-            return MappingProxyType({name: (row.get(name) or "").strip() for name in sorted(columns)})
+            cells = {name: (row.get(name) or "").strip() for name in sorted(columns)}
+            if "notes" in cells:
+                cells["notes"] = _RESULT.sub("", cells["notes"])
+            return MappingProxyType(cells)
 
         return Row(row.get("row_id") or f"line {line}", pick(self.input_columns), pick(self.truth_columns))
 

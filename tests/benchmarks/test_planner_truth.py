@@ -73,6 +73,12 @@ def test_the_mapping_is_handed_the_inputs_alone(table: Table, tmp_path: Path) ->
     assert set(row.truth) == table.truth_columns
 
 
+def test_results_in_the_notes_are_struck_out(tmp_path: Path) -> None:
+    note = {"row_id": "a", "notes": "A100 > 3D Topology | 31GB, 12.5 s, OOM; Tokens/sec (total): 1650 [arch from x]"}
+    (row,) = train_runs.TABLE.read(write(tmp_path, train_runs.TABLE.file, note))
+    assert row.inputs["notes"] == "A100 > 3D Topology | , , ; [arch from x]"
+
+
 def test_a_column_cannot_be_both() -> None:
     with pytest.raises(ValueError, match="input and measured at once"):
         dataclasses.replace(nanotron.TABLE, truth_columns=nanotron.TABLE.truth_columns | {"mbs"})
