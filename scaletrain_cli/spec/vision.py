@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from scaletrain_cli.spec.quantities import Fraction, NonNegative, Whole
+from scaletrain_cli.spec.quantities import NonNegative, Whole
 from scaletrain_cli.spec.section import Section
 
 # Bounded, so that a slip of the pen makes no network that takes minutes to size.
@@ -74,8 +74,6 @@ class VitSpec(Section):
     num_channels: Whole = 3
     num_labels: Whole = 1000
     qkv_bias: bool = True
-    hidden_dropout_prob: Fraction = 0.0
-    attention_probs_dropout_prob: Fraction = 0.0
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """(key, message) for each dimension that contradicts another one."""
