@@ -120,16 +120,15 @@ def _dense(model: ModelSpec, habits: FrameworkMemory, cut: Cut, inner: int) -> t
 def _experts(model: ModelSpec, habits: FrameworkMemory, cut: Cut) -> tuple[int, int]:
     """The router's logits and probabilities, each routed copy of a token, and the shared experts.
 
-    A token's copies are kept as sorted for sending, as received, after the experts and as sent back; with balanced
-    experts a rank receives as many as it sends. Tensor ranks share the tokens, unless they share the experts' width.
+    A token's copies are kept as received and as they come back from the experts, not as sent: an all-to-all's gradient
+    needs nothing. With balanced experts a rank receives as many as it sends. Tensor ranks share the tokens, unless
+    they share the experts' width.
     """
     hidden, element = model.hidden_size, cut.element
     copies = model.num_experts_per_tok
     width = -(-model.expert_size // cut.expert_tensor)
     per_width = habits.gated_mlp if model.has_gated_mlp else 2
-    sent = 2 * element * hidden
-    held = element * (2 * hidden + per_width * width)
-    routed = copies * (sent + cut.expert_tensor * held) // cut.norm_ranks
+    routed = copies * cut.expert_tensor * element * (2 * hidden + per_width * width) // cut.norm_ranks
     router = 2 * _FP32 * model.num_experts // cut.norm_ranks
     gradients = copies * element * cut.expert_tensor * (2 * hidden + 3 * width) // cut.norm_ranks
     if model.shared_expert_intermediate_size:
