@@ -21,9 +21,7 @@ _SHOWN = ("needed", "smallest")  # what the table has just shown, part by part
 
 
 def command(
-    specs: Annotated[
-        list[Path], typer.Argument(metavar="SPEC...", help="Run spec, a YAML file; several are compared.")
-    ],
+    specs: Annotated[list[Path], typer.Argument(metavar="SPEC", help="Run spec, a YAML file; several are compared.")],
     overrides: Overrides = None,
     vary: Annotated[
         list[str] | None,
@@ -130,7 +128,11 @@ def _ask(run: RunSpec, limits: Limits | None, explain: bool, trace: SpotTrace | 
     try:
         return answer(run, limits, explained=explain, trace=trace)
     except SizingError as error:
-        if not as_json:
+        if as_json:
+            from scaletrain_cli.ui.json import print_json
+
+            print_json(error.to_json())
+        else:
             from scaletrain_cli.ui.plan_sizing import show_considered
 
             show_considered(error.considered)

@@ -68,7 +68,9 @@ class ClusterLimits:
 
 
 def days(seconds: float | None) -> str:
-    return "no end" if seconds is None else f"{seconds / _DAY:,.1f} days"
+    if seconds is None:
+        return "no end"
+    return f"{seconds / _DAY:,.1f} days" if seconds >= _DAY else f"{seconds / 3600:,.1f} hours"
 
 
 def dollars(amount: float | None) -> str:

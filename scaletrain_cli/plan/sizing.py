@@ -55,6 +55,10 @@ class SizingError(InfeasibleError):
         self.considered = considered
         self.closest = closest
 
+    def to_json(self) -> dict[str, Any]:
+        """The table, under the key where a plan has it."""
+        return {"sizing": {"considered": [dataclasses.asdict(row) for row in self.considered]}}
+
 
 class ScalingPoint(NamedTuple):
     """One cluster size. ``efficiency``: throughput per GPU as a share of the smallest size's."""

@@ -27,8 +27,11 @@ def check_plot_file(path: Path) -> None:
         raise UsageError(f"--plot {path}: that is a folder. Give the name of a file.")
     if not path.parent.is_dir():
         raise UsageError(f"--plot {path}: there is no folder {path.parent}.")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"--plot {path}: it may not be written there.")
+    try:
+        _beside(path).touch()
+        _beside(path).unlink()
+    except OSError as error:
+        raise UsageError(f"--plot {path}: it cannot be written there: {error.strerror}.") from error
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib. Install it: pip install 'scaletrain[plot]'")
 
@@ -47,9 +50,13 @@ def write_plot(path: Path, found: Answer, pictures: Pictures) -> None:
         from scaletrain_cli.ui.plan_plot_html import page
 
         data = page(found, pictures, data.decode()).encode()
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_bytes(data)
-        beside.replace(path)
+        _beside(path).write_bytes(data)
+        _beside(path).replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        _beside(path).unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    """Where it is written before it takes its name."""
+    return path.with_name(f".{path.name}.{os.getpid()}")

@@ -19,8 +19,10 @@ _VERDICT_STYLES = {"ok": "", "note": "cyan", "warning": "yellow"}
 def durability_view(spec: RunSpec, durability: Durability) -> RenderableType:
     """How often it saves, whether the notice suffices, what interruptions cost."""
     grace = "within" if durability.grace_ok else "NOT within"
+    steps = durability.interval_steps
+    every = f"{whole_text(steps)} steps" if steps > 1 else "step"
     saves = (
-        f"checkpoint of {bytes_text(durability.checkpoint_bytes)} every {whole_text(durability.interval_steps)} steps "
+        f"checkpoint of {bytes_text(durability.checkpoint_bytes)} every {every} "
         f"({seconds_text(durability.interval_seconds)}), saved in {seconds_text(durability.save_seconds)}, {grace} "
         f"the {seconds_text(spec.cluster.grace_seconds)} of grace"
     )

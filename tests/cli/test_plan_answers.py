@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +105,14 @@ def test_a_wrong_question_is_one_error_and_leaves_nothing(arguments: list[Any], 
 def test_a_place_where_no_picture_can_be_written_is_found_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    access = os.access
-    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
     monkeypatch.setattr("scaletrain_cli.plan.answer.answer", _must_not_run)
     ended = scaletrain("plan", SMALL, "--plot", "a.svg")
     assert (ended.code, ended.out) == (ExitCode.USAGE, "")
-    assert "may not be written" in ended.err
+    assert "a.svg: it cannot be written there: Permission denied." in ended.err
 
 
 def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,3 +173,41 @@ def test_json_stays_json_beside_a_picture(monkeypatch: pytest.MonkeyPatch) -> No
 
 def _must_not_run(*_: Any, **__: Any) -> Any:
     raise AssertionError("this must not run")
+
+
+def test_a_deadline_chooses_the_cluster_and_shows_what_else_was_considered() -> None:
+    ended = scaletrain("plan", RECIPE, "--deadline", "60d", "--max-gpus", "64")
+    assert ended.code == 0
+    assert ended.out.startswith("Cluster for the fewest GPUs: at most 64 GPUs, done in 60 d\n")
+    data = scaletrain("plan", RECIPE, "--deadline", "60d", "--max-gpus", "64", "--json").data
+    (chosen,) = [row for row in data["sizing"]["considered"] if row["chosen"]]
+    assert chosen["gpus"] == data["layout"]["world_size"] < 64
+    assert chosen["seconds"] <= 60 * 86400
+
+
+def test_a_deadline_that_no_cluster_keeps_ends_with_3_and_the_table() -> None:
+    ended = scaletrain("plan", RECIPE, "--deadline", "1h")
+    assert ended.code == ExitCode.INFEASIBLE
+    assert "done in" in ended.out.splitlines()[0]
+    assert "out of reach with at most 32 GPUs" in ended.err
+    as_json = scaletrain("plan", RECIPE, "--deadline", "1h", "--json")
+    assert as_json.code == ExitCode.INFEASIBLE
+    assert not any(row["chosen"] for row in as_json.data["sizing"]["considered"])
+
+
+def test_other_gpus_are_considered_when_named() -> None:
+    names = ["h100-sxm-80gb", "a100-sxm-80gb"]
+    data = scaletrain("plan", RECIPE, "--objective=time", *(f"--gpu={name}" for name in names), "--json").data
+    assert {row["gpu"] for row in data["sizing"]["considered"]} == set(names)
+
+
+def test_a_trace_replays_the_run(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"metadata": {"gap_seconds": 3600}, "data": [4] * 40 + [0] * 8}))
+    spot = ["--set=cluster.spot=true", "--trace", trace]
+    ended = scaletrain("plan", RECIPE, *spot)
+    assert ended.code == 0
+    assert "On the spot market of trace.json: 16 of 16 starts finish" in ended.out
+    data = scaletrain("plan", RECIPE, *spot, "--json").data
+    assert data["trace"]["nodes_needed"] == 4
+    assert data["trace"]["days"]["median"] > data["trace"]["on_demand_days"]
