@@ -61,6 +61,38 @@ def test_a_forward_pass_costs_what_the_authors_state(preset: str, gmacs: float) 
     assert network(model_of(preset)).macs / 1e9 == pytest.approx(gmacs, abs=0.006)
 
 
+# OpenCLIP's docs/model_profile.csv: billions of FLOPs per pair, two per multiplication.
+@pytest.mark.parametrize(
+    ("preset", "gflops"),
+    [("clip-vit-base-patch32", 14.78), ("clip-vit-base-patch16", 41.09), ("clip-vit-large-patch14", 175.33)],
+)
+def test_clip_costs_what_openclip_counts(preset: str, gflops: float) -> None:
+    assert 2 * network(model_of(preset)).macs / 1e9 == pytest.approx(gflops, abs=0.01)
+
+
+def test_a_clip_that_is_no_preset_is_as_exact() -> None:
+    given = {
+        "family": "clip",
+        "vision_config": {
+            "hidden_size": 1408,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 16,
+            "intermediate_size": 6144,
+            "patch_size": 14,
+        },
+        "text_config": {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+        "projection_dim": 1024,
+    }
+    giant = network(VISION["clip"].model_validate(given))
+    assert giant.parameters == 1_366_678_273  # OpenCLIP's ViT-g-14
+    assert 2 * giant.macs / 1e9 == pytest.approx(581.15, abs=0.01)
+
+
 def test_training_costs_six_operations_per_multiplication() -> None:
     model = model_of("resnet-50")
     assert training_flops(model) == 6 * network(model).macs
