@@ -36,6 +36,7 @@ class BlockActivations:
     norms: int  # of both norms, dropout and residual sums
     mlp: int
     block_input: int
+    products: int  # the block's input, the attention's output and every second product
     attention_gradients: int  # alive while attention runs backward
     mlp_gradients: int
 
@@ -68,9 +69,19 @@ def block_activations(model: ModelSpec, habits: FrameworkMemory, cut: Cut, exper
         norms=norms,
         mlp=mlp,
         block_input=element * hidden // cut.norm_ranks,
+        products=_products(model, cut, experts),
         attention_gradients=attention_gradients + residual,
         mlp_gradients=mlp_gradients + residual,
     )
+
+
+def _products(model: ModelSpec, cut: Cut, experts: bool) -> int:
+    """Outputs of the query, value, gate (or up) and, gated, down projection, of attention, and the block's input."""
+    heads = -(-model.num_attention_heads // cut.tensor) * model.head_dim
+    keys = max(-(-model.num_key_value_heads // cut.tensor), 1) * model.head_dim
+    inner = model.num_experts_per_tok * model.expert_size if experts else model.intermediate_size
+    ends = (2 if model.has_gated_mlp else 1) * model.hidden_size // cut.norm_ranks
+    return cut.element * (2 * heads + keys + -(-inner // cut.tensor) + ends)
 
 
 def _attention(model: ModelSpec, habits: FrameworkMemory, cut: Cut) -> tuple[int, int, int]:

@@ -31,8 +31,9 @@ class FrameworkMemory:
     step_temporary: int
     # Blocks whose weights are gathered at once under ZeRO-3.
     gathered_blocks: int
-    # Recomputes every second block where checkpointing is selective; otherwise the attention core of each.
-    selective_blocks: bool
+    # What selective checkpointing recomputes: every second block ("blocks"), the attention core of each ("attention"),
+    # or all but the attention and every second product ("operations").
+    selective: str
     # Blocks are spread over stages by cost, the head's included; otherwise by number.
     balances_stages: bool
     # cuBLAS and Transformer Engine workspaces, in the allocator, and what they take more from Hopper on; bytes.
@@ -52,23 +53,24 @@ class FrameworkMemory:
 _CONTEXT = 1_500_000_000
 _MIB = 2**20
 
-# PyTorch FSDP with models as torchtitan writes them: eager SwiGLU, repeat_kv, logits cast to fp32 by the loss, and a
-# prefetch of the next block. AdamW's foreach form makes the root of the second moment. Workspace: cuBLAS on Hopper.
+# PyTorch FSDP with models as torchtitan writes them: eager SwiGLU, repeat_kv, the selective checkpointing of
+# distributed/activation_checkpoint.py, and a prefetch of the next block. The loss holds the 16-bit logits, and in fp32
+# the log-probabilities and the gradients of two losses. AdamW's foreach form makes the root of the second moment.
 _FSDP = FrameworkMemory(
     gated_mlp=4,
     keeps_projected=False,
     repeats_keys=True,
     gathered=2,
-    logits=10,
+    logits=14,
     bucket=0,
     fresh_gradient=0,
     step_temporary=4,
     gathered_blocks=2,
-    selective_blocks=True,
+    selective="operations",
     balances_stages=False,
     workspace=8 * _MIB,
     hopper_workspace=24 * _MIB,
-    fragmentation=0.08,
+    fragmentation=0.04,
     context=_CONTEXT,
 )
 # Megatron-LM: fused SwiGLU; vocab_parallel_cross_entropy exponentiates the fp32 copy of the logits in place; gradients
@@ -83,7 +85,7 @@ _MEGATRON = FrameworkMemory(
     fresh_gradient=0,
     step_temporary=0,
     gathered_blocks=2,
-    selective_blocks=False,
+    selective="attention",
     balances_stages=False,
     workspace=64 * _MIB,
     hopper_workspace=28 * _MIB,
@@ -105,7 +107,7 @@ _NANOTRON = FrameworkMemory(
     fresh_gradient=2,
     step_temporary=0,
     gathered_blocks=0,
-    selective_blocks=True,
+    selective="blocks",
     balances_stages=True,
     workspace=8 * _MIB,
     hopper_workspace=24 * _MIB,

@@ -130,19 +130,23 @@ def _has_large_workspaces(device: Accelerator) -> bool:
 def _kept(block: BlockActivations, habits: FrameworkMemory, layout: Layout) -> int:
     """Bytes per token that a block keeps, on average over blocks where every second one is recomputed."""
     mode = layout.activation_checkpointing
+    if mode == "none":
+        return block.saved
     if mode == "full":
         return block.block_input
-    if mode == "selective":
-        return (block.saved + block.block_input) // 2 if habits.selective_blocks else block.saved - block.scores
-    return block.saved
+    if habits.selective == "operations":
+        return min(block.products, block.saved)
+    return (block.saved + block.block_input) // 2 if habits.selective == "blocks" else block.saved - block.scores
 
 
 def _working(block: BlockActivations, habits: FrameworkMemory, layout: Layout) -> int:
     """Bytes per token of one block's backward: its gradients, and what it has to compute again."""
     mode = layout.activation_checkpointing
-    if mode == "full" or (mode == "selective" and habits.selective_blocks):
-        return block.working + block.saved
-    return block.working + (block.scores if mode == "selective" else 0)
+    if mode == "none":
+        return block.working
+    if mode == "selective" and habits.selective == "attention":
+        return block.working + block.scores
+    return block.working + block.saved
 
 
 def _updated(layout: Layout, shard: Shard) -> int:
