@@ -137,8 +137,8 @@ def _about_images(spec: RunSpec) -> Iterator[str]:
         "element; no dropout"
     )
     yield (
-        "time of each operation: its products or its memory traffic, whichever is longer; within 8 % of timm's "
-        "training results on an RTX 3090"
+        "time of each operation: its products or its memory traffic, whichever is longer; off by 6 to 8 % on "
+        "average against the results of timm, NVIDIA's examples and MLPerf"
     )
     yield (
         f"FLOPs of one of the {spec.unit}: 6 per multiplication with addition of a forward pass; tokens_per_second "
