@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner_truth.mapping import Case, Unmapped
-from planner_truth.scores import Errors, Ranking, Verdicts, errors, kendall_tau, ranking, verdicts
+from planner_truth.scores import Errors, Ranking, Run, Verdicts, errors, kendall_tau, ranking, verdicts
 from planner_truth.sets import TruthSet
 from planner_truth.table import Measured, Row, Table
 from scaletrain_cli.errors import UsageError
@@ -128,8 +128,8 @@ def _times(row: Judged) -> tuple[float, float]:
     return row.step_seconds, row.measured.step_seconds or 0.0
 
 
-def _panels(rows: Sequence[Judged]) -> list[list[tuple[float, float]]]:
-    return [[_times(row) for row in panel] for panel in _by_panel(rows).values()]
+def _panels(rows: Sequence[Judged]) -> list[list[Run]]:
+    return [[Run(*_times(row), row.runs) for row in panel] for panel in _by_panel(rows).values()]
 
 
 def _by_panel(rows: Sequence[Judged]) -> dict[str, list[Judged]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -48,13 +47,11 @@ def _score_lines(score: Score) -> Iterator[str]:
             f"{'':<47}median {r.regret_median:.1%}, worst {r.regret_worst:.1%}, Kendall tau {r.tau:.2f}, "
             f"{r.panels} panels"
         )
-        regrets = [pick.regret for pick in score.picks if pick.regret is not None]
         crashed = sum(pick.regret is None for pick in score.picks)
-        if regrets:
-            yield (
-                f"{'':<47}among what the planner says fits: mean {statistics.fmean(regrets):.1%}, "
-                f"{crashed} of {len(score.picks)} picks crashed"
-            )
+        yield (
+            f"{'':<47}by predicted time alone, fitting or not: {r.regret_by_time:.1%}; "
+            f"with the crashed runs to choose from, {crashed} of {len(score.picks)} picks crashed"
+        )
     else:
         yield f"{title}{0:>5}  no rows{'':>24}{beside}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,10 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Over panels of competing runs: Kendall's tau, and how much slower than the best the predicted best is."""
+    """Over panels of competing runs: Kendall's tau, and how much slower than the best the planner's choice is.
+
+    ``regret_by_time``: of the predicted fastest, also where the planner says that it does not fit.
+    """
 
     panels: int
     runs: int
@@ -37,6 +41,15 @@ class Ranking:
     regret: float
     regret_median: float
     regret_worst: float
+    regret_by_time: float
+
+
+class Run(NamedTuple):
+    """One candidate of a panel."""
+
+    predicted_seconds: float
+    measured_seconds: float
+    fits: bool = True  # as the planner says
 
 
 def errors(pairs: Sequence[tuple[float, float]]) -> Errors | None:
@@ -83,13 +96,16 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
     return (concordant - discordant) / scale if scale else None
 
 
-def ranking(panels: Sequence[Sequence[tuple[float, float]]]) -> Ranking | None:
-    """Of panels of (predicted, measured) times; panels with fewer than two runs have nothing to choose."""
+def ranking(panels: Sequence[Sequence[Run]]) -> Ranking | None:
+    """Of panels of runs that ran; panels with fewer than two have nothing to choose.
+
+    The planner chooses the fastest of those that it says fit; one that it says does not fit only where none does.
+    """
     chosen = [panel for panel in panels if len(panel) >= 2]
     if not chosen:
         return None
-    taus = [tau for panel in chosen if (tau := kendall_tau(panel)) is not None]
-    regrets = [min(panel)[1] / min(measured for _, measured in panel) - 1 for panel in chosen]
+    taus = [tau for panel in chosen if (tau := kendall_tau([run[:2] for run in panel])) is not None]
+    regrets = [_regret(panel, min(panel, key=lambda run: (not run.fits, run))) for panel in chosen]
     return Ranking(
         len(chosen),
         sum(map(len, chosen)),
@@ -97,4 +113,9 @@ def ranking(panels: Sequence[Sequence[tuple[float, float]]]) -> Ranking | None:
         statistics.fmean(regrets),
         statistics.median(regrets),
         max(regrets),
+        statistics.fmean(_regret(panel, min(panel)) for panel in chosen),
     )
+
+
+def _regret(panel: Sequence[Run], pick: Run) -> float:
+    return pick.measured_seconds / min(run.measured_seconds for run in panel) - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from planner_truth.scores import errors, kendall_tau, ranking, verdicts
+from planner_truth.scores import Run, errors, kendall_tau, ranking, verdicts
 
 
 def test_errors_are_shares_of_the_measured_value() -> None:
@@ -41,8 +41,14 @@ def test_ties_are_counted_out_of_tau() -> None:
 
 
 def test_regret_is_how_much_slower_the_predicted_best_was() -> None:
-    found = ranking([[(1.0, 15.0), (2.0, 10.0)], [(1.0, 5.0), (2.0, 6.0)], [(1.0, 1.0)]])
+    found = ranking([[Run(1.0, 15.0), Run(2.0, 10.0)], [Run(1.0, 5.0), Run(2.0, 6.0)], [Run(1.0, 1.0)]])
     assert found is not None
     assert (found.panels, found.runs) == (2, 4)
     assert found.regret == pytest.approx(0.25)
     assert found.regret_worst == pytest.approx(0.5)
+
+
+def test_a_run_that_the_planner_says_does_not_fit_is_not_its_choice() -> None:
+    found = ranking([[Run(1.0, 20.0, fits=False), Run(2.0, 10.0)]])
+    assert found is not None
+    assert (found.regret, found.regret_by_time) == (0.0, 1.0)
