@@ -113,7 +113,7 @@ def tied_seconds(spec: RunSpec, layout: Layout, link: Link, habits: Habits, tabl
 
 
 def boundary_seconds(spec: RunSpec, layout: Layout, link: Link) -> float:
-    """One activation from stage to stage; Megatron's and nanotron's are cut over the tensor ranks where norms are."""
+    """One activation from stage to stage."""
     if layout.pipeline_parallel == 1:
         return 0.0
     return link.send(_boundary_bytes(spec, layout), layout.world_size // layout.pipeline_parallel)
@@ -165,8 +165,10 @@ def _gradient_bytes(spec: RunSpec, habits: Habits) -> int:
 
 
 def _boundary_bytes(spec: RunSpec, layout: Layout) -> int:
-    cut = layout.tensor_parallel if shards_norms(spec, layout) else 1
+    """Cut over the tensor ranks where norms are; Megatron and DeepSpeed scatter what is whole (arXiv:2104.04473, 4.1)."""
+    whole = spec.planner.framework in ("fsdp", "nanotron") and not shards_norms(spec, layout)
     element = weight_bytes(spec.training.precision)
+    cut = 1 if whole else layout.tensor_parallel
     return local_tokens(spec, layout) * spec.transformer.hidden_size * element // cut
 
 
