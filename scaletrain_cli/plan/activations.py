@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scaletrain_cli.plan.block_activations import latent_attention
 from scaletrain_cli.spec import ModelSpec
 
 # Kept in fp32 whatever the precision: log-sum-exps, roots and means of normalised rows, unfused attention weights.
@@ -25,37 +26,63 @@ class TokenActivations:
 
 
 def token_activations(
-    model: ModelSpec, element_bytes: int, tensor_parallel: int = 1, fused_attention: bool = True
+    model: ModelSpec,
+    element_bytes: int,
+    tensor_parallel: int = 1,
+    fused_attention: bool = True,
+    experts: bool | None = None,
 ) -> TokenActivations:
-    """What one block keeps per token. Tensor parallelism divides all but the inputs and outputs of the two norms."""
+    """What one block keeps per token. Tensor parallelism divides all but the inputs and outputs of the two norms.
+
+    ``experts``: whether the block's MLP is a mixture of experts; as the model says, unless given.
+    """
     t, hidden = tensor_parallel, model.hidden_size
-    heads = -(-model.num_attention_heads // t)
-    queries = heads * model.head_dim
-    keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
-    # q, k, v, and the output, which is also the input of its projection; and one log-sum-exp per head.
-    attention = element_bytes * (2 * queries + 2 * keys) + _FP32 * heads
-    if not fused_attention:
-        attention += _FP32 * heads * model.seq_len  # the weights after softmax
-    if not model.has_gated_mlp:
-        inner = -(-model.intermediate_size // t)
-        norms = 2 * (element_bytes * 2 * hidden + 2 * _FP32)  # LayerNorm: input, output, mean and root
-        mlp, mlp_gradients = 2 * inner, inner  # before and after GELU
-    else:
-        norms = 2 * _rms_norm(hidden, element_bytes)
-        if model.qk_norm:
-            # Over each head: its output goes into the rotation, which saves nothing.
-            attention += (queries + keys) * (_FP32 + element_bytes) + _FP32 * (queries + keys) // model.head_dim
-        inner = -(-(model.moe_intermediate_size or model.intermediate_size) // t)
-        mlp, mlp_gradients = 4 * inner, 3 * inner  # gate, up, activated gate, product
-        if model.num_experts:
-            routed = model.num_experts_per_tok  # each with its dispatched input and its output
-            mlp, mlp_gradients = routed * (mlp + 2 * hidden), routed * mlp_gradients
-            attention += 2 * _FP32 * model.num_experts  # router logits and probabilities
+    attention = _attention(model, element_bytes, t, fused_attention)
+    norms = 2 * _norm(model, element_bytes) + (2 * hidden if model.hidden_dropout else 0)  # a mask is a byte
+    mlp, mlp_gradients = _mlp(model, -(-model.intermediate_size // t))
+    if model.num_experts and experts is not False:
+        routed = model.num_experts_per_tok  # each with its dispatched input and its output
+        mlp, mlp_gradients = _mlp(model, -(-model.expert_size // t))
+        mlp, mlp_gradients = routed * (mlp + 2 * hidden), routed * mlp_gradients
+        mlp += _mlp(model, -(-model.shared_expert_intermediate_size // t))[0]
+        attention += 2 * _FP32 * model.num_experts  # router logits and probabilities
     return TokenActivations(
         saved=norms + attention + element_bytes * mlp,
         block_input=element_bytes * hidden,
         working=element_bytes * (2 * hidden + mlp_gradients),
     )
+
+
+def _attention(model: ModelSpec, element_bytes: int, t: int, fused: bool) -> int:
+    heads = -(-model.num_attention_heads // t)
+    if model.kv_lora_rank:
+        kept, output = latent_attention(model, element_bytes, heads)
+        attention = kept + output + _FP32 * heads
+    else:
+        queries = heads * model.head_dim
+        keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
+        # q, k, v, and the output, which is also the input of its projection; and one log-sum-exp per head.
+        attention = element_bytes * (2 * queries + 2 * keys) + _FP32 * heads
+        if model.qk_norm:
+            # Over each head: its output goes into the rotation, which saves nothing.
+            attention += (queries + keys) * (_FP32 + element_bytes) + _FP32 * (queries + keys) // model.head_dim
+    if not fused:
+        attention += _FP32 * heads * model.seq_len  # the weights after softmax
+        attention += heads * model.seq_len * (_FP32 + 1) if model.attention_dropout else 0  # after dropout; its mask
+    return attention
+
+
+def _mlp(model: ModelSpec, inner: int) -> tuple[int, int]:
+    """Elements kept by an MLP of this width, and of gradients that exist at once."""
+    if model.has_gated_mlp:
+        return 4 * inner, 3 * inner  # gate, up, activated gate, product
+    return 2 * inner, inner  # before and after GELU
+
+
+def _norm(model: ModelSpec, element_bytes: int) -> int:
+    if model.norm_kind == "rmsnorm":
+        return _rms_norm(model.hidden_size, element_bytes)
+    return element_bytes * 2 * model.hidden_size + 2 * _FP32  # LayerNorm: input, output, mean and root
 
 
 def _rms_norm(size: int, element_bytes: int) -> int:
@@ -89,8 +116,8 @@ def loss_bytes(model: ModelSpec, element_bytes: int, tokens: int, tensor_paralle
     ``nll_loss`` and ``log_softmax`` each make a gradient of the full size while the log-probabilities still live. The
     forward pass stays below that: 16-bit logits, their fp32 copy and the log-probabilities are 10 bytes.
     """
-    if not model.has_gated_mlp:
-        norm = element_bytes * 2 * model.hidden_size
-    else:
+    if model.norm_kind == "rmsnorm":
         norm = _rms_norm(model.hidden_size, element_bytes)
+    else:
+        norm = element_bytes * 2 * model.hidden_size
     return tokens * (3 * _FP32 * -(-model.vocab_size // tensor_parallel) + norm)

@@ -89,7 +89,7 @@ def _attention(model: ModelSpec, habits: FrameworkMemory, cut: Cut) -> tuple[int
     heads = -(-model.num_attention_heads // cut.tensor)
     element = cut.element
     if model.kv_lora_rank:
-        kept, output = _latent(model, cut, heads)
+        kept, output = latent_attention(model, element, heads)
         gradients = kept + output
     else:
         queries = heads * model.head_dim
@@ -111,13 +111,15 @@ def _attention(model: ModelSpec, habits: FrameworkMemory, cut: Cut) -> tuple[int
     return kept + output, scores, gradients + row * 2 * element
 
 
-def _latent(model: ModelSpec, cut: Cut, heads: int) -> tuple[int, int]:
-    """Multi-head latent attention (arXiv:2405.04434, section 2.1): the latents before and after their norms, queries
-    and keys with and without their rotated part, and values."""
+def latent_attention(model: ModelSpec, element: int, heads: int) -> tuple[int, int]:
+    """(Kept, output) bytes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) on some heads.
+
+    The latents before and after their norms, queries and keys with and without their rotated part, and values.
+    """
     turned, value = model.qk_rope_head_dim, model.v_head_dim or model.head_dim
     latents = 2 * (model.q_lora_rank + model.kv_lora_rank) + turned
     wide = heads * (2 * (model.head_dim + turned) + (model.head_dim + turned) + (model.head_dim + value) + value)
-    return cut.element * (latents + wide), cut.element * heads * value
+    return element * (latents + wide), element * heads * value
 
 
 def _dense(model: ModelSpec, habits: FrameworkMemory, cut: Cut, inner: int) -> tuple[int, int]:

@@ -57,7 +57,8 @@ def engine_stage(
     fused = (
         device.fuses_attention(training.precision, model.head_dim, grouped) if wanted == "auto" else wanted == "flash"
     )
-    per_token = token_activations(model, element, layout.tensor_parallel, fused)
+    plain = token_activations(model, element, layout.tensor_parallel, fused, experts=False)
+    sparse = token_activations(model, element, layout.tensor_parallel, fused) if model.num_experts else plain
     loss = loss_bytes(model, element, tokens, layout.tensor_parallel)
     grads = gradient_bytes(training.precision, training.grad_dtype)
     framework = _CPU_FRAMEWORK_BYTES if device.is_cpu else _GPU_FRAMEWORK_BYTES
@@ -72,7 +73,7 @@ def engine_stage(
         step = 0
         if layout.offload == "none":
             step = step_temporary_bytes(count, precision, grad_dtype, zero, shards, training.optimizer.name)
-        backward = block_backward_bytes(per_token, tokens, stage.blocks, mode)
+        backward = block_backward_bytes(sparse if stage.dense < stage.blocks else plain, tokens, stage.blocks, mode)
         states, host = device_and_host_states(spec, layout, shard)
         return _Held(states, host, backward, buffers, step)
 
@@ -85,7 +86,9 @@ def engine_stage(
             found = known[alike] = held_by(stage)
         states, host, backward, buffers, step = found
         chunks = chunks_in_flight(layout, stage.position)
-        saved = stage_activation_bytes(per_token, tokens, stage.blocks, mode, chunks) // layout.virtual_pipeline
+        saved = stage_activation_bytes(plain, tokens, stage.dense, mode, chunks)
+        saved += stage_activation_bytes(sparse, tokens, stage.blocks - stage.dense, mode, chunks)
+        saved //= layout.virtual_pipeline
         # (activations, logits, buffers, step temporaries) at each of the three moments
         moments = (
             (saved, loss if stage.last else 0, buffers, 0),
