@@ -21,6 +21,7 @@ TEXTS = [path.read_text(encoding="utf-8") for path in RECIPES]
 TREES = [YAML(typ="safe", pure=True).load(text) for text in TEXTS]
 FOLDER = Path(tempfile.mkdtemp(prefix="scaletrain-fuzz-"))
 few = settings(max_examples=300, suppress_health_check=list(HealthCheck))
+fewer = settings(few, max_examples=60)
 
 # Values that broke something once, here or elsewhere.
 NASTY = [
@@ -196,10 +197,16 @@ def test_any_override_is_a_plan_or_a_message(recipe: Path, settings: list[str]) 
 @few
 @given(st.sampled_from(RECIPES), st.lists(sound, min_size=1, max_size=4))
 def test_settings_of_the_right_kind_are_a_plan_or_a_reason(recipe: Path, settings: list[str]) -> None:
+    check(scaletrain("plan", recipe, *(f"--set={setting}" for setting in settings)))
+
+
+@fewer
+@given(st.sampled_from(RECIPES), st.lists(sound, min_size=1, max_size=4))
+def test_any_plan_can_be_explained(recipe: Path, settings: list[str]) -> None:
     check(scaletrain("plan", recipe, "--explain", *(f"--set={setting}" for setting in settings)))
 
 
-@few
+@fewer
 @given(
     st.sampled_from(RECIPES),
     st.sampled_from(["--vary", "--deadline", "--budget", "--trace", "--plot", "--objective", "--max-gpus", "--gpu"]),
