@@ -59,6 +59,8 @@ def block_time(model: ModelSpec, cut: Slice, habits: Habits, rate: Rates, expert
     for count, rows, inner, columns in products:
         forward += count * matmul_seconds(rows, inner, columns, rate)
         backward += count * (matmul_seconds(rows, columns, inner, rate) + matmul_seconds(inner, rows, columns, rate))
+        forward += memory_seconds(1.0 * count * rows * inner * rate.cast_bytes, 0, rate)
+        backward += memory_seconds(1.0 * count * rows * columns * rate.cast_bytes, 0, rate)
     core = _attention_core(model, cut, habits, heads, rate)
     moved = _moved(model, cut, habits, heads, experts)
     scale = rate.element_bytes / 2 * (0.6 if cut.compiled else 1.0)

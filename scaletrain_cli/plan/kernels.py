@@ -31,6 +31,9 @@ _BIASED_SHARE = 0.55
 # masked softmax reads and writes them (Megatron-LM, scaled_upper_triang_masked_softmax), dropout too, with its mask.
 _SCORE_BYTES = (4, 6)
 _DROPOUT_BYTES = (5, 5)
+# Transformer Engine casts each input of an fp8 product and keeps it transposed too: read 16 bits, write 8 twice; a part
+# is fused with the kernel before.
+_CAST_BYTES = 3
 # Of a device that was described without them.
 _USUAL_MULTIPROCESSORS = 100
 # Of a CPU's nominal rate: products, attention forward and backward. An order of magnitude.
@@ -40,7 +43,7 @@ _CPU_SHARES = (0.5, 0.25, 0.25)
 _ODD_HEAD_SHARE = 0.26
 # A batch of small products per head runs at this share of the rate of large ones; calibrated on half of the runs of
 # vTrain, BigScience and Megatron-LM that kept their scores.
-_BATCHED_SHARE = 0.37
+_BATCHED_SHARE = 0.33
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Rates:
     memory: float
     kernel_seconds: float
     element_bytes: int
+    cast_bytes: int  # per element of a product's input, to bring it to 8 bits and turn it around
     is_cpu: bool
 
 
@@ -80,6 +84,7 @@ def rates(device: Accelerator, precision: str) -> Rates:
         memory=device.memory_bandwidth * row["memory"],
         kernel_seconds=0.0 if device.is_cpu else row["kernel_seconds"],
         element_bytes=4 if precision in ("fp32", "tf32") else 2,
+        cast_bytes=_CAST_BYTES if precision == "fp8" else 0,
         is_cpu=device.is_cpu,
     )
 
