@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import astuple
 from typing import Any
 
@@ -103,3 +104,47 @@ def test_experts_are_shared_over_fewer_ranks_than_the_rest() -> None:
 def test_the_plan_of_a_cpu_rank_has_no_cuda_context() -> None:
     gpu, cpu = (memory_of(spec_of("gpt2", cluster__gpu=name)).framework for name in ("l4-24gb", "cpu"))
     assert cpu < gpu
+
+
+def test_the_verdict_follows_the_peak() -> None:
+    words = []
+    for micro_batch in (1, 4, 8, 64):
+        memory = memory_of(spec_of("llama-7b", training__global_batch_size=512), 3, "none", micro_batch)
+        assert memory.fits == (memory.peak <= memory.capacity) == (memory.out_of_memory_probability <= 0.5)
+        words.append(memory.verdict)
+    assert words[0] == "fits"
+    assert words[-1] == "does not fit"
+
+
+def test_what_is_offloaded_lies_in_the_host_s_memory() -> None:
+    kept = memory_of(spec_of("llama-7b"), stage=2)
+    gone = memory_of(spec_of("llama-7b", layout__offload="optimizer"), stage=2)
+    assert kept.host == 0
+    assert gone.host > kept.optimizer_states
+
+
+def test_shared_experts_and_leading_dense_blocks_count() -> None:
+    plain = memory_of(spec_of("mixtral-8x7b", layout__expert_parallel=8))
+    shared = memory_of(spec_of("mixtral-8x7b", layout__expert_parallel=8, model__shared_expert_intermediate_size=14336))
+    leading = memory_of(spec_of("mixtral-8x7b", layout__expert_parallel=8, model__first_k_dense_replace=16))
+    assert shared.activations > plain.activations > leading.activations
+
+
+def test_a_long_pipeline_of_like_stages_costs_little_more_than_a_short_one() -> None:
+    def seconds(stages: int) -> float:
+        spec = spec_of(
+            "llama-7b",
+            model__num_hidden_layers=128,
+            cluster__nodes=16,
+            layout__pipeline_parallel=stages,
+            training__global_batch_size=1024,
+        )
+        layout = build_layout(spec, resolve_axes(spec), 1, "none", 1)
+        device = find_accelerator(spec.cluster)
+        began = time.process_time()
+        for _ in range(20):
+            assert len(plan_memory(spec, layout, device).by_stage) == stages
+        return time.process_time() - began
+
+    seconds(2)
+    assert seconds(64) < 20 * min(seconds(2) for _ in range(3))

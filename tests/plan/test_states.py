@@ -52,6 +52,22 @@ def test_zero_shares_first_states_then_gradients_then_weights() -> None:
     assert by_stage == [(1600, 1600, 1200), (1600, 200, 1200), (200, 200, 1200)]
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "moments"), [("adam", 8), ("momentum", 4), ("sgd", 0), ("adamw_8bit", 2 + 2 * 4 / 256)]
+)
+def test_other_optimizers_keep_their_own_moments(optimizer: str, moments: float) -> None:
+    states = model_state_bytes(2560, "bf16", "fp32", zero_stage=1, data_parallel=1, optimizer=optimizer)
+    assert states.optimizer_states == 2560 * (4 + moments)
+
+
+def test_fsdp_s_weights_are_their_own_fp32_master() -> None:
+    assert model_state_bytes(800, "bf16", "fp32", 3, data_parallel=8, framework="fsdp") == (400, 400, 800)
+
+
+def test_megatron_clones_no_fp32_weights() -> None:
+    assert model_state_bytes(800, "fp32", "fp32", 1, data_parallel=8, framework="megatron") == (3200, 3200, 800)
+
+
 def test_a_partition_is_rounded_up() -> None:
     assert model_state_bytes(10, "fp32", "fp32", zero_stage=3, data_parallel=4).parameters == 3 * 4
 

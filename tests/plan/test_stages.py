@@ -1,0 +1,89 @@
+"""Pipeline stages: which blocks and parameters they hold, and how many micro-batches."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.plan.architecture import architecture
+from scaletrain_cli.plan.layouts import build_layout, division_problems, resolve_axes
+from scaletrain_cli.plan.stages import chunks_in_flight, loss_stage, pipeline_stages, stage_shard
+from scaletrain_cli.spec import ModelSpec, RunSpec
+from tests.plan.specs import model_of, spec_of
+
+
+def published_llama(layers: int, hidden: int, inner: int) -> dict[str, Any]:
+    """The models of the Ultra-Scale Playbook's sweep."""
+    return {
+        "model__num_hidden_layers": layers,
+        "model__hidden_size": hidden,
+        "model__intermediate_size": inner,
+        "model__num_attention_heads": 32,
+        "model__num_key_value_heads": 32,
+        "model__head_dim": hidden // 32,
+        "model__vocab_size": 131072,
+        "model__tie_word_embeddings": True,
+    }
+
+
+def blocks(spec: RunSpec, stages: int) -> list[int]:
+    return [stage.blocks for stage in pipeline_stages(spec, stages)]
+
+
+def test_stages_share_the_blocks_by_number_and_nanotron_s_by_cost() -> None:
+    sizes = published_llama(28, 3072, 8192)
+    assert blocks(spec_of("llama-7b", **sizes), 8) == [4, 4, 4, 4, 3, 3, 3, 3]
+    by_cost = blocks(spec_of("llama-7b", planner__framework="nanotron", **sizes), 8)
+    assert by_cost[0] == 4
+    assert by_cost[-1] == 0  # the head weighs as much as 3.6 blocks
+    assert sum(by_cost) == 28
+
+
+def test_leading_dense_blocks_fall_on_the_first_stages() -> None:
+    spec = spec_of("mixtral-8x7b", model__first_k_dense_replace=10)
+    assert [stage.dense for stage in pipeline_stages(spec, 4)] == [8, 2, 0, 0]
+
+
+def test_the_stages_of_an_untied_model_hold_all_its_parameters() -> None:
+    whole = architecture(model_of("llama-7b"))
+    shards = [stage_shard(whole, stage) for stage in pipeline_stages(spec_of("llama-7b"), 5)]
+    assert sum(shard.parameters for shard in shards) == whole.parameters
+
+
+def test_a_tied_head_needs_a_copy_of_the_embedding() -> None:
+    spec = spec_of("gpt2")
+    whole = architecture(spec.transformer)
+    shards = [stage_shard(whole, stage) for stage in pipeline_stages(spec, 3)]
+    assert sum(shard.parameters for shard in shards) == whole.parameters + whole.embedding
+
+
+def test_interleaving_adds_p_minus_1_over_p_v_of_the_first_stage_and_fills_the_last() -> None:
+    spec = spec_of("llama-7b", cluster__nodes=4, layout__pipeline_parallel=4, layout__virtual_pipeline=8)
+    layout = build_layout(spec, resolve_axes(spec), 1, "none", 1)
+    in_flight = [chunks_in_flight(layout, index) / 8 for index in range(4)]
+    assert in_flight[0] == 4 * (1 + 3 / (4 * 8))
+    assert in_flight[-1] == (7 * 4 + 1) / 8
+
+
+@pytest.mark.parametrize(("stages", "last"), [(8, 7), (16, 14)])
+def test_nanotron_leaves_stages_behind_the_loss_where_there_are_too_many(stages: int, last: int) -> None:
+    spec = spec_of(
+        "llama-7b",
+        **published_llama(16, 2048, 8192),
+        planner__framework="nanotron",
+        layout__pipeline_parallel=stages,
+        cluster__nodes=4,
+    )
+    assert loss_stage(spec.transformer, stages) == last
+    refused = [problem for problem in division_problems(spec, resolve_axes(spec)) if "empty" in problem.message]
+    assert bool(refused) == (last < stages - 1)
+
+
+def test_a_slip_of_the_keyboard_ends_soon() -> None:
+    spec = spec_of("llama-7b", model__num_hidden_layers=10**9, planner__framework="nanotron")
+    assert isinstance(spec.model, ModelSpec)
+    began = time.process_time()
+    assert len(pipeline_stages(spec, 10**9)) == 3
+    assert time.process_time() - began < 0.5
