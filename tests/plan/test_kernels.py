@@ -38,7 +38,7 @@ def test_no_product_is_faster_than_the_data_sheet(name: str) -> None:
 @pytest.mark.parametrize(("name", "best"), [("a100-sxm-80gb", 271e12), ("h100-sxm-80gb", 795e12), ("b200", 1745e12)])
 def test_a_large_product_reaches_most_of_what_was_achieved(name: str, best: float) -> None:
     reached = 2 * 8192**3 / matmul_seconds(8192, 8192, 8192, on(name))
-    assert 0.65 * best < reached < 1.02 * best
+    assert 0.6 * best < reached < 1.02 * best
 
 
 def test_small_and_narrow_products_are_less_efficient() -> None:
