@@ -51,13 +51,7 @@ def blocks_by_stage(model: ModelSpec, stages: int, balanced: bool) -> tuple[int,
         4 * model.num_attention_heads * model.head_dim + (3 if model.has_gated_mlp else 2) * model.intermediate_size
     )
     total = layers * block + model.vocab_size * model.hidden_size
-    block = model.hidden_size * (
-        4 * model.num_attention_heads * model.head_dim + (3 if model.has_gated_mlp else 2) * model.intermediate_size
-    )
-    total = layers * block + model.vocab_size * model.hidden_size
-    counts, stage = [0] * stages, 0
-    for index in range(layers):
-        counts[stage] += 1
-        if stage < stages - 1 and (index + 1) * block * stages >= total * (stage + 1):
-            stage += 1
-    return tuple(counts)
+    starts = [0]
+    for stage in range(1, stages):  # counted by stage: a spec may have a billion blocks
+        starts.append(min(layers, max(starts[-1] + 1, -(-total * stage // (block * stages)))))
+    return tuple(end - start for start, end in zip(starts, [*starts[1:], layers], strict=True))
