@@ -189,6 +189,8 @@ def zero_stages(spec: RunSpec, axes: Axes, offload: str = "none") -> list[int]:
     lowest = max(_OFFLOAD_STAGE[offload], 1 if no_zero else 0)
     highest = 1 if pipeline else 3
     stages = [stage for stage in capabilities(spec).zero_stages if lowest <= stage <= highest]
+    if not stages and spec.layout.offload == offload:
+        return [lowest]  # pinned to what the framework does not combine: sized all the same
     return stages[:1] if axes.shards == 1 else stages
 
 
