@@ -41,10 +41,11 @@ def compare(runs: Sequence[tuple[str, RunSpec]]) -> tuple[Compared, ...]:
 def name_runs(runs: Sequence[tuple[Path, tuple[str, ...], RunSpec]]) -> list[tuple[str, RunSpec]]:
     """Short names for runs from (file, overrides, spec): what tells them apart, and no more."""
     files, names = {path for path, _, _ in runs}, {spec.name for _, _, spec in runs}
+    stems = {path.stem for path in files}
     named = []
     for path, overrides, spec in runs:
         varied = " ".join(override.partition(".")[2] or override for override in overrides)
-        run = spec.name if len(names) == len(files) else path.stem
+        run = spec.name if len(names) == len(files) else path.stem if len(stems) == len(files) else str(path)
         named.append((" ".join(part for part in (run if len(files) > 1 else "", varied) if part) or run, spec))
     return named
 
