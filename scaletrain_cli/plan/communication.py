@@ -165,7 +165,7 @@ def _gradient_bytes(spec: RunSpec, habits: Habits) -> int:
 
 
 def _boundary_bytes(spec: RunSpec, layout: Layout) -> int:
-    """Cut over the tensor ranks where norms are; Megatron and DeepSpeed scatter what is whole (arXiv:2104.04473, 4.1)."""
+    """Cut over the tensor ranks where norms are; Megatron and DeepSpeed scatter what is whole (arXiv:2104.04473)."""
     whole = spec.planner.framework in ("fsdp", "nanotron") and not shards_norms(spec, layout)
     element = weight_bytes(spec.training.precision)
     cut = 1 if whole else layout.tensor_parallel

@@ -37,6 +37,8 @@ def recompute_seconds(spec: RunSpec, layout: Layout, part: PartTime) -> float:
 def recompute_flops_per_token(spec: RunSpec, layout: Layout) -> float:
     """FLOPs per token that recomputation adds to those of the model."""
     model = spec.transformer
+    if layout.activation_checkpointing == "none":
+        return 0.0
     if layout.activation_checkpointing == "selective" and spec.planner.framework == "megatron":
         return float(model.num_hidden_layers * block_attention_flops(model))
     blocks = training_flops_per_token(model) / 3 - head_flops(model)

@@ -8,7 +8,7 @@ optimizer and data come once per step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from scaletrain_cli.plan.architecture import Architecture, architecture, training_flops_per_token
 from scaletrain_cli.plan.block_time import PartTime, Slice, block_time, embedding_time, head_time
@@ -58,15 +58,22 @@ class _Stage:
     host: float
     stall: float  # of the host, while neighbours send and receive
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Of forward and backward: the device's, unless the host cannot issue its kernels that fast."""
         return self._with(self.host + self.stall)
 
-    @property
+    @cached_property
     def filling(self) -> float:
         """The same while the pipeline fills and drains."""
-        return self._with(self.host)
+        return self._with(self.host) if self.stall else self.seconds
+
+    @cached_property
+    def passes(self) -> StageTime:
+        """Forward and backward; communication and waiting for the host fall on both in proportion."""
+        compute = self.forward + self.backward + self.again
+        forward = self.forward / compute if compute else 0.5
+        return StageTime(self.seconds * forward, self.seconds * (1 - forward))
 
     def _with(self, host: float) -> float:
         device = self.forward + self.backward + self.again + self.communication
@@ -99,7 +106,7 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     waited = _data_wait(spec, layout, step)
     step += waited
     tokens = layout.global_batch_size * model.seq_len
-    needed = tokens * training_flops_per_token(model)
+    needed = tokens * _model_flops(model)
     executed = needed + tokens * recompute_flops_per_token(spec, layout)
     peak = layout.world_size * device.peak_flops(spec.training.precision)
     time = Time(
@@ -116,7 +123,7 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
         to_train=step * spec.total_steps,
         samples_per_second=layout.global_batch_size / step,
         recompute=m * busiest.again,
-        by_stage=tuple(_stage_time(stage) for stage in stages[:_MOST_STAGES]),
+        by_stage=tuple(stage.passes for stage in stages[:_MOST_STAGES]),
     )
     return time, Network(sent_bytes(spec, layout, blocks[index], data.sent))
 
@@ -176,11 +183,12 @@ def _stage(
     backward += parameters * habits.accumulate / rate.memory
     again = sum(n * recompute_seconds(spec, layout, part) for n, part in held)
     forwards = recomputed_forwards(spec, layout)
-    data = data_traffic(spec, layout, link, habits, parameters, count)
     communication = count * (traffic.forward * (1 + forwards) + traffic.backward)
     communication += blocks[1] * traffic.experts * (2 + forwards) + transfers
-    communication += exposed(data.forward, forward, habits.reduce_overlap)
-    communication += exposed(data.backward, backward + again, habits.reduce_overlap)
+    if layout.zero_stage >= 2:
+        data = data_traffic(spec, layout, link, habits, parameters, count)
+        communication += exposed(data.forward, forward, habits.reduce_overlap)
+        communication += exposed(data.backward, backward + again, habits.reduce_overlap)
     if rate.is_cpu:
         return _Stage(forward, backward, again, communication, 0.0, 0.0)
     host = count * (habits.forward_host * (1 + forwards) + habits.backward_host) + habits.micro_batch_host
@@ -212,6 +220,11 @@ def _slice(spec: RunSpec, layout: Layout, device: Accelerator) -> Slice:
         flash=flash if wanted == "auto" else wanted == "flash",
         compiled=spec.training.compile,
     )
+
+
+@lru_cache(maxsize=64)
+def _model_flops(model: ModelSpec) -> int:
+    return training_flops_per_token(model)
 
 
 @lru_cache(maxsize=1024)
@@ -246,10 +259,3 @@ def _data_wait(spec: RunSpec, layout: Layout, step: float) -> float:
     size = 2 if spec.transformer.vocab_size <= _SMALL_VOCABULARY else 4
     read = size * layout.global_batch_size * (spec.transformer.seq_len + 1) / spec.cluster.nodes
     return max(0.0, read / (_STORAGE_BANDWIDTH if given == "auto" else max(given, 1.0)) - step)
-
-
-def _stage_time(stage: _Stage) -> StageTime:
-    """Communication and waiting for the host fall on both passes in proportion."""
-    compute = stage.forward + stage.backward + stage.again
-    forward = stage.forward / compute if compute else 0.5
-    return StageTime(stage.seconds * forward, stage.seconds * (1 - forward))

@@ -8,8 +8,8 @@ from scaletrain_cli.plan.hardware import Accelerator, accelerator_names, find_ac
 from scaletrain_cli.plan.kernels import (
     Rates,
     flash_attention_seconds,
-    matmul_seconds,
     materialised_attention_seconds,
+    matmul_seconds,
     memory_seconds,
     rates,
 )
