@@ -103,7 +103,7 @@ def _one_rank(spec: RunSpec, alone: list[Candidate], device: Accelerator) -> Que
     fitting = [candidate.layout.activation_checkpointing for candidate in alone if candidate.memory.fits]
     share, world = best.memory.peak / best.memory.capacity, spec.world_size
     if not fitting:
-        verdict = f"No: even with every activation computed again it takes {share:.2f} times what one has."
+        verdict = f"No: even with every activation computed again it takes {share:,.{0 if share >= 10 else 2}f} times what one has."
         follows = "The states have to be spread over several." if world > 1 else ""
     else:
         verdict = "Yes." if fitting[0] == "none" else f"Yes, with recompute {fitting[0]}."

@@ -13,7 +13,7 @@ from scaletrain_cli.ui.plan_layout_view import differing
 from scaletrain_cli.ui.units import bytes_text, dollars_text, percent_text, ratio_text, seconds_text
 
 _GAP = 2
-_WIDEST_NAME = 30
+_WIDEST_NAME, _NARROWEST_NAME = 30, 12
 # What goes first where the width does not suffice.
 _LEAST_WANTED = (
     "of device",
@@ -41,8 +41,9 @@ def comparison_list(compared: Sequence[Compared], width: int) -> Table:
     widths = {title: max(len(title), *(len(row.get(title, "")) for row in rows)) for title in titles}
     kept = [title for title in titles if any(row.get(title) for row in rows)]
     for title in _LEAST_WANTED:
-        if name + sum(_GAP + widths[each] for each in kept) > width and title in kept:
+        if name + _taken(kept, widths) > width and title in kept:
             kept.remove(title)
+    name = max(_NARROWEST_NAME, min(name, width - _taken(kept, widths)))
     table = Table.grid(padding=(0, _GAP, 0, 0))
     table.add_column(width=name, overflow="fold")
     for title in kept:
@@ -52,6 +53,10 @@ def comparison_list(compared: Sequence[Compared], width: int) -> Table:
         style = "" if column.feasible else "red"
         table.add_row(words(column.name), *(words(row.get(title, ""), style) for title in kept))
     return table
+
+
+def _taken(titles: Sequence[str], widths: dict[str, int]) -> int:
+    return sum(_GAP + widths[title] for title in titles)
 
 
 def _cells(column: Compared, fields: dict[str, str], first: float | None) -> dict[str, str]:
