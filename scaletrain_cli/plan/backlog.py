@@ -44,7 +44,9 @@ def backlog_bytes(
     share = _share(spec, layout, device, tokens, element)
     if layout.gradient_accumulation_steps == 1:
         share *= _SINGLE
-    return int(share * habits.backlog * element * spec.transformer.hidden_size * tokens)
+    # Each collective holds a whole tensor and one rank's share of it.
+    pairs = share * habits.backlog * (1 + 1 / layout.tensor_parallel)
+    return int(pairs * element * spec.transformer.hidden_size * tokens)
 
 
 def _share(spec: RunSpec, layout: Layout, device: Accelerator, tokens: int, element: int) -> float:

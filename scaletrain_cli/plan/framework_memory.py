@@ -43,7 +43,9 @@ class FrameworkMemory:
     fragmentation: float
     # CUDA context with kernels and libraries, and NCCL's buffers, outside the allocator, bytes.
     context: int
-    # Elements per channel of a micro-batch, whole over the tensor ranks, that have been freed but are still in use by
+    # A stage keeps its output for the backward pass after it has sent it.
+    keeps_stage_output: bool
+    # Tensors of a micro-batch's tokens and channels that have been freed but are still in use by tensor-parallel
     # collectives: the host runs ahead of the GPU, and the allocator waits (record_stream) before it reuses them.
     backlog: int = 0
 
@@ -72,6 +74,7 @@ _FSDP = FrameworkMemory(
     hopper_workspace=24 * _MIB,
     fragmentation=0.04,
     context=_CONTEXT,
+    keeps_stage_output=True,
 )
 # Megatron-LM: fused SwiGLU; vocab_parallel_cross_entropy exponentiates the fp32 copy of the logits in place; gradients
 # are added to the fp32 buffer by the product itself (gradient accumulation fusion); FusedAdam works in place.
@@ -91,17 +94,18 @@ _MEGATRON = FrameworkMemory(
     hopper_workspace=28 * _MIB,
     fragmentation=0.08,
     context=_CONTEXT,
+    keeps_stage_output=False,
 )
 # nanotron: eager SwiGLU (models/llama.py GLUActivation); 16-bit logits, their fp32 copy and the shifted one
 # (parallel/tensor_parallel/functional.py sharded_cross_entropy); DistributedDataParallel's buckets beside the fp32
 # gradients, and the 16-bit gradients of a whole backward pass before they are added (optim/gradient_accumulator.py);
-# two gather buffers (MemoryBuffer) and their gradients; fused AdamW. Tensor-parallel collectives run beside the
-# products: with a full launch queue about fifty whole tensors wait for them, calibrated on the Ultra-Scale sweep.
+# two gather buffers (MemoryBuffer) and the gradient of one; fused AdamW. Tensor-parallel collectives run beside the
+# products: with a full launch queue about fifty tensors wait for them, calibrated on the Ultra-Scale sweep.
 _NANOTRON = FrameworkMemory(
     gated_mlp=4,
     keeps_projected=False,
     repeats_keys=False,
-    gathered=4,
+    gathered=3,
     logits=10,
     bucket=2,
     fresh_gradient=2,
@@ -113,7 +117,8 @@ _NANOTRON = FrameworkMemory(
     hopper_workspace=24 * _MIB,
     fragmentation=0.06,
     context=_CONTEXT,
-    backlog=50,
+    keeps_stage_output=True,
+    backlog=45,
 )
 
 FRAMEWORK_MEMORY = {"fsdp": _FSDP, "megatron": _MEGATRON, "nanotron": _NANOTRON}

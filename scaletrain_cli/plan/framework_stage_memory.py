@@ -48,6 +48,7 @@ def framework_stages(
     # The embedding's output before its dropout, and the mask; the final norm's input is the last block's output.
     embedding = tokens * model.hidden_size // norm_ranks + channels if model.hidden_dropout else 0
     final_norm = 2 * channels
+    sent = channels if habits.keeps_stage_output else 0
     gathered = habits.gathered * element * model.hidden_size * tokens if norm_ranks > 1 else 0
     logits_size = tokens * -(-model.vocab_size // layout.tensor_parallel)
     between = 2 * channels if layout.pipeline_parallel > 1 else 0
@@ -59,7 +60,7 @@ def framework_stages(
         shard = stage_shard(whole, stage, expert_share)
         per_micro_batch = tokens * (stage.dense * kept_plain + (stage.blocks - stage.dense) * kept_sparse)
         per_micro_batch += embedding if stage.first else 0
-        per_micro_batch += final_norm if stage.last else 0
+        per_micro_batch += final_norm if stage.last else sent
         step = habits.step_temporary * _updated(layout, shard)
         if layout.offload != "none" or training.optimizer.name not in ("adamw", "adam"):
             step = 0
