@@ -43,7 +43,7 @@ def comparison_list(compared: Sequence[Compared], width: int) -> Table:
     for title in _LEAST_WANTED:
         if name + _taken(kept, widths) > width and title in kept:
             kept.remove(title)
-    name = max(_NARROWEST_NAME, min(name, width - _taken(kept, widths)))
+    name = min(name, max(_NARROWEST_NAME, width - _taken(kept, widths)))
     table = Table.grid(padding=(0, _GAP, 0, 0))
     table.add_column(width=name, overflow="fold")
     for title in kept:
