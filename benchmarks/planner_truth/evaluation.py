@@ -13,7 +13,8 @@ from planner_truth.sets import TruthSet
 from planner_truth.table import Measured, Row, Table
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.hardware import find_accelerator
-from scaletrain_cli.plan.layouts import division_problems, resolve_axes
+from scaletrain_cli.plan.layout_rules import division_problems
+from scaletrain_cli.plan.layouts import resolve_axes
 from scaletrain_cli.plan.result import Memory
 from scaletrain_cli.plan.search import evaluate
 from scaletrain_cli.spec import RunSpec

@@ -9,7 +9,8 @@ from scaletrain_cli.plan.durability import plan_durability
 from scaletrain_cli.plan.estimate import model_size
 from scaletrain_cli.plan.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.infeasible import PlanInfeasibleError, does_not_divide, does_not_fit
-from scaletrain_cli.plan.layouts import division_problems, resolve_axes
+from scaletrain_cli.plan.layout_rules import division_problems
+from scaletrain_cli.plan.layouts import resolve_axes
 from scaletrain_cli.plan.rejections import Tally
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search import Found, alternatives, evaluate, search, smallest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,12 +15,10 @@ from scaletrain_cli.plan.layouts import (
     build_layout,
     checkpointing_modes,
     describe,
-    micro_batch_sizes,
-    offload_modes,
-    zero_stages,
 )
 from scaletrain_cli.plan.rejections import Tally
 from scaletrain_cli.plan.result import Alternative, Layout, Memory, Network, Rejection, Time
+from scaletrain_cli.plan.search_space import Group, groups
 from scaletrain_cli.spec import RunSpec
 
 # Layouts sized even where bounds say that they cannot win, so that there is something to compare with.
@@ -30,15 +27,6 @@ _FEWEST_SIZED = 100
 _MOST_SIZED = 3000
 # Where nothing fits, the most frugal layouts among which the smallest is looked for.
 _MOST_HOPELESS = 50
-
-
-class Group(NamedTuple):
-    """Layouts that differ only in micro-batch, activation checkpointing and offload."""
-
-    axes: Axes
-    zero_stage: int
-    offload: tuple[str, ...]
-    micro_batches: tuple[int, ...]
 
 
 class _Bounded(NamedTuple):
@@ -88,24 +76,6 @@ def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candi
     room = max(0, MOST_ALTERNATIVES - len(found.fitting))
     nearest = sorted(found.too_large, key=lambda sized: sized.memory.peak)[: room + 1]
     return best_alternatives([*found.fitting, *(evaluate(spec, sized.layout, device) for sized in nearest)], chosen)
-
-
-def groups(spec: RunSpec, all_axes: list[Axes]) -> Iterator[Group]:
-    """All layouts, as groups."""
-    allowed: dict[tuple[bool, bool], dict[int, tuple[str, ...]]] = {}  # offload by ZeRO stage, for kinds of degrees
-    sizes: dict[tuple[int, int], tuple[int, ...]] = {}
-    for axes in all_axes:
-        kind = (axes.pipeline > 1, axes.shards > 1)
-        if kind not in allowed:
-            pairs = [(stage, mode) for mode in offload_modes(spec, axes) for stage in zero_stages(spec, axes, mode)]
-            stages = sorted({stage for stage, _ in pairs})
-            allowed[kind] = {stage: tuple(mode for at, mode in pairs if at == stage) for stage in stages}
-        rounds = (axes.data, axes.pipeline if axes.virtual > 1 else 1)
-        if rounds not in sizes:
-            sizes[rounds] = tuple(micro_batch_sizes(spec, axes))
-        micro_batches = sizes[rounds]
-        for stage, modes in allowed[kind].items() if micro_batches else ():
-            yield Group(axes, stage, modes, micro_batches)
 
 
 def search(spec: RunSpec, device: Accelerator, all_axes: list[Axes], tally: Tally) -> Found:

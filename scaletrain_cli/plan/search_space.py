@@ -1,11 +1,13 @@
-"""Every combination of degrees that a search may try, and the reason for each that it may not. Sizes nothing."""
+"""Every layout that a search may try, in groups, and the reason for each degree that it may not. Sizes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from scaletrain_cli.plan.engine_support import AXES, capabilities
-from scaletrain_cli.plan.layouts import Axes, broken_rules, divisors, resolve_axes
+from scaletrain_cli.plan.layout_rules import broken_rules
+from scaletrain_cli.plan.layouts import Axes, divisors, micro_batch_sizes, offload_modes, resolve_axes, zero_stages
 from scaletrain_cli.plan.rejections import Tally
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
@@ -16,6 +18,15 @@ _FEWEST_TOKENS = 128
 _MOST_STAGES = 64
 # Degrees tried per axis: a power of two has fewer divisors than this, and odd clusters must not take minutes.
 _MOST_DEGREES = 16
+
+
+class Group(NamedTuple):
+    """Layouts that differ only in micro-batch, activation checkpointing and offload."""
+
+    axes: Axes
+    zero_stage: int
+    offload: tuple[str, ...]
+    micro_batches: tuple[int, ...]
 
 
 def axes_to_try(spec: RunSpec, tally: Tally) -> list[Axes]:
@@ -29,6 +40,24 @@ def axes_to_try(spec: RunSpec, tally: Tally) -> list[Axes]:
         else:
             tally.add(f"{rule.key}: {rule.message}", _spelled(axes))
     return found
+
+
+def groups(spec: RunSpec, all_axes: list[Axes]) -> Iterator[Group]:
+    """All layouts, as groups."""
+    allowed: dict[tuple[bool, bool], dict[int, tuple[str, ...]]] = {}  # offload by ZeRO stage, for kinds of degrees
+    sizes: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    for axes in all_axes:
+        kind = (axes.pipeline > 1, axes.shards > 1)
+        if kind not in allowed:
+            pairs = [(stage, mode) for mode in offload_modes(spec, axes) for stage in zero_stages(spec, axes, mode)]
+            stages = sorted({stage for stage, _ in pairs})
+            allowed[kind] = {stage: tuple(mode for at, mode in pairs if at == stage) for stage in stages}
+        cut = (axes.data, axes.pipeline, axes.virtual)
+        if cut not in sizes:
+            sizes[cut] = tuple(micro_batch_sizes(spec, axes))
+        micro_batches = sizes[cut]
+        for stage, modes in allowed[kind].items() if micro_batches else ():
+            yield Group(axes, stage, modes, micro_batches)
 
 
 def degrees_to_try(spec: RunSpec, axis: str, tally: Tally) -> list[int]:

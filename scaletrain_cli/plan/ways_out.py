@@ -21,8 +21,7 @@ from scaletrain_cli.plan.layouts import (
     resolve_axes,
 )
 from scaletrain_cli.plan.rejections import Tally
-from scaletrain_cli.plan.search import groups
-from scaletrain_cli.plan.search_space import axes_to_try, degrees_to_try
+from scaletrain_cli.plan.search_space import axes_to_try, degrees_to_try, groups
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 _MOST_GPUS = 100_000

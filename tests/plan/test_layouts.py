@@ -9,10 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scaletrain_cli.plan import PlanInfeasibleError, make_plan
-from scaletrain_cli.plan.layouts import division_problems, divisors, resolve_axes, zero_stages
+from scaletrain_cli.plan.layout_rules import division_problems
+from scaletrain_cli.plan.layouts import divisors, resolve_axes, zero_stages
 from tests.plan.specs import spec_of
 
-PINNED = {"training__micro_batch_size": 4, "layout__zero_stage": 3, "layout__activation_checkpointing": "full"}
+PINNED: dict[str, Any] = {
+    "training__micro_batch_size": 4,
+    "layout__zero_stage": 3,
+    "layout__activation_checkpointing": "full",
+}
 
 
 def problems_of(**overrides: Any) -> list[str]:

@@ -15,8 +15,8 @@ from scaletrain_cli.plan.choice import Candidate, choose
 from scaletrain_cli.plan.engine_support import AXES, ENGINE
 from scaletrain_cli.plan.layouts import build_layout, checkpointing_modes, describe
 from scaletrain_cli.plan.rejections import Tally
-from scaletrain_cli.plan.search import Group, evaluate, groups
-from scaletrain_cli.plan.search_space import axes_to_try
+from scaletrain_cli.plan.search import evaluate
+from scaletrain_cli.plan.search_space import Group, axes_to_try, groups
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 
