@@ -192,7 +192,7 @@ def _stage(
     if rate.is_cpu:
         return _Stage(forward, backward, again, communication, 0.0, 0.0)
     host = count * (habits.forward_host * (1 + forwards) + habits.backward_host) + habits.micro_batch_host
-    host += habits.end_host * len(ends)
+    host += habits.end_host * len(ends) + habits.experts_host * blocks[1]
     stall = 0.0
     if layout.tensor_parallel > 1:
         host += count * habits.tensor_host
