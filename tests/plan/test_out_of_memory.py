@@ -19,7 +19,7 @@ def test_the_chance_grows_with_the_peak() -> None:
 
 
 def test_published_runs_crash_as_often_as_said() -> None:
-    # The Ultra-Scale sweep: of runs estimated at 0.85 of the device 24 % crashed, at 0.95 of it 78 %, at half of it 4 %.
+    # The Ultra-Scale sweep: of runs estimated at 0.85 of the device 24 % crashed, at 0.95 78 %, at half of it 4 %.
     device = int(79.18 * GIB)
     capacity = usable_bytes("nanotron", device)
     chances = [out_of_memory_probability("nanotron", int(share * device), capacity) for share in (0.5, 0.85, 0.95, 1.2)]
