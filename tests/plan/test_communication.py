@@ -67,5 +67,5 @@ def test_norms_are_sharded_where_the_framework_or_the_spec_says_so() -> None:
     for framework, expected in (("deepspeed", False), ("megatron", True), ("nanotron", True)):
         assert shards_norms(*run(layout__tensor_parallel=2, planner__framework=framework)) is expected
     assert not shards_norms(*run(planner__framework="megatron"))
-    pinned = {"layout__tensor_parallel": 2, "layout__tensor_sequence_parallel": False}
+    pinned: dict[str, Any] = {"layout__tensor_parallel": 2, "layout__tensor_sequence_parallel": False}
     assert not shards_norms(*run(planner__framework="megatron", **pinned))

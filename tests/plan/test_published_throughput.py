@@ -120,7 +120,7 @@ def foundry_error(row: tuple[Any, ...]) -> float:
         planner__framework="fsdp",
         **shape(*MPT[model], sequence, bias=False, norm_bias=False, position_embedding="alibi"),
     )
-    return planned * tokens_per_second * gpus / (batch * sequence) - 1
+    return float(planned * tokens_per_second * gpus / (batch * sequence) - 1)
 
 
 def nanotron_error(row: tuple[Any, ...]) -> float:
@@ -140,7 +140,7 @@ def nanotron_error(row: tuple[Any, ...]) -> float:
         planner__framework="nanotron",
         **shape(hidden, layers, 32, 4096, **llama),
     )
-    return planned / measured - 1
+    return float(planned / measured - 1)
 
 
 def megatron_error(row: tuple[Any, ...]) -> float:
@@ -162,10 +162,14 @@ def megatron_error(row: tuple[Any, ...]) -> float:
         planner__attention="materialised",
         **shape(hidden, layers, heads, sequence, attention_dropout=0.1, hidden_dropout=0.1),
     )
-    return planned / measured - 1
+    return float(planned / measured - 1)
 
 
-SOURCES = [(foundry_error, FOUNDRY), (nanotron_error, NANOTRON), (megatron_error, MEGATRON)]
+SOURCES: list[tuple[Any, list[Any]]] = [
+    (foundry_error, FOUNDRY),
+    (nanotron_error, NANOTRON),
+    (megatron_error, MEGATRON),
+]
 
 
 @pytest.mark.parametrize(
