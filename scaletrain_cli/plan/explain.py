@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from scaletrain_cli.plan.choice import Candidate
+from scaletrain_cli.plan.engine_support import ENGINE, capabilities
 from scaletrain_cli.plan.explain_speed import speed_questions
 from scaletrain_cli.plan.explanation import Question, Row, distinct, percent, times
 from scaletrain_cli.plan.hardware import Accelerator, find_accelerator
@@ -17,9 +18,6 @@ from scaletrain_cli.plan.hypothetical import modes, on_one_rank, row, samples, s
 from scaletrain_cli.plan.result import Layout, RunPlan
 from scaletrain_cli.spec import RunSpec
 
-# The stages a framework offers, lowest first: Megatron-LM and nanotron have a distributed optimizer (stage 1) and no
-# more, FSDP shards gradients (SHARD_GRAD_OP) or everything (FULL_SHARD), and DeepSpeed has all.
-_STAGES = {"deepspeed": (1, 2, 3), "fsdp": (2, 3), "megatron": (1,), "nanotron": (1,)}
 _LONGEST_SERIES = 6  # degrees shown of one axis
 
 
@@ -59,8 +57,14 @@ def _plain(layout: Layout) -> Layout:
     )
 
 
+def _stages(spec: RunSpec) -> list[int]:
+    """ZeRO stages of the framework that share something, lowest first."""
+    everything = spec.planner.model_copy(update={"search": "everything"})
+    return [stage for stage in capabilities(spec.model_copy(update={"planner": everything})).zero_stages if stage]
+
+
 def _lowest(spec: RunSpec) -> int:
-    return _STAGES[spec.planner.framework][0]
+    return _stages(spec)[0]
 
 
 def _alone(spec: RunSpec, base: Layout, device: Accelerator, **changes: int) -> list[Candidate]:
@@ -103,7 +107,8 @@ def _one_rank(spec: RunSpec, alone: list[Candidate], device: Accelerator) -> Que
     fitting = [candidate.layout.activation_checkpointing for candidate in alone if candidate.memory.fits]
     share, world = best.memory.peak / best.memory.capacity, spec.world_size
     if not fitting:
-        verdict = f"No: even with every activation computed again it takes {share:,.{0 if share >= 10 else 2}f} times what one has."
+        needed = f"{share:,.0f}" if share >= 10 else f"{share:.2f}"
+        verdict = f"No: even with every activation computed again it takes {needed} times what one has."
         follows = "The states have to be spread over several." if world > 1 else ""
     else:
         verdict = "Yes." if fitting[0] == "none" else f"Yes, with recompute {fitting[0]}."
@@ -119,7 +124,7 @@ def _one_rank(spec: RunSpec, alone: list[Candidate], device: Accelerator) -> Que
 
 
 def _sharded(spec: RunSpec, base: Layout, device: Accelerator) -> Iterator[Candidate]:
-    for stage in _STAGES[spec.planner.framework]:
+    for stage in _stages(spec):
         for mode in modes(spec):
             candidate = sized(spec, base, device, zero_stage=stage, activation_checkpointing=mode)
             if candidate:
@@ -173,7 +178,7 @@ def _tensor(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator, *, 
     question = f"Does it fit when the GPUs of a node share every layer ({zero})?"
     if not needed:
         follows = f"The plan takes tensor {plan.layout.tensor_parallel}; the fast link of the node carries its traffic."
-    yield Question("tensor", question, rows, fits, verdict, follows)
+    yield Question("tensor", question, rows, fits, verdict, follows + _not_yet(spec, "tensor_parallel"))
 
 
 def _pipeline(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -> Iterator[Question]:
@@ -197,9 +202,14 @@ def _pipeline(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -
     follows = "Stages send only activations, which a network between nodes can carry; the price is a bubble."
     if not fits and chosen.sequence_parallel * chosen.context_parallel > 1 and plan.memory.fits:
         follows = f"Sequences are cut too: sequence {chosen.sequence_parallel}, context {chosen.context_parallel}."
-    yield Question(
-        "pipeline", f"Does it fit in pipeline stages, tensor {tensor} within each?", rows, fits, verdict, follows
-    )
+    question = f"Does it fit in pipeline stages, tensor {tensor} within each?"
+    yield Question("pipeline", question, rows, fits, verdict, follows + _not_yet(spec, "pipeline_parallel"))
+
+
+def _not_yet(spec: RunSpec, axis: str) -> str:
+    """Said of what our own engine cannot run, so that nobody takes the arithmetic for an offer."""
+    own = spec.planner.framework == "deepspeed"
+    return " This engine version cannot run it yet." if own and axis not in ENGINE.axes else ""
 
 
 def _kept(candidate: Candidate) -> int:

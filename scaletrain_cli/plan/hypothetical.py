@@ -11,10 +11,12 @@ from typing import Any
 from scaletrain_cli.plan.choice import Candidate
 from scaletrain_cli.plan.explanation import Row
 from scaletrain_cli.plan.hardware import Accelerator
-from scaletrain_cli.plan.layouts import CHECKPOINTING
+from scaletrain_cli.plan.layout_rules import broken_rules
+from scaletrain_cli.plan.layouts import CHECKPOINTING, Axes
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search import evaluate
 from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.layout import LayoutSpec
 
 
 def on_one_rank(spec: RunSpec) -> RunSpec:
@@ -36,7 +38,7 @@ def samples(spec: RunSpec) -> str:
 def sized(spec: RunSpec, layout: Layout, device: Accelerator, **changes: Any) -> Candidate | None:
     """``layout`` with some fields changed, data parallelism taking what the others leave.
 
-    None where the ranks or the batch do not divide.
+    None where a rule of the framework forbids it or something does not divide; what the spec pins does not matter.
     """
     changed = replace(layout, world_size=spec.world_size, **changes)
     others = changed.tensor_parallel * changed.pipeline_parallel * changed.sequence_parallel * changed.context_parallel
@@ -51,7 +53,21 @@ def sized(spec: RunSpec, layout: Layout, device: Accelerator, **changes: Any) ->
         changed = replace(changed, expert_parallel=1)
     accumulation = changed.global_batch_size // (data * changed.micro_batch_size)
     changed = replace(changed, data_parallel=data, gradient_accumulation_steps=accumulation)
-    return evaluate(spec, changed, device)
+    axes = Axes(
+        data=data,
+        tensor=changed.tensor_parallel,
+        pipeline=changed.pipeline_parallel,
+        virtual=changed.virtual_pipeline,
+        sequence=changed.sequence_parallel,
+        context=changed.context_parallel,
+        expert=changed.expert_parallel,
+    )
+    return None if any(broken_rules(_unpinned(spec), axes)) else evaluate(spec, changed, device)
+
+
+def _unpinned(spec: RunSpec) -> RunSpec:
+    training = spec.training.model_copy(update={"micro_batch_size": "auto"})
+    return spec.model_copy(update={"layout": LayoutSpec(), "training": training})
 
 
 def row(name: str, candidate: Candidate, note: str = "") -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -49,5 +50,5 @@ def test_the_middle_of_a_long_step_is_left_out() -> None:
 def _no_overlap(drawn: Timeline) -> None:
     for stage in range(drawn.stages):
         passes = sorted((p for p in drawn.passes if p.stage == stage), key=lambda p: p.start)
-        for one, next_one in zip(passes, passes[1:], strict=False):
+        for one, next_one in itertools.pairwise(passes):
             assert next_one.start >= one.start + one.seconds - 1e-9
