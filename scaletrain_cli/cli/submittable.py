@@ -19,6 +19,7 @@ def plan_for_engine(spec: RunSpec, file: Path) -> RunPlan:
     plan = make_plan(spec)
     reasons = submittable(spec, plan)
     if reasons:
-        problems = tuple(Problem(str(file), "", reason) for reason in reasons)
+        keys = (reason.partition(":")[0].partition(" = ")[0] for reason in reasons)  # each begins with its key
+        problems = tuple(Problem(spec.where(key), "", reason) for key, reason in zip(keys, reasons, strict=True))
         raise InfeasibleError(f"{file} can be planned, but not run by this version", problems)
     return plan

@@ -15,10 +15,15 @@ def command(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
     """
     from scaletrain_cli.plan.hardware import find_accelerator
     from scaletrain_cli.spec import load_spec
+    from scaletrain_cli.spec.problems import placed
 
     try:
         run = load_spec(spec, overrides or ())
-        find_accelerator(run.cluster)
+        try:
+            find_accelerator(run.cluster)
+        except UsageError as error:
+            error.problems = placed(run, error.problems)
+            raise
     except UsageError as error:
         if as_json:
             from scaletrain_cli.ui.json import print_json

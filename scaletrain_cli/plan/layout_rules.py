@@ -23,7 +23,7 @@ class Rule(NamedTuple):
 def division_problems(spec: RunSpec, axes: Axes) -> list[Problem]:
     """Everything that does not divide, with what would."""
     return [
-        Problem("run spec", rule.key, rule.message, str(rule.given), rule.hint or None)
+        Problem(spec.where(rule.key), rule.key, rule.message, str(rule.given), rule.hint or None)
         for rule in broken_rules(spec, axes)
     ]
 

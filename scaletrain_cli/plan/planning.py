@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.advice import assumptions, warnings
 from scaletrain_cli.plan.choice import Candidate
 from scaletrain_cli.plan.cost import plan_cost
@@ -18,6 +19,7 @@ from scaletrain_cli.plan.search_space import axes_to_try
 from scaletrain_cli.plan.training_sanity import check_recipe
 from scaletrain_cli.plan.ways_out import ways_out
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.problems import placed
 
 
 def make_plan(spec: RunSpec) -> RunPlan:
@@ -32,6 +34,9 @@ def make_plan(spec: RunSpec) -> RunPlan:
         if error.plan is None:
             raise
         raise does_not_fit(spec, find_accelerator(spec.cluster), error.plan, ways_out(spec)) from None
+    except UsageError as error:
+        error.problems = placed(spec, error.problems)
+        raise
 
 
 def plan_or_refuse(spec: RunSpec) -> RunPlan:

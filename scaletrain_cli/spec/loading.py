@@ -45,6 +45,7 @@ def parse_spec(text: str, *, file: str, base_dir: Path, overrides: Sequence[str]
     if problems or spec is None:
         count = len(problems)
         raise SpecError(f"{file}: {count} problem{'s' if count != 1 else ''} in the run spec", tuple(problems))
+    spec.read_from(source)
     return spec
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -77,6 +78,11 @@ def contradictions(section: Any, key: Key, source: Source) -> Iterator[Problem]:
             value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
         given = None if value is None or isinstance(value, BaseModel | dict | list | tuple) else shown(value)
         yield Problem(source.place(full), ".".join(map(str, full)), message, given)
+
+
+def placed(spec: RunSpec, problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
+    """The same problems; those that only name a key of the spec with the line where it stands."""
+    return tuple(replace(each, where=spec.where(each.key)) if each.where == "run spec" else each for each in problems)
 
 
 def nearest(given: str, known: list[str]) -> str:

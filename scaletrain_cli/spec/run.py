@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, WithJsonSchema
+from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag, WithJsonSchema
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.cluster import ClusterSpec
@@ -25,6 +25,7 @@ from scaletrain_cli.spec.quantities import (
     parse_whole,
 )
 from scaletrain_cli.spec.section import Section
+from scaletrain_cli.spec.source import Source
 from scaletrain_cli.spec.training import EvaluationSpec, TrainingSpec
 from scaletrain_cli.spec.vision import VISION, ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
 
@@ -158,9 +159,20 @@ class RunSpec(Section):
     tracking: TrackingSpec = TrackingSpec()
     planner: PlannerSpec = PlannerSpec()
     env: dict[EnvName, EnvValue] = {}
-    secret_env: list[EnvName] = Field(
-        default=[], description="names only; values come from the submitter's environment"
-    )
+    secret_env: list[EnvName] = Field(default=[], description="names only; values come from the submitter's shell")
+    _source: Source | None = PrivateAttr(default=None)
+
+    def __eq__(self, other: object) -> bool:
+        """Two runs are the same wherever they are written down."""
+        return isinstance(other, RunSpec) and self.__dict__ == other.__dict__
+
+    def read_from(self, source: Source) -> None:
+        """Remember where each key stands, for problems that show later."""
+        self._source = source
+
+    def where(self, key: str) -> str:
+        """``file:line`` of a dotted key, or of the section that lacks it; ``run spec`` without a file."""
+        return self._source.place(tuple(key.split("."))) if self._source else "run spec"
 
     @property
     def transformer(self) -> ModelSpec:

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def make_plan(spec: RunSpec) -> result.RunPlan:
         model=result.ModelSize(1, 1, 6.0),
         layout=result.Layout(**layout),  # type: ignore[arg-type]
         memory=result.Memory(**stage, capacity=2, fits=True, by_stage=(result.StageMemory(**stage),)),
-        time=result.Time(**{field.name: 1.0 for field in fields(result.Time)}),
+        time=result.Time(**{field.name: 1.0 for field in fields(result.Time) if field.default is MISSING}),
         network=result.Network(result.PerStepBytes(0, 0, 0, 0, 0)),
         durability=result.Durability(1, 1.0, 1, 1.0, 1.0, True),
         cost=result.Cost(None, "none", None, None, None),
