@@ -28,7 +28,8 @@ def draw_memory(axes: Any, memory: Memory) -> None:
     for (field, name), colour in zip(MEMORY_PARTS.items(), _MEMORY_COLOURS, strict=True):
         sizes = [getattr(stage, field) / 1e9 for stage in memory.by_stage]
         if any(sizes):
-            axes.barh(range(count), sizes, left=left, color=colour, label=name, height=0.72, edgecolor="white", lw=0.4)
+            label = name if count > 1 else f"{name}: {bytes_text(getattr(memory, field))}"
+            axes.barh(range(count), sizes, left=left, color=colour, label=label, height=0.72, edgecolor="white", lw=0.4)
             left = [start + size for start, size in zip(left, sizes, strict=True)]
     capacity = memory.capacity / 1e9
     axes.axvline(capacity, color="#D55E00", lw=1.8, label=f"device: {bytes_text(memory.capacity)}")
