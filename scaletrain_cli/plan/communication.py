@@ -66,7 +66,8 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link, habits: Habits) -> 
     experts = 0.0
     if model.num_experts and ep > 1:
         routed = payload * model.num_experts_per_tok / (t if shards_norms(spec, layout) else 1)
-        experts = 2 * link.exchange(routed, ep, t)
+        copies = model.num_experts_per_tok if habits.sends_once_per_node else 1
+        experts = 2 * link.exchange(routed, ep, t, copies)
     return BlockTraffic(forward, backward, experts)
 
 

@@ -57,6 +57,8 @@ class Habits:
     zero_host: float
     # Blocks are spread over stages by cost, the head's included; otherwise by number.
     balances_stages: bool
+    # Whether a token for several experts of one node crosses the network once.
+    sends_once_per_node: bool = False
     # Host seconds per block and tensor rank while a pipeline over nodes is full, with sends and receives outstanding.
     stage_stall: float = 0.0
 
@@ -162,6 +164,7 @@ _MEGATRON_ENGINE = replace(
     gather_overlap=0.9,
     pipeline_overlap=0.5,
     attention_speed=1.5,
+    sends_once_per_node=True,  # its flex dispatcher with DeepEP
 )
 # nanotron: Triton RMSNorm, flash-attention with its rotation, eager SwiGLU and loss; gradients in fp32 are added by a
 # hook and reduced with the last micro-batch (optim/gradient_accumulator.py). Stages are balanced by cost

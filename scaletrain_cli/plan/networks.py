@@ -35,6 +35,7 @@ class Link:
     inside_shares: tuple[float, float, float]  # reduce, gather, point to point
     between: float
     between_latency: float
+    between_least: float
     message_latency: float
     point_share: float
     reduce_shares: tuple[tuple[float, float], ...]  # (log2 of ranks, share of the wires)
@@ -48,8 +49,12 @@ class Link:
         """Seconds to all-reduce ``size`` bytes."""
         return self._collective(size, ranks, stride, 2, self.inside_shares[0], self.reduce_shares)
 
-    def exchange(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Seconds of an all-to-all in which each rank holds ``size`` bytes."""
+    def exchange(self, size: float, ranks: int, stride: int = 1, copies: int = 1) -> float:
+        """Seconds of an all-to-all in which each rank holds ``size`` bytes.
+
+        ``copies`` of each element go to different ranks at random, those for one node over the wire once and on from
+        there (DeepEP, github.com/deepseek-ai/DeepEP).
+        """
         if ranks <= 1 or not size:
             return 0.0
         nodes, in_node = self.spread(ranks, stride)
@@ -59,7 +64,8 @@ class Link:
         if nodes == 1:
             return latency + inside
         # What leaves the node goes over this GPU's own wire.
-        outside = size * (ranks - in_node) / ranks / (self.between * self.point_share)
+        once = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+        outside = once * size * (ranks - in_node) / ranks / (self.between * self.point_share)
         return latency + nodes * self.message_latency + max(inside, outside)
 
     def send(self, size: float, stride: int) -> float:
@@ -86,7 +92,7 @@ class Link:
             return latency + sent / inside
         # A group with k ranks per node drives k network cards.
         rate = min(inside, self.between * in_node * _share(shares, ranks))
-        return self.inside_latency + nodes * self.between_latency + sent / rate
+        return max(self.inside_latency + nodes * self.between_latency + sent / rate, nodes * self.between_least)
 
 
 def network_names() -> list[str]:
@@ -120,6 +126,7 @@ def _link(name: str, per_node: int, inside: float, given: float | None, oversubs
         inside_shares=(near["reduce"], near["gather"], near["point"]),
         between=max(row["bandwidth"] if given is None else given, _SLOWEST) / oversubscription,
         between_latency=row["latency"],
+        between_least=row.get("least", row["latency"]),
         message_latency=row["message"],
         point_share=row["point"],
         reduce_shares=_points(row["reduce"]),
