@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from scaletrain_cli.plan import make_plan, submittable
+from scaletrain_cli.plan import engine_support, make_plan, submittable
+from scaletrain_cli.plan.engine_support import AXES, ENGINE, capabilities
 from tests.plan.specs import spec_of
 
 
@@ -43,3 +45,22 @@ def test_what_the_engine_cannot_run_is_planned_but_not_submitted(overrides: dict
 def test_a_plain_run_may_be_submitted() -> None:
     spec = spec_of("llama-7b", cluster__nodes=4)
     assert submittable(spec, make_plan(spec)) == []
+
+
+def test_the_search_stays_within_the_declaration_unless_it_is_asked_for_more() -> None:
+    assert capabilities(spec_of()) is ENGINE
+    for asked in ({"planner__search": "everything"}, {"planner__framework": "megatron"}):
+        assert capabilities(spec_of(**asked)).axes == set(AXES)
+
+
+def test_what_the_engine_declares_may_be_proposed_and_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next engine only changes the declaration."""
+    wider = replace(ENGINE, axes=frozenset({"tensor_parallel", "pipeline_parallel"}), offload=("none", "optimizer"))
+    monkeypatch.setattr(engine_support, "ENGINE", wider)
+    spec = spec_of("llama-7b", layout__tensor_parallel=2, layout__offload="optimizer")
+    assert submittable(spec, make_plan(spec)) == []
+    spec = spec_of("llama-70b", cluster__nodes=4, layout__offload="auto")
+    plan = make_plan(spec)
+    assert submittable(spec, plan) == []
+    assert not any("tensor_parallel above 1" in row.reason for row in plan.rejected)
+    assert any("expert_parallel" in row.reason or "sequence_parallel above 1" in row.reason for row in plan.rejected)

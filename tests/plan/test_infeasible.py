@@ -81,3 +81,25 @@ def test_when_nothing_helps_that_is_said() -> None:
 
 def test_a_batch_that_does_not_divide_has_no_plan_to_show() -> None:
     assert refusal(spec_of("gpt2", training__global_batch_size=100)).plan is None
+
+
+def test_what_another_engine_could_run_is_named_as_such() -> None:
+    """Long sequences fit when cut over ranks, which this engine does not do yet."""
+    spec = spec_of("llama-7b", model__seq_len=262144, model__max_position_embeddings=262144)
+    error = refusal(spec)
+    found = {problem.key: problem for problem in error.problems if problem.hint and "cannot run it yet" in problem.hint}
+    assert "layout.sequence_parallel" in found, str(error)
+    degree = int(str(found["layout.sequence_parallel"].given))
+
+    def cut_over(ranks: int) -> RunSpec:
+        layout = {"tensor_parallel": 1, "pipeline_parallel": 1, "sequence_parallel": ranks}
+        return spec.model_copy(update={"layout": spec.layout.model_copy(update=layout)})
+
+    assert make_plan(cut_over(degree)).memory.fits
+    refusal(cut_over(degree // 2))
+
+
+def test_offload_is_a_way_out_where_it_may_be_used() -> None:
+    error = refusal(spec_of("llama-70b", planner__search="everything"))
+    found = [(problem.key, problem.given) for problem in error.problems if problem.where == "would fit"]
+    assert ("layout.offload", "optimizer") in found

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scaletrain_cli.plan import PlanInfeasibleError, make_plan
 from scaletrain_cli.plan.layout_rules import division_problems
-from scaletrain_cli.plan.layouts import divisors, resolve_axes, zero_stages
+from scaletrain_cli.plan.layouts import Axes, divisors, micro_batch_sizes, resolve_axes, zero_stages
 from tests.plan.specs import spec_of
 
 PINNED: dict[str, Any] = {
@@ -107,3 +107,25 @@ def test_divisors_divide_and_come_in_pairs(number: int) -> None:
     assert found == sorted(set(found))
     assert all(number % n == 0 for n in found)
     assert [number // n for n in reversed(found)] == found
+
+
+def test_deepspeed_alone_turns_stage_0_into_1() -> None:
+    for framework, expected in (("deepspeed", 1), ("fsdp", 0), ("megatron", 0), ("nanotron", 0)):
+        spec = spec_of("gpt2", planner__framework=framework, layout__zero_stage=0)
+        assert make_plan(spec).layout.zero_stage == expected
+
+
+def test_each_framework_has_its_own_stages_and_a_pipeline_has_no_more_than_one() -> None:
+    expected = {"deepspeed": [1, 2, 3], "fsdp": [0, 2, 3], "megatron": [0, 1], "nanotron": [0, 1]}
+    for framework, stages in expected.items():
+        spec = spec_of(planner__framework=framework, planner__search="everything")
+        alone = Axes(8, 1, 1, 1, 1, 1, 1)
+        assert zero_stages(spec, alone) == stages
+        piped = zero_stages(spec, alone._replace(data=4, pipeline=2))
+        assert piped == [stage for stage in stages if stage <= 1]
+
+
+def test_an_interleaved_pipeline_runs_micro_batches_in_rounds() -> None:
+    spec = spec_of(training__global_batch_size=48)
+    assert micro_batch_sizes(spec, Axes(2, 1, 4, 1, 1, 1, 1)) == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert micro_batch_sizes(spec, Axes(2, 1, 4, 2, 1, 1, 1)) == [1, 2, 3, 6]
