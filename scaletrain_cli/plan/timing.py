@@ -77,7 +77,8 @@ class _Stage:
 
     def _with(self, host: float) -> float:
         device = self.forward + self.backward + self.again + self.communication
-        return float((device**_QUEUE + host**_QUEUE) ** (1 / _QUEUE))
+        longer = max(device, host)
+        return float(longer * (1 + (min(device, host) / longer) ** _QUEUE) ** (1 / _QUEUE)) if longer else 0.0
 
 
 def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
