@@ -13,6 +13,7 @@ from scaletrain_cli.plan.activations import (
 )
 from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.hardware import Accelerator
+from scaletrain_cli.plan.outside_allocator import outside_allocator_bytes
 from scaletrain_cli.plan.rank_states import device_and_host_states
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import Stage, chunks_in_flight, local_tokens, stage_shard, zero_shards
@@ -26,10 +27,6 @@ from scaletrain_cli.plan.states import (
 from scaletrain_cli.plan.zero_buffers import communication_buffer_bytes
 from scaletrain_cli.spec import RunSpec
 
-# CUDA context, loaded kernels, cuBLAS and NCCL workspaces: 1 to 2 GB on current GPUs (Ultra-Scale Playbook, section
-# "Memory usage in transformers"). A CPU rank: the interpreter with torch and DeepSpeed, 250 MB, and its arenas.
-_GPU_FRAMEWORK_BYTES = 1_500_000_000
-_CPU_FRAMEWORK_BYTES = 500_000_000
 # The caching allocator rounds and splits blocks. States are allocated once and do not fragment; what comes and goes
 # does. Stated, not measured: a twentieth of it.
 _FRAGMENTATION_DIVISOR = 20
@@ -61,7 +58,7 @@ def engine_stage(
     sparse = token_activations(model, element, layout.tensor_parallel, fused) if model.num_experts else plain
     loss = loss_bytes(model, element, tokens, layout.tensor_parallel)
     grads = gradient_bytes(training.precision, training.grad_dtype)
-    framework = _CPU_FRAMEWORK_BYTES if device.is_cpu else _GPU_FRAMEWORK_BYTES
+    framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
     between = 0 if layout.pipeline_parallel == 1 else 2 * element * model.hidden_size * tokens
 
     def held_by(stage: Stage) -> _Held:

@@ -41,8 +41,6 @@ class FrameworkMemory:
     hopper_workspace: int
     # Share of what comes and goes that the caching allocator cannot use: rounding and split blocks.
     fragmentation: float
-    # CUDA context with kernels and libraries, and NCCL's buffers, outside the allocator, bytes.
-    context: int
     # A stage keeps its output for the backward pass after it has sent it.
     keeps_stage_output: bool
     # Tensors of a micro-batch's tokens and channels that have been freed but are still in use by tensor-parallel
@@ -50,9 +48,6 @@ class FrameworkMemory:
     backlog: int = 0
 
 
-# CUDA context, loaded kernels and NCCL: 1 to 2 GB on current GPUs (Ultra-Scale Playbook, section "Memory usage in
-# transformers").
-_CONTEXT = 1_500_000_000
 _MIB = 2**20
 
 # PyTorch FSDP with models as torchtitan writes them: eager SwiGLU, repeat_kv, the selective checkpointing of
@@ -73,7 +68,6 @@ _FSDP = FrameworkMemory(
     workspace=8 * _MIB,
     hopper_workspace=24 * _MIB,
     fragmentation=0.04,
-    context=_CONTEXT,
     keeps_stage_output=True,
 )
 # Megatron-LM: fused SwiGLU; vocab_parallel_cross_entropy exponentiates the fp32 copy of the logits in place; gradients
@@ -93,7 +87,6 @@ _MEGATRON = FrameworkMemory(
     workspace=64 * _MIB,
     hopper_workspace=28 * _MIB,
     fragmentation=0.08,
-    context=_CONTEXT,
     keeps_stage_output=False,
 )
 # nanotron: eager SwiGLU (models/llama.py GLUActivation); 16-bit logits, their fp32 copy and the shifted one
@@ -116,7 +109,6 @@ _NANOTRON = FrameworkMemory(
     workspace=8 * _MIB,
     hopper_workspace=24 * _MIB,
     fragmentation=0.06,
-    context=_CONTEXT,
     keeps_stage_output=True,
     backlog=45,
 )

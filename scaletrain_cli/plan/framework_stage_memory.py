@@ -11,6 +11,7 @@ from scaletrain_cli.plan.block_activations import BlockActivations, Cut, block_a
 from scaletrain_cli.plan.communication import shards_norms
 from scaletrain_cli.plan.framework_memory import FRAMEWORK_MEMORY, FrameworkMemory
 from scaletrain_cli.plan.hardware import Accelerator
+from scaletrain_cli.plan.outside_allocator import outside_allocator_bytes
 from scaletrain_cli.plan.rank_states import device_and_host_states, expert_tensor_parallel
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import Shard, Stage, chunks_in_flight, local_tokens, stage_shard, zero_shards
@@ -75,6 +76,7 @@ def framework_stages(
             step=step,
         )
 
+    outside = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
     known: dict[Stage, _Held] = {}
 
     def size(stage: Stage) -> StageMemory:
@@ -103,9 +105,9 @@ def framework_stages(
             activations=activations,
             logits=logits,
             communication_buffers=buffers,
-            framework=habits.context,
+            framework=outside,
             fragmentation=fragmentation,
-            peak=allocated + fragmentation + habits.context,
+            peak=allocated + fragmentation + outside,
             allocated=allocated,
             reserved=allocated + fragmentation,
             host=held.host,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from scaletrain_cli.plan.framework_memory import FRAMEWORK_MEMORY
 from scaletrain_cli.plan.hardware import Accelerator
 from scaletrain_cli.plan.memory import against_device
+from scaletrain_cli.plan.outside_allocator import outside_allocator_bytes
 from scaletrain_cli.plan.rank_states import host_bytes, rank_states
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
 from scaletrain_cli.plan.stages import Shard, zero_shards
@@ -23,9 +24,7 @@ from scaletrain_cli.spec import RunSpec
 
 # Per logit, as for text: the log-probability and the gradients of two losses in fp32, alive at once.
 _LOGIT_BYTES = 12
-# As of a transformer (plan/engine_memory.py): the context with its libraries, and what the allocator loses.
-_GPU_FRAMEWORK_BYTES = 1_500_000_000
-_CPU_FRAMEWORK_BYTES = 500_000_000
+# As of a transformer (plan/engine_memory.py): what the allocator loses.
 _FRAGMENTATION_SHARE = 0.05
 
 
@@ -68,10 +67,9 @@ def _rank_memory(
     moments = ((held.kept, logits, buffers, 0), (held.backward, 0, buffers, 0), (0, 0, 0, step))
     activations, logits, buffers, step = max(moments, key=sum)
     habits = FRAMEWORK_MEMORY.get(spec.planner.framework)
-    framework = habits.context if habits else _GPU_FRAMEWORK_BYTES
+    framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
     transient = activations + logits + buffers + step
     fragmentation = int((habits.fragmentation if habits else _FRAGMENTATION_SHARE) * transient)
-    framework = _CPU_FRAMEWORK_BYTES if device.is_cpu else framework
     allocated = sum(states) + transient
     return StageMemory(
         parameters=states.parameters,

@@ -1,0 +1,36 @@
+"""Device memory that PyTorch's allocator does not see: the CUDA context and NCCL's buffers. Knows no model.
+
+NCCL's memory grows with the communicators, not with the ranks beyond two nodes (its authors, NVIDIA/nccl issue 986),
+and with the peers of an all-to-all, each of which is a connection of its own.
+"""
+
+from __future__ import annotations
+
+from scaletrain_cli.plan.result import Layout
+
+# The context with the kernels of PyTorch, cuBLAS and flash attention, on current GPUs.
+_CONTEXT = 700_000_000
+# One communicator: 544 MB with two A100, 688 MB with more (NVIDIA/nccl issue 964), the context's growth included. The
+# fullest run of the Ultra-Scale sweep, with four of them, left 1.9 GB of an H100.
+_COMMUNICATOR = 400_000_000
+# The first all-to-all of eight H100 took 3.28 GB (NVIDIA/nccl issue 1685): 0.47 GB for each of seven peers in a node.
+_PEER = 470_000_000
+# A CPU rank: the interpreter with torch and DeepSpeed, 250 MB, and its arenas.
+_CPU_PROCESS = 500_000_000
+
+
+def outside_allocator_bytes(layout: Layout, gpus_per_node: int, is_cpu: bool = False) -> int:
+    """Bytes of one process on its device beside its tensors."""
+    if is_cpu:
+        return _CPU_PROCESS
+    axes = (
+        layout.data_parallel * layout.sequence_parallel * layout.context_parallel,
+        layout.tensor_parallel,
+        layout.pipeline_parallel,
+        layout.context_parallel,
+    )
+    communicators = sum(degree > 1 for degree in axes)
+    neighbours = layout.tensor_parallel * layout.context_parallel
+    exchanging = max(layout.expert_parallel, layout.sequence_parallel)
+    peers = max(0, min(exchanging, max(1, gpus_per_node // neighbours)) - 1)
+    return _CONTEXT + _COMMUNICATOR * communicators + _PEER * peers
