@@ -1,7 +1,9 @@
 """How each framework spends time around its matrix products: host work, memory traffic, overlap. Knows no device.
 
-Each figure is counted in the framework's source or read off measured runs, as its comment says. Host figures hold for
-server CPUs of the years of the runs (2020 to 2024); they matter where micro-batches are too small to keep a GPU busy.
+Bytes and collectives are counted in the frameworks' sources. Host seconds and overlaps are read off published runs and
+calibrated on half of them, nanotron's on the Ultra-Scale Playbook's sweep, Megatron's on vTrain's runs, FSDP's on LLM
+Foundry's; the other halves err as little. Host figures hold for server CPUs of 2020 to 2024, and matter where
+micro-batches are too small to keep a GPU busy. Those of our own engine are estimates between the others.
 """
 
 from __future__ import annotations

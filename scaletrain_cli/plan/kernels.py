@@ -38,12 +38,12 @@ _CAST_BYTES = 3
 _USUAL_MULTIPROCESSORS = 100
 # Of a CPU's nominal rate: products, attention forward and backward. An order of magnitude.
 _CPU_SHARES = (0.5, 0.25, 0.25)
-# What is left of that where heads are no multiple of 8 elements: BigScience measured 14400 channels in 96 heads of 150
-# a third slower than 14336 in 112 of 128 (chronicles of the 104B and 176B models).
-_ODD_HEAD_SHARE = 0.26
 # A batch of small products per head runs at this share of the rate of large ones; calibrated on half of the runs of
 # vTrain, BigScience and Megatron-LM that kept their scores.
 _BATCHED_SHARE = 0.33
+# What is left of that where heads are no multiple of 8 elements: BigScience measured 14400 channels in 96 heads of 150
+# a third slower than 14336 in 112 of 128 (chronicles of the 104B and 176B models).
+_ODD_HEAD_SHARE = 0.26
 
 
 @dataclass(frozen=True)
