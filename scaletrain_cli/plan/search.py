@@ -147,9 +147,9 @@ class _Search:
             self._hopeless.append((least, _Point(group, 0, len(self.modes) - 1, len(group.offload) - 1)))
             self._no_room(group, *self._hopeless[-1])
             return
-        once = self.bounds.once_seconds(axes, stage, group.offload[0], sizes[-1])
-        for index, floor in enumerate(floors):
-            self._push(floor + once, _Point(group, index, 0, 0))
+        closer = self.bounds.group_seconds(axes, stage, group.offload[0], sizes, floors)
+        for index, floor in enumerate(closer):
+            self._push(floor, _Point(group, index, 0, 0))
 
     def _time(self, point: _Point, floor: float) -> None:
         """Queue a layout again under its true time."""

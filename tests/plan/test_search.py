@@ -86,11 +86,13 @@ def test_the_search_chooses_what_sizing_every_layout_would_and_its_bounds_hold(n
     bounds = Bounds(spec, find_accelerator(spec.cluster), "none")
 
     @cache
-    def once(group: Group) -> float:
-        return bounds.once_seconds(group.axes, group.zero_stage, group.offload[0], group.micro_batches[-1])
+    def floors(group: Group) -> list[float]:
+        far = bounds.step_seconds(group.axes, group.micro_batches)
+        return bounds.group_seconds(group.axes, group.zero_stage, group.offload[0], group.micro_batches, far)
 
     for group, mode, offload, size, candidate in rows:
-        at_least = bounds.step_seconds(group.axes, [size], mode)[0] + once(group)
+        at_least = floors(group)[group.micro_batches.index(size)]
+        at_least = max(at_least, *bounds.step_seconds(group.axes, [size], mode))
         assert at_least <= candidate.time.step, describe(candidate.layout)
         held = bounds.peak_bytes(group.axes, group.zero_stage, size, mode, offload)
         assert held <= candidate.memory.peak, describe(candidate.layout)
