@@ -27,9 +27,10 @@ _SMALL_HEAD = ((128, 1.0), (96, 0.97), (64, 0.9), (0, 0.65))
 # What a kernel that adds a bias to the scores keeps: ALiBi ran on flash-attn's first Triton kernel, which the same
 # figures put at a half to two thirds of FlashAttention-2.
 _BIASED_SHARE = 0.55
-# Bytes per score that unfused attention moves beside its products, forward and backward, in 16 bits: the fused scaled
-# masked softmax reads and writes them (Megatron-LM, scaled_upper_triang_masked_softmax), dropout too, with its mask.
-_SCORE_BYTES = (4, 6)
+# Bytes per score that unfused attention moves, forward and backward, in 16 bits: its products write or read the scores,
+# the fused scaled masked softmax reads and writes them (Megatron-LM, scaled_upper_triang_masked_softmax), dropout too,
+# with its mask.
+_SCORE_BYTES = (8, 14)
 _DROPOUT_BYTES = (5, 5)
 # Transformer Engine casts each input of an fp8 product and keeps it transposed too: read 16 bits, write 8 twice; a part
 # is fused with the kernel before.
@@ -38,12 +39,12 @@ _CAST_BYTES = 3
 _USUAL_MULTIPROCESSORS = 100
 # Of a CPU's nominal rate: products, attention forward and backward. An order of magnitude.
 _CPU_SHARES = (0.5, 0.25, 0.25)
-# A batch of small products per head runs at this share of the rate of large ones; calibrated on half of the runs of
-# vTrain, BigScience and Megatron-LM that kept their scores.
-_BATCHED_SHARE = 0.33
+# A batch of small products per head runs at this share of the rate of large ones, beside what it moves; calibrated on
+# half of the runs of vTrain, BigScience and Megatron-LM that kept their scores.
+_BATCHED_SHARE = 0.65
 # What is left of that where heads are no multiple of 8 elements: BigScience measured 14400 channels in 96 heads of 150
 # a third slower than 14336 in 112 of 128 (chronicles of the 104B and 176B models).
-_ODD_HEAD_SHARE = 0.26
+_ODD_HEAD_SHARE = 0.13
 
 
 @dataclass(frozen=True)
