@@ -34,6 +34,11 @@ class Candidate:
         """Whether it fits with room for the error of the memory model; an out-of-memory error costs more than speed."""
         return self.memory.verdict == "fits"
 
+    @property
+    def expected_seconds(self) -> float:
+        """Per step, if a run that runs out of memory is worth nothing."""
+        return self.time.step / max(1 - self.memory.out_of_memory_probability, 1e-4)
+
 
 class Reason(NamedTuple):
     """Why a layout was not taken: in general, and with its numbers."""
@@ -43,18 +48,15 @@ class Reason(NamedTuple):
 
 
 def choose(fitting: list[Candidate]) -> Candidate | None:
-    """The fastest that fits with room to spare; among equals the simplest.
+    """The fastest that fits with room to spare, or else that fits; among equals the simplest.
 
-    Where none has room, the one that promises most steps per hour when a run that dies is worth nothing: speed times
-    the probability of not running out.
+    Speed counts as far as it can be expected: a layout that may run out of memory must be faster by as much.
     """
-    pool = [candidate for candidate in fitting if candidate.comfortable]
-    if pool:
-        limit = min(candidate.time.step for candidate in pool) * SAME_TIME
-        return min((candidate for candidate in pool if candidate.time.step <= limit), key=simplicity)
-    return max(
-        fitting, key=lambda c: ((1 - c.memory.out_of_memory_probability) / c.time.step, -c.memory.peak), default=None
-    )
+    pool = [candidate for candidate in fitting if candidate.comfortable] or fitting
+    if not pool:
+        return None
+    limit = min(candidate.expected_seconds for candidate in pool) * SAME_TIME
+    return min((candidate for candidate in pool if candidate.expected_seconds <= limit), key=simplicity)
 
 
 def simplicity(candidate: Candidate) -> tuple[int, ...]:
@@ -95,6 +97,9 @@ def reason(candidate: Candidate, chosen: Candidate) -> Reason:
     slower = candidate.time.step / chosen.time.step
     if slower > SAME_TIME:
         return Reason("slower", f"{slower:.2f} times as slow")
-    if not candidate.comfortable:
-        return Reason("more likely to run out of memory", "more likely to run out of memory")
+    if candidate.expected_seconds > chosen.expected_seconds * SAME_TIME:
+        risks = [f"{100 * each.memory.out_of_memory_probability:.0f} %" for each in (candidate, chosen)]
+        return Reason(
+            "more likely to run out of memory", f"more likely to run out of memory: {risks[0]}, not {risks[1]}"
+        )
     return Reason("no faster, and less simple", "no faster, and less simple")

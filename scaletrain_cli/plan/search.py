@@ -171,7 +171,7 @@ class _Search:
             candidate = Candidate(self._layout(point), memory, *point.timing)
             self.fitting.append(candidate)
             if candidate.comfortable:
-                self._best = min(self._best, candidate.time.step)
+                self._best = min(self._best, candidate.expected_seconds)
                 dominated = len(point.group.offload) - point.offload - 1
                 self._ruled_out += dominated
                 self.tally.add("offloads, though it fits without", describe(candidate.layout), dominated)

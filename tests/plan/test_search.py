@@ -140,7 +140,7 @@ def test_pinned_degrees_stay_in_a_search_of_everything() -> None:
     assert plan.layout.zero_stage == 1
 
 
-def test_more_memory_never_makes_a_roomy_plan_slower() -> None:
+def test_more_memory_never_makes_the_steps_to_expect_slower() -> None:
     table = {
         "name": "growing",
         "bf16_flops": "300TFLOPS",
@@ -156,7 +156,7 @@ def test_more_memory_never_makes_a_roomy_plan_slower() -> None:
         except PlanInfeasibleError:  # too small to hold it at all
             continue
         if plan.memory.verdict == "fits":
-            steps.append(plan.time.step)
+            steps.append(plan.time.step / (1 - plan.memory.out_of_memory_probability))
     assert len(steps) > 5
     assert all(later <= 1.02 * min(steps[: index + 1]) for index, later in enumerate(steps[1:]))
 
