@@ -4,7 +4,8 @@
 ``zero_buffers`` gives the engine the buffer sizes that the plan has counted.
 
 architecture -> states, activations, zero_buffers -> memory -> communication -> timing -> search -> planning; beside
-them hardware (devices), layouts (what divides), durability, cost, engine_support, advice and infeasible.
+them hardware (devices), layouts, layout_rules and search_space (what may be tried), bounds (what need not be), choice
+(which to take), durability, cost, engine_support, advice, infeasible and ways_out. sizing plans many clusters.
 """
 
 from scaletrain_cli.plan.architecture import parameter_count, training_flops_per_token
