@@ -9,6 +9,7 @@ from scaletrain_cli.plan.engine_support import AXES, capabilities
 from scaletrain_cli.plan.layout_rules import broken_rules
 from scaletrain_cli.plan.layouts import Axes, divisors, micro_batch_sizes, offload_modes, resolve_axes, zero_stages
 from scaletrain_cli.plan.rejections import Tally
+from scaletrain_cli.plan.states import weight_bytes
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # Fewer tokens than this on a rank do not fill one row of tiles of a matrix product (NVIDIA, Matrix Multiplication
@@ -39,7 +40,21 @@ def axes_to_try(spec: RunSpec, tally: Tally) -> list[Axes]:
             found.append(axes)
         else:
             tally.add(f"{rule.key}: {rule.message}", _spelled(axes))
+    _tell_of_stages(spec, found, tally)
     return found
+
+
+def _tell_of_stages(spec: RunSpec, all_axes: list[Axes], tally: Tally) -> None:
+    """Count the ZeRO stages that zero_stages() leaves out, where the spec leaves the stage open."""
+    framework = spec.planner.framework
+    stages = capabilities(spec).zero_stages if spec.layout.zero_stage == "auto" else ()
+    piped = [axes for axes in all_axes if axes.pipeline > 1]
+    if piped:
+        reason = f"zero_stage above 1: {framework} does not combine it with a pipeline"
+        tally.add(reason, f"zero_stage 3, {_spelled(piped[0])}", len(piped) * sum(stage > 1 for stage in stages))
+    if 0 in stages and framework == "deepspeed" and weight_bytes(spec.training.precision) == 2 and all_axes:
+        reason = f"zero_stage 0: DeepSpeed has no usable one for {spec.training.precision}"
+        tally.add(reason, f"zero_stage 0, {_spelled(all_axes[0])}", len(all_axes))
 
 
 def groups(spec: RunSpec, all_axes: list[Axes]) -> Iterator[Group]:
@@ -75,7 +90,7 @@ def degrees_to_try(spec: RunSpec, axis: str, tally: Tally) -> list[int]:
     else:
         wanted = divisors(world)
     if axis not in capabilities(spec).axes:
-        tally.add(f"{axis} above 1: this engine version cannot run it", f"{axis} {wanted[1:2] or [2]}", len(wanted[1:]))
+        tally.add(f"{axis} above 1: this engine version cannot run it", f"{axis} {max(wanted[:2])}", len(wanted[1:]))
         return [1]
     limits = {
         "tensor_parallel": (spec.cluster.gpus_per_node, f"reaches over a node of {spec.cluster.gpus_per_node} GPUs"),

@@ -101,7 +101,7 @@ def test_the_search_chooses_what_sizing_every_layout_would_and_its_bounds_hold(n
 def test_every_layout_is_chosen_or_rejected_for_a_reason() -> None:
     for name in ("7b on 8", "experts"):
         plan = make_plan(everything(name))
-        degrees = ("layout.", "training.", "model.", *AXES)
+        degrees = ("layout.", "training.", "model.", "zero_stage", *AXES)
         told = sum(row.count for row in plan.rejected if not row.reason.startswith(degrees))
         assert told == plan.considered - 1, plan.rejected
         assert all(row.reason and row.example and row.count > 0 for row in plan.rejected)
@@ -109,7 +109,11 @@ def test_every_layout_is_chosen_or_rejected_for_a_reason() -> None:
 
 def test_degrees_that_cannot_be_are_rejected_with_the_rule() -> None:
     reasons = [row.reason for row in make_plan(everything("experts")).rejected]
-    for expected in ("layout.expert_parallel: must divide data x sequence parallel", "virtual_pipeline: chunks do not"):
+    for expected in (
+        "layout.expert_parallel: must divide data x sequence parallel",
+        "virtual_pipeline: chunks do not",
+        "zero_stage above 1: deepspeed does not combine it with a pipeline",
+    ):
         assert any(reason.startswith(expected) for reason in reasons), reasons
     over = make_plan(spec_of("llama-70b", cluster__nodes=8, **EVERYTHING)).rejected
     assert ("tensor_parallel: reaches over a node of 8 GPUs", "tensor_parallel 16") in {
