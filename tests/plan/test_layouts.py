@@ -39,13 +39,13 @@ def test_with_tensor_parallel_2_the_same_8_gpus_make_128_of_it_not_256() -> None
 def test_world_size_is_the_product_of_the_degrees() -> None:
     spec = spec_of(
         "llama-70b",
-        cluster__nodes=8,
+        cluster__nodes=16,
         layout__tensor_parallel=4,
         layout__pipeline_parallel=2,
         layout__context_parallel=2,
     )
     layout = make_plan(spec).layout
-    assert layout.world_size == 64 == layout.data_parallel * 4 * 2 * 2
+    assert layout.world_size == 128 == layout.data_parallel * 4 * 2 * 2
 
 
 def test_auto_leaves_at_1_what_the_engine_cannot_run() -> None:
