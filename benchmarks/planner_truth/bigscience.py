@@ -15,7 +15,7 @@ from planner_truth.table import whole
 # Sections with fixed dimensions: (layers, hidden, heads).
 _V100_MODELS = {"52B": (64, 8192, 32), "39B": (48, 8192, 32), "1.3B": (24, 2048, 16)}
 _BATCH_OF_1B3 = 512
-# "NHIDDEN=14336 / NLAYERS=6 / GBS=512" heads a table whose column says 2048, which no eight A100 can do in that time.
+# "NHIDDEN=14336 / NLAYERS=6 / GBS=512" heads the table; 2048 is the setting of the sections around it.
 _BATCH_OF_SIX_LAYERS = 512
 
 

@@ -79,7 +79,7 @@ def build(row: Mapping[str, str]) -> Case:
         global_batch=int(args.get("global_batch_size", 0)) or _first_batch(args),
         micro_batch=int(args["micro_batch_size"]),
         training=_training(args),
-        planner={"attention": _attention(args, row)},
+        planner={"attention": _attention(args)},
     )
 
 
@@ -146,7 +146,7 @@ def _training(args: Mapping[str, Any]) -> dict[str, Any]:
     return {"precision": "fp32", "grad_dtype": "fp32"}
 
 
-def _attention(args: Mapping[str, Any], row: Mapping[str, str]) -> str:
+def _attention(args: Mapping[str, Any]) -> str:
     backend = args.get("attention_backend", "flash" if args.get("use_flash_attn") else "auto")
     if backend in ("unfused", "local"):
         return "materialised"
@@ -154,14 +154,7 @@ def _attention(args: Mapping[str, Any], row: Mapping[str, str]) -> str:
         return "flash"
     if args.get("transformer_impl") != "transformer_engine":
         return "materialised"  # Megatron's own layers keep the scores
-    # Left alone, Transformer Engine takes a fused kernel: pairs of tests that differ in nothing else show it. The rows
-    # of two clusters show the opposite, all twenty that ask for determinism; presumably their older container had no
-    # deterministic fused kernel. Concluded from the peaks, not read anywhere.
-    return "materialised" if "dracooci" in row["env"] and _deterministic(row) else "flash"
-
-
-def _deterministic(row: Mapping[str, str]) -> bool:
-    return bool(re.search(r'"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "?0', row["env_vars_json"]))
+    return "flash"  # left alone, Transformer Engine takes a fused kernel
 
 
 def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:

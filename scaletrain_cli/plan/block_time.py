@@ -12,8 +12,8 @@ from scaletrain_cli.plan.framework_time import Habits
 from scaletrain_cli.plan.kernels import (
     Rates,
     flash_attention_seconds,
+    linear_seconds,
     materialised_attention_seconds,
-    matmul_seconds,
     memory_seconds,
 )
 from scaletrain_cli.spec import ModelSpec
@@ -57,8 +57,9 @@ def block_time(model: ModelSpec, cut: Slice, habits: Habits, rate: Rates, expert
         _expert_products(model, cut) if experts else _mlp_products(model, cut.tokens, model.intermediate_size, t)
     )
     for count, rows, inner, columns in products:
-        forward += count * matmul_seconds(rows, inner, columns, rate)
-        backward += count * (matmul_seconds(rows, columns, inner, rate) + matmul_seconds(inner, rows, columns, rate))
+        there, back = linear_seconds(rows, inner, columns, cut.compiled, rate)
+        forward += count * there
+        backward += count * back
         forward += memory_seconds(1.0 * count * rows * inner * rate.cast_bytes, 0, rate)
         backward += memory_seconds(1.0 * count * rows * columns * rate.cast_bytes, 0, rate)
     core = _attention_core(model, cut, habits, heads, rate)
@@ -73,8 +74,7 @@ def block_time(model: ModelSpec, cut: Slice, habits: Habits, rate: Rates, expert
 def head_time(model: ModelSpec, cut: Slice, habits: Habits, rate: Rates) -> PartTime:
     """Final norm, projection to the vocabulary and loss."""
     columns, hidden = -(-model.vocab_size // cut.tensor), model.hidden_size
-    forward = matmul_seconds(cut.tokens, hidden, columns, rate)
-    backward = matmul_seconds(cut.tokens, columns, hidden, rate) + matmul_seconds(hidden, cut.tokens, columns, rate)
+    forward, backward = linear_seconds(cut.tokens, hidden, columns, cut.compiled, rate)
     entries = 1.0 * cut.tokens * columns
     return PartTime(
         forward + memory_seconds(habits.loss[0] * entries, 10, rate),
@@ -123,13 +123,15 @@ def _mlp_products(model: ModelSpec, tokens: int, inner: int, t: int) -> list[_Pr
 
 
 def _expert_products(model: ModelSpec, cut: Slice) -> list[_Product]:
-    """Router, shared experts, and the routed ones held here, each with its share of the tokens when balanced."""
+    """Router, shared experts, and the routed ones held here, each with its share of the tokens when balanced.
+
+    The tensor ranks share one micro-batch; the ranks that hold all experts between them work on expert x expert_tensor
+    / tensor of them.
+    """
     held = -(-model.num_experts // cut.expert)
-    routed = cut.tokens * model.num_experts_per_tok * cut.tensor // max(1, cut.expert_tensor)
+    routed = cut.tokens * model.num_experts_per_tok * cut.expert_tensor // cut.tensor
     each = max(1, -(-routed // held))
     products: list[_Product] = [(1, cut.tokens, model.hidden_size, model.num_experts)]
-    if cut.tensor > 1:  # experts that are not cut see the tokens of their own tensor rank alone
-        each = max(1, -(-each // cut.tensor))
     if model.shared_expert_intermediate_size:
         products += _mlp_products(model, cut.tokens, model.shared_expert_intermediate_size, cut.tensor)
     one = _mlp_products(model, each, model.expert_size, cut.expert_tensor)

@@ -17,8 +17,9 @@ from scaletrain_cli.plan.hardware import Accelerator
 # smaller one keeps, because it reads more for each product (CUTLASS, "Efficient GEMM in CUDA"; order of magnitude).
 _TILES = ((1, 1, 1.0), (2, 1, 0.93), (2, 2, 0.8), (4, 2, 0.6))
 # 16-bit rows that are a multiple of 64, 8, 2 or 1 elements long (NVIDIA, Matrix Multiplication Background User's Guide,
-# figures 3 and 4, A100: order of magnitude).
-_ALIGNMENT = ((64, 1.0), (8, 0.9), (2, 0.4), (1, 0.25))
+# figures 3 and 4, A100: order of magnitude). nanoGPT's author reports a quarter off the step of GPT-2 124M from padding
+# 50,257 entries to 50,304, which is about half the rate in the head.
+_ALIGNMENT = ((64, 1.0), (8, 0.9), (2, 0.6), (1, 0.5))
 # A causal kernel wastes half of the blocks on the diagonal and starves on short sequences: the length at which it runs
 # at half its rate (FlashAttention-2, arXiv:2307.08691, figures 5 and 6: 512 to 16k).
 _ATTENTION_HALF_LENGTH = 500
@@ -42,9 +43,10 @@ _CPU_SHARES = (0.5, 0.25, 0.25)
 # A batch of small products per head runs at this share of the rate of large ones, beside what it moves; calibrated on
 # half of the runs of vTrain, BigScience and Megatron-LM that kept their scores.
 _BATCHED_SHARE = 0.65
-# What is left of that where heads are no multiple of 8 elements: BigScience measured 14400 channels in 96 heads of 150
-# a third slower than 14336 in 112 of 128 (chronicles of the 104B and 176B models).
-_ODD_HEAD_SHARE = 0.13
+# What is left of that where heads are no multiple of 8 elements, and no tensor core takes them: an A100's fp32 units do
+# a sixteenth. BigScience measured 14400 channels in 96 heads of 150 a third slower than 14336 in 112 of 128 (chronicles
+# of the 104B and 176B models).
+_ODD_HEAD_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def rates(device: Accelerator, precision: str) -> Rates:
     """The device's rates at a precision. fp8 speeds up matrix products, not attention, which stays in 16 bits."""
     row = _generation(device.name)
     peak = device.peak_flops(precision)
-    attention_peak = device.peak_flops("bf16" if precision == "fp8" and "bf16" in device.flops else precision)
+    attention_peak = device.peak_flops("bf16" if precision == "fp8" and "fp8" in device.flops else precision)
     if device.is_cpu:
         share = _CPU_SHARES
     else:
@@ -100,6 +102,26 @@ def matmul_seconds(rows: int, inner: int, columns: int, rate: Rates) -> float:
     """
     if rate.is_cpu:
         return 2.0 * rows * inner * columns / rate.matmul
+    return _tiled_seconds(rows, inner, columns, min(_aligned(inner), _aligned(columns)), rate)
+
+
+@lru_cache(maxsize=16384)
+def linear_seconds(rows: int, inner: int, columns: int, compiled: bool, rate: Rates) -> tuple[float, float]:
+    """Forward and backward of a linear layer: its output, the gradient of its input, and that of its weight.
+
+    In all three the rows of memory are as wide as the weight's two dimensions, which torch.compile pads.
+    """
+    if rate.is_cpu:
+        once = 2.0 * rows * inner * columns / rate.matmul
+        return once, 2 * once
+    aligned = 1.0 if compiled else min(_aligned(inner), _aligned(columns))
+    return (
+        _tiled_seconds(rows, inner, columns, aligned, rate),
+        _tiled_seconds(rows, columns, inner, aligned, rate) + _tiled_seconds(inner, rows, columns, aligned, rate),
+    )
+
+
+def _tiled_seconds(rows: int, inner: int, columns: int, aligned: float, rate: Rates) -> float:
     best = float("inf")
     for cut_rows, cut_columns, share in _TILES:
         tile_rows, tile_columns = rate.tile_rows // cut_rows, rate.tile_columns // cut_columns
@@ -108,7 +130,7 @@ def matmul_seconds(rows: int, inner: int, columns: int, rate: Rates) -> float:
         # Large products balance their last wave by splitting it (stream-K, arXiv:2301.03598); small ones cannot.
         waves_run = waves if waves <= 2 else tiles / rate.multiprocessors + 0.5
         best = min(best, waves_run * tile_rows * tile_columns / share)
-    flops = 2.0 * best * rate.multiprocessors * (inner + rate.depth) / min(_aligned(inner), _aligned(columns))
+    flops = 2.0 * best * rate.multiprocessors * (inner + rate.depth) / aligned
     moved = rate.element_bytes * (rows * inner + inner * columns + rows * columns)
     return max(flops / rate.matmul, moved / rate.memory) + rate.kernel_seconds
 
@@ -145,7 +167,7 @@ def materialised_attention_seconds(
     """Forward and backward of attention that keeps its matrix of scores; nothing of the masked half is saved."""
     scores = 1.0 * queries * keys * heads
     scale = rate.element_bytes / 2
-    share = _BATCHED_SHARE * (_aligned(score_size) if score_size % 8 == 0 else _ODD_HEAD_SHARE * _aligned(score_size))
+    share = _BATCHED_SHARE * (_aligned(score_size) if score_size % 8 == 0 else _ODD_HEAD_SHARE)
     flops = 2.0 * scores * (score_size + value_size) / (rate.matmul * share)
     moved = [count + (extra if dropout else 0) for count, extra in zip(_SCORE_BYTES, _DROPOUT_BYTES, strict=True)]
     forward = flops + memory_seconds(scale * moved[0] * scores, 4, rate)

@@ -140,9 +140,9 @@ def _points(row: dict[str, float]) -> tuple[tuple[float, float], ...]:
 
 @cache
 def _share(points: tuple[tuple[float, float], ...], ranks: int) -> float:
-    """Share of the wires at a number of ranks, along the logarithm of both; beyond the last point it falls on."""
-    at = max(points[0][0], math.log2(ranks))
-    index = next((i for i in range(1, len(points)) if at <= points[i][0]), len(points) - 1)
+    """Share of the wires at a number of ranks, along the logarithm of both; as at the last point beyond it."""
+    at = min(max(points[0][0], math.log2(ranks)), points[-1][0])
+    index = next(i for i in range(1, len(points)) if at <= points[i][0])
     (x0, y0), (x1, y1) = points[index - 1], points[index]
     return float(y0 * (y1 / y0) ** ((at - x0) / (x1 - x0)))
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.plan.block_time import Slice, _expert_products
 from scaletrain_cli.plan.hardware import accelerator_names, find_accelerator
+from scaletrain_cli.plan.kernels import linear_seconds, rates
 from scaletrain_cli.plan.layouts import build_layout, resolve_axes
 from scaletrain_cli.plan.result import Layout, Network, Time
 from scaletrain_cli.plan.timing import plan_time
@@ -145,3 +147,20 @@ def test_one_layout_takes_a_tenth_of_a_millisecond_or_so() -> None:
             plan_time(run, replace(layout, zero_stage=stage % 2), device)
         best = min(best, (clock.process_time() - start) / 40)
     assert best < 1e-3
+
+
+@pytest.mark.parametrize(("tensor", "expert_tensor"), [(1, 1), (2, 2), (4, 4), (4, 1), (8, 8)])
+def test_experts_do_the_same_work_however_they_are_cut(tensor: int, expert_tensor: int) -> None:
+    model = spec_of("mixtral-8x7b").transformer
+    cut = Slice(
+        tokens=8192, keys=8192, tensor=tensor, sequence=1, expert=8, expert_tensor=expert_tensor,
+        sharded_norms=True, flash=True, compiled=False,
+    )  # fmt: skip
+    routed = sum(count * rows * inner * columns for count, rows, inner, columns in _expert_products(model, cut)[1:])
+    assert routed * tensor == model.num_experts_per_tok * 8192 * 3 * model.hidden_size * model.intermediate_size
+
+
+def test_tokens_that_are_no_multiple_of_anything_cost_no_alignment() -> None:
+    rate = rates(find_accelerator(spec_of().cluster), "bf16")
+    even, odd = (sum(linear_seconds(tokens, 4096, 4096, False, rate)) for tokens in (8192, 8191))
+    assert odd <= even * 1.01
