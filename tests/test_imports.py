@@ -159,11 +159,11 @@ def test_every_folder_of_the_package_is_a_room_of_the_design() -> None:
 @pytest.mark.parametrize(
     ("file", "source", "expected"),
     [
-        ("plan/memory.py", "import scaletrain_cli.launch.slurm", "plan may import spec"),
-        ("plan/memory.py", "from scaletrain_cli import engine", "plan may import spec"),
-        ("plan/memory.py", "from ..rundir import records", "plan may import spec"),
+        ("plan/memory/states.py", "import scaletrain_cli.launch.slurm", "plan may import spec"),
+        ("plan/memory/states.py", "from scaletrain_cli import engine", "plan may import spec"),
+        ("plan/memory/states.py", "from ...rundir import records", "plan may import spec"),
         ("plan/__init__.py", "from ..rundir import records", "plan may import spec"),
-        ("plan/memory.py", "import pydantic", "plan may use the standard one only"),
+        ("plan/memory/states.py", "import pydantic", "plan may use the standard one only"),
         ("spec/run.py", "def load():\n    from scaletrain_cli.plan import make_plan", "spec may import no other room"),
         ("launch/local.py", "import importlib\nimportlib.import_module('scaletrain_cli.engine.train')", "launch may"),
         ("launch/local.py", "import rich.table", "launch may use kubernetes, submitit"),
@@ -186,9 +186,12 @@ def test_a_broken_rule_is_found(tmp_path: Path, file: str, source: str, expected
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("plan/memory.py", "import math\nfrom scaletrain_cli.spec.model import Model\nfrom .compute import flops"),
         (
-            "plan/memory.py",
+            "plan/memory/states.py",
+            "import math\nfrom scaletrain_cli.spec.model import Model\nfrom .compute import flops",
+        ),
+        (
+            "plan/memory/states.py",
             "from scaletrain_cli import __version__, errors\nfrom scaletrain_cli.errors import Problem",
         ),
         ("launch/probe.py", "def probe():\n    import submitit"),

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
-from scaletrain_cli.plan.hardware import Accelerator, find_accelerator
-from scaletrain_cli.plan.prices import Quote
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
+from scaletrain_cli.plan.catalogue.prices import Quote
 from scaletrain_cli.spec import RunSpec
 
 # Whose lists gpuhunt takes from its own storage; for the others it would need credentials or ask each of them.

@@ -11,9 +11,9 @@ from scaletrain_cli.cli.options import AsJson, Overrides
 from scaletrain_cli.errors import ExitCode, InfeasibleError, UsageError
 
 if TYPE_CHECKING:
-    from scaletrain_cli.plan.answer import Answer
-    from scaletrain_cli.plan.limits import Limits
-    from scaletrain_cli.plan.trace_file import SpotTrace
+    from scaletrain_cli.plan.advice.answer import Answer
+    from scaletrain_cli.plan.search.limits import Limits
+    from scaletrain_cli.plan.survival.trace_file import SpotTrace
     from scaletrain_cli.spec import RunSpec
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
@@ -71,7 +71,7 @@ def command(
 
     --objective, --max-gpus, --deadline and --budget choose the number of GPUs. A deadline alone asks for the fewest.
     """
-    from scaletrain_cli.plan.limits import parse_limits
+    from scaletrain_cli.plan.search.limits import parse_limits
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.spec.variants import variants
 
@@ -96,7 +96,7 @@ def command(
         check_plot_file(plot)
     recorded = None
     if trace is not None:
-        from scaletrain_cli.plan.trace_file import read_trace
+        from scaletrain_cli.plan.survival.trace_file import read_trace
 
         recorded = read_trace(trace)
     run = load_spec(specs[0], [*(overrides or ()), *sets[0]])
@@ -119,11 +119,11 @@ def command(
 
 
 def _ask(run: RunSpec, limits: Limits | None, explain: bool, trace: SpotTrace | None, *, as_json: bool) -> Answer:
-    from scaletrain_cli.plan.answer import answer
+    from scaletrain_cli.plan.advice.answer import answer
 
     if limits is None:
         return answer(run, explained=explain, trace=trace)
-    from scaletrain_cli.plan.sizing import SizingError
+    from scaletrain_cli.plan.search.sizing import SizingError
 
     try:
         return answer(run, limits, explained=explain, trace=trace)
@@ -153,7 +153,7 @@ def _priced(run: RunSpec) -> RunSpec:
 
 
 def _compare(specs: list[Path], overrides: list[str], sets: list[tuple[str, ...]], *, as_json: bool) -> None:
-    from scaletrain_cli.plan.comparison import compare, name_runs, none_feasible
+    from scaletrain_cli.plan.advice.comparison import compare, name_runs, none_feasible
     from scaletrain_cli.spec import load_spec
 
     runs = [(path, chosen, load_spec(path, [*overrides, *chosen])) for path in specs for chosen in sets]
@@ -171,7 +171,7 @@ def _compare(specs: list[Path], overrides: list[str], sets: list[tuple[str, ...]
 
 
 def _draw(found: Answer, path: Path) -> None:
-    from scaletrain_cli.plan.pictures import pictures
+    from scaletrain_cli.plan.advice.pictures import pictures
     from scaletrain_cli.ui.messages import say
     from scaletrain_cli.ui.plan_plot_file import write_plot
 

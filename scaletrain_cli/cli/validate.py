@@ -13,7 +13,7 @@ def command(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
 
     With --json: {"valid", "problems", "spec"}, the spec complete with every default and derived dimension.
     """
-    from scaletrain_cli.plan.hardware import find_accelerator
+    from scaletrain_cli.plan.catalogue.hardware import find_accelerator
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.spec.problems import placed
 

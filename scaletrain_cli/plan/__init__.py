@@ -3,19 +3,19 @@
 ``make_plan`` sizes and chooses a layout, ``submittable`` says what keeps a plan from being run by this engine, and
 ``zero_buffers`` gives the engine the buffer sizes that the plan has counted.
 
-architecture -> states, activations, zero_buffers -> memory -> communication -> timing -> search -> planning; beside
-them hardware (devices), layouts, layout_rules and search_space (what may be tried), bounds (what need not be), choice
-(which to take), durability, cost, engine_support, advice, infeasible and ways_out. sizing plans many clusters.
+planning puts the parts together: architecture (exact sizes), stages (what a rank holds), memory and speed of one layout
+(estimate picks those of vision networks), search over layouts and clusters, catalogue (devices, networks, prices,
+recipes), survival (checkpoints, goodput, dollars), and advice (reasons, warnings, pictures).
 """
 
 from scaletrain_cli.plan.architecture import parameter_count, training_flops_per_token
-from scaletrain_cli.plan.engine_support import submittable, unsupported
-from scaletrain_cli.plan.hardware import Accelerator, accelerator_names, find_accelerator
-from scaletrain_cli.plan.infeasible import PlanInfeasibleError
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_names, find_accelerator
+from scaletrain_cli.plan.memory.states import ModelStates, model_state_bytes
+from scaletrain_cli.plan.memory.zero_buffers import ZeroBuffers, zero_buffers
 from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.plan.states import ModelStates, model_state_bytes
-from scaletrain_cli.plan.zero_buffers import ZeroBuffers, zero_buffers
+from scaletrain_cli.plan.search.engine_support import submittable, unsupported
+from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
 
 __all__ = [
     "Accelerator",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from scaletrain_cli.plan import architecture, memory, timing
-from scaletrain_cli.plan.hardware import Accelerator
+from scaletrain_cli.plan import architecture
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.memory import device_memory
 from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time
+from scaletrain_cli.plan.speed import timing
 from scaletrain_cli.plan.vision.memory import plan_vision_memory
 from scaletrain_cli.plan.vision.network import vision_size
 from scaletrain_cli.plan.vision.timing import plan_vision_time
@@ -14,7 +16,7 @@ from scaletrain_cli.spec.run import AnyModel
 
 def plan_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
     """Memory of the worst rank against the device, and of each pipeline stage."""
-    sized = memory.plan_memory if isinstance(spec.model, ModelSpec) else plan_vision_memory
+    sized = device_memory.plan_memory if isinstance(spec.model, ModelSpec) else plan_vision_memory
     return sized(spec, layout, device)
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.plan.advice import assumptions, warnings
-from scaletrain_cli.plan.choice import Candidate
-from scaletrain_cli.plan.cost import plan_cost
-from scaletrain_cli.plan.durability import plan_durability
+from scaletrain_cli.plan.advice.training_sanity import check_recipe
+from scaletrain_cli.plan.advice.warnings import assumptions, warnings
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.estimate import model_size
-from scaletrain_cli.plan.hardware import Accelerator, find_accelerator
-from scaletrain_cli.plan.infeasible import PlanInfeasibleError, does_not_divide, does_not_fit
-from scaletrain_cli.plan.layout_rules import division_problems
-from scaletrain_cli.plan.layouts import resolve_axes
-from scaletrain_cli.plan.rejections import Tally
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.plan.search import Found, alternatives, evaluate, search, smallest
-from scaletrain_cli.plan.search_space import axes_to_try
-from scaletrain_cli.plan.training_sanity import check_recipe
-from scaletrain_cli.plan.ways_out import ways_out
+from scaletrain_cli.plan.search.choice import Candidate
+from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, does_not_divide, does_not_fit
+from scaletrain_cli.plan.search.layout_rules import division_problems
+from scaletrain_cli.plan.search.layout_search import Found, alternatives, evaluate, search, smallest
+from scaletrain_cli.plan.search.layouts import resolve_axes
+from scaletrain_cli.plan.search.rejections import Tally
+from scaletrain_cli.plan.search.search_space import axes_to_try
+from scaletrain_cli.plan.search.ways_out import ways_out
+from scaletrain_cli.plan.survival.cost import plan_cost
+from scaletrain_cli.plan.survival.durability import plan_durability
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.problems import placed
 

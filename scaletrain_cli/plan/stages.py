@@ -8,9 +8,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture
-from scaletrain_cli.plan.framework_memory import FRAMEWORK_MEMORY
-from scaletrain_cli.plan.pipeline_time import blocks_by_stage
+from scaletrain_cli.plan.memory.framework_memory import FRAMEWORK_MEMORY
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.speed.pipeline_time import blocks_by_stage
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # Stages beyond these are sized by the first, second and last alone: nobody runs them, and a typing slip must end soon.

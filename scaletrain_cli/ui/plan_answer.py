@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from scaletrain_cli.plan.answer import Answer
+from scaletrain_cli.plan.advice.answer import Answer
 from scaletrain_cli.ui.plan_view import show_plan
 
 

@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from scaletrain_cli.plan.comparison import Compared
+from scaletrain_cli.plan.advice.comparison import Compared
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.ui.console import answer, plain, show, words
 from scaletrain_cli.ui.plan_compare_list import comparison_list

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from scaletrain_cli.plan.comparison import Compared
+from scaletrain_cli.plan.advice.comparison import Compared
 from scaletrain_cli.ui.console import words
 from scaletrain_cli.ui.plan_layout_view import differing
 from scaletrain_cli.ui.units import bytes_text, dollars_text, percent_text, ratio_text, seconds_text

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from scaletrain_cli.plan.explanation import Question, Row
+from scaletrain_cli.plan.advice.explanation import Question, Row
 from scaletrain_cli.ui.console import answer, show, speaks_unicode, words
 from scaletrain_cli.ui.units import bytes_text, percent_text, seconds_text
 

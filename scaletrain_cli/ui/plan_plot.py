@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from scaletrain_cli.plan.pictures import Pictures
+from scaletrain_cli.plan.advice.pictures import Pictures
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.ui.plan_plot_panels import draw_efficiency, draw_memory, draw_pipeline, draw_rate, draw_step

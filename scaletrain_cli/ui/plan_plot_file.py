@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from scaletrain_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from scaletrain_cli.plan.answer import Answer
-    from scaletrain_cli.plan.pictures import Pictures
+    from scaletrain_cli.plan.advice.answer import Answer
+    from scaletrain_cli.plan.advice.pictures import Pictures
 
 _KINDS = (".html", ".svg", ".png")
 _DOTS_PER_INCH = 144

@@ -8,8 +8,8 @@ from html import escape
 
 from rich.console import Console
 
-from scaletrain_cli.plan.answer import Answer
-from scaletrain_cli.plan.pictures import Pictures
+from scaletrain_cli.plan.advice.answer import Answer
+from scaletrain_cli.plan.advice.pictures import Pictures
 from scaletrain_cli.ui.plan_answer import show_answer
 from scaletrain_cli.ui.plan_memory_view import PARTS
 from scaletrain_cli.ui.units import bytes_text, count_text, percent_text, seconds_text, whole_text

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scaletrain_cli.plan.pipeline_schedule import Timeline
 from scaletrain_cli.plan.result import Memory, Time
-from scaletrain_cli.plan.sizing import ScalingPoint
+from scaletrain_cli.plan.search.sizing import ScalingPoint
+from scaletrain_cli.plan.speed.pipeline_schedule import Timeline
 from scaletrain_cli.ui.plan_memory_view import PARTS as MEMORY_PARTS
 from scaletrain_cli.ui.plan_time_view import PARTS as TIME_PARTS
 from scaletrain_cli.ui.units import bytes_text, count_text, percent_text, seconds_text

@@ -8,8 +8,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from scaletrain_cli.plan.cluster_choice import Considered
-from scaletrain_cli.plan.sizing import Sizing
+from scaletrain_cli.plan.search.cluster_choice import Considered
+from scaletrain_cli.plan.search.sizing import Sizing
 from scaletrain_cli.ui.console import answer, show, words
 from scaletrain_cli.ui.plan_run_view import goodput_text
 from scaletrain_cli.ui.units import dollars_text, seconds_text, whole_text

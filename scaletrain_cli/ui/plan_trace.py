@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console, Group
 from rich.table import Table
 
-from scaletrain_cli.plan.spot_trace import Spread, TraceOutcome
+from scaletrain_cli.plan.survival.spot_trace import Spread, TraceOutcome
 from scaletrain_cli.ui.console import answer, plain, show, words
 from scaletrain_cli.ui.units import count_text, dollars_text, percent_text, seconds_text, whole_text
 

@@ -109,7 +109,7 @@ def test_a_place_where_no_picture_can_be_written_is_found_before_the_work(
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "touch", refuse)
-    monkeypatch.setattr("scaletrain_cli.plan.answer.answer", _must_not_run)
+    monkeypatch.setattr("scaletrain_cli.plan.advice.answer.answer", _must_not_run)
     ended = scaletrain("plan", SMALL, "--plot", "a.svg")
     assert (ended.code, ended.out) == (ExitCode.USAGE, "")
     assert "a.svg: it cannot be written there: Permission denied." in ended.err

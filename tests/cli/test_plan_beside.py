@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scaletrain_cli.plan.cluster_choice import Considered
-from scaletrain_cli.plan.comparison import Compared
-from scaletrain_cli.plan.explanation import Question, Row
-from scaletrain_cli.plan.sizing import Sizing
-from scaletrain_cli.plan.spot_trace import Spread, TraceOutcome
+from scaletrain_cli.plan.advice.comparison import Compared
+from scaletrain_cli.plan.advice.explanation import Question, Row
+from scaletrain_cli.plan.search.cluster_choice import Considered
+from scaletrain_cli.plan.search.sizing import Sizing
+from scaletrain_cli.plan.survival.spot_trace import Spread, TraceOutcome
 from scaletrain_cli.ui.plan_compare import show_comparison
 from scaletrain_cli.ui.plan_explain import show_explanation
 from scaletrain_cli.ui.plan_sizing import show_sizing

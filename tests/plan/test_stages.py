@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.plan.architecture import architecture
-from scaletrain_cli.plan.layout_rules import division_problems
-from scaletrain_cli.plan.layouts import build_layout, resolve_axes
+from scaletrain_cli.plan.search.layout_rules import division_problems
+from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
 from scaletrain_cli.plan.stages import chunks_in_flight, loss_stage, pipeline_stages, stage_shard
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from tests.plan.specs import model_of, spec_of

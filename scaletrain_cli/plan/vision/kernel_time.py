@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
-from scaletrain_cli.plan.hardware import Accelerator
-from scaletrain_cli.plan.kernels import Rates, flash_attention_seconds, matmul_seconds, memory_seconds, rates
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.speed.kernels import Rates, flash_attention_seconds, matmul_seconds, memory_seconds, rates
 from scaletrain_cli.plan.vision.operations import Network, Operation
 
-# A batch of small products, one per head, runs at this share of the rate of large ones, as in plan/kernels.py; where
+# A batch of small products, one per head, runs at this share of the rate of large ones, as in kernels.py; where
 # rows are no multiple of 16 bytes, as with 197 tokens, loads are by single elements (NVIDIA, Matrix Multiplication
 # Background User's Guide, figure 2; order of magnitude).
 _BATCHED_SHARE = 0.6

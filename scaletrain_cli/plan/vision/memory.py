@@ -9,22 +9,22 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from scaletrain_cli.plan.framework_memory import FRAMEWORK_MEMORY
-from scaletrain_cli.plan.hardware import Accelerator
-from scaletrain_cli.plan.memory import against_device
-from scaletrain_cli.plan.outside_allocator import outside_allocator_bytes
-from scaletrain_cli.plan.rank_states import host_bytes, rank_states
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.memory.device_memory import against_device
+from scaletrain_cli.plan.memory.framework_memory import FRAMEWORK_MEMORY
+from scaletrain_cli.plan.memory.outside_allocator import outside_allocator_bytes
+from scaletrain_cli.plan.memory.rank_states import host_bytes, rank_states
+from scaletrain_cli.plan.memory.states import gradient_bytes, second_gradient_bytes, step_temporary_bytes, weight_bytes
+from scaletrain_cli.plan.memory.zero_buffers import communication_buffer_bytes
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
 from scaletrain_cli.plan.stages import Shard, zero_shards
-from scaletrain_cli.plan.states import gradient_bytes, second_gradient_bytes, step_temporary_bytes, weight_bytes
 from scaletrain_cli.plan.vision.network import autocasts, planned_network
 from scaletrain_cli.plan.vision.operations import Block, Network
-from scaletrain_cli.plan.zero_buffers import communication_buffer_bytes
 from scaletrain_cli.spec import RunSpec
 
 # Per logit, as for text: the log-probability and the gradients of two losses in fp32, alive at once.
 _LOGIT_BYTES = 12
-# As of a transformer (plan/engine_memory.py): what the allocator loses.
+# As of a transformer (plan/memory/engine_memory.py): what the allocator loses.
 _FRAGMENTATION_SHARE = 0.05
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from scaletrain_cli.plan.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.result import ModelSize
 from scaletrain_cli.plan.vision.convolutional import convnext, resnet
 from scaletrain_cli.plan.vision.operations import Network

@@ -5,13 +5,13 @@ Knows no memory and no search.
 
 from __future__ import annotations
 
-from scaletrain_cli.plan.framework_time import HABITS, Habits
-from scaletrain_cli.plan.hardware import Accelerator
-from scaletrain_cli.plan.kernels import Rates, matmul_seconds, memory_seconds
-from scaletrain_cli.plan.networks import cluster_link
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.networks import cluster_link
+from scaletrain_cli.plan.memory.states import gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageTime, Time
+from scaletrain_cli.plan.speed.framework_time import HABITS, Habits
+from scaletrain_cli.plan.speed.kernels import Rates, matmul_seconds, memory_seconds
 from scaletrain_cli.plan.stages import zero_shards
-from scaletrain_cli.plan.states import gradient_bytes, weight_bytes
 from scaletrain_cli.plan.vision.kernel_time import machine, pass_seconds
 from scaletrain_cli.plan.vision.network import network, planned_network, training_flops, vision_model
 from scaletrain_cli.spec import RunSpec

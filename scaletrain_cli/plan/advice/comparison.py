@@ -1,0 +1,70 @@
+"""Several runs planned side by side; one that cannot be laid out is a column with its reason, and no error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.errors import InfeasibleError
+from scaletrain_cli.plan.planning import make_plan
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
+from scaletrain_cli.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One column. ``plan`` is the smallest layout where none fits, and None where none divides."""
+
+    name: str
+    spec: RunSpec
+    plan: RunPlan | None
+    reason: str | None
+
+    @property
+    def feasible(self) -> bool:
+        return self.reason is None
+
+    def to_json(self) -> dict[str, Any]:
+        """``name``, ``feasible``, ``reason`` and the plan as ``make_plan`` gives it."""
+        plan = None if self.plan is None else self.plan.to_json()
+        return {"name": self.name, "feasible": self.feasible, "reason": self.reason, "plan": plan}
+
+
+def compare(runs: Sequence[tuple[str, RunSpec]]) -> tuple[Compared, ...]:
+    """Each named run planned, in the order given. Raises UsageError as ``make_plan`` does."""
+    return tuple(_compared(name, spec) for name, spec in runs)
+
+
+def name_runs(runs: Sequence[tuple[Path, tuple[str, ...], RunSpec]]) -> list[tuple[str, RunSpec]]:
+    """Short names for runs from (file, overrides, spec): what tells them apart, and no more."""
+    files, names = {path for path, _, _ in runs}, {spec.name for _, _, spec in runs}
+    stems = {path.stem for path in files}
+    named = []
+    for path, overrides, spec in runs:
+        varied = " ".join(override.partition(".")[2] or override for override in overrides)
+        run = spec.name if len(names) == len(files) else path.stem if len(stems) == len(files) else str(path)
+        named.append((" ".join(part for part in (run if len(files) > 1 else "", varied) if part) or run, spec))
+    return named
+
+
+def none_feasible(compared: Sequence[Compared]) -> InfeasibleError | None:
+    """The error to end with where no column can run."""
+    if any(column.feasible for column in compared):
+        return None
+    return InfeasibleError(
+        f"none of the {len(compared)} can run as asked; `scaletrain plan` of one says what would fit"
+    )
+
+
+def _compared(name: str, spec: RunSpec) -> Compared:
+    try:
+        return Compared(name, spec, make_plan(spec), None)
+    except PlanInfeasibleError as error:
+        reason = error.message
+        if error.plan is None and error.problems:
+            first = error.problems[0]
+            reason = f"{first.key} = {first.given}: {first.message}"
+        return Compared(name, spec, error.plan, reason)

@@ -1,0 +1,38 @@
+"""What the pictures of a plan show beyond the plan: the pipeline's timeline, and the run on more and fewer nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.plan.search.sizing import ScalingPoint, scaling_curve
+from scaletrain_cli.plan.speed.pipeline_schedule import Timeline, timeline
+from scaletrain_cli.spec import RunSpec
+
+_HALVINGS, _DOUBLINGS = 3, 2  # of the nodes, around those of the run
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """``pipeline`` is None without pipeline stages; ``scaling`` is empty for a run that does not fit."""
+
+    pipeline: Timeline | None
+    scaling: tuple[ScalingPoint, ...]
+
+
+def pictures(spec: RunSpec, plan: RunPlan) -> Pictures:
+    """Computed from the plan; the scaling curve plans the run anew for each number of nodes, the batch unchanged."""
+    if not plan.memory.fits:
+        return Pictures(None, ())
+    pipeline = None
+    if plan.layout.pipeline_parallel > 1 and plan.time.by_stage:
+        pipeline = timeline(stage_times(plan), plan.layout.gradient_accumulation_steps, plan.layout.virtual_pipeline)
+    nodes = spec.cluster.nodes
+    counts = {nodes >> power for power in range(_HALVINGS + 1)} | {nodes << power for power in range(_DOUBLINGS + 1)}
+    return Pictures(pipeline, scaling_curve(spec, sorted(count for count in counts if count)))
+
+
+def stage_times(plan: RunPlan) -> list[tuple[float, float]]:
+    """(forward, backward) seconds of one micro-batch on each pipeline stage; beyond those known, as on the last one."""
+    known = [(stage.forward, stage.backward) for stage in plan.time.by_stage]
+    return known + known[-1:] * (plan.layout.pipeline_parallel - len(known))

@@ -1,0 +1,162 @@
+"""Warnings about a plan, and the assumptions that its numbers rest on, as sentences. Plans nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.memory.framework_memory import FRAMEWORK_MEMORY
+from scaletrain_cli.plan.memory.states import weight_bytes
+from scaletrain_cli.plan.result import Durability, Layout, Memory, Time
+from scaletrain_cli.plan.search.engine_support import unsupported
+from scaletrain_cli.plan.survival.durability import SPOT_HOURS_BETWEEN_PREEMPTIONS, gpu_hours_between_failures
+from scaletrain_cli.spec import ModelSpec, RunSpec
+
+_TIGHT_SHARE = 0.95
+
+
+def warnings(
+    spec: RunSpec, layout: Layout, memory: Memory, time: Time, durability: Durability, device: Accelerator
+) -> tuple[str, ...]:
+    """What the user should know before submitting, most important first."""
+    return (
+        *(f"this engine version cannot run this: {line}" for line in unsupported(spec, layout)),
+        *_about_layout(spec, layout, memory, device),
+        *_about_device(spec, device),
+        *_about_durability(spec, durability, time),
+    )
+
+
+def _about_layout(spec: RunSpec, layout: Layout, memory: Memory, device: Accelerator) -> Iterator[str]:
+    if spec.layout.zero_stage == 0 and layout.zero_stage == 1:
+        yield (
+            f"layout.zero_stage = 0 with {spec.training.precision} runs as ZeRO-1: DeepSpeed's stage 0 cannot "
+            "accumulate gradients in fp32 there, or cannot run a pipeline correctly."
+        )
+    if memory.fits and memory.peak > _TIGHT_SHARE * memory.capacity:
+        share = 100 * memory.peak / memory.capacity
+        yield f"the plan fills {share:.0f} % of the device; the memory model errs by a few percent."
+    if layout.tensor_parallel > spec.cluster.gpus_per_node:
+        yield (
+            f"layout.tensor_parallel = {layout.tensor_parallel} reaches over nodes of {spec.cluster.gpus_per_node} "
+            "GPUs; its traffic then runs at network speed."
+        )
+    if layout.offload != "none":
+        yield "offloaded states need host memory that this plan does not count."
+
+
+def _about_device(spec: RunSpec, device: Accelerator) -> Iterator[str]:
+    precision = spec.training.precision
+    if device.is_cpu:
+        return
+    if precision not in device.flops:
+        yield f"{device.name} has no {precision} units: it would be emulated, slowly. Times assume fp32 speed."
+    if isinstance(spec.model, ModelSpec) and spec.model.head_dim > 256:
+        head = spec.model.head_dim
+        yield f"model.head_dim = {head}: no fused attention above 256; memory grows with seq_len squared."
+
+
+def _about_durability(spec: RunSpec, durability: Durability, time: Time) -> Iterator[str]:
+    if spec.cluster.spot and spec.cluster.mean_time_between_interruptions is None:
+        yield (
+            "spot without cluster.mean_time_between_interruptions: preemptions are taken to come every "
+            f"{SPOT_HOURS_BETWEEN_PREEMPTIONS:g} hours, as on AWS in 2022 and 2023; state yours, or plan with a trace."
+        )
+    if not durability.grace_ok and (spec.cluster.spot or spec.cluster.scheduler == "slurm"):
+        needed = durability.save_seconds + time.step
+        yield (
+            f"one step and a checkpoint take {needed:,.0f} s, more than cluster.grace_seconds = "
+            f"{spec.cluster.grace_seconds:g}: a preemption can lose up to {durability.interval_steps} steps."
+        )
+
+
+def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: int) -> tuple[str, ...]:
+    """Where the numbers come from, one sentence each."""
+    framework = spec.planner.framework
+    return (
+        f"device {device.name}: {device.source}",
+        *_about_time(spec, device),
+        *_about_memory(spec, device),
+        *(_about_text(spec, parameters) if isinstance(spec.model, ModelSpec) else _about_images(spec)),
+        "checkpoints: 1.2 GB/s per node to shared storage unless the spec says, as BLOOM's chronicle reports; "
+        "restarts: 180 s and loading; interval by Young 1974, goodput by Daly 2006",
+        *_about_interruptions(spec, device),
+        *([] if framework == "deepspeed" else [f"planner.framework = {framework}: for comparison; not for submission"]),
+    )
+
+
+def _about_time(spec: RunSpec, device: Accelerator) -> Iterator[str]:
+    yield (
+        "kernels: shares of the device's rates by size and GPU generation, in kernel_rates.json; host work and overlap "
+        f"as {spec.planner.framework} has them, in framework_time.py; `make bench-planner` prints how far they miss"
+    )
+    network = spec.cluster.network or device.network
+    yield (
+        f"network between nodes: {network}; bus bandwidths by number of nodes, measured or estimated, in networks.json"
+    )
+
+
+def _about_memory(spec: RunSpec, device: Accelerator) -> Iterator[str]:
+    framework = spec.planner.framework
+    habits = FRAMEWORK_MEMORY.get(framework)
+    if habits is None:
+        yield "model states and buffers: what DeepSpeed 0.19 allocates, read in its source; ZeRO, arXiv:1910.02054"
+        yield "gradients are reduced between ranks in the weights' type, whatever grad_dtype they are accumulated in"
+        yield "fragmentation: 5 % of what comes and goes"
+    else:
+        yield f"model states and buffers: as {framework} keeps them, counted in its source, in framework_memory.py"
+        yield f"fragmentation: {100 * habits.fragmentation:.0f} % of what comes and goes"
+    yield (
+        "outside the allocator: 0.5 GB of process"
+        if device.is_cpu
+        else "outside the allocator: CUDA context 0.7 GB, NCCL 0.4 GB per axis and 0.5 GB per peer of an all-to-all"
+    )
+    yield (
+        "chance of running out: log-normal errors of the estimate, as wide as the crashes of the Ultra-Scale sweep of "
+        "nanotron say, out_of_memory.py; nothing comparable is published for other frameworks"
+    )
+
+
+def _about_text(spec: RunSpec, parameters: int) -> Iterator[str]:
+    """Activations, logits, FLOPs and data of a transformer of text."""
+    habits = FRAMEWORK_MEMORY.get(spec.planner.framework)
+    yield (
+        f"activations: operation by operation, {weight_bytes(spec.training.precision)} bytes per element, with "
+        "attention as the device and planner.attention have it; Korthikanti et al., arXiv:2205.05198"
+    )
+    yield f"logits and loss: {habits.logits if habits else 12} bytes per token and vocabulary entry"
+    yield "FLOPs per token: 6 N + 12 l s a d, attention counted unmasked; PaLM, arXiv:2204.02311, appendix B"
+    tokens = spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
+    yield f"data: {tokens:.3g} tokens, {tokens / max(1, parameters):.3g} per parameter, read while training"
+
+
+def _about_images(spec: RunSpec) -> Iterator[str]:
+    """Activations, time, FLOPs and data of a vision network."""
+    samples = spec.total_steps * spec.training.global_batch_size
+    yield (
+        f"activations: what autograd keeps of each operation, {weight_bytes(spec.training.precision)} bytes per "
+        "element; no dropout"
+    )
+    yield (
+        "time of each operation: its products or its memory traffic, whichever is longer; off by 6 to 8 % on "
+        "average against the results of timm, NVIDIA's examples and MLPerf"
+    )
+    yield (
+        f"FLOPs of one of the {spec.unit}: 6 per multiplication with addition of a forward pass; tokens_per_second "
+        f"counts {spec.unit}"
+    )
+    yield f"data: {samples:.3g} {spec.unit}; reading and decoding them is taken to keep up"
+
+
+def _about_interruptions(spec: RunSpec, device: Accelerator) -> Iterator[str]:
+    cluster = spec.cluster
+    if cluster.mean_time_between_interruptions is not None:
+        return
+    if cluster.per_node_mtbf is None:
+        hours, who = gpu_hours_between_failures(device)
+        yield f"failures: one per {hours:,.0f} GPU hours, as {who}"
+    if cluster.spot:
+        yield (
+            f"preemptions: one per {SPOT_HOURS_BETWEEN_PREEMPTIONS:g} hours of the job, as 21 traces of AWS instances "
+            "in 2022 and 2023 show (skypilot-org/spot-traces); waiting for capacity is not counted"
+        )

@@ -1,0 +1,1 @@
+"""Data that changes with the market: accelerators, networks, prices, published recipes, each with its source."""

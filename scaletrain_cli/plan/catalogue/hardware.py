@@ -1,0 +1,140 @@
+"""The accelerator catalogue: what a device can hold, compute and move. Knows nothing of models or layouts.
+
+Rates are dense and per device, bandwidths per direction; memory is what the driver leaves to a process. What a field
+means, and the data sheet that each row comes from, stand in hardware.json; what kernels reach of it, in kernels.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.spec import ClusterSpec
+
+# Below these the rate is a slip of the pen, and dividing by it overflows.
+_SLOWEST = 1.0
+# For a device that the user describes: the host link that most servers of the last five years have (PCIe 4.0 x16), and
+# the network of the catalogue's plainer servers.
+_USUAL_HOST_BANDWIDTH = 31.5e9
+_USUAL_NETWORK = "ethernet-100g"
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One device. ``flops`` maps a precision to its dense peak; a precision that is missing is not supported."""
+
+    name: str
+    memory_bytes: int
+    flops: dict[str, float]
+    memory_bandwidth: float
+    intra_node_bandwidth: float
+    host_bandwidth: float  # to the memory of the host, pinned
+    compute_capability: str  # CUDA's, or AMD's target; empty where neither applies
+    multiprocessors: int  # 0: unknown
+    network: str  # between nodes, of the maker's reference system; a name in the network catalogue
+    source: str
+    is_cpu: bool = False
+
+    def fuses_attention(self, precision: str, head_dim: int, grouped: bool) -> bool:
+        """Whether scaled-dot-product attention has a kernel that keeps no matrix of scores.
+
+        On CUDA, FlashAttention takes 16-bit types and heads up to 256 from Ampere on; the memory-efficient kernel takes
+        fp32 and older devices too, but no grouped queries (torch, ``scaled_dot_product_attention``: "only for
+        Flash_attention and math kernel"; ``sdp_utils.cpp check_flash_attention_hardware_support``: sm80).
+        """
+        if self.is_cpu:
+            return True
+        sixteen_bits = precision in self.flops and precision not in ("fp32", "tf32")
+        return (sixteen_bits and head_dim <= 256 and not self.compute_capability.startswith("7.")) or not grouped
+
+    def peak_flops(self, precision: str) -> float:
+        """Dense peak at a precision; where the device lacks it, the peak of the fp32 units that emulate it."""
+        return self.flops.get(precision, self.flops["fp32"])
+
+
+def accelerator_names() -> list[str]:
+    """Names that ``cluster.gpu`` may take; parts of one are enough where they fit no other, as ``l40s`` does."""
+    return list(_catalogue())
+
+
+def find_accelerator(cluster: ClusterSpec) -> Accelerator:
+    """The device that the cluster section names or describes. Raises UsageError with the names that come close."""
+    wanted = cluster.gpu
+    if isinstance(wanted, str):
+        name = _full_name(wanted)
+        found = _from_row(name, _catalogue()[name])
+    else:
+        given = {key: getattr(wanted, f"{key}_flops") for key in ("bf16", "fp16", "fp8")}
+        flops = {"fp32": wanted.fp32_flops, "tf32": wanted.fp32_flops} | {k: v for k, v in given.items() if v}
+        found = Accelerator(
+            name=wanted.name,
+            memory_bytes=wanted.memory,
+            flops={key: max(rate, _SLOWEST) for key, rate in flops.items()},
+            memory_bandwidth=max(wanted.memory_bandwidth, _SLOWEST),
+            intra_node_bandwidth=max(wanted.intra_node_bandwidth, _SLOWEST),
+            host_bandwidth=max(wanted.host_bandwidth or _USUAL_HOST_BANDWIDTH, _SLOWEST),
+            compute_capability="",
+            multiprocessors=0,
+            network=_USUAL_NETWORK,
+            source="the run spec",
+        )
+    if cluster.intra_node_bandwidth != "auto":
+        found = replace(found, intra_node_bandwidth=max(cluster.intra_node_bandwidth, _SLOWEST))
+    if cluster.host_bandwidth != "auto":
+        found = replace(found, host_bandwidth=max(cluster.host_bandwidth, _SLOWEST))
+    return found
+
+
+@cache
+def _catalogue() -> dict[str, dict[str, Any]]:
+    text = files("scaletrain_cli.plan.catalogue").joinpath("hardware.json").read_text(encoding="utf-8")
+    return dict(json.loads(text)["gpus"])
+
+
+def _from_row(name: str, row: dict[str, Any]) -> Accelerator:
+    return Accelerator(
+        name=name,
+        memory_bytes=row["memory_bytes"],
+        flops={key.removesuffix("_flops"): float(value) for key, value in row.items() if key.endswith("_flops")},
+        memory_bandwidth=row["memory_bandwidth"],
+        intra_node_bandwidth=row["intra_node_bandwidth"],
+        host_bandwidth=row["host_bandwidth"],
+        compute_capability=row["compute_capability"],
+        multiprocessors=row["multiprocessors"],
+        network=row["network"],
+        source=row["source"],
+        is_cpu=name == "cpu",
+    )
+
+
+def _full_name(given: str) -> str:
+    """The catalogue's name that ``given`` is, or that alone has all its parts. Raises UsageError."""
+    if given in _catalogue():
+        return given
+    parts = _parts(given)
+    fitting = [name for name in _catalogue() if parts <= _parts(name)] if parts else []
+    if len(fitting) == 1:
+        return fitting[0]
+    raise _unknown(given, fitting)
+
+
+def _parts(name: str) -> set[str]:
+    """``NVIDIA H100 SXM5 80GB`` -> h100, sxm, 80gb."""
+    plain = re.sub(r"sxm\d", "sxm", name.lower()).replace("rtx", " ")
+    return set(re.split(r"[\s_\-]+", plain)) - {"", "nvidia", "amd", "geforce", "instinct", "tesla"}
+
+
+def _unknown(name: str, fitting: list[str]) -> UsageError:
+    known = accelerator_names()
+    near = fitting or difflib.get_close_matches(name.strip().lower(), known, n=1, cutoff=0.3)
+    shown = name.encode("unicode_escape").decode("ascii")[:80]
+    hint = (f"Did you mean {' or '.join(near)}? " if near else "") + f"Known: {', '.join(known)}; or give a table."
+    what = "names several devices of the hardware catalogue." if fitting else "is not in the hardware catalogue."
+    problem = Problem("run spec", "cluster.gpu", what, shown, hint)
+    return UsageError(f"unknown accelerator {shown}", (problem,))

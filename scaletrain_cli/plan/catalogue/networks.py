@@ -1,0 +1,163 @@
+"""What links reach: the network catalogue, and how long one collective takes on it. Knows no model and no schedule.
+
+Rates are per GPU and direction, in bytes/s, and so are those that a spec gives. Bus bandwidths and their sources are in
+networks.json. A collective takes its latency, and the bytes that each rank sends over the bus bandwidth (nccl-tests,
+doc/PERFORMANCE.md: n - 1 of n parts to gather or scatter, twice that to reduce for all).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.spec import ClusterSpec
+
+# Below this a rate is a slip of the pen, and dividing by it overflows.
+_SLOWEST = 1.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """The links of one cluster: inside a node, and between nodes of ``per_node`` GPUs."""
+
+    name: str
+    per_node: int
+    inside: float  # bytes/s of one GPU
+    inside_latency: float
+    inside_hop: float
+    inside_shares: tuple[float, float, float]  # reduce, gather, point to point
+    between: float
+    between_latency: float
+    between_least: float
+    message_latency: float
+    point_share: float
+    reduce_shares: tuple[tuple[float, float], ...]  # (log2 of ranks, share of the wires)
+    gather_shares: tuple[tuple[float, float], ...]
+
+    def gather(self, size: float, ranks: int, stride: int = 1) -> float:
+        """Seconds to all-gather or reduce-scatter ``size`` bytes in all over ranks that lie ``stride`` apart."""
+        return self._collective(size, ranks, stride, 1, self.inside_shares[1], self.gather_shares)
+
+    def reduce(self, size: float, ranks: int, stride: int = 1) -> float:
+        """Seconds to all-reduce ``size`` bytes."""
+        return self._collective(size, ranks, stride, 2, self.inside_shares[0], self.reduce_shares)
+
+    def exchange(self, size: float, ranks: int, stride: int = 1, copies: int = 1) -> float:
+        """Seconds of an all-to-all in which each rank holds ``size`` bytes.
+
+        ``copies`` of each element go to different ranks at random, those for one node over the wire once and on from
+        there (DeepEP, github.com/deepseek-ai/DeepEP).
+        """
+        if ranks <= 1 or not size:
+            return 0.0
+        nodes, in_node = self.spread(ranks, stride)
+        share = size * (ranks - 1) / ranks
+        inside = share / (self.inside * self.inside_shares[1])
+        latency = self.inside_latency + ranks * self.inside_hop
+        if nodes == 1:
+            return latency + inside
+        # What leaves the node goes over this GPU's own wire.
+        once = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+        outside = once * size * (ranks - in_node) / ranks / (self.between * self.point_share)
+        return latency + nodes * self.message_latency + max(inside, outside)
+
+    def send(self, size: float, stride: int) -> float:
+        """Seconds to send ``size`` bytes to the rank ``stride`` further on."""
+        if stride < self.per_node:
+            return self.inside_latency + size / (self.inside * self.inside_shares[2])
+        return self.message_latency + size / (self.between * self.point_share)
+
+    def spread(self, ranks: int, stride: int) -> tuple[int, int]:
+        """Nodes that a group spans, and its ranks in each."""
+        in_node = max(1, min(ranks, self.per_node // stride))
+        return -(-ranks // in_node), in_node
+
+    def _collective(
+        self, size: float, ranks: int, stride: int, rounds: int, share: float, shares: tuple[tuple[float, float], ...]
+    ) -> float:
+        if ranks <= 1 or not size:
+            return 0.0
+        nodes, in_node = self.spread(ranks, stride)
+        sent = rounds * size * (ranks - 1) / ranks
+        latency = self.inside_latency + ranks * self.inside_hop
+        inside = self.inside * share
+        if nodes == 1:
+            return latency + sent / inside
+        # A group with k ranks per node drives k network cards.
+        rate = min(inside, self.between * in_node * _share(shares, ranks))
+        return max(self.inside_latency + nodes * self.between_latency + sent / rate, nodes * self.between_least)
+
+
+def network_names() -> list[str]:
+    """Names that ``cluster.network`` may take."""
+    return list(_catalogue()["networks"])
+
+
+def cluster_link(cluster: ClusterSpec, device: Accelerator) -> Link:
+    """The links that the cluster section names or describes. Raises UsageError for a network not in the catalogue."""
+    return _link(
+        cluster.network or device.network,
+        cluster.gpus_per_node,
+        device.intra_node_bandwidth,
+        None if cluster.inter_node_bandwidth == "auto" else cluster.inter_node_bandwidth,
+        cluster.network_oversubscription,
+    )
+
+
+@cache
+def _link(name: str, per_node: int, inside: float, given: float | None, oversubscription: float) -> Link:
+    row = _catalogue()["networks"].get(name)
+    if row is None:
+        raise _unknown(name)
+    near = next(link for link in _catalogue()["inside"]["links"] if inside >= link["from"])
+    return Link(
+        name=name,
+        per_node=per_node,
+        inside=inside,
+        inside_latency=near["latency"],
+        inside_hop=near["hop"],
+        inside_shares=(near["reduce"], near["gather"], near["point"]),
+        between=max(row["bandwidth"] if given is None else given, _SLOWEST) / oversubscription,
+        between_latency=row["latency"],
+        between_least=row.get("least", row["latency"]),
+        message_latency=row["message"],
+        point_share=row["point"],
+        reduce_shares=_points(row["reduce"]),
+        gather_shares=_points(row["gather"]),
+    )
+
+
+def _points(row: dict[str, float]) -> tuple[tuple[float, float], ...]:
+    return tuple((math.log2(int(ranks)), float(share)) for ranks, share in row.items())
+
+
+@cache
+def _share(points: tuple[tuple[float, float], ...], ranks: int) -> float:
+    """Share of the wires at a number of ranks, along the logarithm of both; as at the last point beyond it."""
+    at = min(max(points[0][0], math.log2(ranks)), points[-1][0])
+    index = next(i for i in range(1, len(points)) if at <= points[i][0])
+    (x0, y0), (x1, y1) = points[index - 1], points[index]
+    return float(y0 * (y1 / y0) ** ((at - x0) / (x1 - x0)))
+
+
+@cache
+def _catalogue() -> dict[str, Any]:
+    text = files("scaletrain_cli.plan.catalogue").joinpath("networks.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
+
+
+def _unknown(name: str) -> UsageError:
+    known = network_names()
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.3)
+    shown = name.encode("unicode_escape").decode("ascii")[:80]
+    hint = (f"Did you mean {near[0]}? " if near else "") + f"Known: {', '.join(known)}."
+    hint += " For another one leave it out and set cluster.inter_node_bandwidth, in bytes/s per GPU."
+    problem = Problem("run spec", "cluster.network", "is not in the network catalogue.", shown, hint)
+    return UsageError(f"unknown network {shown}", (problem,))

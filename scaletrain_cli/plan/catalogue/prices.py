@@ -1,0 +1,69 @@
+"""What an hour of a GPU costs: list prices with date and source (prices.json), and one figure for ``auto``.
+
+Knows no runs and asks nobody: prices of today come from the spec, or from the command line's live look-up.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Quote:
+    """US dollars per GPU and hour, and where they come from."""
+
+    usd: float
+    source: str
+
+
+def catalogue_price(gpu: str, spot: bool) -> Quote | None:
+    """One figure for a catalogue GPU; None where the catalogue has none.
+
+    On demand the median of the list prices, because the dearest offer is up to four times the cheapest and either end
+    would mislead. On spot that median times the median of spot over on demand among offers that list both: few do, and
+    not the cheap ones, so that a median of their spot prices alone could exceed the one on demand.
+    """
+    row = _catalogue()["gpus"].get(gpu, {"on_demand": [], "spot": []})
+    on_demand, on_spot = (_Offers(row[market]) for market in ("on_demand", "spot"))
+    if not spot:
+        return on_demand.quote("on-demand")
+    shares = [usd / on_demand.usd[offer] for offer, usd in on_spot.usd.items() if offer in on_demand.usd]
+    if not shares:
+        return on_spot.quote("spot")
+    share, whole = statistics.median(shares), on_demand.median
+    source = f"{share:.2f} of {whole:.2f} on demand, as {len(shares)} of {len(on_demand.usd)} offers list both"
+    return Quote(share * whole, f"{source}, {on_spot.dates}")
+
+
+class _Offers:
+    """List prices of one GPU on one market, by offer."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.usd = {str(row["offer"]): float(row["usd"]) for row in rows}
+        days = sorted({str(row["date"]) for row in rows})
+        self.dates = " to ".join(days[:1] + days[1:][-1:])
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.usd.values())
+
+    def quote(self, market: str) -> Quote | None:
+        if not self.usd:
+            return None
+        offers = sorted(self.usd, key=lambda offer: self.usd[offer])
+        low, high = (f"{self.usd[offer]:.2f} {offer}" for offer in (offers[0], offers[-1]))
+        what = f"median of {len(offers)} {market} list prices, {low} to {high}"
+        if len(offers) == 1:
+            what = f"the one {market} list price known, {low}"
+        return Quote(self.median, f"{what}, {self.dates}")
+
+
+@cache
+def _catalogue() -> dict[str, Any]:
+    text = files("scaletrain_cli.plan.catalogue").joinpath("prices.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))

@@ -1,0 +1,57 @@
+"""Weights, gradients and optimizer states of one rank under its layout, on the device and on the host."""
+
+from __future__ import annotations
+
+from scaletrain_cli.plan.memory.states import ModelStates, model_state_bytes
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.stages import Shard, zero_shards
+from scaletrain_cli.spec import RunSpec
+
+# Beside what leaves the device, an offloaded optimizer keeps the fp32 gradients of its partition and a pinned 16-bit
+# copy of the weights on the host (DeepSpeed zero/stage_1_and_2.py, ops/adam/cpu_adam.py).
+_HOST_COPIES = 6
+
+
+def rank_states(spec: RunSpec, layout: Layout, shard: Shard) -> ModelStates:
+    """Weights, gradients and optimizer states on one rank's device, offloaded parts left out."""
+    return device_and_host_states(spec, layout, shard)[0]
+
+
+def host_bytes(spec: RunSpec, layout: Layout, shard: Shard) -> int:
+    """What the rank keeps in its node's memory because it is offloaded."""
+    return device_and_host_states(spec, layout, shard)[1]
+
+
+def expert_tensor_parallel(spec: RunSpec, layout: Layout) -> int:
+    """Ranks that share the width of an expert: as of other matrices, unless pinned."""
+    wanted = spec.layout.expert_tensor_parallel
+    return layout.tensor_parallel if wanted == "auto" else wanted
+
+
+def expert_shards(spec: RunSpec, layout: Layout) -> int:
+    """Ranks that ZeRO shares the parameters of experts over."""
+    ranks = zero_shards(layout) * layout.tensor_parallel
+    return max(1, ranks // (layout.expert_parallel * expert_tensor_parallel(spec, layout)))
+
+
+def device_and_host_states(spec: RunSpec, layout: Layout, shard: Shard) -> tuple[ModelStates, int]:
+    """The same, and the bytes that the rank keeps in its node's memory because they are offloaded."""
+    training, stage = spec.training, layout.zero_stage
+    framework, optimizer = spec.planner.framework, training.optimizer.name
+    groups = [
+        model_state_bytes(count, training.precision, training.grad_dtype, stage, ranks, optimizer, framework)
+        for count, ranks in ((shard.dense, zero_shards(layout)), (shard.experts, expert_shards(spec, layout)))
+        if count
+    ]
+    parameters = sum(group.parameters for group in groups)
+    gradients = sum(group.gradients for group in groups)
+    optimizer_states = sum(group.optimizer_states for group in groups)
+    if layout.offload == "none":
+        return ModelStates(parameters, gradients, optimizer_states), 0
+    # zero/stage_1_and_2.py and stage3.py move the optimizer's partition and its gradients to the host.
+    host = optimizer_states + _HOST_COPIES * -(-shard.parameters // (zero_shards(layout) if stage else 1))
+    gradients = 0 if stage >= 2 else gradients
+    if layout.offload == "optimizer+params":
+        host += parameters
+        parameters = 0
+    return ModelStates(parameters, gradients, 0), host

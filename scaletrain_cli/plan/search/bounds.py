@@ -1,0 +1,157 @@
+"""What layouts need at least, in time and memory, from a few of them sized in full. Decides nothing.
+
+A search over a large cluster cannot size every layout. The bounds follow from the models themselves: a larger
+micro-batch is no slower per sequence, more ranks per expert are no slower to compute, what comes once per step comes
+however the batch is cut; and the first stage of a pipeline holds at least its share of states and activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.estimate import plan_memory, plan_time
+from scaletrain_cli.plan.result import Layout, Time
+from scaletrain_cli.plan.search.layouts import Axes, build_layout, micro_batch_sizes
+from scaletrain_cli.spec import ModelSpec, RunSpec
+
+# The models round, and overlap is not linear: bounds are taken a little lower. A test holds them below the models.
+_SLACK = 0.98
+# So many micro-batches that what comes once per step does not show in one; and a micro-batch of so many sequences that
+# the peak of memory lies in its activations, not in what the optimizer's step needs for a moment.
+_MANY = 100_000
+
+
+@dataclass(frozen=True)
+class _States:
+    """Bytes on one rank with all stages on it, and over how many ranks the sharded part of them was divided."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    shards: int
+
+
+class Bounds:
+    """Lower bounds for the layouts of one spec; keeps what it has sized."""
+
+    def __init__(self, spec: RunSpec, device: Accelerator, checkpointing: str) -> None:
+        """``checkpointing``: the mode that recomputes least."""
+        self.spec, self.device, self.checkpointing = spec, device, checkpointing
+        self._layers = spec.model.num_hidden_layers if isinstance(spec.model, ModelSpec) else 1
+        self._sizes = micro_batch_sizes(spec, Axes(1, 1, 1, 1, 1, 1, 1))
+        self._micro_batches: dict[tuple[int | str, ...], tuple[float, float]] = {}
+        self._alone_seconds: dict[tuple[int | str, ...], tuple[float, float]] = {}
+        self._states: dict[tuple[int, int, int, str], _States] = {}
+        self._activations: dict[tuple[int | str, ...], int] = {}
+
+    def step_seconds(self, axes: Axes, micro_batches: Sequence[int], checkpointing: str | None = None) -> list[float]:
+        """Seconds of any layout with these degrees and each of these micro-batches, at least.
+
+        1F1B passes m micro-batches and (p - 1) / v more through the slowest stage (arXiv:2104.04473, section 2.2),
+        which takes at least the average of the stages; each no less than the smallest micro-batch, and no less per
+        sequence than the widest.
+        """
+        small, wide = self._sizes[0], self._sizes[-1]
+        mode = checkpointing or self.checkpointing
+        least = sum(self._micro_batch(axes, small, self.checkpointing))
+        each = sum(self._micro_batch(axes, wide, mode)) / wide
+        sequences, filling = self.spec.training.global_batch_size / axes.data, (axes.pipeline - 1) / axes.virtual
+        scale = _SLACK / axes.pipeline
+        return [scale * (sequences / size + filling) * max(least, size * each) for size in micro_batches]
+
+    def group_seconds(
+        self, axes: Axes, zero_stage: int, offload: str, micro_batches: Sequence[int], floors: Sequence[float]
+    ) -> list[float]:
+        """The same for layouts of one ZeRO stage, closer: ``floors`` are those of ``step_seconds``.
+
+        From the widest micro-batch on the true ranks: what comes once per step (the optimizer, and gradients that the
+        backward pass does not hide) comes on top, and no smaller micro-batch is faster per sequence.
+        """
+        widest = micro_batches[-1]
+        layout = build_layout(self.spec, axes, zero_stage, self.checkpointing, widest, offload)
+        one, two = self._time(layout, 1), self._time(layout, 2)
+        once = max(0.0, one.optimizer + 2 * one.exposed_communication - two.exposed_communication)
+        further = max(0.0, two.step - one.step) / widest
+        first = max(0.0, one.step - once) / widest - further
+        sequences = self.spec.training.global_batch_size / axes.data
+        closer = (_SLACK * (sequences * further + size * first) for size in micro_batches)
+        return [_SLACK * once + max(pair) for pair in zip(floors, closer, strict=True)]
+
+    def peak_bytes(self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str) -> int:
+        """Bytes that the fullest rank holds at least."""
+        states = self._states_of(axes, zero_stage, offload)
+        shared = states.shards / axes.shards
+        held = states.parameters * (shared if zero_stage == 3 else 1)
+        held += states.gradients * (shared if zero_stage >= 2 else 1)
+        held += states.optimizer * (shared if zero_stage >= 1 else 1)
+        # The first stage has at least this share of the blocks.
+        blocks = max(1, self._layers // axes.pipeline)
+        share = blocks / self._layers
+        micro_batches = self.spec.training.global_batch_size // (axes.data * micro_batch)
+        in_flight = min(1.0, min(micro_batches, axes.pipeline) * share)
+        if checkpointing == "selective" and axes.pipeline > 1:
+            in_flight *= blocks // 2 / (blocks / 2)  # where every second block is recomputed, an odd one more may be
+        return int(_SLACK * (held * share + in_flight * self._activation_bytes(axes, micro_batch, checkpointing)))
+
+    def _micro_batch(self, axes: Axes, micro_batch: int, checkpointing: str) -> tuple[float, float]:
+        """What one more micro-batch costs ranks that hold all stages, at least: in compute, and in communication.
+
+        Experts spread over more ranks compute no slower and send no less; how much either changes depends on the
+        tokens of a rank alone, so it is read where the sequence is cut in the cheapest way.
+        """
+        key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
+        if key not in self._micro_batches:
+            cut = axes._replace(sequence=1, context=axes.sequence * axes.context)
+            spread, together, here = (
+                self._parts(degrees, micro_batch, checkpointing)
+                for degrees in (cut, cut._replace(expert=1), axes._replace(expert=1))
+            )
+            compute = max(0.0, here[0] + min(0.0, spread[0] - together[0]))
+            self._micro_batches[key] = compute, max(0.0, here[1] + max(0.0, spread[1] - together[1]))
+        return self._micro_batches[key]
+
+    def _parts(self, axes: Axes, micro_batch: int, checkpointing: str) -> tuple[float, float]:
+        """Seconds per micro-batch in compute and in exposed communication, of ranks that hold all stages."""
+        key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
+        if key not in self._alone_seconds:
+            layout = self._alone(axes, 0, micro_batch, checkpointing, "none")
+            time = self._time(layout, _MANY)
+            self._alone_seconds[key] = time.compute / _MANY, time.exposed_communication / _MANY
+        return self._alone_seconds[key]
+
+    def _time(self, layout: Layout, micro_batches: int) -> Time:
+        batch = layout.data_parallel * layout.micro_batch_size * micro_batches
+        layout = replace(layout, gradient_accumulation_steps=micro_batches, global_batch_size=batch)
+        return plan_time(self.spec, layout, self.device)[0]
+
+    def _states_of(self, axes: Axes, zero_stage: int, offload: str) -> _States:
+        key = (axes.tensor, axes.expert, zero_stage, offload)
+        if key not in self._states:
+            whole = axes._replace(sequence=1, context=1)
+            layout = self._alone(whole, zero_stage, _MANY, self.checkpointing, offload)
+            memory = plan_memory(self.spec, layout, self.device)
+            self._states[key] = _States(
+                memory.parameters, memory.gradients, memory.optimizer_states, layout.data_parallel
+            )
+        return self._states[key]
+
+    def _activation_bytes(self, axes: Axes, micro_batch: int, checkpointing: str) -> int:
+        key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
+        if key not in self._activations:
+            layout = self._alone(axes, 3, micro_batch, checkpointing, "none")
+            self._activations[key] = plan_memory(self.spec, layout, self.device).activations
+        return self._activations[key]
+
+    def _alone(self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str) -> Layout:
+        """One micro-batch without a pipeline, and with no more data parallelism than the experts need."""
+        data = -(-axes.expert // axes.sequence)
+        alone = axes._replace(data=data, pipeline=1, virtual=1)
+        layout = build_layout(self.spec, alone, zero_stage, checkpointing, micro_batch, offload)
+        return replace(
+            layout,
+            world_size=data * alone.model_parallel,
+            gradient_accumulation_steps=1,
+            global_batch_size=data * micro_batch,
+        )

@@ -1,0 +1,105 @@
+"""Which of the sized layouts to take, and why not the others. Sizes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from scaletrain_cli.plan.result import Alternative, Layout, Memory, Network, Time
+from scaletrain_cli.plan.search.layouts import CHECKPOINTING, OFFLOAD
+
+# Step times closer than this are the same, as far as the model can tell; then the simpler layout wins.
+SAME_TIME = 1.02
+MOST_ALTERNATIVES = 200
+
+
+class Sized(NamedTuple):
+    """A layout whose memory is known."""
+
+    layout: Layout
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout with its size and speed."""
+
+    layout: Layout
+    memory: Memory
+    time: Time
+    network: Network
+
+    @property
+    def comfortable(self) -> bool:
+        """Whether it fits with room for the error of the memory model; an out-of-memory error costs more than speed."""
+        return self.memory.verdict == "fits"
+
+    @property
+    def expected_seconds(self) -> float:
+        """Per step, if a run that runs out of memory is worth nothing."""
+        return self.time.step / max(1 - self.memory.out_of_memory_probability, 1e-4)
+
+
+class Reason(NamedTuple):
+    """Why a layout was not taken: in general, and with its numbers."""
+
+    family: str
+    text: str
+
+
+def choose(fitting: list[Candidate]) -> Candidate | None:
+    """The fastest that fits with room to spare, or else that fits; among equals the simplest.
+
+    Speed counts as far as it can be expected: a layout that may run out of memory must be faster by as much.
+    """
+    pool = [candidate for candidate in fitting if candidate.comfortable] or fitting
+    if not pool:
+        return None
+    limit = min(candidate.expected_seconds for candidate in pool) * SAME_TIME
+    return min((candidate for candidate in pool if candidate.expected_seconds <= limit), key=simplicity)
+
+
+def simplicity(candidate: Candidate) -> tuple[int, ...]:
+    """Smaller is simpler: no offload, fewer axes, lower ZeRO stage, less recomputation, less memory."""
+    layout = candidate.layout
+    split = layout.tensor_parallel * layout.pipeline_parallel * layout.sequence_parallel * layout.context_parallel
+    return (
+        OFFLOAD.index(layout.offload),
+        split,
+        layout.expert_parallel,
+        layout.virtual_pipeline,
+        layout.zero_stage,
+        CHECKPOINTING.index(layout.activation_checkpointing),
+        candidate.memory.peak,
+        layout.micro_batch_size,
+    )
+
+
+def best_alternatives(candidates: list[Candidate], chosen: Candidate) -> tuple[Alternative, ...]:
+    """All but the chosen one, fastest fitting first, then by memory; each with its reason."""
+    rest = [candidate for candidate in candidates if candidate.layout != chosen.layout]
+    rest.sort(key=lambda c: (not c.memory.fits, c.time.step if c.memory.fits else c.memory.peak, simplicity(c)))
+    return tuple(
+        Alternative(c.layout, c.time.step, c.memory.peak, c.memory.fits, reason(c, chosen).text)
+        for c in rest[:MOST_ALTERNATIVES]
+    )
+
+
+def reason(candidate: Candidate, chosen: Candidate) -> Reason:
+    """Why ``candidate`` was not taken."""
+    memory = candidate.memory
+    if not memory.fits:
+        needed = f"needs {memory.peak / 1e9:,.1f} GB of {memory.capacity / 1e9:,.1f} GB"
+        return Reason("does not fit", f"does not fit: {needed}")
+    if not candidate.comfortable and chosen.comfortable:
+        share = f"{100 * memory.peak / memory.capacity:.0f} % of the device"
+        return Reason("fits with little room", f"fits with little room: {share}")
+    slower = candidate.time.step / chosen.time.step
+    if slower > SAME_TIME:
+        return Reason("slower", f"{slower:.2f} times as slow")
+    if candidate.expected_seconds > chosen.expected_seconds * SAME_TIME:
+        risks = [f"{100 * each.memory.out_of_memory_probability:.0f} %" for each in (candidate, chosen)]
+        return Reason(
+            "more likely to run out of memory", f"more likely to run out of memory: {risks[0]}, not {risks[1]}"
+        )
+    return Reason("no faster, and less simple", "no faster, and less simple")

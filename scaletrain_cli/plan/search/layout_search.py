@@ -1,0 +1,257 @@
+"""Go through every layout that a spec allows, best bound first, and choose: the fastest that fits. Knows no prices."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.estimate import plan_memory, plan_time
+from scaletrain_cli.plan.result import Alternative, Layout, Memory, Network, Rejection, Time
+from scaletrain_cli.plan.search.bounds import Bounds
+from scaletrain_cli.plan.search.choice import (
+    MOST_ALTERNATIVES,
+    SAME_TIME,
+    Candidate,
+    Sized,
+    best_alternatives,
+    choose,
+    reason,
+)
+from scaletrain_cli.plan.search.layouts import (
+    Axes,
+    build_layout,
+    checkpointing_modes,
+    describe,
+)
+from scaletrain_cli.plan.search.rejections import Tally
+from scaletrain_cli.plan.search.search_space import Group, groups
+from scaletrain_cli.spec import RunSpec
+
+# Layouts sized even where bounds say that they cannot win, so that there is something to compare with.
+_FEWEST_SIZED = 100
+# An end for clusters and models that nobody has: with this many sized, the best of them is taken.
+_MOST_SIZED = 3000
+# Where nothing fits, the most frugal layouts among which the smallest is looked for.
+_MOST_HOPELESS = 50
+
+
+class _Bounded(NamedTuple):
+    """A group with bounds on the step time of each of its micro-batches."""
+
+    group: Group
+    floors: list[float]
+
+
+class _Point(NamedTuple):
+    """One layout of a group, by its positions in the group's lists; checkpointing in that of the search.
+
+    ``timing`` is None as long as only the bound is known.
+    """
+
+    group: Group
+    micro_batch: int
+    checkpointing: int
+    offload: int
+    timing: tuple[Time, Network] | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search saw: layouts that fit, some that do not, and how many there are, sized or not."""
+
+    fitting: tuple[Candidate, ...]
+    too_large: tuple[Sized, ...]
+    considered: int
+    rejected: tuple[Rejection, ...]
+    chosen: Candidate | None
+
+
+def evaluate(spec: RunSpec, layout: Layout, device: Accelerator) -> Candidate:
+    """Memory, time and traffic of one layout."""
+    time, network = plan_time(spec, layout, device)
+    return Candidate(layout, plan_memory(spec, layout, device), time, network)
+
+
+def smallest(found: Found) -> Sized:
+    """The layout that needs the least memory, where nothing fits."""
+    return min(found.too_large, key=lambda sized: (sized.memory.peak, describe(sized.layout)))
+
+
+def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candidate) -> tuple[Alternative, ...]:
+    """The best of the layouts that were sized, with reasons; those that do not fit only where there is space left."""
+    room = max(0, MOST_ALTERNATIVES - len(found.fitting))
+    nearest = sorted(found.too_large, key=lambda sized: sized.memory.peak)[: room + 1]
+    return best_alternatives([*found.fitting, *(evaluate(spec, sized.layout, device) for sized in nearest)], chosen)
+
+
+def search(spec: RunSpec, device: Accelerator, all_axes: list[Axes], tally: Tally) -> Found:
+    """Size what may be the fastest of all layouts with these degrees; what becomes of the others goes into ``tally``.
+
+    Exact as long as the bounds are bounds and fewer than a few thousand layouts come near the best: a test compares
+    it with sizing all of them.
+    """
+    run = _Search(spec, device, tally)
+    run.go(all_axes)
+    chosen = choose(run.fitting)
+    for candidate in run.fitting if chosen else ():
+        if chosen and candidate is not chosen:
+            tally.add(reason(candidate, chosen).family, describe(candidate.layout))
+    return Found(tuple(run.fitting), tuple(run.too_large), run.considered, tally.rejections(), chosen)
+
+
+class _Search:
+    """One search; its state is the queue of what was not looked at yet, best bound first."""
+
+    def __init__(self, spec: RunSpec, device: Accelerator, tally: Tally) -> None:
+        self.spec, self.device, self.tally = spec, device, tally
+        self.bounds = Bounds(spec, device, checkpointing_modes(spec)[0])
+        self.modes = checkpointing_modes(spec)
+        self.fitting: list[Candidate] = []
+        self.too_large: list[Sized] = []
+        self.considered = 0
+        self.timed = 0
+        self._queue: list[tuple[float, int, _Bounded | _Point]] = []
+        self._pushed = 0
+        self._ruled_out = 0  # of those considered: known not to fit
+        self._best = float("inf")
+        self._marks: dict[tuple[Axes, int], list[_Point]] = {}  # layouts that do not fit, by group
+        self._hopeless: list[tuple[int, _Point]] = []  # the most frugal layouts of groups that a bound rules out
+
+    def go(self, all_axes: list[Axes]) -> None:
+        for group in groups(self.spec, all_axes):
+            self.considered += self._count(group)
+            floors = self.bounds.step_seconds(group.axes, group.micro_batches)
+            self._push(min(floors), _Bounded(group, floors))
+        enough = False
+        while self._queue and not enough:
+            floor, _, item = heapq.heappop(self._queue)
+            enough = self.timed >= _MOST_SIZED or (floor > self._best * SAME_TIME and self.timed >= _FEWEST_SIZED)
+            if enough:
+                self._tell_of_the_rest(item)
+            elif isinstance(item, _Bounded):
+                self._open(item.group, item.floors)
+            elif item.timing is None:
+                self._time(item, floor)
+            else:
+                self._look_at(item, floor)
+        if not self.fitting:
+            for _, point in sorted(self._hopeless, key=lambda pair: pair[0])[:_MOST_HOPELESS]:
+                self.too_large.append(Sized(self._layout(point), self._memory(point)))
+
+    def _count(self, group: Group) -> int:
+        return len(group.offload) * len(group.micro_batches) * len(self.modes)
+
+    def _push(self, floor: float, item: _Bounded | _Point) -> None:
+        self._pushed += 1
+        heapq.heappush(self._queue, (floor, self._pushed, item))
+
+    def _open(self, group: Group, floors: list[float]) -> None:
+        """Queue the micro-batches of a group under closer bounds, unless not even its most frugal layout can fit."""
+        axes, stage, sizes = group.axes, group.zero_stage, group.micro_batches
+        least = self.bounds.peak_bytes(axes, stage, sizes[0], self.modes[-1], group.offload[-1])
+        if least > self.device.memory_bytes:
+            self._hopeless.append((least, _Point(group, 0, len(self.modes) - 1, len(group.offload) - 1)))
+            self._no_room(group, *self._hopeless[-1])
+            return
+        closer = self.bounds.group_seconds(axes, stage, group.offload[0], sizes, floors)
+        for index, floor in enumerate(closer):
+            self._push(floor, _Point(group, index, 0, 0))
+
+    def _time(self, point: _Point, floor: float) -> None:
+        """Queue a layout again under its true time."""
+        if self._is_too_large(point):
+            self._rule_out(point)
+            self._queue_recomputing(point, floor)
+            self._queue_offloading(point, floor)
+            return
+        timing = plan_time(self.spec, self._layout(point), self.device)
+        self.timed += 1
+        self._push(timing[0].step, point._replace(timing=timing))
+
+    def _look_at(self, point: _Point, step_seconds: float) -> None:
+        """See whether the fastest layout of the queue fits."""
+        bare = point._replace(timing=None)
+        self._queue_recomputing(bare, step_seconds)
+        memory = None if self._is_marked(point) else self._memory(point)
+        if memory and memory.fits and point.timing:
+            candidate = Candidate(self._layout(point), memory, *point.timing)
+            self.fitting.append(candidate)
+            if candidate.comfortable:
+                self._best = min(self._best, candidate.expected_seconds)
+                dominated = len(point.group.offload) - point.offload - 1
+                self._ruled_out += dominated
+                self.tally.add("offloads, though it fits without", describe(candidate.layout), dominated)
+                return
+        else:
+            self._rule_out(point)
+            if memory:
+                self._marks.setdefault((point.group.axes, point.group.zero_stage), []).append(point)
+                self.too_large.append(Sized(self._layout(point), memory))
+        self._queue_offloading(bare, step_seconds)
+
+    def _queue_recomputing(self, point: _Point, floor: float) -> None:
+        """Queue the layout that recomputes more, which takes no less time."""
+        group = point.group
+        if point.offload == 0 and point.checkpointing + 1 < len(self.modes):
+            size, mode = group.micro_batches[point.micro_batch], self.modes[point.checkpointing + 1]
+            bound = self.bounds.step_seconds(group.axes, [size], mode)[0]
+            self._push(max(floor, bound), point._replace(checkpointing=point.checkpointing + 1))
+
+    def _queue_offloading(self, point: _Point, floor: float) -> None:
+        """Queue the layout that offloads more, which takes no less time."""
+        if point.offload + 1 < len(point.group.offload):
+            self._push(floor, point._replace(offload=point.offload + 1))
+
+    def _rule_out(self, point: _Point) -> None:
+        self._ruled_out += 1
+        self.tally.add("does not fit", describe(self._layout(point)))
+
+    def _is_marked(self, point: _Point) -> bool:
+        """Whether a layout that needs no more is known not to fit: memory grows with the micro-batch."""
+        return any(
+            mark.micro_batch <= point.micro_batch
+            and mark.checkpointing >= point.checkpointing
+            and mark.offload >= point.offload
+            for mark in self._marks.get((point.group.axes, point.group.zero_stage), ())
+        )
+
+    def _is_too_large(self, point: _Point) -> bool:
+        group = point.group
+        return self._is_marked(point) or self.device.memory_bytes < self.bounds.peak_bytes(
+            group.axes,
+            group.zero_stage,
+            group.micro_batches[point.micro_batch],
+            self.modes[point.checkpointing],
+            group.offload[point.offload],
+        )
+
+    def _no_room(self, group: Group, needed: int, point: _Point) -> None:
+        have, count = self.device.memory_bytes, self._count(group)
+        self._ruled_out += count
+        example = f"{describe(self._layout(point))}: needs {needed / 1e9:,.1f} GB of {have / 1e9:,.1f} GB"
+        self.tally.add("does not fit, however small the micro-batch", example, count)
+
+    def _tell_of_the_rest(self, first: _Bounded | _Point) -> None:
+        """Count what was left in the queue when the search ended; ``first`` has the best bound of it."""
+        point = first if isinstance(first, _Point) else _Point(first.group, 0, 0, 0)
+        rest = self.considered - self._ruled_out - len(self.fitting)
+        why = "cannot be faster, by a lower bound on the step time"
+        if self.timed >= _MOST_SIZED:
+            why = f"not sized: the search ends after {_MOST_SIZED} layouts, best bounds first"
+        self.tally.add(why, describe(self._layout(point)), rest)
+
+    def _layout(self, point: _Point) -> Layout:
+        group = point.group
+        return build_layout(
+            self.spec,
+            group.axes,
+            group.zero_stage,
+            self.modes[point.checkpointing],
+            group.micro_batches[point.micro_batch],
+            group.offload[point.offload],
+        )
+
+    def _memory(self, point: _Point) -> Memory:
+        return plan_memory(self.spec, self._layout(point), self.device)

@@ -1,0 +1,172 @@
+"""How long one transformer block, the embedding and the head take on one rank, from their kernels.
+
+Per micro-batch and without communication. Knows no schedule, no network and no memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from scaletrain_cli.plan.speed.framework_time import Habits
+from scaletrain_cli.plan.speed.kernels import (
+    Rates,
+    flash_attention_seconds,
+    linear_seconds,
+    materialised_attention_seconds,
+    memory_seconds,
+)
+from scaletrain_cli.spec import ModelSpec
+
+# Kernels of one block outside products and attention, forward and backward: norms, activation, rotation, residuals.
+_SMALL_KERNELS = (30, 50)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What one rank computes of a micro-batch."""
+
+    tokens: int  # of one micro-batch on one sequence or context rank
+    keys: int  # positions that a query may attend to: the whole sequence
+    tensor: int
+    sequence: int  # Ulysses: heads are cut further inside attention
+    expert: int
+    expert_tensor: int
+    sharded_norms: bool  # norms and residuals over the tensor ranks too
+    flash: bool
+    compiled: bool
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """GPU seconds of one part; ``again``: recomputing it, all of it or the attention core alone."""
+
+    forward: float
+    backward: float
+    again_attention: float = 0.0
+
+
+@lru_cache(maxsize=8192)
+def block_time(model: ModelSpec, cut: Slice, habits: Habits, rate: Rates, experts: bool) -> PartTime:
+    """One block; ``experts``: one whose MLP is a mixture of experts."""
+    t = cut.tensor
+    heads = -(-model.num_attention_heads // t)
+    forward = backward = 0.0
+    products = [*_attention_products(model, cut.tokens, heads, t)]
+    products += (
+        _expert_products(model, cut) if experts else _mlp_products(model, cut.tokens, model.intermediate_size, t)
+    )
+    for count, rows, inner, columns in products:
+        there, back = linear_seconds(rows, inner, columns, cut.compiled, rate)
+        forward += count * there
+        backward += count * back
+        forward += memory_seconds(1.0 * count * rows * inner * rate.cast_bytes, 0, rate)
+        backward += memory_seconds(1.0 * count * rows * columns * rate.cast_bytes, 0, rate)
+    core = _attention_core(model, cut, habits, heads, rate)
+    moved = _moved(model, cut, habits, heads, experts)
+    scale = rate.element_bytes / 2 * (0.6 if cut.compiled else 1.0)
+    forward += core[0] + memory_seconds(scale * moved[0], _SMALL_KERNELS[0], rate)
+    backward += core[1] + memory_seconds(scale * moved[1], _SMALL_KERNELS[1], rate)
+    return PartTime(forward, backward, core[0])
+
+
+@lru_cache(maxsize=8192)
+def head_time(model: ModelSpec, cut: Slice, habits: Habits, rate: Rates) -> PartTime:
+    """Final norm, projection to the vocabulary and loss."""
+    columns, hidden = -(-model.vocab_size // cut.tensor), model.hidden_size
+    forward, backward = linear_seconds(cut.tokens, hidden, columns, cut.compiled, rate)
+    entries = 1.0 * cut.tokens * columns
+    return PartTime(
+        forward + memory_seconds(habits.loss[0] * entries, 10, rate),
+        backward + memory_seconds(habits.loss[1] * entries, 5, rate),
+    )
+
+
+def embedding_time(model: ModelSpec, cut: Slice, rate: Rates) -> PartTime:
+    """Gathering the rows, and adding up their gradients in a table of the full size."""
+    rows = 1.0 * cut.tokens * model.hidden_size * rate.element_bytes
+    table = -(-model.vocab_size // cut.tensor) * model.hidden_size * rate.element_bytes
+    return PartTime(memory_seconds(3 * rows, 3, rate), memory_seconds(3 * rows + table, 5, rate))
+
+
+_Product = tuple[int, int, int, int]  # how many, rows, inner, columns
+
+
+def _attention_products(model: ModelSpec, tokens: int, heads: int, t: int) -> list[_Product]:
+    hidden = model.hidden_size
+    if not model.kv_lora_rank:
+        keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
+        queries = heads * model.head_dim
+        return [(1, tokens, hidden, queries + 2 * keys), (1, tokens, queries, hidden)]
+    # Latent attention (arXiv:2405.04434, section 2.1): down to the latent, up to the heads, and out.
+    turned, value, latent = model.qk_rope_head_dim, model.v_head_dim or model.head_dim, model.kv_lora_rank
+    wide = heads * (model.head_dim + turned)
+    query = (
+        [(1, tokens, hidden, model.q_lora_rank), (1, tokens, model.q_lora_rank, wide)]
+        if model.q_lora_rank
+        else [(1, tokens, hidden, wide)]
+    )
+    return [
+        *query,
+        (1, tokens, hidden, latent + turned),
+        (1, tokens, latent, heads * (model.head_dim + value)),
+        (1, tokens, heads * value, hidden),
+    ]
+
+
+def _mlp_products(model: ModelSpec, tokens: int, inner: int, t: int) -> list[_Product]:
+    width = -(-inner // t)
+    return [
+        (1, tokens, model.hidden_size, width * (2 if model.has_gated_mlp else 1)),
+        (1, tokens, width, model.hidden_size),
+    ]
+
+
+def _expert_products(model: ModelSpec, cut: Slice) -> list[_Product]:
+    """Router, shared experts, and the routed ones held here, each with its share of the tokens when balanced.
+
+    The tensor ranks share one micro-batch; the ranks that hold all experts between them work on expert x expert_tensor
+    / tensor of them.
+    """
+    held = -(-model.num_experts // cut.expert)
+    routed = cut.tokens * model.num_experts_per_tok * cut.expert_tensor // cut.tensor
+    each = max(1, -(-routed // held))
+    products: list[_Product] = [(1, cut.tokens, model.hidden_size, model.num_experts)]
+    if model.shared_expert_intermediate_size:
+        products += _mlp_products(model, cut.tokens, model.shared_expert_intermediate_size, cut.tensor)
+    one = _mlp_products(model, each, model.expert_size, cut.expert_tensor)
+    return products + [(held, rows, inner, columns) for _, rows, inner, columns in one]
+
+
+def _attention_core(model: ModelSpec, cut: Slice, habits: Habits, heads: int, rate: Rates) -> tuple[float, float]:
+    # Ulysses trades sequence for heads: each rank has all queries of some heads, the same work.
+    local = max(1, heads // cut.sequence)
+    queries = cut.tokens * cut.sequence
+    scores = model.head_dim + (model.qk_rope_head_dim if model.kv_lora_rank else 0)
+    values = (model.v_head_dim or model.head_dim) if model.kv_lora_rank else model.head_dim
+    if cut.flash:
+        biased = model.positions == "alibi"
+        forward, backward = flash_attention_seconds(queries, cut.keys, local, scores, values, biased, rate)
+        return forward / habits.attention_speed, backward / habits.attention_speed
+    dropout = model.attention_dropout > 0
+    return materialised_attention_seconds(queries, cut.keys, local, scores, values, dropout, rate)
+
+
+def _moved(model: ModelSpec, cut: Slice, habits: Habits, heads: int, experts: bool) -> tuple[float, float]:
+    """Bytes that element-wise kernels of one block move, forward and backward, in 16 bits."""
+    t, tokens = cut.tensor, cut.tokens
+    hidden = model.hidden_size / (t if cut.sharded_norms else 1)
+    inner = model.intermediate_size / t
+    extra = 0.0
+    if experts:
+        routed = model.num_experts_per_tok
+        inner = (routed * model.expert_size + model.shared_expert_intermediate_size) / t
+        extra = 6.0 * routed * model.hidden_size / t  # dispatch, permute and combine
+    activation = habits.gated if model.has_gated_mlp else habits.plain
+    rotated = 0.0
+    if model.positions == "rotary":
+        rotated = (heads + max(1, model.num_key_value_heads // t)) * model.head_dim
+    dropped = 3.0 * hidden if model.hidden_dropout else 0.0
+    forward = habits.norm_forward * hidden + activation[0] * inner + habits.rotary[0] * rotated + extra + dropped
+    backward = habits.norm_backward * hidden + activation[1] * inner + habits.rotary[1] * rotated + extra + dropped
+    return tokens * forward, tokens * backward

@@ -1,0 +1,185 @@
+"""Bytes that one rank sends per optimizer step on each axis, and how long that takes. Knows no compute time.
+
+Volumes: ZeRO (arXiv:1910.02054, section 7), Megatron-LM (arXiv:1909.08053, arXiv:2104.04473, arXiv:2205.05198),
+Ulysses (arXiv:2309.14509); corrected for what each framework really sends, as the comments say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scaletrain_cli.plan.catalogue.networks import Link
+from scaletrain_cli.plan.memory.states import gradient_bytes, weight_bytes
+from scaletrain_cli.plan.result import Layout, PerStepBytes
+from scaletrain_cli.plan.speed.framework_time import Habits
+from scaletrain_cli.plan.stages import local_tokens, zero_shards
+from scaletrain_cli.spec import RunSpec
+
+# Two kernels at once slow each other: measured on A100 (Hetu-Galvatron, overlap_coefficient.json: 1.1256).
+CONTENTION = 0.1256
+
+
+@dataclass(frozen=True)
+class BlockTraffic:
+    """Seconds that one block communicates for one micro-batch; ``experts`` comes on top where it routes tokens."""
+
+    forward: float
+    backward: float
+    experts: float  # each way, forward; as much again backward
+
+
+@dataclass(frozen=True)
+class DataTraffic:
+    """Seconds for gradients and weights over the data-parallel ranks of one stage."""
+
+    forward: float  # per micro-batch: gathering weights (ZeRO-3)
+    backward: float  # per micro-batch: gathering weights, and scattering gradients that are not kept
+    reduce: float  # once per step, with the last backward pass
+    gather: float  # once per step, after the optimizer
+    sent: int  # bytes per step
+
+
+def block_traffic(spec: RunSpec, layout: Layout, link: Link, habits: Habits) -> BlockTraffic:
+    """Tensor, sequence, context and expert parallelism of one block."""
+    model = spec.transformer
+    element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
+    payload = tokens * model.hidden_size * element
+    t, sp, cp, ep = layout.tensor_parallel, layout.sequence_parallel, layout.context_parallel, layout.expert_parallel
+    forward = backward = 0.0
+    if t > 1:
+        # Attention and MLP each gather their input and scatter their output, or reduce it for all: the same bytes.
+        beside = 1 - habits.tensor_overlap
+        if shards_norms(spec, layout):
+            one = link.gather(payload, t) * beside
+            forward, backward = habits.tensor_collectives[0] * one, habits.tensor_collectives[1] * one
+        else:
+            forward = backward = 2 * link.reduce(payload, t) * beside
+    if sp > 1:
+        forward += link.exchange(payload * _width(spec, t), sp, t)
+        backward += link.exchange(payload * _width(spec, t), sp, t)
+    if cp > 1:
+        # Keys and values travel around the ring and hide behind the blocks of attention but for their latency.
+        keys = 2 * cp * tokens * model.num_key_value_heads * model.head_dim // t * element
+        gathered = link.gather(keys, cp, t * sp)
+        forward += gathered / 2
+        backward += gathered
+    experts = 0.0
+    if model.num_experts and ep > 1:
+        routed = payload * model.num_experts_per_tok / (t if shards_norms(spec, layout) else 1)
+        copies = model.num_experts_per_tok if habits.sends_once_per_node else 1
+        experts = 2 * link.exchange(routed, ep, t, copies)
+    return BlockTraffic(forward, backward, experts)
+
+
+def data_traffic(
+    spec: RunSpec, layout: Layout, link: Link, habits: Habits, parameters: int, blocks: int
+) -> DataTraffic:
+    """Gradients and weights of one stage that holds ``parameters`` in ``blocks`` blocks on each tensor rank."""
+    ranks, stage, m = zero_shards(layout), layout.zero_stage, layout.gradient_accumulation_steps
+    if ranks == 1:
+        return DataTraffic(0.0, 0.0, 0.0, 0.0, 0)
+    training = spec.training
+    stride = layout.tensor_parallel
+    weights = parameters * weight_bytes(training.precision)
+    gradients = parameters * _gradient_bytes(spec, habits)
+    part = (ranks - 1) / ranks
+    if stage == 0:
+        return DataTraffic(0.0, 0.0, link.reduce(gradients, ranks, stride), 0.0, int(2 * gradients * part))
+    gather = link.gather(weights, ranks, stride)
+    # DeepSpeed reduces for all ranks where a scatter would do (stage_1_and_2.py use_multi_rank_bucket_allreduce).
+    whole = spec.planner.framework == "deepspeed" and stage <= 2
+    reduce = link.reduce(gradients, ranks, stride) if whole else link.gather(gradients, ranks, stride)
+    reduced = (2 if whole else 1) * gradients
+    if stage == 1:
+        return DataTraffic(0.0, 0.0, reduce, gather, int((reduced + weights) * part))
+    if stage == 2:
+        # Every micro-batch is reduced; FSDP's SHARD_GRAD_OP keeps the weights from forward to backward.
+        if spec.planner.framework == "fsdp":
+            return DataTraffic(gather, reduce, 0.0, 0.0, int(m * (reduced + weights) * part))
+        return DataTraffic(0.0, reduce, 0.0, gather, int((m * reduced + weights) * part))
+    # Gathered and scattered one block after another, each with the latency of its own message.
+    pieces = blocks + 1
+    gather = pieces * link.gather(weights / pieces, ranks, stride)
+    reduce = pieces * link.gather(gradients / pieces, ranks, stride)
+    return DataTraffic(gather, gather + reduce, 0.0, 0.0, int(m * (2 * weights + reduced) * part))
+
+
+def tied_seconds(spec: RunSpec, layout: Layout, link: Link, habits: Habits, table: int) -> float:
+    """Once per step: the first and the last stage add up the gradients of a table that they share."""
+    model, p = spec.transformer, layout.pipeline_parallel
+    if p == 1 or not model.tie_word_embeddings:
+        return 0.0
+    size = table * _gradient_bytes(spec, habits)
+    return link.reduce(size, 2, layout.world_size // p * (p - 1))
+
+
+def boundary_seconds(spec: RunSpec, layout: Layout, link: Link) -> float:
+    """One activation from stage to stage."""
+    if layout.pipeline_parallel == 1:
+        return 0.0
+    return link.send(_boundary_bytes(spec, layout), layout.world_size // layout.pipeline_parallel)
+
+
+def sent_bytes(spec: RunSpec, layout: Layout, blocks: int, data: int) -> PerStepBytes:
+    """Bytes that a rank with ``blocks`` blocks sends per step, by axis."""
+    model, m = spec.transformer, layout.gradient_accumulation_steps
+    element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
+    payload = tokens * model.hidden_size * element
+    t, sp, cp, ep = layout.tensor_parallel, layout.sequence_parallel, layout.context_parallel, layout.expert_parallel
+    # Two all-reduces forward and two backward per block; recomputation repeats the forward ones.
+    reductions = {"none": 4, "selective": 4, "full": 6}[layout.activation_checkpointing] * blocks * m
+    keys = 2 * model.num_key_value_heads * model.head_dim // t
+    exchanged = 2 * blocks * m * _part(int(payload * _width(spec, t)), sp)
+    gathered = 2 * blocks * m * tokens * keys * element * (cp - 1)
+    routed = 4 * blocks * m * _part(payload * max(1, model.num_experts_per_tok), ep) if model.num_experts else 0
+    pipeline = 0
+    if layout.pipeline_parallel > 1:
+        pipeline = 2 * m * _boundary_bytes(spec, layout) * layout.virtual_pipeline
+    return PerStepBytes(
+        tensor=2 * reductions * _part(payload, t),
+        pipeline=pipeline,
+        data=data,
+        sequence=exchanged + gathered,
+        expert=routed,
+    )
+
+
+def shards_norms(spec: RunSpec, layout: Layout) -> bool:
+    """Whether norms and residuals are cut over the tensor ranks too (arXiv:2205.05198); DeepSpeed's engine does not."""
+    wanted = spec.layout.tensor_sequence_parallel
+    if layout.tensor_parallel == 1:
+        return False
+    return spec.planner.framework in ("megatron", "nanotron", "fsdp") if wanted == "auto" else wanted
+
+
+def exposed(communication: float, compute: float, overlap: float) -> float:
+    """What communication adds to compute, if a share ``overlap`` of it may run beside: the rest, and contention."""
+    beside = min(communication * overlap, compute)
+    return communication - beside + CONTENTION * beside
+
+
+def _gradient_bytes(spec: RunSpec, habits: Habits) -> int:
+    given = gradient_bytes(spec.training.precision, spec.training.grad_dtype)
+    if habits.gradient_reduced is None:
+        return given
+    return min(4, habits.gradient_reduced) if weight_bytes(spec.training.precision) == 2 else 4
+
+
+def _boundary_bytes(spec: RunSpec, layout: Layout) -> int:
+    """Cut over the tensor ranks where norms are; Megatron and DeepSpeed scatter what is whole (arXiv:2104.04473)."""
+    whole = spec.planner.framework in ("fsdp", "nanotron") and not shards_norms(spec, layout)
+    element = weight_bytes(spec.training.precision)
+    cut = 1 if whole else layout.tensor_parallel
+    return local_tokens(spec, layout) * spec.transformer.hidden_size * element // cut
+
+
+def _width(spec: RunSpec, tensor: int) -> float:
+    """Channels of queries, keys, values and output of a tensor rank, as a multiple of the hidden size."""
+    model = spec.transformer
+    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
+    return heads * model.head_dim / tensor / model.hidden_size
+
+
+def _part(count: int, ranks: int) -> int:
+    """What one of ``ranks`` sends of a buffer in a ring: (n - 1) / n of it."""
+    return count * (ranks - 1) // ranks

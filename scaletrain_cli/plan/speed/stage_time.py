@@ -1,0 +1,195 @@
+"""Seconds of one micro-batch on each pipeline stage: kernels, host, and the communication between blocks and stages.
+
+Knows no schedule, and nothing of what comes once per step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from scaletrain_cli.plan.architecture import Architecture
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.networks import Link
+from scaletrain_cli.plan.result import Layout, StageTime
+from scaletrain_cli.plan.speed.block_time import PartTime, Slice, block_time, embedding_time, head_time
+from scaletrain_cli.plan.speed.communication import (
+    BlockTraffic,
+    block_traffic,
+    boundary_seconds,
+    data_traffic,
+    exposed,
+    shards_norms,
+)
+from scaletrain_cli.plan.speed.framework_time import Habits
+from scaletrain_cli.plan.speed.kernels import Rates
+from scaletrain_cli.plan.speed.recompute import recompute_seconds, recomputed_forwards
+from scaletrain_cli.plan.stages import local_tokens
+from scaletrain_cli.spec import RunSpec
+
+# GPUs that one socket of a two-socket server of eight drives.
+_SOCKET = 4
+# Host and device work at once, and the longer one decides; but some kernels are short and others long, so each waits
+# for the other now and then. The exponent of the norm that stands for it, calibrated on vTrain's runs.
+_QUEUE = 9.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage and micro-batch: GPU seconds forward, backward and again; host; exposed communication."""
+
+    forward: float
+    backward: float
+    again: float
+    communication: float
+    host: float
+    stall: float  # of the host, while neighbours send and receive
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of forward and backward: the device's, unless the host cannot issue its kernels that fast."""
+        return self._with(self.host + self.stall)
+
+    @cached_property
+    def filling(self) -> float:
+        """The same while the pipeline fills and drains."""
+        return self._with(self.host) if self.stall else self.seconds
+
+    @cached_property
+    def passes(self) -> StageTime:
+        """Forward and backward; communication and waiting for the host fall on both in proportion."""
+        compute = self.forward + self.backward + self.again
+        forward = self.forward / compute if compute else 0.5
+        return StageTime(self.seconds * forward, self.seconds * (1 - forward))
+
+    def _with(self, host: float) -> float:
+        device = self.forward + self.backward + self.again + self.communication
+        longer = max(device, host)
+        return float(longer * (1 + (min(device, host) / longer) ** _QUEUE) ** (1 / _QUEUE)) if longer else 0.0
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What stages are made of: seconds of one block of each kind (dense, with experts), and of the ends."""
+
+    blocks: tuple[PartTime, PartTime]
+    again: tuple[float, float]
+    forwards: float  # that run again, per block
+    embedding: PartTime
+    head: PartTime
+    traffic: BlockTraffic
+    boundary: float  # from stage to stage, one way
+
+
+def stage_times(
+    spec: RunSpec,
+    layout: Layout,
+    device: Accelerator,
+    rate: Rates,
+    link: Link,
+    habits: Habits,
+    whole: Architecture,
+    blocks: tuple[int, ...],
+) -> list[Stage]:
+    """Each stage; ``whole`` is cut by tensor and expert parallelism, ``blocks`` says how many each stage holds."""
+    last, parts = len(blocks) - 1, _parts(spec, layout, device, rate, link, habits)
+    known: dict[tuple[int, int, bool, bool], Stage] = {}
+    found, first = [], 0
+    for index, count in enumerate(blocks):
+        dense = max(0, min(first + count, whole.dense_layers) - first)
+        key = (count, dense, index == 0, index == last)
+        if key not in known:
+            parameters = stage_parameters(whole, blocks, index, first)
+            known[key] = _stage(spec, layout, rate, link, habits, parts, key, parameters)
+        found.append(known[key])
+        first += count
+    return found
+
+
+def stage_parameters(whole: Architecture, blocks: tuple[int, ...], index: int, first: int | None = None) -> int:
+    """Parameters on one tensor and expert rank of a stage, which begins at block ``first``."""
+    found = whole.blocks_parameters(sum(blocks[:index]) if first is None else first, blocks[index])
+    if index == 0:
+        found += whole.embedding
+    if index == len(blocks) - 1:
+        tied_copy = whole.embedding if not whole.head and len(blocks) > 1 else 0
+        found += whole.final_norm + whole.head + tied_copy
+    return found
+
+
+def _parts(spec: RunSpec, layout: Layout, device: Accelerator, rate: Rates, link: Link, habits: Habits) -> _Parts:
+    model, cut = spec.transformer, _slice(spec, layout, device)
+    dense = sparse = block_time(model, cut, habits, rate, experts=bool(model.num_experts))
+    if model.num_experts and model.first_k_dense_replace:
+        dense = block_time(model, cut, habits, rate, experts=False)
+    return _Parts(
+        blocks=(dense, sparse),
+        again=(recompute_seconds(spec, layout, dense), recompute_seconds(spec, layout, sparse)),
+        forwards=recomputed_forwards(spec, layout),
+        embedding=embedding_time(model, cut, rate),
+        head=head_time(model, cut, habits, rate),
+        traffic=block_traffic(spec, layout, link, habits),
+        boundary=boundary_seconds(spec, layout, link) * layout.virtual_pipeline * (1 - habits.pipeline_overlap),
+    )
+
+
+def _stage(
+    spec: RunSpec,
+    layout: Layout,
+    rate: Rates,
+    link: Link,
+    habits: Habits,
+    parts: _Parts,
+    held: tuple[int, int, bool, bool],
+    parameters: int,
+) -> Stage:
+    """One stage; ``held``: blocks, dense blocks among them, whether it is the first, and the last."""
+    count, dense, first, last = held
+    sparse, forwards, traffic = count - dense, parts.forwards, parts.traffic
+    forward = dense * parts.blocks[0].forward + sparse * parts.blocks[1].forward
+    backward = dense * parts.blocks[0].backward + sparse * parts.blocks[1].backward
+    again = dense * parts.again[0] + sparse * parts.again[1]
+    if first:
+        forward, backward = forward + parts.embedding.forward, backward + parts.embedding.backward
+    if last:
+        forward, backward = forward + parts.head.forward, backward + parts.head.backward
+    backward += parameters * habits.accumulate / rate.memory
+    communication = count * (traffic.forward * (1 + forwards) + traffic.backward)
+    communication += sparse * traffic.experts * (2 + forwards)
+    # Each stage receives and sends, forward and backward; the ends do half of it.
+    communication += parts.boundary * (0 if first and last else 2 if first or last else 4)
+    if layout.zero_stage >= 2:
+        data = data_traffic(spec, layout, link, habits, parameters, count)
+        communication += exposed(data.forward, forward, habits.reduce_overlap)
+        communication += exposed(data.backward, backward + again, habits.reduce_overlap)
+    if rate.is_cpu:
+        return Stage(forward, backward, again, communication, 0.0, 0.0)
+    host = count * (habits.forward_host * (1 + forwards) + habits.backward_host) + habits.micro_batch_host
+    host += habits.end_host * (first + last) + habits.experts_host * sparse
+    stall = 0.0
+    if layout.tensor_parallel > 1:
+        host += count * habits.tensor_host
+        if layout.tensor_parallel > _SOCKET:
+            host += count * habits.socket_host
+        if layout.pipeline_parallel > 1 and layout.world_size > spec.cluster.gpus_per_node:
+            stall = count * layout.tensor_parallel * habits.stage_stall
+    return Stage(forward, backward, again, communication, host, stall)
+
+
+def _slice(spec: RunSpec, layout: Layout, device: Accelerator) -> Slice:
+    model = spec.transformer
+    expert_tensor = spec.layout.expert_tensor_parallel
+    wanted = spec.planner.attention
+    grouped = model.num_key_value_heads != model.num_attention_heads
+    flash = device.fuses_attention(spec.training.precision, model.head_dim, grouped)
+    return Slice(
+        tokens=local_tokens(spec, layout),
+        keys=model.seq_len,
+        tensor=layout.tensor_parallel,
+        sequence=layout.sequence_parallel,
+        expert=layout.expert_parallel,
+        expert_tensor=layout.tensor_parallel if expert_tensor == "auto" else expert_tensor,
+        sharded_norms=shards_norms(spec, layout),
+        flash=flash if wanted == "auto" else wanted == "flash",
+        compiled=spec.training.compile,
+    )

@@ -1,0 +1,105 @@
+"""Seconds of one optimizer step by cause, from kernels, communication and the pipeline's schedule. Knows no memory.
+
+Each stage takes its time for one micro-batch (stage_time.py); the schedule puts the stages together (pipeline_time.py);
+gradients, optimizer and data come once per step.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from scaletrain_cli.plan.architecture import Architecture, architecture, training_flops_per_token
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.networks import cluster_link
+from scaletrain_cli.plan.result import Layout, Network, Time
+from scaletrain_cli.plan.speed.communication import data_traffic, exposed, sent_bytes, tied_seconds
+from scaletrain_cli.plan.speed.framework_time import Habits, habits_of
+from scaletrain_cli.plan.speed.kernels import Rates, rates
+from scaletrain_cli.plan.speed.offload_time import offload_seconds
+from scaletrain_cli.plan.speed.pipeline_time import blocks_by_stage, one_forward_one_backward
+from scaletrain_cli.plan.speed.recompute import recompute_flops_per_token
+from scaletrain_cli.plan.speed.stage_time import stage_parameters, stage_times
+from scaletrain_cli.plan.stages import zero_shards
+from scaletrain_cli.spec import ModelSpec, RunSpec
+
+# A plan shows this many stages one by one; nobody runs more, and a typing slip must end soon.
+_MOST_STAGES = 64
+# Tokens on disk: 16 bits up to this vocabulary, 32 above; storage that a node reads from, unless the spec says.
+_SMALL_VOCABULARY = 65536
+_STORAGE_BANDWIDTH = 1e9
+
+
+def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
+    """Seconds per optimizer step by cause, and what follows; and the traffic of the busiest rank."""
+    model, habits = spec.transformer, habits_of(spec.planner.framework, device.compute_capability)
+    rate, link = rates(device, spec.training.precision), cluster_link(spec.cluster, device)
+    whole = _architecture(model, layout.tensor_parallel, layout.expert_parallel)
+    blocks = blocks_by_stage(model, layout.pipeline_parallel, habits.balances_stages)
+    stages = stage_times(spec, layout, device, rate, link, habits, whole, blocks)
+    m = layout.gradient_accumulation_steps
+    schedule = one_forward_one_backward(
+        [stage.seconds for stage in stages], m, layout.virtual_pipeline, [stage.filling for stage in stages]
+    )
+    busiest, index = stages[schedule.slowest], schedule.slowest
+    parameters = stage_parameters(whole, blocks, index)
+    data = data_traffic(spec, layout, link, habits, parameters, blocks[index])
+    # With v chunks per stage all but the last are done, or not yet wanted, while others run.
+    windows = 1 + min(m, len(blocks) - 1) * (1 - 1 / layout.virtual_pipeline)
+    reduce = exposed(data.reduce, windows * (busiest.backward + busiest.again), habits.reduce_overlap)
+    gather = exposed(data.gather, windows * busiest.forward, habits.gather_overlap)
+    communication = min(m * busiest.communication, schedule.busy) + reduce + gather
+    communication += tied_seconds(spec, layout, link, habits, whole.embedding)
+    compute = schedule.busy - min(m * busiest.communication, schedule.busy)
+    optimizer = _optimizer_seconds(spec, layout, device, rate, habits, parameters)
+    step = compute + schedule.bubble + communication + optimizer
+    waited = _data_wait(spec, layout, step)
+    step += waited
+    tokens = layout.global_batch_size * model.seq_len
+    needed = tokens * _model_flops(model)
+    executed = needed + tokens * recompute_flops_per_token(spec, layout)
+    peak = layout.world_size * device.peak_flops(spec.training.precision)
+    time = Time(
+        step=step,
+        compute=compute,
+        exposed_communication=communication,
+        bubble=schedule.bubble,
+        optimizer=optimizer,
+        data_wait=waited,
+        tokens_per_second=tokens / step,
+        tokens_per_second_per_gpu=tokens / step / layout.world_size,
+        mfu=needed / step / peak,
+        hfu=executed / step / peak,
+        to_train=step * spec.total_steps,
+        samples_per_second=layout.global_batch_size / step,
+        recompute=m * busiest.again,
+        by_stage=tuple(stage.passes for stage in stages[:_MOST_STAGES]),
+    )
+    return time, Network(sent_bytes(spec, layout, blocks[index], data.sent))
+
+
+@lru_cache(maxsize=64)
+def _model_flops(model: ModelSpec) -> int:
+    return training_flops_per_token(model)
+
+
+@lru_cache(maxsize=1024)
+def _architecture(model: ModelSpec, tensor: int, expert: int) -> Architecture:
+    return architecture(model, tensor, expert)
+
+
+def _optimizer_seconds(
+    spec: RunSpec, layout: Layout, device: Accelerator, rate: Rates, habits: Habits, parameters: int
+) -> float:
+    updated = parameters if layout.zero_stage == 0 else -(-parameters // zero_shards(layout))
+    host = 0.0 if rate.is_cpu else habits.step_host + (habits.zero_host if layout.zero_stage else 0.0)
+    if layout.offload != "none":
+        return host + offload_seconds(spec, layout, device, updated)
+    return host + updated * habits.optimizer / rate.memory
+
+
+def _data_wait(spec: RunSpec, layout: Layout, step: float) -> float:
+    """Seconds that a step waits for its tokens: read ahead by a node's loaders, they only matter on slow storage."""
+    given = spec.cluster.storage_bandwidth
+    size = 2 if spec.transformer.vocab_size <= _SMALL_VOCABULARY else 4
+    read = size * layout.global_batch_size * (spec.transformer.seq_len + 1) / spec.cluster.nodes
+    return max(0.0, read / (_STORAGE_BANDWIDTH if given == "auto" else max(given, 1.0)) - step)

@@ -1,0 +1,1 @@
+"""What interruptions cost: checkpoints, goodput, spot markets, dollars and days."""

@@ -1,0 +1,137 @@
+"""What a recipe is told: batch, learning rate, warm-up, data, precision and dimensions, against published recipes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.plan.advice.learning_rate import critical_batch_tokens, published_recipe, scaled_lr
+from scaletrain_cli.plan.result import Sanity
+from scaletrain_cli.spec.architecture_source import presets
+from scaletrain_cli.spec.vision_source import vision_presets
+from tests.plan.specs import spec_of
+
+LLAMA = {"training__global_batch_size": 1024, "cluster__nodes": 4}  # 4 M tokens, as the authors
+
+
+def checks_of(preset: str = "llama-7b", **overrides: Any) -> dict[str, Sanity]:
+    return {row.topic: row for row in make_plan(spec_of(preset, **{**LLAMA, **overrides})).sanity}
+
+
+def optimizer(lr: float, name: str = "adamw") -> dict[str, Any]:
+    return {"training__optimizer": {"name": name, "lr": lr}}
+
+
+def test_every_recipe_belongs_to_a_preset_and_has_a_source() -> None:
+    named = [name for name in presets() | vision_presets() if published_recipe(name)]
+    assert {"gpt3-175b", "llama-7b", "llama-405b", "resnet-50", "clip-vit-base-patch32"} <= set(named)
+    for name in named:
+        recipe = published_recipe(name)
+        assert recipe is not None
+        assert "arXiv:" in recipe.source
+        assert 1e-5 < recipe.lr <= 0.1
+        assert 256 <= recipe.batch < 1e8
+    assert published_recipe(None) is published_recipe("unheard-of") is None
+
+
+def test_adam_scales_by_the_square_root_and_sgd_linearly() -> None:
+    llama, resnet = published_recipe("llama-7b"), published_recipe("resnet-50")
+    assert llama is not None
+    assert resnet is not None
+    assert scaled_lr(llama, 4 * llama.batch, "adamw") == pytest.approx(2 * 3e-4)
+    assert scaled_lr(resnet, 8192, "momentum") == pytest.approx(3.2)  # Goyal et al., section 5.1
+    assert scaled_lr(resnet, 8192, "adamw") is None
+
+
+def test_the_authors_own_learning_rate_is_fine() -> None:
+    row = checks_of(**optimizer(3e-4))["learning rate"]
+    assert (row.verdict, row.value) == ("ok", "0.0003")
+    assert "arXiv:2307.09288" in row.message
+
+
+def test_a_learning_rate_for_another_batch_is_scaled_and_compared() -> None:
+    small = checks_of(training__global_batch_size=64, **optimizer(3e-4))["learning rate"]
+    assert small.verdict == "note"
+    assert "the recipe scales to 7.5e-05: with the square root of a batch 0.0625 times as large" in small.message
+    assert checks_of(**optimizer(3e-3))["learning rate"].verdict == "warning"
+    assert checks_of(**optimizer(1e-5))["learning rate"].verdict == "note"
+
+
+def test_another_optimizer_is_not_compared() -> None:
+    row = checks_of(**optimizer(0.1, "momentum"))["learning rate"]
+    assert row.verdict == "note"
+    assert "the recipe has adamw" in row.message
+
+
+def test_without_a_recipe_the_rule_is_named() -> None:
+    assert "square root of k (arXiv:2205.10287)" in checks_of("qwen2.5-7b")["learning rate"].message
+    assert "by k (arXiv:1706.02677)" in checks_of("qwen2.5-7b", **optimizer(0.1, "sgd"))["learning rate"].message
+
+
+def test_published_batches_of_large_runs_are_near_the_critical_one() -> None:
+    """GPT-3: 3.2 M tokens; Llama 2: 4 M; Llama 3 405B: 16 M. All were chosen with the noise scale or by trial."""
+    for parameters, tokens, batch in ((175e9, 300e9, 3.2e6), (7e9, 2e12, 4e6), (405e9, 15e12, 16e6)):
+        assert 0.1 < batch / critical_batch_tokens(int(parameters), tokens) < 1.5
+
+
+def test_a_batch_far_above_the_critical_one_is_a_warning() -> None:
+    huge = checks_of(training__global_batch_size=2**16, training__steps=1000)["critical batch size"]
+    assert huge.verdict == "warning"
+    assert checks_of(training__steps=500_000)["critical batch size"].verdict == "ok"
+
+
+def test_the_effective_batch_is_the_product_of_its_parts() -> None:
+    plan = make_plan(spec_of(**LLAMA))
+    row = plan.sanity[0]
+    assert row.value == "1,024 sequences, 4,194,304 tokens"
+    parts = plan.layout.micro_batch_size, plan.layout.gradient_accumulation_steps, plan.layout.data_parallel
+    assert math.prod(parts) == 1024
+    assert row.message == "{} per GPU x {} accumulated x {} data-parallel ranks.".format(*parts)
+
+
+@pytest.mark.parametrize(("steps", "verdict"), [(0, "note"), (10, "ok"), (100, "ok"), (200, "note"), (600, "warning")])
+def test_warm_up_is_judged_as_a_share_of_the_steps(steps: int, verdict: str) -> None:
+    row = checks_of(training__schedule={"warmup_steps": steps})["warm-up"]
+    assert row.verdict == verdict
+    assert row.value == f"{steps:,} steps, {steps / 10:.2g} %"
+
+
+def test_tokens_per_parameter_and_total_flops_are_those_of_the_run() -> None:
+    rows = checks_of(training__steps=10_000)
+    plan = make_plan(spec_of(**LLAMA, training__steps=10_000))
+    tokens = 10_000 * 4_194_304
+    assert rows["tokens per parameter"].value == f"{tokens / plan.model.active_parameters:.3g}"
+    assert float(rows["total FLOPs"].value) == pytest.approx(plan.model.flops_per_token * tokens, rel=0.01)
+    assert checks_of(training__steps=100)["tokens per parameter"].verdict == "note"
+
+
+def test_precision_is_checked_against_the_device() -> None:
+    old = checks_of(cluster__gpu="v100-sxm2-32gb", cluster__nodes=8)["precision"]
+    assert old.verdict == "warning"
+    assert "v100-sxm2-32gb has no bf16 units" in old.message
+    half = checks_of(training__precision="fp16")["precision"]
+    assert half.verdict == "note"
+    assert "loss scaling" in half.message
+    assert "has bf16" in half.message
+    assert checks_of()["precision"].verdict == "ok"
+
+
+def test_odd_dimensions_are_named_with_the_next_good_vocabulary() -> None:
+    row = checks_of("gpt2")["matrix dimensions"]
+    assert row.verdict == "note"
+    assert "vocab_size per tensor rank = 50,257" in row.message
+    assert "A vocab_size of 50,304 would be one." in row.message
+    assert checks_of()["matrix dimensions"].verdict == "ok"
+
+
+def test_a_cpu_has_no_tensor_cores_to_fill() -> None:
+    rows = checks_of("gpt2", cluster__gpu="cpu", cluster__nodes=1, training__global_batch_size=8)
+    assert not {"precision", "matrix dimensions"} & rows.keys()
+
+
+def test_every_verdict_is_one_of_three() -> None:
+    for preset in ("gpt2", "llama-7b", "mixtral-8x7b"):
+        assert {row.verdict for row in checks_of(preset, cluster__nodes=16).values()} <= {"ok", "note", "warning"}

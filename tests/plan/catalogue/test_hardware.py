@@ -1,0 +1,113 @@
+"""The catalogue is complete, sourced, and plausible."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import scaletrain_cli.plan.catalogue.hardware
+from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.plan import accelerator_names, find_accelerator
+from tests.plan.specs import spec_of
+
+
+@pytest.mark.parametrize("name", accelerator_names())
+def test_every_accelerator_has_plausible_sourced_figures(name: str) -> None:
+    device = find_accelerator(spec_of(cluster__gpu=name).cluster)
+    assert device.source
+    assert device.flops["fp32"] <= max(device.flops.values())
+    assert device.network
+    if not device.is_cpu:
+        assert device.compute_capability
+        assert 20 <= device.multiprocessors <= 304
+        assert 15e9 < device.host_bandwidth <= 450e9
+        assert 10e9 < device.memory_bytes < 300e9
+        assert 100e9 < device.memory_bandwidth < 10e12
+        size = int(name.rsplit("-", 1)[1].removesuffix("gb")) * 1e9
+        assert 0.94 * size < device.memory_bytes < 1.075 * size  # vendors' GB are partly GiB
+
+
+def test_only_devices_with_the_units_have_the_precision() -> None:
+    """bf16 and tf32 came with Ampere, fp8 with Ada and Hopper (CUDA C++ Programming Guide, compute capabilities)."""
+    for name in accelerator_names():
+        device = find_accelerator(spec_of(cluster__gpu=name).cluster)
+        if device.is_cpu or device.compute_capability.startswith("gfx"):
+            continue
+        capability = float(device.compute_capability)
+        assert ("bf16" in device.flops) == ("tf32" in device.flops) == (capability >= 8.0), name
+        assert ("fp8" in device.flops) == (capability >= 8.9), name
+
+
+def test_old_devices_have_no_fused_attention_with_grouped_queries() -> None:
+    old, new = (find_accelerator(spec_of(cluster__gpu=name).cluster) for name in ("v100-sxm2-32gb", "a100-sxm-80gb"))
+    assert new.fuses_attention("bf16", 128, grouped=True)
+    assert not old.fuses_attention("fp16", 128, grouped=True)
+    assert old.fuses_attention("fp16", 128, grouped=False)
+
+
+def test_the_names_people_use_are_known() -> None:
+    known = accelerator_names()
+    families = (
+        "v100-sxm2 v100-pcie a100-sxm a100-pcie h100-sxm h100-pcie h100-nvl h200 b200 gb200 gb300 l4 l40s a10g a6000"
+    )
+    for family in (*families.split(), "t4", "rtx-3090", "rtx-4090", "mi300x", "cpu"):
+        assert any(name.startswith(family) for name in known), family
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("L4", "l4-24gb"),
+        ("rtx4090", "rtx-4090-24gb"),
+        ("RTX A6000", "a6000-48gb"),
+        ("h100-pcie", "h100-pcie-80gb"),
+        ("NVIDIA H200 NVL", "h200-nvl-141gb"),
+        ("h100-sxm5-80gb", "h100-sxm-80gb"),
+    ],
+)
+def test_parts_of_a_name_that_fit_no_other_are_enough(given: str, meant: str) -> None:
+    assert find_accelerator(spec_of(cluster__gpu=given).cluster).name == meant
+
+
+def test_a_name_of_several_devices_is_refused_with_all_of_them() -> None:
+    with pytest.raises(UsageError, match="Did you mean a100-sxm-80gb or a100-pcie-80gb") as caught:
+        find_accelerator(spec_of(cluster__gpu="a100-80gb").cluster)
+    assert "names several devices" in str(caught.value)
+
+
+def test_the_data_file_is_json_without_repeated_names() -> None:
+    path = Path(scaletrain_cli.plan.catalogue.hardware.__file__).with_name("hardware.json")
+    pairs: list[str] = []
+    json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda items: pairs.extend(k for k, _ in items))
+    names = [key for key in pairs if key in accelerator_names()]
+    assert len(names) == len(set(names))
+
+
+def test_an_unknown_name_is_a_usage_error_with_the_nearest_one() -> None:
+    with pytest.raises(UsageError, match="Did you mean h100-sxm-80gb") as caught:
+        find_accelerator(spec_of(cluster__gpu="h100-sxm-80").cluster)
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+def test_a_table_describes_an_accelerator_of_ones_own() -> None:
+    table = {
+        "name": "mine",
+        "memory": "48GB",
+        "bf16_flops": 2e14,
+        "fp32_flops": 5e13,
+        "memory_bandwidth": "1TB/s",
+        "intra_node_bandwidth": "32GB/s",
+    }
+    device = find_accelerator(spec_of(cluster__gpu=table).cluster)
+    assert (device.name, device.memory_bytes, device.peak_flops("bf16")) == ("mine", 48 * 10**9, 2e14)
+    assert device.peak_flops("fp8") == 5e13
+    assert device.host_bandwidth == 31.5e9
+    more = find_accelerator(spec_of(cluster__gpu=table | {"fp8_flops": 4e14, "host_bandwidth": "64GB/s"}).cluster)
+    assert (more.peak_flops("fp8"), more.host_bandwidth) == (4e14, 64e9)
+
+
+def test_a_stated_bandwidth_replaces_the_catalogue() -> None:
+    assert find_accelerator(spec_of(cluster__intra_node_bandwidth="7GB/s").cluster).intra_node_bandwidth == 7e9
+    assert find_accelerator(spec_of(cluster__host_bandwidth="7GB/s").cluster).host_bandwidth == 7e9

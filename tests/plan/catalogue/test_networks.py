@@ -1,0 +1,68 @@
+"""Collectives against published measurements, and networks that a spec describes itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan.catalogue.hardware import accelerator_names, find_accelerator
+from scaletrain_cli.plan.catalogue.networks import Link, cluster_link, network_names
+from scaletrain_cli.spec import ClusterSpec
+
+
+def link(gpu: str = "h100-sxm-80gb", nodes: int = 64, **cluster: object) -> Link:
+    spec = ClusterSpec.model_validate({"gpu": gpu, "nodes": nodes, "gpus_per_node": 8, "scheduler": "slurm", **cluster})
+    return cluster_link(spec, find_accelerator(spec))
+
+
+# Ultra-Scale Playbook, 8 x H100 nodes with EFA, 256 MiB: nodes, GB/s of all-reduce, of all-gather.
+EFA = [(2, 361.7, 184.6), (4, 160.1, 119.0), (8, 99.6, 69.0), (16, 84.7, 55.0), (32, 64.9, 28.0), (64, 32.9, 11.0)]
+
+
+@pytest.mark.parametrize(("nodes", "reduce", "gather"), EFA)
+def test_efa_falls_with_the_number_of_ranks_as_measured(nodes: int, reduce: float, gather: float) -> None:
+    size, ranks, efa = 2.0**28, 8 * nodes, link(network="efa-p5")
+    part = size * (ranks - 1) / ranks
+    assert 2 * part / efa.reduce(size, ranks) / 1e9 == pytest.approx(reduce, rel=0.45)
+    assert part / efa.gather(size, ranks) / 1e9 == pytest.approx(gather, rel=0.25)
+
+
+def test_a_group_with_one_rank_per_node_has_one_card() -> None:
+    network = link()
+    alone, together = network.gather(1e9, 8, 8), network.gather(1e9, 64, 1)
+    assert alone > 5 * together
+
+
+def test_small_messages_cost_their_latency() -> None:
+    network = link()
+    assert network.reduce(8, 8) > 1e-5
+    assert network.reduce(8, 64) > network.reduce(8, 8)
+    assert network.send(8, 8) > 0
+    assert network.reduce(0, 8) == network.reduce(1e9, 1) == network.exchange(1e9, 1) == 0
+
+
+def test_leaving_the_node_is_slower() -> None:
+    network = link()
+    assert network.gather(1e9, 16) > network.gather(1e9, 8)
+    assert network.exchange(1e9, 16) > 2 * network.exchange(1e9, 8)
+    assert network.send(1e9, 8) > 2 * network.send(1e9, 4)
+
+
+def test_a_spec_may_give_its_own_rate_and_oversubscription() -> None:
+    slow = link(inter_node_bandwidth="1GB/s")
+    assert slow.gather(1e9, 64, 8) > 20 * link().gather(1e9, 64, 8)
+    halved = link(network_oversubscription=2.0)
+    assert halved.between == link().between / 2
+
+
+def test_every_network_and_device_has_links() -> None:
+    for name in network_names():
+        assert link(network=name).gather(1e9, 64) > 0
+    for gpu in accelerator_names():
+        assert link(gpu).reduce(1e9, 16) > 0
+
+
+def test_an_unknown_network_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(UsageError) as error:
+        link(network="infiniband-nrd")
+    assert "infiniband-ndr" in str(error.value.problems)

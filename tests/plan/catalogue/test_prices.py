@@ -1,0 +1,67 @@
+"""The price catalogue is sourced, dated and plausible, and its one figure is the median."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import scaletrain_cli.plan.catalogue.prices
+from scaletrain_cli.plan import accelerator_names
+from scaletrain_cli.plan.catalogue.prices import catalogue_price
+
+CATALOGUE: dict[str, Any] = json.loads(
+    Path(scaletrain_cli.plan.catalogue.prices.__file__).with_name("prices.json").read_text(encoding="utf-8")
+)
+
+
+def test_every_price_has_a_date_a_source_and_a_known_gpu() -> None:
+    assert set(CATALOGUE["gpus"]) <= set(accelerator_names())
+    for markets in CATALOGUE["gpus"].values():
+        for offer in (*markets["on_demand"], *markets["spot"]):
+            assert offer["source"] in CATALOGUE["sources"]
+            assert date(2026, 1, 1) <= date.fromisoformat(offer["date"])
+            assert 0.1 < offer["usd"] < 30
+
+
+def test_every_source_is_used_and_is_an_address() -> None:
+    rows = [offer for markets in CATALOGUE["gpus"].values() for market in markets.values() for offer in market]
+    assert {row["source"] for row in rows} == set(CATALOGUE["sources"])
+    assert all(address.startswith("https://") for address in CATALOGUE["sources"].values())
+
+
+def test_auto_is_the_median_and_says_of_what() -> None:
+    offers = CATALOGUE["gpus"]["h100-sxm-80gb"]["on_demand"]
+    quote = catalogue_price("h100-sxm-80gb", spot=False)
+    assert quote is not None
+    assert quote.usd == statistics.median(offer["usd"] for offer in offers)
+    assert quote.source.startswith(f"median of {len(offers)} on-demand list prices, 3.20 Hyperstack to 12.29 Azure")
+    assert "2026-09" in quote.source
+
+
+def test_spot_is_what_offers_with_both_prices_take_off() -> None:
+    spot, on_demand = (catalogue_price("a100-sxm-80gb", spot=spot) for spot in (True, False))
+    assert spot is not None
+    assert on_demand is not None
+    assert spot.usd == pytest.approx(on_demand.usd * 2.928 / 5.069)
+    assert spot.source == "0.58 of 2.79 on demand, as 1 of 5 offers list both, 2026-09-11"
+    alone = catalogue_price("mi300x-192gb", spot=True)
+    assert alone is not None
+    assert alone.source == "the one spot list price known, 1.71 Crusoe, 2026-05-18"
+
+
+def test_spot_is_cheaper_where_both_are_known() -> None:
+    for name in CATALOGUE["gpus"]:
+        spot, on_demand = catalogue_price(name, spot=True), catalogue_price(name, spot=False)
+        assert on_demand is not None
+        assert spot is None or spot.usd < on_demand.usd, name
+
+
+def test_a_gpu_without_list_prices_has_none() -> None:
+    assert catalogue_price("gb300-279gb", spot=False) is None
+    assert catalogue_price("cpu", spot=False) is None
+    assert catalogue_price("somebody's own", spot=True) is None

@@ -1,0 +1,123 @@
+"""Activation bytes: against the paper, and against what autograd really saves of the engine's own model."""
+
+from __future__ import annotations
+
+import pytest
+
+from scaletrain_cli.plan.memory.activations import (
+    block_backward_bytes,
+    checkpointed_blocks,
+    loss_bytes,
+    stage_activation_bytes,
+    token_activations,
+)
+from tests.plan.specs import model_of
+
+
+def test_a_gpt_block_keeps_34_bytes_per_channel_without_its_two_dropout_masks() -> None:
+    # Korthikanti et al., arXiv:2205.05198, equation 1, less the masks (2) and the scores (5 a s / h).
+    saved = token_activations(model_of("gpt3-175b"), element_bytes=2).saved
+    statistics = 4 * (96 + 4)
+    assert saved - statistics == 32 * 12288
+
+
+def test_tensor_parallelism_divides_24_of_those_bytes() -> None:
+    # Equation 2: 10 + 24 / t, of which the masks are 2.
+    saved = token_activations(model_of("gpt3-175b"), element_bytes=2, tensor_parallel=8).saved
+    assert saved - 4 * (96 // 8 + 4) == (8 + 24 // 8) * 12288
+
+
+def test_fp32_keeps_twice_as_much_as_16_bits_but_for_the_statistics() -> None:
+    model = model_of("gpt2")
+    statistics = 4 * (12 + 4)
+    narrow, wide = (token_activations(model, element).saved - statistics for element in (2, 4))
+    assert wide == 2 * narrow
+
+
+def test_attention_without_a_fused_kernel_keeps_a_row_of_weights_per_head() -> None:
+    model = model_of("llama-3-8b", seq_len=4096)
+    fused = token_activations(model, 4).saved
+    assert token_activations(model, 4, fused_attention=False).saved - fused == 4 * 32 * 4096
+
+
+def test_selective_checkpointing_recomputes_every_second_block_from_the_first() -> None:
+    assert [checkpointed_blocks(layers, "selective") for layers in (1, 2, 3, 32)] == [1, 1, 2, 16]
+
+
+def test_full_checkpointing_keeps_the_input_of_each_block() -> None:
+    per_token = token_activations(model_of("llama-7b"), 2)
+    assert stage_activation_bytes(per_token, 4096, 32, "full", 1) == 4096 * 32 * 2 * 4096
+
+
+def test_recomputation_brings_one_block_back_during_its_backward() -> None:
+    per_token = token_activations(model_of("llama-7b"), 2)
+    again = block_backward_bytes(per_token, 1, 32, "full") - block_backward_bytes(per_token, 1, 32, "none")
+    assert again == per_token.saved
+
+
+def test_more_checkpointing_keeps_less() -> None:
+    per_token = token_activations(model_of("llama-7b"), 2)
+    kept = [stage_activation_bytes(per_token, 4096, 32, mode, 1) for mode in ("none", "selective", "full")]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] > 2 * kept[1] / 2 > kept[2]
+
+
+def test_the_loss_of_a_large_vocabulary_outweighs_a_block() -> None:
+    model = model_of("llama-3-8b")
+    assert loss_bytes(model, 2, 8192) > 12 * 128_256 * 8192 > token_activations(model, 2).saved * 8192
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"family": "gpt"},
+        {"family": "llama"},
+        {"family": "llama", "num_key_value_heads": 4},
+        {"family": "llama", "num_key_value_heads": 2, "qk_norm": True},
+    ],
+    ids=["gpt", "llama", "grouped", "qk_norm"],
+)
+def test_autograd_saves_what_the_planner_counts(shape: dict[str, object], precision: str) -> None:
+    torch = pytest.importorskip("torch")
+    from pathlib import Path
+
+    from scaletrain_cli.engine.model import build_model
+    from scaletrain_cli.spec import ModelSpec
+    from scaletrain_cli.spec.architecture_source import complete
+
+    batch, seq_len = 2, 64
+    dims = {
+        "hidden_size": 128,
+        "num_attention_heads": 8,
+        "intermediate_size": 384,
+        "vocab_size": 256,
+        "seq_len": seq_len,
+        "tie_word_embeddings": True,
+        **shape,
+    }
+
+    def saved_bytes(layers: int) -> tuple[ModelSpec, int]:
+        model_spec = ModelSpec.model_validate(complete({**dims, "num_hidden_layers": layers}, Path()))
+        model = build_model(model_spec, seed=0)
+        model = model.to(torch.bfloat16) if precision == "bf16" else model
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        kept = {}
+
+        def keep(tensor: object) -> object:
+            storage = tensor.untyped_storage()  # type: ignore[attr-defined]
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # holding it keeps the address from reuse
+            return tensor
+
+        tokens = torch.randint(0, 256, (batch, seq_len))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(tokens, tokens)
+        assert loss.requires_grad
+        return model_spec, sum(size for size, _ in kept.values())
+
+    model_spec, few = saved_bytes(1)
+    _, many = saved_bytes(3)
+    measured = (many - few) / 2 / (batch * seq_len)
+    counted = token_activations(model_spec, 4 if precision == "fp32" else 2).saved
+    assert counted == pytest.approx(measured, abs=8)  # LayerNorm's statistics are 16 bits on CPU and fp32 on CUDA

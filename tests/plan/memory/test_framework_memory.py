@@ -1,0 +1,149 @@
+"""Memory under Megatron-LM, nanotron and FSDP: against single published runs, and how habits move it.
+
+The whole sets are in benchmarks/planner_accuracy.py; here is one run per mechanism. No constant is fitted to these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.memory.device_memory import plan_memory
+from scaletrain_cli.plan.result import MEMORY_PARTS, Memory
+from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
+from tests.plan.specs import spec_of
+from tests.plan.test_stages import published_llama
+
+GIB = 2**30
+
+
+def memory_of(
+    framework: str, preset: str = "llama-7b", stage: int = 1, mode: str = "none", micro_batch: int = 1, **changed: Any
+) -> Memory:
+    spec = spec_of(preset, planner__framework=framework, **changed)
+    layout = build_layout(spec, resolve_axes(spec), stage, mode, micro_batch)
+    return plan_memory(spec, layout, find_accelerator(spec.cluster))
+
+
+def megatron_test(attention: str, **changed: Any) -> Memory:
+    """A model of Megatron-LM's functional tests: 12 layers of width 512, GPT-2's vocabulary, distributed optimizer."""
+    return memory_of(
+        "megatron",
+        "gpt2",
+        micro_batch=4,
+        planner__attention=attention,
+        model__num_hidden_layers=12,
+        model__hidden_size=512,
+        model__num_attention_heads=8,
+        model__num_key_value_heads=8,
+        model__head_dim=64,
+        model__intermediate_size=2048,
+        model__vocab_size=50304,
+        model__hidden_dropout=0.1,
+        model__attention_dropout=0.1,
+        training__global_batch_size=32,
+        cluster__gpu="a100-sxm-80gb",
+        **changed,
+    )
+
+
+def test_allocated_bytes_of_megatron_s_tests() -> None:
+    # gpt3_mcore_te_tp1_pp1_resume_torch_dist_dist_optimizer on A100 (golden values of Megatron-LM@d98e8a64), and with
+    # unfused attention ..._fim_dataset on H100.
+    assert megatron_test("flash").allocated == pytest.approx(2_711_718_912, rel=0.05)
+    assert megatron_test("materialised").allocated == pytest.approx(4_702_430_208, rel=0.05)
+
+
+def test_reserved_bytes_of_torchtitan_s_8b_on_8_gpus() -> None:
+    # benchmarks/llama3_h100_202412_torchtitan.md, table 1: 82.4 GiB at two sequences of 8192, selective operations.
+    memory = memory_of("fsdp", "llama-3-8b", 3, "selective", 2, training__global_batch_size=16, model__seq_len=8192)
+    assert memory.reserved == pytest.approx(82.4 * GIB, rel=0.05)
+
+
+@pytest.mark.parametrize(("micro_batch", "measured"), [(1, 29.8), (2, 46.0)])
+def test_reserved_bytes_of_nanotron_s_first_stage(micro_batch: int, measured: float) -> None:
+    # The Ultra-Scale Playbook's sweep, 3B on two nodes, 8 stages of tensor parallel 1, ZeRO-1.
+    memory = memory_of(
+        "nanotron",
+        micro_batch=micro_batch,
+        cluster__nodes=2,
+        layout__pipeline_parallel=8,
+        model__seq_len=4096,
+        **published_llama(28, 3072, 8192),
+    )
+    assert memory.by_stage[0].reserved == pytest.approx(measured * GIB, rel=0.1)
+
+
+@pytest.mark.parametrize("framework", ["fsdp", "megatron", "nanotron"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_the_parts_add_up_and_the_kinds_are_nested(framework: str, mode: str) -> None:
+    memory = memory_of(framework, mode=mode, layout__tensor_parallel=2, layout__pipeline_parallel=2)
+    for stage in memory.by_stage:
+        assert sum(getattr(stage, name) for name in MEMORY_PARTS) == stage.peak
+        assert 0 < stage.allocated <= stage.reserved <= stage.peak
+
+
+@pytest.mark.parametrize(("framework", "replicas"), [("megatron", 8), ("nanotron", 8)])
+def test_states_are_6_bytes_and_12_shared_per_parameter(framework: str, replicas: int) -> None:
+    # Megatron-LM, docs of the distributed optimizer: bf16 weights, fp32 gradients: 6 + 12 / d.
+    memory = memory_of(framework, layout__data_parallel=replicas)
+    states = memory.parameters + memory.gradients + memory.optimizer_states
+    assert states / 6_738_415_616 == pytest.approx(6 + 12 / replicas, rel=0.001)
+
+
+def test_fsdp_shares_the_16_bytes_of_fp32_states() -> None:
+    memory = memory_of("fsdp", stage=3, model__seq_len=4096)
+    states = memory.parameters + memory.gradients + memory.optimizer_states
+    assert states / 6_738_415_616 == pytest.approx(16 / 8, rel=0.001)
+
+
+def test_megatron_s_selective_checkpointing_only_drops_the_scores() -> None:
+    flash, materialised = (
+        [memory_of("megatron", mode=mode, planner__attention=attention).activations for mode in ("none", "selective")]
+        for attention in ("flash", "materialised")
+    )
+    assert flash[0] == flash[1]
+    assert materialised[1] < materialised[0]
+
+
+def test_tensor_parallel_experts_cut_width_and_not_number() -> None:
+    cut: dict[str, Any] = {"cluster__nodes": 2, "layout__tensor_parallel": 4}
+    whole, each = (
+        memory_of("megatron", "mixtral-8x7b", layout__expert_tensor_parallel=ranks, **cut) for ranks in (1, 4)
+    )
+    assert whole.parameters > 3 * each.parameters
+
+
+def test_collectives_keep_tensors_waiting_only_where_the_gpu_is_behind() -> None:
+    def lost(tensor: int, micro_batch: int) -> int:
+        memory = memory_of(
+            "nanotron",
+            micro_batch=micro_batch,
+            model__seq_len=4096,
+            layout__tensor_parallel=tensor,
+            **published_llama(16, 2048, 8192),
+        )
+        return memory.fragmentation
+
+    whole_tensor = 2 * 4096 * 2048
+    assert lost(8, 16) - lost(8, 1) * 16 > 0  # a larger micro-batch keeps the GPU busy: more than in proportion
+    assert lost(8, 16) > 40 * 16 * whole_tensor
+    assert lost(1, 1) < lost(8, 16) / 3
+
+
+def test_offloading_moves_states_to_the_host() -> None:
+    kept = memory_of("megatron")
+    gone = memory_of("megatron", layout__offload="optimizer")
+    assert gone.optimizer_states == 0 == kept.host
+    assert gone.host > kept.optimizer_states
+    assert gone.peak < kept.peak
+
+
+def test_8_bit_adam_keeps_a_quarter_of_the_moments() -> None:
+    plain, small = (
+        memory_of("fsdp", stage=3, training__optimizer={"name": name}).optimizer_states
+        for name in ("adamw", "adamw_8bit")
+    )
+    assert small == pytest.approx(plain * (2 + 2 * 4 / 256) / 8, rel=0.01)

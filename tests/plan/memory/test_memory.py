@@ -1,0 +1,150 @@
+"""Peak memory: its parts, its worst rank, and how it moves with the layout."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.memory.device_memory import plan_memory
+from scaletrain_cli.plan.result import MEMORY_PARTS, Memory, StageMemory
+from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
+from scaletrain_cli.plan.stages import micro_batches_in_flight, stage_layers
+from scaletrain_cli.spec import RunSpec
+from tests.plan.specs import spec_of
+
+
+def memory_of(
+    spec: RunSpec, stage: int = 1, checkpointing: str = "none", micro_batch: int = 1, **replaced: Any
+) -> Memory:
+    layout = build_layout(spec, resolve_axes(spec), stage, checkpointing, micro_batch)
+    return plan_memory(spec, layout, find_accelerator(spec.cluster))
+
+
+def parts(memory: StageMemory) -> int:
+    return sum(getattr(memory, name) for name in MEMORY_PARTS)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_the_parts_add_up_to_the_peak(stage: int, checkpointing: str) -> None:
+    memory = memory_of(spec_of("llama-7b"), stage, checkpointing)
+    assert parts(memory) == memory.peak
+    assert all(value >= 0 for value in astuple(memory)[:9])
+
+
+def test_weights_of_7b_in_bf16_are_13_5_gb() -> None:
+    assert memory_of(spec_of("llama-7b"), stage=2).parameters == 2 * 6_738_415_616
+
+
+def test_memory_falls_with_the_zero_stage() -> None:
+    peaks = [memory_of(spec_of("llama-7b", cluster__nodes=4), stage).peak for stage in (1, 2, 3)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_memory_falls_with_more_data_parallel_ranks() -> None:
+    peaks = [memory_of(spec_of("llama-7b", cluster__nodes=nodes), stage=3).peak for nodes in (1, 2, 4, 8)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_memory_grows_with_the_micro_batch() -> None:
+    peaks = [memory_of(spec_of("llama-7b"), 3, "selective", micro_batch).peak for micro_batch in (1, 2, 4, 8)]
+    assert peaks == sorted(peaks)
+
+
+def test_a_small_step_on_a_large_model_peaks_in_the_optimizer() -> None:
+    spec = spec_of("llama-7b", cluster__nodes=1, model__seq_len=16, training__precision="fp32")
+    memory = memory_of(spec, stage=2)
+    assert memory.activations == memory.logits == memory.communication_buffers == 0
+
+
+def test_tensor_parallelism_divides_weights_and_most_activations() -> None:
+    one, two = (memory_of(spec_of("llama-7b", layout__tensor_parallel=degree)) for degree in (1, 2))
+    assert two.parameters == pytest.approx(one.parameters / 2, rel=0.001)
+    assert one.activations / 2 < two.activations < one.activations
+
+
+def test_pipeline_stages_share_the_layers_and_the_first_takes_the_remainder() -> None:
+    assert [stage_layers(30, 4, index) for index in range(4)] == [8, 8, 7, 7]
+
+
+def test_the_first_pipeline_stage_holds_the_most_micro_batches() -> None:
+    spec = spec_of("llama-7b", layout__pipeline_parallel=4)
+    layout = build_layout(spec, resolve_axes(spec), 1, "none", 1)
+    assert [micro_batches_in_flight(layout, index) for index in range(4)] == [4, 3, 2, 1]
+    memory = plan_memory(spec, layout, find_accelerator(spec.cluster))
+    assert len(memory.by_stage) == 4
+    assert memory.peak == max(stage.peak for stage in memory.by_stage)
+    assert memory.by_stage[0].activations > memory.by_stage[3].activations
+    assert memory.by_stage[0].logits == 0 < memory.by_stage[3].logits
+
+
+def test_a_pipeline_never_holds_more_micro_batches_than_there_are() -> None:
+    spec = spec_of("llama-7b", layout__pipeline_parallel=8, training__global_batch_size=2)
+    assert micro_batches_in_flight(build_layout(spec, resolve_axes(spec), 1, "none", 1), 0) == 2
+
+
+def test_offloaded_states_leave_the_device() -> None:
+    spec = spec_of("llama-7b", layout__offload="optimizer")
+    memory = memory_of(spec, stage=2)
+    assert memory.optimizer_states == memory.gradients == 0
+    assert memory_of(spec_of("llama-7b", layout__offload="optimizer+params"), stage=3).parameters == 0
+
+
+def test_experts_are_shared_over_fewer_ranks_than_the_rest() -> None:
+    alone = memory_of(spec_of("mixtral-8x7b"), stage=1)
+    shared = memory_of(spec_of("mixtral-8x7b", layout__expert_parallel=8), stage=1)
+    assert shared.parameters < alone.parameters / 4
+    assert shared.optimizer_states == pytest.approx(alone.optimizer_states, rel=0.01)
+
+
+def test_the_plan_of_a_cpu_rank_has_no_cuda_context() -> None:
+    gpu, cpu = (memory_of(spec_of("gpt2", cluster__gpu=name)).framework for name in ("l4-24gb", "cpu"))
+    assert cpu < gpu
+
+
+def test_the_verdict_follows_the_peak() -> None:
+    words = []
+    for micro_batch in (1, 4, 8, 64):
+        memory = memory_of(spec_of("llama-7b", training__global_batch_size=512), 3, "none", micro_batch)
+        assert memory.fits == (memory.peak <= memory.capacity) == (memory.out_of_memory_probability <= 0.5)
+        words.append(memory.verdict)
+    assert words[0] == "fits"
+    assert words[-1] == "does not fit"
+
+
+def test_what_is_offloaded_lies_in_the_host_s_memory() -> None:
+    kept = memory_of(spec_of("llama-7b"), stage=2)
+    gone = memory_of(spec_of("llama-7b", layout__offload="optimizer"), stage=2)
+    assert kept.host == 0
+    assert gone.host > kept.optimizer_states
+
+
+def test_shared_experts_and_leading_dense_blocks_count() -> None:
+    plain = memory_of(spec_of("mixtral-8x7b", layout__expert_parallel=8))
+    shared = memory_of(spec_of("mixtral-8x7b", layout__expert_parallel=8, model__shared_expert_intermediate_size=14336))
+    leading = memory_of(spec_of("mixtral-8x7b", layout__expert_parallel=8, model__first_k_dense_replace=16))
+    assert shared.activations > plain.activations > leading.activations
+
+
+def test_a_long_pipeline_of_like_stages_costs_little_more_than_a_short_one() -> None:
+    def seconds(stages: int) -> float:
+        spec = spec_of(
+            "llama-7b",
+            model__num_hidden_layers=128,
+            cluster__nodes=16,
+            layout__pipeline_parallel=stages,
+            training__global_batch_size=1024,
+        )
+        layout = build_layout(spec, resolve_axes(spec), 1, "none", 1)
+        device = find_accelerator(spec.cluster)
+        began = time.process_time()
+        for _ in range(20):
+            assert len(plan_memory(spec, layout, device).by_stage) == stages
+        return time.process_time() - began
+
+    seconds(2)
+    assert seconds(64) < 20 * min(seconds(2) for _ in range(3))

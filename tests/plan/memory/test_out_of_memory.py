@@ -1,0 +1,37 @@
+"""The chance of running out of memory, and the word for it."""
+
+from __future__ import annotations
+
+from scaletrain_cli.plan.memory.out_of_memory import out_of_memory_probability, usable_bytes, verdict
+
+GIB = 2**30
+
+
+def test_a_rank_that_just_fits_fails_every_second_time() -> None:
+    assert out_of_memory_probability("megatron", 70 * GIB, 70 * GIB) == 0.5
+
+
+def test_the_chance_grows_with_the_peak() -> None:
+    chances = [out_of_memory_probability("nanotron", peak * GIB, 70 * GIB) for peak in (0, 20, 60, 68, 72, 80, 200)]
+    assert chances == sorted(chances)
+    assert chances[0] == 0.0
+    assert chances[-1] == 1.0
+
+
+def test_published_runs_crash_as_often_as_said() -> None:
+    # The Ultra-Scale sweep: of runs estimated at 0.85 of the device 24 % crashed, at 0.95 78 %, at half of it 4 %.
+    device = int(79.18 * GIB)
+    capacity = usable_bytes("nanotron", device)
+    chances = [out_of_memory_probability("nanotron", int(share * device), capacity) for share in (0.5, 0.85, 0.95, 1.2)]
+    assert chances[0] < 0.04
+    assert 0.15 < chances[1] < 0.4
+    assert 0.6 < chances[2] < 0.85
+    assert chances[3] > 0.95
+
+
+def test_what_fits_with_little_room_is_tight() -> None:
+    assert [verdict(True, 0.01), verdict(True, 0.3), verdict(False, 0.7)] == ["fits", "tight", "does not fit"]
+
+
+def test_a_cpu_rank_can_use_all_that_it_is_given() -> None:
+    assert usable_bytes("nanotron", 100, is_cpu=True) == 100

@@ -1,0 +1,136 @@
+"""Model-state bytes: the field's worked examples, and what DeepSpeed really allocates."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scaletrain_cli.plan.memory.states import (
+    MOMENT_BYTES,
+    checkpoint_bytes_per_parameter,
+    model_state_bytes,
+)
+
+SEVEN_BILLION = 7_000_000_000
+GB = 10**9
+
+
+def test_7b_in_fp32_with_adam_is_28_28_and_56_gb_before_activations() -> None:
+    states = model_state_bytes(SEVEN_BILLION, "fp32", "fp32", zero_stage=0, data_parallel=8)
+    assert states == (28 * GB, 28 * GB, 56 * GB)
+    assert sum(states) == 112 * GB
+
+
+def test_7b_in_mixed_precision_has_84_gb_of_optimizer_states() -> None:
+    states = model_state_bytes(SEVEN_BILLION, "bf16", "fp32", zero_stage=1, data_parallel=1)
+    assert states.optimizer_states == 84 * GB
+
+
+def test_zero_1_on_8_gpus_leaves_10_5_gb_of_them_on_each() -> None:
+    states = model_state_bytes(SEVEN_BILLION, "bf16", "fp32", zero_stage=1, data_parallel=8)
+    assert states.optimizer_states == 10.5 * GB
+
+
+def test_gpt3_is_350_gb_of_16_bit_weights_and_1_4_tb_of_moments() -> None:
+    parameters = 175 * GB
+    assert model_state_bytes(parameters, "bf16", "bf16", zero_stage=1, data_parallel=1).parameters == 350 * GB
+    assert parameters * MOMENT_BYTES == 1400 * GB
+
+
+def test_bf16_with_fp32_gradients_is_the_18_bytes_per_parameter_of_megatron() -> None:
+    assert sum(model_state_bytes(1000, "bf16", "fp32", zero_stage=1, data_parallel=1)) == 18 * 1000
+
+
+def test_zero_shares_first_states_then_gradients_then_weights() -> None:
+    by_stage = [model_state_bytes(800, "bf16", "bf16", stage, data_parallel=8) for stage in (1, 2, 3)]
+    assert by_stage == [(1600, 1600, 1200), (1600, 200, 1200), (200, 200, 1200)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "moments"), [("adam", 8), ("momentum", 4), ("sgd", 0), ("adamw_8bit", 2 + 2 * 4 / 256)]
+)
+def test_other_optimizers_keep_their_own_moments(optimizer: str, moments: float) -> None:
+    states = model_state_bytes(2560, "bf16", "fp32", zero_stage=1, data_parallel=1, optimizer=optimizer)
+    assert states.optimizer_states == 2560 * (4 + moments)
+
+
+def test_fsdp_s_weights_are_their_own_fp32_master() -> None:
+    assert model_state_bytes(800, "bf16", "fp32", 3, data_parallel=8, framework="fsdp") == (400, 400, 800)
+
+
+def test_megatron_clones_no_fp32_weights() -> None:
+    assert model_state_bytes(800, "fp32", "fp32", 1, data_parallel=8, framework="megatron") == (3200, 3200, 800)
+
+
+def test_a_partition_is_rounded_up() -> None:
+    assert model_state_bytes(10, "fp32", "fp32", zero_stage=3, data_parallel=4).parameters == 3 * 4
+
+
+def test_fp32_under_zero_keeps_a_second_copy_of_its_partition() -> None:
+    plain = model_state_bytes(800, "fp32", "fp32", zero_stage=0, data_parallel=8).optimizer_states
+    assert (plain, model_state_bytes(800, "fp32", "fp32", 1, 8).optimizer_states) == (8 * 800, 12 * 100)
+
+
+@given(
+    parameters=st.integers(1, 10**13),
+    precision=st.sampled_from(["fp32", "tf32", "bf16", "fp16", "fp8"]),
+    grad_dtype=st.sampled_from(["fp32", "bf16"]),
+    stage=st.integers(1, 2),
+    ranks=st.integers(1, 10**5),
+)
+def test_a_higher_stage_or_more_ranks_never_hold_more(
+    parameters: int, precision: str, grad_dtype: str, stage: int, ranks: int
+) -> None:
+    def held(stage: int, ranks: int) -> int:
+        return sum(model_state_bytes(parameters, precision, grad_dtype, stage, ranks))
+
+    assert held(stage + 1, ranks) <= held(stage, ranks)
+    assert held(stage, ranks + 1) <= held(stage, ranks)
+    assert held(stage, ranks) <= held(stage, 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 512])
+def test_in_fp32_every_stage_holds_less_than_no_zero_from_two_ranks_on(ranks: int) -> None:
+    held = [sum(model_state_bytes(10**6, "fp32", "fp32", stage, ranks)) for stage in range(4)]
+    assert held == sorted(held, reverse=True)
+
+
+@pytest.fixture(scope="module")
+def live_bytes() -> dict[str, dict[str, float]]:
+    """Bytes per parameter that DeepSpeed holds and saves, counted in a process of its own."""
+    for library in ("torch", "deepspeed"):
+        pytest.importorskip(library)
+    script = Path(__file__).with_name("count_deepspeed_bytes.py")
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return dict(json.loads(result.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("precision", "grad_dtype", "stage"),
+    [
+        ("fp32", "fp32", 0),
+        ("fp32", "fp32", 1),
+        ("fp32", "fp32", 2),
+        ("fp32", "fp32", 3),
+        ("bf16", "fp32", 1),
+        ("bf16", "fp32", 2),
+        ("bf16", "fp32", 3),
+        ("bf16", "bf16", 1),
+        ("bf16", "bf16", 2),
+        ("bf16", "bf16", 3),
+    ],
+)
+def test_deepspeed_holds_and_saves_what_the_planner_says(
+    live_bytes: dict[str, dict[str, float]], precision: str, grad_dtype: str, stage: int
+) -> None:
+    counted = live_bytes[f"{precision} {grad_dtype} {stage}"]
+    held = sum(model_state_bytes(10**6, precision, grad_dtype, stage, data_parallel=1)) / 10**6
+    assert counted["held"] == pytest.approx(held, rel=0.01)
+    assert counted["saved"] == pytest.approx(checkpoint_bytes_per_parameter(precision, stage), rel=0.05)

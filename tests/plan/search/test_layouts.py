@@ -1,0 +1,131 @@
+"""Batch arithmetic and divisibility."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scaletrain_cli.plan import PlanInfeasibleError, make_plan
+from scaletrain_cli.plan.search.layout_rules import division_problems
+from scaletrain_cli.plan.search.layouts import Axes, divisors, micro_batch_sizes, resolve_axes, zero_stages
+from tests.plan.specs import spec_of
+
+PINNED: dict[str, Any] = {
+    "training__micro_batch_size": 4,
+    "layout__zero_stage": 3,
+    "layout__activation_checkpointing": "full",
+}
+
+
+def problems_of(**overrides: Any) -> list[str]:
+    spec = spec_of(**overrides)
+    return [str(problem) for problem in division_problems(spec, resolve_axes(spec))]
+
+
+def test_micro_4_times_accumulation_8_times_8_data_parallel_ranks_is_256_sequences() -> None:
+    layout = make_plan(spec_of(training__global_batch_size=256, **PINNED)).layout
+    assert (layout.micro_batch_size, layout.gradient_accumulation_steps, layout.data_parallel) == (4, 8, 8)
+
+
+def test_with_tensor_parallel_2_the_same_8_gpus_make_128_of_it_not_256() -> None:
+    layout = make_plan(spec_of(training__global_batch_size=128, layout__tensor_parallel=2, **PINNED)).layout
+    assert (layout.micro_batch_size, layout.gradient_accumulation_steps, layout.data_parallel) == (4, 8, 4)
+    assert layout.global_batch_size == 4 * 8 * 4 == 128
+
+
+def test_world_size_is_the_product_of_the_degrees() -> None:
+    spec = spec_of(
+        "llama-70b",
+        cluster__nodes=16,
+        layout__tensor_parallel=4,
+        layout__pipeline_parallel=2,
+        layout__context_parallel=2,
+    )
+    layout = make_plan(spec).layout
+    assert layout.world_size == 128 == layout.data_parallel * 4 * 2 * 2
+
+
+def test_auto_leaves_at_1_what_the_engine_cannot_run() -> None:
+    layout = make_plan(spec_of("llama-70b", cluster__nodes=16)).layout
+    axes = (layout.tensor_parallel, layout.pipeline_parallel, layout.sequence_parallel, layout.expert_parallel)
+    assert axes == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"layout__data_parallel": 3}, "= 3 ranks, but the cluster has 1 x 8 = 8. Use 8, or auto."),
+        ({"layout__pipeline_parallel": 3}, "Change the degrees so that their product divides 8."),
+        ({"training__global_batch_size": 100}, "must be a multiple of 8 data-parallel ranks. Use 96 or 104."),
+        ({"training__global_batch_size": 4}, "must be a multiple of 8 data-parallel ranks. Use 8."),
+        (
+            {"training__global_batch_size": 48, "training__micro_batch_size": 4},
+            "training.micro_batch_size = 4: must divide the 6 sequences per data-parallel rank (48 / 8). Use 3 or 6.",
+        ),
+        ({"model__seq_len": 1023, "layout__context_parallel": 2}, "must be a multiple of sequence x context"),
+        ({"model__intermediate_size": 11009, "layout__tensor_parallel": 2}, "must divide intermediate_size = 11009"),
+        ({"layout__virtual_pipeline": 2}, "needs pipeline_parallel > 1"),
+        ({"layout__expert_parallel": 2}, "needs a model with experts. Use 1 or auto."),
+        ({"layout__offload": "optimizer+params", "layout__zero_stage": 2}, "needs ZeRO-3 or higher. Use 3 or auto."),
+        ({"layout__pipeline_parallel": 2, "layout__zero_stage": 3}, "DeepSpeed refuses it with pipeline parallelism"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_what_would(overrides: dict[str, Any], message: str) -> None:
+    assert any(message in line for line in problems_of(**overrides)), problems_of(**overrides)
+    with pytest.raises(PlanInfeasibleError):
+        make_plan(spec_of(**overrides))
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    assert len(problems_of(training__global_batch_size=101, layout__data_parallel=3, layout__virtual_pipeline=2)) == 3
+
+
+def test_16_bit_training_has_no_stage_0() -> None:
+    for pinned in ("auto", 0):
+        spec = spec_of(training__precision="bf16", layout__zero_stage=pinned)
+        assert 0 not in zero_stages(spec, resolve_axes(spec))
+
+
+def test_stage_0_in_bf16_becomes_stage_1_openly() -> None:
+    plan = make_plan(spec_of("gpt2", layout__zero_stage=0))
+    assert plan.layout.zero_stage == 1
+    assert any("layout.zero_stage = 0 with bf16 runs as ZeRO-1" in warning for warning in plan.warnings)
+
+
+def test_stage_0_in_fp32_stays() -> None:
+    plan = make_plan(spec_of("gpt2", layout__zero_stage=0, training__precision="fp32"))
+    assert plan.layout.zero_stage == 0
+    assert not any("ZeRO-1" in warning for warning in plan.warnings)
+
+
+@given(st.integers(1, 10**9))
+def test_divisors_divide_and_come_in_pairs(number: int) -> None:
+    found = divisors(number)
+    assert found == sorted(set(found))
+    assert all(number % n == 0 for n in found)
+    assert [number // n for n in reversed(found)] == found
+
+
+def test_deepspeed_alone_turns_stage_0_into_1() -> None:
+    for framework, expected in (("deepspeed", 1), ("fsdp", 0), ("megatron", 0), ("nanotron", 0)):
+        spec = spec_of("gpt2", planner__framework=framework, layout__zero_stage=0)
+        assert make_plan(spec).layout.zero_stage == expected
+
+
+def test_each_framework_has_its_own_stages_and_a_pipeline_has_no_more_than_one() -> None:
+    expected = {"deepspeed": [1, 2, 3], "fsdp": [0, 2, 3], "megatron": [0, 1], "nanotron": [0, 1]}
+    for framework, stages in expected.items():
+        spec = spec_of(planner__framework=framework, planner__search="everything")
+        alone = Axes(8, 1, 1, 1, 1, 1, 1)
+        assert zero_stages(spec, alone) == stages
+        piped = zero_stages(spec, alone._replace(data=4, pipeline=2))
+        assert piped == [stage for stage in stages if stage <= 1]
+
+
+def test_an_interleaved_pipeline_runs_micro_batches_in_rounds() -> None:
+    spec = spec_of(training__global_batch_size=48)
+    assert micro_batch_sizes(spec, Axes(2, 1, 4, 1, 1, 1, 1)) == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert micro_batch_sizes(spec, Axes(2, 1, 4, 2, 1, 1, 1)) == [1, 2, 3, 6]

@@ -1,0 +1,31 @@
+"""Limits from words: what they mean without an objective, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan.search.limits import Limits, parse_limits
+
+
+def limits(objective: str | None = None, **given: Any) -> Limits | None:
+    return parse_limits(objective, **{"max_gpus": None, "deadline": None, "budget": None, "gpus": (), **given})
+
+
+def test_nothing_asked_is_no_limit() -> None:
+    assert limits() is None
+
+
+def test_a_deadline_alone_asks_for_the_fewest_gpus_and_the_rest_for_the_soonest_end() -> None:
+    assert limits(deadline="30d") == Limits("gpus", None, 30 * 86400.0, None, ())
+    assert limits(budget="$50k") == Limits("time", None, None, 50_000.0, ())
+    assert limits(max_gpus=8, gpus=["a", "b", "a"]) == Limits("time", 8, None, None, ("a", "b"))
+    assert limits("cost", deadline="1d") == Limits("cost", None, 86400.0, None, ())
+
+
+@pytest.mark.parametrize("given", [{"deadline": "soon"}, {"deadline": "0"}, {"budget": "-1"}, {"budget": ""}])
+def test_what_is_no_limit_is_refused_with_its_option(given: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=f"--{next(iter(given))} is not understood"):
+        limits(**given)

@@ -1,0 +1,233 @@
+"""The search finds what sizing every layout would find, its bounds are bounds, and every layout is told of."""
+
+from __future__ import annotations
+
+import resource
+import time
+from functools import cache
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.plan import PlanInfeasibleError, find_accelerator, make_plan
+from scaletrain_cli.plan.search.bounds import Bounds
+from scaletrain_cli.plan.search.choice import Candidate, choose
+from scaletrain_cli.plan.search.engine_support import AXES, ENGINE
+from scaletrain_cli.plan.search.layout_search import evaluate
+from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes, describe
+from scaletrain_cli.plan.search.rejections import Tally
+from scaletrain_cli.plan.search.search_space import Group, axes_to_try, groups
+from scaletrain_cli.spec import RunSpec
+from tests.plan.specs import spec_of
+
+EVERY_AXIS = {f"layout__{key}": "auto" for key in ("virtual_pipeline", "context_parallel", "offload")}
+EVERYTHING = {**EVERY_AXIS, "planner__search": "everything"}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "num_hidden_layers": 8}
+# Axes that would multiply the layouts without a new case are pinned: all of them are sized here.
+NO_CONTEXT, NO_SEQUENCE = {"layout__context_parallel": 1}, {"layout__sequence_parallel": 1}
+SMALL_CLUSTERS: dict[str, dict[str, Any]] = {
+    "7b on 8": {"preset": "llama-7b", "training__global_batch_size": 16},
+    "13b on 16": {"preset": "llama-13b", "cluster__nodes": 2, "training__global_batch_size": 16, **NO_CONTEXT},
+    "70b on 32": {
+        "preset": "llama-70b",
+        "cluster__nodes": 4,
+        "training__global_batch_size": 32,
+        **NO_CONTEXT,
+        **NO_SEQUENCE,
+    },
+    "13b as megatron": {
+        "preset": "llama-13b",
+        "planner__framework": "megatron",
+        "training__global_batch_size": 32,
+        **NO_CONTEXT,
+    },
+    "7b on L4": {"preset": "llama-7b", "cluster__gpu": "l4-24gb", "training__global_batch_size": 16, **NO_SEQUENCE},
+    "experts": {
+        "preset": "llama-7b",
+        "training__global_batch_size": 16,
+        **NO_CONTEXT,
+        **{f"model__{key}": value for key, value in EXPERTS.items()},
+    },
+    "6 GPUs": {"preset": "llama-7b", "cluster__gpus_per_node": 6, "training__global_batch_size": 48},
+}
+
+
+def everything(name: str) -> RunSpec:
+    return spec_of(**{**EVERYTHING, **SMALL_CLUSTERS[name]})
+
+
+def every_layout(spec: RunSpec) -> list[tuple[Group, str, str, int, Candidate]]:
+    device = find_accelerator(spec.cluster)
+    return [
+        (
+            group,
+            mode,
+            offload,
+            size,
+            evaluate(spec, build_layout(spec, group.axes, group.zero_stage, mode, size, offload), device),
+        )
+        for group in groups(spec, axes_to_try(spec, Tally()))
+        for mode in checkpointing_modes(spec)
+        for offload in group.offload
+        for size in group.micro_batches
+    ]
+
+
+@pytest.mark.parametrize("name", SMALL_CLUSTERS)
+def test_the_search_chooses_what_sizing_every_layout_would_and_its_bounds_hold(name: str) -> None:
+    spec = everything(name)
+    rows = every_layout(spec)
+    best = choose([candidate for *_, candidate in rows if candidate.memory.fits])
+    assert best is not None
+    plan = make_plan(spec)
+    assert describe(plan.layout) == describe(best.layout)
+    assert plan.considered == len(rows)
+
+    bounds = Bounds(spec, find_accelerator(spec.cluster), "none")
+
+    @cache
+    def floors(group: Group) -> list[float]:
+        far = bounds.step_seconds(group.axes, group.micro_batches)
+        return bounds.group_seconds(group.axes, group.zero_stage, group.offload[0], group.micro_batches, far)
+
+    for group, mode, offload, size, candidate in rows:
+        at_least = floors(group)[group.micro_batches.index(size)]
+        at_least = max(at_least, *bounds.step_seconds(group.axes, [size], mode))
+        assert at_least <= candidate.time.step, describe(candidate.layout)
+        held = bounds.peak_bytes(group.axes, group.zero_stage, size, mode, offload)
+        assert held <= candidate.memory.peak, describe(candidate.layout)
+
+
+def test_every_layout_is_chosen_or_rejected_for_a_reason() -> None:
+    for name in ("7b on 8", "experts"):
+        plan = make_plan(everything(name))
+        degrees = ("layout.", "training.", "model.", "zero_stage", *AXES)
+        told = sum(row.count for row in plan.rejected if not row.reason.startswith(degrees))
+        assert told == plan.considered - 1, plan.rejected
+        assert all(row.reason and row.example and row.count > 0 for row in plan.rejected)
+
+
+def test_degrees_that_cannot_be_are_rejected_with_the_rule() -> None:
+    reasons = [row.reason for row in make_plan(everything("experts")).rejected]
+    for expected in (
+        "layout.expert_parallel: must divide data x sequence parallel",
+        "virtual_pipeline: chunks do not",
+        "zero_stage above 1: deepspeed does not combine it with a pipeline",
+    ):
+        assert any(reason.startswith(expected) for reason in reasons), reasons
+    over = make_plan(spec_of("llama-70b", cluster__nodes=8, **EVERYTHING)).rejected
+    assert ("tensor_parallel: reaches over a node of 8 GPUs", "tensor_parallel 16") in {
+        (row.reason, row.example) for row in over
+    }
+
+
+def test_by_default_only_what_the_engine_runs_is_proposed_and_the_rest_is_named() -> None:
+    plan = make_plan(spec_of("llama-7b", cluster__nodes=2, **EVERY_AXIS))
+    assert all(getattr(plan.layout, axis) == 1 for axis in AXES if axis not in ENGINE.axes)
+    assert plan.layout.offload in ENGINE.offload
+    reasons = [row.reason for row in plan.rejected]
+    assert "tensor_parallel above 1: this engine version cannot run it" in reasons
+
+
+def test_everything_is_at_least_as_fast_as_what_the_engine_runs() -> None:
+    settings = {"cluster__nodes": 2, "training__global_batch_size": 16, "model__seq_len": 4096}
+    ours = make_plan(spec_of("llama-13b", **settings))
+    whole = make_plan(spec_of("llama-13b", **settings, **EVERYTHING))
+    assert whole.time.step <= 1.02 * ours.time.step
+
+
+def test_pinned_degrees_stay_in_a_search_of_everything() -> None:
+    plan = make_plan(
+        spec_of("llama-13b", cluster__nodes=2, layout__tensor_parallel=4, layout__zero_stage=1, **EVERYTHING)
+    )
+    assert plan.layout.tensor_parallel == 4
+    assert plan.layout.zero_stage == 1
+
+
+def test_more_memory_never_makes_the_steps_to_expect_slower() -> None:
+    table = {
+        "name": "growing",
+        "bf16_flops": "300TFLOPS",
+        "fp32_flops": "20TFLOPS",
+        "memory_bandwidth": "2TB/s",
+        "intra_node_bandwidth": "300GB/s",
+    }
+    steps = []
+    for gigabytes in range(24, 200, 20):
+        gpu = {**table, "memory": f"{gigabytes}GB"}
+        try:
+            plan = make_plan(spec_of("llama-7b", cluster__gpu=gpu, training__global_batch_size=32, **EVERYTHING))
+        except PlanInfeasibleError:  # too small to hold it at all
+            continue
+        if plan.memory.verdict == "fits":
+            steps.append(plan.time.step / (1 - plan.memory.out_of_memory_probability))
+    assert len(steps) > 5
+    assert all(later <= 1.02 * min(steps[: index + 1]) for index, later in enumerate(steps[1:]))
+
+
+LARGEST = {"cluster__nodes": 2048, "training__global_batch_size": 2048, **EVERYTHING}
+LLAMA_405B = {
+    "hidden_size": 16384,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 53248,
+    "vocab_size": 128256,
+    "seq_len": 8192,
+    "max_position_embeddings": 8192,
+}
+EXPERTS_256 = {
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "head_dim": 128,
+    "intermediate_size": 18432,
+    "vocab_size": 129280,
+    "seq_len": 4096,
+    "max_position_embeddings": 163840,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "shared_expert_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"), [(LLAMA_405B, 2048), (EXPERTS_256, 16384)], ids=["405B dense", "256 experts"]
+)
+def test_16384_gpus_are_searched_in_seconds(model: dict[str, Any], batch: int) -> None:
+    """2 s on an idle machine; twice that where others compute beside."""
+    dims = {f"model__{key}": value for key, value in model.items()}
+    spec = spec_of("llama-7b", **{**LARGEST, **dims, "training__global_batch_size": batch})
+    before = time.process_time()
+    plan = make_plan(spec)
+    assert time.process_time() - before <= 4
+    assert plan.memory.fits
+    assert len(plan.alternatives) <= 200
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss <= 400_000  # KB, of the whole test process
+
+
+def test_a_given_layout_takes_milliseconds() -> None:
+    spec = spec_of(
+        "llama-70b",
+        cluster__nodes=8,
+        layout__tensor_parallel=8,
+        layout__pipeline_parallel=4,
+        layout__zero_stage=1,
+        layout__activation_checkpointing="full",
+        training__micro_batch_size=1,
+    )
+    make_plan(spec)
+    times = []
+    for _ in range(5):
+        before = time.process_time()
+        make_plan(spec)
+        times.append(time.process_time() - before)
+    assert min(times) <= 0.005

@@ -1,0 +1,71 @@
+"""Bytes that a rank sends, counted by hand from the papers, and what overlap leaves of their time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.catalogue.networks import cluster_link
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
+from scaletrain_cli.plan.speed.communication import CONTENTION, data_traffic, exposed, sent_bytes, shards_norms
+from scaletrain_cli.plan.speed.framework_time import habits_of
+from scaletrain_cli.spec import RunSpec
+from tests.plan.specs import spec_of
+
+
+def run(zero_stage: int = 1, checkpointing: str = "none", **spec: Any) -> tuple[RunSpec, Layout]:
+    made = spec_of("llama-7b", **{"training__global_batch_size": 64, "training__micro_batch_size": 1, **spec})
+    return made, build_layout(made, resolve_axes(made), zero_stage, checkpointing, 1)
+
+
+def data_bytes(framework: str, zero_stage: int, parameters: int = 8_000_000) -> int:
+    spec, layout = run(zero_stage, planner__framework=framework)
+    device = find_accelerator(spec.cluster)
+    habits = habits_of(framework, device.compute_capability)
+    return data_traffic(spec, layout, cluster_link(spec.cluster, device), habits, parameters, 32).sent
+
+
+def test_tensor_parallelism_sends_four_all_reduces_per_block() -> None:
+    spec, layout = run(layout__tensor_parallel=8)
+    payload = 4096 * 4096 * 2  # tokens, channels, bytes
+    assert sent_bytes(spec, layout, 32, 0).tensor == 4 * 32 * 64 * 2 * payload * 7 // 8
+    spec, layout = run(checkpointing="full", layout__tensor_parallel=8)
+    assert sent_bytes(spec, layout, 32, 0).tensor == 6 * 32 * 64 * 2 * payload * 7 // 8
+
+
+def test_a_pipeline_sends_one_activation_each_way() -> None:
+    spec, layout = run(layout__pipeline_parallel=8)
+    assert sent_bytes(spec, layout, 4, 0).pipeline == 2 * 64 * 4096 * 4096 * 2
+
+
+# Seven of eight parts of 8 million parameters; 8 micro-batches. ZeRO, arXiv:1910.02054, section 7.
+@pytest.mark.parametrize(
+    ("framework", "stage", "expected"),
+    [
+        ("megatron", 0, 2 * 4 * 7_000_000),  # an all-reduce of fp32 gradients
+        ("megatron", 1, (4 + 2) * 7_000_000),  # scattered gradients, gathered weights
+        ("nanotron", 1, (4 + 2) * 7_000_000),
+        ("deepspeed", 1, (2 * 2 + 2) * 7_000_000),  # 16 bits, but reduced for all
+        ("deepspeed", 2, (8 * 2 * 2 + 2) * 7_000_000),
+        ("fsdp", 3, 8 * (2 * 2 + 4) * 7_000_000),
+    ],
+)
+def test_each_framework_sends_what_it_sends(framework: str, stage: int, expected: int) -> None:
+    assert data_bytes(framework, stage) == expected
+
+
+def test_what_hides_still_slows_what_it_hides_behind() -> None:
+    assert exposed(1.0, 10.0, 1.0) == pytest.approx(CONTENTION)
+    assert exposed(1.0, 10.0, 0.0) == 1.0
+    assert exposed(5.0, 2.0, 1.0) == pytest.approx(3.0 + 2.0 * CONTENTION)
+
+
+def test_norms_are_sharded_where_the_framework_or_the_spec_says_so() -> None:
+    for framework, expected in (("deepspeed", False), ("megatron", True), ("nanotron", True)):
+        assert shards_norms(*run(layout__tensor_parallel=2, planner__framework=framework)) is expected
+    assert not shards_norms(*run(planner__framework="megatron"))
+    pinned: dict[str, Any] = {"layout__tensor_parallel": 2, "layout__tensor_sequence_parallel": False}
+    assert not shards_norms(*run(planner__framework="megatron", **pinned))

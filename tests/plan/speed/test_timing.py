@@ -1,0 +1,166 @@
+"""Claims about step time that hold whatever the constants: what adds up, what grows, what hides behind what."""
+
+from __future__ import annotations
+
+import time as clock
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.plan.catalogue.hardware import accelerator_names, find_accelerator
+from scaletrain_cli.plan.result import Layout, Network, Time
+from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
+from scaletrain_cli.plan.speed.block_time import Slice, _expert_products
+from scaletrain_cli.plan.speed.kernels import linear_seconds, rates
+from scaletrain_cli.plan.speed.timing import plan_time
+from scaletrain_cli.spec import RunSpec
+from tests.plan.specs import spec_of
+
+
+def layout_of(spec: RunSpec, zero_stage: int = 1, checkpointing: str = "none", micro_batch: int = 1) -> Layout:
+    return build_layout(spec, resolve_axes(spec), zero_stage, checkpointing, micro_batch)
+
+
+def plan(preset: str = "llama-7b", layout: dict[str, Any] | None = None, **spec: Any) -> tuple[Time, Network]:
+    run = spec_of(preset, **spec)
+    return plan_time(run, layout_of(run, **(layout or {})), find_accelerator(run.cluster))
+
+
+def seconds(preset: str = "llama-7b", layout: dict[str, Any] | None = None, **spec: Any) -> float:
+    return plan(preset, layout, **spec)[0].step
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"layout__tensor_parallel": 4, "cluster__nodes": 4, "planner__framework": "megatron"},
+    {"layout__pipeline_parallel": 8, "cluster__nodes": 4, "planner__framework": "nanotron"},
+    {"layout": {"zero_stage": 3, "checkpointing": "full"}, "planner__framework": "fsdp"},
+    {"layout__context_parallel": 4, "layout__sequence_parallel": 2},
+    {"layout__offload": "optimizer", "layout": {"zero_stage": 2}},
+    {"preset": "mixtral-8x7b", "layout__expert_parallel": 8, "planner__framework": "megatron"},
+    {"preset": "gpt2", "cluster__gpu": "cpu", "cluster__gpus_per_node": 2},
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_parts_add_up_to_the_step(case: dict[str, Any]) -> None:
+    time, _ = plan(**case)
+    parts = time.compute + time.exposed_communication + time.bubble + time.optimizer + time.data_wait
+    assert time.step == pytest.approx(parts)
+    assert min(time.compute, time.exposed_communication, time.bubble, time.optimizer, time.data_wait) >= 0
+    assert 0 <= time.recompute <= time.compute
+    assert time.samples_per_second == pytest.approx(256 / time.step)
+    assert 0 < time.mfu <= time.hfu < 1
+    assert all(stage.forward > 0 and stage.backward > 0 for stage in time.by_stage)
+
+
+@pytest.mark.parametrize("gpu", [name for name in accelerator_names() if name != "cpu"])
+@pytest.mark.parametrize("framework", ["deepspeed", "fsdp", "megatron", "nanotron"])
+def test_every_device_stays_within_reason(gpu: str, framework: str) -> None:
+    time, _ = plan("gpt2-xl", {"micro_batch": 4}, cluster__gpu=gpu, planner__framework=framework)
+    assert 0.005 < time.mfu < 0.85
+
+
+def test_causal_attention_makes_long_sequences_slower_but_not_by_their_square() -> None:
+    def per_token(length: int) -> float:
+        return 1 / plan(model__seq_len=length, model__max_position_embeddings=131072)[0].tokens_per_second
+
+    assert 1.0 < per_token(16384) / per_token(4096) < 2.5
+
+
+def test_full_checkpointing_costs_about_a_third_and_says_so() -> None:
+    plain, _ = plan(layout={"micro_batch": 4})
+    full, _ = plan(layout={"micro_batch": 4, "checkpointing": "full"})
+    assert 1.2 < full.step / plain.step < 1.36
+    assert full.recompute == pytest.approx(full.compute - plain.compute, rel=0.05)
+    assert full.mfu < 0.9 * plain.mfu
+    assert full.hfu == pytest.approx(plain.mfu, rel=0.05)
+
+
+def test_tiny_micro_batches_wait_for_the_host() -> None:
+    one = plan("gpt2", {"micro_batch": 1}, model__seq_len=256, training__global_batch_size=512)[0]
+    many = plan("gpt2", {"micro_batch": 64}, model__seq_len=256, training__global_batch_size=512)[0]
+    assert one.step > 3 * many.step
+
+
+def test_tensor_parallelism_over_nodes_is_slow() -> None:
+    inside = seconds(layout__tensor_parallel=8, cluster__nodes=2)
+    outside = seconds(layout__tensor_parallel=16, cluster__nodes=2)
+    assert outside > 1.5 * inside
+
+
+def test_a_slower_network_exposes_more() -> None:
+    fast, _ = plan(cluster__nodes=8, layout={"zero_stage": 3})
+    slow, _ = plan(cluster__nodes=8, layout={"zero_stage": 3}, cluster__inter_node_bandwidth="1GB/s")
+    assert slow.exposed_communication > 5 * fast.exposed_communication
+    assert slow.compute == pytest.approx(fast.compute, rel=0.01)
+
+
+def test_more_micro_batches_shrink_the_bubble_and_chunks_too() -> None:
+    def bubble(**spec: Any) -> float:
+        time, _ = plan(layout__pipeline_parallel=4, planner__framework="megatron", **spec)
+        return time.bubble / time.step
+
+    assert bubble(training__global_batch_size=256) < bubble(training__global_batch_size=64) / 2
+    assert bubble(layout__virtual_pipeline=4) < bubble() / 3
+
+
+def test_offloading_the_optimizer_costs_time_on_the_host_link() -> None:
+    kept, _ = plan(layout={"zero_stage": 2})
+    moved, _ = plan(layout={"zero_stage": 2}, layout__offload="optimizer")
+    assert moved.optimizer > 3 * kept.optimizer
+
+
+def test_a_larger_head_makes_the_last_stage_the_slowest() -> None:
+    time, _ = plan(layout__pipeline_parallel=8, model__vocab_size=262144, planner__framework="megatron")
+    last, middle = time.by_stage[-1], time.by_stage[3]
+    assert last.forward + last.backward > 1.2 * (middle.forward + middle.backward)
+    assert len(time.by_stage) == 8
+
+
+def test_slow_storage_makes_steps_wait_for_data() -> None:
+    assert plan()[0].data_wait == 0
+    assert plan(cluster__storage_bandwidth="1KB/s")[0].data_wait > 1
+
+
+def test_each_axis_counts_its_bytes() -> None:
+    _, network = plan(cluster__nodes=8, layout__tensor_parallel=2, layout__pipeline_parallel=2)
+    sent = network.per_step_bytes
+    assert min(sent.tensor, sent.pipeline, sent.data) > 0
+    assert sent.sequence == sent.expert == 0
+
+
+def test_the_processor_of_the_demo_keeps_a_plain_model() -> None:
+    time, _ = plan("gpt2", cluster__gpu="cpu", cluster__gpus_per_node=2, training__precision="fp32")
+    assert time.compute > 0.7 * time.step
+
+
+def test_one_layout_takes_a_tenth_of_a_millisecond_or_so() -> None:
+    run = spec_of(layout__pipeline_parallel=4, cluster__nodes=4)
+    layout, device = layout_of(run), find_accelerator(run.cluster)
+    plan_time(run, layout, device)
+    best = float("inf")
+    for _ in range(5):
+        start = clock.process_time()
+        for stage in range(40):
+            plan_time(run, replace(layout, zero_stage=stage % 2), device)
+        best = min(best, (clock.process_time() - start) / 40)
+    assert best < 1e-3
+
+
+@pytest.mark.parametrize(("tensor", "expert_tensor"), [(1, 1), (2, 2), (4, 4), (4, 1), (8, 8)])
+def test_experts_do_the_same_work_however_they_are_cut(tensor: int, expert_tensor: int) -> None:
+    model = spec_of("mixtral-8x7b").transformer
+    cut = Slice(
+        tokens=8192, keys=8192, tensor=tensor, sequence=1, expert=8, expert_tensor=expert_tensor,
+        sharded_norms=True, flash=True, compiled=False,
+    )  # fmt: skip
+    routed = sum(count * rows * inner * columns for count, rows, inner, columns in _expert_products(model, cut)[1:])
+    assert routed * tensor == model.num_experts_per_tok * 8192 * 3 * model.hidden_size * model.intermediate_size
+
+
+def test_tokens_that_are_no_multiple_of_anything_cost_no_alignment() -> None:
+    rate = rates(find_accelerator(spec_of().cluster), "bf16")
+    even, odd = (sum(linear_seconds(tokens, 4096, 4096, False, rate)) for tokens in (8192, 8191))
+    assert odd <= even * 1.01
