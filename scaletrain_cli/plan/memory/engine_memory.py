@@ -13,6 +13,7 @@ from scaletrain_cli.plan.memory.activations import (
     stage_activation_bytes,
     token_activations,
 )
+from scaletrain_cli.plan.memory.moments import Moment, peak_memory
 from scaletrain_cli.plan.memory.outside_allocator import outside_allocator_bytes
 from scaletrain_cli.plan.memory.rank_states import device_and_host_states
 from scaletrain_cli.plan.memory.states import (
@@ -86,28 +87,12 @@ def engine_stage(
         saved = stage_activation_bytes(plain, tokens, stage.dense, mode, chunks)
         saved += stage_activation_bytes(sparse, tokens, stage.blocks - stage.dense, mode, chunks)
         saved //= layout.virtual_pipeline
-        # (activations, logits, buffers, step temporaries) at each of the three moments
         moments = (
-            (saved, loss if stage.last else 0, buffers, 0),
-            (saved + backward, 0, buffers, 0),
-            (0, 0, 0, step),
+            Moment(saved, loss if stage.last else 0, buffers, 0),
+            Moment(saved + backward, 0, buffers, 0),
+            Moment(0, 0, 0, step),
         )
-        activations, logits, held, temporary = max(moments, key=sum)
-        fragmentation = (activations + logits + held + temporary) // _FRAGMENTATION_DIVISOR
-        allocated = sum(states) + activations + logits + held + temporary
-        return StageMemory(
-            parameters=states.parameters,
-            gradients=states.gradients,
-            optimizer_states=states.optimizer_states + temporary,
-            activations=activations,
-            logits=logits,
-            communication_buffers=held,
-            framework=framework,
-            fragmentation=fragmentation,
-            peak=allocated + fragmentation + framework,
-            allocated=allocated,
-            reserved=allocated + fragmentation,
-            host=host,
-        )
+        worst = max(moments, key=sum)
+        return peak_memory(states, worst, sum(worst) // _FRAGMENTATION_DIVISOR, framework, host)
 
     return size

@@ -10,6 +10,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory.backlog import backlog_bytes
 from scaletrain_cli.plan.memory.block_activations import BlockActivations, Cut, block_activations
 from scaletrain_cli.plan.memory.framework_memory import FRAMEWORK_MEMORY, FrameworkMemory
+from scaletrain_cli.plan.memory.moments import Moment, peak_memory
 from scaletrain_cli.plan.memory.outside_allocator import outside_allocator_bytes
 from scaletrain_cli.plan.memory.rank_states import device_and_host_states, expert_tensor_parallel
 from scaletrain_cli.plan.memory.states import ModelStates, gradient_bytes, weight_bytes
@@ -86,32 +87,16 @@ def framework_stages(
             held = known[alike] = held_by(stage)
         states, per_micro_batch = held.states, held.per_micro_batch
         saved = per_micro_batch * chunks_in_flight(layout, stage.position) // layout.virtual_pipeline
-        # (activations, logits, buffers, step temporaries): the loss, a block's backward, the last one, the update
-        activations, logits, buffers, temporary = max(
-            (saved, held.logits, held.buffers, 0),
-            (saved + working, 0, held.buffers, 0),
-            (saved - per_micro_batch + working, 0, held.buffers + held.fresh, 0),
-            (0, 0, workspace, held.step),
-            key=sum,
+        moments = (
+            Moment(saved, held.logits, held.buffers, 0),
+            Moment(saved + working, 0, held.buffers, 0),
+            Moment(saved - per_micro_batch + working, 0, held.buffers + held.fresh, 0),  # the last block's backward
+            Moment(0, 0, workspace, held.step),
         )
-        transient = activations + logits + buffers + temporary
-        allocated = sum(states) + transient
+        worst = max(moments, key=sum)
         # Gradients of a whole backward pass cannot all take the place of freed activations, which are smaller pieces.
-        fragmentation = int(habits.fragmentation * transient) + held.fresh // 2 + waiting
-        return StageMemory(
-            parameters=states.parameters,
-            gradients=states.gradients,
-            optimizer_states=states.optimizer_states + temporary,
-            activations=activations,
-            logits=logits,
-            communication_buffers=buffers,
-            framework=outside,
-            fragmentation=fragmentation,
-            peak=allocated + fragmentation + outside,
-            allocated=allocated,
-            reserved=allocated + fragmentation,
-            host=held.host,
-        )
+        fragmentation = int(habits.fragmentation * sum(worst)) + held.fresh // 2 + waiting
+        return peak_memory(states, worst, fragmentation, outside, held.host)
 
     return size
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory.device_memory import against_device
 from scaletrain_cli.plan.memory.framework_memory import FRAMEWORK_MEMORY
+from scaletrain_cli.plan.memory.moments import Moment, peak_memory
 from scaletrain_cli.plan.memory.outside_allocator import outside_allocator_bytes
 from scaletrain_cli.plan.memory.rank_states import host_bytes, rank_states
 from scaletrain_cli.plan.memory.states import gradient_bytes, second_gradient_bytes, step_temporary_bytes, weight_bytes
@@ -64,27 +65,12 @@ def _rank_memory(
     step = 0
     if layout.offload == "none":
         step = step_temporary_bytes(count, precision, grad_dtype, stage, shards, training.optimizer.name)
-    moments = ((held.kept, logits, buffers, 0), (held.backward, 0, buffers, 0), (0, 0, 0, step))
-    activations, logits, buffers, step = max(moments, key=sum)
+    moments = (Moment(held.kept, logits, buffers, 0), Moment(held.backward, 0, buffers, 0), Moment(0, 0, 0, step))
+    worst = max(moments, key=sum)
     habits = FRAMEWORK_MEMORY.get(spec.planner.framework)
+    fragmentation = int((habits.fragmentation if habits else _FRAGMENTATION_SHARE) * sum(worst))
     framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
-    transient = activations + logits + buffers + step
-    fragmentation = int((habits.fragmentation if habits else _FRAGMENTATION_SHARE) * transient)
-    allocated = sum(states) + transient
-    return StageMemory(
-        parameters=states.parameters,
-        gradients=states.gradients,
-        optimizer_states=states.optimizer_states + step,
-        activations=activations,
-        logits=logits,
-        communication_buffers=buffers,
-        framework=framework,
-        fragmentation=fragmentation,
-        peak=allocated + fragmentation + framework,
-        allocated=allocated,
-        reserved=allocated + fragmentation,
-        host=host_bytes(spec, layout, shard),
-    )
+    return peak_memory(states, worst, fragmentation, framework, host_bytes(spec, layout, shard))
 
 
 @lru_cache(maxsize=4096)
