@@ -27,7 +27,8 @@ def show_sizing(sizing: Sizing, console: Console | None = None) -> None:
     if sizing.budget_usd is not None:
         limits.append(f"for {dollars_text(sizing.budget_usd)} at most")
     asked = f"Cluster for {_OBJECTIVES[sizing.objective]}: {', '.join(limits)}"
-    show(console, Group(words(asked, "bold"), "", _table(sizing.considered), ""))
+    notes = [words(note, "yellow") for note in sizing.notes]
+    show(console, Group(words(asked, "bold"), *notes, "", _table(sizing.considered), ""))
 
 
 def show_considered(considered: Sequence[Considered], console: Console | None = None) -> None:

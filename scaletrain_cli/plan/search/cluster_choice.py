@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from scaletrain_cli.plan.result import Layout
 
 OBJECTIVES = ("time", "cost", "gpus")
-_DAY = 86400.0
+_MINUTES_BEFORE_DAYS = 2880
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class ClusterLimits:
         if row.seconds is None:
             return row.why
         if self.deadline_seconds is not None and row.seconds > self.deadline_seconds:
-            return f"takes {days(row.seconds)}"
+            return f"{span(row.seconds - self.deadline_seconds)} too late"
         if self.budget_usd is not None and row.dollars is not None and row.dollars > self.budget_usd:
-            return f"costs {dollars(row.dollars)}"
+            return f"{dollars(row.dollars - self.budget_usd)} too dear"
         if row.dollars is None and (self.budget_usd is not None or self.objective == "cost"):
             return "no price is known: set cluster.price_per_gpu_hour"
         return ""
@@ -54,11 +55,14 @@ class ClusterLimits:
         order = {"time": (time, money, row.gpus), "cost": (money, time, row.gpus), "gpus": (row.gpus, time, money)}
         return order[self.objective]
 
-    def worse(self, row: Considered) -> str:
+    def worse(self, row: Considered, best: Considered) -> str:
         """Why a cluster that would do was not taken."""
+        if self.objective == "gpus":
+            return "more GPUs than needed" if row.gpus > best.gpus else "slower with as many GPUs"
         if self.objective == "time":
-            return f"slower: {days(row.seconds)}"
-        return f"dearer: {dollars(row.dollars)}" if self.objective == "cost" else "more GPUs than needed, or slower"
+            return f"{span((row.seconds or 0.0) - (best.seconds or 0.0))} slower"
+        more = (row.dollars or 0.0) - (best.dollars or 0.0)
+        return f"{dollars(more)} dearer" if more >= 0.5 else "no cheaper, and slower"
 
     def miss(self, row: Considered) -> float:
         """How far a cluster is from the limits: 0.5 is half as much again as allowed."""
@@ -67,11 +71,24 @@ class ClusterLimits:
         return max(time, money)
 
 
+def span(seconds: float) -> str:
+    """A difference of two times in words, never rounded to nothing: ``2 min``, ``5 h 20 min``, ``12 d 4 h``."""
+    minutes = max(1, math.ceil(seconds / 60))
+    if minutes < 60:
+        return f"{minutes} min"
+    larger, smaller, size = ("h", "min", 60) if minutes < _MINUTES_BEFORE_DAYS else ("d", "h", 24)
+    whole, rest = divmod(minutes if larger == "h" else round(minutes / 60), size)
+    return f"{whole:,} {larger} {rest} {smaller}" if rest else f"{whole:,} {larger}"
+
+
 def days(seconds: float | None) -> str:
+    """A time as a person would plan with it: ``11 d 12 h``, ``160 h``; to the minute below two days."""
     if seconds is None:
         return "no end"
-    return f"{seconds / _DAY:,.1f} days" if seconds >= _DAY else f"{seconds / 3600:,.1f} hours"
+    return span(seconds)
 
 
 def dollars(amount: float | None) -> str:
-    return "an unknown price" if amount is None else f"${amount:,.0f}"
+    if amount is None:
+        return "an unknown price"
+    return f"${amount:,.0f}" if amount >= 10 else f"${max(amount, 0.01):,.2f}"

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
-from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.planning import plan_or_refuse
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.cluster_choice import OBJECTIVES, ClusterLimits, Considered, days, dollars
+from scaletrain_cli.plan.search.cluster_trials import Tried, meets, on_cluster, refined, try_cluster
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
-from scaletrain_cli.plan.search.layouts import divisors
+from scaletrain_cli.plan.search.node_choice import node_counts
 from scaletrain_cli.spec import RunSpec
 
-# Node counts closer than this say the same twice.
-_STEP = 1.2
 # How far beyond the limit to look for a number of GPUs that would do.
 _BEYOND = 16
+_ONE_NODE = "cluster.scheduler = local is one node: use slurm to consider more"
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,17 @@ class Sizing:
     deadline_seconds: float | None
     budget_usd: float | None
     considered: tuple[Considered, ...]
+    ruled_out: int
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Objective, limits and the table; the plan stands by itself."""
-        keys = ("objective", "max_gpus", "deadline_seconds", "budget_usd")
+        """Objective, limits and the table; the plan stands by itself.
+
+        ``tried``: the clusters planned; ``ruled_out``: those that a bound showed to be no better.
+        """
+        keys = ("objective", "max_gpus", "deadline_seconds", "budget_usd", "ruled_out", "notes")
         rows = [dataclasses.asdict(row) for row in self.considered]
-        return {key: getattr(self, key) for key in keys} | {"considered": rows}
+        return {key: getattr(self, key) for key in keys} | {"tried": len(rows), "considered": rows}
 
 
 class SizingError(InfeasibleError):
@@ -87,21 +91,27 @@ def size_cluster(
     question about dollars where no price is known.
     """
     limits = _limits(spec, objective, max_gpus, deadline_seconds, budget_usd)
-    names = [None] if not gpus else list(gpus)
-    specs = [on_cluster(spec, nodes, gpu) for gpu in names for nodes in node_counts(spec, limits.max_gpus)]
-    tried = [_try(each) for each in specs]
-    rows = [row for row, _ in tried]
-    meeting = [index for index, row in enumerate(rows) if not limits.broken_by(row)]
-    if not meeting:
-        raise _out_of_reach(spec, limits, [replace(row, why=limits.broken_by(row)) for row in rows], names)
-    best = min(meeting, key=lambda index: limits.rank(rows[index]))
+    names: list[str | None] = [None] if not gpus else list(gpus)
+    tried = [try_cluster(spec, nodes, gpu) for gpu in names for nodes in node_counts(spec, limits.max_gpus)]
+    further, ruled_out = refined(spec, limits, names, tried, 1)
+    tried = sorted([*tried, *further], key=lambda each: (names.index(each.gpu), each.row.nodes))
+    if not any(meets(limits, each) for each in tried):
+        rows = [replace(each.row, why=limits.broken_by(each.row)) for each in tried]
+        raise _out_of_reach(spec, limits, rows, names)
+    best = min((each for each in tried if meets(limits, each)), key=lambda each: limits.rank(each.row))
     told = tuple(
-        replace(row, chosen=index == best, why="" if index == best else limits.broken_by(row) or limits.worse(row))
-        for index, row in enumerate(rows)
+        replace(
+            each.row,
+            chosen=each is best,
+            why="" if each is best else limits.broken_by(each.row) or limits.worse(each.row, best.row),
+        )
+        for each in tried
     )
-    plan = tried[best][1]
-    assert plan is not None
-    return Sizing(specs[best], plan, objective, limits.max_gpus, deadline_seconds, budget_usd, told)
+    assert best.plan is not None
+    notes = (_ONE_NODE,) if _is_bound_to_one_node(spec, limits.max_gpus) else ()
+    return Sizing(
+        best.spec, best.plan, objective, limits.max_gpus, deadline_seconds, budget_usd, told, ruled_out, notes
+    )
 
 
 def scaling_curve(spec: RunSpec, node_counts: Sequence[int]) -> tuple[ScalingPoint, ...]:
@@ -123,30 +133,6 @@ def scaling_curve(spec: RunSpec, node_counts: Sequence[int]) -> tuple[ScalingPoi
     )
 
 
-def node_counts(spec: RunSpec, max_gpus: int) -> list[int]:
-    """Node counts to consider: powers of two, counts over which the batch divides, and the spec's own; ascending."""
-    per_node = spec.cluster.gpus_per_node
-    most = max_gpus // per_node
-    if spec.cluster.scheduler == "local":
-        return [1]
-    wanted = {1 << power for power in range(most.bit_length())}
-    dividing = [ranks // per_node for ranks in divisors(spec.training.global_batch_size) if ranks % per_node == 0]
-    found: list[int] = []
-    for count in sorted(count for count in wanted | set(dividing) if count <= most):
-        if not found or count >= _STEP * found[-1] or count in wanted:
-            found.append(count)
-    return sorted({*found, *([spec.cluster.nodes] if spec.cluster.nodes <= most else [])})
-
-
-def on_cluster(spec: RunSpec, nodes: int, gpu: str | None = None) -> RunSpec:
-    """The same run on other nodes. What the spec states of its own GPU, price and links, does not hold for another."""
-    change: dict[str, Any] = {"nodes": nodes}
-    if gpu is not None and gpu != spec.cluster.gpu:
-        own = ("price_per_gpu_hour", "spot_price_per_gpu_hour", "intra_node_bandwidth", "host_bandwidth")
-        change |= {"gpu": gpu} | dict.fromkeys(own, "auto")
-    return spec.model_copy(update={"cluster": spec.cluster.model_copy(update=change)})
-
-
 def _limits(
     spec: RunSpec, objective: str, max_gpus: int | None, deadline_seconds: float | None, budget_usd: float | None
 ) -> ClusterLimits:
@@ -158,25 +144,8 @@ def _limits(
     return ClusterLimits(objective, most, deadline_seconds, budget_usd)
 
 
-def _try(spec: RunSpec) -> tuple[Considered, RunPlan | None]:
-    name = find_accelerator(spec.cluster).name
-    row = Considered(name, spec.cluster.nodes, spec.world_size, None, None, None, None, None, False, "")
-    try:
-        plan = plan_or_refuse(spec)
-    except PlanInfeasibleError as error:
-        cause = "does not fit" if error.plan else "does not divide"
-        first = error.problems[0] if error.problems else None
-        return replace(row, why=f"{cause}: {_subject(first)}" if first else error.message), None
-    goodput = plan.durability.expected_goodput
-    row = replace(row, goodput=goodput, step_seconds=plan.time.step, layout=plan.layout)
-    if goodput <= 0:
-        return replace(row, why="interruptions leave no progress"), plan
-    return replace(row, seconds=plan.time.to_train / goodput, dollars=plan.cost.expected_usd), plan
-
-
-def _subject(problem: Problem) -> str:
-    """What is wrong without where it stands."""
-    return f"{problem.key} = {problem.given}: {problem.message}" if problem.given else problem.message
+def _is_bound_to_one_node(spec: RunSpec, max_gpus: int) -> bool:
+    return spec.cluster.scheduler == "local" and max_gpus >= 2 * spec.cluster.gpus_per_node
 
 
 def _out_of_reach(
@@ -192,13 +161,15 @@ def _out_of_reach(
         money = "" if closest.dollars is None else f", {dollars(closest.dollars)}"
         message = f"{days(closest.seconds)}{money}; {closest.why}."
         problems.append(Problem("closest", "cluster", message, f"{closest.gpus} x {closest.gpu}"))
-    for row in _beyond(spec, limits, names):
-        money = "" if row.dollars is None else f", {dollars(row.dollars)}"
-        problems.append(Problem("would do", "cluster", f"{days(row.seconds)}{money}.", f"{row.gpus} x {row.gpu}"))
-        break
-    else:
-        if closest is None:
-            problems += [Problem("largest", "cluster", row.why, f"{row.gpus} x {row.gpu}") for row in rows[-1:]]
+    beyond = _beyond(spec, limits, names)
+    if beyond is not None:
+        money = "" if beyond.dollars is None else f", {dollars(beyond.dollars)}"
+        message = f"{days(beyond.seconds)}{money}."
+        problems.append(Problem("would do", "cluster", message, f"{beyond.gpus} x {beyond.gpu}"))
+    elif closest is None:
+        problems += [Problem("largest", "cluster", row.why, f"{row.gpus} x {row.gpu}") for row in rows[-1:]]
+    if spec.cluster.scheduler == "local":
+        problems.append(Problem("one node", "cluster.scheduler", "is one node.", "local", "Use slurm for more."))
     return SizingError(_headline(limits, closest, problems), tuple(problems), tuple(rows), closest)
 
 
@@ -216,13 +187,16 @@ def _headline(limits: ClusterLimits, closest: Considered | None, problems: list[
     return f"{text}; {needed[0]} would do" if needed else text
 
 
-def _beyond(spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None]) -> Iterator[Considered]:
-    """Clusters over the limit that would do, smallest first."""
-    counts = [
-        n for n in node_counts(spec, _BEYOND * limits.max_gpus) if n * spec.cluster.gpus_per_node > limits.max_gpus
-    ]
-    for nodes in counts:
-        for gpu in names:
-            row, _ = _try(on_cluster(spec, nodes, gpu))
-            if not limits.broken_by(row):
-                yield row
+def _beyond(spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None]) -> Considered | None:
+    """The smallest cluster over the limit that would do."""
+    per_node = spec.cluster.gpus_per_node
+    tried: list[Tried] = []
+    for nodes in node_counts(spec, _BEYOND * limits.max_gpus):
+        if nodes * per_node <= limits.max_gpus:
+            continue
+        tried += [try_cluster(spec, nodes, gpu) for gpu in names]
+        if any(meets(limits, each) for each in tried):
+            fewest = replace(limits, objective="gpus", max_gpus=(nodes - 1) * per_node)
+            tried += refined(spec, fewest, names, tried, limits.max_gpus // per_node + 1)[0]
+            return min((each.row for each in tried if meets(limits, each)), key=fewest.rank)
+    return None

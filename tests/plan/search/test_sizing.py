@@ -8,7 +8,10 @@ import pytest
 
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.plan import make_plan
-from scaletrain_cli.plan.search.sizing import Considered, Sizing, SizingError, node_counts, scaling_curve, size_cluster
+from scaletrain_cli.plan.search.cluster_choice import Considered
+from scaletrain_cli.plan.search.cluster_trials import try_cluster
+from scaletrain_cli.plan.search.node_choice import node_counts
+from scaletrain_cli.plan.search.sizing import Sizing, SizingError, scaling_curve, size_cluster
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 
@@ -33,7 +36,7 @@ def test_the_fewest_gpus_that_keep_a_deadline() -> None:
     assert row.seconds <= 30 * DAY
     fewer = [other for other in sizing.considered if other.gpus < row.gpus]
     assert fewer
-    assert all(other.why.startswith("takes ") for other in fewer if other.seconds)
+    assert all(other.why.endswith(" too late") for other in fewer if other.seconds)
     assert sizing.spec.cluster.nodes == row.nodes
     assert make_plan(sizing.spec) == sizing.plan
 
@@ -64,11 +67,47 @@ def test_a_deadline_out_of_reach_names_the_closest_miss_and_what_would_do() -> N
     assert error.exit_code == ExitCode.INFEASIBLE
     assert error.closest is not None
     assert error.closest.gpus == 32
-    assert "5.0 days are out of reach with at most 32 GPUs: takes" in error.message
+    assert "5 d are out of reach with at most 32 GPUs: " in error.message
+    assert "too late at best" in error.message
     (would_do,) = [problem for problem in error.problems if problem.where == "would do"]
     gpus = int(str(would_do.given).split()[0])
     assert gpus > 32
     size_cluster(run(), "gpus", max_gpus=gpus, deadline_seconds=5 * DAY)
+    with pytest.raises(SizingError):
+        size_cluster(run(), "gpus", max_gpus=gpus - 8, deadline_seconds=5 * DAY)
+
+
+@pytest.mark.parametrize(("batch", "deadline_days", "most"), [(1024, 17, 48), (5040, 6.7, 72), (1024, 9, 64)])
+def test_no_smaller_cluster_keeps_the_deadline(batch: int, deadline_days: float, most: int) -> None:
+    """Against planning every node count."""
+    spec = run(training__global_batch_size=batch, planner__search="everything", cluster__nodes=4)
+    row = chosen(size_cluster(spec, "gpus", max_gpus=most, deadline_seconds=deadline_days * DAY))
+    tried = [try_cluster(spec, nodes, None).row for nodes in range(1, most // 8 + 1)]
+    assert row.gpus == min(each.gpus for each in tried if each.seconds and each.seconds <= deadline_days * DAY)
+
+
+def test_the_soonest_end_and_the_lowest_cost_look_between_the_powers_of_two() -> None:
+    spec = run(planner__search="everything", training__global_batch_size=960, cluster__nodes=4)
+    rows = [try_cluster(spec, nodes, None).row for nodes in range(1, 15)]
+    soonest, cheapest = (chosen(size_cluster(spec, objective, max_gpus=8 * 14)) for objective in ("time", "cost"))
+    assert soonest.seconds == min(each.seconds for each in rows if each.seconds)
+    assert cheapest.dollars == min(each.dollars for each in rows if each.dollars)
+
+
+def test_what_only_a_size_between_keeps_is_found() -> None:
+    spec = run(planner__search="everything", cluster__nodes=2)
+    assert chosen(size_cluster(spec, "gpus", max_gpus=24, deadline_seconds=17 * DAY)).gpus == 24
+
+
+def test_texts_of_a_miss_tell_the_difference_and_not_the_rounded_sum() -> None:
+    seconds = size_cluster(run(cluster__nodes=1), "time").considered[0].seconds
+    assert seconds is not None
+    with pytest.raises(SizingError, match="2 min too late") as caught:
+        size_cluster(run(cluster__nodes=1), "gpus", deadline_seconds=seconds - 90)
+    assert str(caught.value).count("$") == 2  # the miss and what would do, each once
+    rows = size_cluster(run(), "cost").considered
+    least = min(row.dollars for row in rows if row.dollars)
+    assert all(row.chosen or row.why == f"${row.dollars - least:,.0f} dearer" for row in rows if row.dollars)
 
 
 def test_counts_that_do_not_divide_the_batch_are_listed_with_the_reason() -> None:
@@ -112,13 +151,25 @@ def test_questions_without_an_answer_are_usage_errors() -> None:
 
 
 def test_this_machine_has_one_node() -> None:
-    assert node_counts(spec_of("gpt2", cluster__scheduler="local"), 64) == [1]
+    spec = spec_of("gpt2", cluster__scheduler="local")
+    assert node_counts(spec, 64) == [1]
+    assert not size_cluster(spec, "time").notes
+    assert "local is one node" in size_cluster(spec, "time", max_gpus=64).notes[0]
 
 
 def test_the_answer_is_json_and_the_same_each_time() -> None:
     first, second = (size_cluster(run(), "cost").to_json() for _ in range(2))
     assert json.dumps(first, allow_nan=False) == json.dumps(second)
-    assert set(first) == {"objective", "max_gpus", "deadline_seconds", "budget_usd", "considered"}
+    assert set(first) == {
+        "objective",
+        "max_gpus",
+        "deadline_seconds",
+        "budget_usd",
+        "tried",
+        "ruled_out",
+        "notes",
+        "considered",
+    }
 
 
 def test_the_scaling_curve_starts_at_one_and_leaves_out_what_has_no_plan() -> None:

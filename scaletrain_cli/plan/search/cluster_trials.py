@@ -1,0 +1,141 @@
+"""Clusters tried for a run, and which others are worth trying after them. Knows no layouts itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from scaletrain_cli.errors import Problem
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.planning import plan_or_refuse
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.plan.search.cluster_choice import ClusterLimits, Considered
+from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
+from scaletrain_cli.plan.search.node_choice import least_step_seconds, likeliest
+from scaletrain_cli.spec import RunSpec
+
+# So many more clusters are planned at most, after the first pass.
+_MOST_REFINED = 12
+# None is more efficient per GPU, or closer to its bound, than one of the first pass by more than this.
+_BETTER = 0.95
+
+
+class Tried(NamedTuple):
+    """One cluster: ``gpu`` as asked for, what it takes, and its plan where there is one."""
+
+    spec: RunSpec
+    gpu: str | None
+    row: Considered
+    plan: RunPlan | None
+
+
+class _Chance(NamedTuple):
+    rank: tuple[float, ...]
+    nodes: int
+    gpu: str | None
+
+
+def on_cluster(spec: RunSpec, nodes: int, gpu: str | None = None) -> RunSpec:
+    """The same run on other nodes. What the spec states of its own GPU, price and links, does not hold for another."""
+    change: dict[str, Any] = {"nodes": nodes}
+    if gpu is not None and gpu != spec.cluster.gpu:
+        own = ("price_per_gpu_hour", "spot_price_per_gpu_hour", "intra_node_bandwidth", "host_bandwidth")
+        change |= {"gpu": gpu} | dict.fromkeys(own, "auto")
+    return spec.model_copy(update={"cluster": spec.cluster.model_copy(update=change)})
+
+
+def try_cluster(whole: RunSpec, nodes: int, gpu: str | None) -> Tried:
+    """The run planned on so many nodes of that GPU, or the reason why it cannot be."""
+    spec = on_cluster(whole, nodes, gpu)
+    name = find_accelerator(spec.cluster).name
+    row = Considered(name, spec.cluster.nodes, spec.world_size, None, None, None, None, None, False, "")
+    try:
+        plan = plan_or_refuse(spec)
+    except PlanInfeasibleError as error:
+        cause = "does not fit" if error.plan else "does not divide"
+        first = error.problems[0] if error.problems else None
+        return Tried(spec, gpu, replace(row, why=f"{cause}: {_subject(first)}" if first else error.message), None)
+    goodput = plan.durability.expected_goodput
+    row = replace(row, goodput=goodput, step_seconds=plan.time.step, layout=plan.layout)
+    if goodput <= 0:
+        return Tried(spec, gpu, replace(row, why="interruptions leave no progress"), plan)
+    row = replace(row, seconds=plan.time.to_train / goodput, dollars=plan.cost.expected_usd)
+    return Tried(spec, gpu, row, plan)
+
+
+def meets(limits: ClusterLimits, tried: Tried) -> bool:
+    """Whether a cluster will do."""
+    return not limits.broken_by(tried.row)
+
+
+def refined(
+    spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None], tried: Sequence[Tried], fewest_nodes: int
+) -> tuple[list[Tried], int]:
+    """More clusters than those ``tried``, best chances first, until none can beat the best; how many were ruled out."""
+    best = min((each.row for each in tried if meets(limits, each)), key=limits.rank, default=None)
+    chances: list[_Chance] = []
+    looked_at = 0
+    for gpu in names if spec.cluster.scheduler != "local" else ():
+        of_gpu = [each for each in tried if each.gpu == gpu]
+        found, count = _chances(spec, limits, of_gpu, best, fewest_nodes)
+        chances += found
+        looked_at += count
+    planned: list[Tried] = []
+    for chance in sorted(chances, key=lambda chance: chance.rank)[:_MOST_REFINED]:
+        if best is None or chance.rank < limits.rank(best):
+            planned.append(try_cluster(spec, chance.nodes, chance.gpu))
+            if meets(limits, planned[-1]):
+                best = min((planned[-1].row, best or planned[-1].row), key=limits.rank)
+    return planned, looked_at - len(planned)
+
+
+def _chances(
+    spec: RunSpec, limits: ClusterLimits, tried: Sequence[Tried], best: Considered | None, fewest_nodes: int
+) -> tuple[list[_Chance], int]:
+    """Node counts of one kind of GPU that may beat the best, and of how many.
+
+    Judged twice: by the GPU seconds of the thriftiest cluster tried, then by the lower bound on their own step,
+    stretched as far as the bound of the cluster nearest to the best falls short of its plan.
+    """
+    known = [each for each in tried if each.row.seconds and each.row.step_seconds]
+    if not known:
+        return [], 0
+    most = limits.max_gpus // spec.cluster.gpus_per_node
+    aim = best.gpus if best else limits.max_gpus
+    thriftiest = min(known, key=lambda each: (each.row.seconds or 0.0) * each.row.gpus).row
+    nearest = min(known, key=lambda each: abs(each.row.gpus - aim))
+    done = {each.row.nodes for each in tried}
+    hopeful = []
+    for nodes in range(fewest_nodes, most + 1):
+        row = _scaled(thriftiest, nodes, _BETTER * thriftiest.nodes / nodes)
+        if nodes not in done and _could_win(limits, row, best):
+            hopeful.append(nodes)
+    stretch = _BETTER / least_step_seconds(nearest.spec) if hopeful else 0.0
+    found = []
+    counts = likeliest(spec, hopeful, aim // spec.cluster.gpus_per_node)
+    for nodes in counts:
+        times = stretch * least_step_seconds(on_cluster(spec, nodes, nearest.gpu))
+        if not math.isfinite(times):
+            continue  # nothing divides
+        row = _scaled(nearest.row, nodes, times)
+        if _could_win(limits, row, best):
+            found.append(_Chance(limits.rank(row), nodes, nearest.gpu))
+    return found, len(counts)
+
+
+def _could_win(limits: ClusterLimits, row: Considered, best: Considered | None) -> bool:
+    return not limits.broken_by(row) and (best is None or limits.rank(row) < limits.rank(best))
+
+
+def _scaled(row: Considered, nodes: int, times: float) -> Considered:
+    """The row of another number of nodes that takes ``times`` as long."""
+    money = None if row.dollars is None else row.dollars * times * nodes / row.nodes
+    gpus = row.gpus // row.nodes * nodes
+    return replace(row, nodes=nodes, gpus=gpus, seconds=(row.seconds or 0.0) * times, dollars=money)
+
+
+def _subject(problem: Problem) -> str:
+    """What is wrong without where it stands."""
+    return f"{problem.key} = {problem.given}: {problem.message}" if problem.given else problem.message
