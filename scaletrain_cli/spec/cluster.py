@@ -128,7 +128,7 @@ Accelerator = Annotated[
 class ClusterSpec(Section):
     """Nodes, accelerators, links, interruptions and price. ``gpu: cpu`` makes every rank a CPU process.
 
-    Bandwidths in bytes/s and per direction: intra-node and host (PCIe) per GPU, inter-node per GPU, storage per node.
+    Bandwidths in bytes/s and per direction: intra-node and host (PCIe) per GPU, inter-node per GPU, storage and NVMe per node.
     """
 
     scheduler: Literal["local", "slurm", "kubernetes"] = "local"
@@ -142,6 +142,7 @@ class ClusterSpec(Section):
     network_oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
     host_bandwidth: AutoBytesPerSecond = "auto"
     storage_bandwidth: AutoBytesPerSecond = "auto"
+    nvme_bandwidth: AutoBytesPerSecond = "auto"
     spot: bool = False
     mean_time_between_interruptions: PositiveSeconds | None = None
     per_node_mtbf: PositiveSeconds | None = None

@@ -40,3 +40,4 @@ class LayoutSpec(Section):
     ] = "auto"
     expert_tensor_parallel: AutoWhole = "auto"
     offload: Literal["auto", "none", "optimizer", "optimizer+params"] = "none"
+    offload_device: Literal["cpu", "nvme"] = "cpu"

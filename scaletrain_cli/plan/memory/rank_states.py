@@ -10,6 +10,9 @@ from scaletrain_cli.spec import RunSpec
 # Beside what leaves the device, an offloaded optimizer keeps the fp32 gradients of its partition and a pinned 16-bit
 # copy of the weights on the host (DeepSpeed zero/stage_1_and_2.py, ops/adam/cpu_adam.py).
 _HOST_COPIES = 6
+# What passes through pinned memory on its way to NVMe: five buffers of 1e8 fp32 elements (DeepSpeed
+# zero/offload_config.py, buffer_count and buffer_size).
+_NVME_BUFFERS = 5 * 4 * 10**8
 
 
 def rank_states(spec: RunSpec, layout: Layout, shard: Shard) -> ModelStates:
@@ -54,4 +57,6 @@ def device_and_host_states(spec: RunSpec, layout: Layout, shard: Shard) -> tuple
     if layout.offload == "optimizer+params":
         host += parameters
         parameters = 0
+    if spec.layout.offload_device == "nvme":
+        host = min(host, _NVME_BUFFERS)
     return ModelStates(parameters, gradients, 0), host

@@ -148,3 +148,12 @@ def test_a_long_pipeline_of_like_stages_costs_little_more_than_a_short_one() -> 
 
     seconds(2)
     assert seconds(64) < 20 * min(seconds(2) for _ in range(3))
+
+
+def test_states_on_nvme_leave_buffers_in_the_host_s_memory() -> None:
+    on_host, on_drives = (
+        memory_of(spec_of("llama-70b", layout__offload="optimizer", layout__offload_device=device), stage=3)
+        for device in ("cpu", "nvme")
+    )
+    assert on_drives.peak == on_host.peak
+    assert on_drives.host == 5 * 4 * 10**8 < on_host.host

@@ -164,3 +164,11 @@ def test_tokens_that_are_no_multiple_of_anything_cost_no_alignment() -> None:
     rate = rates(find_accelerator(spec_of().cluster), "bf16")
     even, odd = (sum(linear_seconds(tokens, 4096, 4096, False, rate)) for tokens in (8192, 8191))
     assert odd <= even * 1.01
+
+
+def test_nvme_costs_what_its_drives_take_for_the_states_there_and_back() -> None:
+    offloaded = {"layout": {"zero_stage": 3}, "layout__offload": "optimizer"}
+    on_host = seconds(**offloaded)
+    on_drives = seconds(**offloaded, layout__offload_device="nvme", cluster__nvme_bandwidth=8e9)
+    parameters_of_a_rank = 6_738_415_616 / 8
+    assert on_drives - on_host == pytest.approx(2 * 12 * parameters_of_a_rank / 1e9, rel=1e-3)
