@@ -119,20 +119,20 @@ def command(
 
 
 def _ask(run: RunSpec, limits: Limits | None, explain: bool, trace: SpotTrace | None, *, as_json: bool) -> Answer:
+    """The answer; where there is none, what is known all the same is printed before the error is raised."""
     from scaletrain_cli.plan.advice.answer import answer
-
-    if limits is None:
-        return answer(run, explained=explain, trace=trace)
-    from scaletrain_cli.plan.search.sizing import SizingError
 
     try:
         return answer(run, limits, explained=explain, trace=trace)
-    except SizingError as error:
+    except InfeasibleError as error:
+        from scaletrain_cli.plan.search.sizing import SizingError
+
         if as_json:
+            from scaletrain_cli.plan.search.infeasible import refusal
             from scaletrain_cli.ui.json import print_json
 
-            print_json(error.to_json())
-        else:
+            print_json(error.to_json() if isinstance(error, SizingError) else refusal(error))
+        elif isinstance(error, SizingError):
             from scaletrain_cli.ui.plan_sizing import show_considered
 
             show_considered(error.considered)

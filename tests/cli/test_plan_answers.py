@@ -42,6 +42,25 @@ def test_explain_tells_what_was_tried_where_nothing_fits() -> None:
     assert [question["answer"] for question in ended.data["explanation"]][1:3] == [False, False]
 
 
+def test_json_says_whether_the_run_is_feasible_and_what_is_wrong() -> None:
+    fits = scaletrain("plan", SMALL, "--json").data
+    assert (fits["feasible"], fits["problems"]) == (True, [])
+    does_not_fit = scaletrain("plan", SMALL, *TOO_LARGE, "--json")
+    assert does_not_fit.code == ExitCode.INFEASIBLE
+    assert does_not_fit.data["feasible"] is False
+    assert does_not_fit.data["memory"]["peak"] > does_not_fit.data["memory"]["capacity"]
+    assert "needed" in {problem["where"] for problem in does_not_fit.data["problems"]}
+    does_not_divide = scaletrain("plan", SMALL, "--set", "layout.data_parallel=3", "--json")
+    assert does_not_divide.code == ExitCode.INFEASIBLE
+    assert set(does_not_divide.data) == {"schema", "feasible", "problems"}
+    (problem,) = does_not_divide.data["problems"]
+    assert set(problem) == {"where", "key", "message", "given", "hint"}
+    assert problem["key"] == "layout.data_parallel"
+    too_soon = scaletrain("plan", SMALL, "--deadline", "1s", "--json")
+    assert too_soon.code == ExitCode.INFEASIBLE
+    assert set(too_soon.data) == {"schema", "feasible", "problems", "sizing"}
+
+
 def test_several_specs_are_compared_with_the_first() -> None:
     ended = scaletrain("plan", SMALL, RECIPE)
     assert ended.code == 0
@@ -49,7 +68,8 @@ def test_several_specs_are_compared_with_the_first() -> None:
     assert "llama-7b-h100" in ended.out.splitlines()[0]
     both = scaletrain("plan", SMALL, RECIPE, "--json").data
     assert [column["name"] for column in both] == ["llama-10m-cpu", "llama-7b-h100"]
-    assert both[1]["plan"] == scaletrain("plan", RECIPE, "--json").data
+    alone = scaletrain("plan", RECIPE, "--json").data
+    assert both[1]["plan"] == {key: value for key, value in alone.items() if key not in ("feasible", "problems")}
 
 
 def test_vary_compares_the_values_of_a_key() -> None:

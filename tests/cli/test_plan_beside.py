@@ -74,7 +74,7 @@ def sizing() -> Sizing:
     spec, plan = stored(PLANS["fits"])
     rows = (
         Considered("h100-sxm-80gb", 1, 8, None, None, None, None, None, False, "does not fit: needs 273 GB of 84.9 GB"),
-        Considered("h100-sxm-80gb", 2, 16, 1.1e6, 14200.0, 0.998, 30.0, None, False, "takes 12 d 17 h"),
+        Considered("h100-sxm-80gb", 2, 16, 1.1e6, 14200.0, 0.998, 30.0, None, False, "2 d 18 h too late"),
         Considered("h100-sxm-80gb", 4, 32, 5.2e5, 13756.0, 0.9995, 15.5, plan.layout, True, ""),
     )
     return Sizing(spec, plan, "gpus", 64, 864000.0, 20000.0, rows)

@@ -31,8 +31,10 @@ class Answer:
     outcome: TraceOutcome | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The plan, and beside its keys those of what was asked: ``sizing``, ``explanation``, ``trace``."""
+        """The plan, whether it can run and why not, and what was asked: ``sizing``, ``explanation``, ``trace``."""
+        problems = self.infeasible.problems if self.infeasible else ()
         data = self.plan.to_json()
+        data |= {"feasible": self.infeasible is None, "problems": [dataclasses.asdict(each) for each in problems]}
         if self.sizing is not None:
             data["sizing"] = self.sizing.to_json()
         if self.explanation is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from scaletrain_cli.errors import InfeasibleError, Problem
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.plan.result import SCHEMA, RunPlan
 from scaletrain_cli.plan.search.layouts import describe
 from scaletrain_cli.spec import RunSpec
 
@@ -17,6 +19,11 @@ class PlanInfeasibleError(InfeasibleError):
     def __init__(self, message: str, problems: tuple[Problem, ...] = (), plan: RunPlan | None = None) -> None:
         super().__init__(message, problems)
         self.plan = plan
+
+
+def refusal(error: InfeasibleError) -> dict[str, Any]:
+    """The JSON object of a run without any plan: ``feasible`` and ``problems`` as a plan's has them."""
+    return {"schema": SCHEMA, "feasible": False, "problems": [asdict(problem) for problem in error.problems]}
 
 
 def does_not_divide(spec: RunSpec, problems: list[Problem]) -> PlanInfeasibleError:

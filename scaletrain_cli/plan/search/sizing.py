@@ -12,7 +12,7 @@ from scaletrain_cli.plan.planning import plan_or_refuse
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.cluster_choice import OBJECTIVES, ClusterLimits, Considered, days, dollars
 from scaletrain_cli.plan.search.cluster_trials import Tried, meets, on_cluster, refined, try_cluster
-from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
+from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, refusal
 from scaletrain_cli.plan.search.node_choice import node_counts
 from scaletrain_cli.spec import RunSpec
 
@@ -32,7 +32,7 @@ class Sizing:
     deadline_seconds: float | None
     budget_usd: float | None
     considered: tuple[Considered, ...]
-    ruled_out: int
+    ruled_out: int = 0
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -60,8 +60,8 @@ class SizingError(InfeasibleError):
         self.closest = closest
 
     def to_json(self) -> dict[str, Any]:
-        """The table, under the key where a plan has it."""
-        return {"sizing": {"considered": [dataclasses.asdict(row) for row in self.considered]}}
+        """As of a run without a plan, and the table under the key where a plan has it."""
+        return refusal(self) | {"sizing": {"considered": [dataclasses.asdict(row) for row in self.considered]}}
 
 
 class ScalingPoint(NamedTuple):
