@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
@@ -64,9 +65,10 @@ def _about_durability(spec: RunSpec, durability: Durability, time: Time) -> Iter
         )
     if not durability.grace_ok and (spec.cluster.spot or spec.cluster.scheduler == "slurm"):
         needed = durability.save_seconds + time.step
+        behind = math.ceil((durability.save_seconds - durability.blocked_seconds) / time.step)
         yield (
             f"one step and a checkpoint take {needed:,.0f} s, more than cluster.grace_seconds = "
-            f"{spec.cluster.grace_seconds:g}: a preemption can lose up to {durability.interval_steps} steps."
+            f"{spec.cluster.grace_seconds:g}: a preemption can lose up to {durability.interval_steps + behind} steps."
         )
 
 
@@ -150,12 +152,16 @@ def _about_images(spec: RunSpec) -> Iterator[str]:
 
 def _about_interruptions(spec: RunSpec, device: Accelerator) -> Iterator[str]:
     cluster = spec.cluster
-    if cluster.mean_time_between_interruptions is not None:
+    stated = cluster.mean_time_between_interruptions is not None
+    if stated and not cluster.spot:
+        yield "interruptions: as the spec says, of the whole job and for any cause"
         return
     if cluster.per_node_mtbf is None:
         hours, who = gpu_hours_between_failures(device)
         yield f"failures: one per {hours:,.0f} GPU hours, as {who}"
-    if cluster.spot:
+    if stated:
+        yield "preemptions: as the spec says, of the whole job; failures of hardware add to them"
+    elif cluster.spot:
         yield (
             f"preemptions: one per {SPOT_HOURS_BETWEEN_PREEMPTIONS:g} hours of the job, as 21 traces of AWS instances "
             "in 2022 and 2023 show (skypilot-org/spot-traces); waiting for capacity is not counted"

@@ -73,14 +73,15 @@ def gpu_hours_between_failures(device: Accelerator) -> tuple[float, str]:
 def interruptions_per_second(spec: RunSpec, device: Accelerator) -> tuple[float, float]:
     """Rates for the whole job: of preemptions, which come with notice, and of failures, which do not.
 
-    ``cluster.mean_time_between_interruptions`` states their sum: preemptions on spot, failures on demand.
+    ``cluster.mean_time_between_interruptions`` is of the job: on spot between preemptions, to which failures add; on
+    demand between interruptions of any cause.
     """
     cluster = spec.cluster
     stated = cluster.mean_time_between_interruptions
-    if stated is not None:
-        rate = 1 / max(stated, 1e-3)
-        return (rate, 0.0) if cluster.spot else (0.0, rate)
-    preemptions = 1 / (3600 * SPOT_HOURS_BETWEEN_PREEMPTIONS) if cluster.spot else 0.0
+    if not cluster.spot and stated is not None:
+        return 0.0, 1 / max(stated, 1e-3)
+    between_preemptions = 3600 * SPOT_HOURS_BETWEEN_PREEMPTIONS if stated is None else max(stated, 1e-3)
+    preemptions = 1 / between_preemptions if cluster.spot else 0.0
     if cluster.per_node_mtbf is not None:
         return preemptions, cluster.nodes / max(cluster.per_node_mtbf, 1e-3)
     hours, _ = gpu_hours_between_failures(device)
@@ -90,8 +91,8 @@ def interruptions_per_second(spec: RunSpec, device: Accelerator) -> tuple[float,
 def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerator) -> Durability:
     """Cadence by Young (1974): sqrt(2 C M), where C is the time that one checkpoint takes from training.
 
-    An interruption costs the restart and the work since the last checkpoint; where the notice is long enough for one
-    step and a last checkpoint, a preemption costs that save instead.
+    An interruption costs the restart and the work since the last checkpoint that is whole. Where the notice is long
+    enough for one step and a last checkpoint, a preemption costs that save instead, and M is that of failures alone.
     """
     size = checkpoint_bytes(spec, layout)
     save = save_seconds(spec, layout)
@@ -101,19 +102,21 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
         blocked = min(save, size / copy_rate)
     preemptions, failures = interruptions_per_second(spec, device)
     between = 1 / (preemptions + failures)
+    grace_ok = save + time.step <= spec.cluster.grace_seconds
+    noticed = preemptions if grace_ok else 0.0
+    sudden = preemptions + failures - noticed
     if spec.checkpoint.every == "auto":
-        # Not more often than one write takes, not less often than interruptions come.
-        wanted = min(max(math.sqrt(2 * blocked * between), save), max(between, save))
+        # Not more often than one write takes, not less often than interruptions come that no last save answers.
+        wanted = min(max(math.sqrt(2 * blocked / sudden), save), max(1 / sudden, save))
         interval_steps = max(1, min(spec.total_steps, round(wanted / time.step)))
     else:
         interval_steps = spec.checkpoint.every
     interval = interval_steps * time.step
-    grace_ok = save + time.step <= spec.cluster.grace_seconds
     started = _CPU_START_SECONDS if device.is_cpu else _START_SECONDS
     restart = started + size / (_storage_rate(spec) * spec.cluster.nodes)
-    noticed = preemptions if grace_ok else 0.0
-    sudden = preemptions + failures - noticed
-    goodput = _share_after_losses(interval, blocked, restart, sudden) / (1 + noticed * (restart + save))
+    # While a checkpoint is written beside the steps, the one before is the last that a restart finds.
+    behind = save - blocked
+    goodput = _share_after_losses(interval, blocked, restart + behind, sudden) / (1 + noticed * (restart + save))
     wall = time.to_train / goodput if goodput > 0 else None
     return Durability(
         checkpoint_bytes=size,
@@ -126,7 +129,7 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
         restart_seconds=restart,
         seconds_between_interruptions=between,
         interruptions_expected=None if wall is None else wall / between,
-        lost_work_seconds=_lost_seconds(interval + blocked, sudden) * sudden * between,
+        lost_work_seconds=(_lost_seconds(interval + blocked, sudden) + behind) * sudden * between,
         wall_seconds=wall,
     )
 

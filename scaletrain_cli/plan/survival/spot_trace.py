@@ -154,7 +154,8 @@ class _Replay:
         worked = max(0.0, seconds - self.durability.restart_seconds)
         if self.durability.grace_ok:
             return max(0.0, worked - self.spec.cluster.grace_seconds) / self.pace, 0.0
-        kept = math.floor(worked / segment) * segment
+        behind = self.durability.save_seconds - self.durability.blocked_seconds  # until a checkpoint is whole
+        kept = math.floor(max(0.0, worked - behind) / segment) * segment
         return kept / self.pace, (worked - kept) / self.pace
 
 

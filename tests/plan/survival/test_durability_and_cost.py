@@ -34,6 +34,36 @@ def test_an_interval_of_auto_is_young_s() -> None:
     assert durability.interval_seconds == pytest.approx(durability.interval_steps * plan.time.step)
 
 
+def test_on_spot_a_stated_mean_time_is_of_preemptions_and_failures_add() -> None:
+    run = {"cluster__nodes": 16, "cluster__mean_time_between_interruptions": "3h"}
+    for spot, expected in ((True, (1 / 10800, 128 / 3600 / 50_694)), (False, (0, 1 / 10800))):
+        spec = spec_of(cluster__spot=spot, **run)
+        rates = interruptions_per_second(spec, find_accelerator(spec.cluster))
+        assert rates == pytest.approx(expected, rel=1e-3)
+
+
+def test_preemptions_that_a_last_save_answers_do_not_shorten_the_interval() -> None:
+    run = {"cluster__nodes": 16, "cluster__spot": True, "training__steps": 10**6, "checkpoint__async": False}
+    warned = plan_of(cluster__grace_seconds=600, cluster__mean_time_between_interruptions="1h", **run)
+    seldom = plan_of(cluster__grace_seconds=600, cluster__mean_time_between_interruptions="3h", **run)
+    sudden = plan_of(cluster__grace_seconds=1, cluster__mean_time_between_interruptions="1h", **run)
+    assert warned.durability.interval_steps == seldom.durability.interval_steps
+    assert warned.durability.interval_steps > 5 * sudden.durability.interval_steps
+    young = math.sqrt(2 * warned.durability.save_seconds * 3600 * 50_694 / 128)
+    assert warned.durability.interval_seconds == pytest.approx(young, abs=warned.time.step)
+
+
+def test_work_under_way_to_storage_is_lost_too() -> None:
+    """Two checkpoints of one interval: one that holds up training, one that is written beside it and whole later."""
+    run = {"checkpoint__every": 200, "cluster__mean_time_between_interruptions": "100h"}
+    held, beside = (plan_of(checkpoint__async=way, **run).durability for way in (False, True))
+    late = beside.save_seconds - beside.blocked_seconds
+    assert late > 0
+    assert held.lost_work_seconds == pytest.approx((held.interval_seconds + held.save_seconds) / 2, rel=0.01)
+    expected = (beside.interval_seconds + beside.blocked_seconds) / 2 + late
+    assert beside.lost_work_seconds == pytest.approx(expected, rel=0.01)
+
+
 def test_a_stated_interval_is_kept() -> None:
     assert plan_of(checkpoint__every=123).durability.interval_steps == 123
 
@@ -96,7 +126,10 @@ def test_opt_175b_lost_about_two_machines_a_day() -> None:
 
 def test_goodput_is_that_of_kokolis_where_interruptions_are_rare() -> None:
     """arXiv:2410.21680: (1 - N r (u + dt / 2)) / (1 + w / dt), the first order of Daly's formula."""
-    plan = plan_of(cluster__mean_time_between_interruptions="100h", checkpoint__every=100)
+    plan = plan_of(
+        cluster__mean_time_between_interruptions="100h", checkpoint__every=100, checkpoint__async=False,
+        cluster__storage_bandwidth="1TB/s",
+    )  # fmt: skip
     d = plan.durability
     rate = 1 / (100 * 3600)
     kokolis = (1 - rate * (d.restart_seconds + d.interval_seconds / 2)) / (1 + d.blocked_seconds / d.interval_seconds)
@@ -116,7 +149,8 @@ def test_interruptions_lost_work_and_calendar_follow_from_the_rate() -> None:
     assert d.wall_seconds is not None
     assert d.wall_seconds == pytest.approx(plan.time.to_train / d.expected_goodput)
     assert d.interruptions_expected == pytest.approx(d.wall_seconds / 7200)
-    assert 0 < d.lost_work_seconds <= (d.interval_seconds + d.blocked_seconds) / 2
+    late = d.save_seconds - d.blocked_seconds
+    assert late < d.lost_work_seconds <= (d.interval_seconds + d.blocked_seconds) / 2 + late
 
 
 def test_a_mean_time_between_failures_of_nodes_is_divided_by_the_nodes() -> None:
@@ -127,8 +161,8 @@ def test_notice_that_holds_a_last_save_loses_no_work() -> None:
     run = {"cluster__spot": True, "cluster__mean_time_between_interruptions": "1h", "checkpoint__every": 200}
     warned = plan_of(cluster__grace_seconds=600, **run).durability
     sudden = plan_of(cluster__grace_seconds=1, **run).durability
-    assert (warned.grace_ok, warned.lost_work_seconds) == (True, 0)
-    assert sudden.lost_work_seconds > 0
+    assert warned.grace_ok
+    assert warned.lost_work_seconds < 0.01 * sudden.lost_work_seconds  # failures of hardware come without notice
     assert warned.expected_goodput > sudden.expected_goodput
 
 
