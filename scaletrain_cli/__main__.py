@@ -5,6 +5,7 @@ Knows no verb. An exception that is not ours is a bug and keeps its traceback (e
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -30,20 +31,28 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         show_error(error)
         code = error.exit_code
     except OSError as error:  # a full disk, a folder that is not ours: the world's doing, and nobody's bug
-        show_error(ScaletrainError(f"{error.strerror or error}: {error.filename}" if error.filename else str(error)))
+        where = error.filename or "the output could not be written" if error.errno == errno.ENOSPC else error.filename
+        show_error(ScaletrainError(f"{error.strerror or error}: {where}" if where else str(error)))
         code = ExitCode.CRASHED
     except KeyboardInterrupt:
         code = _INTERRUPTED
-    _flush_quietly()
-    sys.exit(code)
+    sys.exit(_flushed(code))
 
 
-def _flush_quietly() -> None:
-    """Whoever read our output may have gone (``| head``); say nothing, now or when Python closes the stream."""
+def _flushed(code: int | str | None) -> int | str | None:
+    """The exit code once all is written; Python says nothing more when it closes the stream.
+
+    Whoever read our output may have gone (``| head``), which is no error; a full disk is one.
+    """
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            if code != ExitCode.CRASHED:
+                show_error(ScaletrainError(f"the answer could not be written: {error.strerror or error}"))
+            return ExitCode.CRASHED
+    return code
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ class Problem:
     hint: str | None = None
 
     def __str__(self) -> str:
-        subject = f"{self.key} = {self.given}" if self.given is not None else self.key
-        text = f"{self.where} {subject}: {self.message}" if subject else f"{self.where}: {self.message}"
+        subject = f"{self.where} {self.key}" if self.key else self.where
+        text = f"{subject}: {self.message}" if self.given is None else f"{subject} = {self.given}: {self.message}"
         return f"{text} {self.hint}" if self.hint else text
 
 

@@ -26,7 +26,9 @@ def show(error: ScaletrainError) -> None:
 
 
 def _place(problem: Problem) -> Text:
-    text = Text.assemble("  ", (plain(problem.where), "cyan"), "  ", (plain(problem.key), "bold"))
+    text = Text.assemble("  ", (plain(problem.where), "cyan"))
+    if problem.key:
+        text.append("  ").append(plain(problem.key), "bold")
     if problem.given is not None:
         text.append(f" = {plain(problem.given)}")
     return text

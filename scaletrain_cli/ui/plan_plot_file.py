@@ -21,6 +21,8 @@ _DOTS_PER_INCH = 144
 
 def check_plot_file(path: Path) -> None:
     """Raise UsageError if the picture cannot be drawn or written there; leaves nothing behind."""
+    if path == Path():  # what an empty word becomes
+        raise UsageError("--plot needs the name of a file that ends in .html, .svg or .png.")
     if path.suffix.lower() not in _KINDS:
         raise UsageError(f"--plot {path}: the name must end in .html, .svg or .png.")
     if path.is_dir():

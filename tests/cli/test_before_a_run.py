@@ -111,7 +111,8 @@ def test_a_plan_that_does_not_fit_is_shown_with_what_would_fit() -> None:
 
 def test_a_plan_that_does_not_divide_is_no_plan() -> None:
     ended = scaletrain("plan", SMALL, "--set", "layout.data_parallel=3", "--json")
-    assert (ended.code, ended.out) == (ExitCode.INFEASIBLE, "")
+    assert (ended.code, ended.data["feasible"]) == (ExitCode.INFEASIBLE, False)
+    assert "layout" not in ended.data
     assert "layout.data_parallel = 3" in ended.err
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ def test_json_says_whether_the_run_is_feasible_and_what_is_wrong() -> None:
     does_not_divide = scaletrain("plan", SMALL, "--set", "layout.data_parallel=3", "--json")
     assert does_not_divide.code == ExitCode.INFEASIBLE
     assert set(does_not_divide.data) == {"schema", "feasible", "problems"}
-    (problem,) = does_not_divide.data["problems"]
+    problem = does_not_divide.data["problems"][0]
     assert set(problem) == {"where", "key", "message", "given", "hint"}
     assert problem["key"] == "layout.data_parallel"
     too_soon = scaletrain("plan", SMALL, "--deadline", "1s", "--json")
@@ -89,6 +91,8 @@ def test_what_cannot_run_is_a_column_and_3_only_when_none_can() -> None:
     assert none.code == ExitCode.INFEASIBLE
     assert "does not divide" in none.out
     assert "none of the 2 can run as asked" in none.err
+    assert "  data_parallel=1: --set layout.data_parallel = 1: " in none.err
+    assert none.err.count("Use ") == 2  # what would do, for each
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,12 @@ def test_what_cannot_run_is_a_column_and_3_only_when_none_can() -> None:
         ([SMALL, SMALL, "--deadline", "3d"], "takes one run"),
         ([SMALL, "--deadline", "soon"], "--deadline = soon: must be a duration, such as"),
         ([SMALL, "--deadline", "0d"], "--deadline = 0d: must be above 0"),
-        ([SMALL, "--budget", "much"], "--budget = much: must be a count"),
+        ([SMALL, "--budget", "much"], "--budget = much: must be dollars, such as 50000 or 50k."),
+        ([SMALL, "--gpu", "nothing"], "--gpu = nothing: is not in the hardware catalogue. Known: "),
+        ([SMALL, "--gpu", ""], "--gpu = : is not in the hardware catalogue. Known: "),
+        ([SMALL, "--gpu", "h100-sxm-80g"], "Did you mean h100-sxm-80gb?"),
+        ([SMALL, "--plot", ""], "--plot needs the name of a file"),
+        ([RECIPE, "--max-gpus", "3"], "Use --max-gpus 8 or more"),
         ([SMALL, "--max-gpus", "0"], "'--max-gpus'"),
         ([SMALL, "--objective", "fun"], "'--objective'"),
         ([SMALL, "--trace", "nowhere.json"], "nowhere.json"),
@@ -231,3 +240,13 @@ def test_a_trace_replays_the_run(tmp_path: Path) -> None:
     data = scaletrain("plan", RECIPE, *spot, "--json").data
     assert data["trace"]["nodes_needed"] == 4
     assert data["trace"]["days"]["median"] > data["trace"]["on_demand_days"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["words", "json"])
+def test_a_full_disk_is_an_error_in_one_line(options: list[str]) -> None:
+    command = [sys.executable, "-m", "scaletrain_cli", "plan", str(SMALL), *options]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=PROJECT, check=False)
+    assert ended.returncode == ExitCode.CRASHED
+    assert ended.stderr == "error: No space left on device: the output could not be written\n"

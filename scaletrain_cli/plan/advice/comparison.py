@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.errors import InfeasibleError
+from scaletrain_cli.errors import InfeasibleError, Problem
 from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
 from scaletrain_cli.spec import RunSpec
+
+# Problems that say how large a run is, and not what would make it fit.
+_SIZES = ("needed", "smallest")
 
 
 @dataclass(frozen=True)
@@ -22,15 +25,18 @@ class Compared:
     spec: RunSpec
     plan: RunPlan | None
     reason: str | None
+    problems: tuple[Problem, ...] = ()
 
     @property
     def feasible(self) -> bool:
         return self.reason is None
 
     def to_json(self) -> dict[str, Any]:
-        """``name``, ``feasible``, ``reason`` and the plan as ``make_plan`` gives it."""
+        """``name``, ``feasible``, ``reason``, ``problems`` and the plan as ``make_plan`` gives it."""
         plan = None if self.plan is None else self.plan.to_json()
-        return {"name": self.name, "feasible": self.feasible, "reason": self.reason, "plan": plan}
+        problems = [asdict(problem) for problem in self.problems]
+        said = {"name": self.name, "feasible": self.feasible, "reason": self.reason, "problems": problems}
+        return said | {"plan": plan}
 
 
 def compare(runs: Sequence[tuple[str, RunSpec]]) -> tuple[Compared, ...]:
@@ -54,9 +60,13 @@ def none_feasible(compared: Sequence[Compared]) -> InfeasibleError | None:
     """The error to end with where no column can run."""
     if any(column.feasible for column in compared):
         return None
-    return InfeasibleError(
-        f"none of the {len(compared)} can run as asked; `scaletrain plan` of one says what would fit"
+    ways_out = (
+        replace(problem, where=f"{column.name}: {problem.where}")
+        for column in compared
+        for problem in [each for each in column.problems if each.where not in _SIZES][:1]
     )
+    message = f"none of the {len(compared)} can run as asked; `scaletrain plan` of one says all that would fit"
+    return InfeasibleError(message, tuple(ways_out))
 
 
 def _compared(name: str, spec: RunSpec) -> Compared:
@@ -66,5 +76,5 @@ def _compared(name: str, spec: RunSpec) -> Compared:
         reason = error.message
         if error.plan is None and error.problems:
             first = error.problems[0]
-            reason = f"{first.key} = {first.given}: {first.message}"
-        return Compared(name, spec, error.plan, reason)
+            reason = f"{first.key} = {first.given}: {first.message.rstrip('.')}"
+        return Compared(name, spec, error.plan, reason, error.problems)

@@ -67,7 +67,7 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
     """The device that the cluster section names or describes. Raises UsageError with the names that come close."""
     wanted = cluster.gpu
     if isinstance(wanted, str):
-        name = _full_name(wanted)
+        name = full_name(wanted)
         found = _from_row(name, _catalogue()[name])
     else:
         given = {key: getattr(wanted, f"{key}_flops") for key in ("bf16", "fp16", "fp8")}
@@ -113,7 +113,7 @@ def _from_row(name: str, row: dict[str, Any]) -> Accelerator:
     )
 
 
-def _full_name(given: str) -> str:
+def full_name(given: str) -> str:
     """The catalogue's name that ``given`` is, or that alone has all its parts. Raises UsageError."""
     if given in _catalogue():
         return given
@@ -132,9 +132,9 @@ def _parts(name: str) -> set[str]:
 
 def _unknown(name: str, fitting: list[str]) -> UsageError:
     known = accelerator_names()
-    near = fitting or difflib.get_close_matches(name.strip().lower(), known, n=1, cutoff=0.3)
+    near = fitting or difflib.get_close_matches(name.strip().lower(), known, n=1, cutoff=0.6)
     shown = name.encode("unicode_escape").decode("ascii")[:80]
     hint = (f"Did you mean {' or '.join(near)}? " if near else "") + f"Known: {', '.join(known)}; or give a table."
     what = "names several devices of the hardware catalogue." if fitting else "is not in the hardware catalogue."
     problem = Problem("run spec", "cluster.gpu", what, shown, hint)
-    return UsageError(f"unknown accelerator {shown}", (problem,))
+    return UsageError(f"unknown accelerator {shown or '(an empty name)'}", (problem,))

@@ -10,6 +10,9 @@ from scaletrain_cli.plan.search.layouts import OFFLOAD_STAGE, Axes, divisors
 from scaletrain_cli.plan.stages import loss_stage
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
+# Of the degrees that would do, so many are named.
+_MOST_NAMED = 8
+
 
 class Rule(NamedTuple):
     """A rule that degrees break: the key, what it says, what stands there and what would do."""
@@ -75,7 +78,10 @@ def _transformer_rules(model: ModelSpec, axes: Axes) -> Iterator[Rule]:
         yield Rule("layout.pipeline_parallel", axes.pipeline, f"must not exceed {layers} layers.", f"Use {layers}.")
     if axes.virtual > 1 and (axes.pipeline == 1 or layers % (axes.pipeline * axes.virtual)):
         message = f"needs pipeline_parallel > 1 and {layers} layers that divide by pipeline x virtual."
-        yield Rule("layout.virtual_pipeline", axes.virtual, message, "Use 1.")
+        legal = [n for n in divisors(layers // axes.pipeline) if n > 1] if layers % axes.pipeline == 0 else []
+        named = ["1", *map(str, legal[:_MOST_NAMED] if axes.pipeline > 1 else [])]
+        hint = f"Use {', '.join(named[:-1])} or {named[-1]}." if len(named) > 1 else "Use 1."
+        yield Rule("layout.virtual_pipeline", axes.virtual, message, hint)
     if axes.expert > 1 and not model.num_experts:
         yield Rule("layout.expert_parallel", axes.expert, "needs a model with experts.", "Use 1 or auto.")
     elif model.num_experts and model.num_experts % axes.expert:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.plan.catalogue.hardware import full_name
 from scaletrain_cli.spec.quantities import parse_count, parse_seconds
 
 
@@ -34,9 +35,24 @@ def parse_limits(
         objective=objective or ("gpus" if deadline is not None else "time"),
         max_gpus=max_gpus,
         deadline_seconds=_parsed("--deadline", deadline, parse_seconds),
-        budget_usd=_parsed("--budget", budget and budget.removeprefix("$"), parse_count),
-        gpus=tuple(dict.fromkeys(gpus)),
+        budget_usd=_parsed("--budget", budget, _parse_dollars),
+        gpus=tuple(dict.fromkeys(map(_known, gpus))),
     )
+
+
+def _known(gpu: str) -> str:
+    try:
+        return full_name(gpu)
+    except UsageError as error:
+        problems = tuple(replace(problem, where="--gpu", key="") for problem in error.problems)
+        raise UsageError(error.message, problems) from None
+
+
+def _parse_dollars(text: str) -> float:
+    try:
+        return parse_count(text.removeprefix("$"))
+    except ValueError as error:
+        raise ValueError("must be dollars, such as 50000 or 50k") from error
 
 
 def _parsed(option: str, text: str | None, parse: Callable[[Any], float]) -> float | None:

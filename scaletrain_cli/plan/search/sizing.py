@@ -140,7 +140,9 @@ def _limits(
         raise UsageError(f"unknown objective {objective}: use {', '.join(OBJECTIVES[:-1])} or {OBJECTIVES[-1]}.")
     most = spec.world_size if max_gpus is None else max_gpus
     if most < spec.cluster.gpus_per_node:
-        raise UsageError(f"at most {most} GPUs are less than one node of {spec.cluster.gpus_per_node}.")
+        whole = spec.cluster.gpus_per_node
+        what = f"at most {most} GPUs are less than one node of {whole}"
+        raise UsageError(f"{what}. Use --max-gpus {whole} or more, or fewer cluster.gpus_per_node.")
     return ClusterLimits(objective, most, deadline_seconds, budget_usd)
 
 

@@ -129,3 +129,9 @@ def test_an_interleaved_pipeline_runs_micro_batches_in_rounds() -> None:
     spec = spec_of(training__global_batch_size=48)
     assert micro_batch_sizes(spec, Axes(2, 1, 4, 1, 1, 1, 1)) == [1, 2, 3, 4, 6, 8, 12, 24]
     assert micro_batch_sizes(spec, Axes(2, 1, 4, 2, 1, 1, 1)) == [1, 2, 3, 6]
+
+
+def test_chunks_that_would_do_are_named() -> None:
+    spec = spec_of("llama-70b", layout__pipeline_parallel=8, layout__virtual_pipeline=3)
+    with pytest.raises(PlanInfeasibleError, match=r"Use 1, 2, 5 or 10\."):
+        make_plan(spec)

@@ -21,7 +21,9 @@ def test_nothing_asked_is_no_limit() -> None:
 def test_a_deadline_alone_asks_for_the_fewest_gpus_and_the_rest_for_the_soonest_end() -> None:
     assert limits(deadline="30d") == Limits("gpus", None, 30 * 86400.0, None, ())
     assert limits(budget="$50k") == Limits("time", None, None, 50_000.0, ())
-    assert limits(max_gpus=8, gpus=["a", "b", "a"]) == Limits("time", 8, None, None, ("a", "b"))
+    assert limits(max_gpus=8, gpus=["t4", "h200-sxm-141gb", "t4"]) == Limits(
+        "time", 8, None, None, ("t4-16gb", "h200-sxm-141gb")
+    )
     assert limits("cost", deadline="1d") == Limits("cost", None, 86400.0, None, ())
 
 
