@@ -1,4 +1,7 @@
-"""Size, memory and time of one layout, whatever kind of network the spec describes. Computes nothing itself."""
+"""Size, memory and time of one layout, whatever kind of network the spec describes. Computes nothing itself.
+
+What only vision networks need is imported for them alone: a plan of a transformer should not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,33 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory import device_memory
 from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time
 from scaletrain_cli.plan.speed import timing
-from scaletrain_cli.plan.vision.memory import plan_vision_memory
-from scaletrain_cli.plan.vision.network import vision_size
-from scaletrain_cli.plan.vision.timing import plan_vision_time
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.run import AnyModel
 
 
 def plan_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
     """Memory of the worst rank against the device, and of each pipeline stage."""
-    sized = device_memory.plan_memory if isinstance(spec.model, ModelSpec) else plan_vision_memory
-    return sized(spec, layout, device)
+    if isinstance(spec.model, ModelSpec):
+        return device_memory.plan_memory(spec, layout, device)
+    from scaletrain_cli.plan.vision.memory import plan_vision_memory
+
+    return plan_vision_memory(spec, layout, device)
 
 
 def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
     """Seconds per optimizer step by cause, and what follows; and the traffic of the busiest rank."""
-    timed = timing.plan_time if isinstance(spec.model, ModelSpec) else plan_vision_time
-    return timed(spec, layout, device)
+    if isinstance(spec.model, ModelSpec):
+        return timing.plan_time(spec, layout, device)
+    from scaletrain_cli.plan.vision.timing import plan_vision_time
+
+    return plan_vision_time(spec, layout, device)
 
 
 def model_size(model: AnyModel) -> ModelSize:
     """Parameters, and training FLOPs per token, image or pair."""
     if not isinstance(model, ModelSpec):
+        from scaletrain_cli.plan.vision.network import vision_size
+
         return vision_size(model)
     return ModelSize(
         parameters=architecture.parameter_count(model),
@@ -39,4 +47,6 @@ def model_size(model: AnyModel) -> ModelSize:
 
 def parameter_count(model: AnyModel) -> int:
     """Every trainable parameter, a tied head counted once."""
-    return architecture.parameter_count(model) if isinstance(model, ModelSpec) else vision_size(model).parameters
+    if isinstance(model, ModelSpec):
+        return architecture.parameter_count(model)
+    return model_size(model).parameters
