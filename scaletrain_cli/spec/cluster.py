@@ -1,7 +1,5 @@
 """The cluster section: which scheduler, how many nodes of which accelerator, and on what terms."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -21,7 +19,7 @@ from scaletrain_cli.spec.quantities import (
     Text,
     or_word,
 )
-from scaletrain_cli.spec.section import Section
+from scaletrain_cli.spec.section import LEFT_OUT, Section
 
 _SLURM_WORD = r"[A-Za-z0-9_.,:=/@%+*\[\]\-&|!()]{1,256}"
 
@@ -128,7 +126,8 @@ Accelerator = Annotated[
 class ClusterSpec(Section):
     """Nodes, accelerators, links, interruptions and price. ``gpu: cpu`` makes every rank a CPU process.
 
-    Bandwidths in bytes/s and per direction: intra-node and host (PCIe) per GPU, inter-node per GPU, storage and NVMe per node.
+    Bandwidths in bytes/s and per direction: intra-node and host (PCIe) per GPU, inter-node per GPU, storage and NVMe
+    per node.
     """
 
     scheduler: Literal["local", "slurm", "kubernetes"] = "local"
@@ -149,8 +148,8 @@ class ClusterSpec(Section):
     grace_seconds: Seconds = 120.0
     price_per_gpu_hour: Price = "auto"
     spot_price_per_gpu_hour: Price = "auto"
-    slurm: SlurmSpec = SlurmSpec()
-    kubernetes: KubernetesSpec = KubernetesSpec()
+    slurm: SlurmSpec = LEFT_OUT
+    kubernetes: KubernetesSpec = LEFT_OUT
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """(key, message) for each setting that contradicts another one."""

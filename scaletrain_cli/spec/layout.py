@@ -1,7 +1,5 @@
 """The layout section: how the job is cut over the devices. ``auto`` leaves the choice to the planner."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema

@@ -1,7 +1,5 @@
 """The model section: a transformer's dimensions under their Hugging Face names. Arithmetic on them lives in plan/."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The run spec as a whole (schema scaletrain/v1), and the checks that span sections."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -24,7 +22,7 @@ from scaletrain_cli.spec.quantities import (
     or_word,
     parse_whole,
 )
-from scaletrain_cli.spec.section import Section
+from scaletrain_cli.spec.section import LEFT_OUT, Section
 from scaletrain_cli.spec.source import Source
 from scaletrain_cli.spec.training import EvaluationSpec, TrainingSpec
 from scaletrain_cli.spec.vision import VISION, ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
@@ -72,7 +70,7 @@ class DataSpec(Section):
     """Text to train on: ``python-stdlib``, a prepared dataset, or text / jsonl / parquet files (path or glob)."""
 
     source: Text
-    tokenizer: TokenizerSpec = TokenizerSpec()
+    tokenizer: TokenizerSpec = LEFT_OUT
     validation_split: Fraction = 0.05
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
@@ -101,7 +99,7 @@ class GuardSpec(Section):
     """What ends or mends a run that goes wrong. ``hang`` is the longest wait for a collective."""
 
     nan: Literal["stop"] = "stop"
-    spike: SpikeSpec = SpikeSpec()
+    spike: SpikeSpec = LEFT_OUT
     hang: AutoSeconds = "auto"
 
 
@@ -124,7 +122,7 @@ class WandbSpec(Section):
 class TrackingSpec(Section):
     """Where metrics are mirrored besides the run directory."""
 
-    wandb: WandbSpec = WandbSpec()
+    wandb: WandbSpec = LEFT_OUT
     log_every: Whole = 1
 
 
@@ -150,14 +148,14 @@ class RunSpec(Section):
     model: AnyModel
     data: DataSpec
     training: TrainingSpec
-    evaluation: EvaluationSpec = EvaluationSpec()
-    layout: LayoutSpec = LayoutSpec()
-    cluster: ClusterSpec = ClusterSpec()
-    checkpoint: CheckpointSpec = CheckpointSpec()
-    guard: GuardSpec = GuardSpec()
-    restarts: RestartsSpec = RestartsSpec()
-    tracking: TrackingSpec = TrackingSpec()
-    planner: PlannerSpec = PlannerSpec()
+    evaluation: EvaluationSpec = LEFT_OUT
+    layout: LayoutSpec = LEFT_OUT
+    cluster: ClusterSpec = LEFT_OUT
+    checkpoint: CheckpointSpec = LEFT_OUT
+    guard: GuardSpec = LEFT_OUT
+    restarts: RestartsSpec = LEFT_OUT
+    tracking: TrackingSpec = LEFT_OUT
+    planner: PlannerSpec = LEFT_OUT
     env: dict[EnvName, EnvValue] = {}
     secret_env: list[EnvName] = Field(default=[], description="names only; values come from the submitter's shell")
     _source: Source | None = PrivateAttr(default=None)

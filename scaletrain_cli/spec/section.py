@@ -1,14 +1,21 @@
-"""The base of every part of the run spec: frozen, and strict about unknown keys."""
+"""The base of every part of the run spec: frozen, and strict about unknown keys.
+
+Modules of the spec do without ``from __future__ import annotations``: pydantic would compile every annotation again.
+"""
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# What a section is that is left out: an empty one, checked with the spec that it is missing from.
+LEFT_OUT: Any = Field(default={}, validate_default=True)
 
 
 class Section(BaseModel):
     """A frozen part of the spec that rejects keys it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+    # Deferred, because the validator of a whole spec holds those of its sections, which are seldom used alone.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, defer_build=True)
 
     @model_validator(mode="before")
     @classmethod

@@ -1,14 +1,12 @@
 """The training section: batch, precision, optimizer and schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from scaletrain_cli.spec.quantities import AutoWhole, Count, Fraction, NonNegative, Positive, Whole, WholeOrZero
-from scaletrain_cli.spec.section import Section
+from scaletrain_cli.spec.section import LEFT_OUT, Section
 
 
 class OptimizerSpec(Section):
@@ -38,8 +36,8 @@ class TrainingSpec(Section):
     tokens: Count | None = None
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] = "bf16"
     grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    optimizer: OptimizerSpec = OptimizerSpec()
-    schedule: ScheduleSpec = ScheduleSpec()
+    optimizer: OptimizerSpec = LEFT_OUT
+    schedule: ScheduleSpec = LEFT_OUT
     gradient_clipping: NonNegative = Field(default=1.0, description="largest gradient norm; 0 turns clipping off")
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 42
     compile: bool = False

@@ -1,7 +1,5 @@
 """The model section of vision networks, under their Hugging Face names. Arithmetic on them lives in plan/vision/."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
