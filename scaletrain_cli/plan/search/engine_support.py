@@ -43,12 +43,15 @@ ENGINE = Capabilities(axes=frozenset())
 
 # What each framework could run, whatever this engine does. FSDP shards nothing, gradients and states, or all
 # (torch ShardingStrategy NO_SHARD, SHARD_GRAD_OP, FULL_SHARD); Megatron-LM's distributed optimizer and nanotron's
-# are ZeRO-1.
+# are ZeRO-1. Ranks that trade heads for tokens (Ulysses, our sequence axis) are no axis of either: their "sequence
+# parallel" cuts norms over the tensor ranks, and Megatron-LM does such an all-to-all within its context ranks
+# (cp_comm_type). nanotron has no interleaved pipeline (pipeline_parallel/engine.py).
+_NO_ULYSSES = frozenset(AXES) - {"sequence_parallel"}
 _EVERYTHING = {
     "deepspeed": Capabilities(frozenset(AXES), (0, 1, 2, 3), ("none", "optimizer", "optimizer+params")),
     "fsdp": Capabilities(frozenset(AXES), (0, 2, 3), ("none", "optimizer+params")),
-    "megatron": Capabilities(frozenset(AXES), (0, 1), ("none", "optimizer")),
-    "nanotron": Capabilities(frozenset(AXES), (0, 1)),
+    "megatron": Capabilities(_NO_ULYSSES, (0, 1), ("none", "optimizer")),
+    "nanotron": Capabilities(_NO_ULYSSES - {"virtual_pipeline"}, (0, 1)),
 }
 
 
@@ -57,6 +60,15 @@ def capabilities(spec: RunSpec) -> Capabilities:
     if spec.planner.framework == "deepspeed" and spec.planner.search == "engine":
         return ENGINE
     return _EVERYTHING[spec.planner.framework]
+
+
+def opened(spec: RunSpec) -> RunSpec:
+    """With ``planner.search: everything``, axes that the spec does not speak of are open, whatever their default."""
+    layout = spec.layout
+    left_alone = {axis: "auto" for axis in AXES if axis not in layout.model_fields_set}
+    if spec.planner.search != "everything" or not left_alone:
+        return spec
+    return spec.model_copy(update={"layout": layout.model_copy(update=left_alone)})
 
 
 def unsupported(spec: RunSpec, layout: Layout) -> list[str]:

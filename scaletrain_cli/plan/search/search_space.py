@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from scaletrain_cli.plan.memory.states import weight_bytes
-from scaletrain_cli.plan.search.engine_support import AXES, capabilities
+from scaletrain_cli.plan.search.engine_support import AXES, capabilities, opened
 from scaletrain_cli.plan.search.layout_rules import broken_rules
 from scaletrain_cli.plan.search.layouts import (
     Axes,
@@ -39,6 +39,7 @@ class Group(NamedTuple):
 
 def axes_to_try(spec: RunSpec, tally: Tally) -> list[Axes]:
     """All combinations of degrees that divide, plainest first; the others go into ``tally``, by rule."""
+    spec = opened(spec)
     degrees = {axis: degrees_to_try(spec, axis, tally) for axis in AXES}
     found = []
     for axes in _combinations(spec, degrees, tally):
@@ -97,7 +98,7 @@ def degrees_to_try(spec: RunSpec, axis: str, tally: Tally) -> list[int]:
     else:
         wanted = divisors(world)
     if axis not in capabilities(spec).axes:
-        tally.add(f"{axis} above 1: this engine version cannot run it", f"{axis} {max(wanted[:2])}", len(wanted[1:]))
+        tally.add(f"{axis} above 1: {_who(spec)} cannot run it", f"{axis} {max(wanted[:2])}", len(wanted[1:]))
         return [1]
     limits = {
         "tensor_parallel": (spec.cluster.gpus_per_node, f"reaches over a node of {spec.cluster.gpus_per_node} GPUs"),
@@ -120,6 +121,10 @@ def degrees_to_try(spec: RunSpec, axis: str, tally: Tally) -> list[int]:
     kept = [degree for degree in wanted if degree <= most]
     tally.add(f"{axis}: more degrees than are tried", f"{axis} {kept[-1]}", len(kept[_MOST_DEGREES:]))
     return kept[:_MOST_DEGREES]
+
+
+def _who(spec: RunSpec) -> str:
+    return "this engine version" if spec.planner.framework == "deepspeed" else spec.planner.framework
 
 
 def _combinations(spec: RunSpec, degrees: dict[str, list[int]], tally: Tally) -> Iterator[Axes]:

@@ -10,7 +10,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_name
 from scaletrain_cli.plan.estimate import plan_memory
 from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.choice import Sized
-from scaletrain_cli.plan.search.engine_support import AXES, ENGINE, capabilities
+from scaletrain_cli.plan.search.engine_support import AXES, ENGINE, capabilities, opened
 from scaletrain_cli.plan.search.layouts import (
     CHECKPOINTING,
     OFFLOAD,
@@ -94,7 +94,7 @@ def _single_changes(spec: RunSpec) -> Iterator[tuple[str, Any]]:
 
 def _beyond_this_engine(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
     """The smallest degree of each axis, or the least offload, that would do by itself if this engine ran it."""
-    everything = _changed(spec, "planner.search", "everything")
+    everything = opened(_changed(spec, "planner.search", "everything"))
     if capabilities(spec) != ENGINE or not isinstance(spec.model, ModelSpec):
         return
     plain = everything
@@ -104,7 +104,7 @@ def _beyond_this_engine(spec: RunSpec, device: Accelerator) -> Iterator[Problem]
     changes: dict[str, list[Any]] = {
         f"layout.{axis}": degrees_to_try(everything, axis, Tally())[1:]
         for axis in AXES
-        if axis not in ENGINE.axes and getattr(spec.layout, axis) == "auto"
+        if axis not in ENGINE.axes and getattr(everything.layout, axis) == "auto"
     }
     if spec.layout.offload in ("auto", "none"):
         changes["layout.offload"] = [mode for mode in OFFLOAD if mode not in ENGINE.offload]

@@ -50,8 +50,25 @@ def test_a_plain_run_may_be_submitted() -> None:
 
 def test_the_search_stays_within_the_declaration_unless_it_is_asked_for_more() -> None:
     assert capabilities(spec_of()) is ENGINE
-    for asked in ({"planner__search": "everything"}, {"planner__framework": "megatron"}):
-        assert capabilities(spec_of(**asked)).axes == set(AXES)
+    assert capabilities(spec_of(planner__search="everything")).axes == set(AXES)
+
+
+def test_other_frameworks_are_offered_the_axes_that_they_have() -> None:
+    missing = {"fsdp": set(), "megatron": {"sequence_parallel"}, "nanotron": {"sequence_parallel", "virtual_pipeline"}}
+    for framework, axes in missing.items():
+        assert capabilities(spec_of(planner__framework=framework)).axes == set(AXES) - axes
+    spec = spec_of("llama-70b", cluster__nodes=4, planner__framework="megatron", planner__search="everything")
+    plan = make_plan(spec)
+    assert plan.layout.sequence_parallel == 1
+    assert "sequence_parallel above 1: megatron cannot run it" in {row.reason for row in plan.rejected}
+
+
+def test_a_search_of_everything_opens_the_axes_that_the_spec_does_not_speak_of() -> None:
+    layout = opened(spec_of(planner__search="everything")).layout
+    assert (layout.virtual_pipeline, layout.context_parallel) == ("auto", "auto")
+    pinned = spec_of(planner__search="everything", layout__virtual_pipeline=1, layout__context_parallel=1)
+    assert opened(pinned).layout.virtual_pipeline == opened(pinned).layout.context_parallel == 1
+    assert opened(spec_of()).layout.virtual_pipeline == 1
 
 
 def test_what_the_engine_declares_may_be_proposed_and_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
