@@ -11,28 +11,36 @@ from scaletrain_cli.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Schedule:
-    """Seconds of one step's forwards and backwards: of the busiest stage, and what it waits for the others."""
+    """Seconds of one step's forwards and backwards: of the slowest stage, and what it waits for the others."""
 
     busy: float
     bubble: float
-    slowest: int  # index of the busiest stage
+    slowest: int  # index of the stage that is done last
 
 
 def one_forward_one_backward(
-    stages: Sequence[float], micro_batches: int, chunks: int = 1, filling: Sequence[float] | None = None
+    stages: Sequence[float],
+    micro_batches: int,
+    chunks: int = 1,
+    filling: Sequence[float] | None = None,
+    after: Sequence[float] | None = None,
 ) -> Schedule:
     """1F1B over stages that take ``stages`` seconds each for one micro-batch, forward and backward.
 
-    ``filling``: what they take while the pipeline fills and drains, where that is less.
+    ``filling``: what they take while the pipeline fills and drains, where that is less. ``after``: what each has to do
+    once its micro-batches are done.
 
     The slowest stage runs all micro-batches without a pause, after the first has come down to it and before the last
     has gone back up: m times its own time, and once that of each other stage. With equal stages this is the
     (p - 1) / m of arXiv:2104.04473, section 2.2; with v chunks per stage the way is a v-th as long.
     """
-    slowest = max(range(len(stages)), key=stages.__getitem__)
     filling = stages if filling is None else filling
-    others = sum(filling) - filling[slowest]
-    return Schedule(micro_batches * stages[slowest], others / chunks, slowest)
+    total = sum(filling)
+    ends = [micro_batches * busy + (total - way) / chunks for busy, way in zip(stages, filling, strict=True)]
+    if after is not None:
+        ends = [end + rest for end, rest in zip(ends, after, strict=True)]
+    slowest = max(range(len(stages)), key=ends.__getitem__)
+    return Schedule(micro_batches * stages[slowest], (total - filling[slowest]) / chunks, slowest)
 
 
 @lru_cache(maxsize=4096)

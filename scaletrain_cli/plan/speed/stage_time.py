@@ -62,6 +62,14 @@ class Stage:
         forward = self.forward / compute if compute else 0.5
         return StageTime(self.seconds * forward, self.seconds * (1 - forward))
 
+    @cached_property
+    def beside(self) -> tuple[float, float]:
+        """Seconds forward and backward in which no communication of its own runs: of kernels, or waiting for the host."""
+        compute = self.forward + self.backward + self.again
+        apart = max(0.0, self.seconds - self.communication)
+        forward = self.forward / compute if compute else 0.5
+        return apart * forward, apart * (1 - forward)
+
     def _with(self, host: float) -> float:
         device = self.forward + self.backward + self.again + self.communication
         longer = max(device, host)

@@ -1,16 +1,17 @@
 """Seconds of one optimizer step by cause, from kernels, communication and the pipeline's schedule. Knows no memory.
 
 Each stage takes its time for one micro-batch (stage_time.py); the schedule puts the stages together (pipeline_time.py);
-gradients, optimizer and data come once per step.
+gradients, optimizer and data come once per step. The stage that is done last decides.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 from scaletrain_cli.plan.architecture import Architecture, architecture, training_flops_per_token
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.catalogue.networks import cluster_link
+from scaletrain_cli.plan.catalogue.networks import Link, cluster_link
 from scaletrain_cli.plan.result import Layout, Network, Time
 from scaletrain_cli.plan.speed.communication import data_traffic, exposed, sent_bytes, tied_seconds
 from scaletrain_cli.plan.speed.framework_time import Habits, habits_of
@@ -18,7 +19,7 @@ from scaletrain_cli.plan.speed.kernels import Rates, rates
 from scaletrain_cli.plan.speed.offload_time import offload_seconds
 from scaletrain_cli.plan.speed.pipeline_time import blocks_by_stage, one_forward_one_backward
 from scaletrain_cli.plan.speed.recompute import recompute_flops_per_token
-from scaletrain_cli.plan.speed.stage_time import stage_parameters, stage_times
+from scaletrain_cli.plan.speed.stage_time import Stage, stage_parameters, stage_times
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
@@ -29,6 +30,19 @@ _SMALL_VOCABULARY = 65536
 _STORAGE_BANDWIDTH = 1e9
 
 
+@dataclass(frozen=True)
+class _OncePerStep:
+    """What one stage does once per step."""
+
+    exposed: float  # seconds of reducing gradients and gathering weights that nothing hides
+    optimizer: float  # seconds
+    sent: int  # bytes over the data-parallel ranks
+
+    @property
+    def seconds(self) -> float:
+        return self.exposed + self.optimizer
+
+
 def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
     """Seconds per optimizer step by cause, and what follows; and the traffic of the busiest rank."""
     model, habits = spec.transformer, habits_of(spec.planner.framework, device.compute_capability)
@@ -37,20 +51,24 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     blocks = blocks_by_stage(model, layout.pipeline_parallel, habits.balances_stages)
     stages = stage_times(spec, layout, device, rate, link, habits, whole, blocks)
     m = layout.gradient_accumulation_steps
+    once: dict[int, _OncePerStep] = {}  # stages that are alike are the same object
+    for index, stage in enumerate(stages):
+        if id(stage) not in once:
+            parameters = stage_parameters(whole, blocks, index)
+            once[id(stage)] = _once_per_step(spec, layout, device, rate, link, habits, stage, parameters, blocks[index])
     schedule = one_forward_one_backward(
-        [stage.seconds for stage in stages], m, layout.virtual_pipeline, [stage.filling for stage in stages]
+        [stage.seconds for stage in stages],
+        m,
+        layout.virtual_pipeline,
+        [stage.filling for stage in stages],
+        [once[id(stage)].seconds for stage in stages],
     )
-    busiest, index = stages[schedule.slowest], schedule.slowest
-    parameters = stage_parameters(whole, blocks, index)
-    data = data_traffic(spec, layout, link, habits, parameters, blocks[index])
-    # With v chunks per stage all but the last are done, or not yet wanted, while others run.
-    windows = 1 + min(m, len(blocks) - 1) * (1 - 1 / layout.virtual_pipeline)
-    reduce = exposed(data.reduce, windows * (busiest.backward + busiest.again), habits.reduce_overlap)
-    gather = exposed(data.gather, windows * busiest.forward, habits.gather_overlap)
-    communication = min(m * busiest.communication, schedule.busy) + reduce + gather
+    slowest = stages[schedule.slowest]
+    last = once[id(slowest)]
+    communication = min(m * slowest.communication, schedule.busy) + last.exposed
     communication += tied_seconds(spec, layout, link, habits, whole.embedding)
-    compute = schedule.busy - min(m * busiest.communication, schedule.busy)
-    optimizer = _optimizer_seconds(spec, layout, device, rate, habits, parameters)
+    compute = schedule.busy - min(m * slowest.communication, schedule.busy)
+    optimizer = last.optimizer
     step = compute + schedule.bubble + communication + optimizer
     waited = _data_wait(spec, layout, step)
     step += waited
@@ -71,10 +89,33 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
         hfu=executed / step / peak,
         to_train=step * spec.total_steps,
         samples_per_second=layout.global_batch_size / step,
-        recompute=m * busiest.again,
+        recompute=m * slowest.again,
         by_stage=tuple(stage.passes for stage in stages[:_MOST_STAGES]),
     )
-    return time, Network(sent_bytes(spec, layout, blocks[index], data.sent))
+    return time, Network(sent_bytes(spec, layout, blocks[schedule.slowest], last.sent))
+
+
+def _once_per_step(
+    spec: RunSpec,
+    layout: Layout,
+    device: Accelerator,
+    rate: Rates,
+    link: Link,
+    habits: Habits,
+    stage: Stage,
+    parameters: int,
+    blocks: int,
+) -> _OncePerStep:
+    """Of a stage that holds ``parameters`` in ``blocks`` blocks on each tensor rank."""
+    data = data_traffic(spec, layout, link, habits, parameters, blocks)
+    # With v chunks per stage all but the last are done, or not yet wanted, while others run.
+    others = min(layout.gradient_accumulation_steps, layout.pipeline_parallel - 1)
+    windows = 1 + others * (1 - 1 / layout.virtual_pipeline)
+    forward, backward = stage.beside
+    reduce = exposed(data.reduce, windows * backward, habits.reduce_overlap)
+    gather = exposed(data.gather, windows * forward, habits.gather_overlap)
+    optimizer = _optimizer_seconds(spec, layout, device, rate, habits, parameters)
+    return _OncePerStep(reduce + gather, optimizer, data.sent)
 
 
 @lru_cache(maxsize=64)
