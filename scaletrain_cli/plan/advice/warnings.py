@@ -10,6 +10,7 @@ from scaletrain_cli.plan.memory.framework_memory import FRAMEWORK_MEMORY
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.result import Durability, Layout, Memory, Time
 from scaletrain_cli.plan.search.engine_support import unsupported
+from scaletrain_cli.plan.search.layouts import is_contrastive
 from scaletrain_cli.plan.survival.durability import SPOT_HOURS_BETWEEN_PREEMPTIONS, gpu_hours_between_failures
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
@@ -37,6 +38,13 @@ def _about_layout(spec: RunSpec, layout: Layout, memory: Memory, device: Acceler
     if memory.fits and memory.peak > _TIGHT_SHARE * memory.capacity:
         share = 100 * memory.peak / memory.capacity
         yield f"the plan fills {share:.0f} % of the device; the memory model errs by a few percent."
+    if is_contrastive(spec) and layout.gradient_accumulation_steps > 1:
+        seen = layout.global_batch_size // layout.gradient_accumulation_steps
+        yield (
+            f"accumulating {layout.gradient_accumulation_steps} micro-batches changes a contrastive loss: a pair meets "
+            f"the negatives of {seen:,} pairs, not of {layout.global_batch_size:,}. Use more GPUs, or OpenCLIP's "
+            "accumulation over cached features, which computes each forward pass twice."
+        )
     if layout.tensor_parallel > spec.cluster.gpus_per_node:
         yield (
             f"layout.tensor_parallel = {layout.tensor_parallel} reaches over nodes of {spec.cluster.gpus_per_node} "

@@ -11,6 +11,7 @@ from scaletrain_cli.plan.search.layouts import CHECKPOINTING, OFFLOAD
 # Step times closer than this are the same, as far as the model can tell; then the simpler layout wins.
 SAME_TIME = 1.02
 MOST_ALTERNATIVES = 200
+_FEWER_NEGATIVES = "accumulates, so that a sample meets fewer negatives"
 
 
 class Sized(NamedTuple):
@@ -47,12 +48,15 @@ class Reason(NamedTuple):
     text: str
 
 
-def choose(fitting: list[Candidate]) -> Candidate | None:
+def choose(fitting: list[Candidate], *, contrastive: bool = False) -> Candidate | None:
     """The fastest that fits with room to spare, or else that fits; among equals the simplest.
 
-    Speed counts as far as it can be expected: a layout that may run out of memory must be faster by as much.
+    Speed counts as far as it can be expected: a layout that may run out of memory must be faster by as much. Where the
+    loss is ``contrastive``, one that accumulates is taken only if none that does not fits with room.
     """
     pool = [candidate for candidate in fitting if candidate.comfortable] or fitting
+    if contrastive:
+        pool = [candidate for candidate in pool if candidate.layout.gradient_accumulation_steps == 1] or pool
     if not pool:
         return None
     limit = min(candidate.expected_seconds for candidate in pool) * SAME_TIME
@@ -75,17 +79,21 @@ def simplicity(candidate: Candidate) -> tuple[int, ...]:
     )
 
 
-def best_alternatives(candidates: list[Candidate], chosen: Candidate) -> tuple[Alternative, ...]:
+def best_alternatives(
+    candidates: list[Candidate], chosen: Candidate, *, contrastive: bool = False
+) -> tuple[Alternative, ...]:
     """All but the chosen one, fastest fitting first, then by memory; each with its reason."""
     rest = [candidate for candidate in candidates if candidate.layout != chosen.layout]
     rest.sort(key=lambda c: (not c.memory.fits, c.time.step if c.memory.fits else c.memory.peak, simplicity(c)))
     return tuple(
-        Alternative(c.layout, c.time.step, c.memory.peak, c.memory.fits, reason(c, chosen).text)
+        Alternative(
+            c.layout, c.time.step, c.memory.peak, c.memory.fits, reason(c, chosen, contrastive=contrastive).text
+        )
         for c in rest[:MOST_ALTERNATIVES]
     )
 
 
-def reason(candidate: Candidate, chosen: Candidate) -> Reason:
+def reason(candidate: Candidate, chosen: Candidate, *, contrastive: bool = False) -> Reason:
     """Why ``candidate`` was not taken."""
     memory = candidate.memory
     if not memory.fits:
@@ -95,11 +103,11 @@ def reason(candidate: Candidate, chosen: Candidate) -> Reason:
         share = f"{100 * memory.peak / memory.capacity:.0f} % of the device"
         return Reason("fits with little room", f"fits with little room: {share}")
     slower = candidate.time.step / chosen.time.step
+    if contrastive and candidate.layout.gradient_accumulation_steps > 1 == chosen.layout.gradient_accumulation_steps:
+        return Reason(_FEWER_NEGATIVES, _FEWER_NEGATIVES)
     if slower > SAME_TIME:
         return Reason("slower", f"{slower:.2f} times as slow")
     if candidate.expected_seconds > chosen.expected_seconds * SAME_TIME:
-        risks = [f"{100 * each.memory.out_of_memory_probability:.0f} %" for each in (candidate, chosen)]
-        return Reason(
-            "more likely to run out of memory", f"more likely to run out of memory: {risks[0]}, not {risks[1]}"
-        )
+        risk = f"{100 * candidate.memory.out_of_memory_probability:.0f} % likely"
+        return Reason("more likely to run out of memory", f"{risk} to run out of memory")
     return Reason("no faster, and less simple", "no faster, and less simple")

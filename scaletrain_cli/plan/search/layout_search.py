@@ -19,12 +19,7 @@ from scaletrain_cli.plan.search.choice import (
     choose,
     reason,
 )
-from scaletrain_cli.plan.search.layouts import (
-    Axes,
-    build_layout,
-    checkpointing_modes,
-    describe,
-)
+from scaletrain_cli.plan.search.layouts import Axes, build_layout, checkpointing_modes, describe, is_contrastive
 from scaletrain_cli.plan.search.rejections import Tally
 from scaletrain_cli.plan.search.search_space import Group, groups
 from scaletrain_cli.spec import RunSpec
@@ -83,7 +78,8 @@ def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candi
     """The best of the layouts that were sized, with reasons; those that do not fit only where there is space left."""
     room = max(0, MOST_ALTERNATIVES - len(found.fitting))
     nearest = sorted(found.too_large, key=lambda sized: sized.memory.peak)[: room + 1]
-    return best_alternatives([*found.fitting, *(evaluate(spec, sized.layout, device) for sized in nearest)], chosen)
+    sized = [*found.fitting, *(evaluate(spec, sized.layout, device) for sized in nearest)]
+    return best_alternatives(sized, chosen, contrastive=is_contrastive(spec))
 
 
 def search(spec: RunSpec, device: Accelerator, all_axes: list[Axes], tally: Tally) -> Found:
@@ -94,10 +90,10 @@ def search(spec: RunSpec, device: Accelerator, all_axes: list[Axes], tally: Tall
     """
     run = _Search(spec, device, tally)
     run.go(all_axes)
-    chosen = choose(run.fitting)
+    chosen = choose(run.fitting, contrastive=run.contrastive)
     for candidate in run.fitting if chosen else ():
         if chosen and candidate is not chosen:
-            tally.add(reason(candidate, chosen).family, describe(candidate.layout))
+            tally.add(reason(candidate, chosen, contrastive=run.contrastive).family, describe(candidate.layout))
     return Found(tuple(run.fitting), tuple(run.too_large), run.considered, tally.rejections(), chosen)
 
 
@@ -108,6 +104,7 @@ class _Search:
         self.spec, self.device, self.tally = spec, device, tally
         self.bounds = Bounds(spec, device, checkpointing_modes(spec)[0])
         self.modes = checkpointing_modes(spec)
+        self.contrastive = is_contrastive(spec)
         self.fitting: list[Candidate] = []
         self.too_large: list[Sized] = []
         self.considered = 0
@@ -178,7 +175,7 @@ class _Search:
         if memory and memory.fits and point.timing:
             candidate = Candidate(self._layout(point), memory, *point.timing)
             self.fitting.append(candidate)
-            if candidate.comfortable:
+            if candidate.comfortable and (not self.contrastive or candidate.layout.gradient_accumulation_steps == 1):
                 self._best = min(self._best, candidate.expected_seconds)
                 dominated = len(point.group.offload) - point.offload - 1
                 self._ruled_out += dominated

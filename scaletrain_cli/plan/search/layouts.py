@@ -96,6 +96,11 @@ def offload_modes(spec: RunSpec, axes: Axes) -> list[str]:
     return [mode for mode in capabilities(spec).offload if zero_stages(spec, axes, mode)]
 
 
+def is_contrastive(spec: RunSpec) -> bool:
+    """Whether samples are told from all others of a micro-batch, so that accumulating changes what is learnt."""
+    return spec.model.family == "clip"
+
+
 def micro_batch_sizes(spec: RunSpec, axes: Axes) -> list[int]:
     """Micro-batches that divide a rank's share of the global batch, smallest first.
 
@@ -106,6 +111,8 @@ def micro_batch_sizes(spec: RunSpec, axes: Axes) -> list[int]:
         return [pinned]
     per_rank = spec.training.global_batch_size // axes.data
     found = divisors(per_rank)[:_MOST_MICRO_BATCHES]
+    if is_contrastive(spec) and found[-1] != per_rank:
+        found.append(per_rank)
     if axes.virtual > 1:
         found = [size for size in found if per_rank // size % axes.pipeline == 0]
     if spec.planner.framework == "nanotron":  # pipeline_parallel/engine.py asserts it

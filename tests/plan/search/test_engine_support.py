@@ -9,7 +9,7 @@ import pytest
 
 from scaletrain_cli.plan import make_plan, submittable
 from scaletrain_cli.plan.search import engine_support
-from scaletrain_cli.plan.search.engine_support import AXES, ENGINE, capabilities
+from scaletrain_cli.plan.search.engine_support import AXES, ENGINE, capabilities, opened
 from tests.plan.specs import spec_of
 
 

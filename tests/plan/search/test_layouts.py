@@ -135,3 +135,12 @@ def test_chunks_that_would_do_are_named() -> None:
     spec = spec_of("llama-70b", layout__pipeline_parallel=8, layout__virtual_pipeline=3)
     with pytest.raises(PlanInfeasibleError, match=r"Use 1, 2, 5 or 10\."):
         make_plan(spec)
+
+
+def test_a_contrastive_loss_sees_the_whole_batch_where_it_fits() -> None:
+    fits = make_plan(spec_of("clip-vit-large-patch14", training__global_batch_size=8192, cluster__nodes=8))
+    assert fits.layout.gradient_accumulation_steps == 1
+    assert not any("contrastive" in line for line in fits.warnings)
+    large = make_plan(spec_of("clip-vit-large-patch14", training__global_batch_size=2**18))
+    assert large.layout.gradient_accumulation_steps > 1
+    assert any("changes a contrastive loss" in line for line in large.warnings)
