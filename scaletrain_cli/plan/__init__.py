@@ -8,14 +8,18 @@ planning puts the parts together: architecture (exact sizes), stages (what a ran
 recipes), survival (checkpoints, goodput, dollars), and advice (reasons, warnings, pictures).
 """
 
-from scaletrain_cli.plan.architecture import parameter_count, training_flops_per_token
-from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_names, find_accelerator
-from scaletrain_cli.plan.memory.states import ModelStates, model_state_bytes
-from scaletrain_cli.plan.memory.zero_buffers import ZeroBuffers, zero_buffers
-from scaletrain_cli.plan.planning import make_plan
-from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.plan.search.engine_support import submittable, unsupported
-from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scaletrain_cli.plan.architecture import parameter_count, training_flops_per_token
+    from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_names, find_accelerator
+    from scaletrain_cli.plan.memory.states import ModelStates, model_state_bytes
+    from scaletrain_cli.plan.memory.zero_buffers import ZeroBuffers, zero_buffers
+    from scaletrain_cli.plan.planning import make_plan
+    from scaletrain_cli.plan.result import RunPlan
+    from scaletrain_cli.plan.search.engine_support import submittable, unsupported
+    from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
 
 __all__ = [
     "Accelerator",
@@ -33,3 +37,27 @@ __all__ = [
     "unsupported",
     "zero_buffers",
 ]
+
+# Where each is at home, imported when it is asked for: who needs one part should not wait for all of them.
+_HOMES = {
+    "Accelerator": "catalogue.hardware",
+    "ModelStates": "memory.states",
+    "PlanInfeasibleError": "search.infeasible",
+    "RunPlan": "result",
+    "ZeroBuffers": "memory.zero_buffers",
+    "accelerator_names": "catalogue.hardware",
+    "find_accelerator": "catalogue.hardware",
+    "make_plan": "planning",
+    "model_state_bytes": "memory.states",
+    "parameter_count": "architecture",
+    "submittable": "search.engine_support",
+    "training_flops_per_token": "architecture",
+    "unsupported": "search.engine_support",
+    "zero_buffers": "memory.zero_buffers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
