@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from scaletrain_cli.cli.options import AsJson, Overrides
-from scaletrain_cli.errors import ExitCode, InfeasibleError, UsageError
+from scaletrain_cli.errors import ExitCode, InfeasibleError, SpecError, UsageError
 
 if TYPE_CHECKING:
     from scaletrain_cli.plan.advice.answer import Answer
@@ -72,7 +73,6 @@ def command(
     --objective, --max-gpus, --deadline and --budget choose the number of GPUs. A deadline alone asks for the fewest.
     """
     from scaletrain_cli.plan.search.limits import parse_limits
-    from scaletrain_cli.spec import load_spec
     from scaletrain_cli.spec.variants import variants
 
     limits = parse_limits(objective, max_gpus=max_gpus, deadline=deadline, budget=budget, gpus=gpu or ())
@@ -99,7 +99,7 @@ def command(
         from scaletrain_cli.plan.survival.trace_file import read_trace
 
         recorded = read_trace(trace)
-    run = load_spec(specs[0], [*(overrides or ()), *sets[0]])
+    run = _load(specs[0], overrides or [], sets[0])
     found = _ask(_priced(run) if live_prices else run, limits, explain, recorded, as_json=as_json)
     if as_json:
         from scaletrain_cli.ui.json import print_json
@@ -116,6 +116,23 @@ def command(
         if not as_json:
             told = tuple(problem for problem in told if problem.where not in _SHOWN)
         raise InfeasibleError(found.infeasible.message, told)
+
+
+def _load(path: Path, overrides: list[str], varied: tuple[str, ...]) -> RunSpec:
+    """The spec with its overrides; what is wrong with a value of --vary says so."""
+    from scaletrain_cli.spec import load_spec
+    from scaletrain_cli.spec.source import OPTION as SET
+    from scaletrain_cli.spec.variants import OPTION as VARY
+
+    keys = {setting.partition("=")[0] for setting in varied}
+    try:
+        return load_spec(path, [*overrides, *varied])
+    except SpecError as error:
+        error.problems = tuple(
+            replace(problem, where=VARY) if problem.where == SET and problem.key in keys else problem
+            for problem in error.problems
+        )
+        raise
 
 
 def _ask(run: RunSpec, limits: Limits | None, explain: bool, trace: SpotTrace | None, *, as_json: bool) -> Answer:
@@ -154,9 +171,8 @@ def _priced(run: RunSpec) -> RunSpec:
 
 def _compare(specs: list[Path], overrides: list[str], sets: list[tuple[str, ...]], *, as_json: bool) -> None:
     from scaletrain_cli.plan.advice.comparison import compare, name_runs, none_feasible
-    from scaletrain_cli.spec import load_spec
 
-    runs = [(path, chosen, load_spec(path, [*overrides, *chosen])) for path in specs for chosen in sets]
+    runs = [(path, chosen, _load(path, overrides, chosen)) for path in specs for chosen in sets]
     compared = compare(name_runs(runs))
     if as_json:
         from scaletrain_cli.ui.json import print_json

@@ -149,7 +149,7 @@ def complete(model: dict[str, Any], base_dir: Path) -> dict[str, Any]:
     if preset is not None:
         known = presets() | vision_presets()
         if not isinstance(preset, str) or preset not in known:
-            raise SourceError("preset", f"is not a known preset; known: {', '.join(known)}")
+            raise SourceError("preset", "is not a known preset")
         given = merged(known[preset], given)
     return given if given.get("family") in VISION else _derived(given)
 

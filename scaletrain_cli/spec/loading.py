@@ -59,7 +59,8 @@ def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list
             return problems
         except SourceError as error:
             value = shown(given.get(error.key))
-            hint = nearest(value, [*presets(), *vision_presets()]).strip() if error.key == "preset" else ""
+            known = [*presets(), *vision_presets()]
+            hint = f"{nearest(value, known)}Known: {', '.join(known)}." if error.key == "preset" else ""
             place = source.place(("model", error.key))
             problems.append(Problem(place, f"model.{error.key}", f"{error}.", value, hint or None))
             given = {key: value for key, value in given.items() if key != error.key}

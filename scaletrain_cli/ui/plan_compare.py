@@ -14,6 +14,7 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.ui.console import answer, plain, show, words
 from scaletrain_cli.ui.plan_compare_list import comparison_list
 from scaletrain_cli.ui.plan_memory_view import VERDICT_STYLES
+from scaletrain_cli.ui.plan_view import CANNOT_RUN
 from scaletrain_cli.ui.units import (
     bytes_text,
     count_text,
@@ -89,7 +90,17 @@ def show_comparison(compared: Sequence[Compared], console: Console | None = None
     same = f"{_SAME} as in the first column; " if side_by_side else ""
     legend = words(f"{same}x: times the first one's", "dim")
     reasons = [words(f"{column.name}: {column.reason}.", "red") for column in compared if not column.feasible]
-    show(console, Group(table, "", legend, *reasons))
+    show(console, Group(table, "", legend, *reasons, *_own_warnings(compared)))
+
+
+def _own_warnings(compared: Sequence[Compared]) -> Iterator[Text]:
+    """What one run is warned of and another is not, but for what this engine cannot run, which a plan alone says."""
+    warned = {column.name: column.plan.warnings for column in compared if column.plan and column.feasible}
+    shared = set.intersection(*map(set, warned.values())) if warned else set()
+    for name, warnings in warned.items():
+        for warning in warnings:
+            if warning not in shared and not warning.startswith(CANNOT_RUN):
+                yield words(f"{name}: {warning}", "yellow")
 
 
 def _table(columns: Sequence[Compared]) -> Table:

@@ -74,7 +74,8 @@ def alternatives_view(chosen: Layout, shown: Sequence[Alternative], hidden: int)
             Text(bytes_text(alternative.peak_bytes), "" if alternative.fits else "red"),
             words(alternative.why if alternative.fits else "does not fit"),
         )
-    more = [words(f"and {whole_text(hidden)} more; --all shows them", "dim")] if hidden else []
+    them = "it" if hidden == 1 else "them"
+    more = [words(f"and {whole_text(hidden)} more; --all shows {them}", "dim")] if hidden else []
     return Group(table, *more)
 
 
@@ -83,10 +84,12 @@ def rejected_view(rejected: Sequence[Rejection], hidden: int, *, examples: bool 
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
+    table.add_row(words("layouts", "dim"), words("why not", "dim"))
     for rejection in rejected:
         example = f" ({rejection.example})" if examples and rejection.example else ""
         table.add_row(whole_text(rejection.count), words(f"{rejection.reason}{example}"))
-    more = [words(f"and {whole_text(hidden)} more reasons; --all shows them", "dim")] if hidden else []
+    reasons = "more reason; --all shows it" if hidden == 1 else "more reasons; --all shows them"
+    more = [words(f"and {whole_text(hidden)} {reasons}", "dim")] if hidden else []
     return Group(table, *more)
 
 

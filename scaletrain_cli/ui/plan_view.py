@@ -22,7 +22,7 @@ _LABEL = 11
 _LONGEST_BAR = 48
 _FEW_ALTERNATIVES = 5
 _FEW_REASONS = 3
-_CANNOT_RUN = "this engine version cannot run this: "
+CANNOT_RUN = "this engine version cannot run this: "
 _MANY_WARNINGS = 3
 
 
@@ -77,11 +77,11 @@ def samples(spec: RunSpec) -> str:
 
 def condensed(warnings: Sequence[str]) -> tuple[str, ...]:
     """Where many say that this engine cannot run something, one that names the things; --all has what to do."""
-    same = [warning for warning in warnings if warning.startswith(_CANNOT_RUN)]
+    same = [warning for warning in warnings if warning.startswith(CANNOT_RUN)]
     if len(same) < _MANY_WARNINGS:
         return tuple(warnings)
-    things = ", ".join(warning.removeprefix(_CANNOT_RUN).partition(": ")[0] for warning in same)
-    return (f"{_CANNOT_RUN}{things}.", *(warning for warning in warnings if warning not in same))
+    things = ", ".join(warning.removeprefix(CANNOT_RUN).partition(": ")[0] for warning in same)
+    return (f"{CANNOT_RUN}{things}.", *(warning for warning in warnings if warning not in same))
 
 
 def _labelled(rows: Iterator[tuple[str, RenderableType]] | list[tuple[str, RenderableType]]) -> Table:

@@ -82,6 +82,11 @@ def test_vary_compares_the_values_of_a_key() -> None:
     assert only.data["layout"]["micro_batch_size"] == 2
 
 
+def test_what_one_of_those_compared_is_warned_of_is_told() -> None:
+    ended = scaletrain("plan", RECIPE, "--vary", "layout.zero_stage=0,1")
+    assert "zero_stage=0: layout.zero_stage = 0 with bf16 runs as ZeRO-1" in " ".join(ended.out.split())
+
+
 def test_what_cannot_run_is_a_column_and_3_only_when_none_can() -> None:
     some = scaletrain("plan", SMALL, "--vary", "model.num_hidden_layers=100000,8", "--json")
     assert some.code == 0
@@ -100,6 +105,8 @@ def test_what_cannot_run_is_a_column_and_3_only_when_none_can() -> None:
     [
         (["nowhere.yaml", SMALL], "cannot read the run spec nowhere.yaml"),
         ([SMALL, "--vary", "layout.zero_stag=1,2"], "layout.zero_stag: unknown key"),
+        ([SMALL, "--vary", "layout.zero_stage=1,9"], "--vary layout.zero_stage = 9: must be 0, 1, 2, 3 or auto."),
+        ([SMALL, "--set", "model={preset: llama-7}"], "is not a known preset. Did you mean llama-7b? Known: "),
         ([SMALL, "--vary", "layout.zero_stage"], "must look like section.key=value,value"),
         ([SMALL, SMALL, "--explain"], "--explain takes one run, not the 2 that are compared"),
         ([SMALL, SMALL, "--plot", "a.svg"], "--plot takes one run"),

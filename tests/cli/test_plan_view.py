@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from scaletrain_cli.ui.bars import waterfall
+from scaletrain_cli.ui.plan_layout_view import rejected_view
 from scaletrain_cli.ui.plan_view import show_plan
 from scaletrain_cli.ui.units import (
     binary_bytes_text,
@@ -92,3 +95,13 @@ def test_bars_fill_the_whole_and_follow_each_other() -> None:
 )
 def test_numbers_read_as_people_write_them(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_one_reason_more_is_one_reason() -> None:
+    console = Console(width=80, file=io.StringIO())
+    console.print(rejected_view([], hidden=1))
+    console.print(rejected_view([], hidden=2))
+    assert isinstance(console.file, io.StringIO)
+    said = console.file.getvalue()
+    assert "and 1 more reason; --all shows it\n" in said
+    assert "and 2 more reasons; --all shows them\n" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from scaletrain_cli.plan.advice.learning_rate import check_critical_batch, check_learning_rate
@@ -48,7 +49,7 @@ def _warmup(spec: RunSpec) -> Sanity:
     share = steps / total
     value = f"{steps:,} steps, {100 * share:.2g} %"
     if not steps:
-        message = "none: large batches and Adam's first steps need one (arXiv:1706.02677, arXiv:1908.03265)."
+        message = "large batches and Adam's first steps need one (arXiv:1706.02677, arXiv:1908.03265)."
         return Sanity("warm-up", value, "note", message)
     if share > _MOST_WARMUP:
         return Sanity("warm-up", value, "warning", "the learning rate rises for most of the run.")
@@ -62,10 +63,18 @@ def _data(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
         return
     tokens = spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
     ratio = tokens / max(1, size.active_parameters)
-    message = f"{tokens:.3g} tokens for {size.active_parameters:.3g} active parameters; about "
+    message = f"{_count(tokens)} tokens for {_count(size.active_parameters)} active parameters; about "
     message += f"{_OPTIMAL_TOKENS_PER_PARAMETER} is compute-optimal (arXiv:2203.15556)."
     verdict = "note" if ratio < _FEW_TOKENS_PER_PARAMETER else "ok"
     yield Sanity("tokens per parameter", f"{ratio:.3g}", verdict, message)
+
+
+def _count(number: float) -> str:
+    """``164 k``, ``6.74 B``: three figures, as the plan has them elsewhere."""
+    power = min(4, max(0, math.floor(math.log10(max(1.0, float(f"{number:.2e}"))) / 3)))
+    scaled = number / 1000**power
+    figures = f"{scaled:,.0f}" if power == 0 or scaled >= 99.95 else f"{scaled:.3g}"
+    return f"{figures} {'kMBT'[power - 1]}" if power else figures
 
 
 def _work(spec: RunSpec, size: ModelSize) -> Sanity:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import ANY
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.plan.advice.comparison import compare, name_runs, none_feasible
@@ -40,7 +41,7 @@ def test_what_cannot_run_has_a_reason_and_the_rest_a_plan() -> None:
     assert "does not fit" in (too_large.reason or "")
     assert odd.plan is None
     assert "layout.data_parallel = 3" in (odd.reason or "")
-    assert odd.to_json() == {"name": "odd", "feasible": False, "reason": odd.reason, "plan": None}
+    assert odd.to_json() == {"name": "odd", "feasible": False, "reason": odd.reason, "plan": None, "problems": ANY}
     assert none_feasible([fits, odd]) is None
     error = none_feasible([too_large, odd])
     assert error is not None
