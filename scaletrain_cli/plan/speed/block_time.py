@@ -18,9 +18,6 @@ from scaletrain_cli.plan.speed.kernels import (
 )
 from scaletrain_cli.spec import ModelSpec
 
-# Kernels of one block outside products and attention, forward and backward: norms, activation, rotation, residuals.
-_SMALL_KERNELS = (30, 50)
-
 
 @dataclass(frozen=True)
 class Slice:
@@ -64,9 +61,9 @@ def block_time(model: ModelSpec, cut: Slice, habits: Habits, rate: Rates, expert
         backward += memory_seconds(1.0 * count * rows * columns * rate.cast_bytes, 0, rate)
     core = _attention_core(model, cut, habits, heads, rate)
     moved = _moved(model, cut, habits, heads, experts)
-    scale = rate.element_bytes / 2 * (0.6 if cut.compiled else 1.0)
-    forward += core[0] + memory_seconds(scale * moved[0], _SMALL_KERNELS[0], rate)
-    backward += core[1] + memory_seconds(scale * moved[1], _SMALL_KERNELS[1], rate)
+    scale = rate.element_bytes / 2
+    forward += core[0] + memory_seconds(scale * moved[0], habits.small_kernels[0], rate)
+    backward += core[1] + memory_seconds(scale * moved[1], habits.small_kernels[1], rate)
     return PartTime(forward, backward, core[0])
 
 
@@ -149,7 +146,7 @@ def _attention_core(model: ModelSpec, cut: Slice, habits: Habits, heads: int, ra
         forward, backward = flash_attention_seconds(queries, cut.keys, local, scores, values, biased, rate)
         return forward / habits.attention_speed, backward / habits.attention_speed
     dropout = model.attention_dropout > 0
-    return materialised_attention_seconds(queries, cut.keys, local, scores, values, dropout, rate)
+    return materialised_attention_seconds(queries, cut.keys, local, scores, values, habits.scores, dropout, rate)
 
 
 def _moved(model: ModelSpec, cut: Slice, habits: Habits, heads: int, experts: bool) -> tuple[float, float]:

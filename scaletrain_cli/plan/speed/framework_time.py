@@ -2,8 +2,9 @@
 
 Bytes and collectives are counted in the frameworks' sources. Host seconds and overlaps are read off published runs and
 calibrated on half of them, nanotron's on the Ultra-Scale Playbook's sweep, Megatron's on vTrain's runs, FSDP's on LLM
-Foundry's; the other halves err as little. Host figures hold for server CPUs of 2020 to 2024, and matter where
-micro-batches are too small to keep a GPU busy. Those of our own engine are estimates between the others.
+Foundry's; benchmarks/planner_accuracy.py prints the errors on the whole of each. Host figures hold for server CPUs of
+2020 to 2024, and matter where micro-batches are too small to keep a GPU busy. Those of our own engine are estimates
+between the others.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Habits:
     rotary: tuple[float, float]
     # Bytes per token and vocabulary entry of the loss, forward and backward.
     loss: tuple[float, float]
+    # Bytes per score of attention that keeps them, forward and backward, its two products' included.
+    scores: tuple[float, float]
     # Bytes per parameter and micro-batch to add its gradient to the accumulated one.
     accumulate: float
     # Bytes per parameter that the optimizer updates: states, gradient, clipping, casts.
@@ -63,7 +66,17 @@ class Habits:
     sends_once_per_node: bool = False
     # Host seconds per block and tensor rank while a pipeline over nodes is full, with sends and receives outstanding.
     stage_stall: float = 0.0
+    # Kernels of one block outside products and attention: norms, activation, rotation, residuals; forward and backward.
+    small_kernels: tuple[int, int] = (30, 50)
+    # Whether it rotates complex numbers, which torch.compile leaves eager (torch/_inductor/lowering.py warns so).
+    complex_rotary: bool = False
 
+
+# Fused: the products write and read the scores, one kernel scales, masks and normalises them (Megatron-LM,
+# scaled_upper_triang_masked_softmax). Eager PyTorch under autocast scales, masks, casts to fp32, normalises and casts
+# back, each in a kernel of its own.
+FUSED_SCORES = (8.0, 14.0)
+_EAGER_SCORES = (32.0, 40.0)
 
 # Our engine: eager PyTorch modules under DeepSpeed 0.19. RMSNorm and rotation compute in fp32 step by step; ZeRO's
 # reduction runs through Python hooks.
@@ -82,6 +95,7 @@ _DEEPSPEED = Habits(
     plain=(4.0, 6.0),
     rotary=(29.0, 29.0),
     loss=(18.0, 20.0),
+    scores=_EAGER_SCORES,
     accumulate=12.0,
     optimizer=50.0,
     tensor_collectives=(4, 4),
@@ -110,6 +124,7 @@ _FSDP = Habits(
     plain=(4.0, 6.0),
     rotary=(20.0, 20.0),
     loss=(20.0, 20.0),
+    scores=_EAGER_SCORES,
     accumulate=8.0,
     optimizer=44.0,
     tensor_collectives=(4, 6),
@@ -121,6 +136,7 @@ _FSDP = Habits(
     pipeline_overlap=0.3,
     zero_host=5e-3,
     balances_stages=False,
+    complex_rotary=True,  # torchtitan, models/llama3/model.py apply_rotary_emb
 )
 # Megatron-LM: fused softmax, bias-GeLU, bias-dropout-add and norms; weight gradients accumulate in the product.
 _MEGATRON = Habits(
@@ -138,6 +154,7 @@ _MEGATRON = Habits(
     plain=(4.0, 6.0),
     rotary=(4.0, 4.0),
     loss=(26.0, 14.0),
+    scores=FUSED_SCORES,
     accumulate=7.0,
     optimizer=44.0,
     tensor_collectives=(4, 4),
@@ -186,6 +203,7 @@ _NANOTRON = Habits(
     plain=(4.0, 6.0),
     rotary=(8.0, 8.0),
     loss=(37.0, 12.0),
+    scores=FUSED_SCORES,
     accumulate=10.0,
     optimizer=36.0,
     tensor_collectives=(4, 6),

@@ -28,10 +28,7 @@ _SMALL_HEAD = ((128, 1.0), (96, 0.97), (64, 0.9), (0, 0.65))
 # What a kernel that adds a bias to the scores keeps: ALiBi ran on flash-attn's first Triton kernel, which the same
 # figures put at a half to two thirds of FlashAttention-2.
 _BIASED_SHARE = 0.55
-# Bytes per score that unfused attention moves, forward and backward, in 16 bits: its products write or read the scores,
-# the fused scaled masked softmax reads and writes them (Megatron-LM, scaled_upper_triang_masked_softmax), dropout too,
-# with its mask.
-_SCORE_BYTES = (8, 14)
+# Bytes per score that dropout adds to unfused attention, forward and backward, in 16 bits, with its mask.
 _DROPOUT_BYTES = (5, 5)
 # Transformer Engine casts each input of an fp8 product and keeps it transposed too: read 16 bits, write 8 twice; a part
 # is fused with the kernel before.
@@ -162,14 +159,24 @@ def flash_attention_seconds(
 
 
 def materialised_attention_seconds(
-    queries: int, keys: int, heads: int, score_size: int, value_size: int, dropout: bool, rate: Rates
+    queries: int,
+    keys: int,
+    heads: int,
+    score_size: int,
+    value_size: int,
+    score_bytes: tuple[float, float],
+    dropout: bool,
+    rate: Rates,
 ) -> tuple[float, float]:
-    """Forward and backward of attention that keeps its matrix of scores; nothing of the masked half is saved."""
+    """Forward and backward of attention that keeps its matrix of scores; nothing of the masked half is saved.
+
+    ``score_bytes``: what its kernels move per score, forward and backward, in 16 bits and without dropout.
+    """
     scores = 1.0 * queries * keys * heads
     scale = rate.element_bytes / 2
     share = _BATCHED_SHARE * (_aligned(score_size) if score_size % 8 == 0 else _ODD_HEAD_SHARE)
     flops = 2.0 * scores * (score_size + value_size) / (rate.matmul * share)
-    moved = [count + (extra if dropout else 0) for count, extra in zip(_SCORE_BYTES, _DROPOUT_BYTES, strict=True)]
+    moved = [count + (extra if dropout else 0) for count, extra in zip(score_bytes, _DROPOUT_BYTES, strict=True)]
     forward = flops + memory_seconds(scale * moved[0] * scores, 4, rate)
     return forward, 2 * flops + memory_seconds(scale * moved[1] * scores, 7, rate)
 

@@ -14,6 +14,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import Link, cluster_link
 from scaletrain_cli.plan.result import Layout, Network, Time
 from scaletrain_cli.plan.speed.communication import data_traffic, exposed, sent_bytes, tied_seconds
+from scaletrain_cli.plan.speed.compiled import fused
 from scaletrain_cli.plan.speed.framework_time import Habits, habits_of
 from scaletrain_cli.plan.speed.kernels import Rates, rates
 from scaletrain_cli.plan.speed.offload_time import offload_seconds
@@ -45,7 +46,10 @@ class _OncePerStep:
 
 def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
     """Seconds per optimizer step by cause, and what follows; and the traffic of the busiest rank."""
-    model, habits = spec.transformer, habits_of(spec.planner.framework, device.compute_capability)
+    model = spec.transformer
+    habits = habits_of(spec.planner.framework, device.compute_capability)
+    if spec.training.compile:
+        habits = fused(habits)
     rate, link = rates(device, spec.training.precision), cluster_link(spec.cluster, device)
     whole = _architecture(model, layout.tensor_parallel, layout.expert_parallel)
     blocks = blocks_by_stage(model, layout.pipeline_parallel, habits.balances_stages)
