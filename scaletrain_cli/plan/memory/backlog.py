@@ -22,10 +22,9 @@ _PRODUCTS = 0.45
 _WITHIN_NODE = 300e9
 _ACROSS_NODES = 250e9
 # Calibrated on the Ultra-Scale sweep: the queue begins to fill when the GPU needs half of the host's time; without a
-# pipeline, where nothing waits for another stage, some of it always is. Filling a longer pipeline takes several
+# pipeline, where nothing waits for another stage, from the start. Filling a longer pipeline takes several
 # forward passes in a row, which fill the queue too, but for the widest tensor parallelism.
 _EMPTY, _FULL = 0.5, 1.0
-_UNDISTURBED = 0.3
 _ACROSS = 0.8
 _FILLING = 0.85
 _FILLING_STAGES = 4
@@ -67,7 +66,7 @@ def _share(spec: RunSpec, layout: Layout, device: Accelerator, tokens: int, elem
     times = HABITS[spec.planner.framework]
     host = times.forward_host + times.backward_host + times.tensor_host
     if not pipelined:
-        return min(1.0, _UNDISTURBED + (1 - _UNDISTURBED) * gpu / host)
+        return min(1.0, gpu / host)
     if layout.world_size > spec.cluster.gpus_per_node:
         host += times.stage_stall * tensor
     return max(_LEAST, min(1.0, (gpu / host - _EMPTY) / (_FULL - _EMPTY)))
