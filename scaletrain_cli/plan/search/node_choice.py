@@ -12,8 +12,11 @@ from scaletrain_cli.plan.search.rejections import Tally
 from scaletrain_cli.plan.search.search_space import axes_to_try, groups
 from scaletrain_cli.spec import RunSpec
 
-# In the coarse pass, node counts closer than this say the same twice.
+# In the coarse pass, node counts closer than this say the same twice; large clusters, which take longest to plan, are
+# looked at more coarsely, since the pass after it looks closely where it matters.
 _STEP = 1.2
+_LARGE_STEP = 1.5
+_LARGE = 16
 # Node counts bounded after the coarse pass, at some ten milliseconds each.
 _MOST_BOUNDED = 48
 
@@ -28,7 +31,8 @@ def node_counts(spec: RunSpec, max_gpus: int) -> list[int]:
     dividing = [ranks // per_node for ranks in divisors(spec.training.global_batch_size) if ranks % per_node == 0]
     found: list[int] = []
     for count in sorted(count for count in wanted | set(dividing) if count <= most):
-        if not found or count >= _STEP * found[-1] or count in wanted:
+        step = _STEP if count <= _LARGE else _LARGE_STEP
+        if not found or count >= step * found[-1] or count in wanted:
             found.append(count)
     return sorted({*found, *([spec.cluster.nodes] if spec.cluster.nodes <= most else [])})
 
