@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli import __main__ as border
-from scaletrain_cli.errors import Problem, SpecError
+from scaletrain_cli.errors import ExitCode, Problem, SpecError
 from tests.cli.command_line import PROJECT, SMALL, scaletrain
 
 COMMAND = [sys.executable, "-m", "scaletrain_cli"]
@@ -173,3 +173,13 @@ def test_verbs_that_only_look_load_neither_torch_nor_the_engine(arguments: list[
 def test_problem_and_error_print_as_compilers_do() -> None:
     error = SpecError("run.yaml: 1 problem", (Problem("run.yaml:3", "a.b", "must be 1.", "2", "Use 1."),))
     assert str(error) == "run.yaml: 1 problem\n  run.yaml:3 a.b = 2: must be 1. Use 1."
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["words", "json"])
+def test_a_full_disk_is_an_error_in_one_line(options: list[str]) -> None:
+    command = [sys.executable, "-m", "scaletrain_cli", "plan", str(SMALL), *options]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=PROJECT, check=False)
+    assert ended.returncode == ExitCode.CRASHED
+    assert ended.stderr == "error: No space left on device: the output could not be written\n"
