@@ -81,7 +81,11 @@ def _interruptions(durability: Durability) -> str:
     if durability.wall_seconds is None:
         return f"{goodput}: interruptions come so fast that the run would never end"
     count = f"{expected:,.0f}" if expected >= 9.5 else f"{expected:.2g}"
-    lost = f"{seconds_text(durability.lost_work_seconds)} of work" if durability.lost_work_seconds else "no work"
+    lost = (
+        f"{seconds_text(durability.lost_work_seconds)} of work on average"
+        if durability.lost_work_seconds
+        else "no work"
+    )
     each = f"each losing {lost} and {seconds_text(durability.restart_seconds)} to restart"
     return f"{count} interruptions expected, {each}; {goodput}, {seconds_text(durability.wall_seconds)} in all"
 

@@ -50,8 +50,9 @@ def _about_layout(spec: RunSpec, layout: Layout, memory: Memory, device: Acceler
             f"layout.tensor_parallel = {layout.tensor_parallel} reaches over nodes of {spec.cluster.gpus_per_node} "
             "GPUs; its traffic then runs at network speed."
         )
-    if layout.offload != "none":
-        yield "offloaded states need host memory that this plan does not count."
+    if memory.host:
+        on_node = memory.host * min(spec.cluster.gpus_per_node, layout.world_size)
+        yield f"offloading takes {on_node / 1e9:,.0f} GB of each node's memory; no node is checked for it."
 
 
 def _about_device(spec: RunSpec, device: Accelerator) -> Iterator[str]:

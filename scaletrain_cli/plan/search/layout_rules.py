@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from scaletrain_cli.errors import Problem
-from scaletrain_cli.plan.search.layouts import OFFLOAD_STAGE, Axes, divisors
+from scaletrain_cli.plan.search.layouts import Axes, divisors, offload_stage
 from scaletrain_cli.plan.stages import loss_stage
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
@@ -109,9 +109,9 @@ def _nanotron_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
 def _sharding_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
     stage, offload = spec.layout.zero_stage, spec.layout.offload
     own = spec.planner.framework == "deepspeed"
-    if own and axes.pipeline > 1 and (stage in (2, 3) or offload == "optimizer+params"):
+    if own and axes.pipeline > 1 and (stage in (2, 3) or offload_stage(spec, offload) == 3):
         yield Rule("layout.zero_stage", stage, "DeepSpeed refuses it with pipeline parallelism.", "Use 1 or auto.")
-    needed = OFFLOAD_STAGE[offload]
+    needed = offload_stage(spec, offload) if offload != "auto" else 0
     if stage != "auto" and stage < needed:
         message = f"layout.offload = {offload} needs ZeRO-{needed} or higher."
         yield Rule("layout.zero_stage", stage, message, f"Use {needed} or auto.")

@@ -14,8 +14,7 @@ CHECKPOINTING = ("none", "selective", "full")
 OFFLOAD = ("none", "optimizer", "optimizer+params")
 # Micro-batches tried; above the smallest few dozen nothing gets faster.
 _MOST_MICRO_BATCHES = 24
-# DeepSpeed offloads what ZeRO partitions, so it must partition it (zero/offload_config.py).
-OFFLOAD_STAGE = {"auto": 0, "none": 0, "optimizer": 1, "optimizer+params": 3}
+_OFFLOAD_STAGE = {"auto": 0, "none": 0, "optimizer": 1, "optimizer+params": 3}
 
 
 class Axes(NamedTuple):
@@ -59,6 +58,11 @@ def resolve_axes(spec: RunSpec) -> Axes:
     return Axes(data, tensor, pipeline, virtual, sequence, context, expert)
 
 
+def offload_stage(spec: RunSpec, offload: str) -> int:
+    """The least ZeRO stage: DeepSpeed offloads what it partitions, and to NVMe in stage 3 (zero/offload_config.py)."""
+    return 3 if spec.layout.offload_device == "nvme" and offload != "none" else _OFFLOAD_STAGE[offload]
+
+
 def zero_stages(spec: RunSpec, axes: Axes, offload: str = "none") -> list[int]:
     """Stages to try, lowest first.
 
@@ -70,7 +74,7 @@ def zero_stages(spec: RunSpec, axes: Axes, offload: str = "none") -> list[int]:
     pinned = spec.layout.zero_stage
     if pinned != "auto":
         return [1] if pinned == 0 and no_zero else [pinned]
-    lowest = max(OFFLOAD_STAGE[offload], 1 if no_zero else 0)
+    lowest = max(offload_stage(spec, offload), 1 if no_zero else 0)
     highest = 1 if pipeline else 3
     stages = [stage for stage in capabilities(spec).zero_stages if lowest <= stage <= highest]
     if not stages and spec.layout.offload == offload:

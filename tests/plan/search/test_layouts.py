@@ -144,3 +144,10 @@ def test_a_contrastive_loss_sees_the_whole_batch_where_it_fits() -> None:
     large = make_plan(spec_of("clip-vit-large-patch14", training__global_batch_size=2**18))
     assert large.layout.gradient_accumulation_steps > 1
     assert any("changes a contrastive loss" in line for line in large.warnings)
+
+
+def test_nvme_takes_zero_3_alone() -> None:
+    offload = {"layout__offload": "optimizer", "layout__offload_device": "nvme"}
+    assert zero_stages(spec_of(**offload), resolve_axes(spec_of(**offload)), "optimizer") == [3]
+    problems = division_problems(spec_of(**offload, layout__zero_stage=2), resolve_axes(spec_of(**offload)))
+    assert any("needs ZeRO-3" in problem.message for problem in problems)
