@@ -20,8 +20,8 @@ from tests.cli.command_line import RECIPES, Ended, scaletrain
 TEXTS = [path.read_text(encoding="utf-8") for path in RECIPES]
 TREES = [YAML(typ="safe", pure=True).load(text) for text in TEXTS]
 FOLDER = Path(tempfile.mkdtemp(prefix="scaletrain-fuzz-"))
-few = settings(max_examples=300, suppress_health_check=list(HealthCheck))
-fewer = settings(few, max_examples=60)
+few = settings(max_examples=150, suppress_health_check=list(HealthCheck))
+fewer = settings(few, max_examples=40)
 
 # Values that broke something once, here or elsewhere.
 NASTY = [
