@@ -12,7 +12,6 @@ from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
 from scaletrain_cli.spec import RunSpec
 
-GB = 1e9
 GBIT = 1e9 / 8
 _MOST_LAYERS = 10_000
 

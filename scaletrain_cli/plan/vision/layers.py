@@ -197,10 +197,3 @@ def attention(rows: int, heads: int, width: int, *, fused: bool, autocast: bool 
             kernels=7,
         ),
     )
-
-
-def _softmax(scores: int, autocast: bool) -> Operation:
-    """Scaled scores and their softmax, each a kernel."""
-    if autocast:  # fp32 out, and its copy for the product
-        return Operation(kept=3 * scores, inputs=4 * scores, outputs=4 * scores, moved_back=12 * scores, kernels=6)
-    return Operation(kept=scores, inputs=2 * scores, outputs=2 * scores, moved_back=6 * scores, kernels=4)
