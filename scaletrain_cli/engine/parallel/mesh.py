@@ -1,0 +1,88 @@
+"""The ranks as a grid: which ones work together along each axis of parallelism.
+
+Tensor ranks are neighbours, so that they share a node; then sequence, data, and pipeline slowest, which is the order
+of DeepSpeed's PipeModelDataParallelTopology when sequence ranks are hidden among its data-parallel ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from scaletrain_cli.plan.result import Layout
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks that differ in one coordinate only. ``group`` is None where this rank is alone."""
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place. ``replicas`` are data x sequence ranks, which ZeRO shards over; experts are cut over them.
+
+    ``expert_replicas`` hold the same experts.
+    """
+
+    pipeline: Axis = Axis()
+    data: Axis = Axis()
+    sequence: Axis = Axis()
+    tensor: Axis = Axis()
+    replicas: Axis = Axis()
+    expert: Axis = Axis()
+    expert_replicas: Axis = Axis()
+
+    @classmethod
+    def alone(cls) -> Mesh:
+        """One rank."""
+        return cls()
+
+
+def build_mesh(layout: Layout) -> Mesh:
+    """Make the process groups of a layout. Collective: every rank calls it once, at the same point."""
+    tensor, sequence, data = layout.tensor_parallel, layout.sequence_parallel, layout.data_parallel
+    expert, replicas = layout.expert_parallel, sequence * data
+
+    def coordinates(rank: int) -> dict[str, int]:
+        rest, tensor_rank = divmod(rank, tensor)
+        stage, replica = divmod(rest, replicas)
+        return {
+            "pipeline": stage,
+            "data": replica // sequence,
+            "sequence": replica % sequence,
+            "tensor": tensor_rank,
+            "expert": replica % expert,
+            "expert_replica": replica // expert,
+        }
+
+    def axis(*varying: str) -> Axis:
+        return _axis(lambda rank: tuple(v for k, v in coordinates(rank).items() if k not in varying))
+
+    return Mesh(
+        pipeline=axis("pipeline"),
+        data=axis("data", "expert", "expert_replica"),
+        sequence=axis("sequence", "expert", "expert_replica"),
+        tensor=axis("tensor"),
+        replicas=axis("data", "sequence", "expert", "expert_replica"),
+        expert=axis("data", "sequence", "expert"),
+        expert_replicas=axis("data", "sequence", "expert_replica"),
+    )
+
+
+def _axis(key: Callable[[int], tuple[int, ...]]) -> Axis:
+    """Ranks with equal keys work together."""
+    together: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(dist.get_world_size()):
+        together.setdefault(key(rank), []).append(rank)
+    me, mine = dist.get_rank(), Axis()
+    for ranks in together.values():
+        group = dist.new_group(ranks) if len(ranks) > 1 else None
+        if me in ranks:
+            mine = Axis(len(ranks), ranks.index(me), group)
+    return mine
