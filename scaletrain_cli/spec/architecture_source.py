@@ -43,6 +43,8 @@ _SAME_NAME = (
     "rope_theta",
     "initializer_range",
     "num_experts_per_tok",
+    "norm_topk_prob",
+    "router_aux_loss_coef",
     "num_experts",
     "moe_intermediate_size",
     "first_k_dense_replace",
@@ -54,7 +56,7 @@ _SAME_NAME = (
 _FAMILIES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "llama": ("llama", _LLAMA_KEYS, {}),
     "mistral": ("llama", _LLAMA_KEYS, {}),
-    "mixtral": ("llama", _LLAMA_KEYS, {}),
+    "mixtral": ("llama", _LLAMA_KEYS, {"norm_topk_prob": True}),
     "qwen2": ("llama", _LLAMA_KEYS, {"qkv_bias": True}),
     "qwen3": ("llama", _LLAMA_KEYS, {"qk_norm": True}),
     "qwen3_moe": ("llama", {"norm_eps": "rms_norm_eps"}, {"qk_norm": True}),

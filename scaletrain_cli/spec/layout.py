@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from scaletrain_cli.spec.quantities import AutoWhole
+from scaletrain_cli.spec.quantities import AutoWhole, Whole
 from scaletrain_cli.spec.section import Section
 
 
@@ -32,6 +32,13 @@ class LayoutSpec(Section):
     expert_parallel: AutoWhole = "auto"
     zero_stage: ZeroStage = "auto"
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    selective_scope: Literal["block", "attention"] = Field(
+        default="block", description="what selective checkpointing computes again: whole blocks or their attention"
+    )
+    selective_every: Whole = Field(default=2, description="selective: every n-th block, the first included")
+    activation_offload: bool = Field(
+        default=False, description="what the blocks keep for the backward pass waits in the node's memory"
+    )
     tensor_sequence_parallel: Annotated[
         bool | Literal["auto"],
         Field(description="norms and dropout cut over the tensor ranks too (Megatron-LM, arXiv:2205.05198)"),

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from scaletrain_cli.spec.quantities import Fraction, Positive, Whole, WholeOrZero
+from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Text, Whole, WholeOrZero
 from scaletrain_cli.spec.section import Section
 
 
@@ -39,6 +39,12 @@ class ModelSpec(Section):
     moe_intermediate_size: WholeOrZero = Field(default=0, description="0: the same as intermediate_size")
     shared_expert_intermediate_size: WholeOrZero = Field(default=0, description="of the experts that every token meets")
     first_k_dense_replace: WholeOrZero = Field(default=0, description="leading blocks with a dense MLP instead")
+    capacity_factor: NonNegative = Field(
+        default=0.0, description="tokens that an expert takes, over its even share; 0: all that are sent to it"
+    )
+    router_aux_loss_coef: NonNegative = Field(default=0.001, description="of the load-balancing loss")
+    router_z_loss_coef: NonNegative = Field(default=0.0, description="of the squared log-sum-exp of router logits")
+    norm_topk_prob: bool = Field(default=False, description="whether the weights of a token's experts sum to 1")
     kv_lora_rank: WholeOrZero = Field(default=0, description="above 0: multi-head latent attention (DeepSeek-V2)")
     q_lora_rank: WholeOrZero = Field(default=0, description="0: queries are projected in one product")
     qk_rope_head_dim: WholeOrZero = Field(default=0, description="rotated channels beside head_dim; latent attention")
@@ -51,6 +57,9 @@ class ModelSpec(Section):
     embedding_norm: bool = False
     hidden_dropout: Fraction = 0.0
     attention_dropout: Fraction = 0.0
+    weights: Text | None = Field(
+        default=None, description="folder with Hugging Face *.safetensors to start from, instead of random weights"
+    )
 
     @property
     def has_gated_mlp(self) -> bool:
@@ -108,6 +117,8 @@ class ModelSpec(Section):
             yield "num_experts", "must be at least 1 when shared_expert_intermediate_size or first_k_dense_replace is."
         if self.num_experts == 0 and (self.num_experts_per_tok or self.moe_intermediate_size):
             yield "num_experts", "must be at least 1 when num_experts_per_tok or moe_intermediate_size is set."
+        if self.num_experts == 0 and (self.capacity_factor or self.router_z_loss_coef or self.norm_topk_prob):
+            yield "num_experts", "must be at least 1 when capacity_factor, router_z_loss_coef or norm_topk_prob is set."
         if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
             yield "num_experts_per_tok", f"must be between 1 and num_experts = {self.num_experts}."
 

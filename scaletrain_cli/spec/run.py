@@ -72,6 +72,9 @@ class DataSpec(Section):
     source: Text
     tokenizer: TokenizerSpec = LEFT_OUT
     validation_split: Fraction = 0.05
+    loss_mask: Literal["none", "document_starts"] = Field(
+        default="none", description="document_starts: no document's first token is predicted from the one before"
+    )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """(key, message) for each setting that contradicts another one."""
@@ -208,14 +211,22 @@ class RunSpec(Section):
         yield from (
             self._transformer_inconsistencies() if isinstance(self.model, ModelSpec) else self._vision_inconsistencies()
         )
+        if self.training.early_stopping.patience and not self.evaluation.every:
+            yield "training.early_stopping.patience", "needs a validation loss. Set evaluation.every above 0."
         both = sorted(set(self.secret_env) & self.env.keys())
         if both:
             yield "secret_env", f"{', '.join(both)} also stands in env, in clear; remove it there."
 
     def _transformer_inconsistencies(self) -> Iterator[tuple[str, str]]:
-        model, layout = self.transformer, self.layout
-        if self.training.tokens is not None and self.training.schedule.warmup_steps > self.total_steps:
-            yield "training.schedule.warmup_steps", f"must not exceed {self.total_steps} steps, which make the tokens."
+        model, layout, schedule = self.transformer, self.layout, self.training.schedule
+        if self.training.tokens is not None:
+            ramps = schedule.warmup_steps + (schedule.cooldown_steps if schedule.name == "wsd" else 0)
+            if schedule.warmup_steps > self.total_steps:
+                message = f"must not exceed {self.total_steps} steps, which make the tokens."
+                yield "training.schedule.warmup_steps", message
+            elif ramps > self.total_steps:
+                message = f"must not exceed {self.total_steps} steps together with warmup_steps."
+                yield "training.schedule.cooldown_steps", message
         if self.planner.autocast:
             yield "planner.autocast", "must be false for a transformer of text, which is planned with 16-bit weights."
         if self.data.tokenizer.kind == "bpe" and self.data.tokenizer.vocab_size > model.vocab_size:
@@ -243,5 +254,7 @@ class RunSpec(Section):
                 yield f"layout.{key}", f"must be 1 or auto: {family} is planned with data parallelism and ZeRO alone."
         if self.layout.offload not in ("auto", "none"):
             yield "layout.offload", f"must be none or auto: {family} is planned with all states on the device."
+        if self.layout.activation_offload:
+            yield "layout.activation_offload", f"must be false: {family} is planned with activations on the device."
         if self.layout.activation_checkpointing == "selective":
             yield "layout.activation_checkpointing", f"must be none, full or auto with family: {family}."

@@ -12,11 +12,12 @@ from scaletrain_cli.spec.section import LEFT_OUT, Section
 class OptimizerSpec(Section):
     """AdamW (arXiv:1711.05101) or another. Weight decay applies to matrices, not to norms and biases."""
 
-    name: Literal["adamw", "adam", "sgd", "momentum", "adamw_8bit"] = "adamw"
+    name: Literal["adamw", "adam", "sgd", "momentum", "adamw_8bit", "lion", "muon"] = "adamw"
     lr: Positive = 3.0e-4
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: Positive = 1.0e-8
     weight_decay: NonNegative = 0.1
+    momentum: Fraction = Field(default=0.9, description="of momentum and muon")
 
 
 class ScheduleSpec(Section):
@@ -25,6 +26,33 @@ class ScheduleSpec(Section):
     name: Literal["cosine", "linear", "step", "onecycle", "constant", "wsd"] = "cosine"
     warmup_steps: WholeOrZero = 0
     min_lr: NonNegative = 0.0
+    step_size: WholeOrZero = Field(default=0, description="step: steps from one drop to the next")
+    gamma: Fraction = Field(default=0.1, description="step: what each drop multiplies the rate by")
+    cooldown_steps: WholeOrZero = Field(default=0, description="wsd: the last steps, which decay; 0: a tenth of all")
+
+
+class LossScaleSpec(Section):
+    """Dynamic loss scaling of fp16 (arXiv:1710.03740): an overflow skips the step and halves the scale."""
+
+    initial: Whole = Field(default=65536, description="a power of two")
+    window: Whole = Field(default=1000, description="steps without an overflow that double the scale")
+    minimum: Whole = 1
+    hysteresis: Whole = Field(default=2, description="overflows that the scale survives before it is halved")
+
+
+class EarlyStoppingSpec(Section):
+    """Ends the run when the validation loss stops falling; ``patience: 0`` turns it off."""
+
+    patience: WholeOrZero = Field(default=0, description="evaluations without an improvement")
+    min_delta: NonNegative = Field(default=0.0, description="what counts as an improvement of the loss")
+
+
+class AveragingSpec(Section):
+    """A second set of weights: their exponential average, or the mean of what was saved."""
+
+    name: Literal["none", "ema", "checkpoints"] = "none"
+    decay: Fraction = Field(default=0.999, description="ema: what the average keeps of itself each time")
+    every: Whole = Field(default=1, description="steps from one time to the next")
 
 
 class TrainingSpec(Section):
@@ -36,9 +64,19 @@ class TrainingSpec(Section):
     tokens: Count | None = None
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] = "bf16"
     grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    loss_scale: LossScaleSpec = LEFT_OUT
     optimizer: OptimizerSpec = LEFT_OUT
     schedule: ScheduleSpec = LEFT_OUT
     gradient_clipping: NonNegative = Field(default=1.0, description="largest gradient norm; 0 turns clipping off")
+    gradient_clipping_by: Literal["norm", "value", "adaptive"] = Field(
+        default="norm", description="of all gradients, of each element, or against the norm of each weight"
+    )
+    label_smoothing: Fraction = 0.0
+    cross_entropy: Literal["auto", "whole", "chunked", "liger"] = Field(
+        default="auto", description="whether the logits of a micro-batch exist at once"
+    )
+    early_stopping: EarlyStoppingSpec = LEFT_OUT
+    averaging: AveragingSpec = LEFT_OUT
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 42
     compile: bool = False
 
@@ -52,8 +90,25 @@ class TrainingSpec(Section):
             yield "schedule.min_lr", f"must not exceed optimizer.lr = {self.optimizer.lr:g}."
         if self.steps is not None and self.schedule.warmup_steps > self.steps:
             yield "schedule.warmup_steps", f"must not exceed steps = {self.steps}."
+        yield from self._schedule_inconsistencies()
+        if self.loss_scale.initial & (self.loss_scale.initial - 1):
+            below = 1 << self.loss_scale.initial.bit_length() - 1
+            yield "loss_scale.initial", f"must be a power of two. Use {below} or {2 * below}."
+        if self.loss_scale.minimum > self.loss_scale.initial:
+            yield "loss_scale.minimum", f"must not exceed loss_scale.initial = {self.loss_scale.initial}."
         if self.precision in ("fp32", "tf32") and self.grad_dtype != "fp32":
             yield "grad_dtype", f"must be fp32 with precision: {self.precision}."
+
+    def _schedule_inconsistencies(self) -> Iterator[tuple[str, str]]:
+        schedule, steps = self.schedule, self.steps
+        if schedule.name == "step" and not schedule.step_size:
+            yield "schedule.step_size", "must be at least 1 with schedule.name: step."
+        if (
+            schedule.name == "wsd"
+            and steps is not None
+            and schedule.warmup_steps <= steps < schedule.warmup_steps + schedule.cooldown_steps
+        ):
+            yield "schedule.cooldown_steps", f"must not exceed steps = {steps} together with warmup_steps."
 
 
 class EvaluationSpec(Section):

@@ -88,6 +88,11 @@ def test_a_wrong_value_is_said_in_words(override: str, expected: str) -> None:
         ("training.micro_batch_size=3", "must divide global_batch_size = 8."),
         ("training.schedule.min_lr=1", "must not exceed optimizer.lr = 0.0003."),
         ("training.schedule.warmup_steps=11", "must not exceed steps = 10."),
+        ("training.schedule={name: wsd, warmup_steps: 6, cooldown_steps: 5}", "steps = 10 together with warmup_steps."),
+        ("training.schedule.name=step", "schedule.step_size = 0: must be at least 1 with schedule.name: step."),
+        ("training.loss_scale.initial=1000", "initial = 1000: must be a power of two. Use 512 or 1024."),
+        ("training.loss_scale={initial: 8, minimum: 16}", "minimum = 16: must not exceed loss_scale.initial = 8."),
+        ("model.capacity_factor=1.25", "model.num_experts = 0: must be at least 1 when capacity_factor, router_z_loss"),
         ("training.grad_dtype=bf16", "must be fp32 with precision: fp32."),
         ("layout.tensor_parallel=3", "must divide 4 attention heads. Use 1, 2 or 4."),
         ("layout.pipeline_parallel=3", "must not exceed 2 layers."),
@@ -100,9 +105,16 @@ def test_settings_that_contradict_each_other_are_found(override: str, expected: 
     assert expected in problem(SPEC, override)
 
 
+def test_early_stopping_needs_a_validation_loss() -> None:
+    changes = ("training.early_stopping.patience=3", "evaluation.every=0")
+    assert "needs a validation loss. Set evaluation.every above 0." in problem(SPEC, *changes)
+
+
 def test_a_warm_up_longer_than_the_tokens_last_is_found() -> None:
     changes = ("training.steps=null", "training.tokens=2000", "training.schedule.warmup_steps=9")
     assert "must not exceed 8 steps, which make the tokens." in problem(SPEC, *changes)
+    changes = (*changes[:2], "training.schedule={name: wsd, warmup_steps: 4, cooldown_steps: 5}")
+    assert "must not exceed 8 steps together with warmup_steps." in problem(SPEC, *changes)
 
 
 def test_contradictions_are_found_in_sound_sections_beside_broken_ones() -> None:

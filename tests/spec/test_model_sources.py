@@ -77,6 +77,7 @@ def test_what_each_architecture_adds_is_known() -> None:
     assert load(f"{START}model: {{hf_config: qwen3}}\n").model.qk_norm
     mixtral = load(f"{START}model: {{hf_config: mixtral}}\n").model
     assert (mixtral.num_experts, mixtral.num_experts_per_tok) == (8, 2)
+    assert (mixtral.norm_topk_prob, mixtral.router_aux_loss_coef) == (True, 0.02), "its modelling code renormalises"
     gpt2 = load(f"{START}model: {{hf_config: gpt2}}\n").model
     assert (gpt2.family, gpt2.intermediate_size, gpt2.tie_word_embeddings) == ("gpt", 3072, True)
 
