@@ -49,7 +49,7 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
     )
     engine = start_deepspeed(spec, layout, model, optimizer, device)
     if spec.training.compile:
-        for block in model.blocks():  # not the whole: the head reads a weight that ZeRO-3 holds in shards elsewhere
+        for block in model.blocks.values():
             block.compile()
     _leave_if_asked(flag, set_up)
     faults = Faults.from_environment(ranks.rank, attempt)

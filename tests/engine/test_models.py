@@ -75,8 +75,12 @@ def test_recomputing_activations_changes_no_bit(dims: dict, mode: str) -> None:
 @every_model
 def test_a_token_never_sees_its_successors(dims: dict) -> None:
     model = build_model(spec(dims), seed=0)
-    trunk = model.model if dims["family"] == "llama" else model.transformer
     tokens, _ = batch(1)
+    positions, samples = torch.arange(32), torch.arange(1)
+
+    def trunk(tokens: torch.Tensor) -> torch.Tensor:
+        return model.transform(model.embed(tokens, positions, samples), positions, samples)
+
     changed = tokens.clone()
     changed[0, 20:] = (changed[0, 20:] + 1) % 512
     assert torch.equal(trunk(tokens)[0, :20], trunk(changed)[0, :20])
@@ -84,9 +88,9 @@ def test_a_token_never_sees_its_successors(dims: dict) -> None:
 
 
 def test_attention_equals_the_formula_written_out() -> None:
-    attention = build_model(spec(LLAMA), seed=0).model.layers[0].self_attn
+    attention = build_model(spec(LLAMA), seed=0).blocks["0"].self_attn
     x = torch.randn(2, 32, 64)
-    tables = rotary_tables(32, 16, 10000.0, x.device)
+    tables = rotary_tables(torch.arange(32), 16, 10000.0)
     query, key, value = (
         projection(x).view(2, 32, -1, 16).transpose(1, 2)
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -99,7 +103,7 @@ def test_attention_equals_the_formula_written_out() -> None:
 
 
 def test_rotary_scores_depend_on_distance_alone() -> None:
-    tables = rotary_tables(64, 16, 10000.0, torch.device("cpu"))
+    tables = rotary_tables(torch.arange(64), 16, 10000.0)
     query, key = torch.randn(1, 1, 1, 16).expand(1, 1, 64, 16), torch.randn(1, 1, 1, 16).expand(1, 1, 64, 16)
     scores = (rotate(query, tables) @ rotate(key, tables).transpose(-1, -2))[0, 0]
     assert torch.allclose(scores[40, 30], scores[20, 10], atol=1e-4)

@@ -8,11 +8,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.gpt import GPT2LMHeadModel
 from scaletrain_cli.engine.model.llama import LlamaForCausalLM
 from scaletrain_cli.spec import ModelSpec
 
-CausalLM = LlamaForCausalLM | GPT2LMHeadModel
+
+def outline(spec: ModelSpec) -> CausalLM:
+    """The modules of a model on the meta device: names and shapes, no values yet."""
+    with torch.device("meta"):
+        return LlamaForCausalLM(spec) if spec.family == "llama" else GPT2LMHeadModel(spec)
 
 
 def build_model(spec: ModelSpec, seed: int) -> CausalLM:
@@ -45,7 +50,7 @@ def checkpoint_activations(model: CausalLM, mode: str) -> None:
     Arithmetic is unchanged. Non-reentrant, because ZeRO-3's hooks break DeepSpeed's own variant.
     """
     every = {"none": 0, "selective": 2, "full": 1}[mode]
-    for index, block in enumerate(model.blocks()):
+    for index, block in enumerate(model.blocks.values()):
         if every and index % every == 0:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 

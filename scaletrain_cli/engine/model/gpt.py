@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.model.loss import next_token_loss
+from scaletrain_cli.engine.model.attention import causal_attention
+from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.spec import ModelSpec
 
 
@@ -33,13 +32,14 @@ class Attention(nn.Module):
         width = spec.num_attention_heads * spec.head_dim
         self.c_attn = Conv1D(spec.hidden_size, 3 * width)
         self.c_proj = Conv1D(width, spec.hidden_size)
+        self.core = causal_attention
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         query, key, value = (
             part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1)
         )
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = self.core(query, key, value)
         return self.c_proj(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
 
 
@@ -71,39 +71,41 @@ class Block(nn.Module):
 
 
 class GPT2Model(nn.Module):
-    """Embeddings, blocks and final norm; tokens [batch, length] to hidden states [batch, length, hidden]."""
+    """The names of Hugging Face's inner model: embeddings, blocks by number, final norm."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.wte = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.wpe = nn.Embedding(spec.max_position_embeddings, spec.hidden_size)
-        self.h = nn.ModuleList(Block(spec) for _ in range(spec.num_hidden_layers))
+        self.h = nn.ModuleDict({str(index): Block(spec) for index in range(spec.num_hidden_layers)})
         self.ln_f = nn.LayerNorm(spec.hidden_size, eps=spec.norm_eps)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.h:
-            x = block(x)
-        return self.ln_f(x)  # type: ignore[no-any-return]
 
-
-class GPT2LMHeadModel(nn.Module):
-    """Mean next-token cross-entropy in nats, for tokens and labels of shape [batch, length]."""
+class GPT2LMHeadModel(CausalLM):
+    """The parts of a GPT."""
 
     residual_projections = ("c_proj.weight",)
 
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
+        super().__init__(spec)
         self.transformer = GPT2Model(spec)
-        self.tied = spec.tie_word_embeddings
-        if not self.tied:
-            self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.add_head()
 
-    def blocks(self) -> Iterable[nn.Module]:
-        """The repeated blocks, in order."""
+    @property
+    def blocks(self) -> nn.ModuleDict:
         return self.transformer.h
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.transformer(tokens)
-        weight = self.transformer.wte.weight if self.tied else self.lm_head.weight
-        return next_token_loss(hidden, weight, labels)
+    @property
+    def token_embedding(self) -> nn.Module:
+        return self.transformer.wte
+
+    def embed(self, tokens: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
+        return self.transformer.wte(tokens) + self.transformer.wpe(positions)  # type: ignore[no-any-return]
+
+    def transform(self, hidden: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
+        for block in self.blocks.values():
+            hidden = block(hidden)
+        return hidden
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self.transformer.ln_f(hidden)  # type: ignore[no-any-return]

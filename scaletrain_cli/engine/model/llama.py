@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.model.loss import next_token_loss
+from scaletrain_cli.engine.model.attention import causal_attention
+from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.spec import ModelSpec
 
 
@@ -26,10 +25,13 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype) * self.weight
 
 
-def rotary_tables(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each [length, head_dim] (arXiv:2104.09864). Not buffers: a cast to bf16 would ruin them."""
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies).repeat(1, 2)
+def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for positions [length], each [length, head_dim] (arXiv:2104.09864), in fp32.
+
+    Not buffers: a cast to bf16 would ruin them.
+    """
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angles = torch.outer(positions.float(), frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
@@ -52,7 +54,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(spec.hidden_size, kv_heads * spec.head_dim, bias=bias)
         self.v_proj = nn.Linear(spec.hidden_size, kv_heads * spec.head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * spec.head_dim, spec.hidden_size, bias=False)
-        self.grouped = kv_heads != heads
+        self.core = causal_attention
         if spec.qk_norm:
             self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps)
             self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps)
@@ -67,9 +69,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotate(query.transpose(1, 2), tables), rotate(key.transpose(1, 2), tables)
-        mixed = F.scaled_dot_product_attention(
-            query, key, value.transpose(1, 2), is_causal=True, enable_gqa=self.grouped
-        )
+        mixed = self.core(query, key, value.transpose(1, 2))
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
 
 
@@ -102,40 +102,41 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, decoder layers and final norm; tokens [batch, length] to hidden states [batch, length, hidden]."""
+    """The names of Hugging Face's inner model: embedding, decoder layers by number, final norm."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.spec = spec
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(spec) for _ in range(spec.num_hidden_layers))
+        self.layers = nn.ModuleDict({str(index): DecoderLayer(spec) for index in range(spec.num_hidden_layers)})
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed_tokens(tokens)
-        tables = rotary_tables(tokens.shape[1], self.spec.head_dim, self.spec.rope_theta, x.device)
-        for layer in self.layers:
-            x = layer(x, tables)
-        return self.norm(x)  # type: ignore[no-any-return]
 
-
-class LlamaForCausalLM(nn.Module):
-    """Mean next-token cross-entropy in nats, for tokens and labels of shape [batch, length]."""
+class LlamaForCausalLM(CausalLM):
+    """The parts of a Llama."""
 
     residual_projections = ("o_proj.weight", "down_proj.weight")
 
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
+        super().__init__(spec)
         self.model = LlamaModel(spec)
-        self.tied = spec.tie_word_embeddings
-        if not self.tied:
-            self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.add_head()
 
-    def blocks(self) -> Iterable[nn.Module]:
-        """The repeated blocks, in order."""
+    @property
+    def blocks(self) -> nn.ModuleDict:
         return self.model.layers
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.model(tokens)
-        weight = self.model.embed_tokens.weight if self.tied else self.lm_head.weight
-        return next_token_loss(hidden, weight, labels)
+    @property
+    def token_embedding(self) -> nn.Module:
+        return self.model.embed_tokens
+
+    def embed(self, tokens: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
+        return self.model.embed_tokens(tokens)  # type: ignore[no-any-return]
+
+    def transform(self, hidden: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
+        tables = rotary_tables(positions, self.spec.head_dim, self.spec.rope_theta)
+        for layer in self.blocks.values():
+            hidden = layer(hidden, tables)
+        return hidden
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self.model.norm(hidden)  # type: ignore[no-any-return]

@@ -1,1 +1,1 @@
-"""How a model is cut over ranks: the mesh, tensor, sequence, expert and pipeline parallelism. Knows no data and no optimizer."""
+"""How a model is cut over ranks: tensor, sequence, expert and pipeline parallelism. Knows no data, no optimizer."""

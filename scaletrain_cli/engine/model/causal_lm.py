@@ -1,0 +1,78 @@
+"""What every model we train can do, in parts, so that a pipeline stage may run some of them. Knows no distribution."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from scaletrain_cli.engine.model.loss import LanguageModelHead
+from scaletrain_cli.spec import ModelSpec
+
+
+class CausalLM(nn.Module, ABC):
+    """A decoder-only transformer under Hugging Face's parameter names.
+
+    tokens, labels: [batch, length] int64; a label of -100 does not count. positions: [length] int64, of these tokens
+    in the whole sequence. samples: [batch] int64, which sequences these are: the key of their dropout.
+    """
+
+    residual_projections: tuple[str, ...]  # ends of the names of matrices that write into the residual stream
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def add_head(self) -> None:
+        """The last part to be made: a tied weight then bears the embedding's name, as in Hugging Face's files."""
+        self.lm_head = LanguageModelHead(self.spec.hidden_size, self.spec.vocab_size)
+        if self.spec.tie_word_embeddings:
+            self.tie()
+
+    @property
+    @abstractmethod
+    def blocks(self) -> nn.ModuleDict:
+        """The repeated blocks, by their number in the whole model."""
+
+    @property
+    @abstractmethod
+    def token_embedding(self) -> nn.Module:
+        """The embedding whose weight a tied head shares."""
+
+    @abstractmethod
+    def embed(self, tokens: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
+        """Hidden states [batch, length, hidden] that enter the first block."""
+
+    @abstractmethod
+    def transform(self, hidden: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
+        """Hidden states after those blocks that this model still has."""
+
+    @abstractmethod
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """What the head reads."""
+
+    def loss(self, hidden: Tensor, labels: Tensor, divisor: Tensor | None = None) -> Tensor:
+        """Summed next-token cross-entropy in nats over ``divisor``, or its mean over the labels that count."""
+        return self.lm_head(self.final_norm(hidden), labels, divisor)  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        positions: Tensor | None = None,
+        samples: Tensor | None = None,
+        divisor: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of a batch; without positions and samples, of whole sequences."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        if samples is None:
+            samples = torch.arange(tokens.shape[0], device=tokens.device)
+        hidden = self.embed(tokens, positions, samples)
+        return self.loss(self.transform(hidden, positions, samples), labels, divisor)
+
+    def tie(self) -> None:
+        """Let the head read the embedding's weight, as one parameter."""
+        self.lm_head.weight = self.token_embedding.weight
+
