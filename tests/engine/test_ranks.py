@@ -1,0 +1,105 @@
+"""The harness of every test on several ranks: results in order, failures told, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.engine.ranks import RanksFailedError, on_ranks
+
+_PROJECT = Path(__file__).parent.parent.parent
+
+
+def sum_of_ranks(factor: float) -> tuple[int, torch.Tensor]:
+    total = torch.tensor([factor * dist.get_rank()])
+    dist.all_reduce(total)
+    return int(os.environ["RANK"]), total
+
+
+def fail_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank one is unwell")
+    dist.barrier()
+
+
+def die_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hang_on_rank_one() -> None:
+    if os.environ["RANK"] == "1":
+        time.sleep(60)
+
+
+def what_the_rank_sees() -> tuple[str | None, bool, int]:
+    return os.environ.get("A_SETTING"), dist.is_initialized(), torch.get_num_threads()
+
+
+def children(pid: int) -> set[int]:
+    """All descendants, alive or zombie."""
+    found = {int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()}
+    return found | {grandchild for child in found for grandchild in children(child)}
+
+
+def test_results_come_in_rank_order() -> None:
+    assert on_ranks(3, sum_of_ranks, 2.0) == [(rank, torch.tensor([6.0])) for rank in range(3)]
+
+
+def test_a_rank_has_the_environment_of_the_test_and_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SETTING", "set")
+    assert on_ranks(2, what_the_rank_sees, connected=False) == [("set", False, 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (fail_on_rank_one, "ValueError: rank one is unwell"),
+        (die_on_rank_one, "rank 1 of 2: died with exit code -9"),
+        (hang_on_rank_one, "rank 1 of 2: gave no answer in time"),
+    ],
+    ids=["raises", "dies", "hangs"],
+)
+def test_a_failure_is_told_and_leaves_no_process(function: object, told: str) -> None:
+    on_ranks(1, os.getpid)  # so that the server runs
+    before, started = children(os.getpid()), time.monotonic()
+    with pytest.raises(RanksFailedError, match=told):
+        on_ranks(2, function, seconds=1.0 if function is hang_on_rank_one else 20.0)  # type: ignore[arg-type]
+    assert children(os.getpid()) == before
+    assert time.monotonic() - started < 10
+
+
+def test_killing_the_tests_leaves_no_process_and_no_shared_memory(tmp_path: Path) -> None:
+    """The ranks hang in a collective, and write their ids first."""
+    shared = sorted(Path("/dev/shm").iterdir())
+    code = f"from tests.engine.test_ranks import hang, on_ranks; on_ranks(3, hang, {str(tmp_path)!r})"
+    tests = subprocess.Popen([sys.executable, "-c", code], cwd=_PROJECT, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.iterdir())) < 3:
+        assert time.monotonic() < deadline
+        assert tests.poll() is None
+        time.sleep(0.01)
+    started = children(tests.pid)
+    assert started >= {int(path.name) for path in tmp_path.iterdir()}
+    tests.kill()
+    tests.wait(10)
+    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert sorted(Path("/dev/shm").iterdir()) == shared
+
+
+def hang(folder: str) -> None:
+    (Path(folder) / str(os.getpid())).touch()
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    dist.barrier()
