@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,7 +22,8 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.spec import DataSpec
 
-_SCHEMA = "scaletrain.dataset/v1"
+_SCHEMA = "scaletrain.dataset/v2"
+_SPLITS = ("train", "validation")
 _END_OF_TEXT = "<|endoftext|>"
 # In tokenizers that others trained: GPT-2, Llama 3, Llama 2 and Mistral, Qwen.
 _ENDS_OF_TEXT = (_END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
@@ -32,7 +34,11 @@ _DOCUMENTS_PER_ENCODE = 256
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """dataset.json: what the token files hold. ``fingerprint`` is the SHA-256 of all tokens."""
+    """dataset.json: what the token files hold. ``fingerprint`` is the SHA-256 of all tokens.
+
+    Beside ``train.bin`` and ``validation.bin`` stand ``train.ends.bin`` and ``validation.ends.bin``: where in them each
+    document ends, as int64.
+    """
 
     schema: str
     fingerprint: str
@@ -41,14 +47,20 @@ class DatasetInfo:
     documents: int
     train_tokens: int
     validation_tokens: int
+    train_documents: int
+    validation_documents: int
 
 
 @dataclass(frozen=True)
 class TokenSequences:
-    """Non-overlapping sequences of ``seq_len`` tokens and their successors, from one token file."""
+    """Non-overlapping sequences of ``seq_len`` tokens and their successors, from one token file.
+
+    ``document_ends``: indices into ``tokens`` of the last token of each document, ascending.
+    """
 
     tokens: npt.NDArray[np.unsignedinteger]
     seq_len: int
+    document_ends: npt.NDArray[np.int64]
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.seq_len)
@@ -58,6 +70,15 @@ class TokenSequences:
         starts = (index * self.seq_len for index in indices)
         return np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts]).astype(np.int64)
 
+    def document_ends_within(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Document ends among the inputs of sequences ``first`` to ``last - 1``, counted from the first one's start.
+
+        What such a token is followed by, its label, is the first token of another document.
+        """
+        start, stop = first * self.seq_len, last * self.seq_len
+        low, high = np.searchsorted(self.document_ends, (start, stop))
+        return self.document_ends[low:high] - start
+
 
 def open_dataset(folder: Path, seq_len: int) -> tuple[DatasetInfo, TokenSequences, TokenSequences]:
     """Info, training and validation sequences of a prepared dataset. Raises UsageError."""
@@ -65,18 +86,25 @@ def open_dataset(folder: Path, seq_len: int) -> tuple[DatasetInfo, TokenSequence
         info = DatasetInfo(**json.loads((folder / "dataset.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{folder} is not a prepared dataset: {error}") from error
-    train = TokenSequences(_map(folder / "train.bin", info.dtype, info.train_tokens), seq_len)
-    validation = TokenSequences(_map(folder / "validation.bin", info.dtype, info.validation_tokens), seq_len)
+    train = _sequences(folder, "train", info.dtype, info.train_tokens, info.train_documents, seq_len)
+    validation = _sequences(
+        folder, "validation", info.dtype, info.validation_tokens, info.validation_documents, seq_len
+    )
     if not len(train):
         raise UsageError(f"{folder} holds {info.train_tokens} training tokens, fewer than one sequence of {seq_len}.")
     return info, train, validation
 
 
-def _map(path: Path, dtype: str, count: int) -> npt.NDArray[np.unsignedinteger]:
-    """The tokens of a file without reading it; an empty file cannot be mapped. Raises UsageError for a damaged one."""
+def _sequences(folder: Path, split: str, dtype: str, tokens: int, documents: int, seq_len: int) -> TokenSequences:
+    ends = _map(folder / f"{split}.ends.bin", "int64", documents)
+    return TokenSequences(_map(folder / f"{split}.bin", dtype, tokens), seq_len, ends)
+
+
+def _map(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
+    """The numbers in a file without reading it; an empty file cannot be mapped. Raises UsageError for a damaged one."""
     found = path.stat().st_size // np.dtype(dtype).itemsize if path.exists() else 0
     if found != count:
-        raise UsageError(f"{path} holds {found} tokens and dataset.json says {count}. Prepare the dataset again.")
+        raise UsageError(f"{path} holds {found} numbers and dataset.json says {count}. Prepare the dataset again.")
     return np.memmap(path, dtype=dtype, mode="r") if count else np.empty(0, dtype=dtype)
 
 
@@ -87,7 +115,7 @@ def dataset_folder(data: DataSpec, runs_root: Path) -> Path:
     tokenizer = data.tokenizer.model_dump_json()
     if data.tokenizer.path is not None:
         tokenizer = hashlib.sha256(_tokenizer_file(data.tokenizer.path)).hexdigest()
-    identity = [*corpus_identity(data.source), tokenizer, repr(data.validation_split)]
+    identity = [_SCHEMA, *corpus_identity(data.source), tokenizer, repr(data.validation_split)]
     key = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
     return runs_root / "datasets" / key
 
@@ -127,10 +155,11 @@ def _build(data: DataSpec, folder: Path) -> None:
             f"{data.tokenizer.path} has no token that ends a document; one of {', '.join(_ENDS_OF_TEXT)} is needed."
         )
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    counts = {"train": 0, "validation": 0}
-    total, digest = 0, hashlib.sha256()
-    with (folder / "train.bin").open("wb") as train, (folder / "validation.bin").open("wb") as validation:
-        files = {"train": train, "validation": validation}
+    counts, ended = dict.fromkeys(_SPLITS, 0), dict.fromkeys(_SPLITS, 0)
+    digest = hashlib.sha256()
+    with ExitStack() as opened:
+        files = {split: opened.enter_context((folder / f"{split}.bin").open("wb")) for split in _SPLITS}
+        ends = {split: opened.enter_context((folder / f"{split}.ends.bin").open("wb")) for split in _SPLITS}
         for texts in _batched(documents(data.source), _DOCUMENTS_PER_ENCODE):
             for text, encoded in zip(texts, tokenizer.encode_batch(texts), strict=True):
                 split = "validation" if _draw(text) < data.validation_split else "train"
@@ -139,11 +168,22 @@ def _build(data: DataSpec, folder: Path) -> None:
                 files[split].write(packed)
                 digest.update(split.encode() + packed)
                 counts[split] += len(ids)
-                total += 1
-        for file in files.values():
+                ends[split].write(np.int64(counts[split] - 1).tobytes())
+                ended[split] += 1
+        for file in (*files.values(), *ends.values()):
             file.flush()
             os.fsync(file.fileno())
-    info = DatasetInfo(_SCHEMA, digest.hexdigest(), dtype, vocab_size, total, counts["train"], counts["validation"])
+    info = DatasetInfo(
+        schema=_SCHEMA,
+        fingerprint=digest.hexdigest(),
+        dtype=dtype,
+        vocab_size=vocab_size,
+        documents=sum(ended.values()),
+        train_tokens=counts["train"],
+        validation_tokens=counts["validation"],
+        train_documents=ended["train"],
+        validation_documents=ended["validation"],
+    )
     write_document(folder / "dataset.json", asdict(info))
 
 

@@ -85,6 +85,16 @@ def test_sequences_do_not_overlap_and_labels_are_the_next_tokens(texts: Path, tm
     assert rows[1].tolist() == flat[16:33].tolist()
 
 
+def test_document_ends_are_where_the_end_tokens_are(texts: Path, tmp_path: Path) -> None:
+    folder = prepare_dataset(spec(texts), tmp_path)
+    end = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("<|endoftext|>")
+    _, *splits = open_dataset(folder, 16)
+    for split in splits:
+        assert split.document_ends.tolist() == np.flatnonzero(split.tokens == end).tolist()
+        found = split.document_ends_within(1, 3)
+        assert found.tolist() == np.flatnonzero(split.tokens[16:48] == end).tolist()
+
+
 def test_jsonl_holds_one_document_a_line(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join(json.dumps({"text": f"line {n}"}) for n in range(5)) + "\n\n")
@@ -121,11 +131,15 @@ def test_no_validation_text_is_no_error_until_someone_evaluates(texts: Path, tmp
     assert len(validation) == 0
 
 
-def test_a_cut_token_file_is_named(texts: Path, tmp_path: Path) -> None:
+def test_a_cut_or_missing_file_is_named(texts: Path, tmp_path: Path) -> None:
     folder = prepare_dataset(spec(texts), tmp_path)
     content = (folder / "train.bin").read_bytes()
     (folder / "train.bin").write_bytes(content[: len(content) // 2])
     with pytest.raises(UsageError, match=r"train\.bin holds"):
+        open_dataset(folder, 16)
+    (folder / "train.bin").write_bytes(content)
+    (folder / "train.ends.bin").unlink()
+    with pytest.raises(UsageError, match=r"train\.ends\.bin holds 0"):
         open_dataset(folder, 16)
 
 
