@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.plan.result import RunPlan
     from scaletrain_cli.plan.search.engine_support import submittable, unsupported
     from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
+    from scaletrain_cli.plan.stage_blocks import blocks_per_stage
 
 __all__ = [
     "Accelerator",
@@ -28,6 +29,7 @@ __all__ = [
     "RunPlan",
     "ZeroBuffers",
     "accelerator_names",
+    "blocks_per_stage",
     "find_accelerator",
     "make_plan",
     "model_state_bytes",
@@ -46,6 +48,7 @@ _HOMES = {
     "RunPlan": "result",
     "ZeroBuffers": "memory.zero_buffers",
     "accelerator_names": "catalogue.hardware",
+    "blocks_per_stage": "stage_blocks",
     "find_accelerator": "catalogue.hardware",
     "make_plan": "planning",
     "model_state_bytes": "memory.states",

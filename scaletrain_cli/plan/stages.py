@@ -8,15 +8,12 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture
-from scaletrain_cli.plan.memory.framework_memory import FRAMEWORK_MEMORY
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.speed.pipeline_time import blocks_by_stage
+from scaletrain_cli.plan.stage_blocks import MOST_BLOCKS, blocks_by_stage
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # Stages beyond these are sized by the first, second and last alone: nobody runs them, and a typing slip must end soon.
 MOST_STAGES = 64
-# The same for blocks: more of them are spread by number, never by cost.
-_MOST_BLOCKS = 4096
 
 
 @dataclass(frozen=True)
@@ -42,53 +39,27 @@ class Stage(NamedTuple):
     last: bool
 
 
-def stage_layers(layers: int, stages: int, index: int) -> int:
-    """Blocks on one pipeline stage; the first ones take what does not divide."""
-    return layers // stages + (1 if index < layers % stages else 0)
-
-
 def pipeline_stages(spec: RunSpec, pipeline_parallel: int) -> tuple[Stage, ...]:
     """Every stage, or of a very long pipeline the first, second and last."""
-    habits = FRAMEWORK_MEMORY.get(spec.planner.framework)
-    return _stages(spec.transformer, pipeline_parallel, habits is not None and habits.balances_stages)
+    return _stages(spec.transformer, pipeline_parallel, spec.planner.framework)
 
 
 @lru_cache(maxsize=1024)
-def _stages(model: ModelSpec, stages: int, balanced: bool) -> tuple[Stage, ...]:
-    layers = model.num_hidden_layers
+def _stages(model: ModelSpec, stages: int, framework: str) -> tuple[Stage, ...]:
+    layers, last = model.num_hidden_layers, stages - 1
     plain = model.first_k_dense_replace if model.num_experts else layers
-    if balanced and layers <= _MOST_BLOCKS:
-        counts = dict(enumerate(blocks_by_stage(model, stages, balanced)))
+    if layers <= MOST_BLOCKS:
+        counts = dict(enumerate(blocks_by_stage(model, stages, framework)))
         starts = dict(enumerate(accumulate(counts.values(), initial=0)))
     else:
-        indices = range(stages) if stages <= MOST_STAGES else (0, 1, stages - 1)
-        counts = {index: stage_layers(layers, stages, index) for index in indices}
+        indices = range(stages) if stages <= MOST_STAGES else (0, 1, last)
+        counts = {index: layers // stages + (1 if index < layers % stages else 0) for index in indices}
         starts = {index: index * (layers // stages) + min(index, layers % stages) for index in indices}
     return tuple(
-        Stage(index, count, max(0, min(starts[index] + count, plain) - starts[index]), index == 0, index == stages - 1)
+        Stage(index, count, max(0, min(starts[index] + count, plain) - starts[index]), index == 0, index == last)
         for index, count in counts.items()
-        if stages <= MOST_STAGES or index in (0, 1, stages - 1)
+        if stages <= MOST_STAGES or index in (0, 1, last)
     )
-
-
-@lru_cache(maxsize=1024)
-def loss_stage(model: ModelSpec, stages: int) -> int:
-    """The stage on which nanotron computes the loss (models/base.py build_model), which must be the last.
-
-    The head goes on where the blocks end and fills its stage; the cast of the logits and the loss cost nothing, and
-    each moves on as long as stages are full. With many stages some are left empty behind the loss.
-    """
-    layers, hidden = model.num_hidden_layers, model.hidden_size
-    if layers > _MOST_BLOCKS:
-        return stages - 1
-    block = hidden * (4 * model.num_attention_heads * model.head_dim + 3 * model.intermediate_size)
-    head = model.vocab_size * hidden
-    total, cost, stage, placed = layers * block + head, 0, 0, 0
-    for weight in (*[block] * layers, 0, head, 0, 0):  # blocks, final norm, head, cast, loss
-        placed, cost = stage, cost + weight
-        if stage < stages - 1 and cost * stages >= total * (stage + 1):
-            stage += 1
-    return placed
 
 
 def stage_shard(whole: Architecture, stage: Stage, expert_share: float = 1.0) -> Shard:

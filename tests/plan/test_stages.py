@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from scaletrain_cli.plan.architecture import architecture
+from scaletrain_cli.plan.architecture import (
+    architecture,
+    attention_matmul_flops,
+    block_attention_flops,
+    head_flops,
+    mlp_matmul_flops,
+)
 from scaletrain_cli.plan.search.layout_rules import division_problems
 from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
-from scaletrain_cli.plan.stages import chunks_in_flight, loss_stage, pipeline_stages, stage_shard
+from scaletrain_cli.plan.stage_blocks import blocks_by_stage, blocks_per_stage, loss_stage
+from scaletrain_cli.plan.stages import chunks_in_flight, pipeline_stages, stage_shard
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from tests.plan.specs import model_of, spec_of
 
@@ -33,13 +42,42 @@ def blocks(spec: RunSpec, stages: int) -> list[int]:
     return [stage.blocks for stage in pipeline_stages(spec, stages)]
 
 
-def test_stages_share_the_blocks_by_number_and_nanotron_s_by_cost() -> None:
-    sizes = published_llama(28, 3072, 8192)
-    assert blocks(spec_of("llama-7b", **sizes), 8) == [4, 4, 4, 4, 3, 3, 3, 3]
-    by_cost = blocks(spec_of("llama-7b", planner__framework="nanotron", **sizes), 8)
-    assert by_cost[0] == 4
-    assert by_cost[-1] == 0  # the head weighs as much as 3.6 blocks
-    assert sum(by_cost) == 28
+def test_stages_share_the_blocks_by_number_by_weight_or_by_time() -> None:
+    sizes = published_llama(28, 3072, 8192)  # the head weighs as much as 3.6 blocks, and takes as long as 2.8
+    assert blocks(spec_of("llama-7b", planner__framework="megatron", **sizes), 8) == [4, 4, 4, 4, 3, 3, 3, 3]
+    assert blocks(spec_of("llama-7b", planner__framework="nanotron", **sizes), 8) == [4, 4, 4, 4, 4, 4, 4, 0]
+    assert blocks(spec_of("llama-7b", **sizes), 8) == [3, 4, 4, 4, 4, 4, 4, 1]
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama-7b", "llama-3-8b", "qwen2.5-0.5b"])
+def test_no_other_split_has_a_faster_slowest_stage(preset: str) -> None:
+    model = model_of(preset, num_hidden_layers=10)
+    block = attention_matmul_flops(model) + block_attention_flops(model) + mlp_matmul_flops(model, experts=False)
+
+    def slowest(counts: Sequence[int]) -> int:
+        return max(*(count * block for count in counts), counts[-1] * block + head_flops(model))
+
+    for stages in range(2, 11):
+        split = blocks_per_stage(model, stages)
+        assert sum(split) == 10
+        assert min(split) >= 1
+        cuts = itertools.combinations(range(1, 10), stages - 1)
+        others = ([b - a for a, b in itertools.pairwise((0, *cut, 10))] for cut in cuts)
+        assert slowest(split) == min(map(slowest, others))
+
+
+def test_what_does_not_divide_goes_where_few_micro_batches_are_in_flight() -> None:
+    assert blocks_per_stage(model_of("llama-7b"), 4) == (8, 8, 8, 8), "a head of half a block moves none"
+    assert blocks_per_stage(model_of("llama-7b", num_hidden_layers=30), 4) == (7, 8, 8, 7)
+    assert blocks_per_stage(model_of("llama-3-8b"), 4) == (8, 8, 9, 7)
+    assert blocks_per_stage(model_of("gpt2"), 2) == (8, 4)
+
+
+def test_every_framework_spreads_all_blocks() -> None:
+    model = model_of("llama-7b", num_hidden_layers=30)
+    assert blocks_by_stage(model, 4, "fsdp") == (8, 8, 7, 7)
+    for framework, stages in itertools.product(("deepspeed", "fsdp", "megatron", "nanotron"), (1, 2, 4, 8, 30)):
+        assert sum(blocks_by_stage(model, stages, framework)) == 30
 
 
 def test_leading_dense_blocks_fall_on_the_first_stages() -> None:

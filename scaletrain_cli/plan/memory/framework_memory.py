@@ -34,8 +34,6 @@ class FrameworkMemory:
     # What selective checkpointing recomputes: every second block ("blocks"), the attention core of each ("attention"),
     # or all but the attention and every second product ("operations").
     selective: str
-    # Blocks are spread over stages by cost, the head's included; otherwise by number.
-    balances_stages: bool
     # cuBLAS and Transformer Engine workspaces, in the allocator, and what they take more from Hopper on; bytes.
     workspace: int
     hopper_workspace: int
@@ -64,7 +62,6 @@ _FSDP = FrameworkMemory(
     step_temporary=4,
     gathered_blocks=2,
     selective="operations",
-    balances_stages=False,
     workspace=8 * _MIB,
     hopper_workspace=24 * _MIB,
     fragmentation=0.04,
@@ -83,7 +80,6 @@ _MEGATRON = FrameworkMemory(
     step_temporary=0,
     gathered_blocks=2,
     selective="attention",
-    balances_stages=False,
     workspace=64 * _MIB,
     hopper_workspace=28 * _MIB,
     fragmentation=0.08,
@@ -105,7 +101,6 @@ _NANOTRON = FrameworkMemory(
     step_temporary=0,
     gathered_blocks=0,
     selective="blocks",
-    balances_stages=True,
     workspace=8 * _MIB,
     hopper_workspace=24 * _MIB,
     fragmentation=0.06,

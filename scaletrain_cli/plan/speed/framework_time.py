@@ -60,8 +60,6 @@ class Habits:
     attention_speed: float
     # Host seconds per step that sharding the optimizer adds.
     zero_host: float
-    # Blocks are spread over stages by cost, the head's included; otherwise by number.
-    balances_stages: bool
     # Whether a token for several experts of one node crosses the network once.
     sends_once_per_node: bool = False
     # Host seconds per block and tensor rank while a pipeline over nodes is full, with sends and receives outstanding.
@@ -106,7 +104,6 @@ _DEEPSPEED = Habits(
     attention_speed=1.0,
     pipeline_overlap=0.0,
     zero_host=5e-3,
-    balances_stages=False,
 )
 # PyTorch FSDP: eager modules, CPU time for the hooks of each unit; prefetches the next block's weights.
 _FSDP = Habits(
@@ -135,7 +132,6 @@ _FSDP = Habits(
     attention_speed=1.0,
     pipeline_overlap=0.3,
     zero_host=5e-3,
-    balances_stages=False,
     complex_rotary=True,  # torchtitan, models/llama3/model.py apply_rotary_emb
 )
 # Megatron-LM: fused softmax, bias-GeLU, bias-dropout-add and norms; weight gradients accumulate in the product.
@@ -165,7 +161,6 @@ _MEGATRON = Habits(
     attention_speed=1.0,
     pipeline_overlap=0.0,
     zero_host=5e-3,
-    balances_stages=False,
 )
 # Megatron-LM and NeMo on Hopper and later, with Transformer Engine: tensor-parallel traffic is cut up and runs beside
 # the products (tp_comm_overlap), gradients and weights beside both passes (overlap_grad_reduce, overlap_param_gather),
@@ -214,7 +209,6 @@ _NANOTRON = Habits(
     attention_speed=1.0,
     pipeline_overlap=0.0,
     zero_host=27e-3,
-    balances_stages=True,
     stage_stall=2.0e-3,
 )
 

@@ -18,9 +18,10 @@ from scaletrain_cli.plan.speed.compiled import fused
 from scaletrain_cli.plan.speed.framework_time import Habits, habits_of
 from scaletrain_cli.plan.speed.kernels import Rates, rates
 from scaletrain_cli.plan.speed.offload_time import offload_seconds
-from scaletrain_cli.plan.speed.pipeline_time import blocks_by_stage, one_forward_one_backward
+from scaletrain_cli.plan.speed.pipeline_time import one_forward_one_backward
 from scaletrain_cli.plan.speed.recompute import recompute_flops_per_token
 from scaletrain_cli.plan.speed.stage_time import Stage, stage_parameters, stage_times
+from scaletrain_cli.plan.stage_blocks import blocks_by_stage
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
@@ -52,7 +53,7 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
         habits = fused(habits)
     rate, link = rates(device, spec.training.precision), cluster_link(spec.cluster, device)
     whole = _architecture(model, layout.tensor_parallel, layout.expert_parallel)
-    blocks = blocks_by_stage(model, layout.pipeline_parallel, habits.balances_stages)
+    blocks = blocks_by_stage(model, layout.pipeline_parallel, spec.planner.framework)
     stages = stage_times(spec, layout, device, rate, link, habits, whole, blocks)
     m = layout.gradient_accumulation_steps
     once: dict[int, _OncePerStep] = {}  # stages that are alike are the same object

@@ -12,7 +12,7 @@ from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.device_memory import plan_memory
 from scaletrain_cli.plan.result import MEMORY_PARTS, Memory, StageMemory
 from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
-from scaletrain_cli.plan.stages import micro_batches_in_flight, stage_layers
+from scaletrain_cli.plan.stages import micro_batches_in_flight
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 
@@ -65,10 +65,6 @@ def test_tensor_parallelism_divides_weights_and_most_activations() -> None:
     one, two = (memory_of(spec_of("llama-7b", layout__tensor_parallel=degree)) for degree in (1, 2))
     assert two.parameters == pytest.approx(one.parameters / 2, rel=0.001)
     assert one.activations / 2 < two.activations < one.activations
-
-
-def test_pipeline_stages_share_the_layers_and_the_first_takes_the_remainder() -> None:
-    assert [stage_layers(30, 4, index) for index in range(4)] == [8, 8, 7, 7]
 
 
 def test_the_first_pipeline_stage_holds_the_most_micro_batches() -> None:

@@ -1,11 +1,10 @@
-"""The pipeline's schedule against its simulation, and how blocks are spread over stages."""
+"""The pipeline's schedule against its simulation."""
 
 from __future__ import annotations
 
 import pytest
 
-from scaletrain_cli.plan.speed.pipeline_time import blocks_by_stage, one_forward_one_backward
-from tests.plan.specs import model_of
+from scaletrain_cli.plan.speed.pipeline_time import one_forward_one_backward
 
 
 def simulated(stages: list[float], micro_batches: int) -> float:
@@ -50,16 +49,3 @@ def test_the_bubble_of_equal_stages_is_that_of_the_paper() -> None:
     schedule = one_forward_one_backward([2.0] * 8, 32)
     assert schedule.bubble / schedule.busy == pytest.approx(7 / 32)
     assert one_forward_one_backward([2.0] * 8, 32, chunks=4).bubble == pytest.approx(schedule.bubble / 4)
-
-
-def test_blocks_are_spread_by_number_or_by_cost() -> None:
-    model = model_of("llama-7b", num_hidden_layers=30)
-    assert blocks_by_stage(model, 4, balanced=False) == (8, 8, 7, 7)
-    for stages in (1, 2, 4, 8):
-        assert sum(blocks_by_stage(model, stages, balanced=True)) == 30
-    # The head of the sweep's 3B model weighs as much as 3.6 blocks.
-    small = model_of(
-        "llama-7b", hidden_size=3072, num_hidden_layers=28, num_attention_heads=32, num_key_value_heads=32,
-        head_dim=96, intermediate_size=8192, vocab_size=131072,
-    )  # fmt: skip
-    assert blocks_by_stage(small, 8, balanced=True) == (4, 4, 4, 4, 4, 4, 4, 0)
