@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from scaletrain_cli.engine.model.mixture import Experts
 from scaletrain_cli.engine.parallel.cuts import Cut, cut_of
 
 
@@ -39,16 +40,34 @@ def materialise(
             if not outline.is_meta:
                 continue
             if outline not in real:
-                real[outline] = _read(outline, f"{prefix}.{name}" if prefix else name, source, device)
+                path = f"{prefix}.{name}" if prefix else name
+                if isinstance(module, Experts):
+                    values = _stack(outline, prefix, module.matrices(name), source)
+                else:
+                    values = _whole(outline, path, source)
+                real[outline] = _real(outline, path, values, device)
             setattr(module, name, real[outline])
         if partition is not None:
             partition(module)
 
 
-def _read(outline: nn.Parameter, name: str, source: WeightSource, device: torch.device) -> nn.Parameter:
+def _whole(outline: nn.Parameter, name: str, source: WeightSource) -> Tensor:
     cut = cut_of(outline)
     whole_shape = tuple(outline.shape) if cut is None else cut.whole_shape(outline.shape)
-    values = source.read(name, whole_shape, cut)
+    return source.read(name, whole_shape, cut)
+
+
+def _stack(outline: nn.Parameter, prefix: str, matrices: list[list[str]], source: WeightSource) -> Tensor:
+    """Several matrices of the files as one parameter [members, rows, columns]; see Experts."""
+    cut = cut_of(outline)
+    cut = cut and Cut(cut.dim - 1, cut.ranks, cut.rank)  # of each of them
+    shape = torch.Size((outline.shape[1] // len(matrices[0]), outline.shape[2]))
+    whole_shape = tuple(shape) if cut is None else cut.whole_shape(shape)
+    members = ([source.read(f"{prefix}.{name}", whole_shape, cut) for name in joined] for joined in matrices)
+    return torch.stack([torch.cat(member) for member in members])
+
+
+def _real(outline: nn.Parameter, name: str, values: Tensor, device: torch.device) -> nn.Parameter:
     if values.shape != outline.shape:
         raise ValueError(f"{name}: {tuple(values.shape)} values for a parameter of {tuple(outline.shape)}")
     parameter = nn.Parameter(values.to(device, torch.float32), requires_grad=outline.requires_grad)

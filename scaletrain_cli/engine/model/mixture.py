@@ -1,0 +1,239 @@
+"""Mixture of experts: a router sends each token to a few of many MLPs. Knows no distribution.
+
+What has to know it takes the place of two attributes: ``dispatch``, which brings tokens to experts, and ``tally``,
+which counts over a whole sequence. All that is decided here is decided per sequence, so that neither micro-batches nor
+ranks change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from scaletrain_cli.spec import ModelSpec
+
+
+class Routing(NamedTuple):
+    """Where n tokens go: ``chosen`` [n, k] experts, each with a weight [n, k]; ``kept`` [n, k], None where all are."""
+
+    chosen: Tensor
+    weights: Tensor
+    kept: Tensor | None
+
+
+class RoutingMeasures(NamedTuple):
+    """Of one layer and micro-batch, before coefficients: scalars on the device, not differentiable."""
+
+    balance_loss: Tensor  # 1 where every expert gets as much as every other
+    z_loss: Tensor
+    dropped: Tensor  # share of assignments beyond an expert's capacity
+    busiest: Tensor  # load of the busiest expert of a sequence, over the mean load
+
+
+class Router(nn.Module):
+    """Logits [..., experts] of tokens [..., hidden]. In fp32, because rounding would turn close choices round."""
+
+    def __init__(self, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.float(), self.weight.float())
+
+
+class Experts(nn.Module):
+    """SwiGLU MLPs whose matrices lie on top of each other, for one grouped product instead of one product each.
+
+    Grouped products want rows of multiples of 16 bytes. ``members`` are the numbers of those that are held.
+    """
+
+    joined: ClassVar = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # by rows
+
+    def __init__(self, experts: int, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.members = range(experts)  # ZeRO-3 empties parameters that are not in use, so no shape tells how many
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
+
+    def matrices(self, parameter: str) -> list[list[str]]:
+        """What Hugging Face's files call the matrices in a parameter: for each expert, those joined by rows."""
+        return [[f"{number}.{matrix}.weight" for matrix in self.joined[parameter]] for number in self.members]
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows [n, hidden], sorted by expert; ``counts`` [experts] says how many are each one's."""
+        ends = counts.cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(rows, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
+
+
+Dispatch = Callable[[Experts, Tensor, Routing], Tensor]
+Tally = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class MixtureMLP(nn.Module):
+    """In place of a block's MLP, [batch, length, hidden] in and out; ``shared`` is an MLP that every token meets.
+
+    The losses of the router reach the gradient without passing through the model's own loss, see ``_WithLoss``.
+    """
+
+    def __init__(self, spec: ModelSpec, shared: nn.Module | None = None) -> None:
+        super().__init__()
+        self.gate = Router(spec.hidden_size, spec.num_experts)
+        self.experts = Experts(spec.num_experts, spec.hidden_size, spec.expert_size)
+        self.shared_experts = shared
+        self.num_experts, self.top_k, self.renormalise = spec.num_experts, spec.num_experts_per_tok, spec.norm_topk_prob
+        self.capacity_factor = spec.capacity_factor
+        self.balance_coefficient, self.z_coefficient = spec.router_aux_loss_coef, spec.router_z_loss_coef
+        self.loss_scale = 1.0
+        self.measures: RoutingMeasures | None = None
+        self.dispatch: Dispatch = dispatch_here
+        self.tally: Tally = tally_here
+
+    def forward(self, x: Tensor) -> Tensor:
+        routed = self.dispatch(self.experts, x.flatten(0, 1), self.route(x)).view_as(x)
+        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+
+    def route(self, x: Tensor) -> Routing:
+        """The ``top_k`` likeliest experts of each token; dropped where a sequence has used up an expert's capacity."""
+        logits = self.gate(x)
+        probabilities = logits.softmax(dim=-1)
+        weights, chosen = probabilities.topk(self.top_k, dim=-1)
+        if self.renormalise:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        load = count(chosen.flatten(1), self.num_experts)
+        earlier, total = self.tally(load)
+        kept = None
+        if self.capacity_factor:
+            capacity = torch.ceil(self.capacity_factor * total.sum(dim=-1, keepdim=True).double() / self.num_experts)
+            kept = places(chosen.flatten(1), load, earlier) < capacity
+            kept = kept.view_as(chosen).flatten(0, 1)
+        balance, z = balance_loss(probabilities, total), logits.logsumexp(dim=-1).square().mean()
+        loss = self.balance_coefficient * balance + self.z_coefficient * z
+        weights = _WithLoss.apply(weights, loss, self.loss_scale)  # type: ignore[no-untyped-call]
+        self._measure(balance, z, kept, total)
+        return Routing(chosen.flatten(0, 1), weights.flatten(0, 1), kept)
+
+    @torch.no_grad()
+    def _measure(self, balance: Tensor, z: Tensor, kept: Tensor | None, total: Tensor) -> None:
+        """Overwritten, not added to, because a recomputed forward pass comes here a second time."""
+        dropped = torch.zeros_like(z) if kept is None else 1 - kept.float().mean()
+        busiest = (total.amax(dim=-1) * self.num_experts / total.sum(dim=-1)).mean()
+        self.measures = RoutingMeasures(balance.detach(), z.detach(), dropped, busiest)
+
+
+def balance_loss(probabilities: Tensor, total: Tensor) -> Tensor:
+    """Mean over sequences of sum over experts of (share of the load x experts) x mean probability; 1 at its best.
+
+    The sequence-wise form (DeepSeek-V2, arXiv:2405.04434, equations 23 to 25). Hugging Face's, over a whole
+    micro-batch, is larger by the experts per token. ``probabilities`` [batch, length, experts] may be a part
+    of each sequence, while ``total`` [batch, experts] is the load of the whole: linear in the
+    probabilities, the loss of the whole is then the mean over its parts, and so is its gradient.
+    """
+    shares = total * total.shape[-1] / total.sum(dim=-1, keepdim=True)
+    return (shares * probabilities.mean(dim=1)).sum(dim=-1).mean()
+
+
+def count(chosen: Tensor, experts: int) -> Tensor:
+    """How often each expert stands in the last dimension of ``chosen``; int64 [..., experts], without a host sync."""
+    empty = torch.zeros(*chosen.shape[:-1], experts, dtype=torch.int64, device=chosen.device)
+    return empty.scatter_add_(-1, chosen, torch.ones_like(chosen))
+
+
+def places(chosen: Tensor, load: Tensor, earlier: Tensor) -> Tensor:
+    """Each assignment's place, from 0, in its expert's queue of the sequence; [batch, assignments] like ``chosen``.
+
+    Earlier tokens come first, so that none is dropped because of a later one, which generation could not know.
+    ``load`` [batch, experts] counts these assignments, ``earlier`` those of tokens before them.
+    """
+    order = chosen.argsort(dim=-1, stable=True)
+    first = load.cumsum(dim=-1) - load - earlier  # where an expert's assignments begin in that order
+    ranked = torch.arange(chosen.shape[-1], device=chosen.device) - first.gather(-1, chosen.gather(-1, order))
+    return torch.empty_like(chosen).scatter_(-1, order, ranked)
+
+
+def tally_here(load: Tensor) -> tuple[Tensor, Tensor]:
+    """Of loads [batch, experts]: those of earlier parts of the sequences, and those of all. Here is the whole."""
+    return torch.zeros_like(load), load
+
+
+def dispatch_here(experts: Experts, tokens: Tensor, routing: Routing) -> Tensor:
+    """Weighted sum of what each token's experts make of it; tokens and result [n, hidden]."""
+    order, counts = by_expert(routing, len(experts.members))
+    return combine(experts(rows_of(tokens, order, routing), counts), order, routing)
+
+
+def by_expert(routing: Routing, experts: int) -> tuple[Tensor, Tensor]:
+    """The kept assignments sorted by expert, as indices into n x k, and how many are each expert's."""
+    chosen = routing.chosen.flatten()
+    if routing.kept is None:
+        return chosen.argsort(stable=True), count(chosen, experts)
+    kept = routing.kept.flatten()
+    counts = count(chosen.masked_fill(~kept, experts), experts + 1)[:experts]
+    return chosen.masked_fill(~kept, experts).argsort(stable=True)[: int(kept.sum())], counts
+
+
+def rows_of(tokens: Tensor, order: Tensor, routing: Routing) -> Tensor:
+    """The token of each assignment in ``order``."""
+    return _Rows.apply(tokens, order, routing.chosen.shape[1])  # type: ignore[no-any-return, no-untyped-call]
+
+
+def combine(rows: Tensor, order: Tensor, routing: Routing) -> Tensor:
+    """Weighted sum of the rows of each token, [n, hidden]; a dropped one counts as zero."""
+    n, k = routing.chosen.shape
+    spread = rows.new_zeros(n * k, rows.shape[-1]).index_copy(0, order, rows).view(n, k, -1)
+    return torch.bmm(routing.weights.to(rows.dtype).unsqueeze(1), spread).squeeze(1)
+
+
+def mixtures(model: nn.Module) -> Iterator[MixtureMLP]:
+    """Those of a model, in order."""
+    return (module for module in model.modules() if isinstance(module, MixtureMLP))
+
+
+def scale_router_losses(model: nn.Module, scale: float) -> None:
+    """What a micro-batch's loss is multiplied by on its way to the gradient: 1 / accumulation, times the fp16 scale."""
+    for mixture in mixtures(model):
+        mixture.loss_scale = scale
+
+
+def routing_measures(model: nn.Module) -> RoutingMeasures | None:
+    """Of the newest micro-batch on this rank, as means over layers; None where there are no experts."""
+    found = [mixture.measures for mixture in mixtures(model) if mixture.measures is not None]
+    return RoutingMeasures(*(torch.stack(values).mean() for values in zip(*found, strict=True))) if found else None
+
+
+class _WithLoss(Function):
+    """Gives a loss its gradient wherever ``carrier`` gets one, as if it had been added to the model's own loss.
+
+    So it needs no way through checkpointed blocks and pipeline stages, and cannot count twice (Megatron-LM,
+    MoEAuxLossAutoScaler). Per layer and micro-batch: the sum over layers is what is minimised.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, gradient.new_full((), ctx.scale), None
+
+
+class _Rows(Function):
+    """``tokens[order // k]``, whose gradient adds a token's rows in a fixed order; indexing would use atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.n, ctx.k = tokens.shape[0], k
+        return tokens.index_select(0, order // k)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        spread = gradient.new_zeros(ctx.n * ctx.k, gradient.shape[-1]).index_copy_(0, order, gradient)
+        return spread.view(ctx.n, ctx.k, -1).sum(dim=1), None, None
