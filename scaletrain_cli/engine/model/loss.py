@@ -1,23 +1,139 @@
-"""The language-model head and its loss."""
+"""The language-model head and its loss: all logits at once, or chunk by chunk. Knows no distribution.
+
+What turns tokens into a summed loss is exchangeable: `token_loss` here, the one over a cut vocabulary, or Liger's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+
+from scaletrain_cli.errors import InfeasibleError
+
+NOT_COUNTED = -100  # torch's own label for positions without a loss
+TOKENS_AT_ONCE = 1024  # enough rows that the products still keep a GPU busy
+
+# hidden [tokens, size], weight [vocab, size], labels [tokens], label smoothing -> summed loss in nats, fp32
+TokenLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 class LanguageModelHead(nn.Module):
-    """Logits and their cross-entropy in one module, so that logits need not outlive it."""
+    """Logits and their loss in one module, so that ZeRO-3 gathers the weight and logits need not outlive it."""
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.token_loss: TokenLoss = token_loss
+        self.label_smoothing = 0.0
+        self.tokens_at_once: int | None = None  # None: all of them
 
     def forward(self, hidden: Tensor, labels: Tensor, divisor: Tensor | None = None) -> Tensor:
-        """Cross-entropy in nats, in fp32; hidden [batch, length, size], labels [batch, length]."""
-        total = token_loss(hidden.flatten(0, 1), self.weight, labels.flatten())
-        return total / (divisor if divisor is not None else (labels != -100).sum())
+        """Summed cross-entropy in nats over ``divisor``, or its mean over the labels that count.
+
+        hidden [batch, length, size], labels [batch, length].
+        """
+        hidden, labels = hidden.flatten(0, 1), labels.flatten()
+        if self.tokens_at_once is None:
+            total = self.token_loss(hidden, self.weight, labels, self.label_smoothing)
+        else:
+            total = _Chunked.apply(  # type: ignore[no-untyped-call]
+                hidden,
+                self.weight,
+                labels,
+                self.label_smoothing,
+                self.token_loss,
+                self.tokens_at_once,
+                torch.is_grad_enabled(),
+            )
+        return total / (divisor if divisor is not None else (labels != NOT_COUNTED).sum().clamp(min=1))
 
 
-def token_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def choose_cross_entropy(head: LanguageModelHead, kind: str, label_smoothing: float, device: torch.device) -> None:
+    """``kind``: whole, chunked or liger. Call it once the head is cut, if it ever is.
+
+    Raises InfeasibleError where Liger's kernel cannot run.
+    """
+    head.label_smoothing = label_smoothing
+    if kind == "chunked":
+        head.tokens_at_once = TOKENS_AT_ONCE
+    if kind == "liger":
+        if head.token_loss is not token_loss:
+            raise InfeasibleError("training.cross_entropy: liger needs the whole vocabulary on each rank. Use chunked.")
+        head.token_loss = liger_token_loss(device)
+
+
+def token_loss(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Summed cross-entropy of tokens: hidden [tokens, size], weight [vocab, size], labels [tokens]."""
-    return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
+    logits = F.linear(hidden, weight).float()
+    return F.cross_entropy(logits, labels, ignore_index=NOT_COUNTED, reduction="sum", label_smoothing=label_smoothing)
+
+
+def liger_token_loss(device: torch.device) -> TokenLoss:
+    """Liger Kernel's fused head and loss (arXiv:2410.10989), which also works through chunks, in Triton.
+
+    It waits for the device once in each call. Raises InfeasibleError without CUDA or without the library.
+    """
+    if device.type != "cuda":
+        raise InfeasibleError(f"training.cross_entropy: liger needs a CUDA device, not {device.type}. Use chunked.")
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    except ImportError as error:
+        raise InfeasibleError(
+            f"training.cross_entropy: liger cannot be loaded ({error}). "
+            "Install it with pip install 'scaletrain[liger]', or use chunked."
+        ) from error
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+        fused = LigerFusedLinearCrossEntropyLoss(
+            ignore_index=NOT_COUNTED, label_smoothing=label_smoothing, reduction="sum", accum_dtype=torch.float32
+        )
+        return fused(weight, hidden, labels)  # type: ignore[no-any-return]
+
+    return loss
+
+
+class _Chunked(Function):
+    """Gradients are computed with the loss, chunk by chunk, and wait for their factor: nothing is computed twice.
+
+    That of the weight is summed in fp32. Those of fp16 logits lose what is below 6e-8, which a loss scale would keep.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        label_smoothing: float,
+        loss: TokenLoss,
+        tokens_at_once: int,
+        training: bool,
+    ) -> Tensor:
+        total = torch.zeros((), device=hidden.device)
+        weight = weight.detach().requires_grad_(training)
+        if training:
+            of_hidden = torch.empty_like(hidden)
+            of_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for start in range(0, len(labels), tokens_at_once):
+            chunk = slice(start, start + tokens_at_once)
+            with torch.set_grad_enabled(training):
+                some = hidden[chunk].detach().requires_grad_(training)
+                summed = loss(some, weight, labels[chunk], label_smoothing)
+            if training:
+                of_hidden[chunk], of_chunk = torch.autograd.grad(summed, (some, weight))
+                of_weight += of_chunk
+            total += summed.detach()
+        if training:
+            ctx.gradients, ctx.dtype = (of_hidden, of_weight), weight.dtype  # not saved tensors, which may be offloaded
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, of_weight = ctx.gradients
+        del ctx.gradients  # scaled in place, hence of no use a second time
+        return of_hidden.mul_(factor), of_weight.mul_(factor).to(ctx.dtype), None, None, None, None, None
