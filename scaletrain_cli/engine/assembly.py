@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import random
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from scaletrain_cli.engine.checkpointing import Checkpointer
+from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences, open_dataset, prepare_dataset
-from scaletrain_cli.engine.deepspeed_engine import start_deepspeed
 from scaletrain_cli.engine.faults import Faults
-from scaletrain_cli.engine.model import build_model, checkpoint_activations, parameter_groups
+from scaletrain_cli.engine.feeding.batches import BatchReader
+from scaletrain_cli.engine.feeding.prefetch import Feed
+from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict, connect
 from scaletrain_cli.engine.signals import PreemptionFlag
+from scaletrain_cli.engine.stepping import stepper
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import PreemptedError, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.paths import RunDir
@@ -41,27 +46,23 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
     _leave_if_asked(flag, set_up)
     torch.backends.cuda.matmul.allow_tf32 = spec.training.precision == "tf32"
     _seed(spec.training.seed, ranks.rank)
-    model = build_model(spec.transformer, spec.training.seed)
-    checkpoint_activations(model, layout.activation_checkpointing)
-    settings = spec.training.optimizer
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, settings.weight_decay), lr=settings.lr, betas=settings.betas, eps=settings.eps
-    )
-    engine = start_deepspeed(spec, layout, model, optimizer, device)
-    if spec.training.compile:
-        for block in model.blocks.values():
-            block.compile()
+    mesh = build_mesh(layout)
+    composed = compose(spec, layout, mesh, device, swap_folder(run.run_id))
     _leave_if_asked(flag, set_up)
     faults = Faults.from_environment(ranks.rank, attempt)
     checkpointer = Checkpointer(
         run,
         checkpoint_folder(run, spec),
-        engine,
+        composed.engine,
         ranks,
         agreement,
         keep=spec.checkpoint.keep,
         attempt=attempt,
         delay_seconds=faults.save_delay_seconds,
+    )
+    masked = spec.data.loss_mask == "document_starts"
+    read_train, read_validation = (
+        BatchReader(sequences, layout, mesh, spec.training.seed, masked) for sequences in (train, validation)
     )
     return Trainer(
         run=run,
@@ -69,16 +70,21 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         ranks=ranks,
         attempt=attempt,
         device=device,
-        engine=engine,
-        optimizer=optimizer,
+        stepper=stepper(composed, mesh, device, spec.training.gradient_clipping),
+        optimizer=composed.optimizer,
         agreement=agreement,
         set_up=set_up,
         checkpointer=checkpointer,
         dataset=dataset,
-        train=train,
-        validation=validation,
+        feed=Feed(read_train.step, device),
+        validation=read_validation,
         faults=faults,
     )
+
+
+def swap_folder(run_id: str) -> Path:
+    """Where NVMe offload writes: ``$SCALETRAIN_SWAP``, or the node's folder for temporary files."""
+    return Path(os.environ.get("SCALETRAIN_SWAP") or tempfile.gettempdir()) / f"scaletrain-swap-{run_id}"
 
 
 def _leave_if_asked(flag: PreemptionFlag, set_up: Agreement) -> None:

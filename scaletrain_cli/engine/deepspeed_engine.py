@@ -5,18 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from scaletrain_cli.plan import parameter_count, zero_buffers
+from scaletrain_cli.engine.optimization.offload import offload_config
+from scaletrain_cli.engine.optimization.precision import precision_config
+from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.plan import zero_buffers
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 
 
-def import_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed quietly: its talk goes to stderr, and it compiles nothing on the way.
+def prepare_deepspeed(device: torch.device) -> None:
+    """Import DeepSpeed quietly and let it use the process group: its talk goes to stderr, and it compiles nothing.
 
     Without the patch `init_distributed` builds a shared-memory op on CPU that only inference uses (up to two minutes,
     needs g++, leaves files in /dev/shm). `import deepspeed.comm.torch` would name the real torch, hence sys.modules.
@@ -29,17 +34,22 @@ def import_deepspeed(device: torch.device) -> Any:
     for handler in logging.getLogger("DeepSpeed").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)
-    return deepspeed
+    deepspeed.init_distributed(dist_init_required=False)
 
 
-def deepspeed_config(spec: RunSpec, layout: Layout) -> dict[str, Any]:
-    """DeepSpeed's configuration for this run. Learning rate and checkpoints are ours, not DeepSpeed's."""
-    buffers = zero_buffers(parameter_count(spec.transformer), layout.zero_stage)  # as the plan counted them
+def deepspeed_config(spec: RunSpec, layout: Layout, parameters: int, swap_folder: Path) -> dict[str, Any]:
+    """DeepSpeed's configuration for a rank that computes with so many parameters.
+
+    Learning rate and checkpoints are ours, not DeepSpeed's. ``swap_folder``: on a disk of the node, for NVMe offload.
+    """
+    buffers = zero_buffers(parameters, layout.zero_stage)  # as the plan counted them
     config: dict[str, Any] = {
-        "train_batch_size": layout.global_batch_size,
+        # Sequence ranks are hidden among its data-parallel ones, so that it counts each sequence that many times.
+        "train_batch_size": layout.global_batch_size * layout.sequence_parallel,
         "train_micro_batch_size_per_gpu": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-        "gradient_clipping": spec.training.gradient_clipping,
+        # Without ZeRO it would count only the first tensor rank's parameters; there we clip ourselves.
+        "gradient_clipping": spec.training.gradient_clipping if layout.zero_stage else 0.0,
         "zero_optimization": {
             "stage": layout.zero_stage,
             "reduce_bucket_size": buffers.reduce_bucket_size,
@@ -51,17 +61,56 @@ def deepspeed_config(spec: RunSpec, layout: Layout) -> dict[str, Any]:
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
     }
-    if spec.training.precision == "bf16":
-        # Without check_grad_overflow a NaN gradient would go into the weights; without immediate_grad_update stage 1
-        # keeps the bf16 gradients beside the fp32 ones.
-        config["bf16"] = {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": True}
-        config["data_types"] = {"grad_accum_dtype": spec.training.grad_dtype}
+    config.update(precision_config(spec))
+    config["zero_optimization"].update(offload_config(spec, layout, swap_folder))
+    # Elementwise optimizers do not care that they are handed flat pieces; ours are of that kind.
+    config["zero_allow_untested_optimizer"] = True
+    config["zero_force_ds_cpu_optimizer"] = False
     return config
 
 
-def start_deepspeed(spec: RunSpec, layout: Layout, model: nn.Module, optimizer: Any, device: torch.device) -> Any:
-    """A DeepSpeedEngine around the model and optimizer; the process group must exist."""
-    deepspeed = import_deepspeed(device)
-    deepspeed.init_distributed(dist_init_required=False)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(spec, layout))
+class ModelParallelUnit:
+    """What DeepSpeed asks about tensor parallelism (its ``mpu``); sequence ranks are replicas to it."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._tensor, self._replicas = mesh.tensor, mesh.replicas
+        alone = None
+        for rank in range(dist.get_world_size()):  # DeepSpeed wants a group even of one rank
+            group = dist.new_group([rank])
+            alone = group if rank == dist.get_rank() else alone
+        self._groups = {axis: axis.group or alone for axis in (mesh.tensor, mesh.replicas)}
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> ModelParallelUnit | None:
+        """None where every rank is a replica, or where DeepSpeed's own pipeline grid takes this place. Collective."""
+        return None if mesh.tensor.size == 1 or mesh.pipeline.size > 1 else cls(mesh)
+
+    def get_model_parallel_group(self) -> Any:
+        return self._groups[self._tensor]
+
+    def get_model_parallel_rank(self) -> int:
+        return self._tensor.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._tensor.size
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_data_parallel_group(self) -> Any:
+        return self._groups[self._replicas]
+
+    def get_data_parallel_rank(self) -> int:
+        return self._replicas.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._replicas.size
+
+
+def start_deepspeed(config: dict[str, Any], module: nn.Module, optimizer: Any, unit: ModelParallelUnit | None) -> Any:
+    """DeepSpeed's engine around the module and optimizer: a PipelineEngine where the module is a pipeline's."""
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=unit)
     return engine

@@ -72,9 +72,3 @@ class Agreement:
     def barrier(self) -> None:
         """Wait for every rank."""
         dist.barrier(group=self._group)
-
-
-def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Element-wise mean of a tensor over all ranks, in place."""
-    dist.all_reduce(values)
-    return values.div_(dist.get_world_size())

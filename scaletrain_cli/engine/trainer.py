@@ -11,14 +11,16 @@ import torch
 
 from scaletrain_cli.engine.beginning import Beginning, find_beginning
 from scaletrain_cli.engine.checkpointing import Checkpointer
-from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences
+from scaletrain_cli.engine.dataset import DatasetInfo
 from scaletrain_cli.engine.faults import Faults
+from scaletrain_cli.engine.feeding.batches import BatchReader
+from scaletrain_cli.engine.feeding.prefetch import Feed
 from scaletrain_cli.engine.metrics import MetricsLog
-from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict, mean_over_ranks
-from scaletrain_cli.engine.sampling import batch_indices
-from scaletrain_cli.engine.schedule import learning_rate
+from scaletrain_cli.engine.optimization.schedules import learning_rate
+from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict
 from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.engine.spike import SpikeWatch
+from scaletrain_cli.engine.stepping import Stepper
 from scaletrain_cli.errors import DoNotRequeueError, ExitCode, UsageError
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
@@ -38,14 +40,14 @@ class Trainer:
     ranks: Ranks
     attempt: int
     device: torch.device
-    engine: Any
+    stepper: Stepper
     optimizer: torch.optim.Optimizer
     agreement: Agreement
     set_up: Agreement  # for what takes longer than a hang
     checkpointer: Checkpointer
     dataset: DatasetInfo
-    train: TokenSequences
-    validation: TokenSequences
+    feed: Feed
+    validation: BatchReader
     faults: Faults
 
     def fit(self, flag: PreemptionFlag) -> ExitCode:
@@ -95,32 +97,13 @@ class Trainer:
 
     def step(self, step: int) -> dict[str, float]:
         """Optimizer step ``step`` (1-based): mean loss over the global batch, gradient norm before clipping, rate."""
-        training, layout = self.record.spec.training, self.record.plan.layout
+        training = self.record.spec.training
         self.faults.before_step(step)
         rate = learning_rate(step, self.record.spec.total_steps, training)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        batches = batch_indices(
-            seed=training.seed,
-            step=step - 1,
-            global_batch_size=layout.global_batch_size,
-            samples=len(self.train),
-            rank=self.ranks.rank,
-            data_parallel=layout.data_parallel,
-            micro_batch_size=layout.micro_batch_size,
-        )
-        total, norm = torch.zeros((), device=self.device), 0.0
-        for indices in batches:
-            loss = self._loss(self.train, indices)
-            if self.faults.poisons_gradient(step):
-                loss = loss * float("nan")
-            total += loss.detach()
-            self.engine.backward(loss)
-            if self.engine.is_gradient_accumulation_boundary():
-                norm = self._update()
-            else:
-                self.engine.step()  # which only counts
-        mean = mean_over_ranks(total / len(batches)).item()
+        stepped = self.stepper.train(self.feed.take(step), poisoned=self.faults.poisons_gradient(step))
+        mean, norm = stepped.loss.item(), float(stepped.grad_norm)
         if not math.isfinite(norm) or not math.isfinite(mean):
             raise NonFiniteGradientError(
                 f"step {step}: loss {mean}, gradient norm {norm}. The update was not applied; the newest checkpoint is "
@@ -129,20 +112,6 @@ class Trainer:
         if step == 1:
             self._report_first_loss(mean)
         return {"loss": mean, "grad_norm": norm, "learning_rate": rate}
-
-    def _update(self) -> float:
-        """Clip and apply the accumulated gradient; its norm before clipping. One that is not finite is not applied.
-
-        DeepSpeed sees to that from stage 1 on; stage 0 in fp32 neither looks nor reports.
-        """
-        if self.record.plan.layout.zero_stage > 0:
-            self.engine.step()
-            return float(self.engine.get_global_grad_norm())
-        gradients = [parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        if math.isfinite(norm):
-            self.engine.step()
-        return norm
 
     def _evaluation_is_due(self, step: int) -> bool:
         every = self.record.spec.evaluation.every
@@ -157,22 +126,14 @@ class Trainer:
         layout = self.record.plan.layout
         width = layout.micro_batch_size * layout.data_parallel
         wanted = self.record.spec.evaluation.batches * layout.global_batch_size
-        rounds = min(wanted, len(self.validation)) // width
-        self.engine.eval()
+        rounds = min(wanted, len(self.validation.sequences)) // width
         total = torch.zeros((), device=self.device)
-        for turn in range(rounds):
+        for batch in self.validation.in_order(rounds):
             if self._asked_to_leave(flag):
-                self.engine.train()
                 return False
-            first = turn * width + self.ranks.rank * layout.micro_batch_size
-            total += self._loss(self.validation, list(range(first, first + layout.micro_batch_size)))
-        self.engine.train()
-        metrics.log_validation(step, mean_over_ranks(total / rounds).item(), rounds * width)
+            total += self.stepper.validation_loss(batch.to(self.device))
+        metrics.log_validation(step, (total / rounds).item(), rounds * width)
         return True
-
-    def _loss(self, sequences: TokenSequences, indices: list[int]) -> torch.Tensor:
-        rows = torch.from_numpy(sequences.rows(indices)).to(self.device, non_blocking=True)
-        return self.engine(rows[:, :-1], rows[:, 1:])  # type: ignore[no-any-return]
 
     def save(self, step: int, *, wait: bool) -> None:
         """Begin a checkpoint of the state after ``step`` steps; the data position is that one number."""

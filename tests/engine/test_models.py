@@ -5,10 +5,13 @@ import math
 import pytest
 import torch
 
-from scaletrain_cli.engine.model import build_model, checkpoint_activations, parameter_groups
 from scaletrain_cli.engine.model.llama import rotary_tables, rotate
+from scaletrain_cli.engine.model.recompute import recompute_activations
+from scaletrain_cli.engine.optimization.parameter_groups import parameter_groups
 from scaletrain_cli.plan.architecture import architecture
 from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec.layout import LayoutSpec
+from tests.engine.fresh_model import build_model
 
 LLAMA = {
     "family": "llama",
@@ -62,10 +65,19 @@ def test_the_seed_decides_the_weights(dims: dict) -> None:
 
 
 @every_model
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_recomputing_activations_changes_no_bit(dims: dict, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "keys"),
+    [
+        ("selective", {}),
+        ("selective", {"selective_scope": "attention"}),
+        ("full", {}),
+        ("full", {"activation_offload": True}),
+        ("none", {"activation_offload": True}),
+    ],
+)
+def test_recomputing_or_offloading_activations_changes_no_bit(dims: dict, mode: str, keys: dict) -> None:
     plain, recomputed = build_model(spec(dims), seed=0), build_model(spec(dims), seed=0)
-    checkpoint_activations(recomputed, mode)
+    recompute_activations(recomputed, LayoutSpec(**keys), mode)
     for model in (plain, recomputed):
         model(*batch()).backward()
     gradients = zip(plain.parameters(), recomputed.parameters(), strict=True)

@@ -19,6 +19,8 @@ class CausalLM(nn.Module, ABC):
     """
 
     residual_projections: tuple[str, ...]  # ends of the names of matrices that write into the residual stream
+    opening: tuple[str, ...]  # modules before the blocks, the token embedding first
+    closing: tuple[str, ...]  # modules after the blocks
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -36,9 +38,9 @@ class CausalLM(nn.Module, ABC):
         """The repeated blocks, by their number in the whole model."""
 
     @property
-    @abstractmethod
     def token_embedding(self) -> nn.Module:
         """The embedding whose weight a tied head shares."""
+        return self.get_submodule(self.opening[0])
 
     @abstractmethod
     def embed(self, tokens: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
@@ -74,5 +76,6 @@ class CausalLM(nn.Module, ABC):
 
     def tie(self) -> None:
         """Let the head read the embedding's weight, as one parameter."""
-        self.lm_head.weight = self.token_embedding.weight
-
+        weight = self.token_embedding.weight
+        assert isinstance(weight, nn.Parameter)
+        self.lm_head.weight = weight

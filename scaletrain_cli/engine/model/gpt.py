@@ -65,6 +65,10 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(spec.hidden_size, eps=spec.norm_eps)
         self.mlp = MLP(spec)
 
+    @property
+    def attention(self) -> nn.Module:
+        return self.attn
+
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
@@ -85,6 +89,8 @@ class GPT2LMHeadModel(CausalLM):
     """The parts of a GPT."""
 
     residual_projections = ("c_proj.weight",)
+    opening = ("transformer.wte", "transformer.wpe")
+    closing = ("transformer.ln_f", "lm_head")
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -94,10 +100,6 @@ class GPT2LMHeadModel(CausalLM):
     @property
     def blocks(self) -> nn.ModuleDict:
         return self.transformer.h
-
-    @property
-    def token_embedding(self) -> nn.Module:
-        return self.transformer.wte
 
     def embed(self, tokens: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
         return self.transformer.wte(tokens) + self.transformer.wpe(positions)  # type: ignore[no-any-return]

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.attention import causal_attention
 from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.mixture import MixtureMLP
 from scaletrain_cli.spec import ModelSpec
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in fp32 (arXiv:1910.07467)."""
+    """Root-mean-square norm with a weight per channel."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -20,9 +21,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return normed.to(x.dtype) * self.weight
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Over the last dimension, in fp32 (arXiv:1910.07467)."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -76,25 +82,37 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (arXiv:2002.05202)."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
+def feed_forward(spec: ModelSpec, index: int) -> nn.Module:
+    """The MLP of block ``index``, or its mixture of experts, which the leading blocks may go without."""
+    if index < spec.num_hidden_layers - spec.moe_layers:
+        return MLP(spec.hidden_size, spec.intermediate_size)
+    shared = spec.shared_expert_intermediate_size
+    return MixtureMLP(spec, MLP(spec.hidden_size, shared) if shared else None)
+
+
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP with residuals."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
         self.self_attn = Attention(spec)
-        self.mlp = MLP(spec)
+        self.mlp = feed_forward(spec, index)
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+
+    @property
+    def attention(self) -> nn.Module:
+        return self.self_attn
 
     def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), tables)
@@ -107,7 +125,7 @@ class LlamaModel(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleDict({str(index): DecoderLayer(spec) for index in range(spec.num_hidden_layers)})
+        self.layers = nn.ModuleDict({str(index): DecoderLayer(spec, index) for index in range(spec.num_hidden_layers)})
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
 
 
@@ -115,6 +133,8 @@ class LlamaForCausalLM(CausalLM):
     """The parts of a Llama."""
 
     residual_projections = ("o_proj.weight", "down_proj.weight")
+    opening = ("model.embed_tokens",)
+    closing = ("model.norm", "lm_head")
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -124,10 +144,6 @@ class LlamaForCausalLM(CausalLM):
     @property
     def blocks(self) -> nn.ModuleDict:
         return self.model.layers
-
-    @property
-    def token_embedding(self) -> nn.Module:
-        return self.model.embed_tokens
 
     def embed(self, tokens: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
         return self.model.embed_tokens(tokens)  # type: ignore[no-any-return]

@@ -38,6 +38,8 @@ class Mesh:
     expert: Axis = Axis()
     expert_replicas: Axis = Axis()
 
+    pipeline_ends: Axis = Axis()  # the first and the last stage, which share a tied embedding
+
     @classmethod
     def alone(cls) -> Mesh:
         """One rank."""
@@ -47,7 +49,7 @@ class Mesh:
 def build_mesh(layout: Layout) -> Mesh:
     """Make the process groups of a layout. Collective: every rank calls it once, at the same point."""
     tensor, sequence, data = layout.tensor_parallel, layout.sequence_parallel, layout.data_parallel
-    expert, replicas = layout.expert_parallel, sequence * data
+    expert, replicas, last_stage = layout.expert_parallel, sequence * data, layout.pipeline_parallel - 1
 
     def coordinates(rank: int) -> dict[str, int]:
         rest, tensor_rank = divmod(rank, tensor)
@@ -61,6 +63,11 @@ def build_mesh(layout: Layout) -> Mesh:
             "expert_replica": replica // expert,
         }
 
+    def end(rank: int) -> tuple[int, ...]:
+        """The same for both ends of a pipeline; of a stage between them, for nobody else."""
+        place = coordinates(rank)
+        return (place["pipeline"] % max(1, last_stage), place["data"], place["sequence"], place["tensor"])
+
     def axis(*varying: str) -> Axis:
         return _axis(lambda rank: tuple(v for k, v in coordinates(rank).items() if k not in varying))
 
@@ -72,6 +79,7 @@ def build_mesh(layout: Layout) -> Mesh:
         replicas=axis("data", "sequence", "expert", "expert_replica"),
         expert=axis("data", "sequence", "expert"),
         expert_replicas=axis("data", "sequence", "expert_replica"),
+        pipeline_ends=_axis(end),
     )
 
 

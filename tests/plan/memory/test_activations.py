@@ -82,7 +82,7 @@ def test_autograd_saves_what_the_planner_counts(shape: dict[str, object], precis
     torch = pytest.importorskip("torch")
     from pathlib import Path
 
-    from scaletrain_cli.engine.model import build_model
+    from tests.engine.fresh_model import build_model
     from scaletrain_cli.spec import ModelSpec
     from scaletrain_cli.spec.architecture_source import complete
 

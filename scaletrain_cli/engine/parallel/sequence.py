@@ -1,0 +1,45 @@
+"""Sequence parallelism (DeepSpeed-Ulysses, arXiv:2309.14509): ranks hold parts of each sequence, and trade them for
+heads around attention. DeepSpeed is not told: it takes these ranks for data-parallel ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.parallel.collectives import exchange
+from scaletrain_cli.engine.parallel.mesh import Axis
+
+_HEADS, _LENGTH = 1, 2
+
+
+def attend_over_sequence_ranks(model: CausalLM, axis: Axis) -> None:
+    """Let every attention module see whole sequences, for this rank's share of the heads."""
+    if axis.size == 1:
+        return
+    for block in model.blocks.values():
+        attention: Any = block.attention
+        attention.core = UlyssesAttention(attention.core, axis)
+
+
+class UlyssesAttention:
+    """Attention with query, key, value and result as [batch, heads, length / ranks, head_dim]."""
+
+    def __init__(self, core: Callable[..., Tensor], axis: Axis) -> None:
+        self._core, self._axis = core, axis
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Each rank attends with heads / ranks heads over the whole length."""
+        key, value = (self._enough_heads(x, query.shape[_HEADS]) for x in (key, value))
+        query, key, value = (exchange(x, self._axis, cut=_HEADS, join=_LENGTH) for x in (query, key, value))
+        return exchange(self._core(query, key, value), self._axis, cut=_LENGTH, join=_HEADS)
+
+    def _enough_heads(self, x: Tensor, query_heads: int) -> Tensor:
+        """Key-value heads that do not divide over the ranks are repeated for the query heads that share them."""
+        if x.shape[_HEADS] % self._axis.size == 0:
+            return x
+        return torch.repeat_interleave(x, query_heads // x.shape[_HEADS], dim=_HEADS)

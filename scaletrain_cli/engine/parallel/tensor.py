@@ -1,0 +1,118 @@
+"""Tensor parallelism (Megatron-LM, arXiv:1909.08053, section 3): which matrices are cut, and the layers that result.
+
+The only place that knows how the models' layers are cut. Knows no values: it works on modules without any, and
+whoever gives them values reads each parameter's Cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.gpt import Conv1D
+from scaletrain_cli.engine.model.llama import rms_norm
+from scaletrain_cli.engine.parallel.collectives import copy_to_ranks, sum_over_ranks
+from scaletrain_cli.engine.parallel.cuts import Cut, mark
+from scaletrain_cli.engine.parallel.mesh import Axis
+from scaletrain_cli.engine.parallel.vocabulary_loss import VocabularyLoss
+
+# By the last part of a layer's name: output features cut (and how many matrices are fused in it), input features cut.
+_COLUMNS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 1, "up_proj": 1, "c_attn": 3, "c_fc": 1}
+_ROWS = {"o_proj", "down_proj", "c_proj"}
+_VOCABULARY = {"embed_tokens", "wte"}
+# Whole on every rank, but each applies them to heads of its own.
+_OVER_HEADS = {"q_norm", "k_norm"}
+
+
+def cut_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
+    """Replace the layers of a model on the meta device by this rank's pieces of them."""
+    if axis.size == 1:
+        return
+    for path, module in list(model.named_modules()):
+        parent, _, name = path.rpartition(".")
+        if name in _COLUMNS:
+            piece: nn.Module = ColumnParallelLinear(module, axis, _COLUMNS[name])
+        elif name in _ROWS:
+            piece = RowParallelLinear(module, axis)
+        elif name in _VOCABULARY:
+            piece = VocabularyParallelEmbedding(module, axis)
+        elif name in _OVER_HEADS:
+            piece = NormOverHeads(module, axis)
+        else:
+            continue
+        setattr(model.get_submodule(parent), name, piece)
+    if model.lm_head is not None:
+        _cut_head(model, axis)
+
+
+class ColumnParallelLinear(nn.Module):
+    """Output features cut over the ranks: the whole input in, this rank's features out."""
+
+    def __init__(self, whole: Any, axis: Axis, parts: int = 1) -> None:
+        super().__init__()
+        self.axis, self.transposed = axis, isinstance(whole, Conv1D)
+        self.weight = _piece(whole.weight, Cut(1 if self.transposed else 0, axis.size, axis.rank, parts))
+        self.bias = None if whole.bias is None else _piece(whole.bias, Cut(0, axis.size, axis.rank, parts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t() if self.transposed else self.weight
+        return F.linear(copy_to_ranks(x, self.axis), weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """Input features cut over the ranks: this rank's features in, the whole output out. The bias is whole."""
+
+    def __init__(self, whole: Any, axis: Axis) -> None:
+        super().__init__()
+        self.axis, self.transposed = axis, isinstance(whole, Conv1D)
+        self.weight = _piece(whole.weight, Cut(0 if self.transposed else 1, axis.size, axis.rank))
+        self.bias = whole.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t() if self.transposed else self.weight
+        mixed = sum_over_ranks(F.linear(x, weight), self.axis)
+        return mixed if self.bias is None else mixed + self.bias
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """Rows of the vocabulary cut over the ranks; a token's vector comes from the rank that has it."""
+
+    def __init__(self, whole: Any, axis: Axis) -> None:
+        super().__init__()
+        self.axis = axis
+        self.weight = _piece(whole.weight, Cut(0, axis.size, axis.rank))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        held = self.weight.shape[0]
+        rows = tokens - self.axis.rank * held
+        elsewhere = (rows < 0) | (rows >= held)
+        vectors = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return sum_over_ranks(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis)
+
+
+class NormOverHeads(nn.Module):
+    """A norm of single heads. Its gradient is a sum over all heads, hence over the ranks."""
+
+    def __init__(self, whole: Any, axis: Axis) -> None:
+        super().__init__()
+        self.axis, self.weight, self.eps = axis, whole.weight, whole.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, copy_to_ranks(self.weight, self.axis), self.eps)
+
+
+def _cut_head(model: CausalLM, axis: Axis) -> None:
+    if model.spec.tie_word_embeddings:
+        model.tie()
+    else:
+        model.lm_head.weight = _piece(model.lm_head.weight, Cut(0, axis.size, axis.rank))
+    model.lm_head.token_loss = VocabularyLoss(axis)
+
+
+def _piece(whole: Tensor, cut: Cut) -> nn.Parameter:
+    piece = nn.Parameter(cut.take(whole))
+    mark(piece, cut)
+    return piece
