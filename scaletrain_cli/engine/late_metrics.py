@@ -1,0 +1,115 @@
+"""Measures of a step fetched without waiting for it: on a GPU one step late, on a CPU at once. Knows no file."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class StepMeasures(NamedTuple):
+    """What became of optimizer step ``step``: its seconds, and its values by name."""
+
+    step: int
+    seconds: float
+    values: dict[str, float]
+
+
+class LateMetrics:
+    """A queue between the GPU, which makes the values, and the host, which writes them down.
+
+    ``begin`` and ``end`` enclose a step and only enqueue work. ``due`` hands over the steps that are late enough: which
+    they are follows from the step alone, so that whatever is decided by them is decided by all ranks at the same step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lag = 1 if device.type == "cuda" else 0
+        self._clock: _Clock = _GpuClock(device) if device.type == "cuda" else _HostClock()
+        self._waiting: deque[tuple[int, Callable[[], StepMeasures]]] = deque()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._clock.start()
+
+    def end(self, step: int, values: Mapping[str, Tensor | float]) -> None:
+        """The step's work is under way, or done; ``values`` are scalars."""
+        known = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
+        tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
+        seconds, fetch = self._clock.stop(), self._fetch(list(tensors.values()))
+
+        def measures() -> StepMeasures:
+            fetched = dict(zip(tensors, fetch(), strict=True))
+            return StepMeasures(step, seconds(), {name: (known | fetched)[name] for name in values})
+
+        self._waiting.append((step, measures))
+
+    def due(self, step: int) -> list[StepMeasures]:
+        """Those that are to be looked at after step ``step``, oldest first: all but the newest on a GPU."""
+        return self._until(step - self._lag)
+
+    def rest(self) -> list[StepMeasures]:
+        """All that have not been handed over, waiting for them: before a checkpoint, an evaluation and the end."""
+        return self._until(self._waiting[-1][0]) if self._waiting else []
+
+    def _until(self, last: int) -> list[StepMeasures]:
+        found = []
+        while self._waiting and self._waiting[0][0] <= last:
+            found.append(self._waiting.popleft()[1]())
+        return found
+
+    def _fetch(self, tensors: list[Tensor]) -> Callable[[], list[float]]:
+        """What waits for the values. The copy goes to pinned memory, behind the step on the same stream."""
+        if self._device.type != "cuda" or not tensors:
+            values = [float(tensor) for tensor in tensors]
+            return lambda: values
+        stacked = torch.stack([tensor.to(self._device, torch.float64) for tensor in tensors])
+        host = torch.empty(len(tensors), dtype=torch.float64, pin_memory=True).copy_(stacked, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+
+        def wait() -> list[float]:
+            copied.synchronize()
+            return host.tolist()
+
+        return wait
+
+
+class _HostClock:
+    def start(self) -> None:
+        self._began = time.perf_counter()
+
+    def stop(self) -> Callable[[], float]:
+        seconds = time.perf_counter() - self._began
+        return lambda: seconds
+
+
+class _GpuClock:
+    """Between two moments of the stream, which the host reaches earlier."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+
+    def start(self) -> None:
+        self._began = self._moment()
+
+    def stop(self) -> Callable[[], float]:
+        began, ended = self._began, self._moment()
+
+        def seconds() -> float:
+            ended.synchronize()
+            return began.elapsed_time(ended) / 1e3
+
+        return seconds
+
+    def _moment(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+
+_Clock = _HostClock | _GpuClock
