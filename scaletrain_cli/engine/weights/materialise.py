@@ -31,7 +31,7 @@ def materialise(
 ) -> None:
     """Replace each parameter on the meta device by a real one from ``source``, fp32 on ``device``.
 
-    Its attributes and its ties stay. ``partition`` is called with each module whose own parameters have become real.
+    Its attributes and its ties stay. Buffers, which must have values already, are moved. ``partition`` is called with each module whose own parameters have become real.
     Collective when ``partition`` is: every rank of its group walks the same modules.
     """
     real: dict[nn.Parameter, nn.Parameter] = {}
@@ -47,6 +47,8 @@ def materialise(
                     values = _whole(outline, path, source)
                 real[outline] = _real(outline, path, values, device)
             setattr(module, name, real[outline])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
         if partition is not None:
             partition(module)
 

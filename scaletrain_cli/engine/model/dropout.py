@@ -1,0 +1,122 @@
+"""Dropout whose masks depend on what is dropped and on nothing else: not on the layout, nor on what ran before.
+
+Each decision is a few bits of a counter-based generator, a pure function of (seed, site, sample, position or head and
+query, channel or key), so that any slice of a mask can be computed anywhere, and recomputed in the backward pass. The
+generator is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), its
+mixer Stafford's variant 13. Knows no distribution; a rank that holds some of the heads is told the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from scaletrain_cli.engine.model.attention import causal_attention
+
+_LANES = 4  # decisions per 64-bit word; 16 bits state a probability to within 1/131072
+_LANE_VALUES = 2**16
+
+
+class _Keyed(nn.Module):
+    """``p``: the probability; off in evaluation. ``key``: scalar int64, see give_dropout_keys.
+
+    A tensor, because torch.compile would compile anew for each number.
+    """
+
+    key: Tensor
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+        self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
+
+
+class KeyedDropout(_Keyed):
+    """Drops channels of hidden states."""
+
+    def forward(self, x: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
+        """x [batch, length, channels] of these positions [length] in the whole sequence.
+
+        samples [batch]: which sequences of the run these are; the same number twice would drop the same channels.
+        """
+        if not self.training or self.p == 0:
+            return x
+        rows = _split(_split(self.key, samples).unsqueeze(1), positions)
+        return _drop(x, rows, self.p)
+
+
+class AttentionWithDropout(_Keyed):
+    """Causal attention, [batch, heads, length, head_dim], that drops weights; no fused kernel has our masks.
+
+    ``first_head``: the whole model's number of this rank's first query head. Fused in evaluation.
+    """
+
+    def __init__(self, p: float, first_head: int = 0) -> None:
+        super().__init__(p)
+        self.first_head = first_head
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, samples: Tensor) -> Tensor:
+        """All of them over whole sequences; key and value may have fewer heads."""
+        if not self.training or self.p == 0:
+            return causal_attention(query, key, value)
+        batch, heads, length, head_dim = query.shape
+        grouped = query.view(batch, key.shape[1], -1, length, head_dim)
+        scores = grouped @ key.unsqueeze(2).transpose(-1, -2) * head_dim**-0.5
+        later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
+        numbers = torch.arange(self.first_head, self.first_head + heads, device=query.device)
+        rows = _split(_split(self.key, samples).unsqueeze(1), numbers)
+        rows = _split(rows.unsqueeze(2), torch.arange(length, device=query.device))
+        dropped = _drop(weights, rows.view(weights.shape[:-1]), self.p)
+        return (dropped @ value.unsqueeze(2)).view(query.shape)
+
+
+def attention_core(p: float) -> Callable[..., Tensor]:
+    """What an attention module calls on query, key, value and samples."""
+    return AttentionWithDropout(p) if p else causal_attention
+
+
+def give_dropout_keys(model: nn.Module, seed: int) -> None:
+    """Tell each place that drops from the others, by its name in the model. Call it before anything is wrapped."""
+    for name, module in model.named_modules():
+        if isinstance(module, _Keyed):
+            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+            module.key = torch.tensor(int.from_bytes(digest, "big", signed=True), device="cpu")
+
+
+def _drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
+    """Zero a share ``p`` of the last dimension, by the keys ``rows`` of all others, and scale what is left."""
+    threshold = round(p * _LANE_VALUES)
+    count = x.shape[-1]
+    words = _split(rows.unsqueeze(-1), torch.arange(-(-count // _LANES), device=x.device))
+    keep = words.view(torch.int16)[..., :count] >= threshold - _LANE_VALUES // 2  # signed, hence the half
+    return torch.where(keep, x, 0.0) * (_LANE_VALUES / (_LANE_VALUES - threshold))
+
+
+def _split(key: Tensor, index: Tensor) -> Tensor:
+    """Outputs number ``index`` of the generator that starts from ``key``, keys again; int64, which wraps around."""
+    return _mix(key + (index + 1) * _GAMMA)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection in which each bit of the input moves half of the output's."""
+    x = (x ^ _shift(x, 30)) * _FIRST
+    x = (x ^ _shift(x, 27)) * _SECOND
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """To the right, filling with zeros: torch has no such shift of a signed integer."""
+    return (x >> bits) & ((1 << 64 - bits) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)
