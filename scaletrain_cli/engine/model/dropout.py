@@ -31,7 +31,8 @@ class _Keyed(nn.Module):
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
-        self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
+        key = torch.zeros((), dtype=torch.int64, device="cpu")  # has a value even in a model on the meta device
+        self.register_buffer("key", key, persistent=False)
 
 
 class KeyedDropout(_Keyed):

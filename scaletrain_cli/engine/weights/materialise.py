@@ -5,13 +5,12 @@ With ZeRO-3 each module is sharded as soon as it is real, so that no rank ever h
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.model.mixture import Experts
 from scaletrain_cli.engine.parallel.cuts import Cut, cut_of
 
 
@@ -31,8 +30,9 @@ def materialise(
 ) -> None:
     """Replace each parameter on the meta device by a real one from ``source``, fp32 on ``device``.
 
-    Its attributes and its ties stay. Buffers, which must have values already, are moved. ``partition`` is called with each module whose own parameters have become real.
-    Collective when ``partition`` is: every rank of its group walks the same modules.
+    Its attributes and its ties stay. Buffers, which must have values already, are moved. ``partition`` is called with
+    each module whose own parameters have become real. Collective when ``partition`` is: every rank of its group walks
+    the same modules.
     """
     real: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -40,12 +40,11 @@ def materialise(
             if not outline.is_meta:
                 continue
             if outline not in real:
-                path = f"{prefix}.{name}" if prefix else name
-                if isinstance(module, Experts):
-                    values = _stack(outline, prefix, module.matrices(name), source)
-                else:
-                    values = _whole(outline, path, source)
-                real[outline] = _real(outline, path, values, device)
+                values = torch.empty(outline.shape, device=device)
+                for matrix in _matrices(module, prefix, name, outline):
+                    _fill(values[matrix.place], matrix, source)
+                real[outline] = nn.Parameter(values, requires_grad=outline.requires_grad)
+                real[outline].__dict__.update(outline.__dict__)  # the cut, and DeepSpeed's marks
             setattr(module, name, real[outline])
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
@@ -53,28 +52,47 @@ def materialise(
             partition(module)
 
 
-def _whole(outline: nn.Parameter, name: str, source: WeightSource) -> Tensor:
-    cut = cut_of(outline)
-    whole_shape = tuple(outline.shape) if cut is None else cut.whole_shape(outline.shape)
-    return source.read(name, whole_shape, cut)
+def named_matrices(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and whole shape of all that ``materialise`` would read."""
+    seen: set[nn.Parameter] = set()
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in seen:
+                seen.add(parameter)
+                for matrix in _matrices(module, prefix, name, parameter):
+                    yield matrix.name, matrix.whole_shape
 
 
-def _stack(outline: nn.Parameter, prefix: str, matrices: list[list[str]], source: WeightSource) -> Tensor:
-    """Several matrices of the files as one parameter [members, rows, columns]; see Experts."""
-    cut = cut_of(outline)
-    cut = cut and Cut(cut.dim - 1, cut.ranks, cut.rank)  # of each of them
-    shape = torch.Size((outline.shape[1] // len(matrices[0]), outline.shape[2]))
-    whole_shape = tuple(shape) if cut is None else cut.whole_shape(shape)
-    members = ([source.read(f"{prefix}.{name}", whole_shape, cut) for name in joined] for joined in matrices)
-    return torch.stack([torch.cat(member) for member in members])
+class _Matrix(NamedTuple):
+    """What a source has under one name, and which part of a parameter that is."""
+
+    name: str
+    whole_shape: tuple[int, ...]
+    cut: Cut | None
+    place: tuple[Any, ...]
 
 
-def _real(outline: nn.Parameter, name: str, values: Tensor, device: torch.device) -> nn.Parameter:
-    if values.shape != outline.shape:
-        raise ValueError(f"{name}: {tuple(values.shape)} values for a parameter of {tuple(outline.shape)}")
-    parameter = nn.Parameter(values.to(device, torch.float32), requires_grad=outline.requires_grad)
-    parameter.__dict__.update(outline.__dict__)  # the cut, and DeepSpeed's marks
-    return parameter
+def _fill(place: Tensor, matrix: _Matrix, source: WeightSource) -> None:
+    piece = source.read(matrix.name, matrix.whole_shape, matrix.cut)
+    if piece.shape != place.shape:  # copy_ would broadcast
+        raise ValueError(f"{matrix.name}: {tuple(piece.shape)} values for {tuple(place.shape)}")
+    place.copy_(piece)
+
+
+def _matrices(module: nn.Module, prefix: str, name: str, parameter: nn.Parameter) -> Iterator[_Matrix]:
+    """One, but several where a module says that its parameters are stacks of them (see mixture.Experts.matrices)."""
+    path, cut = f"{prefix}." if prefix else "", cut_of(parameter)
+    shape = tuple(parameter.shape) if cut is None else cut.whole_shape(parameter.shape)
+    matrices: Callable[[str], list[list[str]]] | None = getattr(module, "matrices", None)
+    if matrices is None:
+        yield _Matrix(path + name, shape, cut, (...,))
+        return
+    for index, joined in enumerate(matrices(name)):
+        rows = parameter.shape[1] // len(joined)
+        whole_shape = (shape[1] // len(joined), *shape[2:])
+        part = None if cut is None else Cut(cut.dim - 1, cut.ranks, cut.rank)
+        for number, matrix in enumerate(joined):
+            yield _Matrix(path + matrix, whole_shape, part, (index, slice(number * rows, (number + 1) * rows)))
 
 
 def zero3_partition(config: dict[str, Any], mpu: Any, dtype: torch.dtype) -> Partition:
