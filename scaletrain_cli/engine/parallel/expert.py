@@ -1,0 +1,214 @@
+"""Expert parallelism: each rank holds some of a layer's experts, and tokens travel to theirs and back (GShard,
+arXiv:2006.16668). The only place that knows how experts are cut, and what DeepSpeed must be told of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from scaletrain_cli.engine.model.mixture import Experts, Routing, by_expert, combine, mixtures, rows_of
+from scaletrain_cli.engine.parallel.collectives import copy_to_ranks, sum_over_ranks
+from scaletrain_cli.engine.parallel.cuts import Cut, mark
+from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
+
+
+def cut_experts(model: nn.Module, mesh: Mesh) -> None:
+    """Keep this rank's experts of a model on the meta device, and of each its part of the intermediate channels.
+
+    Collective.
+    """
+    shards = None if mesh.expert.group is None else _same_pieces(mesh)
+    for mixture in mixtures(model):
+        _cut(mixture.experts, mesh, shards)
+        mixture.dispatch = DispatchOverRanks(mesh.expert, mesh.tensor)
+        if mesh.sequence.group is not None:
+            mixture.tally = TallyOverRanks(mesh.sequence)
+
+
+def _cut(experts: Experts, mesh: Mesh, shards: dist.ProcessGroup | None) -> None:
+    expert, tensor = mesh.expert, mesh.tensor
+    held = len(experts.members) // expert.size
+    experts.members = experts.members[expert.rank * held : (expert.rank + 1) * held]
+    for name, dim in (("gate_up_proj", 1), ("down_proj", 2)):
+        piece = getattr(experts, name)[experts.members.start : experts.members.stop]
+        cut = Cut(dim, tensor.size, tensor.rank, parts=len(experts.joined[name]) if dim == 1 else 1)
+        parameter = nn.Parameter(cut.take(piece))
+        if tensor.group is not None:
+            mark(parameter, cut)
+        if shards is not None:
+            _mark_for_deepspeed(parameter, expert, shards)
+        setattr(experts, name, parameter)
+
+
+class DispatchOverRanks:
+    """Tokens to the ranks of their experts and back; what the tensor ranks' channels make of them is added up."""
+
+    def __init__(self, expert: Axis, tensor: Axis) -> None:
+        self._expert, self._tensor = expert, tensor
+
+    def __call__(self, experts: Experts, tokens: Tensor, routing: Routing) -> Tensor:
+        """Weighted sum of what each token's experts make of it; tokens and result [n, hidden]."""
+        # Each tensor rank has part of every expert, so of the gradients of tokens and weights, too.
+        tokens = copy_to_ranks(tokens, self._tensor)
+        routing = routing._replace(weights=copy_to_ranks(routing.weights, self._tensor))
+        order, counts = by_expert(routing, len(experts.members) * self._expert.size)
+        rows = self._through(experts, rows_of(tokens, order, routing), counts)
+        return sum_over_ranks(combine(rows, order, routing), self._tensor)
+
+    def _through(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+        """What the experts make of rows sorted by expert, of which ``counts`` [experts] are each one's."""
+        if self._expert.group is None:
+            return experts(rows, counts)  # type: ignore[no-any-return]
+        held = len(experts.members)
+        outgoing = counts.view(self._expert.size, held)
+        incoming = torch.empty_like(outgoing)
+        dist.all_to_all_single(incoming, outgoing, group=self._expert.group)
+        send, receive = torch.stack((outgoing.sum(1), incoming.sum(1))).tolist()  # the one wait for the device
+        arrived = _send(rows, send, receive, self._expert)
+        # They come rank by rank, and from each sorted by expert.
+        numbers = torch.arange(held, device=rows.device).repeat(self._expert.size)
+        order = numbers.repeat_interleave(incoming.flatten(), output_size=len(arrived)).argsort(stable=True)
+        done = experts(arrived.index_select(0, order), incoming.sum(0))
+        return _send(done.index_select(0, order.argsort()), receive, send, self._expert)
+
+
+class TallyOverRanks:
+    """Loads of sequences that lie in parts on several ranks."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+
+    def __call__(self, load: Tensor) -> tuple[Tensor, Tensor]:
+        """Of loads [batch, experts]: those of earlier parts of the sequences, and those of all."""
+        parts = [torch.empty_like(load) for _ in range(self._axis.size)]
+        dist.all_gather(parts, load, group=self._axis.group)
+        loads = torch.stack(parts)
+        return loads[: self._axis.rank].sum(0), loads.sum(0)
+
+
+def _send(rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
+    return _Send.apply(rows, send, receive, axis.group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Send(Function):
+    """``send`` rows to each rank, ``receive`` rows from each; their gradients travel back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _swap(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _swap(gradient, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def _swap(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    arrived = rows.new_empty(sum(receive), rows.shape[-1])
+    dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
+    return arrived
+
+
+def is_cut_over_experts(parameter: nn.Parameter) -> bool:
+    """Whether other expert ranks hold other experts in this place, so that it counts on each of them in a norm."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def with_expert_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups with those of experts apart, because DeepSpeed shards them over fewer ranks; no empty ones."""
+    split: list[dict[str, Any]] = []
+    for cut in (False, True):
+        for group in groups:
+            members = [parameter for parameter in group["params"] if is_cut_over_experts(parameter) == cut]
+            if members:
+                expert = {"moe": True, "name": members[0].group_name} if cut else {}
+                split.append({**group, "params": members, **expert})
+    return split
+
+
+def announce_experts(model: nn.Module, mesh: Mesh) -> None:
+    """Tell DeepSpeed, before ``deepspeed.initialize``, that experts are cut, and over which ranks. Collective."""
+    if mesh.expert.group is None:
+        return
+    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+    from deepspeed.utils import groups
+
+    class Sign(AutoEPMoELayer):  # type: ignore[misc]
+        """All that DeepSpeed looks for: an instance of its own layer. An older one, MoE, is refused by ZeRO-3."""
+
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.num_experts = mesh.expert.size
+
+        def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None:
+            """The groups are there already."""
+
+    name = _group_name(mesh.expert)
+    groups._get_expert_parallel_group_dict()[name] = _different_pieces(mesh)
+    cut = next(parameter for parameter in model.parameters() if is_cut_over_experts(parameter))
+    groups._get_expert_data_parallel_group_dict()[name] = cut.__dict__["ds_zero_partition_process_group"]
+    model.add_module("deepspeed_expert_parallel", Sign())
+
+
+@contextmanager
+def experts_in_shards(engine: Any) -> Iterator[None]:
+    """While DeepSpeed saves or loads: let the shards of ZeRO, which hold every rank's experts, be all there is.
+
+    It would write files per expert, from its own layers.
+    """
+    has_experts, engine.has_moe_layers = engine.has_moe_layers, False
+    try:
+        yield
+    finally:
+        engine.has_moe_layers = has_experts
+
+
+def take_experts_from_shards(engine: Any) -> None:
+    """After loading: the file of weights holds the experts of rank 0 only, the fp32 shards hold each rank's."""
+    if engine.has_moe_layers and engine.zero_optimization_stage() < 3:
+        engine.optimizer.update_lp_params()
+
+
+def _mark_for_deepspeed(piece: nn.Parameter, expert: Axis, shards: dist.ProcessGroup) -> None:
+    """DeepSpeed's attributes: of stages 0 to 2 the first two, of stage 3 the others."""
+    name = _group_name(expert)
+    piece.__dict__.update(
+        allreduce=False,
+        group_name=name,
+        ds_zero_placement_family="autoep_expert",
+        ds_zero_partition_group_name=name,
+        ds_zero_partition_process_group=shards,
+    )
+
+
+def _group_name(expert: Axis) -> str:
+    return f"ep_size_{expert.size}"
+
+
+def _same_pieces(mesh: Mesh) -> dist.ProcessGroup:
+    """The ranks that ZeRO shards a rank's experts over: a group even where one is alone with them."""
+    if mesh.expert_replicas.group is not None:
+        return mesh.expert_replicas.group
+    return _own_group(1)
+
+
+def _different_pieces(mesh: Mesh) -> dist.ProcessGroup:
+    """The ranks that hold all of a layer's experts between them, which is what DeepSpeed adds up norms over.
+
+    Tensor ranks are neighbours, and expert ranks are next to them.
+    """
+    assert mesh.expert.group is not None
+    return mesh.expert.group if mesh.tensor.group is None else _own_group(mesh.expert.size * mesh.tensor.size)
+
+
+def _own_group(size: int) -> dist.ProcessGroup:
+    """Of ``size`` neighbouring ranks, of which this is one. Collective."""
+    found = [dist.new_group(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
+    return found[dist.get_rank() // size]  # type: ignore[no-any-return]
