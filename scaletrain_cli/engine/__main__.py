@@ -37,10 +37,13 @@ def main() -> int:
 
 def _train(run: RunDir, attempt: int, flag: PreemptionFlag) -> ExitCode:
     from scaletrain_cli.engine.assembly import assemble
+    from scaletrain_cli.engine.measure.out_of_memory import reporting_out_of_memory
     from scaletrain_cli.engine.process_group import Ranks
     from scaletrain_cli.rundir.record import read_record
 
-    return assemble(run, read_record(run), Ranks.from_environment(), attempt, flag).fit(flag)
+    record, ranks = read_record(run), Ranks.from_environment()
+    with reporting_out_of_memory(run, record.plan, attempt, ranks.rank):
+        return assemble(run, record, ranks, attempt, flag).fit(flag)
 
 
 def _reason(error: Exception) -> str:
@@ -52,7 +55,8 @@ def _reason(error: Exception) -> str:
 
 
 def _leave_evidence(run: RunDir, attempt: int, rank: int, error: Exception, code: ExitCode) -> None:
-    failure = Failure(rank, _reason(error), str(error)[:2000], int(code))
+    message = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    failure = Failure(rank, _reason(error), message[:2000], int(code))
     with contextlib.suppress(OSError):  # a full disk must not turn a verdict into a crash
         write_failure(run, attempt, f"rank-{rank:05d}", failure)
 

@@ -102,7 +102,7 @@ class _GpuClock:
 
         def seconds() -> float:
             ended.synchronize()
-            return began.elapsed_time(ended) / 1e3
+            return float(began.elapsed_time(ended)) / 1e3
 
         return seconds
 

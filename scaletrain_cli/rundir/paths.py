@@ -56,6 +56,10 @@ class RunDir:
     def attempt(self, number: int) -> Path:
         return self.path / "attempts" / f"{number:04d}"
 
+    def measured(self, attempt: int) -> Path:
+        """What an attempt found its ranks to hold, beside the plan."""
+        return self.attempt(attempt) / "measured.json"
+
     def attempts(self) -> list[int]:
         """Numbers of the attempts made so far, in order."""
         folder = self.path / "attempts"

@@ -1,0 +1,107 @@
+"""The plan checked by the run: one step of each attempt is measured, and stored beside what was planned for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.measure.activations import watching_activations
+from scaletrain_cli.engine.measure.model_states import watching_model_states
+from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.engine.process_group import Agreement
+from scaletrain_cli.plan.memory.activations import stage_activation_bytes, token_activations
+from scaletrain_cli.plan.memory.states import weight_bytes
+from scaletrain_cli.plan.result import Layout, StageMemory
+from scaletrain_cli.plan.stages import local_tokens, pipeline_stages
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures, write_measured
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.spec import RunSpec
+
+# Of an attempt: the first step makes the optimizer's moments, and the allocator's first blocks.
+_MEASURED_STEP = 2
+_MODEL_STATES_AND_HOST = ("parameters", "gradients", "optimizer_states", "host")
+
+
+@dataclass
+class PlanCheck:
+    """One rank's part in the check of its attempt."""
+
+    run: RunDir
+    record: RunRecord
+    attempt: int
+    composed: Composed
+    mesh: Mesh
+    agreement: Agreement
+    device: torch.device
+    _steps: int = field(default=0, init=False)  # that this attempt has begun
+
+    @contextlib.contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Around each training step; does nothing but in the attempt's second one.
+
+        What the ranks hold then is gathered on rank 0 and stored. Collective.
+        """
+        self._steps += 1
+        if self._steps != _MEASURED_STEP:
+            yield
+            return
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        with watching_model_states(self.composed.engine) as states, watching_activations(self.composed.model) as saved:
+            yield
+        assert states.bytes is not None
+        held = {name: getattr(states.bytes, name) for name in _MODEL_STATES_AND_HOST}
+        if saved.bytes is not None:
+            held["activations"] = saved.bytes
+        if on_gpu:
+            held["allocated"] = torch.cuda.max_memory_allocated(self.device)
+            held["reserved"] = torch.cuda.max_memory_reserved(self.device)
+        gathered = self.agreement.gather((self.mesh.pipeline.rank, held))
+        if gathered is not None:
+            self._store(step, gathered)
+
+    def _store(self, step: int, gathered: list[tuple[int, dict[str, int]]]) -> None:
+        planned = self.record.plan.memory.by_stage
+        measured = Measured(
+            attempt=self.attempt,
+            step=step,
+            ranks=len(gathered),
+            device=self.device.type,
+            worst=max(range(len(planned)), key=lambda stage: planned[stage].peak),
+            stages=tuple(
+                self._figures(stage, [held for at, held in gathered if at == stage]) for stage in range(len(planned))
+            ),
+        )
+        states = measured.model_states
+        with contextlib.suppress(OSError):  # a full disk costs the figures, not the run
+            write_measured(self.run, measured)
+        record_event(
+            self.run, "measured", step=step, attempt=self.attempt, model_states=states.measured, planned=states.planned
+        )
+
+    def _figures(self, stage: int, ranks: list[dict[str, int]]) -> StageFigures:
+        planned = _planned(self.record.spec, self.record.plan.layout, stage, self.record.plan.memory.by_stage[stage])
+        worst = {name: max(held[name] for held in ranks) for name in ranks[0]}
+        return StageFigures(
+            stage, {name: Figure(planned[name], size) for name, size in worst.items() if size or planned[name]}
+        )
+
+
+def _planned(spec: RunSpec, layout: Layout, stage: int, memory: StageMemory) -> dict[str, Any]:
+    model, tokens = spec.transformer, local_tokens(spec, layout)
+    element = weight_bytes(spec.training.precision)
+    plain = token_activations(model, element, layout.tensor_parallel, experts=False)
+    sparse = token_activations(model, element, layout.tensor_parallel) if model.num_experts else plain
+    cut = pipeline_stages(spec, layout.pipeline_parallel)[stage]
+    mode = layout.activation_checkpointing
+    saved = stage_activation_bytes(plain, tokens, cut.dense, mode, 1)
+    saved += stage_activation_bytes(sparse, tokens, cut.blocks - cut.dense, mode, 1)
+    return vars(memory) | {"activations": saved}

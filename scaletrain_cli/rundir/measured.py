@@ -1,0 +1,91 @@
+"""attempts/NNNN/measured.json: what a run holds in memory, measured once per attempt beside what its plan says."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.paths import RunDir
+
+SCHEMA = "scaletrain.measured/v1"
+# The figures that are counted from tensors and hence must equal the plan's.
+MODEL_STATES = ("parameters", "gradients", "optimizer_states")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Bytes on one rank."""
+
+    planned: int
+    measured: int
+
+    @property
+    def difference(self) -> float | None:
+        """Measured beyond planned, as a share of planned; None where nothing was planned."""
+        return self.measured / self.planned - 1 if self.planned else None
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """Of the worst rank of a pipeline stage, figure by figure.
+
+    parameters, gradients, optimizer_states; ``activations``: kept by the stage's blocks for one micro-batch. Where
+    there is something: ``host``, offloaded; ``allocated`` and ``reserved``: the most in tensors, and in the allocator,
+    during the step, on a GPU.
+    """
+
+    stage: int
+    figures: dict[str, Figure]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one optimizer step of an attempt. ``worst`` is the stage that the plan says is fullest."""
+
+    attempt: int
+    step: int
+    ranks: int
+    device: str
+    worst: int
+    stages: tuple[StageFigures, ...]
+
+    @property
+    def model_states(self) -> Figure:
+        """The three together, on the worst stage."""
+        figures = self.stages[self.worst].figures
+        known = [figures[name] for name in MODEL_STATES]
+        return Figure(sum(figure.planned for figure in known), sum(figure.measured for figure in known))
+
+    def to_json(self) -> dict[str, Any]:
+        """As stored, each difference beside its figures."""
+        stages = [
+            {"stage": stage.stage}
+            | {
+                name: dataclasses.asdict(figure) | {"difference": figure.difference}
+                for name, figure in stage.figures.items()
+            }
+            for stage in self.stages
+        ]
+        return {"schema": SCHEMA, **dataclasses.asdict(self), "stages": stages}
+
+
+def write_measured(run: RunDir, measured: Measured) -> None:
+    """Raises OSError."""
+    write_document(run.measured(measured.attempt), measured.to_json())
+
+
+def read_measured(run: RunDir) -> Measured | None:
+    """Of the newest attempt that got so far."""
+    for attempt in reversed(run.attempts()):
+        data = read_document(run.measured(attempt))
+        if data is not None and data.get("schema") == SCHEMA:
+            stages = tuple(_stage(stage) for stage in data["stages"])
+            return Measured(attempt, data["step"], data["ranks"], data["device"], data["worst"], stages)
+    return None
+
+
+def _stage(data: dict[str, Any]) -> StageFigures:
+    figures = {name: Figure(f["planned"], f["measured"]) for name, f in data.items() if name != "stage"}
+    return StageFigures(data["stage"], figures)

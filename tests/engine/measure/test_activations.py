@@ -1,0 +1,58 @@
+"""What the blocks keep for the backward pass is what the plan counts, for every way of computing again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scaletrain_cli.engine.measure.activations import watching_activations
+from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.recompute import recompute_activations
+from scaletrain_cli.plan.memory.activations import stage_activation_bytes, token_activations
+from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec.layout import LayoutSpec
+from tests.plan.specs import model_of
+
+BATCH, LENGTH, LAYERS = 2, 64, 4
+
+
+def small(family: str, **dims: int) -> ModelSpec:
+    preset = {"llama": "llama-7b", "gpt": "gpt2"}[family]
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 80, "num_hidden_layers": LAYERS}
+    return model_of(preset, **sizes, vocab_size=64, seq_len=LENGTH, **dims)
+
+
+def model(spec: ModelSpec, mode: str, dtype: torch.dtype) -> CausalLM:
+    made = outline(spec).to_empty(device="cpu").to(dtype)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    recompute_activations(made, LayoutSpec(), mode)
+    return made
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "dims"), [("llama", {"num_key_value_heads": 2}), ("gpt", {})])
+def test_blocks_save_what_is_planned(family: str, dims: dict[str, int], dtype: torch.dtype, mode: str) -> None:
+    spec = small(family, **dims)
+    made, tokens = model(spec, mode, dtype), torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    with watching_activations(made) as saved:
+        made(tokens, tokens).backward()
+    per_token = token_activations(spec, dtype.itemsize)
+    assert saved.bytes == pytest.approx(stage_activation_bytes(per_token, BATCH * LENGTH, LAYERS, mode, 1), rel=0.05)
+
+
+def test_watching_changes_no_gradient_and_counts_the_first_pass_alone() -> None:
+    made = model(small("llama", num_key_value_heads=4), "selective", torch.float32)
+    tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 64
+    made(tokens, tokens).backward()
+    plain = [parameter.grad for parameter in made.parameters()]
+    made.zero_grad()
+    with watching_activations(made) as saved:
+        made(tokens, tokens).backward()
+        first = saved.bytes
+        made(tokens.repeat(2, 1), tokens.repeat(2, 1))
+    assert all(torch.equal(p.grad, before) for p, before in zip(made.parameters(), plain, strict=True))
+    assert saved.bytes == first
+    assert "transform" not in vars(made)
