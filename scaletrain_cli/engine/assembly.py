@@ -10,16 +10,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from scaletrain_cli.engine.checkpointing import Checkpointer
+from scaletrain_cli.engine.checkpointing import Checkpointer, Stateful
 from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences, open_dataset, prepare_dataset
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.feeding.batches import BatchReader
 from scaletrain_cli.engine.feeding.prefetch import Feed
+from scaletrain_cli.engine.late_metrics import LateMetrics
+from scaletrain_cli.engine.optimization.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict, connect
 from scaletrain_cli.engine.signals import PreemptionFlag
-from scaletrain_cli.engine.stepping import stepper
+from scaletrain_cli.engine.stepping import Stepper, stepper
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import PreemptedError, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.paths import RunDir
@@ -48,6 +50,10 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
     _seed(spec.training.seed, ranks.rank)
     mesh = build_mesh(layout)
     composed = compose(spec, layout, mesh, device, swap_folder(run.run_id))
+    drive = stepper(composed, mesh, device, spec.training)
+    average = None
+    if spec.training.averaging.name != "none":
+        average = WeightAverage(composed.engine, spec.training.averaging, spec.total_steps)
     _leave_if_asked(flag, set_up)
     faults = Faults.from_environment(ranks.rank, attempt)
     checkpointer = Checkpointer(
@@ -59,6 +65,7 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         keep=spec.checkpoint.keep,
         attempt=attempt,
         delay_seconds=faults.save_delay_seconds,
+        beside=_beside(drive, average),
     )
     masked = spec.data.loss_mask == "document_starts"
     read_train, read_validation = (
@@ -70,7 +77,9 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         ranks=ranks,
         attempt=attempt,
         device=device,
-        stepper=stepper(composed, mesh, device, spec.training.gradient_clipping),
+        model=composed.model,
+        stepper=drive,
+        average=average,
         optimizer=composed.optimizer,
         agreement=agreement,
         set_up=set_up,
@@ -79,7 +88,14 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         feed=Feed(read_train.step, device),
         validation=read_validation,
         faults=faults,
+        late=LateMetrics(device),
     )
+
+
+def _beside(drive: Stepper, average: WeightAverage | None) -> dict[str, Stateful]:
+    """What checkpoints keep besides DeepSpeed's state."""
+    parts: dict[str, Stateful | None] = {"adaptive_clip": drive.adaptive_clip, "average": average}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def swap_folder(run_id: str) -> Path:

@@ -13,12 +13,13 @@ from scaletrain_cli.rundir.paths import RunDir
 
 @dataclass(frozen=True)
 class Beginning:
-    """``step`` steps are done, ``evaluated`` if their validation loss is logged; ``losses`` are those logged so far."""
+    """``step`` steps are done, ``evaluated`` if their validation loss is logged. Losses are those logged so far."""
 
     checkpoint: Checkpoint | None
     step: int
     evaluated: bool
     losses: list[float]
+    validation_losses: list[float]
     lost_steps: int
     passed_over: list[str]
     problem: str = ""
@@ -49,6 +50,7 @@ def find_beginning(run: RunDir, folder: Path) -> Beginning:
         step=step,
         evaluated=bool(lines) and lines[-1]["step"] == step and "validation_loss" in lines[-1],
         losses=[line["loss"] for line in lines if "loss" in line],
+        validation_losses=[line["validation_loss"] for line in lines if "validation_loss" in line],
         lost_steps=max(0, (last_logged_step(run) or 0) - step),
         passed_over=passed_over,
         problem=problem,

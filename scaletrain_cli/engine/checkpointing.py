@@ -12,7 +12,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -92,6 +92,16 @@ class SnapshotWriter:
         """Part of DeepSpeed's interface."""
 
 
+class Stateful(Protocol):
+    """What a checkpoint keeps of a part that DeepSpeed does not know."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state; tensors need not be copies."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from that."""
+
+
 @dataclass
 class _Save:
     step: int
@@ -113,14 +123,20 @@ class Checkpointer:
         keep: int,
         attempt: int,
         delay_seconds: float,
+        beside: dict[str, Stateful],
     ) -> None:
+        """``beside``: what each rank keeps besides DeepSpeed's state, by name."""
         self._run, self.folder, self._engine, self._ranks, self._agreement = run, folder, engine, ranks, agreement
-        self._keep, self._attempt = keep, attempt
+        self._keep, self._attempt, self._beside = keep, attempt, beside
         self._writer = SnapshotWriter(delay_seconds)
         self._in_flight: _Save | None = None
         self.committed_step: int | None = None
         engine.checkpoint_engine = self._writer
         engine._copy_recovery_script = lambda path: None  # a conversion script per save; `export` will be a verb
+
+    @property
+    def _own_file(self) -> str:
+        return f"rank-{self._ranks.rank:05d}.pt"
 
     @property
     def writing(self) -> bool:
@@ -156,7 +172,8 @@ class Checkpointer:
         self._engine.save_checkpoint(
             str(staging.parent), tag=staging.name, save_latest=False, client_state={"scaletrain": client_state}
         )
-        self._writer.save(_random_state(self._engine.device), staging / f"random-state-rank-{self._ranks.rank:05d}.pt")
+        state = {name: part.state_dict() for name, part in self._beside.items()}
+        self._writer.save({"random": _random_state(self._engine.device), **state}, staging / self._own_file)
         self._in_flight = _Save(step, started, time.monotonic() - started)
 
     def _commit(self) -> None:
@@ -190,8 +207,10 @@ class Checkpointer:
         path, client_state = self._engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
         if path is None:  # DeepSpeed only warns and trains on from scratch
             raise ScaletrainError(f"DeepSpeed found nothing to load in {checkpoint.path}")
-        random_file = checkpoint.path / f"random-state-rank-{self._ranks.rank:05d}.pt"
-        _restore_random_state(self._writer.load(str(random_file)))
+        state = self._writer.load(str(checkpoint.path / self._own_file))
+        _restore_random_state(state["random"])
+        for name, part in self._beside.items():
+            part.load_state_dict(state[name])
         self.committed_step = checkpoint.step
         return dict(client_state["scaletrain"])
 

@@ -1,5 +1,5 @@
-"""Compose a model with the ways it is cut and run, in the one order that works: stage, tensor, sequence, weights,
-activation checkpointing, compile, DeepSpeed. Knows no data and no training loop.
+"""Compose a model with the ways it is cut and run, in the one order that works: pipeline stage, tensor, experts,
+sequence, weights, activation checkpointing, compile, DeepSpeed. Knows no data and no training loop.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from scaletrain_cli.engine.deepspeed_engine import (
 )
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.dropout import give_dropout_keys
+from scaletrain_cli.engine.model.loss import choose_cross_entropy
 from scaletrain_cli.engine.model.recompute import recompute_activations
+from scaletrain_cli.engine.optimization.fp8 import use_fp8_linears
+from scaletrain_cli.engine.optimization.loss_scale import allow_fp16_on_cpu, mend_loss_scale
 from scaletrain_cli.engine.optimization.optimizers import build_optimizer
+from scaletrain_cli.engine.optimization.parameter_groups import parameter_groups
+from scaletrain_cli.engine.parallel.expert import announce_experts, cut_experts, with_expert_groups
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.parallel.pipeline import PipelineStage, keep_stage, pipeline_module
-from scaletrain_cli.engine.parallel.sequence import attend_over_sequence_ranks
+from scaletrain_cli.engine.parallel.sequence import attend_over_sequence_ranks, number_heads
 from scaletrain_cli.engine.parallel.tensor import cut_over_tensor_ranks
 from scaletrain_cli.engine.weights.initialise import ScaledInitialisation
-from scaletrain_cli.engine.weights.materialise import materialise, zero3_partition
+from scaletrain_cli.engine.weights.materialise import WeightSource, materialise, zero3_partition
+from scaletrain_cli.engine.weights.safetensors import SafetensorsSource
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 
@@ -46,29 +53,48 @@ def compose(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device, swa
     ``swap_folder``: on a disk of the node, for what NVMe offload takes off the device.
     """
     prepare_deepspeed(device)
-    model = outline(spec.transformer)
-    keep_stage(model, mesh.pipeline)
-    cut_over_tensor_ranks(model, mesh.tensor)
-    attend_over_sequence_ranks(model, mesh.sequence)
+    if spec.training.precision == "fp16" and device.type == "cpu":
+        allow_fp16_on_cpu()
+    model = _cut(spec, layout, mesh, device)
     unit = ModelParallelUnit.of(mesh)
     config = deepspeed_config(spec, layout, sum(parameter.numel() for parameter in model.parameters()), swap_folder)
     partition = zero3_partition(config, unit, _forward_dtype(spec)) if layout.zero_stage == 3 else None
     materialise(model, _weights(spec, model, device), device, partition)
     recompute_activations(model, spec.layout, layout.activation_checkpointing, pin_memory=device.type == "cuda")
     if spec.training.compile:
-        for block in model.blocks.values():  # each compiles once and serves all; the head's tied weight stays outside
+        for block in model.blocks.values():  # the head and the embedding, which may share a weight, stay outside
             block.compile()
-    stage = None
-    if layout.pipeline_parallel > 1:
-        stage = PipelineStage(model, mesh.pipeline)
+    stage = PipelineStage(model, mesh.pipeline) if layout.pipeline_parallel > 1 else None
     module = model if stage is None else pipeline_module(stage, mesh)
-    optimizer = build_optimizer(spec, model, layout, device)
+    announce_experts(model, mesh)
+    groups = with_expert_groups(parameter_groups(model, spec.training.optimizer.weight_decay))
+    optimizer = build_optimizer(spec, groups, layout, device)
     engine = start_deepspeed(config, module, optimizer, unit)
+    mend_loss_scale(engine)
     return Composed(model, engine, optimizer, stage)
 
 
-def _weights(spec: RunSpec, model: CausalLM, device: torch.device) -> ScaledInitialisation:
+def _cut(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> CausalLM:
+    """This rank's part of the model, on the meta device."""
+    model = outline(spec.transformer)
+    keep_stage(model, mesh.pipeline)
+    give_dropout_keys(model, spec.training.seed)
+    number_heads(model, mesh.tensor, mesh.sequence)
+    cut_over_tensor_ranks(model, mesh.tensor)
+    cut_experts(model, mesh)
+    attend_over_sequence_ranks(model, mesh.sequence)
+    if model.lm_head is not None:
+        kind = "whole" if spec.training.cross_entropy == "auto" else spec.training.cross_entropy
+        choose_cross_entropy(model.lm_head, kind, spec.training.label_smoothing, device)
+    if spec.training.precision == "fp8":
+        use_fp8_linears(model, device)
+    return model
+
+
+def _weights(spec: RunSpec, model: CausalLM, device: torch.device) -> WeightSource:
     own = spec.transformer
+    if own.weights is not None:
+        return SafetensorsSource(Path(own.weights), outline(own))
     return ScaledInitialisation(
         spec.training.seed, own.initializer_range, own.num_hidden_layers, model.residual_projections, device
     )

@@ -48,8 +48,7 @@ def deepspeed_config(spec: RunSpec, layout: Layout, parameters: int, swap_folder
         "train_batch_size": layout.global_batch_size * layout.sequence_parallel,
         "train_micro_batch_size_per_gpu": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-        # Without ZeRO it would count only the first tensor rank's parameters; there we clip ourselves.
-        "gradient_clipping": spec.training.gradient_clipping if layout.zero_stage else 0.0,
+        "gradient_clipping": 0.0,  # set before each step where it does the clipping
         "zero_optimization": {
             "stage": layout.zero_stage,
             "reduce_bucket_size": buffers.reduce_bucket_size,

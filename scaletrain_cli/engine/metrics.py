@@ -63,13 +63,14 @@ class MetricsLog:
         self._append(line)
         print(_for_people(line, self._record.spec.total_steps), flush=True)
 
-    def log_validation(self, step: int, loss: float, sequences: int) -> None:
-        """Record the validation loss after ``step`` steps, over so many sequences, as a line of its own."""
+    def log_validation(self, step: int, sequences: int, **losses: float) -> None:
+        """Record losses after ``step`` steps, over so many sequences, as a line of its own."""
         if not self._active:
             return
-        measured = {"validation_loss": loss, "validation_sequences": sequences}
+        measured = {**losses, "validation_sequences": sequences}
         self._append({"step": step, **measured, "attempt": self._attempt, "time": round(time.time(), 3)})
-        print(f"step {step:>6}/{self._record.spec.total_steps}  validation loss {loss:.4f}", flush=True)
+        shown = "  ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items())
+        print(f"step {step:>6}/{self._record.spec.total_steps}  {shown}", flush=True)
 
     def _append(self, line: dict[str, Any]) -> None:
         append_line(self._run.metrics, line)

@@ -5,8 +5,9 @@ Knows what a micro-batch is, and neither where it comes from nor what is decided
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,46 +15,83 @@ from torch import Tensor
 
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.feeding.batches import MicroBatch
+from scaletrain_cli.engine.model.mixture import scale_router_losses
+from scaletrain_cli.engine.optimization.clipping import AdaptiveClip, clip_elements
+from scaletrain_cli.engine.optimization.loss_scale import loss_scale, step_was_skipped
 from scaletrain_cli.engine.parallel.gradient_norm import clip, gradient_norm
 from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.spec import TrainingSpec
 
 
 class Stepped(NamedTuple):
     """Scalars, the same on every rank: mean loss over the global batch in nats, gradient norm before clipping.
 
-    An update whose gradient is not finite was not applied.
+    An update whose gradient is not finite was not applied. ``skipped``: it was, because fp16 overflowed.
     """
 
     loss: Tensor
     grad_norm: Tensor | float
+    skipped: bool
 
 
-class Stepper(Protocol):
+class Stepper(ABC):
     """How a step is run. Every method is collective."""
+
+    def __init__(self, composed: Composed, training: TrainingSpec) -> None:
+        self._composed, self._engine = composed, composed.engine
+        self._fp16 = training.precision == "fp16"
+        self._by_norm = training.gradient_clipping if training.gradient_clipping_by == "norm" else 0.0
+        by_value = training.gradient_clipping_by == "value" and training.gradient_clipping > 0
+        if by_value:
+            clip_elements(composed.optimizer, training.gradient_clipping)
+        adaptive = training.gradient_clipping_by == "adaptive"
+        self.adaptive_clip = AdaptiveClip(training.gradient_clipping) if adaptive else None
 
     def train(self, batches: Sequence[MicroBatch], *, poisoned: bool = False) -> Stepped:
         """Forward, backward and update over one global batch. ``poisoned``: make this rank's gradient NaN."""
+        scale_router_losses(self._composed.model, self.loss_scale / len(batches))
+        loss, norm = self._train(batches, self._largest_norm(), poisoned)
+        if self.adaptive_clip is not None:
+            self.adaptive_clip.observe(float(norm))
+        return Stepped(loss, norm, self._fp16 and step_was_skipped(self._engine))
 
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by before its backward pass; 1 but for fp16."""
+        return loss_scale(self._engine) if self._fp16 else 1.0
+
+    def _largest_norm(self) -> float:
+        """Of the next update; 0 for any. DeepSpeed is told where it does the clipping, from stage 1 on."""
+        largest = self._by_norm if self.adaptive_clip is None else self.adaptive_clip.threshold()
+        if self._engine.zero_optimization_stage() > 0:
+            self._engine.optimizer.clip_grad = largest
+        return largest
+
+    @abstractmethod
+    def _train(self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool) -> tuple[Tensor, Any]:
+        """Mean loss and gradient norm."""
+
+    @abstractmethod
     def validation_loss(self, batch: MicroBatch) -> Tensor:
         """Mean loss of one micro-batch over all replicas, on every rank."""
 
 
-def stepper(composed: Composed, mesh: Mesh, device: torch.device, max_norm: float) -> Stepper:
-    """What drives the composed model; ``max_norm`` is what gradients are clipped to, 0 for not at all."""
+def stepper(composed: Composed, mesh: Mesh, device: torch.device, training: TrainingSpec) -> Stepper:
+    """What drives the composed model."""
     if composed.stage is not None:
-        return Pipelined(composed)
-    return WholeModel(composed, mesh, device, max_norm)
+        return Pipelined(composed, training)
+    return WholeModel(composed, training, mesh, device)
 
 
-class WholeModel:
+class WholeModel(Stepper):
     """Every rank runs all layers: DeepSpeed with ZeRO 0 to 3, and tensor or sequence parallelism within them."""
 
-    def __init__(self, composed: Composed, mesh: Mesh, device: torch.device, max_norm: float) -> None:
-        self._engine, self._mesh, self._device, self._max_norm = composed.engine, mesh, device, max_norm
+    def __init__(self, composed: Composed, training: TrainingSpec, mesh: Mesh, device: torch.device) -> None:
+        super().__init__(composed, training)
+        self._mesh, self._device = mesh, device
 
-    def train(self, batches: Sequence[MicroBatch], *, poisoned: bool = False) -> Stepped:
-        total = torch.zeros((), device=self._device)
-        norm: Tensor | float = 0.0
+    def _train(self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool) -> tuple[Tensor, Any]:
+        total, norm = torch.zeros((), device=self._device), 0.0
         for batch in batches:
             loss = self._loss(batch)
             if poisoned:
@@ -61,12 +99,12 @@ class WholeModel:
             total += loss.detach()
             self._engine.backward(loss)
             if self._engine.is_gradient_accumulation_boundary():
-                norm = self._update()
+                norm = self._update(largest_norm)
             else:
                 self._engine.step()  # which only counts
-        return Stepped(_mean(total / len(batches), self._mesh.replicas.group), norm)
+        return _mean(total / len(batches), self._mesh.replicas.group), norm
 
-    def _update(self) -> Tensor | float:
+    def _update(self, largest_norm: float) -> Any:
         """Clip and apply the accumulated gradient; its norm before clipping. One that is not finite is not applied.
 
         DeepSpeed sees to that from stage 1 on; stage 0 in fp32 neither looks nor reports.
@@ -74,11 +112,11 @@ class WholeModel:
         engine = self._engine
         if engine.zero_optimization_stage() > 0:
             engine.step()
-            return engine.get_global_grad_norm()  # type: ignore[no-any-return]
+            return engine.get_global_grad_norm()
         parameters = list(engine.module.parameters())
         norm = gradient_norm(parameters, self._mesh)
         if torch.isfinite(norm):
-            clip(parameters, norm, self._max_norm)
+            clip(parameters, norm, largest_norm)
             engine.step()
         return norm
 
@@ -92,24 +130,22 @@ class WholeModel:
         return self._engine(batch.tokens, batch.labels, batch.positions, batch.samples, batch.divisor)  # type: ignore[no-any-return]
 
 
-class Pipelined:
+class Pipelined(Stepper):
     """Every rank runs its stage of the layers, one forward and one backward in turn, under ZeRO-1."""
 
-    def __init__(self, composed: Composed) -> None:
-        assert composed.stage is not None
-        self._engine, self._stage = composed.engine, composed.stage
-
-    def train(self, batches: Sequence[MicroBatch], *, poisoned: bool = False) -> Stepped:
-        self._stage.poisoned = poisoned
+    def _train(self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool) -> tuple[Tensor, Any]:
+        assert self._composed.stage is not None
+        self._composed.stage.poisoned = poisoned
         loss = self._engine.train_batch(self._feed(batches))
-        return Stepped(loss, self._engine.get_global_grad_norm())
+        return loss, self._engine.get_global_grad_norm()
 
     def validation_loss(self, batch: MicroBatch) -> Tensor:
         return self._engine.eval_batch(self._feed([batch]), num_micro_batches=1)  # type: ignore[no-any-return]
 
     def _feed(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[Any, Any]]:
         """Tokens for the first stage and labels for the last, which DeepSpeed asks for; every stage knows the rest."""
-        self._stage.expect(batches)
+        assert self._composed.stage is not None
+        self._composed.stage.expect(batches)
         return iter([(batch.tokens, (batch.labels, _divisor(batch))) for batch in batches])
 
 

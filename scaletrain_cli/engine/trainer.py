@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from scaletrain_cli.engine.beginning import Beginning, find_beginning
 from scaletrain_cli.engine.checkpointing import Checkpointer
@@ -15,7 +16,13 @@ from scaletrain_cli.engine.dataset import DatasetInfo
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.feeding.batches import BatchReader
 from scaletrain_cli.engine.feeding.prefetch import Feed
+from scaletrain_cli.engine.garbage import GarbageCollection
+from scaletrain_cli.engine.late_metrics import LateMetrics, StepMeasures
 from scaletrain_cli.engine.metrics import MetricsLog
+from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.mixture import routing_measures
+from scaletrain_cli.engine.optimization.averaging import WeightAverage
+from scaletrain_cli.engine.optimization.early_stopping import should_stop
 from scaletrain_cli.engine.optimization.schedules import learning_rate
 from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict
 from scaletrain_cli.engine.signals import PreemptionFlag
@@ -40,7 +47,9 @@ class Trainer:
     ranks: Ranks
     attempt: int
     device: torch.device
+    model: CausalLM
     stepper: Stepper
+    average: WeightAverage | None
     optimizer: torch.optim.Optimizer
     agreement: Agreement
     set_up: Agreement  # for what takes longer than a hang
@@ -49,34 +58,44 @@ class Trainer:
     feed: Feed
     validation: BatchReader
     faults: Faults
+    late: LateMetrics
+    _watch: SpikeWatch = field(init=False)
+    _validation_losses: list[float] = field(init=False)
 
     def fit(self, flag: PreemptionFlag) -> ExitCode:
         """Train from the newest checkpoint to the last step, or until a signal asks to leave."""
         spec, total = self.record.spec, self.record.spec.total_steps
         checkpoint_steps = self._checkpoint_interval()
         begin = self.resume()
-        step, evaluated, watch = begin.step, begin.evaluated, self._spike_watch(begin.losses)
-        with MetricsLog(self.run, self.record, self.ranks.rank, self.attempt, self.device) as metrics:
+        step, evaluated, last = begin.step, begin.evaluated, total
+        self._watch, self._validation_losses = self._spike_watch(begin.losses), list(begin.validation_losses)
+        with (
+            MetricsLog(self.run, self.record, self.ranks.rank, self.attempt, self.device) as metrics,
+            GarbageCollection() as garbage,
+            contextlib.closing(self.feed),
+        ):
+            if evaluated and self._should_stop():
+                last = step
             while not self._asked_to_leave(flag):
-                if step > begin.step and (step % checkpoint_steps == 0 or step == total):
+                if step > begin.step and (step % checkpoint_steps == 0 or step == last):
+                    self._note(self.late.rest(), metrics)
                     self.save(step, wait=not spec.checkpoint.asynchronous)
                 if self._evaluation_is_due(step) and not evaluated:
+                    self._note(self.late.rest(), metrics)
                     evaluated = self.evaluate(step, metrics, flag)
                     if not evaluated:
                         continue
-                if step == total:
+                    if self._should_stop():
+                        last = step
+                if step == last:
                     break
                 step, evaluated = step + 1, False
-                started = time.perf_counter()
-                measured = self._step_or_commit(step)
-                seconds = time.perf_counter() - started
-                if (median := watch.median_if_spike(measured["loss"])) is not None:
-                    self._event("spike", step=step, loss=measured["loss"], median=median)
-                if step % spec.tracking.log_every == 0 or step in (1, total):
-                    tokens = spec.training.global_batch_size * spec.transformer.seq_len
-                    metrics.log(step, tokens=tokens, step_seconds=seconds, **measured)
+                self.step(step)
+                self._note(self.late.due(step), metrics)
+                garbage.after_step(step)
+            self._note(self.late.rest(), metrics)
             self.save(step, wait=True)
-            done = step == total and (evaluated or not self._evaluation_is_due(step))
+            done = step == last and (evaluated or not self._evaluation_is_due(step))
             self._event("finished" if done else "preempted", step=step)
         return ExitCode.DONE if done else ExitCode.PREEMPTED
 
@@ -87,31 +106,50 @@ class Trainer:
         self.checkpointer.settle(anyone_writing)
         return verdict is Verdict.PREEMPT
 
-    def _step_or_commit(self, step: int) -> dict[str, float]:
-        """One step; when all ranks give up on it together, what was saved before is still committed."""
-        try:
-            return self.step(step)
-        except NonFiniteGradientError:
-            self.checkpointer.finish()
-            raise
-
-    def step(self, step: int) -> dict[str, float]:
-        """Optimizer step ``step`` (1-based): mean loss over the global batch, gradient norm before clipping, rate."""
-        training = self.record.spec.training
+    def step(self, step: int) -> None:
+        """Optimizer step ``step`` (1-based). What it measured comes out of ``late`` when it is there."""
         self.faults.before_step(step)
-        rate = learning_rate(step, self.record.spec.total_steps, training)
+        rate = learning_rate(step, self.record.spec.total_steps, self.record.spec.training)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.late.begin()
+        scale = self.stepper.loss_scale
         stepped = self.stepper.train(self.feed.take(step), poisoned=self.faults.poisons_gradient(step))
-        mean, norm = stepped.loss.item(), float(stepped.grad_norm)
-        if not math.isfinite(norm) or not math.isfinite(mean):
-            raise NonFiniteGradientError(
-                f"step {step}: loss {mean}, gradient norm {norm}. The update was not applied; the newest checkpoint is "
-                f"sound. Lower the learning rate, lengthen the warm-up, or look at the batch."
-            )
-        if step == 1:
-            self._report_first_loss(mean)
-        return {"loss": mean, "grad_norm": norm, "learning_rate": rate}
+        if self.average is not None:
+            self.average.update(step)
+        measured: dict[str, Tensor | float] = {
+            "loss": stepped.loss,
+            "grad_norm": stepped.grad_norm,
+            "learning_rate": rate,
+        }
+        if (routing := routing_measures(self.model)) is not None:
+            measured |= {f"router_{name}": value for name, value in routing._asdict().items()}
+        if self.record.spec.training.precision == "fp16":
+            measured |= {"loss_scale": scale, "skipped": float(stepped.skipped)}
+        self.late.end(step, measured)
+
+    def _note(self, steps: list[StepMeasures], metrics: MetricsLog) -> None:
+        """Judge and write down what steps measured. All ranks see the same numbers and give up together."""
+        spec = self.record.spec
+        tokens = spec.training.global_batch_size * spec.transformer.seq_len
+        for step, seconds, measured in steps:
+            loss, norm = measured["loss"], measured["grad_norm"]
+            if not measured.get("skipped") and not (math.isfinite(loss) and math.isfinite(norm)):
+                self.checkpointer.finish()  # what was saved before is still good
+                raise NonFiniteGradientError(
+                    f"step {step}: loss {loss}, gradient norm {norm}. The update was not applied; the newest "
+                    f"checkpoint is sound. Lower the learning rate, lengthen the warm-up, or look at the batch."
+                )
+            if step == 1:
+                self._report_first_loss(loss)
+            if (median := self._watch.median_if_spike(loss)) is not None:
+                self._event("spike", step=step, loss=loss, median=median)
+            if step % spec.tracking.log_every == 0 or step in (1, spec.total_steps):
+                metrics.log(step, tokens=tokens, step_seconds=seconds, **measured)
+
+    def _should_stop(self) -> bool:
+        """Whether the validation losses so far say that it is no use to go on."""
+        return should_stop(self._validation_losses, self.record.spec.training.early_stopping)
 
     def _evaluation_is_due(self, step: int) -> bool:
         every = self.record.spec.evaluation.every
@@ -127,13 +165,25 @@ class Trainer:
         width = layout.micro_batch_size * layout.data_parallel
         wanted = self.record.spec.evaluation.batches * layout.global_batch_size
         rounds = min(wanted, len(self.validation.sequences)) // width
+        losses = {"validation_loss": self._mean_loss(rounds, flag)}
+        if self.average is not None:
+            with self.average.in_use():
+                losses["averaged_validation_loss"] = self._mean_loss(rounds, flag)
+        measured = {name: loss for name, loss in losses.items() if loss is not None}
+        if len(measured) < len(losses):
+            return False
+        self._validation_losses.append(measured["validation_loss"])
+        metrics.log_validation(step, rounds * width, **measured)
+        return True
+
+    def _mean_loss(self, rounds: int, flag: PreemptionFlag) -> float | None:
+        """In nats; None when a signal asked to leave on the way."""
         total = torch.zeros((), device=self.device)
         for batch in self.validation.in_order(rounds):
             if self._asked_to_leave(flag):
-                return False
+                return None
             total += self.stepper.validation_loss(batch.to(self.device))
-        metrics.log_validation(step, (total / rounds).item(), rounds * width)
-        return True
+        return (total / rounds).item()
 
     def save(self, step: int, *, wait: bool) -> None:
         """Begin a checkpoint of the state after ``step`` steps; the data position is that one number."""

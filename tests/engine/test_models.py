@@ -111,7 +111,7 @@ def test_attention_equals_the_formula_written_out() -> None:
     scores = rotate(query, tables) @ key.transpose(-1, -2) / 4
     scores = scores.masked_fill(torch.ones(32, 32, dtype=torch.bool).triu(1), -math.inf)
     expected = attention.o_proj((scores.softmax(-1) @ value).transpose(1, 2).reshape(2, 32, 64))
-    assert torch.allclose(attention(x, tables), expected, atol=1e-6)
+    assert torch.allclose(attention(x, tables, torch.arange(2)), expected, atol=1e-6)
 
 
 def test_rotary_scores_depend_on_distance_alone() -> None:

@@ -24,9 +24,9 @@ class MicroBatch(NamedTuple):
 
     tokens, labels: [micro_batch_size, local length] int64, this rank's part of each sequence; a label of -100 does not
     count. positions: [local length] int64, of these tokens in the whole sequence. samples: [micro_batch_size] int64,
-    the sequences' places in the global batch. divisor: scalar fp32, the tokens that count in the whole global batch
-    over its losses, so that the mean of all losses, each a sum over this, is the mean over those tokens; None where
-    every token counts and each loss may be a mean of its own.
+    the sequences' places in the run, no two alike. divisor: scalar fp32, the tokens that count in the whole global
+    batch over its losses, so that the mean of all losses, each a sum over this, is the mean over those tokens; None
+    where every token counts and each loss may be a mean of its own.
     """
 
     tokens: Tensor
@@ -72,8 +72,9 @@ class BatchReader:
         """What this rank trains on at optimizer step ``step`` (1-based)."""
         layout, size = self.layout, self.layout.micro_batch_size
         indices = self._indices(step, self.mesh.data.rank)
+        first = (step - 1) * layout.global_batch_size
         places = [
-            (micro * layout.data_parallel + self.mesh.data.rank) * size + offset
+            first + (micro * layout.data_parallel + self.mesh.data.rank) * size + offset
             for micro in range(len(indices))
             for offset in range(size)
         ]

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.model.attention import causal_attention
 from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.dropout import KeyedDropout, attention_core
 from scaletrain_cli.spec import ModelSpec
 
 
@@ -32,14 +32,14 @@ class Attention(nn.Module):
         width = spec.num_attention_heads * spec.head_dim
         self.c_attn = Conv1D(spec.hidden_size, 3 * width)
         self.c_proj = Conv1D(width, spec.hidden_size)
-        self.core = causal_attention
+        self.core = attention_core(spec.attention_dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, samples: Tensor) -> Tensor:
         batch, length, _ = x.shape
         query, key, value = (
             part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1)
         )
-        mixed = self.core(query, key, value)
+        mixed = self.core(query, key, value, samples)
         return self.c_proj(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
 
 
@@ -64,14 +64,16 @@ class Block(nn.Module):
         self.attn = Attention(spec)
         self.ln_2 = nn.LayerNorm(spec.hidden_size, eps=spec.norm_eps)
         self.mlp = MLP(spec)
+        self.attention_dropout = KeyedDropout(spec.hidden_dropout)
+        self.mlp_dropout = KeyedDropout(spec.hidden_dropout)
 
     @property
     def attention(self) -> nn.Module:
         return self.attn
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
+        x = x + self.attention_dropout(self.attn(self.ln_1(x), samples), positions, samples)
+        return x + self.mlp_dropout(self.mlp(self.ln_2(x)), positions, samples)  # type: ignore[no-any-return]
 
 
 class GPT2Model(nn.Module):
@@ -81,6 +83,7 @@ class GPT2Model(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.wpe = nn.Embedding(spec.max_position_embeddings, spec.hidden_size)
+        self.drop = KeyedDropout(spec.hidden_dropout)
         self.h = nn.ModuleDict({str(index): Block(spec) for index in range(spec.num_hidden_layers)})
         self.ln_f = nn.LayerNorm(spec.hidden_size, eps=spec.norm_eps)
 
@@ -102,11 +105,12 @@ class GPT2LMHeadModel(CausalLM):
         return self.transformer.h
 
     def embed(self, tokens: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
-        return self.transformer.wte(tokens) + self.transformer.wpe(positions)  # type: ignore[no-any-return]
+        hidden = self.transformer.wte(tokens) + self.transformer.wpe(positions)
+        return self.transformer.drop(hidden, positions, samples)  # type: ignore[no-any-return]
 
     def transform(self, hidden: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
         for block in self.blocks.values():
-            hidden = block(hidden)
+            hidden = block(hidden, positions, samples)
         return hidden
 
     def final_norm(self, hidden: Tensor) -> Tensor:

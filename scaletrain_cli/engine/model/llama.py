@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.model.attention import causal_attention
 from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.dropout import KeyedDropout, attention_core
 from scaletrain_cli.engine.model.mixture import MixtureMLP
 from scaletrain_cli.spec import ModelSpec
 
@@ -60,13 +60,13 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(spec.hidden_size, kv_heads * spec.head_dim, bias=bias)
         self.v_proj = nn.Linear(spec.hidden_size, kv_heads * spec.head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * spec.head_dim, spec.hidden_size, bias=False)
-        self.core = causal_attention
+        self.core = attention_core(spec.attention_dropout)
         if spec.qk_norm:
             self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps)
             self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps)
         self.qk_norm = spec.qk_norm
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], samples: Tensor) -> Tensor:
         batch, length, _ = x.shape
         query, key, value = (
             projection(x).view(batch, length, -1, self.head_dim)
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotate(query.transpose(1, 2), tables), rotate(key.transpose(1, 2), tables)
-        mixed = self.core(query, key, value.transpose(1, 2))
+        mixed = self.core(query, key, value.transpose(1, 2), samples)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
 
 
@@ -109,14 +109,17 @@ class DecoderLayer(nn.Module):
         self.mlp = feed_forward(spec, index)
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.attention_dropout = KeyedDropout(spec.hidden_dropout)
+        self.mlp_dropout = KeyedDropout(spec.hidden_dropout)
 
     @property
     def attention(self) -> nn.Module:
         return self.self_attn
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), tables)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor, samples: Tensor) -> Tensor:
+        mixed = self.self_attn(self.input_layernorm(x), tables, samples)
+        x = x + self.attention_dropout(mixed, positions, samples)
+        return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)), positions, samples)  # type: ignore[no-any-return]
 
 
 class LlamaModel(nn.Module):
@@ -125,6 +128,7 @@ class LlamaModel(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.dropout = KeyedDropout(spec.hidden_dropout)
         self.layers = nn.ModuleDict({str(index): DecoderLayer(spec, index) for index in range(spec.num_hidden_layers)})
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
 
@@ -146,12 +150,12 @@ class LlamaForCausalLM(CausalLM):
         return self.model.layers
 
     def embed(self, tokens: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
-        return self.model.embed_tokens(tokens)  # type: ignore[no-any-return]
+        return self.model.dropout(self.model.embed_tokens(tokens), positions, samples)  # type: ignore[no-any-return]
 
     def transform(self, hidden: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
         tables = rotary_tables(positions, self.spec.head_dim, self.spec.rope_theta)
         for layer in self.blocks.values():
-            hidden = layer(hidden, tables)
+            hidden = layer(hidden, tables, positions, samples)
         return hidden
 
     def final_norm(self, hidden: Tensor) -> Tensor:

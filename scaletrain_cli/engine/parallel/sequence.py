@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.dropout import AttentionWithDropout
 from scaletrain_cli.engine.parallel.collectives import exchange
 from scaletrain_cli.engine.parallel.mesh import Axis
 
@@ -26,17 +27,28 @@ def attend_over_sequence_ranks(model: CausalLM, axis: Axis) -> None:
         attention.core = UlyssesAttention(attention.core, axis)
 
 
-class UlyssesAttention:
+def number_heads(model: CausalLM, tensor: Axis, sequence: Axis) -> None:
+    """Tell attention that drops weights which of the whole model's heads this rank attends with."""
+    heads = model.spec.num_attention_heads // (tensor.size * sequence.size)
+    for block in model.blocks.values():
+        attention: Any = block.attention
+        if isinstance(attention.core, AttentionWithDropout):
+            attention.core.first_head = (tensor.rank * sequence.size + sequence.rank) * heads
+
+
+class UlyssesAttention(nn.Module):
     """Attention with query, key, value and result as [batch, heads, length / ranks, head_dim]."""
 
     def __init__(self, core: Callable[..., Tensor], axis: Axis) -> None:
+        super().__init__()
         self._core, self._axis = core, axis
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, samples: Tensor) -> Tensor:
         """Each rank attends with heads / ranks heads over the whole length."""
         key, value = (self._enough_heads(x, query.shape[_HEADS]) for x in (key, value))
         query, key, value = (exchange(x, self._axis, cut=_HEADS, join=_LENGTH) for x in (query, key, value))
-        return exchange(self._core(query, key, value), self._axis, cut=_LENGTH, join=_HEADS)
+        mixed = self._core(query, key, value, samples)
+        return exchange(mixed, self._axis, cut=_LENGTH, join=_HEADS)
 
     def _enough_heads(self, x: Tensor, query_heads: int) -> Tensor:
         """Key-value heads that do not divide over the ranks are repeated for the query heads that share them."""

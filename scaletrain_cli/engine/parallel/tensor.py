@@ -6,6 +6,7 @@ whoever gives them values reads each parameter's Cut.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -56,10 +57,11 @@ class ColumnParallelLinear(nn.Module):
         self.axis, self.transposed = axis, isinstance(whole, Conv1D)
         self.weight = _piece(whole.weight, Cut(1 if self.transposed else 0, axis.size, axis.rank, parts))
         self.bias = None if whole.bias is None else _piece(whole.bias, Cut(0, axis.size, axis.rank, parts))
+        self.product: Callable[..., Tensor] = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.transposed else self.weight
-        return F.linear(copy_to_ranks(x, self.axis), weight, self.bias)
+        return self.product(copy_to_ranks(x, self.axis), weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -70,10 +72,11 @@ class RowParallelLinear(nn.Module):
         self.axis, self.transposed = axis, isinstance(whole, Conv1D)
         self.weight = _piece(whole.weight, Cut(0 if self.transposed else 1, axis.size, axis.rank))
         self.bias = whole.bias
+        self.product: Callable[..., Tensor] = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.transposed else self.weight
-        mixed = sum_over_ranks(F.linear(x, weight), self.axis)
+        mixed = sum_over_ranks(self.product(x, weight), self.axis)
         return mixed if self.bias is None else mixed + self.bias
 
 
