@@ -32,7 +32,7 @@ from scaletrain_cli.engine.parallel.sequence import attend_over_sequence_ranks, 
 from scaletrain_cli.engine.parallel.tensor import cut_over_tensor_ranks
 from scaletrain_cli.engine.weights.initialise import ScaledInitialisation
 from scaletrain_cli.engine.weights.materialise import WeightSource, materialise, zero3_partition
-from scaletrain_cli.engine.weights.safetensors import SafetensorsSource
+from scaletrain_cli.engine.weights.safetensors import HuggingFaceFolder
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 
@@ -94,7 +94,7 @@ def _cut(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> Cau
 def _weights(spec: RunSpec, model: CausalLM, device: torch.device) -> WeightSource:
     own = spec.transformer
     if own.weights is not None:
-        return SafetensorsSource(Path(own.weights), outline(own))
+        return HuggingFaceFolder(Path(own.weights), outline(own))
     return ScaledInitialisation(
         spec.training.seed, own.initializer_range, own.num_hidden_layers, model.residual_projections, device
     )
