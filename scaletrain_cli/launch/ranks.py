@@ -18,6 +18,10 @@ from scaletrain_cli.launch.node_record import RankRecord
 from scaletrain_cli.spec import RunSpec
 
 ENGINE_MODULE = "scaletrain_cli.engine"
+# What torch's allocator on GPUs is told, unless anyone has told it something: segments that grow do not fragment
+# (docs.pytorch.org/docs/stable/notes/cuda.html). torch reads the older of the two names first.
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_ALLOCATOR_SETTINGS = "expandable_segments:True"
 # Blocked in every rank when it starts: the engine unblocks them once its handlers stand, so that none is ever lost.
 BLOCKED_IN_RANKS = (signal.SIGTERM, signal.SIGUSR1)
 _DEFAULT_IN_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE)
@@ -46,8 +50,11 @@ def rank_environment(
     threads: int | str = cluster.cpus_per_gpu
     if threads == "auto":
         threads = 1 if cluster.gpu == "cpu" else max(1, cores // cluster.gpus_per_node)
+    told = any(name in known for name in _ALLOCATOR_VARIABLES for known in (base, spec.env))
+    allocator = {} if told or cluster.gpu == "cpu" else {_ALLOCATOR_VARIABLES[0]: _ALLOCATOR_SETTINGS}
     return {
         **base,
+        **allocator,
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",  # a log that ends before the crash it should explain helps nobody
         **spec.env,

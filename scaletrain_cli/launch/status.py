@@ -13,6 +13,7 @@ from scaletrain_cli.launch.resumption import why_ended
 from scaletrain_cli.launch.scheduler import Job, Scheduler, scheduler_for
 from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
+from scaletrain_cli.rundir.measured import Measured, read_measured
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 
@@ -43,10 +44,13 @@ class RunStatus:
     agent_pids: tuple[int, ...]
     run_dir: str
     why: str
+    measured: Measured | None  # of the newest attempt that got so far
 
     def to_json(self) -> dict[str, Any]:
         """The stable JSON object."""
-        return {"schema": "scaletrain.status/v1", **dataclasses.asdict(self)}
+        measured = None if self.measured is None else self.measured.to_json()
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {"schema": "scaletrain.status/v1", **plain, "measured": measured}
 
 
 def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
@@ -76,6 +80,7 @@ def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
         agent_pids=_agent_pids(run, last),
         run_dir=str(run.path),
         why=_why(run, record, job, last),
+        measured=read_measured(run),
     )
 
 

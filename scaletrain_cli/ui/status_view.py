@@ -11,8 +11,9 @@ from rich.text import Text
 
 from scaletrain_cli.launch.attempts import AttemptRecord
 from scaletrain_cli.launch.status import RunStatus
+from scaletrain_cli.rundir.measured import Figure, Measured
 from scaletrain_cli.ui.console import answer, line, plain, show, words
-from scaletrain_cli.ui.units import count_text, percent_text, seconds_text
+from scaletrain_cli.ui.units import bytes_text, count_text, percent_text, seconds_text
 
 STYLES = {
     "finished": "bold green",
@@ -43,6 +44,8 @@ def show_status(status: RunStatus, attempts: Sequence[AttemptRecord], now: float
         table.add_row("  why", words(status.why))
     if measures := measures_text(status):
         table.add_row("  last", words(measures))
+    if status.measured is not None:
+        table.add_row("  memory", words(memory_text(status.measured)))
     if status.last_checkpoint_step is not None:
         lost = f"; {status.steps_lost_total} steps lost so far" if status.attempt > 1 else ""
         table.add_row("  saved", words(f"step {status.last_checkpoint_step}{lost}"))
@@ -65,6 +68,30 @@ def measures_text(status: RunStatus) -> str:
     if status.tokens_per_second is not None:
         parts.append(f"{count_text(status.tokens_per_second)} tokens/s")
     return ", ".join(parts)
+
+
+def memory_text(measured: Measured) -> str:
+    """``model states 1.2 GB, as planned; activations 0.4 GB, 1.3 % above the plan`` of the stage planned fullest."""
+    figures = measured.stages[measured.worst].figures
+    parts = {
+        "model states": measured.model_states,
+        "activations": figures.get("activations"),
+        "host": figures.get("host"),
+        "peak": figures.get("allocated"),
+    }
+    return "; ".join(
+        f"{name} {bytes_text(figure.measured)}, {_beside_plan(figure)}" for name, figure in parts.items() if figure
+    )
+
+
+def _beside_plan(figure: Figure) -> str:
+    if figure.measured == figure.planned:
+        return "as planned"
+    if figure.difference is None:
+        return "not planned"
+    share, side = abs(figure.difference), "above" if figure.difference > 0 else "below"
+    much = percent_text(share) if share >= 0.0005 else bytes_text(abs(figure.measured - figure.planned))
+    return f"{much} {side} the plan"
 
 
 def _attempts(attempts: Sequence[AttemptRecord], now: float) -> Table:

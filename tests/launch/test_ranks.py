@@ -45,6 +45,15 @@ def test_a_rank_is_told_its_place_in_the_job() -> None:
     assert {name: told[name] for name in expected} == expected
 
 
+def test_the_allocator_of_a_gpu_may_grow_its_segments_unless_it_was_told_otherwise() -> None:
+    gpu, name, newer = "cluster.gpu=h100-sxm-80gb", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    assert environment(gpu)[name] == "expandable_segments:True"
+    assert environment(gpu, env={name: "backend:native"})[name] == "backend:native"
+    assert environment(gpu, base={name: "backend:native"})[name] == "backend:native"
+    assert name not in environment(gpu, base={newer: "backend:native"})
+    assert name not in environment("cluster.gpu=cpu")
+
+
 @pytest.mark.parametrize(
     ("override", "cores", "threads"),
     [

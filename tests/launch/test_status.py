@@ -13,6 +13,7 @@ from scaletrain_cli.launch.scheduler import Job, JobState
 from scaletrain_cli.launch.status import RunStatus, run_status
 from scaletrain_cli.launch.submission import submit_run
 from scaletrain_cli.rundir.journal import append_line, record_event
+from scaletrain_cli.rundir.measured import MODEL_STATES, Figure, Measured, StageFigures, write_measured
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from tests.launch.conftest import MadeRun
@@ -119,3 +120,12 @@ def test_a_restart_that_will_not_come_is_not_promised(made: MadeRun) -> None:
     attempt(made, 1, "crash", requeue=True)
     assert "will not come; `scaletrain resume` goes on" in status(made, "ended").why
     assert "will not come" not in status(made, "queued").why
+
+
+def test_what_was_measured_stands_in_the_answer(made: MadeRun) -> None:
+    assert status(made, "running").to_json()["measured"] is None
+    begin(made)
+    figures = {name: Figure(100, 100) for name in MODEL_STATES}
+    write_measured(made.run, Measured(1, 2, 2, "cpu", 0, (StageFigures(0, figures),)))
+    answer = json.loads(json.dumps(status(made, "running").to_json()))["measured"]
+    assert answer["stages"][0]["gradients"] == {"planned": 100, "measured": 100, "difference": 0.0}

@@ -1,0 +1,30 @@
+"""Measured beside planned, in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures
+from scaletrain_cli.ui.status_view import memory_text
+
+
+def measured(**figures: Figure) -> Measured:
+    states = {"parameters": Figure(200, 200), "gradients": Figure(100, 100), "optimizer_states": Figure(700, 700)}
+    return Measured(1, 2, 1, "cpu", 0, (StageFigures(0, states | figures),))
+
+
+@pytest.mark.parametrize(
+    ("figures", "text"),
+    [
+        ({}, "model states 1.00 kB, as planned"),
+        ({"gradients": Figure(100, 110)}, "model states 1.01 kB, 1.0 % above the plan"),
+        ({"parameters": Figure(10**9, 10**9 - 128)}, "model states 1.00 GB, 128 B below the plan"),
+        (
+            {"activations": Figure(100, 97), "host": Figure(0, 5), "allocated": Figure(10, 20)},
+            "model states 1.00 kB, as planned; activations 97 B, 3.0 % below the plan; host 5 B, not planned; "
+            "peak 20 B, 100 % above the plan",
+        ),
+    ],
+)
+def test_memory_reads_as_people_write_it(figures: dict[str, Figure], text: str) -> None:
+    assert memory_text(measured(**figures)) == text
