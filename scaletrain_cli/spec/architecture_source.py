@@ -59,7 +59,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "mixtral": ("llama", _LLAMA_KEYS, {"norm_topk_prob": True}),
     "qwen2": ("llama", _LLAMA_KEYS, {"qkv_bias": True}),
     "qwen3": ("llama", _LLAMA_KEYS, {"qk_norm": True}),
-    "qwen3_moe": ("llama", {"norm_eps": "rms_norm_eps"}, {"qk_norm": True}),
+    "qwen3_moe": ("llama", _LLAMA_KEYS, {"qk_norm": True}),  # num_experts, or from transformers 5 num_local_experts
     "deepseek_v2": ("llama", _DEEPSEEK_KEYS, {}),
     "deepseek_v3": ("llama", _DEEPSEEK_KEYS, {}),
     "gpt2": ("gpt", _GPT2_KEYS, {"tie_word_embeddings": True}),
