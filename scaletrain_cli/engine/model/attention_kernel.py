@@ -1,0 +1,40 @@
+"""Which kernel torch picks for causal attention, so that a run can say so. Knows no model."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.attention import SDPBackend
+
+_NAMES = {
+    SDPBackend.MATH: "math",
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+    SDPBackend.OVERRIDEABLE: "of the device",
+}
+
+
+def attention_kernel(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    length: int,
+    head_dim: int,
+    dropout: float = 0.0,
+) -> str:
+    """flash, memory-efficient, cudnn or math (which holds all scores at once), for one rank's share of the heads.
+
+    ``unfused`` where weights are dropped, which is not torch's own attention. Allocates a query, a key and a value.
+    """
+    if dropout:
+        return "unfused"
+    query, key, value = (
+        torch.empty(batch, n, length, head_dim, dtype=dtype, device=device, requires_grad=True)
+        for n in (heads, kv_heads, kv_heads)
+    )
+    # What scaled_dot_product_attention itself asks; torch has no public name for it.
+    choice = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=heads != kv_heads)
+    return _NAMES[SDPBackend(choice)]
