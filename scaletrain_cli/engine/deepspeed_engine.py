@@ -14,7 +14,7 @@ from torch import nn
 
 from scaletrain_cli.engine.optimization.offload import offload_config
 from scaletrain_cli.engine.optimization.precision import precision_config
-from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.engine.parallel.mesh import Mesh, group_of
 from scaletrain_cli.plan import zero_buffers
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
@@ -73,11 +73,8 @@ class ModelParallelUnit:
 
     def __init__(self, mesh: Mesh) -> None:
         self._tensor, self._replicas = mesh.tensor, mesh.replicas
-        alone = None
-        for rank in range(dist.get_world_size()):  # DeepSpeed wants a group even of one rank
-            group = dist.new_group([rank])
-            alone = group if rank == dist.get_rank() else alone
-        self._groups = {axis: axis.group or alone for axis in (mesh.tensor, mesh.replicas)}
+        # DeepSpeed wants a group even of one rank.
+        self._groups = {axis: axis.group or group_of([dist.get_rank()]) for axis in (mesh.tensor, mesh.replicas)}
 
     @classmethod
     def of(cls, mesh: Mesh) -> ModelParallelUnit | None:

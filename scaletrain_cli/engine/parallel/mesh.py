@@ -83,14 +83,15 @@ def build_mesh(layout: Layout) -> Mesh:
     )
 
 
+def group_of(ranks: list[int]) -> dist.ProcessGroup:
+    """A group that only its members make: a job of thousands of ranks has thousands of groups. Collective among them."""
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def _axis(key: Callable[[int], tuple[int, ...]]) -> Axis:
-    """Ranks with equal keys work together."""
-    together: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(dist.get_world_size()):
-        together.setdefault(key(rank), []).append(rank)
-    me, mine = dist.get_rank(), Axis()
-    for ranks in together.values():
-        group = dist.new_group(ranks) if len(ranks) > 1 else None
-        if me in ranks:
-            mine = Axis(len(ranks), ranks.index(me), group)
-    return mine
+    """Ranks with the same key as this one work together."""
+    me = dist.get_rank()
+    ranks = [rank for rank in range(dist.get_world_size()) if key(rank) == key(me)]
+    return Axis(len(ranks), ranks.index(me), group_of(ranks)) if len(ranks) > 1 else Axis()
