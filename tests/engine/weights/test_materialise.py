@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.deepspeed_engine import prepare_deepspeed
+from scaletrain_cli.engine.model.mixture import Experts
 from scaletrain_cli.engine.parallel.cuts import Cut, cut_of, mark
 from scaletrain_cli.engine.weights.initialise import ScaledInitialisation
 from scaletrain_cli.engine.weights.materialise import materialise, zero3_partition
@@ -64,6 +66,34 @@ def test_every_parameter_becomes_real_and_keeps_its_ties_marks_and_freezing() ->
     assert torch.equal(model.layers[1].weight, SOURCE.read("layers.1.weight", (64, 32), Cut(0, 2, 1)))
     assert torch.equal(model.embed.weight, SOURCE.read("embed.weight", (64, 32), None))
     assert not any(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_stacked_experts_hold_what_the_files_have_matrix_by_matrix(tensor_ranks: int) -> None:
+    with torch.device("meta"):
+        experts = nn.ModuleDict({"experts": Experts(4, 16, 8)})
+    held = experts["experts"]
+    held.members = range(1, 3)
+    for name, cut in (("gate_up_proj", Cut(1, tensor_ranks, 0, parts=2)), ("down_proj", Cut(2, tensor_ranks, 0))):
+        whole = getattr(held, name)[1:3]
+        setattr(held, name, nn.Parameter(cut.take(whole)))
+        mark(getattr(held, name), cut)
+    materialise(experts, SOURCE, CPU)
+    for place, number in enumerate(held.members):
+        rows = Cut(0, tensor_ranks, 0)
+        gate, up = (SOURCE.read(f"experts.{number}.{name}_proj.weight", (8, 16), rows) for name in ("gate", "up"))
+        down = SOURCE.read(f"experts.{number}.down_proj.weight", (16, 8), Cut(1, tensor_ranks, 0))
+        assert torch.equal(held.gate_up_proj[place], torch.cat((gate, up)))
+        assert torch.equal(held.down_proj[place], down)
+
+
+def test_values_of_another_shape_are_not_broadcast() -> None:
+    class Scalars:
+        def read(self, name: str, whole_shape: tuple[int, ...], cut: Cut | None) -> Tensor:
+            return torch.zeros(1)
+
+    with pytest.raises(ValueError, match=r"gain: \(1,\) values for \(32,\)"):
+        materialise(outline(), Scalars(), CPU)
 
 
 def train_under_zero(stage: int, shard_at_birth: bool) -> dict[str, object]:
