@@ -67,8 +67,9 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows [n, hidden], sorted by expert; ``counts`` [experts] says how many are each one's."""
         ends = counts.cumsum(0).to(torch.int32)
-        gate, up = F.grouped_mm(rows, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-        return F.grouped_mm(F.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
+        product = F.grouped_mm if rows.dtype == torch.bfloat16 else _uncompiled_grouped_mm
+        gate, up = product(rows, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        return product(F.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
 
 
 Dispatch = Callable[[Experts, Tensor, Routing], Tensor]
@@ -204,6 +205,10 @@ def routing_measures(model: nn.Module) -> RoutingMeasures | None:
     """Of the newest micro-batch on this rank, as means over layers; None where there are no experts."""
     found = [mixture.measures for mixture in mixtures(model) if mixture.measures is not None]
     return RoutingMeasures(*(torch.stack(values).mean() for values in zip(*found, strict=True))) if found else None
+
+
+# torch.compile knows grouped products in bf16 only.
+_uncompiled_grouped_mm = torch.compiler.disable(F.grouped_mm)  # type: ignore[no-untyped-call]
 
 
 class _WithLoss(Function):
