@@ -17,6 +17,7 @@ from scaletrain_cli.engine.model.mixture import Experts, Routing, by_expert, com
 from scaletrain_cli.engine.parallel.collectives import copy_to_ranks, sum_over_ranks
 from scaletrain_cli.engine.parallel.cuts import Cut, mark
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
+from scaletrain_cli.errors import ScaletrainError
 
 
 def cut_experts(model: nn.Module, mesh: Mesh) -> None:
@@ -161,9 +162,14 @@ def announce_experts(model: nn.Module, mesh: Mesh) -> None:
 def experts_in_shards(engine: Any) -> Iterator[None]:
     """While DeepSpeed saves or loads: let the shards of ZeRO, which hold every rank's experts, be all there is.
 
-    It would write files per expert, from its own layers.
+    It would write files per expert, from its own layers. Raises ScaletrainError without ZeRO: then there are no shards.
     """
-    has_experts, engine.has_moe_layers = engine.has_moe_layers, False
+    has_experts = engine.has_moe_layers
+    if has_experts and engine.zero_optimization_stage() == 0:
+        raise ScaletrainError(
+            "experts that are cut over ranks are saved with ZeRO only: layout.zero_stage must be 1 to 3"
+        )
+    engine.has_moe_layers = False
     try:
         yield
     finally:

@@ -84,7 +84,7 @@ def build_mesh(layout: Layout) -> Mesh:
 
 
 def group_of(ranks: list[int]) -> dist.ProcessGroup:
-    """A group that only its members make: a job of thousands of ranks has thousands of groups. Collective among them."""
+    """A group that only its members make, for a job of thousands of ranks has thousands. Collective among them."""
     group = dist.new_group(ranks, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -32,10 +32,12 @@ def cut_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
     """Replace the layers of a model on the meta device by this rank's pieces of them."""
     if axis.size == 1:
         return
+    readers: dict[str, nn.Module] = {}  # modules whose input feeds layers that are cut by columns
     for path, module in list(model.named_modules()):
         parent, _, name = path.rpartition(".")
         if name in _COLUMNS:
             piece: nn.Module = ColumnParallelLinear(module, axis, _COLUMNS[name])
+            readers[parent] = model.get_submodule(parent)
         elif name in _ROWS:
             piece = RowParallelLinear(module, axis)
         elif name in _VOCABULARY:
@@ -45,8 +47,15 @@ def cut_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
         else:
             continue
         setattr(model.get_submodule(parent), name, piece)
+    for reader in readers.values():
+        _copy_input(reader, axis)
     if model.lm_head is not None:
         _cut_head(model, axis)
+
+
+def _copy_input(module: nn.Module, axis: Axis) -> None:
+    """Once for all column layers that read it, so that their gradients are added up in one piece."""
+    module.register_forward_pre_hook(lambda _, inputs: (copy_to_ranks(inputs[0], axis), *inputs[1:]))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -54,14 +63,13 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, whole: Any, axis: Axis, parts: int = 1) -> None:
         super().__init__()
-        self.axis, self.transposed = axis, isinstance(whole, Conv1D)
+        self.transposed = isinstance(whole, Conv1D)
         self.weight = _piece(whole.weight, Cut(1 if self.transposed else 0, axis.size, axis.rank, parts))
         self.bias = None if whole.bias is None else _piece(whole.bias, Cut(0, axis.size, axis.rank, parts))
         self.product: Callable[..., Tensor] = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.t() if self.transposed else self.weight
-        return self.product(copy_to_ranks(x, self.axis), weight, self.bias)
+        return self.product(x, self.weight.t() if self.transposed else self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -75,8 +83,8 @@ class RowParallelLinear(nn.Module):
         self.product: Callable[..., Tensor] = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.t() if self.transposed else self.weight
-        mixed = sum_over_ranks(self.product(x, weight), self.axis)
+        part = self.product(x, self.weight.t() if self.transposed else self.weight)
+        mixed = sum_over_ranks(part, self.axis)
         return mixed if self.bias is None else mixed + self.bias
 
 
