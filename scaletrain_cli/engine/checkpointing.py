@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from scaletrain_cli.engine.parallel.expert import experts_in_shards, take_experts_from_shards
 from scaletrain_cli.engine.process_group import Agreement, Ranks
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.rundir import checkpoints
@@ -169,9 +170,10 @@ class Checkpointer:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         self._agreement.barrier()
-        self._engine.save_checkpoint(
-            str(staging.parent), tag=staging.name, save_latest=False, client_state={"scaletrain": client_state}
-        )
+        with experts_in_shards(self._engine):
+            self._engine.save_checkpoint(
+                str(staging.parent), tag=staging.name, save_latest=False, client_state={"scaletrain": client_state}
+            )
         state = {name: part.state_dict() for name, part in self._beside.items()}
         self._writer.save({"random": _random_state(self._engine.device), **state}, staging / self._own_file)
         self._in_flight = _Save(step, started, time.monotonic() - started)
@@ -204,9 +206,11 @@ class Checkpointer:
                 f"{checkpoint.path.name} was written by {checkpoint.world_size} ranks and this job has "
                 f"{self._ranks.world_size}: resuming at another size is not supported yet. Use the same size."
             )
-        path, client_state = self._engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
+        with experts_in_shards(self._engine):
+            path, client_state = self._engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
         if path is None:  # DeepSpeed only warns and trains on from scratch
             raise ScaletrainError(f"DeepSpeed found nothing to load in {checkpoint.path}")
+        take_experts_from_shards(self._engine)
         state = self._writer.load(str(checkpoint.path / self._own_file))
         _restore_random_state(state["random"])
         for name, part in self._beside.items():
