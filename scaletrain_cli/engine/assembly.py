@@ -17,6 +17,7 @@ from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.feeding.batches import BatchReader
 from scaletrain_cli.engine.feeding.prefetch import Feed
 from scaletrain_cli.engine.late_metrics import LateMetrics
+from scaletrain_cli.engine.measure.plan_check import PlanCheck
 from scaletrain_cli.engine.optimization.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict, connect
@@ -89,6 +90,7 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         validation=read_validation,
         faults=faults,
         late=LateMetrics(device),
+        plan_check=PlanCheck(run, record, attempt, composed, mesh, agreement, device),
     )
 
 

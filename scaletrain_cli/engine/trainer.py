@@ -18,6 +18,8 @@ from scaletrain_cli.engine.feeding.batches import BatchReader
 from scaletrain_cli.engine.feeding.prefetch import Feed
 from scaletrain_cli.engine.garbage import GarbageCollection
 from scaletrain_cli.engine.late_metrics import LateMetrics, StepMeasures
+from scaletrain_cli.engine.measure.out_of_memory import reporting_out_of_memory
+from scaletrain_cli.engine.measure.plan_check import PlanCheck
 from scaletrain_cli.engine.metrics import MetricsLog
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.mixture import routing_measures
@@ -59,6 +61,7 @@ class Trainer:
     validation: BatchReader
     faults: Faults
     late: LateMetrics
+    plan_check: PlanCheck
     _watch: SpikeWatch = field(init=False)
     _validation_losses: list[float] = field(init=False)
 
@@ -73,6 +76,9 @@ class Trainer:
             MetricsLog(self.run, self.record, self.ranks.rank, self.attempt, self.device) as metrics,
             GarbageCollection() as garbage,
             contextlib.closing(self.feed),
+            reporting_out_of_memory(
+                self.run, self.record.plan, self.attempt, self.ranks.rank, self.plan_check.composed.engine
+            ),
         ):
             if evaluated and self._should_stop():
                 last = step
@@ -114,7 +120,8 @@ class Trainer:
             group["lr"] = rate
         self.late.begin()
         scale = self.stepper.loss_scale
-        stepped = self.stepper.train(self.feed.take(step), poisoned=self.faults.poisons_gradient(step))
+        with self.plan_check.around(step):
+            stepped = self.stepper.train(self.feed.take(step), poisoned=self.faults.poisons_gradient(step))
         if self.average is not None:
             self.average.update(step)
         measured: dict[str, Tensor | float] = {
