@@ -35,12 +35,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Parameters by part; ``head`` is 0 where it is tied to the embedding.
+    """Parameters by part; ``head`` is 0 where it is tied to the ``table``, the tokens' part of the embedding.
 
     The first ``dense_layers`` blocks are ``dense_block``; the others are ``block``, which may hold experts.
     """
 
     embedding: int
+    table: int
     block: Block
     dense_block: Block
     layers: int
@@ -82,6 +83,7 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
     table = _share(model.vocab_size, t) * hidden
     positions = model.max_position_embeddings * hidden if model.positions == "learned" else 0
     return Architecture(
+        table=table,
         embedding=table + positions + (norm if model.embedding_norm else 0),
         block=block,
         dense_block=dense,

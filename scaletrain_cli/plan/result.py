@@ -46,6 +46,7 @@ MEMORY_PARTS = (
     "parameters",
     "gradients",
     "optimizer_states",
+    "step_temporaries",
     "activations",
     "logits",
     "communication_buffers",
@@ -61,6 +62,7 @@ class StageMemory:
     ``peak``, the sum of MEMORY_PARTS, is what the device sees. ``allocated``: the part in live tensors, as
     torch.cuda.max_memory_allocated counts it; ``reserved``: what the caching allocator holds, with its fragmentation;
     the rest of the peak is the context and NCCL. ``host``: of one rank, in the node's memory, not in the peak.
+    ``step_temporaries``: what the optimizer's update takes and gives back, where that is the worst moment.
     """
 
     parameters: int
@@ -75,6 +77,7 @@ class StageMemory:
     allocated: int = 0
     reserved: int = 0
     host: int = 0
+    step_temporaries: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ PARTS = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer_states": "optimizer states",
+    "step_temporaries": "optimizer step",
     "activations": "activations",
     "logits": "logits and loss",
     "communication_buffers": "communication buffers",

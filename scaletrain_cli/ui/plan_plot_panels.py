@@ -15,7 +15,7 @@ from scaletrain_cli.ui.plan_memory_view import PARTS as MEMORY_PARTS
 from scaletrain_cli.ui.plan_time_view import PARTS as TIME_PARTS
 from scaletrain_cli.ui.units import bytes_text, count_text, percent_text, seconds_text
 
-_MEMORY_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#CC79A7", "#777777", "#C8C8C8")
+_MEMORY_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#2B2B2B", "#F0E442", "#E69F00", "#CC79A7", "#777777", "#C8C8C8")
 _TIME_COLOURS = ("#0072B2", "#E69F00", "#DDDDDD", "#009E73", "#CC79A7")
 _FORWARD, _BACKWARD = "#0072B2", "#E69F00"
 _MOST_LABELS = 16  # stages named one by one; of more, every few

@@ -13,9 +13,9 @@ from scaletrain_cli.plan.memory.activations import (
     stage_activation_bytes,
     token_activations,
 )
+from scaletrain_cli.plan.memory.engine_states import engine_states
 from scaletrain_cli.plan.memory.moments import Moment, peak_memory
 from scaletrain_cli.plan.memory.outside_allocator import outside_allocator_bytes
-from scaletrain_cli.plan.memory.rank_states import device_and_host_states
 from scaletrain_cli.plan.memory.states import (
     ModelStates,
     gradient_bytes,
@@ -72,7 +72,7 @@ def engine_stage(
         if layout.offload == "none":
             step = step_temporary_bytes(count, precision, grad_dtype, zero, shards, training.optimizer.name)
         backward = block_backward_bytes(sparse if stage.dense < stage.blocks else plain, tokens, stage.blocks, mode)
-        states, host = device_and_host_states(spec, layout, shard)
+        states, host = engine_states(spec, layout, stage)
         return _Held(states, host, backward, buffers, step)
 
     known: dict[Stage, _Held] = {}

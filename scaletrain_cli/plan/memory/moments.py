@@ -23,7 +23,7 @@ def peak_memory(states: ModelStates, moment: Moment, fragmentation: int, framewo
     return StageMemory(
         parameters=states.parameters,
         gradients=states.gradients,
-        optimizer_states=states.optimizer_states + moment.temporary,
+        optimizer_states=states.optimizer_states,
         activations=moment.activations,
         logits=moment.logits,
         communication_buffers=moment.buffers,
@@ -33,4 +33,5 @@ def peak_memory(states: ModelStates, moment: Moment, fragmentation: int, framewo
         allocated=allocated,
         reserved=allocated + fragmentation,
         host=host,
+        step_temporaries=moment.temporary,
     )

@@ -39,20 +39,29 @@ def expert_shards(spec: RunSpec, layout: Layout) -> int:
 
 def device_and_host_states(spec: RunSpec, layout: Layout, shard: Shard) -> tuple[ModelStates, int]:
     """The same, and the bytes that the rank keeps in its node's memory because they are offloaded."""
-    training, stage = spec.training, layout.zero_stage
-    framework, optimizer = spec.planner.framework, training.optimizer.name
+    training, framework, optimizer = spec.training, spec.planner.framework, spec.training.optimizer.name
+    zero = layout.zero_stage
     groups = [
-        model_state_bytes(count, training.precision, training.grad_dtype, stage, ranks, optimizer, framework)
+        model_state_bytes(count, training.precision, training.grad_dtype, zero, ranks, optimizer, framework)
         for count, ranks in ((shard.dense, zero_shards(layout)), (shard.experts, expert_shards(spec, layout)))
         if count
     ]
-    parameters = sum(group.parameters for group in groups)
-    gradients = sum(group.gradients for group in groups)
-    optimizer_states = sum(group.optimizer_states for group in groups)
+    states = ModelStates(
+        sum(group.parameters for group in groups),
+        sum(group.gradients for group in groups),
+        sum(group.optimizer_states for group in groups),
+    )
+    return offloaded(spec, layout, states, shard.parameters)
+
+
+def offloaded(spec: RunSpec, layout: Layout, states: ModelStates, elements: int) -> tuple[ModelStates, int]:
+    """What remains on the device of a rank with so many parameters, and the bytes in its node's memory instead."""
     if layout.offload == "none":
-        return ModelStates(parameters, gradients, optimizer_states), 0
+        return states, 0
+    parameters, gradients, optimizer_states = states
+    stage = layout.zero_stage
     # zero/stage_1_and_2.py and stage3.py move the optimizer's partition and its gradients to the host.
-    host = optimizer_states + _HOST_COPIES * -(-shard.parameters // (zero_shards(layout) if stage else 1))
+    host = optimizer_states + _HOST_COPIES * -(-elements // (zero_shards(layout) if stage else 1))
     gradients = 0 if stage >= 2 else gradients
     if layout.offload == "optimizer+params":
         host += parameters

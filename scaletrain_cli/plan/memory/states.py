@@ -27,8 +27,20 @@ MOMENT_BYTES = 8
 MASTER_BYTES = 4
 # Of other optimizers. In 8 bits each moment has one fp32 scale per block (bitsandbytes, functional.py
 # quantize_blockwise: 256 values).
-_MOMENT_BYTES = {"adamw": MOMENT_BYTES, "adam": MOMENT_BYTES, "momentum": 4, "sgd": 0, "adamw_8bit": 2}
+_MOMENT_BYTES = {
+    "adamw": MOMENT_BYTES,
+    "adam": MOMENT_BYTES,
+    "momentum": 4,
+    "sgd": 0,
+    "adamw_8bit": 2,
+    "lion": 4,
+    "muon": 4,
+}
 _SCALED_VALUES = 256
+# Smaller tensors have fp32 moments after all (bitsandbytes, optim/optimizer.py min_8bit_size), and the two tables of
+# 256 values that the 8 bits stand for exist once (name2qmap).
+_SMALLEST_SCALED = 4096
+_SCALE_TABLES = 2 * 4 * 256
 
 _DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: the products; weights stay in 16 bits
 _FP32_BYTES = 4
@@ -65,6 +77,20 @@ def optimizer_state_bytes_per_parameter(
         return moments
     copied = weight_bytes(precision) == 2 or (framework == "deepspeed" and zero_stage > 0)
     return moments + (MASTER_BYTES if copied else 0)
+
+
+def moment_bytes(optimizer: str, elements: int) -> int:
+    """Bytes of the moments of one flat tensor of parameters."""
+    if optimizer != "adamw_8bit":
+        return elements * _MOMENT_BYTES[optimizer]
+    if elements < _SMALLEST_SCALED:
+        return elements * MOMENT_BYTES
+    return 2 * elements + 2 * _FP32_BYTES * -(-elements // _SCALED_VALUES)
+
+
+def optimizer_constant_bytes(optimizer: str, largest: int) -> int:
+    """Bytes that an optimizer keeps once, for tensors of which ``largest`` is the largest."""
+    return _SCALE_TABLES if optimizer == "adamw_8bit" and largest >= _SMALLEST_SCALED else 0
 
 
 def checkpoint_bytes_per_parameter(precision: str, zero_stage: int, optimizer: str = "adamw") -> int:

@@ -14,6 +14,9 @@ _LARGEST_BUCKET_ELEMENTS = 200_000_000
 _PREFETCH_ELEMENTS = 50_000_000
 # DeepSpeed's default (zero/config.py stage3_max_live_parameters), where the model is not smaller.
 _LARGEST_LIVE_ELEMENTS = 1_000_000_000
+# Its default too: stage 3 keeps parameters up to this size whole on every rank, instead of gathering each when it is
+# needed (stage3_param_persistence_threshold).
+PERSISTENT_ELEMENTS = 100_000
 # engine.py MEMORY_OPT_ALLREDUCE_SIZE: without ZeRO, gradients are flattened and reduced in pieces of this size.
 _FLATTENED_ELEMENTS = 500_000_000
 
@@ -26,6 +29,7 @@ class ZeroBuffers:
     allgather_bucket_size: int
     prefetch_bucket_size: int
     max_live_parameters: int
+    param_persistence_threshold: int
     overlap_comm: bool
 
 
@@ -42,6 +46,7 @@ def zero_buffers(parameters: int, zero_stage: int) -> ZeroBuffers:
         allgather_bucket_size=bucket,
         prefetch_bucket_size=min(bucket, _PREFETCH_ELEMENTS),
         max_live_parameters=min(max(parameters, 1), _LARGEST_LIVE_ELEMENTS),
+        param_persistence_threshold=PERSISTENT_ELEMENTS,
         overlap_comm=zero_stage >= 2,
     )
 

@@ -40,6 +40,7 @@ def does_not_fit(
         ("weights", memory.parameters),
         ("gradients", memory.gradients),
         ("optimizer states", memory.optimizer_states),
+        ("optimizer step", memory.step_temporaries),
         ("activations", memory.activations),
         ("logits and loss", memory.logits),
         ("communication buffers", memory.communication_buffers),

@@ -1,0 +1,127 @@
+"""Bytes of weights, gradients and optimizer states that one rank of our engine holds, exactly. Knows no device.
+
+As DeepSpeed 0.19 keeps them, read in its source and counted from live tensors; states.py has the ways in outline, this
+file what they are rounded to:
+
+* Stages 1 and 2 flatten each parameter group and pad it to a multiple of twice the ranks that share it
+  (``zero/stage_1_and_2.py`` flatten_dense_tensors_aligned with nccl_start_alignment_factor; ``bf16_optimizer.py``).
+* Gradients of stage 1 stay in the parameters, unpadded, until they are reduced; BF16_Optimizer has a flat fp32 buffer.
+* Stage 2 accumulates 16-bit gradients in fp32 in a flat partition. Where the gradients have the weights' own type it
+  keeps those of every parameter that its partition touches, whole (copy_grads_in_partition), and the padding.
+* Stage 3 cuts each parameter on its own, rounded up (``partition_parameters.py`` _aligned_size), and keeps small ones
+  gathered as well (stage3_param_persistence_threshold), if there is more than one rank.
+
+Counted when gradients are at their fullest: after the last backward pass, in stages 0 and 1 before their reduction.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from scaletrain_cli.plan.memory.rank_states import expert_shards, offloaded
+from scaletrain_cli.plan.memory.states import (
+    MASTER_BYTES,
+    ModelStates,
+    gradient_bytes,
+    moment_bytes,
+    optimizer_constant_bytes,
+    weight_bytes,
+)
+from scaletrain_cli.plan.memory.zero_buffers import PERSISTENT_ELEMENTS
+from scaletrain_cli.plan.parameter_tensors import Group, StageGroups, ends_of, stage_groups
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.stages import Stage, pipeline_stages, zero_shards
+from scaletrain_cli.spec import RunSpec
+
+# Of more replicas than these, so many are looked at for the fullest: they differ by less than a parameter.
+_MOST_REPLICAS = 256
+
+
+def rank_model_states(spec: RunSpec, layout: Layout, stage: int = 0, replica: int | None = None) -> ModelStates:
+    """What one rank of pipeline stage ``stage`` holds on its device, offloaded parts left out.
+
+    ``replica``: its place among the data x sequence ranks of its stage, 0-based; without it, the fullest of them.
+    """
+    found = next(each for each in pipeline_stages(spec, layout.pipeline_parallel) if each.position == stage)
+    return engine_states(spec, layout, found, replica)[0]
+
+
+def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | None = None) -> tuple[ModelStates, int]:
+    """The same, and the bytes in the node's memory because they are offloaded."""
+    groups = stage_groups(
+        spec.transformer, layout.tensor_parallel, layout.expert_parallel, stage.blocks, stage.dense, ends_of(stage)
+    )
+    replicas, holders = zero_shards(layout), expert_shards(spec, layout)
+    shared = [(group, ranks) for group, ranks in zip(groups, (replicas, replicas, holders), strict=True) if group.runs]
+    training, zero = spec.training, layout.zero_stage
+    element, gradient = weight_bytes(training.precision), gradient_bytes(training.precision, training.grad_dtype)
+    if zero == 3:
+        parts = [group.pieces(ranks) for group, ranks in shared]
+        held = sum(parts)
+        weights = element * (held + sum(_persistent(group, ranks) for group, ranks in shared))
+        gradients = gradient * held
+    elif zero == 0:
+        parts = [size for group, _ in shared for size in group.sizes]
+        weights, gradients = element * sum(parts), gradient * sum(parts)
+    else:
+        padded = [_padded(group.elements, ranks) for group, ranks in shared]
+        parts = [size // ranks for size, (_, ranks) in zip(padded, shared, strict=True)]
+        weights = element * sum(padded)
+        gradients = gradient * _gradient_elements(spec, layout, groups, replica, sum(padded), sum(parts))
+    optimizer = training.optimizer.name
+    states = sum(moment_bytes(optimizer, size) for size in parts) + optimizer_constant_bytes(optimizer, max(parts))
+    states += (MASTER_BYTES if zero else 0) * sum(parts)
+    states += 0 if training.averaging.name == "none" else MASTER_BYTES * sum(parts)  # engine: one more copy in fp32
+    return offloaded(spec, layout, ModelStates(weights, gradients, states), sum(group.elements for group, _ in shared))
+
+
+def _gradient_elements(
+    spec: RunSpec, layout: Layout, groups: StageGroups, replica: int | None, padded: int, partition: int
+) -> int:
+    """Of stages 1 and 2."""
+    training = spec.training
+    same_type = gradient_bytes(training.precision, training.grad_dtype) == weight_bytes(training.precision)
+    if layout.zero_stage == 2:
+        return _touched(groups, zero_shards(layout), expert_shards(spec, layout), replica) if same_type else partition
+    flat = training.precision in ("bf16", "fp8") and not same_type and layout.offload == "none"
+    return padded if flat else sum(group.elements for group in groups)
+
+
+def _padded(elements: int, ranks: int) -> int:
+    return -(-elements // (2 * ranks)) * 2 * ranks
+
+
+def _persistent(group: Group, ranks: int) -> int:
+    """Elements that stage 3 keeps gathered beside their pieces; gathering pads them to a multiple of the ranks."""
+    if ranks == 1:
+        return 0
+    small = (
+        sum(-(-size // ranks) for size in sizes if size <= PERSISTENT_ELEMENTS) * times for sizes, times in group.runs
+    )
+    return ranks * sum(small)
+
+
+@lru_cache(maxsize=4096)
+def _touched(groups: StageGroups, replicas: int, holders: int, replica: int | None) -> int:
+    """Elements of the parameters that a rank's partitions touch, and of the padding in those."""
+    apart = max(1, replicas // holders)  # expert ranks; the holders of the same experts lie so far apart
+    if replica is None:
+        step = -(-replicas // _MOST_REPLICAS)
+        ranks = {*range(0, replicas, step), replicas - 1}
+        return max(_touched(groups, replicas, holders, rank) for rank in ranks)
+    places = ((groups.matrices, replicas, replica), (groups.vectors, replicas, replica))
+    return sum(
+        _touched_of(group, ranks, rank)
+        for group, ranks, rank in (*places, (groups.experts, holders, replica // apart))
+        if group.runs
+    )
+
+
+def _touched_of(group: Group, ranks: int, rank: int) -> int:
+    elements = group.elements
+    partition = _padded(elements, ranks) // ranks
+    begin, end = min(rank * partition, elements), min((rank + 1) * partition, elements)
+    padding = partition - (end - begin)
+    if begin == end:
+        return padding
+    return group.tensor_at(end - 1)[1] - group.tensor_at(begin)[0] + padding

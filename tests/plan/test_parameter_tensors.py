@@ -1,0 +1,77 @@
+"""The tensors that the planner counts are those of the engine's modules: each stage, each cut, in their order."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from scaletrain_cli.plan.architecture import architecture
+from scaletrain_cli.plan.parameter_tensors import Group, ends_of, stage_groups
+from scaletrain_cli.plan.stages import pipeline_stages
+from scaletrain_cli.spec import ModelSpec
+from tests.plan.specs import model_of, spec_of
+
+DIMENSIONS = {
+    "hidden_size": 16,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "intermediate_size": 40,
+    "vocab_size": 64,
+}
+GPT = DIMENSIONS | {"num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 32, "seq_len": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 8, "first_k_dense_replace": 2}
+MODELS = {
+    "llama": model_of("llama-7b", **DIMENSIONS),
+    "tied qwen": model_of("llama-7b", **DIMENSIONS, tie_word_embeddings=True, qkv_bias=True, qk_norm=True),
+    "gpt": model_of("gpt2", **GPT),
+    "untied gpt": model_of("gpt2", **GPT, tie_word_embeddings=False),
+    "mixture": model_of("mixtral-8x7b", **DIMENSIONS, **EXPERTS),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_tensor_of_the_engine_is_counted_in_its_place(name: str) -> None:
+    for library in ("torch", "deepspeed"):
+        pytest.importorskip(library)
+    from scaletrain_cli.engine.model import outline
+    from scaletrain_cli.engine.parallel.expert import cut_experts
+    from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
+    from scaletrain_cli.engine.parallel.pipeline import keep_stage
+    from scaletrain_cli.engine.parallel.tensor import cut_over_tensor_ranks
+
+    model = MODELS[name]
+    for tensor, stages in itertools.product((1, 2), (1, 2, 3)):
+        spec = spec_of("llama-7b").model_copy(update={"model": model})
+        for stage in pipeline_stages(spec, stages):
+            built = outline(model)
+            keep_stage(built, Axis(stages, stage.position))
+            cut_over_tensor_ranks(built, Axis(tensor))
+            cut_experts(built, Mesh(tensor=Axis(tensor)))
+            counted = stage_groups(model, tensor, 1, stage.blocks, stage.dense, ends_of(stage))
+            assert list(counted.matrices.sizes) == [p.numel() for p in built.parameters() if p.ndim > 1]
+            assert list(counted.vectors.sizes) == [p.numel() for p in built.parameters() if p.ndim == 1]
+            assert not counted.experts.runs
+
+
+@pytest.mark.parametrize(
+    "model", [*MODELS.values(), model_of("deepseek-v2-lite"), model_of("gpt2", gated_mlp=True, embedding_norm=True)]
+)
+@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (2, 1), (2, 2)])
+def test_they_add_up_to_the_architecture(model: ModelSpec, tensor: int, expert: int) -> None:
+    expert = expert if model.num_experts else 1
+    whole = architecture(model, tensor, expert)
+    dense = model.num_hidden_layers - model.moe_layers
+    groups = stage_groups(model, tensor, expert, model.num_hidden_layers, dense, "both")
+    assert sum(group.elements for group in groups) == whole.parameters
+    assert groups.experts.elements == (model.moe_layers * whole.block.routed if expert > 1 else 0)
+
+
+def test_a_group_finds_the_tensor_of_an_element_and_the_pieces_of_a_rank() -> None:
+    group = Group((((7,), 1), ((2, 3), 2), ((4,), 1)))
+    assert [group.tensor_at(element) for element in (0, 6, 7, 8, 9, 12, 16, 17)] == [
+        (0, 7), (0, 7), (7, 9), (7, 9), (9, 12), (12, 14), (14, 17), (17, 21),
+    ]  # fmt: skip
+    assert group.pieces(2) == 4 + 2 * (1 + 2) + 2
