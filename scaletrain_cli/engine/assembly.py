@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from scaletrain_cli.engine.beginning import find_beginning
 from scaletrain_cli.engine.checkpointing import Checkpointer, Stateful
 from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences, open_dataset, prepare_dataset
@@ -46,11 +47,17 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
     connect(device, hang_seconds)
     agreement, set_up = Agreement(hang_seconds), Agreement(_SET_UP_SECONDS)
     dataset, train, validation = _open_data(run, record, ranks, set_up)
+    # One reader hashes, and all ranks take the same checkpoint.
+    found = find_beginning(run, checkpoint_folder(run, spec)) if ranks.rank == 0 else None
+    begin = set_up.follow_rank_zero(found)
+    assert begin is not None
+    begin.checked()
     _leave_if_asked(flag, set_up)
     torch.backends.cuda.matmul.allow_tf32 = spec.training.precision == "tf32"
     _seed(spec.training.seed, ranks.rank)
     mesh = build_mesh(layout)
-    composed = compose(spec, layout, mesh, device, swap_folder(run.run_id))
+    resuming = begin.checkpoint is not None
+    composed = compose(spec, layout, mesh, device, swap_folder=swap_folder(run.run_id), resuming=resuming)
     drive = stepper(composed, mesh, device, spec.training)
     average = None
     if spec.training.averaging.name != "none":
@@ -77,6 +84,7 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         record=record,
         ranks=ranks,
         attempt=attempt,
+        begin=begin,
         device=device,
         model=composed.model,
         stepper=drive,

@@ -25,6 +25,7 @@ from scaletrain_cli.engine.optimization.fp8 import use_fp8_linears
 from scaletrain_cli.engine.optimization.loss_scale import allow_fp16_on_cpu, mend_loss_scale
 from scaletrain_cli.engine.optimization.optimizers import build_optimizer
 from scaletrain_cli.engine.optimization.parameter_groups import parameter_groups
+from scaletrain_cli.engine.optimization.precision import forward_dtype
 from scaletrain_cli.engine.parallel.expert import announce_experts, cut_experts, with_expert_groups
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.parallel.pipeline import PipelineStage, keep_stage, pipeline_module
@@ -47,10 +48,19 @@ class Composed:
     stage: PipelineStage | None  # with a pipeline
 
 
-def compose(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device, swap_folder: Path) -> Composed:
+def compose(
+    spec: RunSpec,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    swap_folder: Path = Path(),
+    resuming: bool = False,
+) -> Composed:
     """Build this rank's part of the model and start DeepSpeed around it. Collective.
 
-    ``swap_folder``: on a disk of the node, for what NVMe offload takes off the device.
+    ``swap_folder``: on a disk of the node, for what NVMe offload takes off the device. ``resuming``: a checkpoint will
+    replace the weights, so that those which ``model.weights`` names are not read again, nor need they exist.
     """
     prepare_deepspeed(device)
     if spec.training.precision == "fp16" and device.type == "cpu":
@@ -58,8 +68,9 @@ def compose(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device, swa
     model = _cut(spec, layout, mesh, device)
     unit = ModelParallelUnit.of(mesh)
     config = deepspeed_config(spec, layout, sum(parameter.numel() for parameter in model.parameters()), swap_folder)
-    partition = zero3_partition(config, unit, _forward_dtype(spec)) if layout.zero_stage == 3 else None
-    materialise(model, _weights(spec, model, device), device, partition)
+    dtype = forward_dtype(spec.training.precision)
+    partition = zero3_partition(config, unit, dtype) if layout.zero_stage == 3 else None
+    materialise(model, _weights(spec, model, device, resuming), device, partition)
     recompute_activations(model, spec.layout, layout.activation_checkpointing, pin_memory=device.type == "cuda")
     if spec.training.compile:
         for block in model.blocks.values():  # the head and the embedding, which may share a weight, stay outside
@@ -91,16 +102,11 @@ def _cut(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> Cau
     return model
 
 
-def _weights(spec: RunSpec, model: CausalLM, device: torch.device) -> WeightSource:
+def _weights(spec: RunSpec, model: CausalLM, device: torch.device, resuming: bool) -> WeightSource:
     own = spec.transformer
-    if own.weights is not None:
+    if own.weights is not None and not resuming:
         return HuggingFaceFolder(Path(own.weights), outline(own))
     return ScaledInitialisation(
         spec.training.seed, own.initializer_range, own.num_hidden_layers, model.residual_projections, device
     )
 
-
-def _forward_dtype(spec: RunSpec) -> torch.dtype:
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(
-        spec.training.precision, torch.float32
-    )

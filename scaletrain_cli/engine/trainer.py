@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaletrain_cli.engine.beginning import Beginning, find_beginning
+from scaletrain_cli.engine.beginning import Beginning
 from scaletrain_cli.engine.checkpointing import Checkpointer
 from scaletrain_cli.engine.dataset import DatasetInfo
 from scaletrain_cli.engine.faults import Faults
@@ -21,10 +21,12 @@ from scaletrain_cli.engine.late_metrics import LateMetrics, StepMeasures
 from scaletrain_cli.engine.measure.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.engine.measure.plan_check import PlanCheck
 from scaletrain_cli.engine.metrics import MetricsLog
+from scaletrain_cli.engine.model.attention_kernel import attention_kernel
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.mixture import routing_measures
 from scaletrain_cli.engine.optimization.averaging import WeightAverage
 from scaletrain_cli.engine.optimization.early_stopping import should_stop
+from scaletrain_cli.engine.optimization.precision import forward_dtype
 from scaletrain_cli.engine.optimization.schedules import learning_rate
 from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict
 from scaletrain_cli.engine.signals import PreemptionFlag
@@ -48,6 +50,7 @@ class Trainer:
     record: RunRecord
     ranks: Ranks
     attempt: int
+    begin: Beginning
     device: torch.device
     model: CausalLM
     stepper: Stepper
@@ -93,6 +96,7 @@ class Trainer:
                         continue
                     if self._should_stop():
                         last = step
+                        self._event("stopped-early", step=step, validation_losses=self._validation_losses[-5:])
                 if step == last:
                     break
                 step, evaluated = step + 1, False
@@ -197,12 +201,8 @@ class Trainer:
         self.checkpointer.save(step, {"step": step, "dataset": self.dataset.fingerprint}, wait=wait)
 
     def resume(self) -> Beginning:
-        """Restore the newest sound checkpoint, if any. Raises UsageError when there should be one and is not."""
-        # One reader hashes, and all ranks take the same checkpoint.
-        found = find_beginning(self.run, self.checkpointer.folder) if self.ranks.rank == 0 else None
-        begin = self.set_up.follow_rank_zero(found)
-        assert begin is not None
-        begin.checked()
+        """Restore the checkpoint that the attempt begins with, if any. Raises UsageError where it is of other data."""
+        begin = self.begin
         if begin.checkpoint is not None:
             state, name = self.checkpointer.restore(begin.checkpoint), begin.checkpoint.path.name
             if state["dataset"] != self.dataset.fingerprint:
@@ -217,8 +217,26 @@ class Trainer:
             attempt=self.attempt,
             lost_steps=begin.lost_steps,
             passed_over=begin.passed_over,
+            attention=self._attention_kernel(),
         )
         return begin
+
+    def _attention_kernel(self) -> str:
+        """The kernel that torch picks for this rank's share of the heads over a whole sequence."""
+        model, layout = self.record.spec.transformer, self.record.plan.layout
+        cut = layout.tensor_parallel * layout.sequence_parallel
+        heads = model.num_attention_heads // cut
+        kv_heads = model.num_key_value_heads // cut if model.num_key_value_heads % cut == 0 else heads
+        return attention_kernel(
+            self.device,
+            forward_dtype(self.record.spec.training.precision),
+            batch=layout.micro_batch_size,
+            heads=heads,
+            kv_heads=kv_heads,
+            length=model.seq_len,
+            head_dim=model.head_dim,
+            dropout=model.attention_dropout,
+        )
 
     def _spike_watch(self, losses: list[float]) -> SpikeWatch:
         """The watch as it was: the same losses in the same order leave the same ones in the window."""

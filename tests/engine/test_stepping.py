@@ -44,7 +44,7 @@ def _poisoned_step(overrides: list[str], poisoned_rank: int) -> tuple[float, flo
     spec = parse_spec(_SPEC, file="stepping.yaml", base_dir=Path(), overrides=overrides)
     layout, device = make_plan(spec).layout, torch.device("cpu")
     mesh = build_mesh(layout)
-    composed = compose(spec, layout, mesh, device, Path())
+    composed = compose(spec, layout, mesh, device)
     drive = stepper(composed, mesh, device, spec.training)
     length = 16 // mesh.sequence.size
     start = mesh.sequence.rank * length

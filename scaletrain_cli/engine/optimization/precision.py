@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from scaletrain_cli.spec import RunSpec
 
 
@@ -32,3 +34,8 @@ def precision_config(spec: RunSpec) -> dict[str, Any]:
         # keeps the bf16 gradients beside the fp32 ones.
         config["bf16"] = {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": True}
     return config
+
+
+def forward_dtype(precision: str) -> torch.dtype:
+    """Of weights and activations in the forward pass."""
+    return {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)

@@ -118,7 +118,7 @@ def composed(run: Run, seed: int = 0) -> tuple[Composed, Stepper, Mesh]:
     mesh = build_mesh(run.layout)
     training = run.spec.training.model_copy(update={"seed": seed} if seed else {})
     spec = run.spec.model_copy(update={"training": training})
-    made = compose(spec, run.layout, mesh, CPU, Path())
+    made = compose(spec, run.layout, mesh, CPU)
     return made, stepper(made, mesh, CPU, spec.training), mesh
 
 
