@@ -113,7 +113,8 @@ class MixtureMLP(nn.Module):
             capacity = torch.ceil(self.capacity_factor * total.sum(dim=-1, keepdim=True).double() / self.num_experts)
             kept = places(chosen.flatten(1), load, earlier) < capacity
             kept = kept.view_as(chosen).flatten(0, 1)
-        balance, z = balance_loss(probabilities, total), logits.logsumexp(dim=-1).square().mean()
+        balance = balance_loss(probabilities if self.balance_coefficient else probabilities.detach(), total)
+        z = z_loss(logits if self.z_coefficient else logits.detach())  # only measured then, and kept for no backward
         loss = self.balance_coefficient * balance + self.z_coefficient * z
         weights = _WithLoss.apply(weights, loss, self.loss_scale)  # type: ignore[no-untyped-call]
         self._measure(balance, z, kept, total)
@@ -137,6 +138,11 @@ def balance_loss(probabilities: Tensor, total: Tensor) -> Tensor:
     """
     shares = total * total.shape[-1] / total.sum(dim=-1, keepdim=True)
     return (shares * probabilities.mean(dim=1)).sum(dim=-1).mean()
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """Mean squared log of the softmax's denominator, which keeps logits small (ST-MoE, arXiv:2202.08906, eq. 5)."""
+    return logits.logsumexp(dim=-1).square().mean()
 
 
 def count(chosen: Tensor, experts: int) -> Tensor:
@@ -186,7 +192,8 @@ def rows_of(tokens: Tensor, order: Tensor, routing: Routing) -> Tensor:
 def combine(rows: Tensor, order: Tensor, routing: Routing) -> Tensor:
     """Weighted sum of the rows of each token, [n, hidden]; a dropped one counts as zero."""
     n, k = routing.chosen.shape
-    spread = rows.new_zeros(n * k, rows.shape[-1]).index_copy(0, order, rows).view(n, k, -1)
+    # index_put, because index_copy would keep the rows for its backward pass, which wants their shape.
+    spread = rows.new_zeros(n * k, rows.shape[-1]).index_put((order,), rows).view(n, k, -1)
     return torch.bmm(routing.weights.to(rows.dtype).unsqueeze(1), spread).squeeze(1)
 
 

@@ -143,7 +143,6 @@ def train_rank(run: Run) -> Trained:
 
 CAPACITY = "model.capacity_factor=0.8"
 RUNS = {
-    "ZeRO-1": Run(1, data=2),
     "ZeRO-2, two replicas": Run(2, data=4, accumulation=2),
     "ZeRO-3 and tensor": Run(3, data=2, tensor=2),
     "sequence, some tokens dropped": Run(2, sequence=2, accumulation=4, overrides=(CAPACITY,)),
