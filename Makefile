@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/setup-done-$(TORCH)
 
-.PHONY: help setup demo check test slurm-packages bench bench-planner clean
+.PHONY: help setup demo check test slurm-packages parity bench bench-planner clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,10 @@ slurm-packages:
 	@if [[ $$(id -u) == 0 ]] && command -v apt-get >/dev/null; then \
 		slurm/install_packages.sh || { echo 'Slurm could not be installed.' >&2; [[ $${CI:-} != true ]]; }; \
 	fi
+
+# One row: make parity ARGS='zero3 tp2'. The page beside the benchmarks: ARGS='--write benchmarks/results/parity.md'.
+parity: setup ## Train every layout beside one plain process, and print how far they differ
+	@$(BIN)/python -m tests.engine.parity $(ARGS)
 
 bench: setup ## Measure every figure that the README claims
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

@@ -8,13 +8,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read when torch loads; ranks share the co
 warnings.simplefilter("ignore")  # DeepSpeed's import warns, and no test is there to hear it
 
 import pytest  # noqa: E402, F401  test modules import it, and ranks import test modules
-import torch  # noqa: E402
-import torch._dynamo  # noqa: E402  torch.optim loads it at its first step
 
 import scaletrain_cli.engine.assembly  # noqa: E402
 import scaletrain_cli.plan  # noqa: E402, F401
-from scaletrain_cli.engine.deepspeed_engine import import_deepspeed  # noqa: E402
 
-import_deepspeed(torch.device("cpu"))
+os.environ["DS_ACCELERATOR"] = "cpu"
+
 gc.collect()
 gc.freeze()  # a collection in a rank must not touch, and so copy, the pages that it shares

@@ -1,0 +1,60 @@
+"""``python -m tests.engine.parity [--write PAGE] [WORD ...]``: the parity table, or its rows whose names hold the words.
+
+Exits with 1 when a row is beyond its limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+from tests.engine.parity.comparison import difference
+from tests.engine.parity.dataset import write_dataset
+from tests.engine.parity.layouts import stray_state_bytes, train_in_layout
+from tests.engine.parity.reference import Trained, train_alone
+from tests.engine.parity.rows import Row, features, grid, in_bf16
+from tests.engine.parity.table import HEADER, Line, page
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.engine.parity", description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="rows whose names hold all of these; every row without")
+    parser.add_argument("--write", type=Path, help="write the table as a page, too")
+    options = parser.parse_args()
+    rows = [row for row in [*grid(), *features(), *in_bf16()] if all(word in row.name for word in options.words)]
+    print(HEADER)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SCALETRAIN_RUNS"] = folder
+        lines = list(_measured(rows, write_dataset(Path(folder))))
+    if options.write is not None:
+        options.write.write_text("\n".join(page(lines, "make parity")) + "\n", encoding="utf-8")
+    wrong = [line.row.name for line in lines if not line.right]
+    print(f"\n{len(lines)} rows, {len(wrong)} of them wrong" + "".join(f"\n  {name}" for name in wrong))
+    return 1 if wrong or not lines else 0
+
+
+def _measured(rows: list[Row], dataset: Path):
+    @cache
+    def alone(row: Row) -> Trained:
+        return train_alone(row.spec(dataset))
+
+    for row in rows:
+        started = time.monotonic()
+        try:
+            run = train_in_layout(row.spec(dataset))
+            found, states = difference(run.trained, alone(row.reference)), stray_state_bytes(run)
+            line = Line(row, time.monotonic() - started, found, states)
+        except Exception as error:  # the other rows are worth their figures
+            print(f"{row.name}: {error}", file=sys.stderr)
+            line = Line(row, time.monotonic() - started, problem=type(error).__name__)
+        print(line, flush=True)
+        yield line
+
+
+if __name__ == "__main__":
+    sys.exit(main())

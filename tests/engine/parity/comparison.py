@@ -1,0 +1,34 @@
+"""How far a layout strays from the reference, and how far it may."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.engine.parity.reference import Trained
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest over all steps: of the loss in nats, of the gradient norm relative, and of any final weight."""
+
+    loss: float
+    norm: float
+    weight: float
+
+    def within(self, limit: Difference) -> bool:
+        """Whether none of the three is larger, or no number."""
+        return self.loss <= limit.loss and self.norm <= limit.norm and self.weight <= limit.weight
+
+
+FP32 = Difference(loss=1e-5, norm=1e-4, weight=1e-5)
+BF16 = Difference(loss=2e-2, norm=float("inf"), weight=float("inf"))
+
+
+def difference(layout: Trained, reference: Trained) -> Difference:
+    """Raises AssertionError when the two do not even hold the same weights."""
+    assert layout.weights.keys() == reference.weights.keys()
+    return Difference(
+        loss=max(abs(a - b) for a, b in zip(layout.losses, reference.losses, strict=True)),
+        norm=max(abs(a - b) / b for a, b in zip(layout.norms, reference.norms, strict=True)),
+        weight=max((layout.weights[name] - whole).abs().max().item() for name, whole in reference.weights.items()),
+    )

@@ -1,0 +1,151 @@
+"""The product's way: the same run cut over ranks, each through its own assembly and step; then the whole weights."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from scaletrain_cli.engine.assembly import assemble
+from scaletrain_cli.engine.measure.model_states import ModelStateBytes, watching_model_states
+from scaletrain_cli.engine.parallel.cuts import Cut, cut_of
+from scaletrain_cli.engine.parallel.expert import is_cut_over_experts
+from scaletrain_cli.engine.process_group import Ranks
+from scaletrain_cli.engine.signals import PreemptionFlag
+from scaletrain_cli.launch.submission import create_run
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.plan.memory.engine_states import rank_model_states
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.spec import RunSpec
+from tests.engine.parity.reference import Trained
+from tests.engine.ranks import on_ranks
+
+_SECONDS = 300.0  # of one row, on a machine that does much else
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of a parameter: a slice by the cut, of the experts that the expert rank has."""
+
+    cut: Cut | None
+    expert_rank: int
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """By step the loss and the gradient norm; pieces of the weights, unless another rank holds the same; bytes."""
+
+    losses: list[float]
+    norms: list[float]
+    pieces: dict[str, Piece]
+    states: ModelStateBytes
+
+
+@dataclass(frozen=True)
+class LayoutRun:
+    """A run that was trained in its layout: what it came to, how it was planned, and what each rank held."""
+
+    trained: Trained
+    record: RunRecord
+    states: list[ModelStateBytes]
+
+
+def train_in_layout(spec: RunSpec, *, interrupted_after: int = 0) -> LayoutRun:
+    """All steps of a run; with a step to be interrupted after, the rest in other processes, from a checkpoint."""
+    created = create_run(spec, make_plan(spec))
+    parts = [interrupted_after, spec.total_steps] if interrupted_after else [spec.total_steps]
+    losses: list[float] = []
+    norms: list[float] = []
+    for last in parts:
+        reports = on_ranks(spec.world_size, train_rank, created.run.path, last, connected=False, seconds=_SECONDS)
+        for other in reports[1:]:
+            assert (other.losses, other.norms) == (reports[0].losses, reports[0].norms), "ranks do not agree"
+        losses += reports[0].losses
+        norms += reports[0].norms
+    trained = Trained(losses, norms, whole_weights([report.pieces for report in reports]))
+    return LayoutRun(trained, created.record, [report.states for report in reports])
+
+
+def train_rank(path: Path, last: int) -> RankReport:
+    """One rank's part of the run in ``path``, from its newest checkpoint to a step; before the end, with another."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return _train_rank(path, last)
+
+
+def _train_rank(path: Path, last: int) -> RankReport:
+    run, ranks = RunDir(path), Ranks.from_environment()
+    record = read_record(run)
+    trainer = assemble(run, record, ranks, 1, PreemptionFlag())
+    begin = trainer.resume()
+    measured = []
+    for step in range(begin.step + 1, last):
+        trainer.step(step)
+        measured += trainer.late.rest()
+    with watching_model_states(trainer.plan_check.composed.engine) as states:
+        trainer.step(last)
+    measured += trainer.late.rest()
+    if last < record.spec.total_steps:
+        trainer.save(last, wait=True)
+    pieces = local_pieces(trainer.model, replica(ranks.rank, record.plan.layout), record.plan.layout)
+    losses, norms = [[step.values[name] for step in measured] for name in ("loss", "grad_norm")]
+    return RankReport(losses, norms, pieces, states.bytes)
+
+
+def stray_state_bytes(run: LayoutRun) -> int:
+    """Run minus plan, of the rank and figure where they differ most: bytes of weights, gradients, optimizer states."""
+    spec, layout = run.record.spec, run.record.plan.layout
+    stray = []
+    for rank, held in enumerate(run.states):
+        stage = rank // (layout.world_size // layout.pipeline_parallel)
+        planned = rank_model_states(spec, layout, stage, replica(rank, layout))
+        stray += [getattr(held, name) - size for name, size in planned._asdict().items()]
+    return max(stray, key=abs)
+
+
+def replica(rank: int, layout: Layout) -> int:
+    """This rank's place among those that DeepSpeed counts as data-parallel."""
+    return rank // layout.tensor_parallel % (layout.data_parallel * layout.sequence_parallel)
+
+
+def local_pieces(model: nn.Module, replica: int, layout: Layout) -> dict[str, Piece]:
+    """This rank's parameters by Hugging Face name, those of ZeRO-3 gathered. Collective."""
+    import deepspeed  # not for the tests' own process, whose environment it would change
+
+    pieces: dict[str, Piece] = {}
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            copies = layout.expert_parallel if is_cut_over_experts(parameter) else 1
+            if replica < copies:
+                values = parameter.detach().to(torch.float32, copy=True)
+                pieces[name] = Piece(cut_of(parameter), replica, values)
+    return pieces
+
+
+def whole_weights(ranks: list[dict[str, Piece]]) -> dict[str, Tensor]:
+    """Every parameter of the model, from what the ranks hold of it."""
+    held: dict[str, dict[int, list[Piece]]] = {}
+    for pieces in ranks:
+        for name, piece in pieces.items():
+            held.setdefault(name, {}).setdefault(piece.expert_rank, []).append(piece)
+    return {
+        name: torch.cat([_joined(experts[rank]) for rank in sorted(experts)]) for name, experts in sorted(held.items())
+    }
+
+
+def _joined(pieces: list[Piece]) -> Tensor:
+    """The slices put together. A tied weight is whole on two pipeline stages, which must not differ."""
+    by_rank = {piece.cut.rank if piece.cut else 0: piece.values for piece in pieces}
+    for piece in pieces:
+        assert torch.equal(piece.values, by_rank[piece.cut.rank if piece.cut else 0]), "copies of a weight differ"
+    cut = pieces[0].cut
+    if cut is None:
+        return by_rank[0]
+    slices = [by_rank[rank].chunk(cut.parts, cut.dim) for rank in range(cut.ranks)]
+    return torch.cat([torch.cat(part, cut.dim) for part in zip(*slices, strict=True)], cut.dim)

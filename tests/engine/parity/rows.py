@@ -1,0 +1,156 @@
+"""The rows of the parity table: which specs must train the same model as one process does. Knows no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from scaletrain_cli.spec import RunSpec, parse_spec
+
+STEPS = 20
+VOCAB_SIZE = 288
+MOST_RANKS = 8
+
+# Clipping binds at some steps and not at others, matrices decay and norms do not, heads are grouped. eps is large
+# enough that an element whose gradient is nothing but rounding does not move as far as any other.
+_SPEC = f"""
+schema: scaletrain/v1
+name: parity
+model: {{family: llama, hidden_size: 64, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2,
+        intermediate_size: 96, vocab_size: {VOCAB_SIZE}, seq_len: 32}}
+data: {{source: DATASET, tokenizer: {{vocab_size: {VOCAB_SIZE}}}}}
+training:
+  {{global_batch_size: 8, steps: {STEPS}, precision: fp32, gradient_clipping: 2.0,
+    optimizer: {{lr: 1.0e-3, eps: 1.0e-6}}, schedule: {{warmup_steps: 5}}}}
+evaluation: {{every: 0}}
+layout: {{virtual_pipeline: 1, context_parallel: 1, expert_parallel: 1}}
+cluster: {{gpu: cpu}}
+checkpoint: {{every: 1000}}
+"""
+_GLOBAL_BATCH_SIZE = 8
+# Overrides under these keys change how a run is trained, and not what should come of it.
+_MANNER = ("layout.", "training.precision", "training.compile", "training.cross_entropy")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout, and what else departs from the base spec: ``overrides`` are what ``--set`` takes."""
+
+    zero: int = 0
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+    accumulation: int = 1
+    checkpointing: str = "none"
+    overrides: tuple[str, ...] = ()
+    title: str = ""  # of the overrides
+
+    @property
+    def ranks(self) -> int:
+        """Processes that it takes."""
+        return self.data * self.tensor * self.pipeline * self.sequence
+
+    @property
+    def name(self) -> str:
+        """Unique, and short enough for a table and for ``pytest -k``."""
+        sizes = {"dp": self.data, "tp": self.tensor, "pp": self.pipeline, "sp": self.sequence, "ga": self.accumulation}
+        cut = [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
+        recomputed = [] if self.checkpointing == "none" else [self.checkpointing]
+        return " ".join([f"zero{self.zero}", *cut, *recomputed, *([self.title] if self.title else [])])
+
+    @property
+    def reference(self) -> Row:
+        """The same run in one process."""
+        return Row(overrides=tuple(key for key in self.overrides if not key.startswith(_MANNER)))
+
+    def spec(self, dataset: Path) -> RunSpec:
+        """The run that trains this row."""
+        sets = {
+            "cluster.gpus_per_node": self.ranks,
+            "layout.zero_stage": self.zero,
+            "layout.data_parallel": self.data,
+            "layout.tensor_parallel": self.tensor,
+            "layout.pipeline_parallel": self.pipeline,
+            "layout.sequence_parallel": self.sequence,
+            "layout.activation_checkpointing": self.checkpointing,
+            "training.micro_batch_size": _GLOBAL_BATCH_SIZE // (self.data * self.accumulation),
+        }
+        overrides = [*(f"{key}={value}" for key, value in sets.items()), *self.overrides]
+        text = _SPEC.replace("DATASET", str(dataset))
+        return parse_spec(text, file="parity.yaml", base_dir=dataset, overrides=overrides)
+
+
+def with_features(row: Row, title: str, *overrides: str) -> Row:
+    """The row with overrides, and what they are called."""
+    return replace(row, overrides=overrides, title=title)
+
+
+def grid() -> list[Row]:
+    """Every combination that is legal on up to MOST_RANKS ranks; data parallel over two of them where there is room.
+
+    A pipeline runs with ZeRO-1 alone.
+    """
+    rows = []
+    for zero, tensor, pipeline, sequence, accumulation, checkpointing in product(
+        (0, 1, 2, 3), (1, 2), (1, 2), (1, 2), (1, 4), ("none", "selective", "full")
+    ):
+        if pipeline == 1 or zero == 1:
+            data = 2 if 2 * tensor * pipeline * sequence <= MOST_RANKS else 1
+            rows.append(Row(zero, data, tensor, pipeline, sequence, accumulation, checkpointing))
+    return rows
+
+
+_MIXTURE = (
+    "model.num_experts=4",
+    "model.num_experts_per_tok=2",
+    "model.moe_intermediate_size=48",
+    "model.router_aux_loss_coef=0.01",
+    "layout.expert_parallel=2",
+)
+_DROPOUT = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
+_GPT = ("model.family=gpt", "model.num_key_value_heads=4", "model.tie_word_embeddings=true")
+_MASK = ("data.loss_mask=document_starts",)
+_SMOOTHING = ("training.label_smoothing=0.1",)
+
+
+def features() -> list[Row]:
+    """What else an option may change, each in layouts that it might go wrong in."""
+    cubed = Row(1, tensor=2, pipeline=2, sequence=2, accumulation=4)
+    return [
+        with_features(Row(2, data=2), "offload optimizer", "layout.offload=optimizer"),
+        with_features(Row(3, data=2, accumulation=4), "offload both", "layout.offload=optimizer+params"),
+        with_features(Row(0, data=2), "experts", *_MIXTURE),
+        with_features(Row(1, data=2, accumulation=4, checkpointing="full"), "experts", *_MIXTURE),
+        with_features(Row(2, data=2, sequence=2), "experts", *_MIXTURE),
+        with_features(Row(3, data=2, tensor=2), "experts", *_MIXTURE),
+        with_features(Row(0, data=2, tensor=2, sequence=2), "dropout", *_DROPOUT),
+        with_features(Row(3, data=2, accumulation=4, checkpointing="full"), "dropout", *_DROPOUT),
+        with_features(cubed, "dropout", *_DROPOUT),
+        with_features(Row(2, tensor=2, accumulation=4), "label smoothing", *_SMOOTHING),
+        with_features(cubed, "label smoothing", *_SMOOTHING),
+        with_features(Row(3, data=2, sequence=2), "document mask", *_MASK),
+        with_features(cubed, "document mask", *_MASK),
+        with_features(Row(0, data=2, tensor=2), "tied", "model.tie_word_embeddings=true"),
+        with_features(Row(3, data=2, accumulation=4), "tied", "model.tie_word_embeddings=true"),
+        with_features(cubed, "tied", "model.tie_word_embeddings=true"),
+        with_features(Row(3, data=2, tensor=2, sequence=2), "gpt", *_GPT),
+        with_features(cubed, "gpt", *_GPT),
+        with_features(Row(1, data=2, checkpointing="selective"), "of attention", "layout.selective_scope=attention"),
+        with_features(replace(cubed, checkpointing="selective"), "of attention", "layout.selective_scope=attention"),
+        with_features(Row(2, data=2, tensor=2), "activation offload", "layout.activation_offload=true"),
+        with_features(Row(3, data=2, tensor=2), "chunked loss", "training.cross_entropy=chunked"),
+        with_features(Row(1, data=2, tensor=2), "compiled", "training.compile=true"),
+    ]
+
+
+def in_bf16() -> list[Row]:
+    """Rows whose loss may stray by rounding. Without ZeRO, DeepSpeed's bf16 is less exact, and plans avoid it."""
+    rows = [
+        Row(1, data=2),
+        Row(2, data=2, tensor=2),
+        Row(3, data=2, sequence=2, checkpointing="selective"),
+        Row(1, tensor=2, pipeline=2, sequence=2, accumulation=4),
+    ]
+    return [with_features(row, "bf16", "training.precision=bf16") for row in rows]

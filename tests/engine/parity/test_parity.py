@@ -1,0 +1,118 @@
+"""Every layout trains the model that one process trains: a part of the table that `make parity` makes whole."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.engine.parity.comparison import BF16, FP32, difference
+from tests.engine.parity.dataset import write_dataset
+from tests.engine.parity.layouts import LayoutRun, stray_state_bytes, train_in_layout
+from tests.engine.parity.reference import Trained, train_alone
+from tests.engine.parity.rows import STEPS, Row, features, grid, in_bf16
+
+# Each axis with each ZeRO stage that it may meet, both numbers of micro-batches, every way to recompute.
+CUT = [
+    Row(0, data=2, accumulation=4),
+    Row(0, tensor=2, sequence=2, checkpointing="full"),
+    Row(1, data=2, tensor=2, checkpointing="selective"),
+    Row(1, data=2, pipeline=2, accumulation=4, checkpointing="full"),
+    Row(1, tensor=2, pipeline=2, sequence=2, accumulation=4, checkpointing="selective"),
+    Row(2, data=2, sequence=2, accumulation=4),
+    Row(3, data=2, tensor=2, accumulation=4, checkpointing="selective"),
+]
+NAMED = {row.name: row for row in features()}
+FEATURES = [
+    NAMED[name]
+    for name in (
+        "zero2 dp2 offload optimizer",
+        "zero3 dp2 ga4 offload both",
+        "zero2 dp2 sp2 experts",
+        "zero1 tp2 pp2 sp2 ga4 dropout",
+        "zero3 dp2 sp2 document mask",
+        "zero2 tp2 ga4 label smoothing",
+    )
+]
+RESUMED = [CUT[4], CUT[6]]
+rows = pytest.mark.parametrize("row", [*CUT, *FEATURES], ids=lambda row: row.name)
+
+
+class Runs(NamedTuple):
+    """Each is trained when it is first asked for, and kept."""
+
+    alone: object
+    in_layout: object
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("parity"))
+
+
+@pytest.fixture(scope="session")
+def alone(dataset: Path):
+    @cache
+    def train(row: Row) -> Trained:
+        return train_alone(row.spec(dataset))
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory):
+    @cache
+    def train(row: Row) -> LayoutRun:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SCALETRAIN_RUNS", str(tmp_path_factory.mktemp("undisturbed")))
+            return train_in_layout(row.spec(dataset))
+
+    return train
+
+
+@rows
+def test_a_layout_trains_the_model_that_one_process_trains(row: Row, alone, undisturbed) -> None:
+    found = difference(undisturbed(row).trained, alone(row.reference))
+    assert found.within(FP32), found
+
+
+@rows
+def test_each_rank_holds_the_model_states_that_were_planned(row: Row, undisturbed) -> None:
+    assert stray_state_bytes(undisturbed(row)) == 0
+
+
+@pytest.mark.parametrize("row", in_bf16()[1:2], ids=lambda row: row.name)
+def test_bf16_strays_by_rounding_alone(row: Row, alone, undisturbed) -> None:
+    found = difference(undisturbed(row).trained, alone(row.reference))
+    assert found.within(BF16), found
+    assert not found.within(FP32)
+
+
+@pytest.mark.parametrize("row", RESUMED, ids=lambda row: row.name)
+def test_a_layout_that_is_resumed_in_other_processes_goes_on_to_the_bit(row: Row, dataset: Path, undisturbed) -> None:
+    resumed, whole = train_in_layout(row.spec(dataset), interrupted_after=STEPS // 2).trained, undisturbed(row).trained
+    assert resumed.losses == whole.losses
+    assert resumed.norms == whole.norms
+    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+
+
+def test_the_reference_clips_at_some_steps_and_not_at_others(dataset: Path, alone) -> None:
+    threshold = Row().spec(dataset).training.gradient_clipping
+    assert min(alone(Row()).norms) < threshold < max(alone(Row()).norms)
+
+
+def test_every_row_of_the_table_has_a_name_of_its_own_and_can_be_planned(dataset: Path) -> None:
+    table = [*grid(), *features(), *in_bf16()]
+    assert len(table) == len({row.name for row in table})
+    assert max(row.ranks for row in table) == 8
+    assert {row.spec(dataset).world_size for row in table} == {2, 4, 8}
+
+
+def test_a_wrong_weight_is_a_difference(alone) -> None:
+    right = alone(Row())
+    wrong = {**right.weights, "model.norm.weight": right.weights["model.norm.weight"] + 2e-5}
+    assert difference(right, right).within(FP32)
+    assert not difference(Trained(right.losses, right.norms, wrong), right).within(FP32)
