@@ -53,9 +53,9 @@ class Measured:
 
     @property
     def model_states(self) -> Figure:
-        """The three together, on the worst stage."""
+        """The three together, on the worst stage; what is offloaded is none of them."""
         figures = self.stages[self.worst].figures
-        known = [figures[name] for name in MODEL_STATES]
+        known = [figures[name] for name in MODEL_STATES if name in figures]
         return Figure(sum(figure.planned for figure in known), sum(figure.measured for figure in known))
 
     def to_json(self) -> dict[str, Any]:
