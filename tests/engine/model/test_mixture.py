@@ -66,13 +66,12 @@ def one_by_one(made: MixtureMLP, x: Tensor, renormalise: bool, capacity: int) ->
 def test_tokens_go_through_their_likeliest_experts(renormalise: bool, factor: float, capacity: int) -> None:
     made, x = mixture(norm_topk_prob=renormalise, capacity_factor=factor), batch()
     mixed, expected = made(x), one_by_one(made, x, renormalise, capacity)
-    torch.testing.assert_close(mixed, expected)
-    toward = torch.randn_like(mixed)
+    torch.testing.assert_close(mixed, expected, rtol=1e-5, atol=1e-5)
+    toward = batch().detach().flip(0)
     inputs = (x, *made.parameters())
-    for gradient, right in zip(
-        torch.autograd.grad(mixed, inputs, toward), torch.autograd.grad(expected, inputs, toward), strict=True
-    ):
-        torch.testing.assert_close(gradient, right)
+    gradients, rights = (torch.autograd.grad(result, inputs, toward) for result in (mixed, expected))
+    for gradient, right in zip(gradients, rights, strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-5 * right.abs().max().item())
     assert (routing_measures(made).dropped > 0) == bool(capacity)
 
 
