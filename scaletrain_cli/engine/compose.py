@@ -1,5 +1,5 @@
 """Compose a model with the ways it is cut and run, in the one order that works: pipeline stage, tensor, experts,
-sequence, weights, activation checkpointing, compile, DeepSpeed. Knows no data and no training loop.
+sequence, weights, compile and activation checkpointing, DeepSpeed. Knows no data and no training loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.dropout import give_dropout_keys
 from scaletrain_cli.engine.model.loss import choose_cross_entropy
-from scaletrain_cli.engine.model.recompute import recompute_activations
+from scaletrain_cli.engine.model.block_wrapping import wrap_blocks
 from scaletrain_cli.engine.optimization.fp8 import use_fp8_linears
 from scaletrain_cli.engine.optimization.loss_scale import allow_fp16_on_cpu, mend_loss_scale
 from scaletrain_cli.engine.optimization.optimizers import build_optimizer
@@ -71,10 +71,13 @@ def compose(
     dtype = forward_dtype(spec.training.precision)
     partition = zero3_partition(config, unit, dtype) if layout.zero_stage == 3 else None
     materialise(model, _weights(spec, model, device, resuming), device, partition)
-    recompute_activations(model, spec.layout, layout.activation_checkpointing, pin_memory=device.type == "cuda")
-    if spec.training.compile:
-        for block in model.blocks.values():  # the head and the embedding, which may share a weight, stay outside
-            block.compile()
+    wrap_blocks(
+        model,
+        spec.layout,
+        layout.activation_checkpointing,
+        compiled=spec.training.compile,
+        pin_memory=device.type == "cuda",
+    )
     stage = PipelineStage(model, mesh.pipeline) if layout.pipeline_parallel > 1 else None
     module = model if stage is None else pipeline_module(stage, mesh)
     announce_experts(model, mesh)

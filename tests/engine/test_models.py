@@ -1,12 +1,14 @@
 """The models: Hugging Face names, the planned parameter count, a loss near ln V at the start, causal attention."""
 
 import math
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from scaletrain_cli.engine.model.llama import rotary_tables, rotate
-from scaletrain_cli.engine.model.recompute import recompute_activations
+from scaletrain_cli.engine.model.block_wrapping import wrap_blocks
 from scaletrain_cli.engine.optimization.parameter_groups import parameter_groups
 from scaletrain_cli.plan.architecture import architecture
 from scaletrain_cli.spec import ModelSpec
@@ -77,7 +79,7 @@ def test_the_seed_decides_the_weights(dims: dict) -> None:
 )
 def test_recomputing_or_offloading_activations_changes_no_bit(dims: dict, mode: str, keys: dict) -> None:
     plain, recomputed = build_model(spec(dims), seed=0), build_model(spec(dims), seed=0)
-    recompute_activations(recomputed, LayoutSpec(**keys), mode)
+    wrap_blocks(recomputed, LayoutSpec(**keys), mode)
     for model in (plain, recomputed):
         model(*batch()).backward()
     gradients = zip(plain.parameters(), recomputed.parameters(), strict=True)
@@ -150,3 +152,19 @@ def test_projections_into_the_residual_stream_start_smaller() -> None:
     weights = build_model(spec({**LLAMA, "hidden_size": 256, "head_dim": 64}), seed=0).state_dict()
     ratio = weights["model.layers.0.self_attn.o_proj.weight"].std() / weights["model.embed_tokens.weight"].std()
     assert ratio.item() == pytest.approx(1 / math.sqrt(6), rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks for it
+def test_compiled_and_recomputed_blocks_make_one_graph_that_computes_the_same() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    plain, compiled = build_model(spec(LLAMA), seed=0), build_model(spec(LLAMA), seed=0)
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    with patch.object(torch, "compile", partial(torch.compile, backend=counter)):
+        wrap_blocks(compiled, LayoutSpec(), "full", compiled=True)
+    for model in (plain, compiled):
+        model(*batch()).backward()
+    assert counter.frame_count == 1  # one graph serves all blocks
+    gradients = zip(plain.parameters(), compiled.parameters(), strict=True)
+    assert all(torch.allclose(a.grad, b.grad, atol=1e-6) for a, b in gradients)

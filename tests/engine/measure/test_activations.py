@@ -8,7 +8,7 @@ import torch
 from scaletrain_cli.engine.measure.activations import watching_activations
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.recompute import recompute_activations
+from scaletrain_cli.engine.model.block_wrapping import wrap_blocks
 from scaletrain_cli.plan.memory.activations import stage_activation_bytes, token_activations
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.layout import LayoutSpec
@@ -27,7 +27,7 @@ def model(spec: ModelSpec, mode: str, dtype: torch.dtype) -> CausalLM:
     made = outline(spec).to_empty(device="cpu").to(dtype)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    recompute_activations(made, LayoutSpec(), mode)
+    wrap_blocks(made, LayoutSpec(), mode)
     return made
 
 
