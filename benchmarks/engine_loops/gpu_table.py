@@ -1,0 +1,156 @@
+"""Llamas of several sizes trained on one GPU for a few steps: speed and memory, measured beside planned.
+
+Each row is a run of its own through ``scaletrain train``. It is ended by a fault before its last checkpoint, which for
+the larger ones would not fit every disk.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from scaletrain_cli.engine.faults import VARIABLE
+from scaletrain_cli.plan import PlanInfeasibleError, accelerator_names, find_accelerator, make_plan
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.journal import read_metrics
+from scaletrain_cli.rundir.measured import read_measured
+from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.spec import load_spec
+
+STEPS = 16
+WARM_UP = 6  # compilation, the allocator's and the libraries' first choices
+_RECIPE = """
+schema: scaletrain/v1
+name: {name}
+model: {model}
+data: {{source: {source}, tokenizer: {{kind: bpe, vocab_size: {vocabulary}}}}}
+training:
+  {{global_batch_size: {batch}, steps: 1000, precision: bf16, optimizer: {{name: adamw, lr: 1.0e-4}}}}
+evaluation: {{every: 0}}
+layout: {{offload: none}}
+cluster: {{scheduler: local, nodes: 1, gpus_per_node: 1, gpu: {gpu}}}
+checkpoint: {{every: 1000000}}
+restarts: {{crash: 0}}
+"""
+_LLAMA = "{{family: llama, seq_len: 4096, {}}}"
+MODELS = {
+    "0.2B": "hidden_size: 1024, num_hidden_layers: 12, num_attention_heads: 16, num_key_value_heads: 16, "
+    "intermediate_size: 2816, vocab_size: 32000, tie_word_embeddings: true",
+    # The dimensions of Llama 3.2 1B and 3B, and of Llama 3 8B.
+    "1B": "hidden_size: 2048, num_hidden_layers: 16, num_attention_heads: 32, num_key_value_heads: 8, "
+    "intermediate_size: 8192, vocab_size: 128256, tie_word_embeddings: true, rope_theta: 500000",
+    "3B": "hidden_size: 3072, num_hidden_layers: 28, num_attention_heads: 24, num_key_value_heads: 8, "
+    "intermediate_size: 8192, vocab_size: 128256, tie_word_embeddings: true, rope_theta: 500000",
+    "8B": "preset: llama-3-8b",
+}
+_TINY = (
+    "{family: llama, seq_len: 64, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
+    "num_key_value_heads: 2, intermediate_size: 128, vocab_size: 512, tie_word_embeddings: true}"
+)
+_PAIRS = ("step ms: plan", "run", "MFU: plan", "run", "peak GB: plan", "run", "off by")
+# Tried in this order: what saves memory comes last.
+_WAYS = ("training.grad_dtype=fp32", "training.grad_dtype=bf16")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: which model, and how it is run."""
+
+    model: str
+    compiled: bool
+    checkpointing: str
+
+    @property
+    def overrides(self) -> list[str]:
+        return [
+            f"training.compile={str(self.compiled).lower()}",
+            f"layout.activation_checkpointing={self.checkpointing}",
+        ]
+
+
+def cases(models: list[str], compiled: list[bool], checkpointing: list[str]) -> Iterator[Case]:
+    """Every combination."""
+    return (Case(*combination) for combination in product(models, compiled, checkpointing))
+
+
+def rows(chosen: Iterator[Case], gpu: str | None, folder: Path) -> Iterator[str]:
+    """A table in Markdown, line by line as it is measured. ``gpu``: its name in the catalogue; None for a trial run."""
+    titles = ("model", "compile", "recomputed", "gradients", "batch", *_PAIRS)
+    yield f"| {' | '.join(titles)} |"
+    yield "|" + "---|" * 5 + "---:|" * len(_PAIRS)
+    for case in chosen:
+        yield f"| {' | '.join(_cells(case, gpu, folder))} |"
+
+
+def gpu_of_this_machine() -> str | None:
+    """The catalogue's name of the GPU here: of those it may be by its name, the nearest in memory."""
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    words = properties.name.lower().replace("-", " ").split()
+    known = [name for name in accelerator_names() if name.split("-")[0] in words]
+    return min(known, key=lambda name: abs(find_accelerator(name).memory_bytes - properties.total_memory), default=None)
+
+
+def _cells(case: Case, gpu: str | None, folder: Path) -> list[str]:
+    recipe = folder / f"{case.model}.yaml"
+    model = _TINY if gpu is None else _LLAMA.format(MODELS[case.model])
+    if gpu is not None and "preset" in model:
+        model = f"{{{MODELS[case.model]}, seq_len: 4096}}"
+    recipe.write_text(
+        _RECIPE.format(
+            name=f"speed-{case.model.lower().replace('.', '')}",
+            model=model,
+            source="python-stdlib",
+            vocabulary=512 if gpu is None else 16384,
+            batch=16,
+            gpu=gpu or "cpu",
+        ),
+        encoding="utf-8",
+    )
+    shown = [case.model, "yes" if case.compiled else "no", case.checkpointing]
+    problem = ""
+    for way in _WAYS:
+        overrides = [*case.overrides, way]
+        try:
+            plan = make_plan(load_spec(recipe, overrides))
+        except PlanInfeasibleError as error:
+            problem = str(error).splitlines()[0]
+            continue
+        return [*shown, way.rpartition("=")[2], *_measured(recipe, overrides, plan)]
+    return [*shown, f"not run: {problem}"]
+
+
+def _measured(recipe: Path, overrides: list[str], plan: RunPlan) -> list[str]:
+    layout, time, memory = plan.layout, plan.time, plan.memory
+    sets = [word for setting in overrides for word in ("--set", setting)]
+    before = set(runs_root().iterdir()) if runs_root().is_dir() else set()
+    command = [sys.executable, "-m", "scaletrain_cli", "train", str(recipe), *sets]
+    environment = os.environ | {VARIABLE: f"exception step={STEPS + 1}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    batch = f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}"
+    planned = [f"{time.step * 1e3:.0f}", f"{time.mfu:.1%}", f"{memory.allocated / 1e9:.2f}"]
+    made = [path for path in runs_root().iterdir() if path not in before and (path / "run.json").is_file()]
+    lines = [line for line in read_metrics(RunDir(made[0])) if WARM_UP < line["step"] <= STEPS] if made else []
+    if not lines:
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        return [batch, planned[0], f"failed: {last[:120]}", planned[1], "", planned[2], "", ""]
+    step = statistics.median(line["step_seconds"] for line in lines)
+    mfu = [line["mfu"] for line in lines if line["mfu"] is not None]
+    found = read_measured(RunDir(made[0]))
+    peak = found.stages[0].figures.get("allocated") if found is not None else None
+    return [
+        *(batch, planned[0], f"{step * 1e3:.0f}", planned[1]),
+        f"{statistics.median(mfu):.1%}" if mfu else "-",
+        planned[2],
+        f"{peak.measured / 1e9:.2f}" if peak else "-",
+        f"{peak.difference:+.1%}" if peak and peak.difference is not None else "-",
+    ]

@@ -1,0 +1,62 @@
+"""Start the ranks of a measurement on this machine, as a node agent would, and read what rank 0 says."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.launch.submission import create_run
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.spec import RunSpec, load_spec
+
+_BENCHMARKS = Path(__file__).parents[1]
+
+
+def made_run(recipe: Path, overrides: list[str]) -> tuple[RunDir, RunSpec]:
+    """A run directory under $SCALETRAIN_RUNS with its first attempt claimed."""
+    spec = load_spec(recipe, overrides)
+    run = create_run(spec, make_plan(spec)).run
+    run.new_attempt()
+    return run, spec
+
+
+def on_ranks(module: str, run: RunDir, world_size: int, *arguments: str) -> Any:
+    """The JSON in the last line of rank 0's output. Raises RuntimeError with the end of a failed rank's log."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    found = os.pathsep.join([str(_BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {
+        "PYTHONPATH": found,
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "SCALETRAIN_ATTEMPT": "1",
+        "SCALETRAIN_AGENT_PID": str(os.getpid()),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", module, str(run.path), *arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"{rank}.log" for rank in range(world_size)]
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, log in enumerate(logs):
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                with log.open("wb") as output:
+                    ranks.append(subprocess.Popen(command, env=environment | place, stdout=output, stderr=output))
+            codes = [rank.wait() for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            log = logs[next(index for index, code in enumerate(codes) if code)]
+            raise RuntimeError(f"a rank of {module} failed:\n{log.read_text(errors='replace')[-3000:]}")
+        return json.loads(logs[0].read_text(errors="replace").splitlines()[-1])

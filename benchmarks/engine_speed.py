@@ -1,0 +1,116 @@
+"""How fast the engine trains: its loop beside the barest DeepSpeed and DDP loops, and a GPU's use beside its plan.
+
+``make bench-engine`` runs both parts, the second where there is a GPU (``--tiny`` tries it out on the CPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from engine_loops.gpu_table import MODELS, cases, gpu_of_this_machine, rows
+from engine_loops.start import made_run, on_ranks
+
+from scaletrain_cli import __version__
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "llama-10m-cpu.yaml"
+BLOCK = 4  # steps that a loop trains before it is the next one's turn
+SMALL = (
+    *("model.hidden_size=256", "model.num_hidden_layers=4", "model.num_attention_heads=8"),
+    *("model.num_key_value_heads=4", "model.intermediate_size=704"),
+)
+QUIET = ("evaluation.every=0", "checkpoint.every=1000000", "checkpoint.keep=1")
+
+
+def paired(rounds: int, zero_stage: int, overrides: list[str]) -> Iterator[str]:
+    """A table: per loop the median step, and the median over rounds of the engine's time over the loop's."""
+    settings = [*SMALL, *QUIET, f"layout.zero_stage={zero_stage}", f"training.steps={BLOCK * rounds + 1}"]
+    run, spec = made_run(RECIPE, [*settings, *overrides])
+    blocks = on_ranks("engine_loops.paired", run, spec.world_size, str(BLOCK))
+    model, tokens = spec.transformer, spec.training.global_batch_size * spec.transformer.seq_len
+    yield (
+        f"{spec.world_size} ranks, ZeRO-{zero_stage}, {spec.training.precision}, {tokens} tokens a step, "
+        f"{model.num_hidden_layers} layers of {model.hidden_size}; {rounds - 2} rounds of {BLOCK} steps each"
+    )
+    yield ""
+    yield "| loop | ms a step | tokens/s | engine slower by | half of the rounds | by CPU time |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    ours = blocks["engine"][1:]
+    for name, theirs in blocks.items():
+        step = statistics.median(wall for wall, _ in theirs[1:]) / BLOCK
+        shown = f"| {name} | {step * 1e3:.1f} | {tokens / step:.0f} |"
+        if name == "engine":
+            yield f"{shown} | | |"
+            continue
+        wall, processor = (_ratios(ours, theirs[1:], clock) for clock in (0, 1))
+        low, middle, high = (quantile - 1 for quantile in statistics.quantiles(wall, n=4))
+        yield f"{shown} {middle:+.1%} | {low:+.1%} to {high:+.1%} | {statistics.median(processor) - 1:+.1%} |"
+
+
+def _ratios(ours: list[list[float]], theirs: list[list[float]], clock: int) -> list[float]:
+    """Each of our blocks over the mean of the rival's before and after it, which cancels a steady drift."""
+    means = [(before[clock] + after[clock]) / 2 for before, after in itertools.pairwise(theirs)]
+    return [mine[clock] / mean for mine, mean in zip(ours, means, strict=False)]
+
+
+def lines(options: argparse.Namespace, folder: Path) -> Iterator[str]:
+    """The whole answer in Markdown, as it comes."""
+    gpu = options.gpu or gpu_of_this_machine()
+    yield "# Speed of the engine"
+    yield ""
+    versions = f"scaletrain {__version__}, " + ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
+    yield f"{time.strftime('%Y-%m-%d')}, {gpu or f'no GPU, {os.cpu_count()} cores'}, Python {platform.python_version()}"
+    yield f"({versions}): `benchmarks/engine_speed.py {' '.join(sys.argv[1:])}`"
+    if options.part != "gpu":
+        for stage in options.zero or (1, 2):
+            yield ""
+            yield from paired(options.rounds, stage, options.set)
+    if options.part == "loops":
+        return
+    yield ""
+    if gpu is None and not options.tiny:
+        yield "No GPU here, so nothing is measured on one."
+        return
+    compiled = {"both": [False, True], "yes": [True], "no": [False]}[options.compile]
+    chosen = cases(options.model or list(MODELS), compiled, options.recompute or ["none", "selective", "full"])
+    yield from rows(chosen, None if options.tiny else gpu, folder)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--part", choices=("all", "loops", "gpu"), default="all", help="which tables")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="keep them as a page, too")
+    loops = parser.add_argument_group("loops")
+    loops.add_argument("--rounds", type=int, default=24, help="turns of each loop")
+    loops.add_argument("--zero", type=int, action="append", help="ZeRO stage, again for more (default 1 and 2)")
+    loops.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the compared run's spec")
+    on_gpu = parser.add_argument_group("GPU")
+    on_gpu.add_argument("--gpu", help="its name in the catalogue, if it is not found out")
+    on_gpu.add_argument("--model", action="append", choices=list(MODELS), help="again for more (default all)")
+    on_gpu.add_argument("--compile", choices=("both", "yes", "no"), default="both")
+    on_gpu.add_argument("--recompute", action="append", choices=("none", "selective", "full"), help="again for more")
+    on_gpu.add_argument("--tiny", action="store_true", help="small models on the CPU, to try the table out")
+    options = parser.parse_args()
+    kept = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SCALETRAIN_RUNS"] = str(Path(folder) / "runs")
+        for line in lines(options, Path(folder)):
+            print(line, flush=True)
+            kept.append(line)
+    if options.write is not None:
+        options.write.parent.mkdir(parents=True, exist_ok=True)
+        options.write.write_text("\n".join(kept) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
