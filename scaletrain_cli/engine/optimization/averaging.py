@@ -31,7 +31,7 @@ class WeightAverage:
         """After DeepSpeed has partitioned the weights."""
         self._engine, self._every, self._taken = engine, spec.every, 0
         exponential = spec.name == "ema"
-        self._first = 1 if exponential else total_steps - int(_LAST_SHARE * total_steps)
+        self._first = 1 if exponential else 1 + total_steps - max(1, int(_LAST_SHARE * total_steps))
         self._add = get_ema_multi_avg_fn(spec.decay) if exponential else get_swa_multi_avg_fn()
         self._averages: list[Tensor] = []
 
@@ -44,7 +44,7 @@ class WeightAverage:
         if self._taken == 0:
             self._averages = [weight.detach().clone() for weight in weights]
         else:
-            self._add(self._averages, weights, torch.tensor(self._taken))
+            self._add(self._averages, weights, self._taken)
         self._taken += 1
 
     @contextmanager

@@ -29,7 +29,7 @@ class Small(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
-def run_spec(training: dict[str, Any] | None = None, **layout: Any) -> RunSpec:
+def run_spec(training: dict[str, Any] | None = None, vocab_size: int = 64, **layout: Any) -> RunSpec:
     """A run on CPU ranks. It names a model, which is not the one that trains here."""
     return RunSpec.model_validate(
         {
@@ -43,7 +43,7 @@ def run_spec(training: dict[str, Any] | None = None, **layout: Any) -> RunSpec:
                 "num_key_value_heads": 2,
                 "head_dim": 8,
                 "intermediate_size": 32,
-                "vocab_size": 64,
+                "vocab_size": vocab_size,
                 "seq_len": 8,
                 "max_position_embeddings": 8,
             },
