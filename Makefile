@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/setup-done-$(TORCH)
 
-.PHONY: help setup demo check test slurm-packages parity bench bench-planner clean
+.PHONY: help setup demo check test slurm-packages parity bench bench-planner bench-engine clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ bench: setup ## Measure every figure that the README claims
 # TRUTH is a directory of measured runs in CSV files; without it the benchmark says what it wants and ends well.
 bench-planner: setup ## Compare the planner with runs that others measured: make bench-planner TRUTH=DIR
 	@$(BIN)/python benchmarks/planner_accuracy.py $(if $(TRUTH),--truth "$(TRUTH)") $(ARGS)
+
+bench-engine: setup ## Time the training loop beside the barest ones; on a GPU also its use and memory beside the plan
+	@$(BIN)/python benchmarks/engine_speed.py $(ARGS)
 
 clean: ## Remove .venv, caches and builds; never runs/
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

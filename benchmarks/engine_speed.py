@@ -51,12 +51,12 @@ def paired(rounds: int, zero_stage: int, overrides: list[str]) -> Iterator[str]:
         if name == "engine":
             yield f"{shown} | | |"
             continue
-        wall, processor = (_ratios(ours, theirs[1:], clock) for clock in (0, 1))
+        wall, processor = (ratios(ours, theirs[1:], clock) for clock in (0, 1))
         low, middle, high = (quantile - 1 for quantile in statistics.quantiles(wall, n=4))
         yield f"{shown} {middle:+.1%} | {low:+.1%} to {high:+.1%} | {statistics.median(processor) - 1:+.1%} |"
 
 
-def _ratios(ours: list[list[float]], theirs: list[list[float]], clock: int) -> list[float]:
+def ratios(ours: list[list[float]], theirs: list[list[float]], clock: int) -> list[float]:
     """Each of our blocks over the mean of the rival's before and after it, which cancels a steady drift."""
     means = [(before[clock] + after[clock]) / 2 for before, after in itertools.pairwise(theirs)]
     return [mine[clock] / mean for mine, mean in zip(ours, means, strict=False)]

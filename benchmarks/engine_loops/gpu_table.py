@@ -31,16 +31,15 @@ _RECIPE = """
 schema: scaletrain/v1
 name: {name}
 model: {model}
-data: {{source: {source}, tokenizer: {{kind: bpe, vocab_size: {vocabulary}}}}}
+data: {{source: python-stdlib, tokenizer: {{kind: bpe, vocab_size: {vocabulary}}}}}
 training:
-  {{global_batch_size: {batch}, steps: 1000, precision: bf16, optimizer: {{name: adamw, lr: 1.0e-4}}}}
+  {{global_batch_size: 16, steps: 1000, precision: bf16, optimizer: {{name: adamw, lr: 1.0e-4}}}}
 evaluation: {{every: 0}}
 layout: {{offload: none}}
 cluster: {{scheduler: local, nodes: 1, gpus_per_node: 1, gpu: {gpu}}}
 checkpoint: {{every: 1000000}}
 restarts: {{crash: 0}}
 """
-_LLAMA = "{{family: llama, seq_len: 4096, {}}}"
 MODELS = {
     "0.2B": "hidden_size: 1024, num_hidden_layers: 12, num_attention_heads: 16, num_key_value_heads: 16, "
     "intermediate_size: 2816, vocab_size: 32000, tie_word_embeddings: true",
@@ -56,8 +55,12 @@ _TINY = (
     "num_key_value_heads: 2, intermediate_size: 128, vocab_size: 512, tie_word_embeddings: true}"
 )
 _PAIRS = ("step ms: plan", "run", "MFU: plan", "run", "peak GB: plan", "run", "off by")
-# Tried in this order: what saves memory comes last.
-_WAYS = ("training.grad_dtype=fp32", "training.grad_dtype=bf16")
+# Tried in this order, until one fits.
+_WAYS = {
+    "fp32 gradients": ("training.grad_dtype=fp32",),
+    "bf16 gradients": ("training.grad_dtype=bf16",),
+    "bf16, 8-bit moments": ("training.grad_dtype=bf16", "training.optimizer.name=adamw_8bit"),
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def cases(models: list[str], compiled: list[bool], checkpointing: list[str]) -> 
 
 def rows(chosen: Iterator[Case], gpu: str | None, folder: Path) -> Iterator[str]:
     """A table in Markdown, line by line as it is measured. ``gpu``: its name in the catalogue; None for a trial run."""
-    titles = ("model", "compile", "recomputed", "gradients", "batch", *_PAIRS)
+    titles = ("model", "compile", "recomputed", "states", "batch", *_PAIRS)
     yield f"| {' | '.join(titles)} |"
     yield "|" + "---|" * 5 + "---:|" * len(_PAIRS)
     for case in chosen:
@@ -100,32 +103,30 @@ def gpu_of_this_machine() -> str | None:
     return min(known, key=lambda name: abs(find_accelerator(name).memory_bytes - properties.total_memory), default=None)
 
 
-def _cells(case: Case, gpu: str | None, folder: Path) -> list[str]:
-    recipe = folder / f"{case.model}.yaml"
-    model = _TINY if gpu is None else _LLAMA.format(MODELS[case.model])
-    if gpu is not None and "preset" in model:
-        model = f"{{{MODELS[case.model]}, seq_len: 4096}}"
-    recipe.write_text(
-        _RECIPE.format(
-            name=f"speed-{case.model.lower().replace('.', '')}",
-            model=model,
-            source="python-stdlib",
-            vocabulary=512 if gpu is None else 16384,
-            batch=16,
-            gpu=gpu or "cpu",
-        ),
-        encoding="utf-8",
+def recipe_of(model: str, gpu: str | None, folder: Path) -> Path:
+    """A file with the spec of a model on this GPU, or of a small one on the CPU under its name."""
+    described = _TINY if gpu is None else f"{{family: llama, seq_len: 4096, {MODELS[model]}}}"
+    path = folder / f"{model}.yaml"
+    name = f"speed-{model.lower().replace('.', '')}"
+    vocabulary = 512 if gpu is None else 16384
+    path.write_text(
+        _RECIPE.format(name=name, model=described, vocabulary=vocabulary, gpu=gpu or "cpu"), encoding="utf-8"
     )
+    return path
+
+
+def _cells(case: Case, gpu: str | None, folder: Path) -> list[str]:
+    recipe = recipe_of(case.model, gpu, folder)
     shown = [case.model, "yes" if case.compiled else "no", case.checkpointing]
     problem = ""
-    for way in _WAYS:
-        overrides = [*case.overrides, way]
+    for way, settings in _WAYS.items():
+        overrides = [*case.overrides, *settings]
         try:
             plan = make_plan(load_spec(recipe, overrides))
         except PlanInfeasibleError as error:
             problem = str(error).splitlines()[0]
             continue
-        return [*shown, way.rpartition("=")[2], *_measured(recipe, overrides, plan)]
+        return [*shown, way, *_measured(recipe, overrides, plan)]
     return [*shown, f"not run: {problem}"]
 
 

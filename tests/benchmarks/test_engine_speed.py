@@ -1,0 +1,33 @@
+"""The figures of the engine's benchmark: fair ratios, and runs that can be planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine_loops.gpu_table import MODELS, Case, recipe_of
+from engine_speed import ratios
+
+from scaletrain_cli.plan.architecture import parameter_count
+from scaletrain_cli.spec import load_spec
+
+
+def test_a_steady_drift_cancels() -> None:
+    """Rival and engine take turns, the rival first, on a machine that gets slower all the time."""
+    moments = iter(range(100, 120))
+    theirs, ours = [], []
+    for _ in range(5):
+        theirs.append([float(next(moments)), 0.0])
+        ours.append([1.1 * next(moments), 0.0])
+    assert ratios(ours[:-1], theirs, 0) == pytest.approx([1.1] * 4)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("0.2B", 0.187), ("1B", 1.236), ("3B", 3.213), ("8B", 8.030)])
+def test_the_models_on_a_gpu_have_the_sizes_that_they_are_named_after(
+    name: str, billions: float, tmp_path: Path
+) -> None:
+    path = recipe_of(name, "h200-sxm-141gb", tmp_path)
+    spec = load_spec(path, Case(name, compiled=True, checkpointing="full").overrides)
+    assert parameter_count(spec.transformer) / 1e9 == pytest.approx(billions, abs=0.001)
+    assert spec.transformer.seq_len == 4096
+    assert set(MODELS) == {"0.2B", "1B", "3B", "8B"}
