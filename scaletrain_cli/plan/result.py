@@ -23,7 +23,10 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the job is cut. world_size = data x tensor x pipeline x sequence x context; batch sizes in sequences."""
+    """How the job is cut. world_size = data x tensor x pipeline x sequence x context; batch sizes in sequences.
+
+    ``cross_entropy``: what training.cross_entropy came to, ``whole``, ``chunked`` or ``liger``.
+    """
 
     world_size: int
     data_parallel: int
@@ -39,6 +42,7 @@ class Layout:
     global_batch_size: int
     activation_checkpointing: str
     offload: str
+    cross_entropy: str = "whole"
 
 
 # The fields of StageMemory that add up to its peak.

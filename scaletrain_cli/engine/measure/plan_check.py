@@ -14,10 +14,9 @@ from scaletrain_cli.engine.measure.activations import watching_activations
 from scaletrain_cli.engine.measure.model_states import watching_model_states
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import Agreement
-from scaletrain_cli.plan.memory.activations import stage_activation_bytes, token_activations
-from scaletrain_cli.plan.memory.states import weight_bytes
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes
 from scaletrain_cli.plan.result import Layout, StageMemory
-from scaletrain_cli.plan.stages import local_tokens, pipeline_stages
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures, write_measured
 from scaletrain_cli.rundir.paths import RunDir
@@ -97,12 +96,5 @@ class PlanCheck:
 
 
 def _planned(spec: RunSpec, layout: Layout, stage: int, memory: StageMemory) -> dict[str, Any]:
-    model, tokens = spec.transformer, local_tokens(spec, layout)
-    element = weight_bytes(spec.training.precision)
-    plain = token_activations(model, element, layout.tensor_parallel, experts=False)
-    sparse = token_activations(model, element, layout.tensor_parallel) if model.num_experts else plain
-    cut = pipeline_stages(spec, layout.pipeline_parallel)[stage]
-    mode = layout.activation_checkpointing
-    saved = stage_activation_bytes(plain, tokens, cut.dense, mode, 1)
-    saved += stage_activation_bytes(sparse, tokens, cut.blocks - cut.dense, mode, 1)
-    return vars(memory) | {"activations": saved}
+    saved = saved_activation_bytes(spec, layout, find_accelerator(spec.cluster), stage)
+    return vars(memory) | {"activations": 0 if spec.layout.activation_offload else saved}

@@ -1,13 +1,14 @@
 """Bytes of activations that the backward pass needs, per operation of our own model. Knows no device and no schedule.
 
-Counted like Korthikanti et al. (arXiv:2205.05198, section 4), for models without dropout whose attention is fused: it
-saves its inputs, its output and one log-sum-exp per query and head, no matrix of scores. For a GPT block in 16 bits
-that is 32 bytes per token and channel: their 34 without the two dropout masks.
+Counted like Korthikanti et al. (arXiv:2205.05198, section 4). Attention is fused where it has no dropout: it saves its
+inputs, its output and one log-sum-exp per query and head, no matrix of scores. For a GPT block in 16 bits that is 32
+bytes per token and channel: their 34 without the two dropout masks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scaletrain_cli.plan.memory.block_activations import latent_attention
 from scaletrain_cli.spec import ModelSpec
@@ -21,6 +22,7 @@ class TokenActivations:
     """Bytes per token of one block on one rank."""
 
     saved: int  # without checkpointing
+    attention: int  # of that, within the attention module, which keeps its input alone when it is computed again
     block_input: int  # what a checkpointed block keeps
     working: int  # gradients that exist at once while one block runs backward
 
@@ -37,17 +39,20 @@ def token_activations(
     ``experts``: whether the block's MLP is a mixture of experts; as the model says, unless given.
     """
     t, hidden = tensor_parallel, model.hidden_size
-    attention = _attention(model, element_bytes, t, fused_attention)
+    attention = _attention(model, element_bytes, t, fused_attention and not model.attention_dropout)
     norms = 2 * _norm(model, element_bytes) + (2 * hidden if model.hidden_dropout else 0)  # a mask is a byte
+    routing = 0
     mlp, mlp_gradients = _mlp(model, -(-model.intermediate_size // t))
     if model.num_experts and experts is not False:
         routed = model.num_experts_per_tok  # each with its dispatched input and its output
         mlp, mlp_gradients = _mlp(model, -(-model.expert_size // t))
         mlp, mlp_gradients = routed * (mlp + 2 * hidden), routed * mlp_gradients
         mlp += _mlp(model, -(-model.shared_expert_intermediate_size // t))[0]
-        attention += 2 * _FP32 * model.num_experts  # router logits and probabilities
+        routing = 2 * _FP32 * model.num_experts  # the router's logits and probabilities, and its fp32 input
+        routing += _FP32 * hidden if element_bytes < _FP32 else 0
     return TokenActivations(
-        saved=norms + attention + element_bytes * mlp,
+        saved=norms + attention + element_bytes * mlp + routing,
+        attention=attention,
         block_input=element_bytes * hidden,
         working=element_bytes * (2 * hidden + mlp_gradients),
     )
@@ -68,7 +73,7 @@ def _attention(model: ModelSpec, element_bytes: int, t: int, fused: bool) -> int
             attention += (queries + keys) * (_FP32 + element_bytes) + _FP32 * (queries + keys) // model.head_dim
     if not fused:
         attention += _FP32 * heads * model.seq_len  # the weights after softmax
-        attention += heads * model.seq_len * (_FP32 + 1) if model.attention_dropout else 0  # after dropout; its mask
+        attention += heads * model.seq_len * (element_bytes + 1) if model.attention_dropout else 0  # dropped; the mask
     return attention
 
 
@@ -81,43 +86,44 @@ def _mlp(model: ModelSpec, inner: int) -> tuple[int, int]:
 
 def _norm(model: ModelSpec, element_bytes: int) -> int:
     if model.norm_kind == "rmsnorm":
-        return _rms_norm(model.hidden_size, element_bytes)
+        return rms_norm_bytes(model.hidden_size, element_bytes)
     return element_bytes * 2 * model.hidden_size + 2 * _FP32  # LayerNorm: input, output, mean and root
 
 
-def _rms_norm(size: int, element_bytes: int) -> int:
-    """The engine's norm computes in fp32 and saves its fp32 input, the normalised value, its output and one root."""
+def rms_norm_bytes(size: int, element_bytes: int) -> int:
+    """Per token: the engine's norm computes in fp32 and saves its fp32 input, the normalised value, output and root."""
     return size * (_FP32 + 2 * element_bytes) + _FP32
 
 
-def checkpointed_blocks(layers: int, checkpointing: str) -> int:
-    """Blocks that keep only their input: none, every second one from the first on (selective), or all (full)."""
-    return {"none": 0, "selective": -(-layers // 2), "full": layers}[checkpointing]
+class Recomputation(NamedTuple):
+    """What the backward pass computes again: ``mode`` of none, selective, full; see layout.selective_scope."""
+
+    mode: str
+    scope: str = "block"
+    every: int = 2
+
+    def blocks(self, layers: int) -> int:
+        """Of so many, those that keep only their input: none, every n-th from the first on, or all."""
+        if self.mode == "selective":
+            return 0 if self.scope == "attention" else -(-layers // self.every)
+        return layers if self.mode == "full" else 0
+
+    @property
+    def of_attention(self) -> bool:
+        """Whether every block keeps all but what its attention module does."""
+        return self.mode == "selective" and self.scope == "attention"
 
 
 def stage_activation_bytes(
-    per_token: TokenActivations, tokens: int, layers: int, checkpointing: str, micro_batches_in_flight: int
+    per_token: TokenActivations, tokens: int, layers: int, again: Recomputation, micro_batches_in_flight: int
 ) -> int:
     """Saved by ``layers`` blocks of one pipeline stage for the micro-batches whose backward has not run yet."""
-    short = checkpointed_blocks(layers, checkpointing)
-    per_micro_batch = short * per_token.block_input + (layers - short) * per_token.saved
-    return tokens * per_micro_batch * micro_batches_in_flight
+    short = again.blocks(layers)
+    whole = per_token.saved - (per_token.attention if again.of_attention else 0)
+    return tokens * (short * per_token.block_input + (layers - short) * whole) * micro_batches_in_flight
 
 
-def block_backward_bytes(per_token: TokenActivations, tokens: int, layers: int, checkpointing: str) -> int:
+def block_backward_bytes(per_token: TokenActivations, tokens: int, layers: int, again: Recomputation) -> int:
     """Exists while one block runs backward: its gradients, and its activations again if they were not kept."""
-    again = per_token.saved if checkpointed_blocks(layers, checkpointing) else 0
-    return tokens * (per_token.working + again)
-
-
-def loss_bytes(model: ModelSpec, element_bytes: int, tokens: int, tensor_parallel: int = 1) -> int:
-    """The final norm, and per vocabulary entry three fp32 values: log-probability and the gradients of two losses.
-
-    ``nll_loss`` and ``log_softmax`` each make a gradient of the full size while the log-probabilities still live. The
-    forward pass stays below that: 16-bit logits, their fp32 copy and the log-probabilities are 10 bytes.
-    """
-    if model.norm_kind == "rmsnorm":
-        norm = _rms_norm(model.hidden_size, element_bytes)
-    else:
-        norm = element_bytes * 2 * model.hidden_size
-    return tokens * (3 * _FP32 * -(-model.vocab_size // tensor_parallel) + norm)
+    made_again = per_token.saved if again.blocks(layers) else per_token.attention if again.of_attention else 0
+    return tokens * (per_token.working + made_again)

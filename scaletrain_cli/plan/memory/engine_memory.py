@@ -8,12 +8,14 @@ from typing import NamedTuple
 from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory.activations import (
+    Recomputation,
+    TokenActivations,
     block_backward_bytes,
-    loss_bytes,
     stage_activation_bytes,
     token_activations,
 )
 from scaletrain_cli.plan.memory.engine_states import engine_states
+from scaletrain_cli.plan.memory.loss_memory import loss_bytes
 from scaletrain_cli.plan.memory.moments import Moment, peak_memory
 from scaletrain_cli.plan.memory.outside_allocator import outside_allocator_bytes
 from scaletrain_cli.plan.memory.states import (
@@ -25,7 +27,7 @@ from scaletrain_cli.plan.memory.states import (
 )
 from scaletrain_cli.plan.memory.zero_buffers import communication_buffer_bytes
 from scaletrain_cli.plan.result import Layout, StageMemory
-from scaletrain_cli.plan.stages import Stage, chunks_in_flight, local_tokens, stage_shard, zero_shards
+from scaletrain_cli.plan.stages import Stage, chunks_in_flight, local_tokens, pipeline_stages, stage_shard, zero_shards
 from scaletrain_cli.spec import RunSpec
 
 # The caching allocator rounds and splits blocks. States are allocated once and do not fragment; what comes and goes
@@ -43,21 +45,40 @@ class _Held(NamedTuple):
     step: int
 
 
+def saved_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int) -> int:
+    """What the blocks of a pipeline stage keep for the backward pass of one micro-batch, on the device or offloaded."""
+    tokens, again = local_tokens(spec, layout), recomputation(spec, layout)
+    plain, sparse = _per_token(spec, layout, device)
+    held = next(each for each in pipeline_stages(spec, layout.pipeline_parallel) if each.position == stage)
+    dense = stage_activation_bytes(plain, tokens, held.dense, again, 1)
+    return dense + stage_activation_bytes(sparse, tokens, held.blocks - held.dense, again, 1)
+
+
+def recomputation(spec: RunSpec, layout: Layout) -> Recomputation:
+    """What our engine's backward pass computes again."""
+    return Recomputation(layout.activation_checkpointing, spec.layout.selective_scope, spec.layout.selective_every)
+
+
+def _per_token(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[TokenActivations, TokenActivations]:
+    """Of a dense block, and of one with experts where there are any."""
+    model, precision, wanted = spec.transformer, spec.training.precision, spec.planner.attention
+    grouped = model.num_key_value_heads != model.num_attention_heads
+    fused = device.fuses_attention(precision, model.head_dim, grouped) if wanted == "auto" else wanted == "flash"
+    element, tensor = weight_bytes(precision), layout.tensor_parallel
+    plain = token_activations(model, element, tensor, fused, experts=False)
+    return plain, token_activations(model, element, tensor, fused) if model.num_experts else plain
+
+
 def engine_stage(
     spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
 ) -> Callable[[Stage], StageMemory]:
     """What sizes one stage after another of this layout."""
-    training, model, mode = spec.training, spec.transformer, layout.activation_checkpointing
+    training, model = spec.training, spec.transformer
     element, shards = weight_bytes(training.precision), zero_shards(layout)
-    tokens = local_tokens(spec, layout)
-    wanted = spec.planner.attention
-    grouped = model.num_key_value_heads != model.num_attention_heads
-    fused = (
-        device.fuses_attention(training.precision, model.head_dim, grouped) if wanted == "auto" else wanted == "flash"
-    )
-    plain = token_activations(model, element, layout.tensor_parallel, fused, experts=False)
-    sparse = token_activations(model, element, layout.tensor_parallel, fused) if model.num_experts else plain
-    loss = loss_bytes(model, element, tokens, layout.tensor_parallel)
+    tokens, again = local_tokens(spec, layout), recomputation(spec, layout)
+    plain, sparse = _per_token(spec, layout, device)
+    loss = loss_bytes(model, element, tokens, layout.tensor_parallel, layout.cross_entropy)
+    away = spec.layout.activation_offload
     grads = gradient_bytes(training.precision, training.grad_dtype)
     framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
     between = 0 if layout.pipeline_parallel == 1 else 2 * element * model.hidden_size * tokens
@@ -71,7 +92,10 @@ def engine_stage(
         step = 0
         if layout.offload == "none":
             step = step_temporary_bytes(count, precision, grad_dtype, zero, shards, training.optimizer.name)
-        backward = block_backward_bytes(sparse if stage.dense < stage.blocks else plain, tokens, stage.blocks, mode)
+        kind = sparse if stage.dense < stage.blocks else plain
+        backward = block_backward_bytes(kind, tokens, stage.blocks, again)
+        if away:  # a block's activations come back when it runs backward, unless it makes them again
+            backward = max(backward, tokens * (kind.working + kind.saved))
         states, host = engine_states(spec, layout, stage)
         return _Held(states, host, backward, buffers, step)
 
@@ -84,9 +108,11 @@ def engine_stage(
             found = known[alike] = held_by(stage)
         states, host, backward, buffers, step = found
         chunks = chunks_in_flight(layout, stage.position)
-        saved = stage_activation_bytes(plain, tokens, stage.dense, mode, chunks)
-        saved += stage_activation_bytes(sparse, tokens, stage.blocks - stage.dense, mode, chunks)
+        saved = stage_activation_bytes(plain, tokens, stage.dense, again, chunks)
+        saved += stage_activation_bytes(sparse, tokens, stage.blocks - stage.dense, again, chunks)
         saved //= layout.virtual_pipeline
+        if away:
+            host, saved = host + saved, 0
         moments = (
             Moment(saved, loss if stage.last else 0, buffers, 0),
             Moment(saved + backward, 0, buffers, 0),

@@ -92,8 +92,18 @@ class Bounds:
         micro_batches = self.spec.training.global_batch_size // (axes.data * micro_batch)
         in_flight = min(1.0, min(micro_batches, axes.pipeline) * share)
         if checkpointing == "selective" and axes.pipeline > 1:
-            in_flight *= blocks // 2 / (blocks / 2)  # where every second block is recomputed, an odd one more may be
+            in_flight *= self._selective_share(blocks)
         return int(_SLACK * (held * share + in_flight * self._activation_bytes(axes, micro_batch, checkpointing)))
+
+    def _selective_share(self, blocks: int) -> float:
+        """Of the activations that so many blocks keep on average, what they keep at least: one more may be short."""
+        layout = self.spec.layout
+        own = self.spec.planner.framework == "deepspeed"
+        if own and layout.selective_scope == "attention":
+            return 1.0
+        every = layout.selective_every if own else 2
+        whole = 1 - 1 / every
+        return max(0.0, (blocks - -(-blocks // every)) / (whole * blocks)) if every > 1 else 1.0
 
     def _micro_batch(self, axes: Axes, micro_batch: int, checkpointing: str) -> tuple[float, float]:
         """What one more micro-batch costs ranks that hold all stages, at least: in compute, and in communication.
@@ -123,7 +133,10 @@ class Bounds:
 
     def _time(self, layout: Layout, micro_batches: int) -> Time:
         batch = layout.data_parallel * layout.micro_batch_size * micro_batches
-        layout = replace(layout, gradient_accumulation_steps=micro_batches, global_batch_size=batch)
+        # A loss in chunks is slower, and smaller micro-batches may do without.
+        layout = replace(
+            layout, gradient_accumulation_steps=micro_batches, global_batch_size=batch, cross_entropy="whole"
+        )
         return plan_time(self.spec, layout, self.device)[0]
 
     def _states_of(self, axes: Axes, zero_stage: int, offload: str) -> _States:

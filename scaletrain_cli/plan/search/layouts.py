@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import isqrt
 from typing import NamedTuple
 
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.memory.loss_memory import chosen_cross_entropy
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.engine_support import capabilities
@@ -130,6 +132,7 @@ def build_layout(
     """The layout, of degrees that break no rule (layout_rules.py). ``offload``: as pinned, or none."""
     if offload is None:
         offload = "none" if spec.layout.offload == "auto" else spec.layout.offload
+    tokens = micro_batch * -(-spec.units_per_sample // (axes.sequence * axes.context))
     return Layout(
         world_size=spec.world_size,
         data_parallel=axes.data,
@@ -145,6 +148,7 @@ def build_layout(
         global_batch_size=spec.training.global_batch_size,
         activation_checkpointing=checkpointing,
         offload=offload,
+        cross_entropy=chosen_cross_entropy(spec, tokens, axes.tensor, find_accelerator(spec.cluster).memory_bytes),
     )
 
 
@@ -163,6 +167,7 @@ def describe(layout: Layout) -> str:
     parts += [f"micro-batch {layout.micro_batch_size}"]
     parts += [f"activation checkpointing {layout.activation_checkpointing}"]
     parts += [f"offload {layout.offload}"] if layout.offload != "none" else []
+    parts += [f"cross-entropy {layout.cross_entropy}"] if layout.cross_entropy != "whole" else []
     return ", ".join(parts)
 
 

@@ -36,11 +36,12 @@ class Slice:
 
 @dataclass(frozen=True)
 class PartTime:
-    """GPU seconds of one part; ``again``: recomputing it, all of it or the attention core alone."""
+    """GPU seconds of one part; ``again``: recomputing the attention core; and the projections around that, forward."""
 
     forward: float
     backward: float
     again_attention: float = 0.0
+    forward_attention_products: float = 0.0
 
 
 @lru_cache(maxsize=8192)
@@ -48,23 +49,19 @@ def block_time(model: ModelSpec, cut: Slice, habits: Habits, rate: Rates, expert
     """One block; ``experts``: one whose MLP is a mixture of experts."""
     t = cut.tensor
     heads = -(-model.num_attention_heads // t)
-    forward = backward = 0.0
-    products = [*_attention_products(model, cut.tokens, heads, t)]
-    products += (
-        _expert_products(model, cut) if experts else _mlp_products(model, cut.tokens, model.intermediate_size, t)
+    projections = _products_seconds(_attention_products(model, cut.tokens, heads, t), cut, rate)
+    mlp = _products_seconds(
+        _expert_products(model, cut) if experts else _mlp_products(model, cut.tokens, model.intermediate_size, t),
+        cut,
+        rate,
     )
-    for count, rows, inner, columns in products:
-        there, back = linear_seconds(rows, inner, columns, cut.compiled, rate)
-        forward += count * there
-        backward += count * back
-        forward += memory_seconds(1.0 * count * rows * inner * rate.cast_bytes, 0, rate)
-        backward += memory_seconds(1.0 * count * rows * columns * rate.cast_bytes, 0, rate)
+    forward, backward = projections[0] + mlp[0], projections[1] + mlp[1]
     core = _attention_core(model, cut, habits, heads, rate)
     moved = _moved(model, cut, habits, heads, experts)
     scale = rate.element_bytes / 2
     forward += core[0] + memory_seconds(scale * moved[0], habits.small_kernels[0], rate)
     backward += core[1] + memory_seconds(scale * moved[1], habits.small_kernels[1], rate)
-    return PartTime(forward, backward, core[0])
+    return PartTime(forward, backward, core[0], projections[0])
 
 
 @lru_cache(maxsize=8192)
@@ -87,6 +84,16 @@ def embedding_time(model: ModelSpec, cut: Slice, rate: Rates) -> PartTime:
 
 
 _Product = tuple[int, int, int, int]  # how many, rows, inner, columns
+
+
+def _products_seconds(products: list[_Product], cut: Slice, rate: Rates) -> tuple[float, float]:
+    """Forward and backward."""
+    forward = backward = 0.0
+    for count, rows, inner, columns in products:
+        there, back = linear_seconds(rows, inner, columns, cut.compiled, rate)
+        forward += count * there + memory_seconds(1.0 * count * rows * inner * rate.cast_bytes, 0, rate)
+        backward += count * back + memory_seconds(1.0 * count * rows * columns * rate.cast_bytes, 0, rate)
+    return forward, backward
 
 
 def _attention_products(model: ModelSpec, tokens: int, heads: int, t: int) -> list[_Product]:

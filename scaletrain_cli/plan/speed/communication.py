@@ -12,6 +12,7 @@ from scaletrain_cli.plan.catalogue.networks import Link
 from scaletrain_cli.plan.memory.states import gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, PerStepBytes
 from scaletrain_cli.plan.speed.framework_time import Habits
+from scaletrain_cli.plan.speed.recompute import recomputed_forwards
 from scaletrain_cli.plan.stages import local_tokens, zero_shards
 from scaletrain_cli.spec import RunSpec
 
@@ -127,7 +128,7 @@ def sent_bytes(spec: RunSpec, layout: Layout, blocks: int, data: int) -> PerStep
     payload = tokens * model.hidden_size * element
     t, sp, cp, ep = layout.tensor_parallel, layout.sequence_parallel, layout.context_parallel, layout.expert_parallel
     # Two all-reduces forward and two backward per block; recomputation repeats the forward ones.
-    reductions = {"none": 4, "selective": 4, "full": 6}[layout.activation_checkpointing] * blocks * m
+    reductions = int((4 + 2 * recomputed_forwards(spec, layout)) * blocks * m)
     keys = 2 * model.num_key_value_heads * model.head_dim // t
     exchanged = 2 * blocks * m * _part(int(payload * _width(spec, t)), sp)
     gathered = 2 * blocks * m * tokens * keys * element * (cp - 1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes
 from scaletrain_cli.plan.memory.states import gradient_bytes, optimizer_state_bytes_per_parameter, weight_bytes
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
@@ -14,6 +17,14 @@ _UPDATE_BYTES = 28
 _HOST_MEMORY_BANDWIDTH = 37e9
 # One data-centre drive on PCIe 4.0 x4 reads 6 to 7 GB/s and writes about 4 (data sheets); all ranks of a node share it.
 _NVME_BANDWIDTH = 5e9
+
+
+def activation_offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator) -> float:
+    """One way between device and host, of what an average block keeps of one micro-batch; nothing hides it."""
+    if not spec.layout.activation_offload:
+        return 0.0
+    kept = saved_activation_bytes(spec, replace(layout, pipeline_parallel=1), device, 0)
+    return kept / spec.transformer.num_hidden_layers / (device.host_bandwidth * _LINK_SHARE)
 
 
 def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated: int) -> float:

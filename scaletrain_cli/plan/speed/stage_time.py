@@ -11,6 +11,7 @@ from functools import cached_property
 from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import Link
+from scaletrain_cli.plan.memory.loss_memory import loss_chunks
 from scaletrain_cli.plan.result import Layout, StageTime
 from scaletrain_cli.plan.speed.block_time import PartTime, Slice, block_time, embedding_time, head_time
 from scaletrain_cli.plan.speed.communication import (
@@ -22,7 +23,8 @@ from scaletrain_cli.plan.speed.communication import (
     shards_norms,
 )
 from scaletrain_cli.plan.speed.framework_time import Habits
-from scaletrain_cli.plan.speed.kernels import Rates
+from scaletrain_cli.plan.speed.kernels import Rates, memory_seconds
+from scaletrain_cli.plan.speed.offload_time import activation_offload_seconds
 from scaletrain_cli.plan.speed.recompute import recompute_seconds, recomputed_forwards
 from scaletrain_cli.plan.stages import local_tokens
 from scaletrain_cli.spec import RunSpec
@@ -89,6 +91,7 @@ class _Parts:
     head: PartTime
     traffic: BlockTraffic
     boundary: float  # from stage to stage, one way
+    away: float  # of taking a block's activations to the host, and of fetching them
 
 
 def stage_times(
@@ -137,10 +140,18 @@ def _parts(spec: RunSpec, layout: Layout, device: Accelerator, rate: Rates, link
         again=(recompute_seconds(spec, layout, dense), recompute_seconds(spec, layout, sparse)),
         forwards=recomputed_forwards(spec, layout),
         embedding=embedding_time(model, cut, rate),
-        head=head_time(model, cut, habits, rate),
+        head=_chunked(head_time(model, cut, habits, rate), spec, layout, rate, cut),
         traffic=block_traffic(spec, layout, link, habits),
         boundary=boundary_seconds(spec, layout, link) * layout.virtual_pipeline * (1 - habits.pipeline_overlap),
+        away=activation_offload_seconds(spec, layout, device),
     )
+
+
+def _chunked(head: PartTime, spec: RunSpec, layout: Layout, rate: Rates, cut: Slice) -> PartTime:
+    """The head and loss, with the gradient of the head added up in fp32 after each chunk: read twice, written once."""
+    chunks = loss_chunks(spec.transformer, cut.tokens, layout.cross_entropy)
+    entries = 1.0 * -(-spec.transformer.vocab_size // cut.tensor) * spec.transformer.hidden_size
+    return PartTime(head.forward, head.backward + memory_seconds(chunks * entries * 12, 2 * chunks, rate))
 
 
 def _stage(
@@ -164,6 +175,8 @@ def _stage(
     if last:
         forward, backward = forward + parts.head.forward, backward + parts.head.backward
     backward += parameters * habits.accumulate / rate.memory
+    if parts.away:
+        forward, backward = forward + count * parts.away, backward + count * parts.away
     communication = count * (traffic.forward * (1 + forwards) + traffic.backward)
     communication += sparse * traffic.experts * (2 + forwards)
     # Each stage receives and sends, forward and backward; the ends do half of it.

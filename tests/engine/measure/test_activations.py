@@ -7,14 +7,16 @@ import torch
 
 from scaletrain_cli.engine.measure.activations import watching_activations
 from scaletrain_cli.engine.model import outline
-from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.block_wrapping import wrap_blocks
-from scaletrain_cli.plan.memory.activations import stage_activation_bytes, token_activations
+from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.plan.memory.activations import Recomputation, stage_activation_bytes, token_activations
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.layout import LayoutSpec
 from tests.plan.specs import model_of
 
 BATCH, LENGTH, LAYERS = 2, 64, 4
+WAYS = [Recomputation(mode) for mode in ("none", "selective", "full")]
+WAYS += [Recomputation("selective", every=3), Recomputation("selective", "attention")]
 
 
 def small(family: str, **dims: int) -> ModelSpec:
@@ -23,28 +25,32 @@ def small(family: str, **dims: int) -> ModelSpec:
     return model_of(preset, **sizes, vocab_size=64, seq_len=LENGTH, **dims)
 
 
-def model(spec: ModelSpec, mode: str, dtype: torch.dtype) -> CausalLM:
+def model(spec: ModelSpec, again: Recomputation, dtype: torch.dtype) -> CausalLM:
     made = outline(spec).to_empty(device="cpu").to(dtype)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    wrap_blocks(made, LayoutSpec(), mode)
+    layout = LayoutSpec.model_validate({"selective_scope": again.scope, "selective_every": again.every})
+    wrap_blocks(made, layout, again.mode)
     return made
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("again", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("family", "dims"), [("llama", {"num_key_value_heads": 2}), ("gpt", {})])
-def test_blocks_save_what_is_planned(family: str, dims: dict[str, int], dtype: torch.dtype, mode: str) -> None:
+def test_blocks_save_what_is_planned(
+    family: str, dims: dict[str, int], dtype: torch.dtype, again: Recomputation
+) -> None:
     spec = small(family, **dims)
-    made, tokens = model(spec, mode, dtype), torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    made, tokens = model(spec, again, dtype), torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     with watching_activations(made) as saved:
         made(tokens, tokens).backward()
     per_token = token_activations(spec, dtype.itemsize)
-    assert saved.bytes == pytest.approx(stage_activation_bytes(per_token, BATCH * LENGTH, LAYERS, mode, 1), rel=0.05)
+    planned = stage_activation_bytes(per_token, BATCH * LENGTH, LAYERS, again, 1)
+    assert saved.bytes == pytest.approx(planned, rel=0.05)
 
 
 def test_watching_changes_no_gradient_and_counts_the_first_pass_alone() -> None:
-    made = model(small("llama", num_key_value_heads=4), "selective", torch.float32)
+    made = model(small("llama", num_key_value_heads=4), Recomputation("selective"), torch.float32)
     tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 64
     made(tokens, tokens).backward()
     plain = [parameter.grad for parameter in made.parameters()]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from scaletrain_cli.plan.memory.activations import (
+    Recomputation,
     block_backward_bytes,
-    checkpointed_blocks,
-    loss_bytes,
     stage_activation_bytes,
     token_activations,
 )
-from tests.plan.specs import model_of
+from scaletrain_cli.plan.memory.loss_memory import LOSS_CHUNK_TOKENS, chosen_cross_entropy, loss_bytes
+from tests.plan.specs import model_of, spec_of
 
 
 def test_a_gpt_block_keeps_34_bytes_per_channel_without_its_two_dropout_masks() -> None:
@@ -41,23 +41,27 @@ def test_attention_without_a_fused_kernel_keeps_a_row_of_weights_per_head() -> N
 
 
 def test_selective_checkpointing_recomputes_every_second_block_from_the_first() -> None:
-    assert [checkpointed_blocks(layers, "selective") for layers in (1, 2, 3, 32)] == [1, 1, 2, 16]
+    assert [Recomputation("selective").blocks(layers) for layers in (1, 2, 3, 32)] == [1, 1, 2, 16]
+    assert [Recomputation("selective", every=3).blocks(layers) for layers in (1, 3, 4, 32)] == [1, 1, 2, 11]
+    assert Recomputation("selective", "attention").blocks(32) == 0
 
 
 def test_full_checkpointing_keeps_the_input_of_each_block() -> None:
     per_token = token_activations(model_of("llama-7b"), 2)
-    assert stage_activation_bytes(per_token, 4096, 32, "full", 1) == 4096 * 32 * 2 * 4096
+    assert stage_activation_bytes(per_token, 4096, 32, Recomputation("full"), 1) == 4096 * 32 * 2 * 4096
 
 
 def test_recomputation_brings_one_block_back_during_its_backward() -> None:
     per_token = token_activations(model_of("llama-7b"), 2)
-    again = block_backward_bytes(per_token, 1, 32, "full") - block_backward_bytes(per_token, 1, 32, "none")
+    full, none = (block_backward_bytes(per_token, 1, 32, Recomputation(mode)) for mode in ("full", "none"))
+    again = full - none
     assert again == per_token.saved
 
 
 def test_more_checkpointing_keeps_less() -> None:
     per_token = token_activations(model_of("llama-7b"), 2)
-    kept = [stage_activation_bytes(per_token, 4096, 32, mode, 1) for mode in ("none", "selective", "full")]
+    modes = ("none", "selective", "full")
+    kept = [stage_activation_bytes(per_token, 4096, 32, Recomputation(mode), 1) for mode in modes]
     assert kept == sorted(kept, reverse=True)
     assert kept[0] > 2 * kept[1] / 2 > kept[2]
 
@@ -65,6 +69,25 @@ def test_more_checkpointing_keeps_less() -> None:
 def test_the_loss_of_a_large_vocabulary_outweighs_a_block() -> None:
     model = model_of("llama-3-8b")
     assert loss_bytes(model, 2, 8192) > 12 * 128_256 * 8192 > token_activations(model, 2).saved * 8192
+
+
+def test_a_loss_in_chunks_keeps_the_gradient_of_the_head_and_the_logits_of_one_chunk() -> None:
+    model = model_of("llama-3-8b")
+    head, logits = 128_256 * 4096, 14 * 128_256 * LOSS_CHUNK_TOKENS
+    hidden = 8192 * 4096
+    norm = 8 * hidden + 4 * 8192
+    assert loss_bytes(model, 2, 8192, cross_entropy="chunked") == norm + 2 * hidden + 6 * head + logits
+    assert loss_bytes(model, 2, 65536, cross_entropy="chunked") < loss_bytes(model, 2, 65536) / 5
+    assert loss_bytes(model, 2, 8192, cross_entropy="liger") < loss_bytes(model, 2, 8192, cross_entropy="chunked")
+
+
+def test_the_loss_goes_in_chunks_where_it_would_take_a_tenth_of_the_device() -> None:
+    spec, device = spec_of("llama-3-8b"), 80 * 10**9
+    most = device // 10 // (12 * 128_256)
+    assert chosen_cross_entropy(spec, most, 1, device) == chosen_cross_entropy(spec, 2 * most, 2, device) == "whole"
+    assert chosen_cross_entropy(spec, most + 1, 1, device) == "chunked"
+    assert chosen_cross_entropy(spec_of("llama-3-8b", training__cross_entropy="liger"), 1, 1, device) == "liger"
+    assert chosen_cross_entropy(spec_of("llama-3-8b", planner__framework="megatron"), 10**6, 1, device) == "whole"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -82,9 +105,9 @@ def test_autograd_saves_what_the_planner_counts(shape: dict[str, object], precis
     torch = pytest.importorskip("torch")
     from pathlib import Path
 
-    from tests.engine.fresh_model import build_model
     from scaletrain_cli.spec import ModelSpec
     from scaletrain_cli.spec.architecture_source import complete
+    from tests.engine.fresh_model import build_model
 
     batch, seq_len = 2, 64
     dims = {
