@@ -34,7 +34,21 @@ def prepare_deepspeed(device: torch.device) -> None:
     for handler in logging.getLogger("DeepSpeed").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)
+    _load_muon_uncompiled()
     deepspeed.init_distributed(dist_init_required=False)
+
+
+def _load_muon_uncompiled() -> None:
+    """Make DeepSpeed's Muon cheap to import: ZeRO looks for it whatever the optimizer, and its file compiles it.
+
+    That loads all of inductor, more than a second of CPU time at the start of every rank. We train without Muon.
+    """
+    from deepspeed.runtime import compiler
+
+    compile_now, compiler.compile = compiler.compile, lambda: lambda function: function
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+
+    compiler.compile = compile_now
 
 
 def deepspeed_config(spec: RunSpec, layout: Layout, parameters: int, swap_folder: Path) -> dict[str, Any]:
