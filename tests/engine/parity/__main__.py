@@ -1,4 +1,4 @@
-"""``python -m tests.engine.parity [--write PAGE] [WORD ...]``: the parity table, or its rows whose names hold the words.
+"""``python -m tests.engine.parity [--write PAGE] [WORD ...]``: the parity table, or its rows that hold the words.
 
 Exits with 1 when a row is beyond its limits.
 """

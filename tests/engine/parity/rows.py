@@ -17,11 +17,11 @@ MOST_RANKS = 8
 _SPEC = f"""
 schema: scaletrain/v1
 name: parity
-model: {{family: llama, hidden_size: 64, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2,
+model: {{family: llama, hidden_size: 64, num_hidden_layers: 3, num_attention_heads: 4, num_key_value_heads: 2,
         intermediate_size: 96, vocab_size: {VOCAB_SIZE}, seq_len: 32}}
 data: {{source: DATASET, tokenizer: {{vocab_size: {VOCAB_SIZE}}}}}
 training:
-  {{global_batch_size: 8, steps: {STEPS}, precision: fp32, gradient_clipping: 2.0,
+  {{global_batch_size: 8, steps: NUMBER, precision: fp32, gradient_clipping: 2.05,
     optimizer: {{lr: 1.0e-3, eps: 1.0e-6}}, schedule: {{warmup_steps: 5}}}}
 evaluation: {{every: 0}}
 layout: {{virtual_pipeline: 1, context_parallel: 1, expert_parallel: 1}}
@@ -65,7 +65,7 @@ class Row:
         """The same run in one process."""
         return Row(overrides=tuple(key for key in self.overrides if not key.startswith(_MANNER)))
 
-    def spec(self, dataset: Path) -> RunSpec:
+    def spec(self, dataset: Path, steps: int = STEPS) -> RunSpec:
         """The run that trains this row."""
         sets = {
             "cluster.gpus_per_node": self.ranks,
@@ -78,7 +78,7 @@ class Row:
             "training.micro_batch_size": _GLOBAL_BATCH_SIZE // (self.data * self.accumulation),
         }
         overrides = [*(f"{key}={value}" for key, value in sets.items()), *self.overrides]
-        text = _SPEC.replace("DATASET", str(dataset))
+        text = _SPEC.replace("DATASET", str(dataset)).replace("NUMBER", str(steps))
         return parse_spec(text, file="parity.yaml", base_dir=dataset, overrides=overrides)
 
 

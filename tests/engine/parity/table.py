@@ -47,8 +47,8 @@ def page(lines: list[Line], command: str) -> Iterator[str]:
     wrong = sum(not line.right for line in lines)
     yield "# Parity: every layout trains the model that one process trains\n"
     yield (
-        f"{len(lines)} layouts of a small model, {STEPS} steps each, against a plain torch loop in one process that has "
-        "the same first weights and batches: the largest difference of the loss (nats), of the gradient norm "
+        f"{len(lines)} layouts of a small model, {STEPS} steps each, against a plain torch loop in one process "
+        "with the same first weights and batches: the largest difference of the loss (nats), of the gradient norm "
         "(relative), and of any weight at the end; and of the model-state bytes of any rank from its plan.\n"
     )
     yield (

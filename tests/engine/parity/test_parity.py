@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,8 +12,9 @@ from tests.engine.parity.comparison import BF16, FP32, difference
 from tests.engine.parity.dataset import write_dataset
 from tests.engine.parity.layouts import LayoutRun, stray_state_bytes, train_in_layout
 from tests.engine.parity.reference import Trained, train_alone
-from tests.engine.parity.rows import STEPS, Row, features, grid, in_bf16
+from tests.engine.parity.rows import Row, features, grid, in_bf16
 
+STEPS = 8
 # Each axis with each ZeRO stage that it may meet, both numbers of micro-batches, every way to recompute.
 CUT = [
     Row(0, data=2, accumulation=4),
@@ -41,13 +41,6 @@ RESUMED = [CUT[4], CUT[6]]
 rows = pytest.mark.parametrize("row", [*CUT, *FEATURES], ids=lambda row: row.name)
 
 
-class Runs(NamedTuple):
-    """Each is trained when it is first asked for, and kept."""
-
-    alone: object
-    in_layout: object
-
-
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("parity"))
@@ -57,7 +50,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(dataset: Path):
     @cache
     def train(row: Row) -> Trained:
-        return train_alone(row.spec(dataset))
+        return train_alone(row.spec(dataset, STEPS))
 
     return train
 
@@ -68,7 +61,7 @@ def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory):
     def train(row: Row) -> LayoutRun:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SCALETRAIN_RUNS", str(tmp_path_factory.mktemp("undisturbed")))
-            return train_in_layout(row.spec(dataset))
+            return train_in_layout(row.spec(dataset, STEPS))
 
     return train
 
@@ -93,14 +86,17 @@ def test_bf16_strays_by_rounding_alone(row: Row, alone, undisturbed) -> None:
 
 @pytest.mark.parametrize("row", RESUMED, ids=lambda row: row.name)
 def test_a_layout_that_is_resumed_in_other_processes_goes_on_to_the_bit(row: Row, dataset: Path, undisturbed) -> None:
-    resumed, whole = train_in_layout(row.spec(dataset), interrupted_after=STEPS // 2).trained, undisturbed(row).trained
+    resumed, whole = (
+        train_in_layout(row.spec(dataset, STEPS), interrupted_after=STEPS // 2).trained,
+        undisturbed(row).trained,
+    )
     assert resumed.losses == whole.losses
     assert resumed.norms == whole.norms
     assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
 
 
 def test_the_reference_clips_at_some_steps_and_not_at_others(dataset: Path, alone) -> None:
-    threshold = Row().spec(dataset).training.gradient_clipping
+    threshold = Row().spec(dataset, STEPS).training.gradient_clipping
     assert min(alone(Row()).norms) < threshold < max(alone(Row()).norms)
 
 
@@ -108,7 +104,7 @@ def test_every_row_of_the_table_has_a_name_of_its_own_and_can_be_planned(dataset
     table = [*grid(), *features(), *in_bf16()]
     assert len(table) == len({row.name for row in table})
     assert max(row.ranks for row in table) == 8
-    assert {row.spec(dataset).world_size for row in table} == {2, 4, 8}
+    assert {row.spec(dataset, STEPS).world_size for row in table} == {2, 4, 8}
 
 
 def test_a_wrong_weight_is_a_difference(alone) -> None:
