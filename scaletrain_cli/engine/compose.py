@@ -98,8 +98,7 @@ def _cut(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> Cau
     cut_experts(model, mesh)
     attend_over_sequence_ranks(model, mesh.sequence)
     if model.lm_head is not None:
-        kind = "whole" if spec.training.cross_entropy == "auto" else spec.training.cross_entropy
-        choose_cross_entropy(model.lm_head, kind, spec.training.label_smoothing, device)
+        choose_cross_entropy(model.lm_head, layout.cross_entropy, spec.training.label_smoothing, device)
     if spec.training.precision == "fp8":
         use_fp8_linears(model, device)
     return model
