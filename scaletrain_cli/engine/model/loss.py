@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from scaletrain_cli.errors import InfeasibleError
+from scaletrain_cli.plan.memory.loss_memory import LOSS_CHUNK_TOKENS
 
 NOT_COUNTED = -100  # torch's own label for positions without a loss
-TOKENS_AT_ONCE = 1024  # enough rows that the products still keep a GPU busy
 
 # hidden [tokens, size], weight [vocab, size], labels [tokens], label smoothing -> summed loss in nats, fp32
 TokenLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -60,7 +60,7 @@ def choose_cross_entropy(head: LanguageModelHead, kind: str, label_smoothing: fl
     """
     head.label_smoothing = label_smoothing
     if kind == "chunked":
-        head.tokens_at_once = TOKENS_AT_ONCE
+        head.tokens_at_once = LOSS_CHUNK_TOKENS
     if kind == "liger":
         if head.token_loss is not token_loss:
             raise InfeasibleError("training.cross_entropy: liger needs the whole vocabulary on each rank. Use chunked.")
