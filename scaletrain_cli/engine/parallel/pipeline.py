@@ -80,8 +80,8 @@ def pipeline_module(stage: PipelineStage, mesh: Mesh) -> nn.Module:
     class Stages(PipelineModule):  # type: ignore[misc]
         """Knows the one weight that two stages share: the tied embedding."""
 
-        def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-            return [] if tied is None else [(tied[0], tied[1])]
+        def get_tied_weights_and_groups(self) -> list[tuple[_TiedGradient, Any]]:
+            return [] if tied is None else [tied]
 
     axis = mesh.pipeline
     layers = [stage if index == axis.rank else LayerSpec(nn.Identity) for index in range(axis.size)]
@@ -92,7 +92,28 @@ def pipeline_module(stage: PipelineStage, mesh: Mesh) -> nn.Module:
     return module
 
 
-def _share_tied_weight(model: CausalLM, mesh: Mesh) -> tuple[nn.Parameter, Any] | None:
+class _TiedGradient:
+    """What DeepSpeed takes for the weight when it adds up a gradient over the stages that share it.
+
+    It looks at ``grad`` (pipe/engine.py, _exec_reduce_tied_grads). Where ZeRO-1 adds up fp16 gradients in fp32, they
+    are in ``grad_accum`` by then and ``grad`` is empty: the copies would drift apart, silently.
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self._weight: Any = weight
+
+    @property
+    def grad(self) -> Tensor | None:
+        accumulated: Tensor | None = getattr(self._weight, "grad_accum", None)
+        return self._weight.grad if accumulated is None else accumulated
+
+    @property
+    def _hp_grad(self) -> Tensor:
+        """In bf16, where DeepSpeed accumulates in an optimizer of its own."""
+        return self._weight._hp_grad  # type: ignore[no-any-return]
+
+
+def _share_tied_weight(model: CausalLM, mesh: Mesh) -> tuple[_TiedGradient, Any] | None:
     """The embedding that the first and the last stage both hold, and the group to add its gradients over.
 
     Its copy on the last stage is marked as a replica, or it would count twice in the gradient norm.
@@ -102,4 +123,4 @@ def _share_tied_weight(model: CausalLM, mesh: Mesh) -> tuple[nn.Parameter, Any] 
     weight = model.token_embedding.weight
     assert isinstance(weight, nn.Parameter)
     weight.ds_pipe_replicated = mesh.pipeline_ends.rank > 0  # type: ignore[attr-defined]
-    return weight, mesh.pipeline_ends.group
+    return _TiedGradient(weight), mesh.pipeline_ends.group
