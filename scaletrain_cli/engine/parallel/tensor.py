@@ -58,6 +58,11 @@ def _copy_input(module: nn.Module, axis: Axis) -> None:
     module.register_forward_pre_hook(lambda _, inputs: (copy_to_ranks(inputs[0], axis), *inputs[1:]))
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch's at the time of the call: ZeRO-3 replaces it by one that does not hold what it gathered until backward."""
+    return F.linear(x, weight, bias)
+
+
 class ColumnParallelLinear(nn.Module):
     """Output features cut over the ranks: the whole input in, this rank's features out."""
 
@@ -66,7 +71,7 @@ class ColumnParallelLinear(nn.Module):
         self.transposed = isinstance(whole, Conv1D)
         self.weight = _piece(whole.weight, Cut(1 if self.transposed else 0, axis.size, axis.rank, parts))
         self.bias = None if whole.bias is None else _piece(whole.bias, Cut(0, axis.size, axis.rank, parts))
-        self.product: Callable[..., Tensor] = F.linear
+        self.product: Callable[..., Tensor] = _linear
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight.t() if self.transposed else self.weight, self.bias)
@@ -80,7 +85,7 @@ class RowParallelLinear(nn.Module):
         self.axis, self.transposed = axis, isinstance(whole, Conv1D)
         self.weight = _piece(whole.weight, Cut(0 if self.transposed else 1, axis.size, axis.rank))
         self.bias = whole.bias
-        self.product: Callable[..., Tensor] = F.linear
+        self.product: Callable[..., Tensor] = _linear
 
     def forward(self, x: Tensor) -> Tensor:
         part = self.product(x, self.weight.t() if self.transposed else self.weight)
