@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.dropout import KeyedDropout, attention_core
+from scaletrain_cli.engine.model.linear import Product, linear_product
 from scaletrain_cli.spec import ModelSpec
 
 
@@ -18,9 +19,10 @@ class Conv1D(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(inputs, outputs))
         self.bias = nn.Parameter(torch.zeros(outputs))
+        self.product: Product = linear_product
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.t(), self.bias)
+        return self.product(x, self.weight, self.bias, transposed=True)
 
 
 class Attention(nn.Module):

@@ -48,15 +48,16 @@ def use_fp8_linears(model: CausalLM, device: torch.device, *, emulated: bool = F
     config = float8.Float8LinearConfig(emulate=emulated)
     like = linear.Float8Linear.from_float(nn.Linear(_MULTIPLE, _MULTIPLE, bias=False, device="meta"), config)
 
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        result: Tensor = linear.matmul_with_hp_or_float8_args.apply(x, weight.t(), like.linear_mm_config, config)
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
+        factor = weight if transposed else weight.t()
+        result: Tensor = linear.matmul_with_hp_or_float8_args.apply(x, factor, like.linear_mm_config, config)
         return result if bias is None else result + bias
 
     for block in model.blocks.values():
         float8.convert_to_float8_training(block, config=config, module_filter_fn=lambda layer, _: _fits(layer))
         for layer in block.modules():
             if hasattr(layer, "product") and _fits(layer):
-                layer.product = product
+                layer.product = product  # type: ignore[assignment]
 
 
 def _fits(layer: Any) -> bool:

@@ -6,7 +6,6 @@ whoever gives them values reads each parameter's Cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.gpt import Conv1D
+from scaletrain_cli.engine.model.linear import Product, linear_product
 from scaletrain_cli.engine.model.llama import rms_norm
 from scaletrain_cli.engine.parallel.collectives import copy_to_ranks, sum_over_ranks
 from scaletrain_cli.engine.parallel.cuts import Cut, mark
@@ -58,11 +58,6 @@ def _copy_input(module: nn.Module, axis: Axis) -> None:
     module.register_forward_pre_hook(lambda _, inputs: (copy_to_ranks(inputs[0], axis), *inputs[1:]))
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch's at the time of the call: ZeRO-3 replaces it by one that does not hold what it gathered until backward."""
-    return F.linear(x, weight, bias)
-
-
 class ColumnParallelLinear(nn.Module):
     """Output features cut over the ranks: the whole input in, this rank's features out."""
 
@@ -71,10 +66,10 @@ class ColumnParallelLinear(nn.Module):
         self.transposed = isinstance(whole, Conv1D)
         self.weight = _piece(whole.weight, Cut(1 if self.transposed else 0, axis.size, axis.rank, parts))
         self.bias = None if whole.bias is None else _piece(whole.bias, Cut(0, axis.size, axis.rank, parts))
-        self.product: Callable[..., Tensor] = _linear
+        self.product: Product = linear_product
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight.t() if self.transposed else self.weight, self.bias)
+        return self.product(x, self.weight, self.bias, transposed=self.transposed)
 
 
 class RowParallelLinear(nn.Module):
@@ -85,10 +80,10 @@ class RowParallelLinear(nn.Module):
         self.axis, self.transposed = axis, isinstance(whole, Conv1D)
         self.weight = _piece(whole.weight, Cut(0 if self.transposed else 1, axis.size, axis.rank))
         self.bias = whole.bias
-        self.product: Callable[..., Tensor] = _linear
+        self.product: Product = linear_product
 
     def forward(self, x: Tensor) -> Tensor:
-        part = self.product(x, self.weight.t() if self.transposed else self.weight)
+        part = self.product(x, self.weight, None, transposed=self.transposed)
         mixed = sum_over_ranks(part, self.axis)
         return mixed if self.bias is None else mixed + self.bias
 
