@@ -16,6 +16,21 @@ from typing import Any
 
 from torch.utils import cpp_extension
 
+from scaletrain_cli.errors import UsageError
+
+
+def load_async_io() -> None:
+    """What NVMe offload reads and writes with; minutes the first time. Raises UsageError where it cannot be built."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    builder = AsyncIOBuilder()
+    if not builder.is_compatible():
+        raise UsageError(
+            "layout.offload_device = nvme: DeepSpeed's async_io operator needs libaio with its headers and a C++ "
+            "compiler on every node (Debian: apt-get install libaio-dev g++). Or offload to cpu."
+        )
+    load_operator(builder)
+
 
 def load_operator(builder: Any) -> None:
     """Build a DeepSpeed operator (its ``OpBuilder``) or load what was built before; DeepSpeed then finds it loaded."""

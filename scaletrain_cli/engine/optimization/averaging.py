@@ -32,7 +32,11 @@ class WeightAverage:
         self._engine, self._every, self._taken = engine, spec.every, 0
         exponential = spec.name == "ema"
         self._first = 1 if exponential else 1 + total_steps - max(1, int(_LAST_SHARE * total_steps))
-        self._add = get_ema_multi_avg_fn(spec.decay) if exponential else get_swa_multi_avg_fn()
+        self._add = (
+            get_ema_multi_avg_fn(spec.decay)  # type: ignore[no-untyped-call]
+            if exponential
+            else get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+        )
         self._averages: list[Tensor] = []
 
     @torch.no_grad()

@@ -33,10 +33,15 @@ def build_optimizer(
         if isinstance(model_or_groups, nn.Module)
         else model_or_groups
     )
-    adam = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps, "weight_decay": settings.weight_decay}
+    adam: dict[str, Any] = {
+        "lr": settings.lr,
+        "betas": settings.betas,
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
     # One kernel for all. On a GPU it is the fastest; for an offloaded optimizer it is several times as fast as torch's
     # default, as fast as DeepSpeedCPUAdam, and there is nothing to compile.
-    fused = {"fused": True} if device.type == "cuda" or layout.offload != "none" else {}
+    fused: dict[str, Any] = {"fused": True} if device.type == "cuda" or layout.offload != "none" else {}
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, **adam, **fused)
     if settings.name == "adam":

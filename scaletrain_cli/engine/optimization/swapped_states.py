@@ -47,9 +47,8 @@ class SwappedStates:
 
     def _swapped(self) -> list[int]:
         """Pieces below a megabyte stay in memory, where DeepSpeed saves them."""
-        return [
-            index for index in range(len(self._outer.fp16_groups)) if self._outer._swappable_optimizer_subgroup(index)
-        ]
+        pieces = range(len(self._outer.fp16_groups))
+        return [index for index in pieces if self._outer._swappable_optimizer_subgroup(index)]
 
     @contextmanager
     def _in_memory(self, index: int) -> Generator[Tensor]:

@@ -29,8 +29,11 @@ def elements_clipped(precision: str, stage: int) -> Tensor:
 # Gradients of 16-bit weights are rounded to them; the clipped steps are 0.005 long.
 @pytest.mark.parametrize(
     ("precision", "stage", "closeness"),
-    [("fp32", 0, 1e-6), ("fp32", 1, 1e-6), ("fp32", 2, 1e-6), ("fp32", 3, 1e-6)]
-    + [("bf16", 1, 4e-3), ("bf16", 2, 4e-3), ("bf16", 3, 4e-3), ("fp16", 1, 1e-3), ("fp16", 3, 1e-3)],
+    [
+        *[("fp32", stage, 1e-6) for stage in (0, 1, 2, 3)],
+        *[("bf16", stage, 4e-3) for stage in (1, 2, 3)],
+        *[("fp16", stage, 1e-3) for stage in (1, 3)],
+    ],
 )
 def test_elements_are_clipped_after_averaging_and_unscaling(precision: str, stage: int, closeness: float) -> None:
     model = small_model()

@@ -1,4 +1,4 @@
-"""fp16 under ZeRO: an overflow skips its step and halves the scale, growth costs nothing, and the floor is a verdict."""
+"""fp16 under ZeRO: an overflow skips a step and halves the scale, growth changes nothing, the floor is a verdict."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scaletrain_cli.engine.native_builds import extensions_folder, load_operator
+from scaletrain_cli.engine.native_builds import extensions_folder, load_async_io
 from scaletrain_cli.engine.optimization.offload import offload_config
 from scaletrain_cli.engine.optimization.swapped_states import SwappedStates
 from tests.engine.optimization.small_engine import layout_of, run_spec, start, train, weights
@@ -44,10 +44,8 @@ WIDE = 32768  # so that the matrices' pieces reach the megabyte from which DeepS
 
 
 def resumed(offload: str, folder: Path) -> tuple[list[float], list[float], Tensor, Tensor]:
-    """Losses and weights after a checkpoint, without and with a restart in between, and no file that we do not write."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    load_operator(AsyncIOBuilder())
+    """Losses and weights after a checkpoint, without and with a restart in between."""
+    load_async_io()
     spec = run_spec({"optimizer": {"lr": 1e-3}}, vocab_size=2 * WIDE, offload=offload, offload_device="nvme")
     first = start(spec, 3, width=WIDE, folder=folder / "first")
     swapped = SwappedStates(first.engine)

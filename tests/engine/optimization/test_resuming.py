@@ -53,8 +53,14 @@ def resumed(optimizer: str, precision: str, stage: int, folder: Path) -> list[tu
 
 @pytest.mark.parametrize(
     ("optimizer", "precision", "stage"),
-    [("momentum", "fp32", 2), ("adamw_8bit", "fp32", 1), ("adamw_8bit", "bf16", 3), ("lion", "bf16", 1)]
-    + [("adamw", "fp16", 1), ("adamw", "fp16", 3)],
+    [
+        ("momentum", "fp32", 2),
+        ("adamw_8bit", "fp32", 1),
+        ("adamw_8bit", "bf16", 3),
+        ("lion", "bf16", 1),
+        ("adamw", "fp16", 1),
+        ("adamw", "fp16", 3),
+    ],
 )
 def test_a_restart_changes_no_bit(optimizer: str, precision: str, stage: int, tmp_path: Path) -> None:
     if optimizer in ("adamw_8bit", "lion"):

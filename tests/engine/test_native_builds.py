@@ -1,0 +1,102 @@
+"""A killed build holds nobody up, and a living one is left alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.file_baton import FileBaton
+
+from scaletrain_cli.engine.native_builds import extensions_folder, load_operator, sole_builder
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch has threads, which hold no lock
+FORK = multiprocessing.get_context("fork")
+
+
+class SlowOperator:
+    """What torch does for a DeepSpeed builder, but for the compiling: it takes the lock, or waits until it is gone."""
+
+    def __init__(self, folder: Path, begun: Connection | None = None) -> None:
+        self.baton, self.begun = FileBaton(str(folder / "operator" / "lock"), wait_seconds=0.01), begun
+
+    def load(self) -> None:
+        if self.baton.try_acquire():
+            if self.begun is not None:
+                self.begun.send(True)
+                time.sleep(60)
+            self.baton.release()
+        else:
+            self.baton.wait()
+
+
+@contextmanager
+def process(begin: Callable[..., Any], *arguments: Any) -> Generator[Any]:
+    """Runs beside, and has told that it has begun; killed at the latest here."""
+    ours, theirs = FORK.Pipe()
+    child = FORK.Process(target=begin, args=(theirs, *arguments))
+    child.start()
+    assert ours.poll(20)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.join()
+
+
+def build(begun: Connection, folder: Path) -> None:
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    load_operator(SlowOperator(folder, begun))
+
+
+def build_without_us(begun: Connection, folder: Path) -> None:
+    SlowOperator(folder, begun).load()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "operator").mkdir()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_after_a_killed_build_the_next_one_begins_at_once(folder: Path) -> None:
+    with process(build, folder) as builder:
+        assert (folder / "operator" / "lock").exists()
+        builder.kill()
+        builder.join()
+        assert (folder / "operator" / "lock").exists()
+        started = time.monotonic()
+        load_operator(SlowOperator(folder))
+        assert time.monotonic() - started < 20
+    assert not (folder / "operator" / "lock").exists()
+
+
+def test_the_lock_of_a_living_builder_is_left_alone(folder: Path) -> None:
+    with process(build_without_us, folder), sole_builder(folder):
+        assert (folder / "operator" / "lock").exists()
+
+
+def test_one_builds_at_a_time_and_those_who_wait_go_on_when_it_dies(folder: Path) -> None:
+    with process(build, folder) as builder, process(build_when_free, folder) as waiting:
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        builder.kill()
+        waiting.join(20)
+        assert waiting.exitcode == 0
+
+
+def build_when_free(begun: Connection, folder: Path) -> None:
+    begun.send(True)
+    load_operator(SlowOperator(folder))
+
+
+def test_without_a_choice_torch_says_where_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    assert extensions_folder().name == "torch_extensions"
