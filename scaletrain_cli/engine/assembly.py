@@ -20,10 +20,11 @@ from scaletrain_cli.engine.feeding.prefetch import Feed
 from scaletrain_cli.engine.late_metrics import LateMetrics
 from scaletrain_cli.engine.measure.plan_check import PlanCheck
 from scaletrain_cli.engine.optimization.averaging import WeightAverage
+from scaletrain_cli.engine.optimization.swapped_states import SwappedStates
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict, connect
 from scaletrain_cli.engine.signals import PreemptionFlag
-from scaletrain_cli.engine.stepping import Stepper, stepper
+from scaletrain_cli.engine.stepping import stepper
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import PreemptedError, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.paths import RunDir
@@ -62,6 +63,9 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
     average = None
     if spec.training.averaging.name != "none":
         average = WeightAverage(composed.engine, spec.training.averaging, spec.total_steps)
+    swapped = None
+    if layout.offload != "none" and spec.layout.offload_device == "nvme":
+        swapped = SwappedStates(composed.engine)
     _leave_if_asked(flag, set_up)
     faults = Faults.from_environment(ranks.rank, attempt)
     checkpointer = Checkpointer(
@@ -73,7 +77,7 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         keep=spec.checkpoint.keep,
         attempt=attempt,
         delay_seconds=faults.save_delay_seconds,
-        beside=_beside(drive, average),
+        beside=_beside(adaptive_clip=drive.adaptive_clip, average=average, swapped=swapped),
     )
     masked = spec.data.loss_mask == "document_starts"
     read_train, read_validation = (
@@ -102,9 +106,8 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
     )
 
 
-def _beside(drive: Stepper, average: WeightAverage | None) -> dict[str, Stateful]:
+def _beside(**parts: Stateful | None) -> dict[str, Stateful]:
     """What checkpoints keep besides DeepSpeed's state."""
-    parts: dict[str, Stateful | None] = {"adaptive_clip": drive.adaptive_clip, "average": average}
     return {name: part for name, part in parts.items() if part is not None}
 
 

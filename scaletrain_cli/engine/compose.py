@@ -17,10 +17,11 @@ from scaletrain_cli.engine.deepspeed_engine import (
     start_deepspeed,
 )
 from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.block_wrapping import wrap_blocks
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.dropout import give_dropout_keys
 from scaletrain_cli.engine.model.loss import choose_cross_entropy
-from scaletrain_cli.engine.model.block_wrapping import wrap_blocks
+from scaletrain_cli.engine.native_builds import load_async_io
 from scaletrain_cli.engine.optimization.fp8 import use_fp8_linears
 from scaletrain_cli.engine.optimization.loss_scale import allow_fp16_on_cpu, mend_loss_scale
 from scaletrain_cli.engine.optimization.optimizers import build_optimizer
@@ -65,6 +66,8 @@ def compose(
     prepare_deepspeed(device)
     if spec.training.precision == "fp16" and device.type == "cpu":
         allow_fp16_on_cpu()
+    if layout.offload != "none" and spec.layout.offload_device == "nvme":
+        load_async_io()
     model = _cut(spec, layout, mesh, device)
     unit = ModelParallelUnit.of(mesh)
     config = deepspeed_config(spec, layout, sum(parameter.numel() for parameter in model.parameters()), swap_folder)
@@ -111,4 +114,3 @@ def _weights(spec: RunSpec, model: CausalLM, device: torch.device, resuming: boo
     return ScaledInitialisation(
         spec.training.seed, own.initializer_range, own.num_hidden_layers, model.residual_projections, device
     )
-

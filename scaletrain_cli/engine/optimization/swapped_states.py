@@ -7,8 +7,10 @@ swapped pieces pass through memory instead, as a part of the checkpoint like any
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +57,12 @@ class SwappedStates:
         self._outer._optimizer_states_and_gradient_swap_in(index)
         yield self._outer.fp32_partitioned_groups_flat[index]
         self._outer._optimizer_states_and_gradient_swap_out(index)
+
+
+def remove_swap_files(folder: Path, rank: int) -> None:
+    """What this rank has left in the folder of ``offload_config``; several times the model, and of no use to anyone."""
+    for own in folder.glob(f"*/*/rank{rank}"):
+        shutil.rmtree(own, ignore_errors=True)
 
 
 def _copy(value: Any) -> Any:
