@@ -8,6 +8,9 @@ from typing import Any
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.architecture_source import complete
 
+# Overrides of spec_of that leave the ranks data parallelism alone, which the search would not.
+DATA_ALONE = {"layout__tensor_parallel": 1, "layout__pipeline_parallel": 1, "layout__sequence_parallel": 1}
+
 
 def model_of(preset: str, **overrides: Any) -> ModelSpec:
     return ModelSpec.model_validate(complete({"preset": preset, **overrides}, Path()))

@@ -9,7 +9,7 @@ import pytest
 
 from scaletrain_cli.plan import find_accelerator, make_plan, submittable
 from scaletrain_cli.spec import load_spec
-from tests.plan.specs import spec_of
+from tests.plan.specs import DATA_ALONE, spec_of
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
@@ -56,6 +56,7 @@ def test_pinned_settings_are_kept() -> None:
         layout__zero_stage=3,
         layout__activation_checkpointing="selective",
         training__micro_batch_size=2,
+        **DATA_ALONE,
     )
     plan = make_plan(spec)
     layout = plan.layout
@@ -64,10 +65,10 @@ def test_pinned_settings_are_kept() -> None:
 
 
 def test_a_pinned_layout_that_the_engine_cannot_run_is_sized_with_a_warning() -> None:
-    spec = spec_of("llama-70b", cluster__nodes=8, layout__tensor_parallel=8, layout__pipeline_parallel=2)
+    spec = spec_of("llama-70b", cluster__nodes=8, layout__context_parallel=2, training__optimizer={"name": "muon"})
     plan = make_plan(spec)
-    assert plan.layout.tensor_parallel == 8
-    assert any("this engine version cannot run this: layout.tensor_parallel = 8" in line for line in plan.warnings)
+    assert plan.layout.context_parallel == 2
+    assert any("this engine version cannot run this: layout.context_parallel = 2" in line for line in plan.warnings)
     assert len(submittable(spec, plan)) == 2
 
 

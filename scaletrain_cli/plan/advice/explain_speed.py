@@ -13,7 +13,8 @@ from scaletrain_cli.plan.advice.hypothetical import modes, row, samples, sized
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.result import Layout, RunPlan, Time
 from scaletrain_cli.plan.search.choice import Candidate
-from scaletrain_cli.plan.search.layouts import CHECKPOINTING, divisors
+from scaletrain_cli.plan.search.layouts import CHECKPOINTING
+from scaletrain_cli.plan.search.rule import divisors
 from scaletrain_cli.spec import RunSpec
 
 _AXES = {

@@ -11,7 +11,7 @@ from scaletrain_cli.spec import ModelSpec, RunSpec
 LOSS_CHUNK_TOKENS = 1024
 # `auto` works in chunks where the loss of a whole micro-batch would take more of the device than this. Not always,
 # because each chunk adds its gradient to that of the head, which costs memory traffic.
-_LARGEST_SHARE = 0.1
+_LARGEST_SHARE = 0.15
 
 _FP32 = 4
 # Per vocabulary entry three fp32 values: the log-probability and the gradients of two losses. ``nll_loss`` and

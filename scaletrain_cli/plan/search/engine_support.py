@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.result import Layout, RunPlan
+from scaletrain_cli.plan.search.engine_rules import engine_rules
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.run import AnyModel
 
-_PRECISIONS = ("fp32", "tf32", "bf16")
-_SCHEDULES = ("cosine", "linear", "constant")
+# bitsandbytes updates the states where the gradients are.
+_BESIDE_GRADIENTS = ("adamw_8bit", "lion")
+_LEAST_FP8_CAPABILITY = (8, 9)  # Ada and Hopper, where fp8 tensor cores begin
 _SCHEDULERS = ("local", "slurm")
 AXES = (
     "tensor_parallel",
@@ -36,10 +40,13 @@ class Capabilities:
     @property
     def runs(self) -> str:
         """In words."""
-        return " and ".join(["data", *(axis.removesuffix("_parallel") for axis in AXES if axis in self.axes)])
+        return one_of(["data", *(axis.removesuffix("_parallel") for axis in AXES if axis in self.axes)], "and")
 
 
-ENGINE = Capabilities(axes=frozenset())
+ENGINE = Capabilities(
+    axes=frozenset({"tensor_parallel", "pipeline_parallel", "sequence_parallel", "expert_parallel"}),
+    offload=("none", "optimizer", "optimizer+params"),
+)
 
 # What each framework could run, whatever this engine does. FSDP shards nothing, gradients and states, or all
 # (torch ShardingStrategy NO_SHARD, SHARD_GRAD_OP, FULL_SHARD); Megatron-LM's distributed optimizer and nanotron's
@@ -55,11 +62,14 @@ _EVERYTHING = {
 }
 
 
+def is_ours(spec: RunSpec) -> bool:
+    """Whether only what this engine runs may be proposed."""
+    return spec.planner.framework == "deepspeed" and spec.planner.search == "engine"
+
+
 def capabilities(spec: RunSpec) -> Capabilities:
     """What the search may propose: what this engine runs, unless the spec asks to see everything."""
-    if spec.planner.framework == "deepspeed" and spec.planner.search == "engine":
-        return ENGINE
-    return _EVERYTHING[spec.planner.framework]
+    return ENGINE if is_ours(spec) else _EVERYTHING[spec.planner.framework]
 
 
 def opened(spec: RunSpec) -> RunSpec:
@@ -73,28 +83,19 @@ def opened(spec: RunSpec) -> RunSpec:
 
 def unsupported(spec: RunSpec, layout: Layout) -> list[str]:
     """One line per thing that this engine cannot run, with what to do; empty when it can run the layout."""
-    training, on_cpu = spec.training, spec.cluster.gpu == "cpu"
     found = [
-        f"layout.{axis} = {getattr(layout, axis)}: this engine runs {ENGINE.runs} parallelism with ZeRO only. "
-        "Use 1 or auto."
+        f"layout.{axis} = {getattr(layout, axis)}: this engine runs {ENGINE.runs} parallelism with ZeRO. Use 1 or auto."
         for axis in AXES
         if getattr(layout, axis) != 1 and axis not in ENGINE.axes
     ]
+    found += [rule.text for rule in engine_rules(spec, layout.tensor_parallel)]
     found += [f"model.{key}: {what}" for key, what in _other_architecture(spec.model)]
-    if training.optimizer.name != "adamw":
-        found.append(f"training.optimizer.name = {training.optimizer.name}: not in this engine. Use adamw.")
-    if training.precision not in _PRECISIONS:
-        found.append(f"training.precision = {training.precision}: not in this engine. Use {_one_of(_PRECISIONS)}.")
-    if training.precision == "tf32" and on_cpu:
-        found.append("training.precision = tf32: needs an NVIDIA GPU. Use fp32 or bf16 with cluster.gpu: cpu.")
-    if training.precision == "bf16" and training.grad_dtype == "fp16":
-        found.append("training.grad_dtype = fp16: bf16 gradients accumulate in fp32 or bf16. Use fp32.")
-    if training.schedule.name not in _SCHEDULES:
-        found.append(
-            f"training.schedule.name = {training.schedule.name}: not in this engine. Use {_one_of(_SCHEDULES)}."
-        )
-    if layout.offload not in ENGINE.offload:
-        found.append(f"layout.offload = {layout.offload}: not in this engine. Use {_one_of(ENGINE.offload)}.")
+    found += [f"training.{key}: {what}" for key, what in _about_precision(spec)]
+    found += [f"{key}: {what}" for key, what in _about_optimizer(spec, layout)]
+    if spec.training.cross_entropy == "liger" and spec.cluster.gpu == "cpu":
+        found.append("training.cross_entropy = liger: its kernel needs a GPU. Use chunked or auto.")
+    if spec.layout.tensor_sequence_parallel is True and layout.tensor_parallel > 1:
+        found.append("layout.tensor_sequence_parallel = true: this engine keeps norms whole. Use false or auto.")
     if spec.guard.spike.action != "warn":
         found.append(f"guard.spike.action = {spec.guard.spike.action}: not in this engine. Use warn.")
     if spec.checkpoint.dir != "auto":
@@ -102,8 +103,47 @@ def unsupported(spec: RunSpec, layout: Layout) -> list[str]:
     if spec.planner.framework != "deepspeed":
         found.append(f"planner.framework = {spec.planner.framework}: for comparison only. Use deepspeed to submit.")
     if spec.cluster.scheduler not in _SCHEDULERS:
-        found.append(f"cluster.scheduler = {spec.cluster.scheduler}: not in this version. Use {_one_of(_SCHEDULERS)}.")
+        found.append(f"cluster.scheduler = {spec.cluster.scheduler}: not in this version. Use {one_of(_SCHEDULERS)}.")
     return found
+
+
+def _about_precision(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    training, on_cpu = spec.training, spec.cluster.gpu == "cpu"
+    precision, gradients = training.precision, training.grad_dtype
+    if precision == "tf32" and on_cpu:
+        yield "precision = tf32", "needs an NVIDIA GPU. Use fp32 or bf16 with cluster.gpu: cpu."
+    if precision == "fp8" and (has := _without_fp8(spec)):
+        yield "precision = fp8", f"needs an NVIDIA GPU of compute capability 8.9 or higher, and {has}. Use bf16."
+    own = "fp16" if precision == "fp16" else "bf16"
+    if gradients not in ("fp32", own):
+        kind = "bf16" if precision == "fp8" else precision
+        yield f"grad_dtype = {gradients}", f"{kind} gradients accumulate in fp32 or {own}. Use fp32."
+
+
+def _without_fp8(spec: RunSpec) -> str:
+    """What the device is that has no fp8 products; nothing where it has, or where the spec describes a GPU."""
+    device = find_accelerator(spec.cluster)
+    numbers = re.fullmatch(r"(\d+)\.(\d+)", device.compute_capability)
+    if numbers is None:
+        return f"this is {device.name}" if device.is_cpu or device.compute_capability else ""
+    too_old = (int(numbers[1]), int(numbers[2])) < _LEAST_FP8_CAPABILITY
+    return f"{device.name} has {device.compute_capability}" if too_old else ""
+
+
+def _about_optimizer(spec: RunSpec, layout: Layout) -> Iterator[tuple[str, str]]:
+    name, away, device = spec.training.optimizer.name, layout.offload, spec.layout.offload_device
+    key = f"training.optimizer.name = {name}"
+    if name == "muon":
+        yield key, "turns whole matrices, which ZeRO and tensor parallelism have cut. Use adamw or lion."
+    if away not in ENGINE.offload:
+        yield f"layout.offload = {away}", f"not in this engine. Use {one_of(ENGINE.offload)}."
+    elif away != "none" and name in _BESIDE_GRADIENTS:
+        yield key, "updates its states on the device. Use adamw, adam, momentum or sgd, or layout.offload: none."
+    elif away != "none" and device == "nvme" and name not in ("adamw", "adam"):
+        yield key, "DeepSpeed brings Adam's two moments back from NVMe, not others. Use adamw or offload_device: cpu."
+    averaging = spec.training.averaging.name
+    if averaging != "none" and away != "none" and device == "nvme":
+        yield f"training.averaging.name = {averaging}", "weights on NVMe are not averaged. Use none, or offload to cpu."
 
 
 def _other_architecture(model: AnyModel) -> Iterator[tuple[str, str]]:
@@ -111,8 +151,8 @@ def _other_architecture(model: AnyModel) -> Iterator[tuple[str, str]]:
     if not isinstance(model, ModelSpec):
         yield f"family = {model.family}", "this engine trains transformers of text only. Use llama or gpt."
         return
-    if model.num_experts:
-        yield f"num_experts = {model.num_experts}", "this engine trains dense models only. Use 0."
+    if model.num_experts and model.family != "llama":
+        yield f"num_experts = {model.num_experts}", f"this engine's {model.family} has none. Use 0, or family: llama."
     own = model.model_copy(update=dict.fromkeys(("gated_mlp", "norm", "norm_bias", "bias", "position_embedding")))
     for key, wanted, built in (
         ("gated_mlp", model.has_gated_mlp, own.has_gated_mlp),
@@ -128,9 +168,6 @@ def _other_architecture(model: AnyModel) -> Iterator[tuple[str, str]]:
         yield "qk_norm", "this engine's gpt has none. Use false."
     if model.kv_lora_rank:
         yield "kv_lora_rank", "latent attention is not in this engine. Use 0."
-    for key in ("hidden_dropout", "attention_dropout"):
-        if getattr(model, key):
-            yield key, "dropout is not in this engine. Use 0."
 
 
 def submittable(spec: RunSpec, plan: RunPlan) -> list[str]:
@@ -142,5 +179,6 @@ def submittable(spec: RunSpec, plan: RunPlan) -> list[str]:
     return found
 
 
-def _one_of(names: tuple[str, ...]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+def one_of(names: Sequence[str], word: str = "or") -> str:
+    """``a, b or c``."""
+    return f"{', '.join(names[:-1])} {word} {names[-1]}" if len(names) > 1 else names[0]

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from scaletrain_cli.errors import Problem
-from scaletrain_cli.plan.search.layouts import Axes, divisors, offload_stage
+from scaletrain_cli.plan.search.layouts import Axes, offload_stage
+from scaletrain_cli.plan.search.rule import Rule, divisors, near
 from scaletrain_cli.plan.stage_blocks import loss_stage
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # Of the degrees that would do, so many are named.
 _MOST_NAMED = 8
-
-
-class Rule(NamedTuple):
-    """A rule that degrees break: the key, what it says, what stands there and what would do."""
-
-    key: str
-    given: object
-    message: str
-    hint: str = ""
 
 
 def division_problems(spec: RunSpec, axes: Axes) -> list[Problem]:
@@ -58,18 +49,18 @@ def _transformer_rules(model: ModelSpec, axes: Axes) -> Iterator[Rule]:
     kv_heads, heads = model.num_key_value_heads, model.num_attention_heads
     if kv_heads % axes.tensor and axes.tensor % kv_heads:
         message = f"must divide {kv_heads} key-value heads or be a multiple of them."
-        yield Rule("layout.tensor_parallel", axes.tensor, message, _near(heads, axes.tensor))
+        yield Rule("layout.tensor_parallel", axes.tensor, message, near(heads, axes.tensor))
     if heads % axes.tensor:
         message = f"must divide {heads} attention heads."
-        yield Rule("layout.tensor_parallel", axes.tensor, message, _near(heads, axes.tensor))
+        yield Rule("layout.tensor_parallel", axes.tensor, message, near(heads, axes.tensor))
     inner = (model.moe_intermediate_size if model.num_experts else 0) or model.intermediate_size
     if inner % axes.tensor:
         message = f"must divide intermediate_size = {inner}."
-        yield Rule("layout.tensor_parallel", axes.tensor, message, _near(inner, axes.tensor))
+        yield Rule("layout.tensor_parallel", axes.tensor, message, near(inner, axes.tensor))
     local_heads = max(1, heads // axes.tensor)
     if local_heads % axes.sequence:
         message = f"must divide the {local_heads} attention heads of a tensor rank."
-        yield Rule("layout.sequence_parallel", axes.sequence, message, _near(local_heads, axes.sequence))
+        yield Rule("layout.sequence_parallel", axes.sequence, message, near(local_heads, axes.sequence))
     if model.seq_len % (axes.sequence * axes.context):
         message = f"must be a multiple of sequence x context parallel = {axes.sequence * axes.context}."
         yield Rule("model.seq_len", model.seq_len, message)
@@ -86,11 +77,11 @@ def _transformer_rules(model: ModelSpec, axes: Axes) -> Iterator[Rule]:
         yield Rule("layout.expert_parallel", axes.expert, "needs a model with experts.", "Use 1 or auto.")
     elif model.num_experts and model.num_experts % axes.expert:
         message = f"must divide {model.num_experts} experts."
-        yield Rule("layout.expert_parallel", axes.expert, message, _near(model.num_experts, axes.expert))
+        yield Rule("layout.expert_parallel", axes.expert, message, near(model.num_experts, axes.expert))
     elif axes.data * axes.sequence % axes.expert:
         ranks = axes.data * axes.sequence
         message = f"must divide data x sequence parallel = {ranks}."
-        yield Rule("layout.expert_parallel", axes.expert, message, _near(ranks, axes.expert))
+        yield Rule("layout.expert_parallel", axes.expert, message, near(ranks, axes.expert))
 
 
 def _nanotron_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
@@ -127,12 +118,4 @@ def _batch_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
         yield Rule("training.global_batch_size", batch, message, hint)
     elif micro_batch != "auto" and per_rank % micro_batch:
         message = f"must divide the {per_rank} sequences per data-parallel rank ({batch} / {axes.data})."
-        yield Rule("training.micro_batch_size", micro_batch, message, _near(per_rank, micro_batch))
-
-
-def _near(number: int, wanted: int) -> str:
-    """The divisors of ``number`` on either side of what was asked for."""
-    found = divisors(number) if number <= 10**12 else [1]
-    below = max((n for n in found if n <= wanted), default=1)
-    above = min((n for n in found if n > wanted), default=below)
-    return f"Use {below}." if above == below else f"Use {below} or {above}."
+        yield Rule("training.micro_batch_size", micro_batch, message, near(per_rank, micro_batch))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import isqrt
 from typing import NamedTuple
 
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
@@ -10,6 +9,7 @@ from scaletrain_cli.plan.memory.loss_memory import chosen_cross_entropy
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.engine_support import capabilities
+from scaletrain_cli.plan.search.rule import divisors
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 CHECKPOINTING = ("none", "selective", "full")
@@ -169,9 +169,3 @@ def describe(layout: Layout) -> str:
     parts += [f"offload {layout.offload}"] if layout.offload != "none" else []
     parts += [f"cross-entropy {layout.cross_entropy}"] if layout.cross_entropy != "whole" else []
     return ", ".join(parts)
-
-
-def divisors(number: int) -> list[int]:
-    """Ascending. In time of the square root: a number of the spec is at most 1e9."""
-    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]

@@ -6,17 +6,18 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from scaletrain_cli.plan.memory.states import weight_bytes
-from scaletrain_cli.plan.search.engine_support import AXES, capabilities, opened
+from scaletrain_cli.plan.search.engine_rules import engine_rules
+from scaletrain_cli.plan.search.engine_support import AXES, capabilities, is_ours, opened
 from scaletrain_cli.plan.search.layout_rules import broken_rules
 from scaletrain_cli.plan.search.layouts import (
     Axes,
-    divisors,
     micro_batch_sizes,
     offload_modes,
     resolve_axes,
     zero_stages,
 )
 from scaletrain_cli.plan.search.rejections import Tally
+from scaletrain_cli.plan.search.rule import divisors
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # Fewer tokens than this on a rank do not fill one row of tiles of a matrix product (NVIDIA, Matrix Multiplication
@@ -48,8 +49,19 @@ def axes_to_try(spec: RunSpec, tally: Tally) -> list[Axes]:
             found.append(axes)
         else:
             tally.add(f"{rule.key}: {rule.message}", _spelled(axes))
+    found = _runnable(spec, found, tally) if is_ours(spec) else found
     _tell_of_stages(spec, found, tally)
     return found
+
+
+def _runnable(spec: RunSpec, all_axes: list[Axes], tally: Tally) -> list[Axes]:
+    """Those that our engine can run; all of them where it can run none, which are then planned with a warning."""
+    broken = {axes: next(engine_rules(spec, axes.tensor), None) for axes in all_axes}
+    found = [axes for axes, rule in broken.items() if rule is None]
+    for axes, rule in broken.items() if found else ():
+        if rule is not None:
+            tally.add(f"{rule.key}: {rule.message}", _spelled(axes))
+    return found or all_axes
 
 
 def _tell_of_stages(spec: RunSpec, all_axes: list[Axes], tally: Tally) -> None:

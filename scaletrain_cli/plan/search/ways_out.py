@@ -17,10 +17,10 @@ from scaletrain_cli.plan.search.layouts import (
     build_layout,
     checkpointing_modes,
     describe,
-    divisors,
     resolve_axes,
 )
 from scaletrain_cli.plan.search.rejections import Tally
+from scaletrain_cli.plan.search.rule import divisors
 from scaletrain_cli.plan.search.search_space import axes_to_try, degrees_to_try, groups
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
@@ -86,6 +86,8 @@ def _single_changes(spec: RunSpec) -> Iterator[tuple[str, Any]]:
     if spec.layout.offload == "none":
         for offload in capabilities(spec).offload[1:]:
             yield "layout.offload", offload
+    if spec.planner.framework == "deepspeed" and not spec.layout.activation_offload:
+        yield "layout.activation_offload", True
     if spec.training.precision in ("fp32", "tf32"):
         yield "training.precision", "bf16"
     elif spec.training.grad_dtype == "fp32":

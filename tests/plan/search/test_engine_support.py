@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from scaletrain_cli.plan import make_plan, submittable
-from scaletrain_cli.plan.search import engine_support
-from scaletrain_cli.plan.search.engine_support import AXES, ENGINE, capabilities, opened
+from scaletrain_cli.plan.search.engine_support import AXES, ENGINE, capabilities, opened, unsupported
 from tests.plan.specs import spec_of
+
+SMALL = {
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+}
+EXPERTS = {"model__num_experts": 4, "model__num_experts_per_tok": 2}
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ({"layout__tensor_parallel": 2}, "layout.tensor_parallel = 2"),
-        ({"layout__pipeline_parallel": 2}, "layout.pipeline_parallel = 2"),
-        ({"layout__sequence_parallel": 2}, "layout.sequence_parallel = 2"),
+        ({"layout__virtual_pipeline": 2, "layout__pipeline_parallel": 2}, "layout.virtual_pipeline = 2"),
         ({"layout__context_parallel": 2}, "layout.context_parallel = 2"),
-        ({"model__num_experts": 4, "model__num_experts_per_tok": 2}, "model.num_experts = 4"),
-        ({"training__precision": "fp16"}, "training.precision = fp16"),
-        ({"training__precision": "fp8"}, "training.precision = fp8"),
+        ({"layout__tensor_parallel": 2, "model__num_key_value_heads": 1}, "must divide 1 key-value heads, which"),
+        ({"layout__tensor_parallel": 2, "model__vocab_size": 32001}, "Pad model.vocab_size to 32128, or use 1."),
+        ({"layout__tensor_parallel": 2, "layout__tensor_sequence_parallel": True}, "tensor_sequence_parallel = true"),
+        ({"layout__tensor_parallel": 2, "training__cross_entropy": "liger"}, "the whole vocabulary on each rank"),
+        ({"training__cross_entropy": "liger", "cluster__gpu": "cpu"}, "cross_entropy = liger: its kernel needs a GPU"),
+        (
+            {**EXPERTS, "model__moe_intermediate_size": 12},
+            "moe_intermediate_size = 12: must be a multiple of 8",
+        ),
+        ({**EXPERTS, "layout__tensor_parallel": 2, "layout__expert_tensor_parallel": 1}, "expert_tensor_parallel = 1"),
+        ({"training__precision": "fp8", "cluster__gpu": "a100-sxm-80gb"}, "8.9 or higher, and a100-sxm-80gb has 8.0"),
+        ({"training__precision": "fp8", "cluster__gpu": "mi300x"}, "8.9 or higher, and this is mi300x"),
+        ({"training__precision": "fp16", "training__grad_dtype": "bf16"}, "fp16 gradients accumulate in fp32 or fp16"),
         ({"training__grad_dtype": "fp16"}, "training.grad_dtype = fp16"),
         ({"training__precision": "tf32", "cluster__gpu": "cpu"}, "training.precision = tf32: needs an NVIDIA GPU"),
-        ({"training__schedule": {"name": "wsd"}}, "training.schedule.name = wsd"),
-        ({"layout__offload": "optimizer"}, "layout.offload = optimizer"),
+        ({"training__optimizer": {"name": "muon"}}, "training.optimizer.name = muon: turns whole matrices"),
+        ({"training__optimizer": {"name": "lion"}, "layout__offload": "optimizer"}, "updates its states on the device"),
+        (
+            {"training__optimizer": {"name": "sgd"}, "layout__offload": "optimizer", "layout__offload_device": "nvme"},
+            "brings Adam's two moments back from NVMe",
+        ),
+        (
+            {
+                "training__averaging": {"name": "ema"},
+                "layout__offload": "optimizer",
+                "layout__offload_device": "nvme",
+            },
+            "training.averaging.name = ema: weights on NVMe are not averaged",
+        ),
         ({"guard__spike": {"action": "rollback"}}, "guard.spike.action = rollback"),
         ({"checkpoint__dir": "/scratch"}, "checkpoint.dir"),
         ({"planner__framework": "megatron"}, "planner.framework = megatron"),
@@ -34,18 +62,52 @@ from tests.plan.specs import spec_of
     ],
 )
 def test_what_the_engine_cannot_run_is_planned_but_not_submitted(overrides: dict[str, Any], expected: str) -> None:
-    dims = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
-    small = {f"model__{key}": value for key, value in dims.items()} | {"model__head_dim": 64}
-    spec = spec_of("llama-7b", **(small | overrides))
-    reasons = submittable(spec, make_plan(spec))
+    spec = spec_of("llama-7b", **({f"model__{key}": value for key, value in SMALL.items()} | overrides))
+    plan = make_plan(spec)
+    reasons = submittable(spec, plan)
     assert len(reasons) == 1
     assert expected in reasons[0]
-    assert "Use " in reasons[0]
+    assert "Use " in reasons[0] or "use " in reasons[0]
+    assert any(reasons[0] in warning for warning in plan.warnings)
 
 
-def test_a_plain_run_may_be_submitted() -> None:
-    spec = spec_of("llama-7b", cluster__nodes=4)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"cluster__nodes": 4},
+        {"layout__tensor_parallel": 2, "layout__pipeline_parallel": 2, "layout__sequence_parallel": 2},
+        {**EXPERTS, "layout__expert_parallel": 4, "layout__zero_stage": 3, "layout__tensor_parallel": 2},
+        {"layout__offload": "optimizer+params", "layout__offload_device": "nvme"},
+        {"training__precision": "fp16", "training__grad_dtype": "fp16"},
+        {**EXPERTS, "layout__expert_parallel": 2, "layout__pipeline_parallel": 2},
+        {"layout__pipeline_parallel": 2, "layout__offload": "optimizer"},
+        {"training__precision": "fp8", "layout__tensor_parallel": 2},
+        {"training__optimizer": {"name": "lion"}, "training__schedule": {"name": "wsd"}},
+        {"training__optimizer": {"name": "momentum"}, "layout__offload": "optimizer"},
+        {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1, "training__cross_entropy": "chunked"},
+        {"training__averaging": {"name": "ema"}, "layout__activation_offload": True},
+    ],
+    ids=lambda overrides: " ".join(key.rpartition("__")[2] for key in overrides),
+)
+def test_what_the_engine_can_run_may_be_submitted(overrides: dict[str, Any]) -> None:
+    spec = spec_of("llama-7b", **({f"model__{key}": value for key, value in SMALL.items()} | overrides))
     assert submittable(spec, make_plan(spec)) == []
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides"),
+    [
+        ("qwen2.5-0.5b", {"cluster__nodes": 2}),  # 2 key-value heads
+        ("gpt2", {"model__vocab_size": 50257}),
+        ("mixtral-8x7b", {"cluster__nodes": 8, "layout__offload": "auto"}),
+        ("llama-70b", {"cluster__nodes": 4, "layout__offload": "auto"}),
+    ],
+)
+def test_the_search_proposes_only_what_the_engine_runs(preset: str, overrides: dict[str, Any]) -> None:
+    spec = spec_of(preset, **overrides)
+    plan = make_plan(spec)
+    assert submittable(spec, plan) == []
+    assert all(unsupported(spec, other.layout) == [] for other in plan.alternatives)
 
 
 def test_the_search_stays_within_the_declaration_unless_it_is_asked_for_more() -> None:
@@ -69,16 +131,3 @@ def test_a_search_of_everything_opens_the_axes_that_the_spec_does_not_speak_of()
     pinned = spec_of(planner__search="everything", layout__virtual_pipeline=1, layout__context_parallel=1)
     assert opened(pinned).layout.virtual_pipeline == opened(pinned).layout.context_parallel == 1
     assert opened(spec_of()).layout.virtual_pipeline == 1
-
-
-def test_what_the_engine_declares_may_be_proposed_and_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next engine only changes the declaration."""
-    wider = replace(ENGINE, axes=frozenset({"tensor_parallel", "pipeline_parallel"}), offload=("none", "optimizer"))
-    monkeypatch.setattr(engine_support, "ENGINE", wider)
-    spec = spec_of("llama-7b", layout__tensor_parallel=2, layout__offload="optimizer")
-    assert submittable(spec, make_plan(spec)) == []
-    spec = spec_of("llama-70b", cluster__nodes=4, layout__offload="auto")
-    plan = make_plan(spec)
-    assert submittable(spec, plan) == []
-    assert not any("tensor_parallel above 1" in row.reason for row in plan.rejected)
-    assert any("expert_parallel" in row.reason or "sequence_parallel above 1" in row.reason for row in plan.rejected)

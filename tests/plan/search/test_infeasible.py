@@ -7,7 +7,7 @@ import pytest
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.plan import PlanInfeasibleError, make_plan
 from scaletrain_cli.spec import RunSpec
-from tests.plan.specs import spec_of
+from tests.plan.specs import DATA_ALONE, spec_of
 
 
 def refusal(spec: RunSpec) -> PlanInfeasibleError:
@@ -67,6 +67,7 @@ def test_a_larger_gpu_is_proposed_and_fits() -> None:
 def test_a_pinned_setting_in_the_way_is_named_with_a_value_that_fits(
     pinned: dict[str, object], key: str, value: str
 ) -> None:
+    pinned = {**DATA_ALONE, **pinned}
     error = refusal(spec_of(**pinned))  # type: ignore[arg-type]
     found = [problem.given for problem in error.problems if problem.where == "would fit" and problem.key == key]
     assert found, str(error)
@@ -80,26 +81,33 @@ def test_when_nothing_helps_that_is_said() -> None:
 
 
 def test_a_batch_that_does_not_divide_has_no_plan_to_show() -> None:
-    assert refusal(spec_of("gpt2", training__global_batch_size=100)).plan is None
+    assert refusal(spec_of("gpt2", training__global_batch_size=100, **DATA_ALONE)).plan is None
 
 
 def test_what_another_engine_could_run_is_named_as_such() -> None:
-    """Long sequences fit when cut over ranks, which this engine does not do yet."""
-    spec = spec_of("llama-7b", model__seq_len=262144, model__max_position_embeddings=262144)
+    """Long sequences of few heads fit when keys and values travel round the ranks, which this engine does not do."""
+    spec = spec_of("llama-7b", model__seq_len=262144, model__max_position_embeddings=262144, **DATA_ALONE)
     error = refusal(spec)
     found = {problem.key: problem for problem in error.problems if problem.hint and "cannot run it yet" in problem.hint}
-    assert "layout.sequence_parallel" in found, str(error)
-    degree = int(str(found["layout.sequence_parallel"].given))
+    assert "layout.context_parallel" in found, str(error)
+    degree = int(str(found["layout.context_parallel"].given))
 
     def cut_over(ranks: int) -> RunSpec:
-        layout = {"tensor_parallel": 1, "pipeline_parallel": 1, "sequence_parallel": ranks}
-        return spec.model_copy(update={"layout": spec.layout.model_copy(update=layout)})
+        return spec.model_copy(update={"layout": spec.layout.model_copy(update={"context_parallel": ranks})})
 
     assert make_plan(cut_over(degree)).memory.fits
     refusal(cut_over(degree // 2))
 
 
 def test_offload_is_a_way_out_where_it_may_be_used() -> None:
-    error = refusal(spec_of("llama-70b", planner__search="everything"))
-    found = [(problem.key, problem.given) for problem in error.problems if problem.where == "would fit"]
-    assert ("layout.offload", "optimizer") in found
+    for search in ("engine", "everything"):
+        error = refusal(spec_of("llama-70b", planner__search=search))
+        found = [(problem.key, problem.given) for problem in error.problems if problem.where == "would fit"]
+        assert ("layout.offload", "optimizer") in found
+
+
+def test_taking_activations_to_the_host_is_one_too() -> None:
+    pinned = {"training__micro_batch_size": 4, "layout__activation_checkpointing": "full", "layout__zero_stage": 3}
+    long = {"model__seq_len": 32768, "model__max_position_embeddings": 32768, "training__cross_entropy": "chunked"}
+    error = refusal(spec_of("llama-7b", **pinned, **long, **DATA_ALONE))
+    assert ways_out(error).get("layout.activation_offload") == "True", str(error)

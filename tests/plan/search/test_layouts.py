@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scaletrain_cli.plan import PlanInfeasibleError, make_plan
 from scaletrain_cli.plan.search.layout_rules import division_problems
 from scaletrain_cli.plan.search.layouts import Axes, divisors, micro_batch_sizes, resolve_axes, zero_stages
-from tests.plan.specs import spec_of
+from tests.plan.specs import DATA_ALONE, spec_of
 
 PINNED: dict[str, Any] = {
     "training__micro_batch_size": 4,
@@ -49,9 +49,9 @@ def test_world_size_is_the_product_of_the_degrees() -> None:
 
 
 def test_auto_leaves_at_1_what_the_engine_cannot_run() -> None:
-    layout = make_plan(spec_of("llama-70b", cluster__nodes=16)).layout
-    axes = (layout.tensor_parallel, layout.pipeline_parallel, layout.sequence_parallel, layout.expert_parallel)
-    assert axes == (1, 1, 1, 1)
+    plan = make_plan(spec_of("llama-70b", cluster__nodes=16, layout__context_parallel="auto"))
+    layouts = [plan.layout, *(other.layout for other in plan.alternatives)]
+    assert {layout.context_parallel for layout in layouts} == {1}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_auto_leaves_at_1_what_the_engine_cannot_run() -> None:
 def test_what_does_not_divide_is_refused_with_what_would(overrides: dict[str, Any], message: str) -> None:
     assert any(message in line for line in problems_of(**overrides)), problems_of(**overrides)
     with pytest.raises(PlanInfeasibleError):
-        make_plan(spec_of(**overrides))
+        make_plan(spec_of(**DATA_ALONE | overrides))
 
 
 def test_every_problem_is_reported_at_once() -> None:

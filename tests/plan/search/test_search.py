@@ -125,7 +125,7 @@ def test_by_default_only_what_the_engine_runs_is_proposed_and_the_rest_is_named(
     assert all(getattr(plan.layout, axis) == 1 for axis in AXES if axis not in ENGINE.axes)
     assert plan.layout.offload in ENGINE.offload
     reasons = [row.reason for row in plan.rejected]
-    assert "tensor_parallel above 1: this engine version cannot run it" in reasons
+    assert "context_parallel above 1: this engine version cannot run it" in reasons
 
 
 def test_everything_is_at_least_as_fast_as_what_the_engine_runs() -> None:
@@ -221,6 +221,7 @@ def test_a_given_layout_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         cluster__nodes=8,
         layout__tensor_parallel=8,
         layout__pipeline_parallel=4,
+        layout__sequence_parallel=1,
         layout__zero_stage=1,
         layout__activation_checkpointing="full",
         training__micro_batch_size=1,

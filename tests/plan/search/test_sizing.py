@@ -13,7 +13,7 @@ from scaletrain_cli.plan.search.cluster_trials import try_cluster
 from scaletrain_cli.plan.search.node_choice import node_counts
 from scaletrain_cli.plan.search.sizing import Sizing, SizingError, scaling_curve, size_cluster
 from scaletrain_cli.spec import RunSpec
-from tests.plan.specs import spec_of
+from tests.plan.specs import DATA_ALONE, spec_of
 
 DAY = 86400.0
 
@@ -111,7 +111,7 @@ def test_texts_of_a_miss_tell_the_difference_and_not_the_rounded_sum() -> None:
 
 
 def test_counts_that_do_not_divide_the_batch_are_listed_with_the_reason() -> None:
-    sizing = size_cluster(run(training__global_batch_size=960), "time")
+    sizing = size_cluster(run(training__global_batch_size=960, **DATA_ALONE), "time")
     (row,) = [row for row in sizing.considered if row.gpus == 128]
     assert row.why.startswith("does not divide: training.global_batch_size = 960: must be a multiple of 128")
     assert row.layout is None
@@ -173,7 +173,7 @@ def test_the_answer_is_json_and_the_same_each_time() -> None:
 
 
 def test_the_scaling_curve_starts_at_one_and_leaves_out_what_has_no_plan() -> None:
-    curve = scaling_curve(run(training__global_batch_size=960), [1, 4, 15, 16])
+    curve = scaling_curve(run(training__global_batch_size=960, **DATA_ALONE), [1, 4, 15, 16])
     assert [point.gpus for point in curve] == [8, 32, 120]
     assert curve[0].efficiency == 1
     assert all(0.5 < point.efficiency < 1.1 for point in curve)
