@@ -6,9 +6,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.autograd.graph import save_on_cpu
 
-from scaletrain_cli.engine.model.llama import rotary_tables, rotate
 from scaletrain_cli.engine.model.block_wrapping import wrap_blocks
+from scaletrain_cli.engine.model.llama import rotary_tables, rotate
 from scaletrain_cli.engine.optimization.parameter_groups import parameter_groups
 from scaletrain_cli.plan.architecture import architecture
 from scaletrain_cli.spec import ModelSpec
@@ -84,6 +85,25 @@ def test_recomputing_or_offloading_activations_changes_no_bit(dims: dict, mode: 
         model(*batch()).backward()
     gradients = zip(plain.parameters(), recomputed.parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in gradients)
+
+
+@every_model
+def test_weights_do_not_go_to_the_host_with_the_activations(dims: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[torch.Tensor] = []
+
+    class Watched(save_on_cpu):
+        def __init__(self, **keys: bool) -> None:
+            super().__init__(**keys)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: gone.append(tensor) or pack(tensor)
+
+    monkeypatch.setattr("scaletrain_cli.engine.model.block_wrapping.save_on_cpu", Watched)
+    model = build_model(spec(dims), seed=0)
+    wrap_blocks(model, LayoutSpec(activation_offload=True), "none")
+    model(*batch())
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert gone
+    assert not weights & {tensor.untyped_storage().data_ptr() for tensor in gone}
 
 
 @every_model

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import save_on_cpu
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from scaletrain_cli.engine.model.causal_lm import CausalLM
@@ -38,7 +39,7 @@ def wrap_blocks(
         if every and not attention_only and index % every == 0:
             block.forward = _recomputed(block.forward)
         if layout.activation_offload:
-            block.forward = _on_host(block.forward, pin_memory)
+            block.forward = _on_host(block, pin_memory)
 
 
 def _recomputed(forward: Forward) -> Forward:
@@ -51,10 +52,23 @@ def _recomputed(forward: Forward) -> Forward:
     return wrapped
 
 
-def _on_host(forward: Forward, pin_memory: bool) -> Forward:
+def _on_host(block: nn.Module, pin_memory: bool) -> Forward:
+    """What is saved within waits on the host. Weights do not: they stay on the device, or ZeRO-3 gathers them again."""
+    forward, weights = block.forward, list(block.parameters())
+    away = save_on_cpu(pin_memory=pin_memory)
+
+    def pack(tensor: Tensor) -> Any:
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        address = tensor.untyped_storage().data_ptr()  # a view of a weight has the weight's
+        return tensor if any(w.untyped_storage().data_ptr() == address for w in weights) else away.pack_hook(tensor)
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else away.unpack_hook(packed)
+
     @functools.wraps(forward)
     def wrapped(*arguments: Any) -> Any:
-        with save_on_cpu(pin_memory=pin_memory):
+        with saved_tensors_hooks(pack, unpack):
             return forward(*arguments)
 
     return wrapped
