@@ -151,7 +151,10 @@ class Pipelined(Stepper):
 
 def _divisor(batch: MicroBatch) -> Tensor:
     """What the model would take for itself: DeepSpeed's pipeline passes tensors only."""
-    return torch.tensor(float(batch.labels.numel())) if batch.divisor is None else batch.divisor
+    if batch.divisor is not None:
+        return batch.divisor
+    # Made on the device: a copy from the host would make the last stage wait in each micro-batch.
+    return torch.full((), float(batch.labels.numel()), device=batch.labels.device)
 
 
 def _mean(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
