@@ -69,6 +69,7 @@ def deepspeed_config(spec: RunSpec, layout: Layout, parameters: int, swap_folder
             "allgather_bucket_size": buffers.allgather_bucket_size,
             "stage3_prefetch_bucket_size": buffers.prefetch_bucket_size,
             "stage3_max_live_parameters": buffers.max_live_parameters,
+            "stage3_param_persistence_threshold": buffers.param_persistence_threshold,
             "overlap_comm": buffers.overlap_comm,
         },
         "steps_per_print": 10**9,
