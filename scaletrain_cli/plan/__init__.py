@@ -1,7 +1,8 @@
 """Pure arithmetic from a run spec to a run plan. Standard library only; imports the spec and the errors.
 
-``make_plan`` sizes and chooses a layout, ``submittable`` says what keeps a plan from being run by this engine, and
-``zero_buffers`` gives the engine the buffer sizes that the plan has counted.
+``make_plan`` sizes and chooses a layout, and ``submittable`` says what keeps a plan from being run by this engine. For
+the engine: ``blocks_per_stage`` is how a pipeline is cut, ``zero_buffers`` gives the buffer sizes that the plan has
+counted, and ``rank_model_states`` what a rank must hold.
 
 planning puts the parts together: architecture (exact sizes), stages (what a rank holds), memory and speed of one layout
 (estimate picks those of vision networks), search over layouts and clusters, catalogue (devices, networks, prices,
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scaletrain_cli.plan.architecture import parameter_count, training_flops_per_token
     from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_names, find_accelerator
+    from scaletrain_cli.plan.memory.engine_states import rank_model_states
     from scaletrain_cli.plan.memory.states import ModelStates, model_state_bytes
     from scaletrain_cli.plan.memory.zero_buffers import ZeroBuffers, zero_buffers
     from scaletrain_cli.plan.planning import make_plan
@@ -34,6 +36,7 @@ __all__ = [
     "make_plan",
     "model_state_bytes",
     "parameter_count",
+    "rank_model_states",
     "submittable",
     "training_flops_per_token",
     "unsupported",
@@ -53,6 +56,7 @@ _HOMES = {
     "make_plan": "planning",
     "model_state_bytes": "memory.states",
     "parameter_count": "architecture",
+    "rank_model_states": "memory.engine_states",
     "submittable": "search.engine_support",
     "training_flops_per_token": "architecture",
     "unsupported": "search.engine_support",

@@ -1,0 +1,154 @@
+"""Model states of our engine: to the byte what four ranks of it hold, in every way of cutting a model."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import pytest
+
+from scaletrain_cli.plan import ModelStates, rank_model_states
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
+from scaletrain_cli.spec import RunSpec
+from tests.plan.specs import spec_of
+
+RANKS = 4
+# Odd sizes, so that every group is padded and every parameter rounded up.
+SIZES: dict[str, Any] = {
+    "hidden_size": 36,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "intermediate_size": 50,
+    "vocab_size": 290,
+    "seq_len": 8,
+    "max_position_embeddings": 8,
+}
+EXPERTS = {"hidden_size": 40, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+TIED = {"num_key_value_heads": 4, "tie_word_embeddings": True}
+
+
+class Row(NamedTuple):
+    """One layout of RANKS ranks: degrees, ZeRO stage and types; the others are replicas."""
+
+    zero: int
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+    expert: int = 1
+    types: str = "fp32 fp32"
+    preset: str = "llama-7b"
+    optimizer: str = "adamw"
+    averaging: str = "none"
+
+    @property
+    def spec(self) -> RunSpec:
+        """Two micro-batches a step."""
+        precision, grad_dtype = self.types.split()
+        data = RANKS // (self.tensor * self.pipeline * self.sequence)
+        sizes = SIZES | (EXPERTS if self.expert > 1 else {}) | (TIED if self.preset == "gpt2" else {})
+        return spec_of(
+            self.preset,
+            **{f"model__{key}": value for key, value in sizes.items()},
+            training__precision=precision,
+            training__grad_dtype=grad_dtype,
+            training__global_batch_size=2 * data,
+            training__micro_batch_size=1,
+            training__optimizer={"name": self.optimizer},
+            training__averaging={"name": self.averaging},
+            training__loss_scale={"initial": 16},
+            layout__tensor_parallel=self.tensor,
+            layout__pipeline_parallel=self.pipeline,
+            layout__sequence_parallel=self.sequence,
+            layout__expert_parallel=self.expert,
+            layout__zero_stage=self.zero,
+            cluster__gpus_per_node=RANKS,
+            cluster__gpu="cpu",
+        )
+
+    @property
+    def layout(self) -> Layout:
+        spec = self.spec
+        return build_layout(spec, resolve_axes(spec), self.zero, "none", 1)
+
+
+# The parity tests hold the plain layouts in fp32 to their plans; these are the types and groups beside them.
+ROWS = [
+    Row(1, pipeline=2, sequence=2, types="bf16 fp32", preset="gpt2"),
+    Row(1, tensor=2, types="fp16 fp32"),
+    Row(2, tensor=2, types="bf16 bf16"),
+    Row(2, expert=2, types="bf16 fp32"),
+    Row(2, sequence=2),
+    Row(3, expert=2),
+]
+
+
+def held(row: tuple[Any, ...]) -> tuple[ModelStates, ModelStates]:
+    """One rank's states: counted from its tensors, and planned."""
+    import torch
+
+    from scaletrain_cli.engine.compose import compose
+    from scaletrain_cli.engine.feeding.batches import MicroBatch
+    from scaletrain_cli.engine.measure.model_states import watching_model_states
+    from scaletrain_cli.engine.parallel.mesh import build_mesh
+    from scaletrain_cli.engine.stepping import stepper
+
+    warnings.simplefilter("ignore")
+    spec, layout, cpu = Row(*row).spec, Row(*row).layout, torch.device("cpu")
+    mesh = build_mesh(layout)
+    composed = compose(spec, layout, mesh, cpu)
+    steps = stepper(composed, mesh, cpu, spec.training)
+    length = spec.transformer.seq_len // layout.sequence_parallel
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    batch = MicroBatch(tokens, tokens, torch.arange(length), torch.arange(1), None)
+    for _ in range(2):  # the optimizer has its moments after the first step
+        with watching_model_states(composed.engine) as watched:
+            steps.train([batch, batch])
+    assert watched.bytes is not None
+    counted = ModelStates(watched.bytes.parameters, watched.bytes.gradients, watched.bytes.optimizer_states)
+    return counted, rank_model_states(spec, layout, mesh.pipeline.rank, mesh.replicas.rank)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"zero{row.zero} {row.types}")
+def test_every_rank_holds_what_is_planned(row: Row) -> None:
+    for library in ("torch", "deepspeed"):
+        pytest.importorskip(library)
+    from tests.engine.ranks import on_ranks
+
+    for counted, planned in on_ranks(RANKS, held, tuple(row), seconds=120):
+        assert counted == planned
+
+
+def states(row: Row, replica: int | None = None) -> ModelStates:
+    return rank_model_states(row.spec, row.layout, replica=replica)
+
+
+def test_a_plan_states_the_fullest_of_the_replicas() -> None:
+    """In stage 2 gradients of the weights' own type are kept whole where a partition begins or ends within them."""
+    each = [states(Row(2), replica).gradients for replica in range(RANKS)]
+    assert len(set(each)) > 1
+    assert states(Row(2)).gradients == max(each)
+
+
+def test_an_average_of_the_weights_is_one_more_fp32_copy_of_what_a_rank_updates() -> None:
+    for zero in range(4):
+        plain, averaged = states(Row(zero)), states(Row(zero, averaging="ema"))
+        assert averaged.optimizer_states - plain.optimizer_states == plain.optimizer_states // (2 if zero == 0 else 3)
+        assert averaged[:2] == plain[:2]
+
+
+@pytest.mark.parametrize(("optimizer", "moments"), [("sgd", 0), ("momentum", 4), ("lion", 4), ("adamw", 8)])
+def test_other_optimizers_keep_their_own_moments_of_the_partition(optimizer: str, moments: int) -> None:
+    partition = states(Row(1, optimizer="sgd")).optimizer_states // 4
+    assert states(Row(1, optimizer=optimizer)).optimizer_states == partition * (4 + moments)
+
+
+def test_moments_of_8_bits_have_scales_and_two_tables_and_small_tensors_have_none() -> None:
+    spec = spec_of("gpt2", layout__zero_stage=0, training__precision="fp32", training__optimizer={"name": "adamw_8bit"})
+    layout = build_layout(spec, resolve_axes(spec), 0, "none", 1)
+    tensors = [50257 * 768, 1024 * 768, *12 * [768 * 2304, 768 * 768, 768 * 3072, 3072 * 768]]
+    vectors = 12 * (4 * 768 + 2304 + 768 + 3072 + 768) + 2 * 768
+    scaled = sum(2 * size + 8 * -(-size // 256) for size in tensors)
+    assert rank_model_states(spec, layout).optimizer_states == scaled + 8 * vectors + 2048
