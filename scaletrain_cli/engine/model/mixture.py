@@ -67,9 +67,9 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows [n, hidden], sorted by expert; ``counts`` [experts] says how many are each one's."""
         ends = counts.cumsum(0).to(torch.int32)
-        product = F.grouped_mm if rows.dtype == torch.bfloat16 else _uncompiled_grouped_mm
-        gate, up = product(rows, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-        return product(F.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
+        product = _Product.apply if rows.dtype == torch.bfloat16 else _uncompiled_product
+        gate, up = product(rows, self.gate_up_proj, ends).chunk(2, dim=-1)
+        return product(F.silu(gate) * up, self.down_proj, ends)  # type: ignore[no-any-return]
 
 
 Dispatch = Callable[[Experts, Tensor, Routing], Tensor]
@@ -214,8 +214,27 @@ def routing_measures(model: nn.Module) -> RoutingMeasures | None:
     return RoutingMeasures(*(torch.stack(values).mean() for values in zip(*found, strict=True))) if found else None
 
 
+class _Product(Function):
+    """Rows [n, in], sorted by expert, times their expert's matrix of weights [experts, out, in]: [n, out].
+
+    Autograd's own would save a transposed view of the weights, and with it all that ZeRO-3 has gathered; a parameter
+    that is saved as it is may be emptied, and gathered again for the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, ends)
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weights, ends = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        return F.grouped_mm(gradient, weights, offs=ends), F.grouped_mm(gradient.t(), rows, offs=ends), None
+
+
 # torch.compile knows grouped products in bf16 only.
-_uncompiled_grouped_mm = torch.compiler.disable(F.grouped_mm)  # type: ignore[no-untyped-call]
+_uncompiled_product = torch.compiler.disable(_Product.apply)  # type: ignore[no-untyped-call]
 
 
 class _WithLoss(Function):

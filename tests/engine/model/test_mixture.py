@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from scaletrain_cli.engine.model.mixture import MixtureMLP, routing_measures, scale_router_losses
@@ -82,6 +83,22 @@ def test_an_expert_that_no_token_chose_has_a_gradient_of_zero() -> None:
         made.gate.weight[1:] = 1.0
     made(batch().abs()).square().sum().backward()
     assert made.experts.down_proj.grad[0].count_nonzero() == 0
+
+
+def test_experts_save_their_parameters_and_no_view_of_them() -> None:
+    """Of a parameter, autograd keeps a reference, whose values ZeRO-3 may take away and bring back; of a view, all."""
+    made, saved = mixture(), []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        made(batch())
+    for weight in made.experts.parameters():
+        held = [tensor for tensor in saved if tensor.untyped_storage().data_ptr() == weight.data_ptr()]
+        assert held
+        assert all(tensor is weight for tensor in held)
 
 
 def test_shared_experts_see_every_token() -> None:
