@@ -79,7 +79,7 @@ class MetricsLog:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes this process ever held: allocated on its GPU, or resident on a CPU."""
+    """Most bytes this process has held: allocated on its GPU, from its second step on; or resident on a CPU, ever."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -87,7 +87,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def _for_people(line: dict[str, Any], total_steps: int) -> str:
     parts = [f"step {line['step']:>6}/{total_steps}", f"loss {line['loss']:.4f}"]
-    parts += [f"grad norm {line['grad_norm']:.3f}", f"lr {line['learning_rate']:.2e}"]
+    skipped = "skipped, the gradient overflowed"
+    parts += [f"grad norm {line['grad_norm']:.3f}" if "grad_norm" in line else skipped]
+    parts += [f"lr {line['learning_rate']:.2e}"]
     parts += [f"{line['tokens_per_second']:,.0f} tokens/s", f"{line['step_seconds']:.2f} s/step"]
     parts.append(f"{line['memory_bytes'] / 1e9:.2f} GB")
     if line["mfu"] is not None:

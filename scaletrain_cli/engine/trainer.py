@@ -145,7 +145,10 @@ class Trainer:
         tokens = spec.training.global_batch_size * spec.transformer.seq_len
         for step, seconds, measured in steps:
             loss, norm = measured["loss"], measured["grad_norm"]
-            if not measured.get("skipped") and not (math.isfinite(loss) and math.isfinite(norm)):
+            if measured.get("skipped"):
+                del measured["grad_norm"]  # which is infinite: it did not fit into fp16
+                norm = 0.0
+            if not (math.isfinite(loss) and math.isfinite(norm)):  # no loss scale would mend a loss
                 self.checkpointer.finish()  # what was saved before is still good
                 raise NonFiniteGradientError(
                     f"step {step}: loss {loss}, gradient norm {norm}. The update was not applied; the newest "
