@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from scaletrain_cli.engine.faults import VARIABLE
-from scaletrain_cli.plan import PlanInfeasibleError, accelerator_names, find_accelerator, make_plan
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan import PlanInfeasibleError, accelerator_names, make_plan
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.measured import read_measured
@@ -94,13 +95,23 @@ def rows(chosen: Iterator[Case], gpu: str | None, folder: Path) -> Iterator[str]
 
 
 def gpu_of_this_machine() -> str | None:
-    """The catalogue's name of the GPU here: of those it may be by its name, the nearest in memory."""
+    """The catalogue's name of the GPU here; None without one. Raises UsageError for one that it does not know."""
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
-    words = properties.name.lower().replace("-", " ").split()
+    return catalogue_name(properties.name, properties.total_memory)
+
+
+def catalogue_name(product: str, memory_bytes: int) -> str:
+    """Of a GPU that its driver calls so: of those it may be by its model, the nearest in memory (in the name, in GB).
+
+    Raises UsageError for one that the catalogue does not know.
+    """
+    words = product.lower().replace("-", " ").split()
     known = [name for name in accelerator_names() if name.split("-")[0] in words]
-    return min(known, key=lambda name: abs(find_accelerator(name).memory_bytes - properties.total_memory), default=None)
+    if not known:
+        raise UsageError(f"the catalogue has no {product}; name one that is like it with --gpu.")
+    return min(known, key=lambda name: abs(int(name.rpartition("-")[2].removesuffix("gb")) - memory_bytes / 1e9))
 
 
 def recipe_of(model: str, gpu: str | None, folder: Path) -> Path:

@@ -46,16 +46,16 @@ def on_ranks(module: str, run: RunDir, world_size: int, *arguments: str) -> Any:
     command = [sys.executable, "-m", module, str(run.path), *arguments]
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{rank}.log" for rank in range(world_size)]
-        ranks: list[subprocess.Popen[bytes]] = []
+        started: list[subprocess.Popen[bytes]] = []
         try:
             for rank, log in enumerate(logs):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 with log.open("wb") as output:
-                    ranks.append(subprocess.Popen(command, env=environment | place, stdout=output, stderr=output))
-            codes = [rank.wait() for rank in ranks]
+                    started.append(subprocess.Popen(command, env=environment | place, stdout=output, stderr=output))
+            codes = [process.wait() for process in started]
         finally:
-            for rank in ranks:
-                rank.kill()
+            for process in started:
+                process.kill()
         if any(codes):
             log = logs[next(index for index, code in enumerate(codes) if code)]
             raise RuntimeError(f"a rank of {module} failed:\n{log.read_text(errors='replace')[-3000:]}")

@@ -18,6 +18,7 @@ from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.feeding.batches import BatchReader
 from scaletrain_cli.engine.feeding.prefetch import Feed
 from scaletrain_cli.engine.late_metrics import LateMetrics
+from scaletrain_cli.engine.measure.out_of_memory import remember_allocations
 from scaletrain_cli.engine.measure.plan_check import PlanCheck
 from scaletrain_cli.engine.optimization.averaging import WeightAverage
 from scaletrain_cli.engine.optimization.swapped_states import SwappedStates
@@ -44,6 +45,7 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
     if ranks.world_size != layout.world_size:
         raise WrongNodesError(f"planned for {layout.world_size} ranks, started as {ranks.world_size}")
     device = _device(spec.cluster.gpu == "cpu", ranks.local_rank)
+    remember_allocations(device)
     hang_seconds = _HANG_SECONDS if spec.guard.hang == "auto" else spec.guard.hang
     connect(device, hang_seconds)
     agreement, set_up = Agreement(hang_seconds), Agreement(_SET_UP_SECONDS)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine_loops.gpu_table import MODELS, Case, recipe_of
+from engine_loops.gpu_table import MODELS, Case, catalogue_name, recipe_of
 from engine_speed import ratios
 
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.architecture import parameter_count
 from scaletrain_cli.spec import load_spec
 
@@ -31,3 +32,12 @@ def test_the_models_on_a_gpu_have_the_sizes_that_they_are_named_after(
     assert parameter_count(spec.transformer) / 1e9 == pytest.approx(billions, abs=0.001)
     assert spec.transformer.seq_len == 4096
     assert set(MODELS) == {"0.2B", "1B", "3B", "8B"}
+
+
+def test_a_gpu_is_known_by_its_product_name_and_memory() -> None:
+    assert catalogue_name("NVIDIA H200", 150_100_000_000) == "h200-sxm-141gb"
+    assert catalogue_name("NVIDIA A100-SXM4-40GB", 42_400_000_000).startswith("a100-")
+    assert catalogue_name("NVIDIA A100-SXM4-40GB", 42_400_000_000).endswith("-40gb")
+    assert catalogue_name("NVIDIA H100 80GB HBM3", 85_000_000_000) == "h100-sxm-80gb"
+    with pytest.raises(UsageError, match="Radeon"):
+        catalogue_name("AMD Radeon", 8_000_000_000)

@@ -41,7 +41,10 @@ def reporting_out_of_memory(run: RunDir, plan: RunPlan, attempt: int, rank: int,
 
 
 def remember_allocations(device: torch.device) -> None:
-    """From now on each block of the GPU's memory remembers which line of Python asked for it (some 2 us each)."""
+    """From now on each block of the GPU's memory remembers which line of Python asked for it (some 2 us each).
+
+    The device must be the current one.
+    """
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
 

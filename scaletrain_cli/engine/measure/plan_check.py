@@ -12,6 +12,7 @@ import torch
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.measure.activations import watching_activations
 from scaletrain_cli.engine.measure.model_states import watching_model_states
+from scaletrain_cli.engine.measure.out_of_memory import forget_allocations
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import Agreement
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
@@ -56,6 +57,7 @@ class PlanCheck:
             torch.cuda.reset_peak_memory_stats(self.device)
         with watching_model_states(self.composed.engine) as states, watching_activations(self.composed.model) as saved:
             yield
+        forget_allocations(self.device)
         if states.bytes is None:  # no rank has updated anything: the gradient was not finite
             return
         held = {name: getattr(states.bytes, name) for name in _MODEL_STATES_AND_HOST}
