@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,10 @@ def remove_swap_files(folder: Path, rank: int) -> None:
     """What this rank has left in the folder of ``offload_config``; several times the model, and of no use to anyone."""
     for own in folder.glob(f"*/*/rank{rank}"):
         shutil.rmtree(own, ignore_errors=True)
+        with suppress(OSError):  # until the last rank of the node has gone, they are not empty
+            own.parent.rmdir()
+            own.parent.parent.rmdir()
+            folder.rmdir()
 
 
 def _copy(value: Any) -> Any:
