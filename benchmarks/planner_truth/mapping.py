@@ -88,6 +88,7 @@ def build_case(
             "global_batch_size": global_batch,
             "micro_batch_size": micro_batch,
             "steps": 1000,
+            "cross_entropy": "whole",  # nobody here computed the loss in chunks
             **(training or {}),
         },
         "layout": _layout(degrees),

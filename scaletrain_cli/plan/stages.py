@@ -73,7 +73,7 @@ def stage_shard(whole: Architecture, stage: Stage, expert_share: float = 1.0) ->
     if stage.last:
         dense += whole.final_norm + whole.head
         if not whole.head and not stage.first:
-            dense += whole.table  # a tied head on another stage than the embedding needs a copy
+            dense += whole.embedding  # a tied head on another stage than the embedding needs a copy
     routed = whole.block.routed
     if expert_share != 1.0:
         routed = round(routed * expert_share)

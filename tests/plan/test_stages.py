@@ -95,7 +95,7 @@ def test_a_tied_head_needs_a_copy_of_the_embedding() -> None:
     spec = spec_of("gpt2")
     whole = architecture(spec.transformer)
     shards = [stage_shard(whole, stage) for stage in pipeline_stages(spec, 3)]
-    assert sum(shard.parameters for shard in shards) == whole.parameters + whole.table, "not of its positions"
+    assert sum(shard.parameters for shard in shards) == whole.parameters + whole.embedding
 
 
 def test_interleaving_adds_p_minus_1_over_p_v_of_the_first_stage_and_fills_the_last() -> None:

@@ -125,7 +125,7 @@ def stage_parameters(whole: Architecture, blocks: tuple[int, ...], index: int, f
     if index == 0:
         found += whole.embedding
     if index == len(blocks) - 1:
-        tied_copy = whole.table if not whole.head and len(blocks) > 1 else 0
+        tied_copy = whole.embedding if not whole.head and len(blocks) > 1 else 0
         found += whole.final_norm + whole.head + tied_copy
     return found
 

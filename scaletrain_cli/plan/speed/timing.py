@@ -71,7 +71,7 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     slowest = stages[schedule.slowest]
     last = once[id(slowest)]
     communication = min(m * slowest.communication, schedule.busy) + last.exposed
-    communication += tied_seconds(spec, layout, link, habits, whole.table)
+    communication += tied_seconds(spec, layout, link, habits, whole.embedding)
     compute = schedule.busy - min(m * slowest.communication, schedule.busy)
     optimizer = last.optimizer
     step = compute + schedule.bubble + communication + optimizer
