@@ -43,11 +43,14 @@ def wrap_blocks(
 
 
 def _recomputed(forward: Forward) -> Forward:
-    """Non-reentrant, because ZeRO-3's hooks break DeepSpeed's own variant. A closure: dynamo skips a partial."""
+    """Non-reentrant, because ZeRO-3's hooks break DeepSpeed's own variant. A closure: dynamo skips a partial.
+
+    Random states are not kept for the second time, because nothing within draws from them: see dropout.
+    """
 
     @functools.wraps(forward)
     def wrapped(*arguments: Any) -> Any:
-        return checkpoint(forward, *arguments, use_reentrant=False)
+        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False)
 
     return wrapped
 

@@ -84,7 +84,11 @@ def build_mesh(layout: Layout) -> Mesh:
 
 
 def group_of(ranks: list[int]) -> dist.ProcessGroup:
-    """A group that only its members make, for a job of thousands of ranks has thousands. Collective among them."""
+    """A group that only its members make, for a job of thousands of ranks has thousands. Collective among them.
+
+    torch names it by its ranks and by how many groups this process is in already: all members must be in as many, or
+    they wait for each other under different names. Hence the pipeline's ends come last in a mesh.
+    """
     group = dist.new_group(ranks, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
