@@ -13,6 +13,8 @@ from scaletrain_cli.spec import ModelSpec
 def build_model(spec: ModelSpec, seed: int) -> CausalLM:
     model = outline(spec)
     give_dropout_keys(model, seed)
-    source = ScaledInitialisation(seed, spec.initializer_range, spec.num_hidden_layers, model.residual_projections, torch.device("cpu"))
+    source = ScaledInitialisation(
+        seed, spec.initializer_range, spec.num_hidden_layers, model.residual_projections, torch.device("cpu")
+    )
     materialise(model, source, torch.device("cpu"))
     return model
