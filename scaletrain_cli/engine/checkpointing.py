@@ -6,6 +6,7 @@ step agreement says so), rank 0 commits. DeepSpeed decides what the state is; th
 
 from __future__ import annotations
 
+import copy
 import random
 import shutil
 import time
@@ -228,7 +229,7 @@ def _host_copy(value: Any) -> Any:
         return copied if type(value) is dict else type(value)(copied)
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return type(value)(_host_copy(item) for item in value)
-    return value
+    return copy.copy(value)  # DeepSpeed's loss scaler is an object that goes on changing
 
 
 def _random_state(device: torch.device | str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,14 +12,16 @@ from scaletrain_cli.engine.checkpointing import SnapshotWriter
 
 def test_later_changes_do_not_reach_the_file(tmp_path: Path) -> None:
     writer = SnapshotWriter(delay_seconds=0.2)
-    state = {"weights": torch.ones(3), "nested": [{"moments": torch.zeros(2)}]}
+    state = {"weights": torch.ones(3), "nested": [{"moments": torch.zeros(2)}], "scaler": SimpleNamespace(scale=1)}
     writer.save(state, tmp_path / "shard.pt")
+    state["scaler"].scale = 9
     state["weights"].fill_(9)
     state["nested"][0]["moments"].fill_(9)
     writer.take_digests(tmp_path)
     loaded = torch.load(tmp_path / "shard.pt", weights_only=False)
     assert torch.equal(loaded["weights"], torch.ones(3))
     assert torch.equal(loaded["nested"][0]["moments"], torch.zeros(2))
+    assert loaded["scaler"].scale == 1
 
 
 def test_saving_does_not_wait_for_the_disk(tmp_path: Path) -> None:
