@@ -69,7 +69,7 @@ class TrainingSpec(Section):
     schedule: ScheduleSpec = LEFT_OUT
     gradient_clipping: NonNegative = Field(default=1.0, description="largest gradient norm; 0 turns clipping off")
     gradient_clipping_by: Literal["norm", "value", "adaptive"] = Field(
-        default="norm", description="of all gradients, of each element, or against the norm of each weight"
+        default="norm", description="of all gradients, of each element, or of all against what it has been (ZClip)"
     )
     label_smoothing: Fraction = 0.0
     cross_entropy: Literal["auto", "whole", "chunked", "liger"] = Field(
