@@ -72,8 +72,8 @@ def compose(
     unit = ModelParallelUnit.of(mesh)
     config = deepspeed_config(spec, layout, sum(parameter.numel() for parameter in model.parameters()), swap_folder)
     dtype = forward_dtype(spec.training.precision)
-    partition = zero3_partition(config, unit, dtype) if layout.zero_stage == 3 else None
-    materialise(model, _weights(spec, model, device, resuming), device, partition)
+    partition = zero3_partition(config, unit) if layout.zero_stage == 3 else None
+    materialise(model, _weights(spec, model, device, resuming), device, dtype, partition)
     wrap_blocks(
         model,
         spec.layout,

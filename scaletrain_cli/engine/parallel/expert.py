@@ -16,7 +16,7 @@ from torch.autograd import Function
 from scaletrain_cli.engine.model.mixture import Experts, Routing, by_expert, combine, mixtures, rows_of
 from scaletrain_cli.engine.parallel.collectives import copy_to_ranks, sum_over_ranks
 from scaletrain_cli.engine.parallel.cuts import Cut, mark
-from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
+from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, group_of
 from scaletrain_cli.errors import ScaletrainError
 
 
@@ -215,6 +215,6 @@ def _different_pieces(mesh: Mesh) -> dist.ProcessGroup:
 
 
 def _own_group(size: int) -> dist.ProcessGroup:
-    """Of ``size`` neighbouring ranks, of which this is one. Collective."""
-    found = [dist.new_group(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
-    return found[dist.get_rank() // size]  # type: ignore[no-any-return]
+    """Of ``size`` neighbouring ranks, of which this is one."""
+    first = dist.get_rank() // size * size
+    return group_of(list(range(first, first + size)))

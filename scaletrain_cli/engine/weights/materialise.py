@@ -26,11 +26,16 @@ Partition = Callable[[nn.Module], None]
 
 @torch.no_grad()
 def materialise(
-    model: nn.Module, source: WeightSource, device: torch.device, partition: Partition | None = None
+    model: nn.Module,
+    source: WeightSource,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    partition: Partition | None = None,
 ) -> None:
-    """Replace each parameter on the meta device by a real one from ``source``, fp32 on ``device``.
+    """Replace each parameter on the meta device by a real one from ``source``.
 
-    Its attributes and its ties stay. Buffers, which must have values already, are moved. ``partition`` is called with
+    ``dtype`` is that of the forward pass: DeepSpeed would cast to it, but for a while hold both, and casts no parameter
+    that is in shards. Its attributes and its ties stay. Buffers, which must have values already, are moved. ``partition`` is called with
     each module whose own parameters have become real. Collective when ``partition`` is: every rank of its group walks
     the same modules.
     """
@@ -40,7 +45,7 @@ def materialise(
             if not outline.is_meta:
                 continue
             if outline not in real:
-                values = torch.empty(outline.shape, device=device)
+                values = torch.empty(outline.shape, device=device, dtype=dtype)
                 for matrix in _matrices(module, prefix, name, outline):
                     _fill(values[matrix.place], matrix, source)
                 real[outline] = nn.Parameter(values, requires_grad=outline.requires_grad)
@@ -95,11 +100,10 @@ def _matrices(module: nn.Module, prefix: str, name: str, parameter: nn.Parameter
             yield _Matrix(path + matrix, whole_shape, part, (index, slice(number * rows, (number + 1) * rows)))
 
 
-def zero3_partition(config: dict[str, Any], mpu: Any, dtype: torch.dtype) -> Partition:
+def zero3_partition(config: dict[str, Any], mpu: Any) -> Partition:
     """Shards a module's parameters over the data-parallel ranks, as ``deepspeed.initialize`` does with a whole model.
 
-    ``config`` and ``mpu`` are those that ``deepspeed.initialize`` gets later; ``dtype`` is that of the forward pass,
-    because DeepSpeed casts no parameter that is already in shards.
+    ``config`` and ``mpu`` are those that ``deepspeed.initialize`` gets later.
     """
     from deepspeed import zero
 
@@ -108,8 +112,6 @@ def zero3_partition(config: dict[str, Any], mpu: Any, dtype: torch.dtype) -> Par
 
     def partition(module: nn.Module) -> None:
         whole = [p for p in module.parameters(recurse=False) if not hasattr(p, "ds_id")]
-        for parameter in whole:
-            parameter.data = parameter.data.to(dtype)
         if whole and not first:
             # A list of its own, because Init would descend into children that are still on the meta device.
             zero.Init(nn.ParameterList(whole), group, config_dict_or_path=config, mpu=mpu)

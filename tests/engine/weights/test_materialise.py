@@ -114,8 +114,8 @@ def train_under_zero(stage: int, shard_at_birth: bool) -> dict[str, object]:
         live.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
         partition(module)
 
-    partition = zero3_partition(config, MPU, torch.float32)
-    materialise(model, SOURCE, CPU, partition_and_count if shard_at_birth else None)
+    partition = zero3_partition(config, MPU)
+    materialise(model, SOURCE, CPU, partition=partition_and_count if shard_at_birth else None)
     kept = cut_of(model.layers[1].weight) == Cut(0, 1, 0) and model.layers[1].weight.tensor_model_parallel
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
