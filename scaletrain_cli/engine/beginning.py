@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.checkpoints import Checkpoint, newest_that_verifies, remove_staging, set_aside_newer
-from scaletrain_cli.rundir.journal import has_committed, last_logged_step, read_events, read_metrics
+from scaletrain_cli.rundir.journal import has_committed, read_events, read_metrics
 from scaletrain_cli.rundir.paths import RunDir
 
 
@@ -44,14 +44,18 @@ def find_beginning(run: RunDir, folder: Path) -> Beginning:
         problem = f"no sound checkpoint: {damage}. `scaletrain resume --from-scratch` starts over."
     else:
         set_aside_newer(folder, step)
-    lines = [line for line in read_metrics(run) if line["step"] <= step]
+    metrics = read_metrics(run)
+    lines = [line for line in metrics if line["step"] <= step]
+    # What was lost before an attempt came to train was counted then, whether or not it logged a step of its own.
+    begun = max((event["time"] for event in read_events(run) if event["event"] in ("started", "resumed")), default=0.0)
+    logged = [line["step"] for line in metrics if line.get("time", begun) >= begun]
     return Beginning(
         checkpoint=checkpoint,
         step=step,
         evaluated=bool(lines) and lines[-1]["step"] == step and "validation_loss" in lines[-1],
         losses=[line["loss"] for line in lines if "loss" in line],
         validation_losses=[line["validation_loss"] for line in lines if "validation_loss" in line],
-        lost_steps=max(0, (last_logged_step(run) or 0) - step),
+        lost_steps=max(0, max(logged, default=0) - step),
         passed_over=passed_over,
         problem=problem,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,17 @@ def test_the_newest_sound_checkpoint_is_taken_and_the_damaged_one_named(run: Run
     assert (begin.step, begin.evaluated, begin.lost_steps) == (10, True, 13)
     assert begin.losses == [float(step) for step in range(1, 11)]
     assert "step-00000020/shard.pt" in begin.passed_over[0]
+
+
+def test_steps_are_lost_once_even_if_the_next_attempt_logs_none(run: RunDir) -> None:
+    commit(run, 10)
+    for step in range(1, 14):
+        append_line(run.metrics, {"step": step, "loss": float(step), "time": time.time()})
+    assert find_beginning(run, run.checkpoints).lost_steps == 3
+    record_event(run, "resumed", step=10)
+    assert find_beginning(run, run.checkpoints).lost_steps == 0
+    append_line(run.metrics, {"step": 11, "loss": 11.0, "time": time.time() + 1})
+    assert find_beginning(run, run.checkpoints).lost_steps == 1
 
 
 @pytest.mark.parametrize("event", [True, False], ids=["with its event", "whose event was lost"])
