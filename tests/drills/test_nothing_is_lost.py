@@ -15,13 +15,23 @@ from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.resumption import resume
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.record import read_record
 from tests.drills.conftest import Undisturbed
 from tests.drills.training_runs import STEPS, Drill, assert_same_run, differences, submit_drill
 
 pytestmark = pytest.mark.drill
 LAST_MOMENT = STEPS - 14  # steps take some 30 ms: time enough to strike before the end, on a busy machine too
-every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+every_kind = pytest.mark.parametrize(
+    ("kind", "asks"),
+    [
+        ({"layout__zero_stage": 0}, (signal.SIGTERM,)),
+        ({"layout__zero_stage": 1}, (signal.SIGUSR1,)),
+        ({"layout__zero_stage": 2, "training__precision": "bf16"}, (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1)),
+        ({"layout__zero_stage": 3}, (signal.SIGTERM, signal.SIGTERM)),
+    ],
+    ids=["stage 0", "stage 1", "stage 2 in bf16", "stage 3"],
+)
 
 
 @pytest.fixture
@@ -32,41 +42,28 @@ def chance(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(seed)
 
 
-@every_stage
-def test_a_rank_killed_at_a_random_step_changes_nothing(
-    stage: int, dataset: Path, undisturbed: Undisturbed, chance: random.Random
+@every_kind
+def test_a_rank_killed_and_a_preemption_at_random_steps_change_nothing(
+    kind: dict[str, Any],
+    asks: tuple[signal.Signals, ...],
+    dataset: Path,
+    undisturbed: Undisturbed,
+    chance: random.Random,
 ) -> None:
-    drill = submit_drill(dataset, layout__zero_stage=stage)
+    """Killed, the run goes on from its newest checkpoint; asked to leave, however often, it loses no step."""
+    drill = submit_drill(dataset, **kind)
     drill.wait_for_step(chance.randrange(1, LAST_MOMENT))
     os.kill(chance.choice(drill.rank_pids()), signal.SIGKILL)
+    begun = drill.wait_for(lambda: drill.beginnings()[1:])[0]["step"]
+    moment = chance.randrange(begun + 1, max(begun + 2, LAST_MOMENT))
+    drill.wait_for(lambda: any(line["step"] >= moment and line["attempt"] == 2 for line in read_metrics(drill.run)))
+    agent = drill.agent_pid()
+    for number in asks:
+        os.kill(agent, number)
     drill.wait_for_end()
-    assert [e["reason"] for e in drill.events("attempt-ended")][-1] == "done"
-    assert len(drill.run.attempts()) == 2
-    assert_same_run(drill, undisturbed(layout__zero_stage=stage))
-
-
-@pytest.mark.parametrize(
-    ("stage", "number"), [(0, signal.SIGTERM), (1, signal.SIGUSR1), (2, signal.SIGTERM), (3, signal.SIGUSR1)]
-)
-def test_a_preemption_at_a_random_step_loses_no_step(
-    stage: int, number: signal.Signals, dataset: Path, undisturbed: Undisturbed, chance: random.Random
-) -> None:
-    drill = submit_drill(dataset, layout__zero_stage=stage)
-    drill.wait_for_step(chance.randrange(1, LAST_MOMENT))
-    drill.preempt(number)
-    drill.wait_for_end()
-    assert [event["exit_code"] for event in drill.events("attempt-ended")] == [75, 0]
-    assert [event["lost_steps"] for event in drill.events("resumed")] == [0]
-    assert_same_run(drill, undisturbed(layout__zero_stage=stage))
-
-
-def test_bf16_resumes_to_the_bit(dataset: Path, undisturbed: Undisturbed, chance: random.Random) -> None:
-    overrides = {"training__precision": "bf16", "layout__zero_stage": 2}
-    drill = submit_drill(dataset, **overrides)
-    drill.wait_for_step(chance.randrange(1, LAST_MOMENT))
-    drill.preempt()
-    drill.wait_for_end()
-    assert_same_run(drill, undisturbed(**overrides))
+    assert [event["reason"] for event in drill.events("attempt-ended")][1:] == ["preempted", "done"]
+    assert drill.beginnings()[2]["lost_steps"] == 0
+    assert_same_run(drill, undisturbed(**kind))
 
 
 def saving(drill: Drill) -> bool:
@@ -108,17 +105,6 @@ def test_signals_while_ranks_start_up_are_kept(dataset: Path, undisturbed: Undis
         drill.wait_for(lambda pid=pid: drill.agent_pid() != pid)
     drill.wait_for_end()
     assert [event["exit_code"] for event in drill.events("attempt-ended")] == [75, 75, 75, 0]
-    assert_same_run(drill, undisturbed())
-
-
-def test_a_burst_of_signals_is_one_preemption(dataset: Path, undisturbed: Undisturbed) -> None:
-    drill = submit_drill(dataset)
-    drill.wait_for_step(12)
-    pid = drill.agent_pid()
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
-        os.kill(pid, number)
-    drill.wait_for_end()
-    assert [event["exit_code"] for event in drill.events("attempt-ended")] == [75, 0]
     assert_same_run(drill, undisturbed())
 
 

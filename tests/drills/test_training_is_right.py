@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +19,12 @@ pytestmark = pytest.mark.drill
 
 def test_every_zero_stage_trains_the_same_model(undisturbed: Undisturbed) -> None:
     """fp32: only the order of summation differs."""
-    series = [undisturbed(layout__zero_stage=stage).losses() for stage in (0, 1, 2, 3)]
-    for losses in series[1:]:
-        assert losses == pytest.approx(series[0], abs=2e-5)
-
-
-def test_one_rank_with_accumulation_and_recomputation_trains_the_same_model(undisturbed: Undisturbed) -> None:
-    alone = undisturbed(
-        cluster__gpus_per_node=1,
-        training__micro_batch_size=4,
-        layout__zero_stage=0,
-        layout__activation_checkpointing="full",
-    )
-    assert read_record(alone.run).plan.layout.gradient_accumulation_steps == 2
-    assert alone.losses() == pytest.approx(undisturbed(layout__zero_stage=2).losses(), abs=2e-5)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
-def test_compiled_blocks_train_the_same_model_under_zero_3(undisturbed: Undisturbed) -> None:
-    short = {"layout__zero_stage": 3, "training__steps": 8}
-    compiled = undisturbed(**short, training__compile="true")
-    assert compiled.losses() == pytest.approx(undisturbed(**short).losses(), abs=2e-5)
+    for stage in (0, 1, 3):
+        assert undisturbed(layout__zero_stage=stage).losses() == pytest.approx(undisturbed().losses(), abs=2e-5)
 
 
 def test_a_fresh_model_starts_near_ln_v_and_learns(undisturbed: Undisturbed) -> None:
-    drill = undisturbed(layout__zero_stage=2)
+    drill = undisturbed()
     (first,) = drill.events("first-loss")
     assert first["loss"] == pytest.approx(math.log(512), rel=0.02)
     assert first["plausible"]
@@ -52,7 +32,7 @@ def test_a_fresh_model_starts_near_ln_v_and_learns(undisturbed: Undisturbed) -> 
 
 
 def test_metrics_say_what_was_measured(undisturbed: Undisturbed) -> None:
-    lines = read_metrics(undisturbed(layout__zero_stage=2).run)
+    lines = read_metrics(undisturbed().run)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert lines[4]["learning_rate"] == pytest.approx(1e-3)  # the end of the warm-up
     assert all(0 < line["grad_norm"] < 100 for line in lines)

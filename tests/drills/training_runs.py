@@ -89,6 +89,10 @@ class Drill:
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
         return [event for event in read_events(self.run) if name in (None, event["event"])]
 
+    def beginnings(self) -> list[dict[str, Any]]:
+        """The event of each attempt that came to train, from the start or from a checkpoint."""
+        return [event for event in self.events() if event["event"] in ("started", "resumed")]
+
     def log(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.run.path.glob("attempts/*/logs/*-00000.log")))
 
