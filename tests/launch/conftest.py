@@ -57,7 +57,12 @@ def make_plan(spec: RunSpec) -> result.RunPlan:
     """A plan of the right shape."""
     stage = {field.name: 1 for field in fields(result.StageMemory)}
     layout = {field.name: 1 for field in fields(result.Layout)}
-    layout |= {"world_size": spec.world_size, "activation_checkpointing": "none", "offload": "none"}  # type: ignore[dict-item]
+    layout |= {  # type: ignore[dict-item]
+        "world_size": spec.world_size,
+        "activation_checkpointing": "none",
+        "offload": "none",
+        "cross_entropy": "whole",
+    }
     return result.RunPlan(
         model=result.ModelSize(1, 1, 6.0),
         layout=result.Layout(**layout),  # type: ignore[arg-type]
