@@ -49,7 +49,8 @@ class Stepper(ABC):
 
     def train(self, batches: Sequence[MicroBatch], *, poisoned: bool = False) -> Stepped:
         """Forward, backward and update over one global batch. ``poisoned``: make this rank's gradient NaN."""
-        scale_router_losses(self._composed.model, self.loss_scale / len(batches))
+        if self._composed.model.spec.num_experts:
+            scale_router_losses(self._composed.model, self.loss_scale / len(batches))
         loss, norm = self._train(batches, self._largest_norm(), poisoned)
         if self.adaptive_clip is not None:
             self.adaptive_clip.observe(float(norm))

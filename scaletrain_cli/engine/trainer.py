@@ -133,7 +133,8 @@ class Trainer:
             "grad_norm": stepped.grad_norm,
             "learning_rate": rate,
         }
-        if (routing := routing_measures(self.model)) is not None:
+        routing = routing_measures(self.model) if self.model.spec.num_experts else None
+        if routing is not None:
             measured |= {f"router_{name}": value for name, value in routing._asdict().items()}
         if self.record.spec.training.precision == "fp16":
             measured |= {"loss_scale": scale, "skipped": float(stepped.skipped)}

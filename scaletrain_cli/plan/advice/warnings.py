@@ -38,6 +38,11 @@ def _about_layout(spec: RunSpec, layout: Layout, memory: Memory, device: Acceler
     if memory.fits and memory.peak > _TIGHT_SHARE * memory.capacity:
         share = 100 * memory.peak / memory.capacity
         yield f"the plan fills {share:.0f} % of the device; the memory model errs by a few percent."
+    if spec.training.compile and layout.zero_stage == 3 and spec.planner.framework == "deepspeed":
+        yield (
+            "training.compile gains little under ZeRO-3: DeepSpeed gathers weights in hooks, which break the graph at "
+            "each layer. The times here count it as whole."
+        )
     if is_contrastive(spec) and layout.gradient_accumulation_steps > 1:
         seen = layout.global_batch_size // layout.gradient_accumulation_steps
         yield (

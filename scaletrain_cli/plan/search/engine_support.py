@@ -92,6 +92,8 @@ def unsupported(spec: RunSpec, layout: Layout) -> list[str]:
     found += [f"model.{key}: {what}" for key, what in _other_architecture(spec.model)]
     found += [f"training.{key}: {what}" for key, what in _about_precision(spec)]
     found += [f"{key}: {what}" for key, what in _about_optimizer(spec, layout)]
+    if spec.training.precision == "fp8" and layout.zero_stage == 3:
+        found.append("layout.zero_stage = 3: fp8 products keep the weights that it gathers. Use 1, 2 or auto.")
     if spec.training.cross_entropy == "liger" and spec.cluster.gpu == "cpu":
         found.append("training.cross_entropy = liger: its kernel needs a GPU. Use chunked or auto.")
     if spec.layout.tensor_sequence_parallel is True and layout.tensor_parallel > 1:

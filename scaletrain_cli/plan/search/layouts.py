@@ -68,8 +68,8 @@ def offload_stage(spec: RunSpec, offload: str) -> int:
 def zero_stages(spec: RunSpec, axes: Axes, offload: str = "none") -> list[int]:
     """Stages to try, lowest first.
 
-    DeepSpeed has no usable stage 0 for 16-bit weights, and beside a pipeline only stage 1; it runs 0 as 1 there. The
-    other frameworks have a stage 0, and combine a pipeline with 0 or 1.
+    DeepSpeed has no usable stage 0 for 16-bit weights, and beside a pipeline only stage 1; it runs 0 as 1 there. With
+    fp8, stage 3 would keep what it gathers. The other frameworks have a stage 0, and combine a pipeline with 0 or 1.
     """
     own, pipeline = spec.planner.framework == "deepspeed", axes.pipeline > 1
     no_zero = own and (pipeline or weight_bytes(spec.training.precision) == 2)
@@ -77,7 +77,7 @@ def zero_stages(spec: RunSpec, axes: Axes, offload: str = "none") -> list[int]:
     if pinned != "auto":
         return [1] if pinned == 0 and no_zero else [pinned]
     lowest = max(offload_stage(spec, offload), 1 if no_zero else 0)
-    highest = 1 if pipeline else 3
+    highest = 1 if pipeline else 2 if own and spec.training.precision == "fp8" else 3
     stages = [stage for stage in capabilities(spec).zero_stages if lowest <= stage <= highest]
     if not stages and spec.layout.offload == offload:
         return [lowest]  # pinned to what the framework does not combine: sized all the same

@@ -75,6 +75,10 @@ def _tell_of_stages(spec: RunSpec, all_axes: list[Axes], tally: Tally) -> None:
     if 0 in stages and framework == "deepspeed" and weight_bytes(spec.training.precision) == 2 and all_axes:
         reason = f"zero_stage 0: DeepSpeed has no usable one for {spec.training.precision}"
         tally.add(reason, f"zero_stage 0, {_spelled(all_axes[0])}", len(all_axes))
+    flat = [axes for axes in all_axes if axes.pipeline == 1]
+    if 3 in stages and framework == "deepspeed" and spec.training.precision == "fp8" and flat:
+        reason = "zero_stage 3: fp8 products keep the weights that it gathers"
+        tally.add(reason, f"zero_stage 3, {_spelled(flat[0])}", len(flat))
 
 
 def groups(spec: RunSpec, all_axes: list[Axes]) -> Iterator[Group]:
