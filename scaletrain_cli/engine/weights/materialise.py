@@ -35,9 +35,9 @@ def materialise(
     """Replace each parameter on the meta device by a real one from ``source``.
 
     ``dtype`` is that of the forward pass: DeepSpeed would cast to it, but for a while hold both, and casts no parameter
-    that is in shards. Its attributes and its ties stay. Buffers, which must have values already, are moved. ``partition`` is called with
-    each module whose own parameters have become real. Collective when ``partition`` is: every rank of its group walks
-    the same modules.
+    that is in shards. Attributes and ties stay. Buffers, which must have values already, are moved. ``partition`` is
+    called with each module whose own parameters have become real. Collective when ``partition`` is: every rank of its
+    group walks the same modules.
     """
     real: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
