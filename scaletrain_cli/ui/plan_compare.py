@@ -69,6 +69,7 @@ _FIGURES = (
             "accumulation": "gradient_accumulation_steps",
             "recompute": "activation_checkpointing",
             "offload": "offload",
+            "loss": "cross_entropy",
         }.items()
     ),
     _Figure("memory", lambda _, plan: plan.memory.peak, bytes_text, needs_fit=False),

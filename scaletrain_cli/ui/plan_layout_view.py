@@ -52,6 +52,8 @@ def layout_text(layout: Layout) -> str:
     extras.append(f"activation checkpointing {layout.activation_checkpointing}")
     if layout.offload != "none":
         extras.append(f"offload {layout.offload}")
+    if layout.cross_entropy != "whole":
+        extras.append(f"cross-entropy {layout.cross_entropy}")
     return f"{' × '.join(used)}, {', '.join(extras)}"
 
 

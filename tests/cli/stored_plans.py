@@ -26,7 +26,7 @@ def stored(path: Path) -> tuple[RunSpec, RunPlan]:
     fields = [field.name for field in dataclasses.fields(Layout)]
     others = tuple(
         Alternative(
-            Layout(**{field: row[field] for field in fields}),
+            Layout(**{field: row[field] for field in fields if field in row}),  # younger fields have defaults
             row["time"]["step"],
             row["memory"]["peak"],
             row["fits"],

@@ -123,12 +123,12 @@ def test_all_shows_what_the_figures_assume() -> None:
 
 def test_what_can_be_planned_but_not_run_is_not_submitted(tmp_path: Path) -> None:
     recipe = PROJECT / "recipes" / "llama-7b-h100.yaml"
-    tensor = ["--set", "layout.tensor_parallel=2", "--set", "cluster.nodes=1"]
-    assert scaletrain("plan", recipe, *tensor).code == 0
+    context = ["--set", "layout.context_parallel=2", "--set", "cluster.nodes=1"]
+    assert scaletrain("plan", recipe, *context).code == 0
     for verb in ("submit", "train"):
-        ended = scaletrain(verb, recipe, *tensor)
+        ended = scaletrain(verb, recipe, *context)
         assert ended.code == ExitCode.INFEASIBLE
-        assert "layout.tensor_parallel = 2" in ended.err
+        assert "layout.context_parallel = 2" in ended.err
     assert list(tmp_path.iterdir()) == []
 
 

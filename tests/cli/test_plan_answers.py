@@ -90,11 +90,11 @@ def test_what_cannot_run_is_a_column_and_3_only_when_none_can() -> None:
     assert some.code == 0
     assert [column["feasible"] for column in some.data] == [False, True]
     assert "does not fit" in some.data[0]["reason"]
-    none = scaletrain("plan", SMALL, *TOO_LARGE, "--vary", "layout.data_parallel=1,2")
+    none = scaletrain("plan", SMALL, *TOO_LARGE, "--vary", "layout.data_parallel=3,5")
     assert none.code == ExitCode.INFEASIBLE
     assert "does not divide" in none.out
     assert "none of the 2 can run as asked" in none.err
-    assert "  data_parallel=1: --set layout.data_parallel = 1: " in none.err
+    assert "  data_parallel=3: --set layout.data_parallel = 3: " in none.err
     assert none.err.count("Use ") == 2  # what would do, for each
 
 
