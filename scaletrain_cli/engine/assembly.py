@@ -104,7 +104,7 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         validation=read_validation,
         faults=faults,
         late=LateMetrics(device),
-        plan_check=PlanCheck(run, record, attempt, composed, mesh, agreement, device),
+        plan_check=PlanCheck(run, record, attempt, composed, average, mesh, agreement, device),
     )
 
 

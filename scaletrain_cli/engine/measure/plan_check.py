@@ -13,6 +13,7 @@ from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.measure.activations import watching_activations
 from scaletrain_cli.engine.measure.model_states import watching_model_states
 from scaletrain_cli.engine.measure.out_of_memory import forget_allocations
+from scaletrain_cli.engine.optimization.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import Agreement
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
@@ -37,6 +38,7 @@ class PlanCheck:
     record: RunRecord
     attempt: int
     composed: Composed
+    average: WeightAverage | None
     mesh: Mesh
     agreement: Agreement
     device: torch.device
@@ -61,6 +63,9 @@ class PlanCheck:
         if states.bytes is None:  # no rank has updated anything: the gradient was not finite
             return
         held = {name: getattr(states.bytes, name) for name in _MODEL_STATES_AND_HOST}
+        if self.average is not None:
+            offloaded = self.record.plan.layout.offload != "none"
+            held["host" if offloaded else "optimizer_states"] += self.average.bytes
         if saved.bytes is not None:
             held["activations"] = saved.bytes
         if on_gpu:

@@ -39,6 +39,11 @@ class WeightAverage:
         )
         self._averages: list[Tensor] = []
 
+    @property
+    def bytes(self) -> int:
+        """What this rank's averages take once the first weights are in them."""
+        return sum(weight.numel() * weight.element_size() for weight in master_weights(self._engine))
+
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Take the weights after optimizer step ``step`` (1-based), if it is their turn."""
