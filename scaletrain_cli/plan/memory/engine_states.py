@@ -72,7 +72,12 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
     states = sum(moment_bytes(optimizer, size) for size in parts) + optimizer_constant_bytes(optimizer, max(parts))
     states += (MASTER_BYTES if zero else 0) * sum(parts)
     states += 0 if training.averaging.name == "none" else MASTER_BYTES * sum(parts)  # engine: one more copy in fp32
-    return offloaded(spec, layout, ModelStates(weights, gradients, states), sum(group.elements for group, _ in shared))
+    elements = sum(group.elements for group, _ in shared)
+    device, host = offloaded(spec, layout, ModelStates(weights, gradients, states), elements)
+    if layout.offload == "optimizer+params":  # what is kept gathered is kept on the device
+        gathered = element * sum(_persistent(group, ranks) for group, ranks in shared)
+        device, host = device._replace(parameters=gathered), host - gathered
+    return device, host
 
 
 def _gradient_elements(

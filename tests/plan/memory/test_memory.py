@@ -87,7 +87,8 @@ def test_offloaded_states_leave_the_device() -> None:
     spec = spec_of("llama-7b", layout__offload="optimizer")
     memory = memory_of(spec, stage=2)
     assert memory.optimizer_states == memory.gradients == 0
-    assert memory_of(spec_of("llama-7b", layout__offload="optimizer+params"), stage=3).parameters == 0
+    norms = 2 * 65 * 4096  # so small that ZeRO-3 keeps them gathered
+    assert memory_of(spec_of("llama-7b", layout__offload="optimizer+params"), stage=3).parameters == norms
 
 
 def test_experts_are_shared_over_fewer_ranks_than_the_rest() -> None:
