@@ -144,6 +144,8 @@ def _be_rank(connection: Connection, environment: dict[str, str], work: bytes, c
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    # A rank's own locks are for its own children: made for a fork, they have no name that a kill would leave behind.
+    multiprocessing.set_start_method("fork", force=True)
     try:
         if connected:
             dist.init_process_group("gloo")

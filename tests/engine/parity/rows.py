@@ -141,7 +141,8 @@ def features() -> list[Row]:
         with_features(replace(cubed, checkpointing="selective"), "of attention", "layout.selective_scope=attention"),
         with_features(Row(2, data=2, tensor=2), "activation offload", "layout.activation_offload=true"),
         with_features(Row(3, data=2, tensor=2), "chunked loss", "training.cross_entropy=chunked"),
-        with_features(Row(1, data=2, tensor=2), "compiled", "training.compile=true"),
+        with_features(Row(3, data=2), "compiled", "training.compile=true"),
+        with_features(Row(1, tensor=2, pipeline=2), "compiled", "training.compile=true"),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -37,8 +38,11 @@ FEATURES = [
         "zero2 tp2 ga4 label smoothing",
     )
 ]
+COMPILED = NAMED["zero3 dp2 compiled"]
 RESUMED = [CUT[4], CUT[6]]
-rows = pytest.mark.parametrize("row", [*CUT, *FEATURES], ids=lambda row: row.name)
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
+ROWS = [*CUT, *FEATURES, pytest.param(COMPILED, marks=needs_compiler)]
+rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
 @pytest.fixture(scope="session")
