@@ -15,6 +15,7 @@ RECIPE = str(Path(__file__).parents[1] / "recipes" / "llama-70b-spot.yaml")
 GIVEN = (
     "layout.tensor_parallel=8",
     "layout.pipeline_parallel=4",
+    "layout.sequence_parallel=1",
     "layout.zero_stage=1",
     "layout.activation_checkpointing=full",
     "training.micro_batch_size=1",

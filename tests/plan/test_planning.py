@@ -138,6 +138,14 @@ def test_odd_widths_and_missing_units_are_warned_about() -> None:
     assert any("v100-sxm2-32gb has no bf16 units" in line for line in old.warnings)
 
 
+def test_attention_that_drops_scores_keeps_them_and_says_so() -> None:
+    plain, dropped = (make_plan(spec_of("gpt2", model__attention_dropout=rate)) for rate in (0.0, 0.1))
+    assert dropped.memory.activations / dropped.layout.micro_batch_size > 2 * (
+        plain.memory.activations / plain.layout.micro_batch_size
+    )
+    assert any("model.attention_dropout = 0.1" in warning for warning in dropped.warnings)
+
+
 def test_bf16_on_cpu_is_allowed() -> None:
     spec = spec_of("gpt2", cluster__gpu="cpu", cluster__gpus_per_node=2)
     assert submittable(spec, make_plan(spec)) == []

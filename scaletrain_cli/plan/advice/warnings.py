@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.memory.engine_memory import drops_scores
 from scaletrain_cli.plan.memory.framework_memory import FRAMEWORK_MEMORY
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.result import Durability, Layout, Memory, Time
@@ -69,6 +70,11 @@ def _about_device(spec: RunSpec, device: Accelerator) -> Iterator[str]:
     if isinstance(spec.model, ModelSpec) and spec.model.head_dim > 256:
         head = spec.model.head_dim
         yield f"model.head_dim = {head}: no fused attention above 256; memory grows with seq_len squared."
+    if isinstance(spec.model, ModelSpec) and drops_scores(spec):
+        yield (
+            f"model.attention_dropout = {spec.model.attention_dropout:g}: no fused attention draws the same masks in "
+            "every layout, so its scores are kept; memory grows with seq_len squared. Models of today leave it out."
+        )
 
 
 def _about_durability(spec: RunSpec, durability: Durability, time: Time) -> Iterator[str]:

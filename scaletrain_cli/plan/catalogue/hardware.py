@@ -113,6 +113,12 @@ def _from_row(name: str, row: dict[str, Any]) -> Accelerator:
     )
 
 
+def memory_bytes(cluster: ClusterSpec) -> int:
+    """Of the device alone, for who asks for each of thousands of layouts."""
+    wanted = cluster.gpu
+    return int(_catalogue()[full_name(wanted)]["memory_bytes"]) if isinstance(wanted, str) else wanted.memory
+
+
 def full_name(given: str) -> str:
     """The catalogue's name that ``given`` is, or that alone has all its parts. Raises UsageError."""
     if given in _catalogue():

@@ -54,6 +54,11 @@ def saved_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, s
     return dense + stage_activation_bytes(sparse, tokens, held.blocks - held.dense, again, 1)
 
 
+def drops_scores(spec: RunSpec) -> bool:
+    """Whether attention keeps its matrix of scores because our engine drops some of them, by masks of its own."""
+    return spec.planner.framework == "deepspeed" and spec.transformer.attention_dropout > 0
+
+
 def recomputation(spec: RunSpec, layout: Layout) -> Recomputation:
     """What our engine's backward pass computes again."""
     return Recomputation(layout.activation_checkpointing, spec.layout.selective_scope, spec.layout.selective_every)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.catalogue.hardware import memory_bytes
 from scaletrain_cli.plan.memory.loss_memory import chosen_cross_entropy
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.result import Layout
@@ -148,7 +148,7 @@ def build_layout(
         global_batch_size=spec.training.global_batch_size,
         activation_checkpointing=checkpointing,
         offload=offload,
-        cross_entropy=chosen_cross_entropy(spec, tokens, axes.tensor, find_accelerator(spec.cluster).memory_bytes),
+        cross_entropy=chosen_cross_entropy(spec, tokens, axes.tensor, memory_bytes(spec.cluster)),
     )
 
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import Link
+from scaletrain_cli.plan.memory.engine_memory import drops_scores
 from scaletrain_cli.plan.memory.loss_memory import loss_chunks
 from scaletrain_cli.plan.result import Layout, StageTime
 from scaletrain_cli.plan.speed.block_time import PartTime, Slice, block_time, embedding_time, head_time
@@ -205,6 +206,7 @@ def _slice(spec: RunSpec, layout: Layout, device: Accelerator) -> Slice:
     wanted = spec.planner.attention
     grouped = model.num_key_value_heads != model.num_attention_heads
     flash = device.fuses_attention(spec.training.precision, model.head_dim, grouped)
+    flash = flash and not drops_scores(spec)
     return Slice(
         tokens=local_tokens(spec, layout),
         keys=model.seq_len,
@@ -213,6 +215,6 @@ def _slice(spec: RunSpec, layout: Layout, device: Accelerator) -> Slice:
         expert=layout.expert_parallel,
         expert_tensor=layout.tensor_parallel if expert_tensor == "auto" else expert_tensor,
         sharded_norms=shards_norms(spec, layout),
-        flash=flash if wanted == "auto" else wanted == "flash",
+        flash=flash if wanted == "auto" else wanted == "flash" and not drops_scores(spec),
         compiled=spec.training.compile,
     )
