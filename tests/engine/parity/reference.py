@@ -22,6 +22,7 @@ from scaletrain_cli.engine.sampling import sample_at
 from scaletrain_cli.engine.weights.initialise import ScaledInitialisation
 from scaletrain_cli.engine.weights.materialise import materialise
 from scaletrain_cli.spec import RunSpec
+from tests.engine.ranks import on_ranks
 
 _CPU = torch.device("cpu")
 
@@ -36,7 +37,11 @@ class Trained:
 
 
 def train_alone(spec: RunSpec) -> Trained:
-    """All steps of a run, in fp32 whatever the spec says."""
+    """All steps of a run, in fp32 whatever the spec says; in a forked process with one thread, as ranks are."""
+    return on_ranks(1, _train, spec, connected=False)[0]
+
+
+def _train(spec: RunSpec) -> Trained:
     training, settings = spec.training, spec.training.optimizer
     _, sequences, _ = open_dataset(Path(spec.data.source), spec.transformer.seq_len)
     model = first_weights(spec)

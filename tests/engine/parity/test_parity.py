@@ -24,7 +24,7 @@ CUT = [
     Row(1, data=2, pipeline=2, accumulation=4, checkpointing="full"),
     Row(1, tensor=2, pipeline=2, sequence=2, accumulation=4, checkpointing="selective"),
     Row(2, data=2, sequence=2, accumulation=4),
-    Row(3, data=2, tensor=2, accumulation=4, checkpointing="selective"),
+    Row(3, data=2, tensor=2, checkpointing="selective"),
 ]
 NAMED = {row.name: row for row in features()}
 FEATURES = [
@@ -104,11 +104,10 @@ def test_the_reference_clips_at_some_steps_and_not_at_others(dataset: Path, alon
     assert min(alone(Row()).norms) < threshold < max(alone(Row()).norms)
 
 
-def test_every_row_of_the_table_has_a_name_of_its_own_and_can_be_planned(dataset: Path) -> None:
+def test_every_row_of_the_table_has_a_name_of_its_own() -> None:
     table = [*grid(), *features(), *in_bf16()]
     assert len(table) == len({row.name for row in table})
-    assert max(row.ranks for row in table) == 8
-    assert {row.spec(dataset, STEPS).world_size for row in table} == {2, 4, 8}
+    assert {row.ranks for row in table} == {2, 4, 8}
 
 
 def test_a_wrong_weight_is_a_difference(alone) -> None:

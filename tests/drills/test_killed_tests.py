@@ -1,0 +1,36 @@
+"""The tests themselves are killed while ranks train; nothing is left that the next run would trip over."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_ranks import children
+
+pytestmark = pytest.mark.drill
+_PROJECT = Path(__file__).parents[2]
+_ROW = ["tests/engine/parity/test_parity.py", "-k", "trains_the_model and zero0 and dp2"]
+
+
+def test_killing_the_tests_leaves_no_process_no_shared_memory_and_no_lock(tmp_path: Path) -> None:
+    folder, shared = tmp_path / "killed", set(Path("/dev/shm").iterdir())
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}", *_ROW]
+    tests = subprocess.Popen(command, cwd=_PROJECT)
+    deadline = time.monotonic() + 120
+    while not any("measured" in path.read_text() for path in folder.rglob("events.jsonl")):  # in the second step
+        assert time.monotonic() < deadline
+        assert tests.poll() is None
+        time.sleep(0.01)
+    started = children(tests.pid)
+    assert len(started) >= 3  # the server and two ranks
+    tests.kill()
+    tests.wait()
+    while any(Path(f"/proc/{pid}").exists() for pid in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert set(Path("/dev/shm").iterdir()) <= shared
+    assert subprocess.run(command, cwd=_PROJECT, timeout=120).returncode == 0
