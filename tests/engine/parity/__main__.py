@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="rows whose names hold all of these; every row without")
     parser.add_argument("--write", type=Path, help="write the table as a page, too")
     options = parser.parse_args()
+    sys.stderr = os.fdopen(os.dup(2), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where DeepSpeed talks on every rank
     rows = [row for row in [*grid(), *features(), *in_bf16()] if all(word in row.name for word in options.words)]
     print(HEADER)
     with tempfile.TemporaryDirectory() as folder:
@@ -38,7 +41,7 @@ def main() -> int:
     return 1 if wrong or not lines else 0
 
 
-def _measured(rows: list[Row], dataset: Path):
+def _measured(rows: list[Row], dataset: Path) -> Iterator[Line]:
     @cache
     def alone(row: Row) -> Trained:
         return train_alone(row.spec(dataset))
@@ -50,7 +53,7 @@ def _measured(rows: list[Row], dataset: Path):
             found, states = difference(run.trained, alone(row.reference)), stray_state_bytes(run)
             line = Line(row, time.monotonic() - started, found, states)
         except Exception as error:  # the other rows are worth their figures
-            print(f"{row.name}: {error}", file=sys.stderr)
+            print(error)
             line = Line(row, time.monotonic() - started, problem=type(error).__name__)
         print(line, flush=True)
         yield line
