@@ -6,7 +6,6 @@ DeepSpeed flattens, pads and cuts parameters group by group, so that exact bytes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,11 +33,6 @@ class Group(NamedTuple):
     @property
     def elements(self) -> int:
         return sum(sum(sizes) * times for sizes, times in self.runs)
-
-    @property
-    def sizes(self) -> Iterator[int]:
-        """Of each tensor."""
-        return (size for sizes, times in self.runs for _ in range(times) for size in sizes)
 
     def pieces(self, ranks: int) -> int:
         """Elements on one of the ranks when each tensor is cut on its own, rounded up."""

@@ -55,23 +55,28 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
     shared = [(group, ranks) for group, ranks in zip(groups, (replicas, replicas, holders), strict=True) if group.runs]
     training, zero = spec.training, layout.zero_stage
     element, gradient = weight_bytes(training.precision), gradient_bytes(training.precision, training.grad_dtype)
+    # What the optimizer updates as one tensor, by its elements, and how many of those there are.
+    parts: list[tuple[int, int]]
     if zero == 3:
-        parts = [group.pieces(ranks) for group, ranks in shared]
-        held = sum(parts)
+        parts = [(group.pieces(ranks), 1) for group, ranks in shared]
+        held = sum(size for size, _ in parts)
         weights = element * (held + sum(_persistent(group, ranks) for group, ranks in shared))
         gradients = gradient * held
     elif zero == 0:
-        parts = [size for group, _ in shared for size in group.sizes]
-        weights, gradients = element * sum(parts), gradient * sum(parts)
+        parts = [(size, times) for group, _ in shared for sizes, times in group.runs for size in sizes]
+        held = sum(size * times for size, times in parts)
+        weights, gradients = element * held, gradient * held
     else:
         padded = [_padded(group.elements, ranks) for group, ranks in shared]
-        parts = [size // ranks for size, (_, ranks) in zip(padded, shared, strict=True)]
+        parts = [(size // ranks, 1) for size, (_, ranks) in zip(padded, shared, strict=True)]
+        held = sum(size for size, _ in parts)
         weights = element * sum(padded)
-        gradients = gradient * _gradient_elements(spec, layout, groups, replica, sum(padded), sum(parts))
+        gradients = gradient * _gradient_elements(spec, layout, groups, replica, sum(padded), held)
     optimizer = training.optimizer.name
-    states = sum(moment_bytes(optimizer, size) for size in parts) + optimizer_constant_bytes(optimizer, max(parts))
-    states += (MASTER_BYTES if zero else 0) * sum(parts)
-    states += 0 if training.averaging.name == "none" else MASTER_BYTES * sum(parts)  # engine: one more copy in fp32
+    states = sum(moment_bytes(optimizer, size) * times for size, times in parts)
+    states += optimizer_constant_bytes(optimizer, max(size for size, _ in parts))
+    states += (MASTER_BYTES if zero else 0) * held
+    states += 0 if training.averaging.name == "none" else MASTER_BYTES * held  # engine: one more copy in fp32
     elements = sum(group.elements for group, _ in shared)
     device, host = offloaded(spec, layout, ModelStates(weights, gradients, states), elements)
     if layout.offload == "optimizer+params":  # what is kept gathered is kept on the device

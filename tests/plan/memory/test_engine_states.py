@@ -139,6 +139,14 @@ def test_an_average_of_the_weights_is_one_more_fp32_copy_of_what_a_rank_updates(
         assert averaged[:2] == plain[:2]
 
 
+@pytest.mark.parametrize("zero", range(4))
+def test_a_slip_of_a_billion_blocks_is_counted_without_looking_at_each(zero: int) -> None:
+    model = {"model__num_hidden_layers": 10**9, "training__precision": "fp32", "training__grad_dtype": "fp32"}
+    spec = spec_of("llama-7b", layout__zero_stage=zero, cluster__gpus_per_node=2, **model)
+    held = rank_model_states(spec, build_layout(spec, resolve_axes(spec), zero, "none", 1))
+    assert held.parameters > 10**9
+
+
 @pytest.mark.parametrize(("optimizer", "moments"), [("sgd", 0), ("momentum", 4), ("lion", 4), ("adamw", 8)])
 def test_other_optimizers_keep_their_own_moments_of_the_partition(optimizer: str, moments: int) -> None:
     partition = states(Row(1, optimizer="sgd")).optimizer_states // 4
