@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import astuple
 from typing import Any
 
 import pytest
 
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.memory import engine_memory
 from scaletrain_cli.plan.memory.device_memory import plan_memory
-from scaletrain_cli.plan.result import MEMORY_PARTS, Memory, StageMemory
+from scaletrain_cli.plan.memory.engine_states import engine_states
+from scaletrain_cli.plan.memory.states import ModelStates
+from scaletrain_cli.plan.result import MEMORY_PARTS, Layout, Memory, StageMemory
 from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
-from scaletrain_cli.plan.stages import micro_batches_in_flight
+from scaletrain_cli.plan.stages import Stage, micro_batches_in_flight
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 
@@ -127,24 +129,24 @@ def test_shared_experts_and_leading_dense_blocks_count() -> None:
     assert shared.activations > plain.activations > leading.activations
 
 
-def test_a_long_pipeline_of_like_stages_costs_little_more_than_a_short_one() -> None:
-    def seconds(stages: int) -> float:
-        spec = spec_of(
-            "llama-7b",
-            model__num_hidden_layers=128,
-            cluster__nodes=16,
-            layout__pipeline_parallel=stages,
-            training__global_batch_size=1024,
-        )
-        layout = build_layout(spec, resolve_axes(spec), 1, "none", 1)
-        device = find_accelerator(spec.cluster)
-        began = time.process_time()
-        for _ in range(20):
-            assert len(plan_memory(spec, layout, device).by_stage) == stages
-        return time.process_time() - began
+def test_of_a_long_pipeline_each_kind_of_stage_is_sized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(
+        "llama-7b",
+        model__num_hidden_layers=128,
+        cluster__nodes=16,
+        layout__pipeline_parallel=64,
+        training__global_batch_size=1024,
+    )
+    layout = build_layout(spec, resolve_axes(spec), 1, "none", 1)
+    sized: list[Stage] = []
 
-    seconds(2)
-    assert seconds(64) < 20 * min(seconds(2) for _ in range(3))
+    def counted(spec: RunSpec, layout: Layout, stage: Stage) -> tuple[ModelStates, int]:
+        sized.append(stage)
+        return engine_states(spec, layout, stage)
+
+    monkeypatch.setattr(engine_memory, "engine_states", counted)
+    assert len(plan_memory(spec, layout, find_accelerator(spec.cluster)).by_stage) == 64
+    assert len(sized) <= 4
 
 
 def test_states_on_nvme_leave_buffers_in_the_host_s_memory() -> None:
