@@ -25,8 +25,6 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec
 
-# Of an attempt: the first step makes the optimizer's moments, and the allocator's first blocks.
-_MEASURED_STEP = 2
 _MODEL_STATES_AND_HOST = ("parameters", "gradients", "optimizer_states", "host")
 
 
@@ -42,16 +40,20 @@ class PlanCheck:
     mesh: Mesh
     agreement: Agreement
     device: torch.device
-    _steps: int = field(default=0, init=False)  # that this attempt has begun
+    _done: bool = field(default=False, init=False)
+    _updates: int | None = field(default=None, init=False)  # of the weights, before this attempt's first step
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Around each training step; does nothing but in the attempt's second one.
+        """Around each training step; does nothing but in the one after the attempt's first update of the weights, which
+        makes the optimizer's moments, and the allocator's first blocks. fp16 may skip some steps before.
 
         What the ranks hold then is gathered on rank 0 and stored. Collective.
         """
-        self._steps += 1
-        if self._steps != _MEASURED_STEP:
+        updates = self.composed.engine.global_steps - self.composed.engine.skipped_steps
+        if self._updates is None:
+            self._updates = updates
+        if self._done or updates == self._updates:
             yield
             return
         on_gpu = self.device.type == "cuda"
@@ -62,6 +64,7 @@ class PlanCheck:
         forget_allocations(self.device)
         if states.bytes is None:  # no rank has updated anything: the gradient was not finite
             return
+        self._done = True
         held = {name: getattr(states.bytes, name) for name in _MODEL_STATES_AND_HOST}
         if self.average is not None:
             offloaded = self.record.plan.layout.offload != "none"
@@ -103,5 +106,4 @@ class PlanCheck:
 
 
 def _planned(spec: RunSpec, layout: Layout, stage: int, memory: StageMemory) -> dict[str, Any]:
-    saved = saved_activation_bytes(spec, layout, find_accelerator(spec.cluster), stage)
-    return vars(memory) | {"activations": 0 if spec.layout.activation_offload else saved}
+    return vars(memory) | {"activations": saved_activation_bytes(spec, layout, find_accelerator(spec.cluster), stage)}
