@@ -73,8 +73,8 @@ class Stepper(ABC):
         """Mean loss and gradient norm."""
 
     @abstractmethod
-    def validation_loss(self, batch: MicroBatch) -> Tensor:
-        """Mean loss of one micro-batch over all replicas, on every rank."""
+    def validation_loss(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Mean loss of some micro-batches over all replicas, on every rank. Trains nothing."""
 
 
 def stepper(composed: Composed, mesh: Mesh, device: torch.device, training: TrainingSpec) -> Stepper:
@@ -121,11 +121,12 @@ class WholeModel(Stepper):
             engine.step()
         return norm
 
-    def validation_loss(self, batch: MicroBatch) -> Tensor:
+    @torch.no_grad()
+    def validation_loss(self, batches: Sequence[MicroBatch]) -> Tensor:
         self._engine.eval()
-        loss = self._loss(batch)
+        loss = sum((self._loss(batch) for batch in batches), torch.zeros((), device=self._device))
         self._engine.train()
-        return _mean(loss, self._mesh.replicas.group)
+        return _mean(loss / len(batches), self._mesh.replicas.group)
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         return self._engine(batch.tokens, batch.labels, batch.positions, batch.samples, batch.divisor)  # type: ignore[no-any-return]
@@ -140,8 +141,8 @@ class Pipelined(Stepper):
         loss = self._engine.train_batch(self._feed(batches))
         return loss, self._engine.get_global_grad_norm()
 
-    def validation_loss(self, batch: MicroBatch) -> Tensor:
-        return self._engine.eval_batch(self._feed([batch]), num_micro_batches=1)  # type: ignore[no-any-return]
+    def validation_loss(self, batches: Sequence[MicroBatch]) -> Tensor:
+        return self._engine.eval_batch(self._feed(batches), num_micro_batches=len(batches))  # type: ignore[no-any-return]
 
     def _feed(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[Any, Any]]:
         """Tokens for the first stage and labels for the last, which DeepSpeed asks for; every stage knows the rest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -194,10 +195,12 @@ class Trainer:
     def _mean_loss(self, rounds: int, flag: PreemptionFlag) -> float | None:
         """In nats; None when a signal asked to leave on the way."""
         total = torch.zeros((), device=self.device)
-        for batch in self.validation.in_order(rounds):
+        waiting = self.validation.in_order(rounds)
+        # As many at a time as a step takes, so that a pipeline is as full.
+        while batches := list(itertools.islice(waiting, self.record.plan.layout.gradient_accumulation_steps)):
             if self._asked_to_leave(flag):
                 return None
-            total += self.stepper.validation_loss(batch.to(self.device))
+            total += len(batches) * self.stepper.validation_loss([batch.to(self.device) for batch in batches])
         return (total / rounds).item()
 
     def save(self, step: int, *, wait: bool) -> None:

@@ -1,4 +1,6 @@
-"""What every way of driving a step must do: not apply a gradient that is not a number, whichever rank it came from."""
+"""What every way of driving a step must do: not apply a gradient that is not a number, whichever rank it came from, and
+find the same validation loss.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from scaletrain_cli.engine.compose import compose
+from scaletrain_cli.engine.compose import Composed, compose
 from scaletrain_cli.engine.feeding.batches import MicroBatch
 from scaletrain_cli.engine.parallel.mesh import build_mesh
-from scaletrain_cli.engine.stepping import stepper
+from scaletrain_cli.engine.stepping import Stepper, stepper
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import parse_spec
 from tests.engine.ranks import on_ranks
@@ -39,13 +41,12 @@ _LAYOUTS = {
 }
 
 
-def _poisoned_step(overrides: list[str], poisoned_rank: int) -> tuple[float, float, bool, bool]:
-    """Loss and norm of a poisoned step after a sound one; whether that one changed the weights, whether this did."""
+def _driven(overrides: list[str]) -> tuple[Composed, Stepper, list[MicroBatch]]:
+    """A model in the layout of the overrides, and this rank's part of four rows in micro-batches of two."""
     spec = parse_spec(_SPEC, file="stepping.yaml", base_dir=Path(), overrides=overrides)
     layout, device = make_plan(spec).layout, torch.device("cpu")
     mesh = build_mesh(layout)
     composed = compose(spec, layout, mesh, device)
-    drive = stepper(composed, mesh, device, spec.training)
     length = 16 // mesh.sequence.size
     start = mesh.sequence.rank * length
     rows = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(0))
@@ -59,6 +60,12 @@ def _poisoned_step(overrides: list[str], poisoned_rank: int) -> tuple[float, flo
         )
         for first in range(2 * mesh.data.rank, 4, 2 * mesh.data.size)
     ]
+    return composed, stepper(composed, mesh, device, spec.training), batches
+
+
+def _poisoned_step(overrides: list[str], poisoned_rank: int) -> tuple[float, float, bool, bool]:
+    """Loss and norm of a poisoned step after a sound one; whether that one changed the weights, whether this did."""
+    composed, drive, batches = _driven(overrides)
 
     def weights() -> list[torch.Tensor]:
         held = (getattr(parameter, "ds_tensor", parameter) for parameter in composed.model.parameters())
@@ -74,11 +81,33 @@ def _poisoned_step(overrides: list[str], poisoned_rank: int) -> tuple[float, flo
     return stepped.loss.item(), float(stepped.grad_norm), moved, changed
 
 
+def _overrides(keys: tuple[str, ...]) -> list[str]:
+    return [f"{'training' if key.startswith('precision') else 'layout'}.{key}" for key in keys]
+
+
 @pytest.mark.parametrize("name", _LAYOUTS)
 def test_a_gradient_that_is_no_number_on_one_rank_is_applied_on_none(name: str) -> None:
     keys, poisoned_rank = _LAYOUTS[name], list(_LAYOUTS).index(name) % 2
-    overrides = [f"{'training' if key.startswith('precision') else 'layout'}.{key}" for key in keys]
-    for loss, norm, moved, changed in on_ranks(2, _poisoned_step, overrides, poisoned_rank):
+    for loss, norm, moved, changed in on_ranks(2, _poisoned_step, _overrides(keys), poisoned_rank):
         assert moved
         assert not changed
         assert not (torch.isfinite(torch.tensor(loss)) and torch.isfinite(torch.tensor(norm)))
+
+
+def _validation_loss(overrides: list[str]) -> float:
+    _, drive, batches = _driven(overrides)
+    first = drive.validation_loss(batches).item()
+    assert drive.validation_loss(batches).item() == first
+    return first
+
+
+@pytest.fixture(scope="module")
+def validation_loss_alone() -> float:
+    alone = on_ranks(1, _validation_loss, ["cluster.gpus_per_node=1", "training.precision=fp32"])
+    return float(alone[0])
+
+
+@pytest.mark.parametrize("name", ["ZeRO-3", "sequence", "pipeline, first stage"])
+def test_the_validation_loss_is_that_of_one_process(name: str, validation_loss_alone: float) -> None:
+    for loss in on_ranks(2, _validation_loss, _overrides(_LAYOUTS[name])):
+        assert loss == pytest.approx(validation_loss_alone, rel=1e-6)
