@@ -2,7 +2,8 @@
 
 Counted like Korthikanti et al. (arXiv:2205.05198, section 4). Attention is fused where it has no dropout: it saves its
 inputs, its output and one log-sum-exp per query and head, no matrix of scores. For a GPT block in 16 bits that is 32
-bytes per token and channel: their 34 without the two dropout masks.
+bytes per token and channel: their 34 without the two dropout masks. What a compiled block keeps instead was read off
+torch 2.13, whose partitioner keeps the fewest bytes between what it will not compute twice.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class TokenActivations:
     """Bytes per token of one block on one rank."""
 
     saved: int  # without checkpointing
-    attention: int  # of that, within the attention module, which keeps its input alone when it is computed again
+    attention: int  # of that, what is made again where attention alone is: not its input, unless compiled
     block_input: int  # what a checkpointed block keeps
     working: int  # gradients that exist at once while one block runs backward
 
@@ -32,33 +33,39 @@ def token_activations(
     element_bytes: int,
     tensor_parallel: int = 1,
     fused_attention: bool = True,
+    *,
     experts: bool | None = None,
+    sequence_parallel: int = 1,
+    compiled: bool = False,
 ) -> TokenActivations:
     """What one block keeps per token. Tensor parallelism divides all but the inputs and outputs of the two norms.
 
     ``experts``: whether the block's MLP is a mixture of experts; as the model says, unless given.
     """
     t, hidden = tensor_parallel, model.hidden_size
-    attention = _attention(model, element_bytes, t, fused_attention and not model.attention_dropout)
-    norms = 2 * _norm(model, element_bytes) + (2 * hidden if model.hidden_dropout else 0)  # a mask is a byte
+    fused = fused_attention and not model.attention_dropout
+    attention = _attention(model, element_bytes, t, fused, sequence_parallel, compiled)
+    norms = 2 * _norm(model, element_bytes, compiled) + (2 * hidden if model.hidden_dropout else 0)  # a mask is a byte
     routing = 0
-    mlp, mlp_gradients = _mlp(model, -(-model.intermediate_size // t))
+    mlp, mlp_gradients = _mlp(model, -(-model.intermediate_size // t), compiled)
     if model.num_experts and experts is not False:
         routed = model.num_experts_per_tok  # each with its dispatched input and its output
-        mlp, mlp_gradients = _mlp(model, -(-model.expert_size // t))
+        mlp, mlp_gradients = _mlp(model, -(-model.expert_size // t), compiled)
         mlp, mlp_gradients = routed * (mlp + 2 * hidden), routed * mlp_gradients
-        mlp += _mlp(model, -(-model.shared_expert_intermediate_size // t))[0]
+        mlp += _mlp(model, -(-model.shared_expert_intermediate_size // t), compiled)[0]
         routing = 2 * _FP32 * model.num_experts  # the router's logits and probabilities, and its fp32 input
         routing += _FP32 * hidden if element_bytes < _FP32 else 0
     return TokenActivations(
         saved=norms + attention + element_bytes * mlp + routing,
-        attention=attention,
+        attention=attention + (element_bytes * hidden if compiled else 0),
         block_input=element_bytes * hidden,
         working=element_bytes * (2 * hidden + mlp_gradients),
     )
 
 
-def _attention(model: ModelSpec, element_bytes: int, t: int, fused: bool) -> int:
+def _attention(
+    model: ModelSpec, element_bytes: int, t: int, fused: bool, sequence_parallel: int, compiled: bool
+) -> int:
     heads = -(-model.num_attention_heads // t)
     if model.kv_lora_rank:
         kept, output = latent_attention(model, element_bytes, heads)
@@ -66,25 +73,31 @@ def _attention(model: ModelSpec, element_bytes: int, t: int, fused: bool) -> int
     else:
         queries = heads * model.head_dim
         keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
+        if sequence_parallel > 1 and keys // model.head_dim % sequence_parallel:
+            keys = queries  # repeated, so that they divide over the ranks
         # q, k, v, and the output, which is also the input of its projection; and one log-sum-exp per head.
         attention = element_bytes * (2 * queries + 2 * keys) + _FP32 * heads
+        attention += element_bytes * queries if sequence_parallel > 1 else 0  # exchanged, it is another tensor
         if model.qk_norm:
             # Over each head: its output goes into the rotation, which saves nothing.
-            attention += (queries + keys) * (_FP32 + element_bytes) + _FP32 * (queries + keys) // model.head_dim
+            normalised = element_bytes if compiled else _FP32 + element_bytes
+            attention += (queries + keys) * normalised + _FP32 * (queries + keys) // model.head_dim
     if not fused:
         attention += _FP32 * heads * model.seq_len  # the weights after softmax
         attention += heads * model.seq_len * (element_bytes + 1) if model.attention_dropout else 0  # dropped; the mask
     return attention
 
 
-def _mlp(model: ModelSpec, inner: int) -> tuple[int, int]:
+def _mlp(model: ModelSpec, inner: int, compiled: bool) -> tuple[int, int]:
     """Elements kept by an MLP of this width, and of gradients that exist at once."""
     if model.has_gated_mlp:
-        return 4 * inner, 3 * inner  # gate, up, activated gate, product
+        return (3 if compiled else 4) * inner, 3 * inner  # gate, up, activated gate unless compiled, product
     return 2 * inner, inner  # before and after GELU
 
 
-def _norm(model: ModelSpec, element_bytes: int) -> int:
+def _norm(model: ModelSpec, element_bytes: int, compiled: bool) -> int:
+    if model.norm_kind == "rmsnorm" and compiled:
+        return element_bytes * 2 * model.hidden_size + _FP32  # input, output and root
     if model.norm_kind == "rmsnorm":
         return rms_norm_bytes(model.hidden_size, element_bytes)
     return element_bytes * 2 * model.hidden_size + 2 * _FP32  # LayerNorm: input, output, mean and root

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -46,7 +47,9 @@ class _Held(NamedTuple):
 
 
 def saved_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int) -> int:
-    """What the blocks of a pipeline stage keep for the backward pass of one micro-batch, on the device or offloaded."""
+    """What the blocks of a pipeline stage keep on the device for the backward pass of one micro-batch."""
+    if spec.layout.activation_offload:
+        return 0
     tokens, again = local_tokens(spec, layout), recomputation(spec, layout)
     plain, sparse = _per_token(spec, layout, device)
     held = next(each for each in pipeline_stages(spec, layout.pipeline_parallel) if each.position == stage)
@@ -69,9 +72,17 @@ def _per_token(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Toke
     model, precision, wanted = spec.transformer, spec.training.precision, spec.planner.attention
     grouped = model.num_key_value_heads != model.num_attention_heads
     fused = device.fuses_attention(precision, model.head_dim, grouped) if wanted == "auto" else wanted == "flash"
-    element, tensor = weight_bytes(precision), layout.tensor_parallel
-    plain = token_activations(model, element, tensor, fused, experts=False)
-    return plain, token_activations(model, element, tensor, fused) if model.num_experts else plain
+    of_block = functools.partial(
+        token_activations,
+        model,
+        weight_bytes(precision),
+        layout.tensor_parallel,
+        fused,
+        sequence_parallel=layout.sequence_parallel,
+        compiled=spec.training.compile,
+    )
+    plain = of_block(experts=False)
+    return plain, of_block() if model.num_experts else plain
 
 
 def engine_stage(

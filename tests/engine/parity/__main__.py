@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.engine.parity.comparison import difference
 from tests.engine.parity.dataset import write_dataset
-from tests.engine.parity.layouts import stray_state_bytes, train_in_layout
+from tests.engine.parity.layouts import stray_activations, stray_state_bytes, train_in_layout
 from tests.engine.parity.reference import Trained, train_alone
 from tests.engine.parity.rows import Row, features, grid, in_bf16
 from tests.engine.parity.table import HEADER, Line, page
@@ -50,8 +50,8 @@ def _measured(rows: list[Row], dataset: Path) -> Iterator[Line]:
         started = time.monotonic()
         try:
             run = train_in_layout(row.spec(dataset))
-            found, states = difference(run.trained, alone(row.reference)), stray_state_bytes(run)
-            line = Line(row, time.monotonic() - started, found, states)
+            found = difference(run.trained, alone(row.reference))
+            line = Line(row, time.monotonic() - started, found, stray_state_bytes(run), stray_activations(run))
         except Exception as error:  # the other rows are worth their figures
             print(error)
             line = Line(row, time.monotonic() - started, problem=type(error).__name__)

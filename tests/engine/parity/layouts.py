@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.assembly import assemble
+from scaletrain_cli.engine.measure.activations import watching_activations
 from scaletrain_cli.engine.measure.model_states import ModelStateBytes, watching_model_states
 from scaletrain_cli.engine.parallel.cuts import Cut, cut_of
 from scaletrain_cli.engine.parallel.expert import is_cut_over_experts
@@ -18,6 +19,8 @@ from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.launch.submission import create_run
 from scaletrain_cli.plan import make_plan
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes
 from scaletrain_cli.plan.memory.engine_states import rank_model_states
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.rundir.paths import RunDir
@@ -40,12 +43,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class RankReport:
-    """By step the loss and the gradient norm; pieces of the weights, unless another rank holds the same; bytes."""
+    """By step the loss and the gradient norm; pieces of the weights, unless another rank holds the same; bytes of the
+    last step, of activations those of one micro-batch.
+    """
 
     losses: list[float]
     norms: list[float]
     pieces: dict[str, Piece]
     states: ModelStateBytes
+    activations: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class LayoutRun:
     trained: Trained
     record: RunRecord
     states: list[ModelStateBytes]
+    activations: list[int]
 
 
 def train_in_layout(spec: RunSpec, *, interrupted_after: int = 0) -> LayoutRun:
@@ -70,7 +77,9 @@ def train_in_layout(spec: RunSpec, *, interrupted_after: int = 0) -> LayoutRun:
         losses += reports[0].losses
         norms += reports[0].norms
     trained = Trained(losses, norms, whole_weights([report.pieces for report in reports]))
-    return LayoutRun(trained, created.record, [report.states for report in reports])
+    return LayoutRun(
+        trained, created.record, [report.states for report in reports], [report.activations for report in reports]
+    )
 
 
 def train_rank(path: Path, last: int) -> RankReport:
@@ -88,14 +97,15 @@ def _train_rank(path: Path, last: int) -> RankReport:
     for step in range(begin.step + 1, last):
         trainer.step(step)
         measured += trainer.late.rest()
-    with watching_model_states(trainer.plan_check.composed.engine) as states:
+    composed = trainer.plan_check.composed
+    with watching_model_states(composed.engine) as states, watching_activations(composed.model) as saved:
         trainer.step(last)
     measured += trainer.late.rest()
     if last < record.spec.total_steps:
         trainer.save(last, wait=True)
     pieces = local_pieces(trainer.model, replica(ranks.rank, record.plan.layout), record.plan.layout)
     losses, norms = [[step.values[name] for step in measured] for name in ("loss", "grad_norm")]
-    return RankReport(losses, norms, pieces, states.bytes)
+    return RankReport(losses, norms, pieces, states.bytes, saved.bytes)
 
 
 def stray_state_bytes(run: LayoutRun) -> int:
@@ -103,10 +113,29 @@ def stray_state_bytes(run: LayoutRun) -> int:
     spec, layout = run.record.spec, run.record.plan.layout
     stray = []
     for rank, held in enumerate(run.states):
-        stage = rank // (layout.world_size // layout.pipeline_parallel)
-        planned = rank_model_states(spec, layout, stage, replica(rank, layout))
+        planned = rank_model_states(spec, layout, stage_of(rank, layout), replica(rank, layout))
         stray += [getattr(held, name) - size for name, size in planned._asdict().items()]
     return max(stray, key=abs)
+
+
+def stray_activations(run: LayoutRun) -> float:
+    """Run beside plan, of the pipeline stage where they differ most: 0.05 for one that saves 5 % more.
+
+    Over all ranks of a stage, because the plan has every expert equally busy.
+    """
+    spec, layout = run.record.spec, run.record.plan.layout
+    stray = []
+    for stage in range(layout.pipeline_parallel):
+        by_rank = [size for rank, size in enumerate(run.activations) if stage_of(rank, layout) == stage]
+        saved = sum(by_rank) / len(by_rank)
+        planned = saved_activation_bytes(spec, layout, find_accelerator(spec.cluster), stage)
+        stray.append(saved / planned - 1 if planned else saved)
+    return max(stray, key=abs)
+
+
+def stage_of(rank: int, layout: Layout) -> int:
+    """The pipeline stage that a rank runs."""
+    return rank // (layout.world_size // layout.pipeline_parallel)
 
 
 def replica(rank: int, layout: Layout) -> int:

@@ -126,7 +126,7 @@ def features() -> list[Row]:
         with_features(Row(2, data=2, sequence=2), "experts", *_MIXTURE),
         with_features(Row(3, data=2, tensor=2), "experts", *_MIXTURE),
         with_features(cubed, "experts", *_MIXTURE),
-        with_features(Row(1, data=2, sequence=2), "experts of some capacity", *_MIXTURE, "model.capacity_factor=1.0"),
+        with_features(Row(1, data=2, sequence=2), "experts of some capacity", *_MIXTURE, "model.capacity_factor=1.25"),
         with_features(Row(0, data=2, tensor=2, sequence=2), "dropout", *_DROPOUT),
         with_features(Row(3, data=2, accumulation=4, checkpointing="full"), "dropout", *_DROPOUT),
         with_features(cubed, "dropout", *_DROPOUT),
