@@ -34,6 +34,11 @@ class Group(NamedTuple):
     def elements(self) -> int:
         return sum(sum(sizes) * times for sizes, times in self.runs)
 
+    @property
+    def largest(self) -> int:
+        """Elements of its largest tensor."""
+        return max(max(sizes) for sizes, _ in self.runs)
+
     def pieces(self, ranks: int) -> int:
         """Elements on one of the ranks when each tensor is cut on its own, rounded up."""
         return sum(sum(-(-size // ranks) for size in sizes) * times for sizes, times in self.runs)

@@ -18,7 +18,7 @@ from torch import Tensor
 _GRADIENTS = ("averaged_gradients", "all_grad_tensors", "fp32_groups_gradients_flat", "grad_partitions_flat_buffer")
 _OFFLOADED_GRADIENTS = ("accumulated_grads_in_cpu",)
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
-_OFFLOADED_COPIES = ("param_buffer_of_bit16_for_cpu_offload_groups",)
+_OFFLOADED_COPIES = ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload")
 
 
 @dataclass(frozen=True)

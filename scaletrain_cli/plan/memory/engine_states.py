@@ -8,6 +8,8 @@ file what they are rounded to:
 * Gradients of stage 1 stay in the parameters, unpadded, until they are reduced; BF16_Optimizer has a flat fp32 buffer.
 * Stage 2 accumulates 16-bit gradients in fp32 in a flat partition. Where the gradients have the weights' own type it
   keeps those of every parameter that its partition touches, whole (copy_grads_in_partition), and the padding.
+* An offloaded optimizer has its states, an fp32 gradient of them and (stages 1 and 2) a copy of the new weights on the
+  host, and so is what accumulates in the weights' own type, whole as above; stage 2's flat fp32 partition is not.
 * Stage 3 cuts each parameter on its own, rounded up (``partition_parameters.py`` _aligned_size), and keeps small ones
   gathered as well (stage3_param_persistence_threshold), if there is more than one rank.
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from scaletrain_cli.plan.memory.rank_states import expert_shards, offloaded
+from scaletrain_cli.plan.memory.rank_states import NVME_BUFFERS, expert_shards
 from scaletrain_cli.plan.memory.states import (
     MASTER_BYTES,
     ModelStates,
@@ -77,12 +79,24 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
     states += optimizer_constant_bytes(optimizer, max(size for size, _ in parts))
     states += (MASTER_BYTES if zero else 0) * held
     states += 0 if training.averaging.name == "none" else MASTER_BYTES * held  # engine: one more copy in fp32
-    elements = sum(group.elements for group, _ in shared)
-    device, host = offloaded(spec, layout, ModelStates(weights, gradients, states), elements)
-    if layout.offload == "optimizer+params":  # what is kept gathered is kept on the device
-        gathered = element * sum(_persistent(group, ranks) for group, ranks in shared)
-        device, host = device._replace(parameters=gathered), host - gathered
-    return device, host
+    if layout.offload == "none":
+        return ModelStates(weights, gradients, states), 0
+    states += MASTER_BYTES * held  # the gradient that the optimizer sees is beside its masters
+    if zero == 3:
+        kept, host = weights, states + gradients
+        if layout.offload == "optimizer+params":  # what is kept gathered is kept on the device
+            kept = element * sum(_persistent(group, ranks) for group, ranks in shared)
+            host += weights - kept
+        if spec.layout.offload_device == "nvme":
+            host = min(host, NVME_BUFFERS)
+        return ModelStates(kept, 0, 0), host
+    # New weights on their way back, and one gradient on its way there.
+    host = states + element * (held + max(group.largest for group, _ in shared))
+    if zero == 2 and gradient == element:  # what accumulates does so on the host
+        gradients = 0
+        if layout.gradient_accumulation_steps > 1:
+            host += gradient * _touched(groups, replicas, holders, replica, padded=False)
+    return ModelStates(weights, gradients, 0), host
 
 
 def _gradient_elements(
@@ -92,7 +106,9 @@ def _gradient_elements(
     training = spec.training
     same_type = gradient_bytes(training.precision, training.grad_dtype) == weight_bytes(training.precision)
     if layout.zero_stage == 2:
-        return _touched(groups, zero_shards(layout), expert_shards(spec, layout), replica) if same_type else partition
+        if not same_type:
+            return partition
+        return _touched(groups, zero_shards(layout), expert_shards(spec, layout), replica, padded=True)
     flat = training.precision in ("bf16", "fp8") and not same_type and layout.offload == "none"
     return padded if flat else sum(group.elements for group in groups)
 
@@ -112,26 +128,26 @@ def _persistent(group: Group, ranks: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _touched(groups: StageGroups, replicas: int, holders: int, replica: int | None) -> int:
-    """Elements of the parameters that a rank's partitions touch, and of the padding in those."""
+def _touched(groups: StageGroups, replicas: int, holders: int, replica: int | None, padded: bool) -> int:
+    """Elements of the parameters that a rank's partitions touch; ``padded``: and of the padding in those."""
     apart = max(1, replicas // holders)  # expert ranks; the holders of the same experts lie so far apart
     if replica is None:
         step = -(-replicas // _MOST_REPLICAS)
         ranks = {*range(0, replicas, step), replicas - 1}
-        return max(_touched(groups, replicas, holders, rank) for rank in ranks)
+        return max(_touched(groups, replicas, holders, rank, padded) for rank in ranks)
     places = ((groups.matrices, replicas, replica), (groups.vectors, replicas, replica))
     return sum(
-        _touched_of(group, ranks, rank)
+        _touched_of(group, ranks, rank, padded)
         for group, ranks, rank in (*places, (groups.experts, holders, replica // apart))
         if group.runs
     )
 
 
-def _touched_of(group: Group, ranks: int, rank: int) -> int:
+def _touched_of(group: Group, ranks: int, rank: int, padded: bool) -> int:
     elements = group.elements
     partition = _padded(elements, ranks) // ranks
     begin, end = min(rank * partition, elements), min((rank + 1) * partition, elements)
-    padding = partition - (end - begin)
+    padding = partition - (end - begin) if padded else 0
     if begin == end:
         return padding
     return group.tensor_at(end - 1)[1] - group.tensor_at(begin)[0] + padding

@@ -12,7 +12,7 @@ from scaletrain_cli.spec import RunSpec
 _HOST_COPIES = 6
 # What passes through pinned memory on its way to NVMe: five buffers of 1e8 fp32 elements (DeepSpeed
 # zero/offload_config.py, buffer_count and buffer_size).
-_NVME_BUFFERS = 5 * 4 * 10**8
+NVME_BUFFERS = 5 * 4 * 10**8
 
 
 def rank_states(spec: RunSpec, layout: Layout, shard: Shard) -> ModelStates:
@@ -51,10 +51,10 @@ def device_and_host_states(spec: RunSpec, layout: Layout, shard: Shard) -> tuple
         sum(group.gradients for group in groups),
         sum(group.optimizer_states for group in groups),
     )
-    return offloaded(spec, layout, states, shard.parameters)
+    return _offloaded(spec, layout, states, shard.parameters)
 
 
-def offloaded(spec: RunSpec, layout: Layout, states: ModelStates, elements: int) -> tuple[ModelStates, int]:
+def _offloaded(spec: RunSpec, layout: Layout, states: ModelStates, elements: int) -> tuple[ModelStates, int]:
     """What remains on the device of a rank with so many parameters, and the bytes in its node's memory instead."""
     if layout.offload == "none":
         return states, 0
@@ -67,5 +67,5 @@ def offloaded(spec: RunSpec, layout: Layout, states: ModelStates, elements: int)
         host += parameters
         parameters = 0
     if spec.layout.offload_device == "nvme":
-        host = min(host, _NVME_BUFFERS)
+        host = min(host, NVME_BUFFERS)
     return ModelStates(parameters, gradients, 0), host

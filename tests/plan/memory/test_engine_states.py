@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from scaletrain_cli.plan import ModelStates, rank_model_states
+from scaletrain_cli.plan.memory.engine_states import engine_states
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
+from scaletrain_cli.plan.stages import pipeline_stages
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 
@@ -30,6 +32,9 @@ EXPERTS = {"hidden_size": 40, "num_experts": 4, "num_experts_per_tok": 2, "moe_i
 TIED = {"num_key_value_heads": 4, "tie_word_embeddings": True}
 
 
+Held = tuple[ModelStates, int]  # on the device, and bytes on the host
+
+
 class Row(NamedTuple):
     """One layout of RANKS ranks: degrees, ZeRO stage and types; the others are replicas."""
 
@@ -42,6 +47,7 @@ class Row(NamedTuple):
     preset: str = "llama-7b"
     optimizer: str = "adamw"
     averaging: str = "none"
+    offload: str = "none"
 
     @property
     def spec(self) -> RunSpec:
@@ -64,6 +70,7 @@ class Row(NamedTuple):
             layout__sequence_parallel=self.sequence,
             layout__expert_parallel=self.expert,
             layout__zero_stage=self.zero,
+            layout__offload=self.offload,
             cluster__gpus_per_node=RANKS,
             cluster__gpu="cpu",
         )
@@ -82,11 +89,15 @@ ROWS = [
     Row(2, expert=2, types="bf16 fp32"),
     Row(2, sequence=2),
     Row(3, expert=2),
+    Row(1, types="bf16 fp32", offload="optimizer"),
+    Row(2, offload="optimizer"),
+    Row(2, types="bf16 fp32", offload="optimizer"),
+    Row(3, types="bf16 bf16", offload="optimizer+params"),
 ]
 
 
-def held(row: tuple[Any, ...]) -> tuple[ModelStates, ModelStates]:
-    """One rank's states: counted from its tensors, and planned."""
+def held(row: tuple[Any, ...]) -> tuple[Held, Held]:
+    """One rank's states and what it has on the host: counted from its tensors, and planned."""
     import torch
 
     from scaletrain_cli.engine.compose import compose
@@ -108,10 +119,11 @@ def held(row: tuple[Any, ...]) -> tuple[ModelStates, ModelStates]:
             steps.train([batch, batch])
     assert watched.bytes is not None
     counted = ModelStates(watched.bytes.parameters, watched.bytes.gradients, watched.bytes.optimizer_states)
-    return counted, rank_model_states(spec, layout, mesh.pipeline.rank, mesh.replicas.rank)
+    stage = pipeline_stages(spec, layout.pipeline_parallel)[mesh.pipeline.rank]
+    return (counted, watched.bytes.host), engine_states(spec, layout, stage, mesh.replicas.rank)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"zero{row.zero} {row.types}")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"zero{row.zero} {row.types} {row.offload}")
 def test_every_rank_holds_what_is_planned(row: Row) -> None:
     for library in ("torch", "deepspeed"):
         pytest.importorskip(library)

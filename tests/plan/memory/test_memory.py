@@ -86,9 +86,12 @@ def test_a_pipeline_never_holds_more_micro_batches_than_there_are() -> None:
 
 
 def test_offloaded_states_leave_the_device() -> None:
-    spec = spec_of("llama-7b", layout__offload="optimizer")
-    memory = memory_of(spec, stage=2)
-    assert memory.optimizer_states == memory.gradients == 0
+    sixteen, thirty_two = (
+        memory_of(spec_of("llama-7b", layout__offload="optimizer", training__grad_dtype=dtype), stage=2)
+        for dtype in ("bf16", "fp32")
+    )
+    assert sixteen.optimizer_states == thirty_two.optimizer_states == 0
+    assert sixteen.gradients == 0 < thirty_two.gradients  # DeepSpeed accumulates in fp32 on the device
     norms = 2 * 65 * 4096  # so small that ZeRO-3 keeps them gathered
     assert memory_of(spec_of("llama-7b", layout__offload="optimizer+params"), stage=3).parameters == norms
 
