@@ -36,18 +36,14 @@ def main() -> int:
 
 
 def _train(run: RunDir, attempt: int, flag: PreemptionFlag) -> ExitCode:
-    from scaletrain_cli.engine.assembly import assemble, swap_folder
+    from scaletrain_cli.engine.assembly import assemble
     from scaletrain_cli.engine.measure.out_of_memory import reporting_out_of_memory
-    from scaletrain_cli.engine.optimization.swapped_states import remove_swap_files
     from scaletrain_cli.engine.process_group import Ranks
     from scaletrain_cli.rundir.record import read_record
 
     record, ranks = read_record(run), Ranks.from_environment()
-    try:
-        with reporting_out_of_memory(run, record.plan, attempt, ranks.rank):
-            return assemble(run, record, ranks, attempt, flag).fit(flag)
-    finally:
-        remove_swap_files(swap_folder(run.run_id), ranks.rank)
+    with reporting_out_of_memory(run, record.plan, attempt, ranks.rank):
+        return assemble(run, record, ranks, attempt, flag).fit(flag)
 
 
 def _reason(error: Exception) -> str:

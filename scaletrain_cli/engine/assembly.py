@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.engine.stepping import stepper
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import PreemptedError, ScaletrainError, UsageError, WrongNodesError
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 
 _HANG_SECONDS = 1800.0  # guard.hang: auto; torch's own default for gloo
@@ -60,7 +59,8 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
     _seed(spec.training.seed, ranks.rank)
     mesh = build_mesh(layout)
     resuming = begin.checkpoint is not None
-    composed = compose(spec, layout, mesh, device, swap_folder=swap_folder(run.run_id), resuming=resuming)
+    swap = swap_folder(run.run_id, int(os.environ.get("NODE_RANK", "0")), os.environ)
+    composed = compose(spec, layout, mesh, device, swap_folder=swap, resuming=resuming)
     drive = stepper(composed, mesh, device, spec.training)
     average = None
     if spec.training.averaging.name != "none":
@@ -111,11 +111,6 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
 def _beside(**parts: Stateful | None) -> dict[str, Stateful]:
     """What checkpoints keep besides DeepSpeed's state."""
     return {name: part for name, part in parts.items() if part is not None}
-
-
-def swap_folder(run_id: str) -> Path:
-    """Where NVMe offload writes: ``$SCALETRAIN_SWAP``, or the node's folder for temporary files."""
-    return Path(os.environ.get("SCALETRAIN_SWAP") or tempfile.gettempdir()) / f"scaletrain-swap-{run_id}"
 
 
 def _leave_if_asked(flag: PreemptionFlag, set_up: Agreement) -> None:

@@ -8,6 +8,7 @@ only its exit codes.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -24,7 +25,7 @@ from scaletrain_cli.launch.ranks import Gang, NodePlace, rank_command, rank_envi
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.failures import Failure, write_failure
 from scaletrain_cli.rundir.journal import record_event
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, read_record
 
 STRAGGLER_SECONDS = 3.0  # for the other ranks to report failures of their own once one has failed
@@ -54,7 +55,8 @@ def run_node(options: AgentOptions) -> int:
     problems = problems_of_node(record.spec.cluster, os.environ)
     if problems:
         _refuse(run, options.attempt, node, "; ".join(problems))
-    gang = Gang()
+    gang, swap = Gang(), swap_folder(run.run_id, options.node_rank, {**os.environ, **record.spec.env})
+    shutil.rmtree(swap, ignore_errors=True)  # of an attempt whose agent was killed
     try:
         try:
             _start_ranks(gang, run, record, options)
@@ -67,6 +69,7 @@ def run_node(options: AgentOptions) -> int:
     finally:
         # Before the record says "ended": who reads that may start the next attempt here.
         kill_descendants()
+        shutil.rmtree(swap, ignore_errors=True)
     code = node_exit_code(gang.ranks, gang.first_failure)
     ended = replace(node, ranks=tuple(gang.ranks), ended=time.time(), exit_code=code, first_failure=gang.first_failure)
     write_node_record(run, options.attempt, ended)

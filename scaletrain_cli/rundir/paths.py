@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,6 +97,12 @@ def find_run(name: str) -> RunDir:
     raise UsageError(
         f"no run {name[:200]!r} under {root}. `scaletrain list` shows the runs; $SCALETRAIN_RUNS moves their root."
     )
+
+
+def swap_folder(run_id: str, node_rank: int, environment: Mapping[str, str]) -> Path:
+    """Where NVMe offload of one node writes: in ``$SCALETRAIN_SWAP``, or the node's folder for temporary files."""
+    parent = environment.get("SCALETRAIN_SWAP") or environment.get("TMPDIR") or "/tmp"
+    return Path(parent) / f"scaletrain-swap-{run_id}-{node_rank}"
 
 
 def list_runs() -> list[RunDir]:

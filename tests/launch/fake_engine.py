@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from scaletrain_cli.rundir.paths import swap_folder
+
 RANK = int(os.environ.get("RANK", "0"))
 ATTEMPT = int(os.environ.get("SCALETRAIN_ATTEMPT", "0"))
 
@@ -34,6 +36,10 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR1))
     if "touch" in fake:
         Path(fake["touch"]).touch()
+    if "swap" in fake:
+        folder = swap_folder(run_folder.name, int(os.environ["NODE_RANK"]), os.environ) / f"rank{RANK}"
+        folder.mkdir(parents=True)
+        (folder / "moments").write_bytes(b"0" * 1000)
     for name in fake.get("echo", []):
         say(f"{name}={os.environ[name]!r}")
     say("up")
@@ -50,7 +56,7 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
     ``die``: {"attempt:rank": exit code, or minus a signal number}; any part may be ``*``. ``reason``: what a failure
     file says of that. ``die_at``: the step at which it happens. ``checkpoint_every``: as it says. ``deaf``: ranks that
     ignore signals. ``save_seconds``: how long a save takes after a signal. ``echo``: variables to print. ``touch``: a
-    file to make.
+    file to make. ``swap``: write to the node's disk, as NVMe offload does.
     """
     checkpoints = run_folder / "checkpoints"
     step = max((int(path.name[5:]) for path in checkpoints.glob("step-????????")), default=0)

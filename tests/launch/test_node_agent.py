@@ -221,6 +221,28 @@ def test_ranks_die_when_their_agent_is_killed(make_run: MakeRun, start_agent: St
     assert agent.node.ended is None
 
 
+def test_nothing_of_a_killed_rank_stays_on_the_node_s_disk(
+    make_run: MakeRun, start_agent: StartAgent, tmp_path: Path
+) -> None:
+    agent = start_agent(make_run(env={"SCALETRAIN_SWAP": str(tmp_path / "disk")}, swap=True, die={"1:0": -9}))
+    assert agent.wait() == 1
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_what_a_killed_agent_left_on_the_disk_is_removed_by_the_next(
+    make_run: MakeRun, start_agent: StartAgent, tmp_path: Path
+) -> None:
+    made = make_run(env={"SCALETRAIN_SWAP": str(tmp_path / "disk")}, swap=True, steps=100)
+    killed = start_agent(made)
+    killed.wait_until_up()
+    killed.process.kill()
+    killed.wait()
+    wait_until(lambda: not any(is_running(rank.pid) for rank in killed.ranks), "ranks are gone")
+    assert len(list((tmp_path / "disk").rglob("moments"))) == 2
+    assert start_agent(made).wait() == 0
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
 def test_a_grandchild_that_left_the_session_is_killed_at_the_end(make_run: MakeRun, start_agent: StartAgent) -> None:
     made = make_run("cluster.gpus_per_node=1", detached_child=True, steps=20)
     agent = start_agent(made)

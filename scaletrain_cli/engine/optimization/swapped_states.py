@@ -7,10 +7,8 @@ swapped pieces pass through memory instead, as a part of the checkpoint like any
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,16 +55,6 @@ class SwappedStates:
         self._outer._optimizer_states_and_gradient_swap_in(index)
         yield self._outer.fp32_partitioned_groups_flat[index]
         self._outer._optimizer_states_and_gradient_swap_out(index)
-
-
-def remove_swap_files(folder: Path, rank: int) -> None:
-    """What this rank has left in the folder of ``offload_config``; several times the model, and of no use to anyone."""
-    for own in folder.glob(f"*/*/rank{rank}"):
-        shutil.rmtree(own, ignore_errors=True)
-        with suppress(OSError):  # until the last rank of the node has gone, they are not empty
-            own.parent.rmdir()
-            own.parent.parent.rmdir()
-            folder.rmdir()
 
 
 def _copy(value: Any) -> Any:
