@@ -246,7 +246,7 @@ class Trainer:
         )
 
     def _spike_watch(self, losses: list[float]) -> SpikeWatch:
-        """The watch as it was: the same losses in the same order leave the same ones in the window."""
+        """The watch as the logged losses leave it; with ``tracking.log_every`` above 1 it saw more of them before."""
         watch = SpikeWatch(self.record.spec.guard.spike.factor)
         for loss in losses:
             watch.median_if_spike(loss)
