@@ -39,8 +39,9 @@ check: setup ## Lint, format and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# Two workers, because the tests of Slurm and the drills wait more than they work.
 test: setup slurm-packages ## Run all tests, with a real Slurm where the machine can have one
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder $(ARGS)
 
 # Root on a machine with apt gets Slurm. Elsewhere the Slurm tests skip and say why; in CI that would be a failure.
 slurm-packages:

@@ -59,7 +59,7 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
     _seed(spec.training.seed, ranks.rank)
     mesh = build_mesh(layout)
     resuming = begin.checkpoint is not None
-    swap = swap_folder(run.run_id, int(os.environ.get("NODE_RANK", "0")), os.environ)
+    swap = swap_folder(run.run_id, attempt, int(os.environ.get("NODE_RANK", "0")), os.environ)
     composed = compose(spec, layout, mesh, device, swap_folder=swap, resuming=resuming)
     drive = stepper(composed, mesh, device, spec.training)
     average = None

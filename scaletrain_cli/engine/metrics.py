@@ -79,7 +79,7 @@ class MetricsLog:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes this process has held: allocated on its GPU, from its second step on; or resident on a CPU, ever."""
+    """Most bytes this process has held: allocated on its GPU, since its first update; or resident on a CPU, ever."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

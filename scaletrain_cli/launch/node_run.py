@@ -7,6 +7,7 @@ only its exit codes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.launch.node_agent import HEARD, AgentOptions
@@ -55,8 +57,7 @@ def run_node(options: AgentOptions) -> int:
     problems = problems_of_node(record.spec.cluster, os.environ)
     if problems:
         _refuse(run, options.attempt, node, "; ".join(problems))
-    gang, swap = Gang(), swap_folder(run.run_id, options.node_rank, {**os.environ, **record.spec.env})
-    shutil.rmtree(swap, ignore_errors=True)  # of an attempt whose agent was killed
+    gang = Gang()
     try:
         try:
             _start_ranks(gang, run, record, options)
@@ -69,10 +70,10 @@ def run_node(options: AgentOptions) -> int:
     finally:
         # Before the record says "ended": who reads that may start the next attempt here.
         kill_descendants()
-        shutil.rmtree(swap, ignore_errors=True)
     code = node_exit_code(gang.ranks, gang.first_failure)
     ended = replace(node, ranks=tuple(gang.ranks), ended=time.time(), exit_code=code, first_failure=gang.first_failure)
     write_node_record(run, options.attempt, ended)
+    _remove_swap(_swap_folder(record, options))
     return code
 
 
@@ -107,10 +108,24 @@ def _give_up(run: RunDir, attempt: int, node: NodeRecord, failure: Failure) -> N
     write_node_record(run, attempt, replace(node, ended=time.time(), exit_code=failure.exit_code))
 
 
+def _swap_folder(record: RunRecord, options: AgentOptions) -> Path:
+    return swap_folder(record.run_id, options.attempt, options.node_rank, {**os.environ, **record.spec.env})
+
+
+def _remove_swap(folder: Path) -> None:
+    """Several times the model, and of no use to anyone."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another node of the run may be on this machine
+        folder.parent.rmdir()
+
+
 def _start_ranks(gang: Gang, run: RunDir, record: RunRecord, options: AgentOptions) -> None:
     # Relative paths in the spec mean the same whoever starts the attempt, and from where.
     if os.path.isdir(record.working_folder):
         os.chdir(record.working_folder)
+    for folder in _swap_folder(record, options).parent.glob("attempt-*"):
+        if not folder.name.startswith(f"attempt-{options.attempt:04d}-"):
+            _remove_swap(folder)  # of an attempt whose agent was killed, or is taken for lost
     place = NodePlace(options.attempt, options.node_rank, options.master_addr, options.master_port)
     secrets = read_document(run.secrets) or {}
     missing = set(record.spec.secret_env) - secrets.keys()

@@ -99,10 +99,10 @@ def find_run(name: str) -> RunDir:
     )
 
 
-def swap_folder(run_id: str, node_rank: int, environment: Mapping[str, str]) -> Path:
+def swap_folder(run_id: str, attempt: int, node_rank: int, environment: Mapping[str, str]) -> Path:
     """Where NVMe offload of one node writes: in ``$SCALETRAIN_SWAP``, or the node's folder for temporary files."""
     parent = environment.get("SCALETRAIN_SWAP") or environment.get("TMPDIR") or "/tmp"
-    return Path(parent) / f"scaletrain-swap-{run_id}-{node_rank}"
+    return Path(parent).absolute() / f"scaletrain-swap-{run_id}" / f"attempt-{attempt:04d}-node-{node_rank:04d}"
 
 
 def list_runs() -> list[RunDir]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_ranks import children
+from tests.engine.leftovers import abandoned_shared_memory, children
 
 pytestmark = pytest.mark.drill
 _PROJECT = Path(__file__).parents[2]
@@ -17,11 +17,11 @@ _ROW = ["tests/engine/parity/test_parity.py", "-k", "trains_the_model and zero0 
 
 
 def test_killing_the_tests_leaves_no_process_no_shared_memory_and_no_lock(tmp_path: Path) -> None:
-    folder, shared = tmp_path / "killed", set(Path("/dev/shm").iterdir())
+    folder, abandoned = tmp_path / "killed", abandoned_shared_memory()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}", *_ROW]
     tests = subprocess.Popen(command, cwd=_PROJECT)
     deadline = time.monotonic() + 120
-    while not any("measured" in path.read_text() for path in folder.rglob("events.jsonl")):  # in the second step
+    while not any("measured" in path.read_text() for path in folder.rglob("events.jsonl")):
         assert time.monotonic() < deadline
         assert tests.poll() is None
         time.sleep(0.01)
@@ -32,5 +32,5 @@ def test_killing_the_tests_leaves_no_process_no_shared_memory_and_no_lock(tmp_pa
     while any(Path(f"/proc/{pid}").exists() for pid in started):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert set(Path("/dev/shm").iterdir()) <= shared
+    assert abandoned_shared_memory() <= abandoned
     assert subprocess.run(command, cwd=_PROJECT, timeout=120).returncode == 0

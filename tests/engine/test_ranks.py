@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.engine.leftovers import abandoned_shared_memory, children
 from tests.engine.ranks import RanksFailedError, on_ranks
 
 _PROJECT = Path(__file__).parent.parent.parent
@@ -45,12 +46,6 @@ def what_the_rank_sees() -> tuple[str | None, bool, int]:
     return os.environ.get("A_SETTING"), dist.is_initialized(), torch.get_num_threads()
 
 
-def children(pid: int) -> set[int]:
-    """All descendants, alive or zombie."""
-    found = {int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()}
-    return found | {grandchild for child in found for grandchild in children(child)}
-
-
 def test_results_come_in_rank_order() -> None:
     assert on_ranks(3, sum_of_ranks, 2.0) == [(rank, torch.tensor([6.0])) for rank in range(3)]
 
@@ -80,7 +75,7 @@ def test_a_failure_is_told_and_leaves_no_process(function: object, told: str) ->
 
 def test_killing_the_tests_leaves_no_process_and_no_shared_memory(tmp_path: Path) -> None:
     """The ranks hang in a collective, and write their ids first."""
-    shared = sorted(Path("/dev/shm").iterdir())
+    abandoned = abandoned_shared_memory()
     code = f"from tests.engine.test_ranks import hang, on_ranks; on_ranks(3, hang, {str(tmp_path)!r})"
     tests = subprocess.Popen([sys.executable, "-c", code], cwd=_PROJECT, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 30
@@ -95,7 +90,7 @@ def test_killing_the_tests_leaves_no_process_and_no_shared_memory(tmp_path: Path
     while any(Path(f"/proc/{pid}/cmdline").exists() for pid in started):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert sorted(Path("/dev/shm").iterdir()) == shared
+    assert abandoned_shared_memory() <= abandoned
 
 
 def hang(folder: str) -> None:

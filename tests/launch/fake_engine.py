@@ -37,7 +37,7 @@ def main() -> int:
     if "touch" in fake:
         Path(fake["touch"]).touch()
     if "swap" in fake:
-        folder = swap_folder(run_folder.name, int(os.environ["NODE_RANK"]), os.environ) / f"rank{RANK}"
+        folder = swap_folder(run_folder.name, ATTEMPT, int(os.environ["NODE_RANK"]), os.environ) / f"rank{RANK}"
         folder.mkdir(parents=True)
         (folder / "moments").write_bytes(b"0" * 1000)
     for name in fake.get("echo", []):

@@ -18,7 +18,9 @@ from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import Agreement
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes
+from scaletrain_cli.plan.memory.engine_states import engine_states
 from scaletrain_cli.plan.result import Layout, StageMemory
+from scaletrain_cli.plan.stages import pipeline_stages
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures, write_measured
 from scaletrain_cli.rundir.paths import RunDir
@@ -45,8 +47,9 @@ class PlanCheck:
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Around each training step; does nothing but in the one after the attempt's first update of the weights, which
-        makes the optimizer's moments, and the allocator's first blocks. fp16 may skip some steps before.
+        """Around each training step; does nothing but in the first step that follows an update by this attempt.
+
+        The first update makes the optimizer's moments, and the allocator's first blocks. fp16 may skip steps before it.
 
         What the ranks hold then is gathered on rank 0 and stored. Collective.
         """
@@ -106,4 +109,8 @@ class PlanCheck:
 
 
 def _planned(spec: RunSpec, layout: Layout, stage: int, memory: StageMemory) -> dict[str, Any]:
-    return vars(memory) | {"activations": saved_activation_bytes(spec, layout, find_accelerator(spec.cluster), stage)}
+    held = next(each for each in pipeline_stages(spec, layout.pipeline_parallel) if each.position == stage)
+    return vars(memory) | {
+        "activations": saved_activation_bytes(spec, layout, find_accelerator(spec.cluster), stage),
+        "host": engine_states(spec, layout, held)[1],  # without the activations there, which are not counted
+    }

@@ -51,10 +51,13 @@ def token_activations(
     if model.num_experts and experts is not False:
         routed = model.num_experts_per_tok  # each with its dispatched input and its output
         mlp, mlp_gradients = _mlp(model, -(-model.expert_size // t), compiled)
-        mlp, mlp_gradients = routed * (mlp + 2 * hidden), routed * mlp_gradients
+        copies = 3 if compiled else 2  # compiled, the output also as it was before it went back to its token
+        mlp, mlp_gradients = routed * (mlp + copies * hidden), routed * mlp_gradients
         mlp += _mlp(model, -(-model.shared_expert_intermediate_size // t), compiled)[0]
         routing = 2 * _FP32 * model.num_experts  # the router's logits and probabilities, and its fp32 input
         routing += _FP32 * hidden if element_bytes < _FP32 else 0
+        if compiled and not model.shared_expert_intermediate_size and element_bytes < _FP32:
+            norms -= element_bytes * hidden  # the router's input is all that is kept of the second norm
     return TokenActivations(
         saved=norms + attention + element_bytes * mlp + routing,
         attention=attention + (element_bytes * hidden if compiled else 0),
@@ -73,10 +76,9 @@ def _attention(
     else:
         queries = heads * model.head_dim
         keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
-        if sequence_parallel > 1 and keys // model.head_dim % sequence_parallel:
-            keys = queries  # repeated, so that they divide over the ranks
+        repeated = sequence_parallel > 1 and keys // model.head_dim % sequence_parallel  # to divide over the ranks
         # q, k, v, and the output, which is also the input of its projection; and one log-sum-exp per head.
-        attention = element_bytes * (2 * queries + 2 * keys) + _FP32 * heads
+        attention = element_bytes * (2 * queries + 2 * (queries if repeated else keys)) + _FP32 * heads
         attention += element_bytes * queries if sequence_parallel > 1 else 0  # exchanged, it is another tensor
         if model.qk_norm:
             # Over each head: its output goes into the rotation, which saves nothing.

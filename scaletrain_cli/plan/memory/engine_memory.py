@@ -15,7 +15,7 @@ from scaletrain_cli.plan.memory.activations import (
     stage_activation_bytes,
     token_activations,
 )
-from scaletrain_cli.plan.memory.engine_states import engine_states
+from scaletrain_cli.plan.memory.engine_states import engine_states, offload_step_bytes
 from scaletrain_cli.plan.memory.loss_memory import loss_bytes
 from scaletrain_cli.plan.memory.moments import Moment, peak_memory
 from scaletrain_cli.plan.memory.outside_allocator import outside_allocator_bytes
@@ -105,9 +105,10 @@ def engine_stage(
         precision, grad_dtype, zero = training.precision, training.grad_dtype, layout.zero_stage
         buffers = between + communication_buffer_bytes(count, shard.largest_block, zero, element, grads, shards)
         buffers += second_gradient_bytes(count, precision, grad_dtype, zero, shards, accumulation)
-        step = 0
         if layout.offload == "none":
             step = step_temporary_bytes(count, precision, grad_dtype, zero, shards, training.optimizer.name)
+        else:
+            step = offload_step_bytes(spec, layout, stage)
         kind = sparse if stage.dense < stage.blocks else plain
         backward = block_backward_bytes(kind, tokens, stage.blocks, again)
         if away:  # a block's activations come back when it runs backward, unless it makes them again

@@ -9,7 +9,8 @@ file what they are rounded to:
 * Stage 2 accumulates 16-bit gradients in fp32 in a flat partition. Where the gradients have the weights' own type it
   keeps those of every parameter that its partition touches, whole (copy_grads_in_partition), and the padding.
 * An offloaded optimizer has its states, an fp32 gradient of them and (stages 1 and 2) a copy of the new weights on the
-  host, and so is what accumulates in the weights' own type, whole as above; stage 2's flat fp32 partition is not.
+  host, and so is what accumulates in the weights' own type, whole as above; fp32 beside 16-bit weights is not.
+* On NVMe the host has the accumulated gradients and the buffers that states and weights pass through.
 * Stage 3 cuts each parameter on its own, rounded up (``partition_parameters.py`` _aligned_size), and keeps small ones
   gathered as well (stage3_param_persistence_threshold), if there is more than one rank.
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from scaletrain_cli.plan.memory.rank_states import NVME_BUFFERS, expert_shards
+from scaletrain_cli.plan.memory.rank_states import expert_shards
 from scaletrain_cli.plan.memory.states import (
     MASTER_BYTES,
     ModelStates,
@@ -37,6 +38,10 @@ from scaletrain_cli.spec import RunSpec
 
 # Of more replicas than these, so many are looked at for the fullest: they differ by less than a parameter.
 _MOST_REPLICAS = 256
+# With offload to NVMe: buffers of the optimizer's largest sub-group and of the largest parameter, and the weights that
+# stay in memory (engine: optimization/offload.py; DeepSpeed: zero/config.py sub_group_size, zero/offload_config.py).
+_OPTIMIZER_BUFFERS, _SUB_GROUP = 4, 10**9
+_PARAMETER_BUFFERS, _LARGEST_IN_MEMORY = 5, 10**9
 
 
 def rank_model_states(spec: RunSpec, layout: Layout, stage: int = 0, replica: int | None = None) -> ModelStates:
@@ -62,7 +67,7 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
     if zero == 3:
         parts = [(group.pieces(ranks), 1) for group, ranks in shared]
         held = sum(size for size, _ in parts)
-        weights = element * (held + sum(_persistent(group, ranks) for group, ranks in shared))
+        weights = element * (held + sum(_persistent(group, ranks) for group, ranks in shared if ranks > 1))
         gradients = gradient * held
     elif zero == 0:
         parts = [(size, times) for group, _ in shared for sizes, times in group.runs for size in sizes]
@@ -83,13 +88,15 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
         return ModelStates(weights, gradients, states), 0
     states += MASTER_BYTES * held  # the gradient that the optimizer sees is beside its masters
     if zero == 3:
-        kept, host = weights, states + gradients
+        kept, away = weights, 0
         if layout.offload == "optimizer+params":  # what is kept gathered is kept on the device
             kept = element * sum(_persistent(group, ranks) for group, ranks in shared)
-            host += weights - kept
+            away = element * held
         if spec.layout.offload_device == "nvme":
-            host = min(host, NVME_BUFFERS)
-        return ModelStates(kept, 0, 0), host
+            largest = max(-(-group.largest // ranks) for group, ranks in shared)
+            states = _OPTIMIZER_BUFFERS * MASTER_BYTES * min(max(size for size, _ in parts), _SUB_GROUP)
+            away = min(away, element * (_PARAMETER_BUFFERS * largest + _LARGEST_IN_MEMORY)) if away else 0
+        return ModelStates(kept, 0, 0), states + gradients + away
     # New weights on their way back, and one gradient on its way there.
     host = states + element * (held + max(group.largest for group, _ in shared))
     if zero == 2 and gradient == element:  # what accumulates does so on the host
@@ -97,6 +104,25 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
         if layout.gradient_accumulation_steps > 1:
             host += gradient * _touched(groups, replicas, holders, replica, padded=False)
     return ModelStates(weights, gradients, 0), host
+
+
+def offload_step_bytes(spec: RunSpec, layout: Layout, stage: Stage) -> int:
+    """On the device between backward pass and update, on the way to the host: the largest parameter's gradient.
+
+    Before, stage 1 adds up its partition in fp32 beside the gradients of the weights' type (``stage_1_and_2.py``
+    _build_compact_grad_partition_buffer).
+    """
+    if layout.zero_stage == 3:
+        return 0
+    training, replicas = spec.training, zero_shards(layout)
+    element, gradient = weight_bytes(training.precision), gradient_bytes(training.precision, training.grad_dtype)
+    groups = stage_groups(
+        spec.transformer, layout.tensor_parallel, layout.expert_parallel, stage.blocks, stage.dense, ends_of(stage)
+    )
+    shared = zip(groups, (replicas, replicas, expert_shards(spec, layout)), strict=True)
+    partition = sum(_padded(group.elements, ranks) // ranks for group, ranks in shared if group.runs)
+    added = gradient * partition if layout.zero_stage == 1 and gradient != element else 0
+    return added + element * max(group.largest for group in groups if group.runs)
 
 
 def _gradient_elements(
@@ -119,8 +145,6 @@ def _padded(elements: int, ranks: int) -> int:
 
 def _persistent(group: Group, ranks: int) -> int:
     """Elements that stage 3 keeps gathered beside their pieces; gathering pads them to a multiple of the ranks."""
-    if ranks == 1:
-        return 0
     small = (
         sum(-(-size // ranks) for size in sizes if size <= PERSISTENT_ELEMENTS) * times for sizes, times in group.runs
     )

@@ -12,17 +12,12 @@ from scaletrain_cli.spec import RunSpec
 _HOST_COPIES = 6
 # What passes through pinned memory on its way to NVMe: five buffers of 1e8 fp32 elements (DeepSpeed
 # zero/offload_config.py, buffer_count and buffer_size).
-NVME_BUFFERS = 5 * 4 * 10**8
+_NVME_BUFFERS = 5 * 4 * 10**8
 
 
 def rank_states(spec: RunSpec, layout: Layout, shard: Shard) -> ModelStates:
     """Weights, gradients and optimizer states on one rank's device, offloaded parts left out."""
     return device_and_host_states(spec, layout, shard)[0]
-
-
-def host_bytes(spec: RunSpec, layout: Layout, shard: Shard) -> int:
-    """What the rank keeps in its node's memory because it is offloaded."""
-    return device_and_host_states(spec, layout, shard)[1]
 
 
 def expert_tensor_parallel(spec: RunSpec, layout: Layout) -> int:
@@ -67,5 +62,5 @@ def _offloaded(spec: RunSpec, layout: Layout, states: ModelStates, elements: int
         host += parameters
         parameters = 0
     if spec.layout.offload_device == "nvme":
-        host = min(host, NVME_BUFFERS)
+        host = min(host, _NVME_BUFFERS)
     return ModelStates(parameters, gradients, 0), host

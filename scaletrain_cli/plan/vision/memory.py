@@ -14,7 +14,7 @@ from scaletrain_cli.plan.memory.device_memory import against_device
 from scaletrain_cli.plan.memory.framework_memory import FRAMEWORK_MEMORY
 from scaletrain_cli.plan.memory.moments import Moment, peak_memory
 from scaletrain_cli.plan.memory.outside_allocator import outside_allocator_bytes
-from scaletrain_cli.plan.memory.rank_states import host_bytes, rank_states
+from scaletrain_cli.plan.memory.rank_states import rank_states
 from scaletrain_cli.plan.memory.states import gradient_bytes, second_gradient_bytes, step_temporary_bytes, weight_bytes
 from scaletrain_cli.plan.memory.zero_buffers import communication_buffer_bytes
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
@@ -62,15 +62,13 @@ def _rank_memory(
     element, grads = weight_bytes(precision), gradient_bytes(precision, grad_dtype)
     buffers = communication_buffer_bytes(count, shard.largest_block, stage, element, grads, shards)
     buffers += second_gradient_bytes(count, precision, grad_dtype, stage, shards, layout.gradient_accumulation_steps)
-    step = 0
-    if layout.offload == "none":
-        step = step_temporary_bytes(count, precision, grad_dtype, stage, shards, training.optimizer.name)
+    step = step_temporary_bytes(count, precision, grad_dtype, stage, shards, training.optimizer.name)
     moments = (Moment(held.kept, logits, buffers, 0), Moment(held.backward, 0, buffers, 0), Moment(0, 0, 0, step))
     worst = max(moments, key=sum)
     habits = FRAMEWORK_MEMORY.get(spec.planner.framework)
     fragmentation = int((habits.fragmentation if habits else _FRAGMENTATION_SHARE) * sum(worst))
     framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
-    return peak_memory(states, worst, fragmentation, framework, host_bytes(spec, layout, shard))
+    return peak_memory(states, worst, fragmentation, framework, host=0)
 
 
 @lru_cache(maxsize=4096)

@@ -56,6 +56,7 @@ def resumed(offload: str, folder: Path) -> tuple[list[float], list[float], Tenso
     state = swapped.state_dict()
     assert len(state["pieces"]) == 1
     went_on = [train(first, step) for step in (3, 4)], weights(first)
+    assert len(list((folder / "first").glob("*/*/rank*"))) >= 2  # what the node agent will remove
     second = start(spec, 3, width=WIDE, folder=folder / "second")
     restored = SwappedStates(second.engine)
     second.engine.load_checkpoint(str(folder), tag="saved")

@@ -21,7 +21,7 @@ ACTIVATIONS = 0.05  # run beside plan
 class Line:
     """What became of a row. ``states``: bytes of the rank that strays furthest from its plan, run minus plan.
 
-    ``activations``: of the pipeline stage that does, run / plan - 1. ``problem``: why there are no figures.
+    ``activations``: of the rank that does, run / plan - 1. ``problem``: why there are no figures.
     """
 
     row: Row
@@ -33,7 +33,7 @@ class Line:
 
     @property
     def right(self) -> bool:
-        """Within the limits of its precision, with every byte of state where the plan has it."""
+        """Within the limits of its precision and of the activations, with every byte of state as planned."""
         limit = BF16 if "training.precision=bf16" in self.row.overrides else FP32
         planned = self.states == 0 and abs(self.activations) <= ACTIVATIONS
         return self.found is not None and self.found.within(limit) and planned
@@ -54,8 +54,8 @@ def page(lines: list[Line], command: str) -> Iterator[str]:
     yield (
         f"{len(lines)} layouts of a small model, {STEPS} steps each, against a plain torch loop in one process "
         "with the same first weights and batches: the largest difference of the loss (nats), of the gradient norm "
-        "(relative), and of any weight at the end. And the bytes beside their plan: model states of the rank that "
-        "strays furthest, and what the blocks of a pipeline stage save of one micro-batch.\n"
+        "(relative), and of any weight at the end. And the bytes of the rank that strays furthest from its plan: model "
+        "states, and what its blocks save of one micro-batch (of mixtures the mean over ranks).\n"
     )
     yield (
         f"Allowed are {FP32.loss:g} of loss, {FP32.norm:g} of gradient norm and {FP32.weight:g} of a weight in fp32, "

@@ -149,7 +149,7 @@ def test_of_a_long_pipeline_each_kind_of_stage_is_sized_once(monkeypatch: pytest
 
     monkeypatch.setattr(engine_memory, "engine_states", counted)
     assert len(plan_memory(spec, layout, find_accelerator(spec.cluster)).by_stage) == 64
-    assert len(sized) <= 4
+    assert 1 <= len(sized) <= 4
 
 
 def test_states_on_nvme_leave_buffers_in_the_host_s_memory() -> None:
@@ -158,4 +158,7 @@ def test_states_on_nvme_leave_buffers_in_the_host_s_memory() -> None:
         for device in ("cpu", "nvme")
     )
     assert on_drives.peak == on_host.peak
-    assert on_drives.host == 5 * 4 * 10**8 < on_host.host
+    partition = on_drives.parameters // 2  # elements, of 16 bits
+    accumulated, buffers = 4 * partition, 4 * 4 * 10**9
+    assert on_drives.host == pytest.approx(accumulated + buffers, rel=0.01)
+    assert on_host.host > 2 * on_drives.host
