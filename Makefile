@@ -41,7 +41,7 @@ check: setup ## Lint, format and types
 
 # Two workers, because the tests of Slurm and the drills wait more than they work.
 test: setup slurm-packages ## Run all tests, with a real Slurm where the machine can have one
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder $(ARGS)
 
 # Root on a machine with apt gets Slurm. Elsewhere the Slurm tests skip and say why; in CI that would be a failure.
 slurm-packages:

@@ -9,7 +9,6 @@ import difflib
 import os
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
@@ -36,27 +35,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 WAITING = ("slurm_cluster", "drills")
 
 
-def folder_or_file(nodeid: str) -> str:
-    """What stays together on a worker of ``pytest -n``, and so shares its fixtures."""
-    file = nodeid.partition("::")[0]
-    return next((folder for folder in WAITING if file.startswith(f"tests/{folder}/")), file)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return folder_or_file(nodeid)
-
-    return Scheduling(config, log)
-
-
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if hasattr(config, "workerinput"):
-        order = [*WAITING, *dict.fromkeys(folder_or_file(item.nodeid) for item in items)]
-        items.sort(key=lambda item: order.index(folder_or_file(item.nodeid)))
+    """With ``pytest -n`` the tests of a file stay together and share its fixtures."""
+    if not config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+
+    def folder(item: pytest.Item) -> str:
+        return item.path.relative_to(GOLDEN_FOLDER.parent).parts[0]
+
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(folder(item) if folder(item) in WAITING else str(item.path)))
+    items.sort(key=lambda item: WAITING.index(folder(item)) if folder(item) in WAITING else len(WAITING))
 
 
 @pytest.fixture(autouse=True)
