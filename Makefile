@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/setup-done-$(TORCH)
 
-.PHONY: help setup demo check test slurm-packages parity bench bench-planner bench-engine clean
+.PHONY: help setup demo check test drills slurm-packages parity bench bench-planner bench-engine clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,9 +39,11 @@ check: setup ## Lint, format and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# Two workers, because the tests of Slurm and the drills wait more than they work.
-test: setup slurm-packages ## Run all tests, with a real Slurm where the machine can have one
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder $(ARGS)
+test: setup slurm-packages ## Run the tests, with a real Slurm where the machine can have one, and the drills' short form
+	$(BIN)/python -m pytest -m 'not long' $(ARGS)
+
+drills: setup ## Kill, signal and preempt real runs in every way, and compare with what they should have come to
+	$(BIN)/python -m pytest -m drill $(ARGS)
 
 # Root on a machine with apt gets Slurm. Elsewhere the Slurm tests skip and say why; in CI that would be a failure.
 slurm-packages:

@@ -31,24 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept-goldens", action="store_true", help="write the golden files instead of comparing")
 
 
-# Folders of tests that wait more than they work, longest first: with several workers they begin, each on one worker.
-WAITING = ("slurm_cluster", "drills")
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``pytest -n`` the tests of a file stay together and share its fixtures."""
-    if not config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return
-
-    def folder(item: pytest.Item) -> str:
-        return item.path.relative_to(GOLDEN_FOLDER.parent).parts[0]
-
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(folder(item) if folder(item) in WAITING else str(item.path)))
-    items.sort(key=lambda item: WAITING.index(folder(item)) if folder(item) in WAITING else len(WAITING))
-
-
 @pytest.fixture(autouse=True)
 def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the caller's cluster, runs, settings and W&B login out of the tests.

@@ -25,8 +25,8 @@ LAST_MOMENT = STEPS - 14  # steps take some 30 ms: time enough to strike before 
 every_kind = pytest.mark.parametrize(
     ("kind", "asks"),
     [
-        ({"layout__zero_stage": 0}, (signal.SIGTERM,)),
-        ({"layout__zero_stage": 1}, (signal.SIGUSR1,)),
+        pytest.param({"layout__zero_stage": 0}, (signal.SIGTERM,), marks=pytest.mark.long),
+        pytest.param({"layout__zero_stage": 1}, (signal.SIGUSR1,), marks=pytest.mark.long),
         ({"layout__zero_stage": 2, "training__precision": "bf16"}, (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1)),
         ({"layout__zero_stage": 3}, (signal.SIGTERM, signal.SIGTERM)),
     ],
@@ -96,6 +96,7 @@ def test_a_kill_inside_a_save_falls_back_to_the_checkpoint_before(
     assert_same_run(drill, undisturbed())
 
 
+@pytest.mark.long
 def test_signals_while_ranks_start_up_are_kept(dataset: Path, undisturbed: Undisturbed, chance: random.Random) -> None:
     drill = submit_drill(dataset)
     for _ in range(3):  # the interpreter, torch and DeepSpeed load for some seconds; hit anywhere in there
@@ -154,6 +155,7 @@ def test_a_nan_does_not_take_the_save_in_flight_with_it(dataset: Path, monkeypat
     assert [checkpoint.step for checkpoint in list_checkpoints(drill.run.checkpoints)] == [10]
 
 
+@pytest.mark.long
 def test_a_signal_inside_an_evaluation_is_heard_and_the_evaluation_made_up_for(
     dataset: Path, undisturbed: Undisturbed
 ) -> None:
@@ -167,6 +169,7 @@ def test_a_signal_inside_an_evaluation_is_heard_and_the_evaluation_made_up_for(
     assert_same_run(drill, undisturbed(**overrides))
 
 
+@pytest.mark.long
 def test_a_stopped_rank_ends_the_attempt_after_the_longest_wait_and_the_run_goes_on(
     dataset: Path, undisturbed: Undisturbed
 ) -> None:
@@ -179,6 +182,7 @@ def test_a_stopped_rank_ends_the_attempt_after_the_longest_wait_and_the_run_goes
     assert_same_run(drill, undisturbed())
 
 
+@pytest.mark.long
 def test_starting_from_scratch_after_damage_keeps_the_new_checkpoints(dataset: Path) -> None:
     drill = submit_drill(dataset, checkpoint__keep=1)
     drill.wait_for_step(22)

@@ -17,6 +17,7 @@ from tests.drills.training_runs import STEPS, submit_drill
 pytestmark = pytest.mark.drill
 
 
+@pytest.mark.long
 def test_every_zero_stage_trains_the_same_model(undisturbed: Undisturbed) -> None:
     """fp32: only the order of summation differs."""
     for stage in (0, 1, 3):
@@ -41,6 +42,7 @@ def test_metrics_say_what_was_measured(undisturbed: Undisturbed) -> None:
     assert [line["step"] for line in lines if "validation_loss" in line] == [20, 40]
 
 
+@pytest.mark.long
 def test_wandb_offline_mirrors_every_attempt_as_one_run(dataset: Path) -> None:
     pytest.importorskip("wandb")
     drill = submit_drill(dataset, tracking__wandb="{mode: offline, project: drills}", training__steps=12)

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engine.leftovers import abandoned_shared_memory, children
+from tests.engine.leftovers import children
 from tests.engine.ranks import RanksFailedError, on_ranks
-
-_PROJECT = Path(__file__).parent.parent.parent
 
 
 def sum_of_ranks(factor: float) -> tuple[int, torch.Tensor]:
@@ -71,30 +66,3 @@ def test_a_failure_is_told_and_leaves_no_process(function: object, told: str) ->
         on_ranks(2, function, seconds=1.0 if function is hang_on_rank_one else 20.0)  # type: ignore[arg-type]
     assert children(os.getpid()) == before
     assert time.monotonic() - started < 10
-
-
-def test_killing_the_tests_leaves_no_process_and_no_shared_memory(tmp_path: Path) -> None:
-    """The ranks hang in a collective, and write their ids first."""
-    abandoned = abandoned_shared_memory()
-    code = f"from tests.engine.test_ranks import hang, on_ranks; on_ranks(3, hang, {str(tmp_path)!r})"
-    tests = subprocess.Popen([sys.executable, "-c", code], cwd=_PROJECT, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
-    while len(list(tmp_path.iterdir())) < 3:
-        assert time.monotonic() < deadline
-        assert tests.poll() is None
-        time.sleep(0.01)
-    started = children(tests.pid)
-    assert started >= {int(path.name) for path in tmp_path.iterdir()}
-    tests.kill()
-    tests.wait(10)
-    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in started):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert abandoned_shared_memory() <= abandoned
-
-
-def hang(folder: str) -> None:
-    (Path(folder) / str(os.getpid())).touch()
-    if dist.get_rank() == 1:
-        time.sleep(60)
-    dist.barrier()
