@@ -107,7 +107,7 @@ def curves(run_dir: str) -> dict[tuple[int, str], float]:
 
 def test_a_preempted_run_goes_on_elsewhere_and_equals_the_local_run(login: Login) -> None:
     """Preempted by a job of higher priority that keeps the nodes; no step lost, not a bit different."""
-    short = ("training.steps=16", "evaluation.every=8", "checkpoint.every=10")
+    short = ("model.num_hidden_layers=4", "training.steps=16", "evaluation.every=8", "checkpoint.every=10")
     run_id = login.submit(*ON_SLURM, *short)
     before = login.wait(run_id, lambda now: now["step"] >= 4)
     assert len(before["nodes"]) == 2
