@@ -28,7 +28,7 @@ every_kind = pytest.mark.parametrize(
         pytest.param({"layout__zero_stage": 0}, (signal.SIGTERM,), marks=pytest.mark.long),
         pytest.param({"layout__zero_stage": 1}, (signal.SIGUSR1,), marks=pytest.mark.long),
         ({"layout__zero_stage": 2, "training__precision": "bf16"}, (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1)),
-        ({"layout__zero_stage": 3}, (signal.SIGTERM, signal.SIGTERM)),
+        pytest.param({"layout__zero_stage": 3}, (signal.SIGTERM, signal.SIGTERM), marks=pytest.mark.long),
     ],
     ids=["stage 0", "stage 1", "stage 2 in bf16", "stage 3"],
 )
@@ -70,6 +70,7 @@ def saving(drill: Drill) -> bool:
     return any(drill.run.checkpoints.glob("*.tmp/*.pt"))
 
 
+@pytest.mark.long
 def test_a_signal_inside_a_save_loses_no_step(
     dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +110,7 @@ def test_signals_while_ranks_start_up_are_kept(dataset: Path, undisturbed: Undis
     assert_same_run(drill, undisturbed())
 
 
+@pytest.mark.long
 def test_the_agent_killed_leaves_no_rank_and_the_run_goes_on(dataset: Path, undisturbed: Undisturbed) -> None:
     drill = submit_drill(dataset)
     drill.wait_for_step(15)
