@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.plan.memory.zero_buffers import NVME_OPTIMIZER_BUFFERS
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
-
-# The optimizer's buffers while a piece is updated: weights, gradient and two moments (zero/offload_config.py).
-_OPTIMIZER_BUFFERS = 4
 
 
 def offload_config(spec: RunSpec, layout: Layout, swap_folder: Path) -> dict[str, Any]:
@@ -24,7 +22,7 @@ def offload_config(spec: RunSpec, layout: Layout, swap_folder: Path) -> dict[str
         config = {"offload_optimizer": place}
         return config | ({"offload_param": place} if layout.offload == "optimizer+params" else {})
     place["nvme_path"] = str(swap_folder)
-    config = {"offload_optimizer": {**place, "buffer_count": _OPTIMIZER_BUFFERS}}
+    config = {"offload_optimizer": {**place, "buffer_count": NVME_OPTIMIZER_BUFFERS}}
     if layout.offload == "optimizer+params":
         config["offload_param"] = {**place, "buffer_size": _largest_piece(spec, layout)}
     return config

@@ -30,7 +30,13 @@ from scaletrain_cli.plan.memory.states import (
     optimizer_constant_bytes,
     weight_bytes,
 )
-from scaletrain_cli.plan.memory.zero_buffers import PERSISTENT_ELEMENTS
+from scaletrain_cli.plan.memory.zero_buffers import (
+    NVME_OPTIMIZER_BUFFERS,
+    NVME_PARAMETER_BUFFERS,
+    NVME_WEIGHTS_IN_MEMORY,
+    PERSISTENT_ELEMENTS,
+    SUB_GROUP_ELEMENTS,
+)
 from scaletrain_cli.plan.parameter_tensors import Group, StageGroups, ends_of, stage_groups
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.stages import Stage, pipeline_stages, zero_shards
@@ -38,10 +44,6 @@ from scaletrain_cli.spec import RunSpec
 
 # Of more replicas than these, so many are looked at for the fullest: they differ by less than a parameter.
 _MOST_REPLICAS = 256
-# With offload to NVMe: buffers of the optimizer's largest sub-group and of the largest parameter, and the weights that
-# stay in memory (engine: optimization/offload.py; DeepSpeed: zero/config.py sub_group_size, zero/offload_config.py).
-_OPTIMIZER_BUFFERS, _SUB_GROUP = 4, 10**9
-_PARAMETER_BUFFERS, _LARGEST_IN_MEMORY = 5, 10**9
 
 
 def rank_model_states(spec: RunSpec, layout: Layout, stage: int = 0, replica: int | None = None) -> ModelStates:
@@ -94,8 +96,8 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
             away = element * held
         if spec.layout.offload_device == "nvme":
             largest = max(-(-group.largest // ranks) for group, ranks in shared)
-            states = _OPTIMIZER_BUFFERS * MASTER_BYTES * min(max(size for size, _ in parts), _SUB_GROUP)
-            away = min(away, element * (_PARAMETER_BUFFERS * largest + _LARGEST_IN_MEMORY)) if away else 0
+            states = NVME_OPTIMIZER_BUFFERS * MASTER_BYTES * min(max(size for size, _ in parts), SUB_GROUP_ELEMENTS)
+            away = min(away, element * (NVME_PARAMETER_BUFFERS * largest + NVME_WEIGHTS_IN_MEMORY)) if away else 0
         return ModelStates(kept, 0, 0), states + gradients + away
     # New weights on their way back, and one gradient on its way there.
     host = states + element * (held + max(group.largest for group, _ in shared))

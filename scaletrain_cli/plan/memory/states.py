@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from scaletrain_cli.plan.memory.zero_buffers import SUB_GROUP_ELEMENTS
+
 # AdamW keeps two fp32 moments (arXiv:1711.05101); mixed precision adds an fp32 master copy (arXiv:1710.03740).
 MOMENT_BYTES = 8
 MASTER_BYTES = 4
@@ -44,7 +46,6 @@ _SCALE_TABLES = 2 * 4 * 256
 
 _DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: the products; weights stay in 16 bits
 _FP32_BYTES = 4
-_STEP_SUB_GROUP = 10**9  # zero/config.py sub_group_size
 
 
 class ModelStates(NamedTuple):
@@ -156,4 +157,4 @@ def step_temporary_bytes(
     partition = -(-parameters // data_parallel)
     if zero_stage == 1 and weight_bytes(precision) == 2 and gradient_bytes(precision, grad_dtype) == 4:
         return max(root * partition, 2 * parameters if data_parallel > 1 else 0)
-    return (root + _FP32_BYTES) * (min(partition, _STEP_SUB_GROUP) if zero_stage == 3 else partition)
+    return (root + _FP32_BYTES) * (min(partition, SUB_GROUP_ELEMENTS) if zero_stage == 3 else partition)

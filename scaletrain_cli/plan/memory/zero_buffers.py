@@ -17,6 +17,13 @@ _LARGEST_LIVE_ELEMENTS = 1_000_000_000
 # Its default too: stage 3 keeps parameters up to this size whole on every rank, instead of gathering each when it is
 # needed (stage3_param_persistence_threshold).
 PERSISTENT_ELEMENTS = 100_000
+# DeepSpeed's default (zero/config.py sub_group_size): what stage 3 updates in one piece.
+SUB_GROUP_ELEMENTS = 10**9
+# With offload to NVMe: buffers as large as a sub-group, for weights, gradient and two moments; buffers as large as the
+# largest parameter, and weights that stay in memory, DeepSpeed's defaults (zero/offload_config.py).
+NVME_OPTIMIZER_BUFFERS = 4
+NVME_PARAMETER_BUFFERS = 5
+NVME_WEIGHTS_IN_MEMORY = 10**9
 # engine.py MEMORY_OPT_ALLREDUCE_SIZE: without ZeRO, gradients are flattened and reduced in pieces of this size.
 _FLATTENED_ELEMENTS = 500_000_000
 
