@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from scaletrain_cli.engine.beginning import find_beginning
-from scaletrain_cli.engine.checkpointing import Checkpointer, Stateful
+from scaletrain_cli.engine.checkpointing import Checkpointer
 from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences, open_dataset, prepare_dataset
 from scaletrain_cli.engine.faults import Faults
@@ -20,7 +20,6 @@ from scaletrain_cli.engine.late_metrics import LateMetrics
 from scaletrain_cli.engine.measure.out_of_memory import remember_allocations
 from scaletrain_cli.engine.measure.plan_check import PlanCheck
 from scaletrain_cli.engine.optimization.averaging import WeightAverage
-from scaletrain_cli.engine.optimization.swapped_states import SwappedStates
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict, connect
 from scaletrain_cli.engine.signals import PreemptionFlag
@@ -49,11 +48,7 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
     connect(device, hang_seconds)
     agreement, set_up = Agreement(hang_seconds), Agreement(_SET_UP_SECONDS)
     dataset, train, validation = _open_data(run, record, ranks, set_up)
-    # One reader hashes, and all ranks take the same checkpoint.
-    found = find_beginning(run, checkpoint_folder(run, spec)) if ranks.rank == 0 else None
-    begin = set_up.follow_rank_zero(found)
-    assert begin is not None
-    begin.checked()
+    begin = find_beginning(run, checkpoint_folder(run, spec), attempt, ranks, set_up)
     _leave_if_asked(flag, set_up)
     torch.backends.cuda.matmul.allow_tf32 = spec.training.precision == "tf32"
     _seed(spec.training.seed, ranks.rank)
@@ -65,21 +60,19 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
     average = None
     if spec.training.averaging.name != "none":
         average = WeightAverage(composed.engine, spec.training.averaging, spec.total_steps)
-    swapped = None
-    if layout.offload != "none" and spec.layout.offload_device == "nvme":
-        swapped = SwappedStates(composed.engine)
     _leave_if_asked(flag, set_up)
     faults = Faults.from_environment(ranks.rank, attempt)
     checkpointer = Checkpointer(
         run,
-        checkpoint_folder(run, spec),
-        composed.engine,
+        spec,
+        composed,
+        mesh,
         ranks,
-        agreement,
-        keep=spec.checkpoint.keep,
+        set_up,
         attempt=attempt,
-        delay_seconds=faults.save_delay_seconds,
-        beside=_beside(adaptive_clip=drive.adaptive_clip, average=average, swapped=swapped),
+        faults=faults,
+        average=average,
+        alike={} if drive.adaptive_clip is None else {"adaptive_clip": drive.adaptive_clip},
     )
     masked = spec.data.loss_mask == "document_starts"
     read_train, read_validation = (
@@ -106,11 +99,6 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         late=LateMetrics(device),
         plan_check=PlanCheck(run, record, attempt, composed, average, mesh, agreement, device),
     )
-
-
-def _beside(**parts: Stateful | None) -> dict[str, Stateful]:
-    """What checkpoints keep besides DeepSpeed's state."""
-    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _leave_if_asked(flag: PreemptionFlag, set_up: Agreement) -> None:

@@ -1,104 +1,44 @@
 """Saving and restoring the full state of a run, without holding up the training thread or ever half-committing.
 
-A save copies the state off the device, then a writer thread hashes it to disk. Once every rank's writer is done (the
-step agreement says so), rank 0 commits. DeepSpeed decides what the state is; the protocol is rundir.checkpoints.
+A save copies the state off the device; a thread writes and hashes it. Once every rank's thread is done, which the step
+agreement tells, rank 0's commits. What the state consists of is engine.state's, the protocol rundir.committing's.
 """
 
 from __future__ import annotations
 
-import copy
-import random
-import shutil
+import json
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import torch
-
-from scaletrain_cli.engine.parallel.expert import experts_in_shards, take_experts_from_shards
+from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.faults import Faults
+from scaletrain_cli.engine.optimization.averaging import WeightAverage
+from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import Agreement, Ranks
-from scaletrain_cli.errors import ScaletrainError
-from scaletrain_cli.rundir import checkpoints
-from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest, HashingWriter
+from scaletrain_cli.engine.state.counters import counters, set_counters
+from scaletrain_cli.engine.state.holders import HeldStates
+from scaletrain_cli.engine.state.random_state import random_state, restore_random_state
+from scaletrain_cli.engine.state.reader import RANDOM, StateReader, shard_name
+from scaletrain_cli.engine.state.shard_file import Entry, ShardHeader, write_shard
+from scaletrain_cli.engine.state.snapshot import Snapshot, put_back
+from scaletrain_cli.rundir import checkpoints, committing
+from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest
+from scaletrain_cli.rundir.committing import HashingWriter
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import checkpoint_folder
+from scaletrain_cli.spec import RunSpec
 
-
-class SnapshotWriter:
-    """What DeepSpeed calls to store its shards: copies to host memory at once, writes and hashes in a thread.
-
-    Has the shape of DeepSpeed's CheckpointEngine, without inheriting from it, so that only one file imports DeepSpeed.
-    """
-
-    def __init__(self, delay_seconds: float = 0.0) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
-        self._writes: dict[Path, Future[FileDigest]] = {}
-        self._delay_seconds = delay_seconds
-
-    @property
-    def writing(self) -> bool:
-        """Whether a write is under way. Raises what a finished write raised."""
-        finished = [write for write in self._writes.values() if write.done()]
-        for write in finished:
-            write.result()
-        return len(finished) < len(self._writes)
-
-    def take_digests(self, folder: Path) -> dict[str, FileDigest]:
-        """Wait for all writes and return their digests by name below ``folder``. Raises what a write raised."""
-        digests = {str(path.relative_to(folder)): write.result() for path, write in self._writes.items()}
-        self._writes = {}
-        return digests
-
-    def save(self, state_dict: Any, path: str | Path) -> None:
-        """Queue a write of the state as it is now."""
-        path = Path(path)
-        self._writes[path] = self._thread.submit(self._write, _host_copy(state_dict), path)
-
-    def _write(self, state: Any, path: Path) -> FileDigest:
-        time.sleep(self._delay_seconds)
-        writer = HashingWriter(path)
-        torch.save(state, writer)  # type: ignore[arg-type]
-        return writer.close()
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """Read a shard back. Our own file, verified by hash before: safe to unpickle."""
-        return torch.load(path, map_location=map_location, weights_only=False)
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Part of DeepSpeed's interface."""
-        Path(path).mkdir(parents=True, exist_ok=exist_ok)
-
-    def create(self, info: object) -> None:
-        """Part of DeepSpeed's interface: a save begins."""
-
-    def commit(self, info: object) -> bool:
-        """Part of DeepSpeed's interface: it has handed over its shards. The real commit is Checkpointer's."""
-        return True
-
-    def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Part of DeepSpeed's interface: replicated state is written once."""
-        return dp_rank == 0
-
-    def is_decoupled(self) -> bool:
-        """Part of DeepSpeed's interface: no, or DeepSpeed would wait for the writes in its next step."""
-        return False
-
-    def preserves_storage_sharing(self) -> bool:
-        """Part of DeepSpeed's interface: copies are separate, so views need no cloning first."""
-        return False
-
-    def cleanup(self) -> None:
-        """Part of DeepSpeed's interface."""
+_STATE = "state.json"  # what every rank knows alike: the step, the loss scale, what the guard has seen
 
 
 class Stateful(Protocol):
-    """What a checkpoint keeps of a part that DeepSpeed does not know."""
+    """A small part of the state that every rank has alike, in plain numbers."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state; tensors need not be copies."""
+        """Its state; JSON."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from that."""
@@ -106,9 +46,15 @@ class Stateful(Protocol):
 
 @dataclass
 class _Save:
+    """One save in flight. ``commit`` is rank 0's, from when all ranks have written."""
+
     step: int
     started: float
-    blocked_seconds: float
+    copy_seconds: float
+    write: Future[dict[str, FileDigest]]
+    blocked_seconds: float = 0.0
+    all_written: bool = False
+    commit: Future[None] | None = None
 
 
 class Checkpointer:
@@ -117,43 +63,70 @@ class Checkpointer:
     def __init__(
         self,
         run: RunDir,
-        folder: Path,
-        engine: Any,
+        spec: RunSpec,
+        composed: Composed,
+        mesh: Mesh,
         ranks: Ranks,
         agreement: Agreement,
         *,
-        keep: int,
         attempt: int,
-        delay_seconds: float,
-        beside: dict[str, Stateful],
+        faults: Faults,
+        average: WeightAverage | None,
+        alike: dict[str, Stateful],
     ) -> None:
-        """``beside``: what each rank keeps besides DeepSpeed's state, by name."""
-        self._run, self.folder, self._engine, self._ranks, self._agreement = run, folder, engine, ranks, agreement
-        self._keep, self._attempt, self._beside = keep, attempt, beside
-        self._writer = SnapshotWriter(delay_seconds)
+        """``agreement``: one that waits as long as a save may take. ``alike``: what else to keep, by name."""
+        self._run, self._spec, self._ranks, self._agreement = run, spec.checkpoint, ranks, agreement
+        self.folder = checkpoint_folder(run, spec)
+        self._engine, self._average, self._attempt, self._alike = composed.engine, average, attempt, alike
+        self._states = HeldStates(composed.engine, composed.model, mesh)
+        self._snapshot = Snapshot(self._states, average)
+        self._faults = faults
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
         self._in_flight: _Save | None = None
+        self._marks: list[Future[None]] = []
+        self._unmarked: set[int] = set()
         self.committed_step: int | None = None
-        engine.checkpoint_engine = self._writer
-        engine._copy_recovery_script = lambda path: None  # a conversion script per save; `export` will be a verb
+        self.last_save: SaveCost | None = None
 
-    @property
-    def _own_file(self) -> str:
-        return f"rank-{self._ranks.rank:05d}.pt"
+    def allocate(self) -> None:
+        """Take the host memory that saves need, so that the first one costs what later ones do. After an update."""
+        self._snapshot.take()
 
     @property
     def writing(self) -> bool:
-        """Whether this rank still writes. Raises what the writer raised, so a failed save surfaces at the next step."""
-        return self._in_flight is not None and self._writer.writing
+        """Whether this rank still writes. Raises what the thread raised, so a failed save surfaces at the next step."""
+        for mark in [mark for mark in self._marks if mark.done()]:
+            self._marks.remove(mark)
+            mark.result()
+        save = self._in_flight
+        if save is None:
+            return False
+        job: Future[Any] = save.commit or save.write
+        if job.done():
+            job.result()
+        return not job.done()
 
     def settle(self, anyone_writing: bool) -> None:
-        """Commit the save in flight once no rank writes any more."""
-        if self._in_flight is not None and not anyone_writing:
-            self._commit()
+        """Go on with the save in flight once no rank writes any more: commit it, or take note that this is done."""
+        save = self._in_flight
+        if save is None or anyone_writing:
+            return
+        if save.all_written:
+            self._conclude(save)
+        else:
+            self._begin_commit(save)
 
     def finish(self) -> None:
-        """Wait for the save in flight, if any, and commit it."""
-        if self._in_flight is not None:
-            self._commit()
+        """Wait for the save in flight, if any, until it is committed."""
+        save = self._in_flight
+        if save is None:
+            return
+        if not save.all_written:
+            self._begin_commit(save)
+        if save.commit is not None:
+            save.commit.result()
+        self._agreement.barrier()
+        self._conclude(save)
 
     def save(self, step: int, client_state: dict[str, Any], *, wait: bool) -> None:
         """Begin a save of the state after ``step`` steps; with ``wait`` it is committed on return."""
@@ -166,86 +139,100 @@ class Checkpointer:
 
     def _begin(self, step: int, client_state: dict[str, Any]) -> None:
         started = time.monotonic()
-        staging = checkpoints.staging_path(self.folder, step)
-        if self._ranks.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-        self._agreement.barrier()
-        with experts_in_shards(self._engine):
-            self._engine.save_checkpoint(
-                str(staging.parent), tag=staging.name, save_latest=False, client_state={"scaletrain": client_state}
-            )
-        state = {name: part.state_dict() for name, part in self._beside.items()}
-        self._writer.save({"random": _random_state(self._engine.device), **state}, staging / self._own_file)
-        self._in_flight = _Save(step, started, time.monotonic() - started)
+        entries, counts = self._snapshot.take()
+        copied = time.monotonic()
+        pieces = {held.piece.name: held.piece for holder in self._states.holders for held in holder.owned}
+        header = ShardHeader(self._ranks.rank, pieces, counts)
+        entries.append(Entry(RANDOM, random_state(self._states.device)))
+        parts = {name: part.state_dict() for name, part in self._alike.items()}
+        if self._average is not None:
+            parts["average"] = {"taken": self._average.taken}
+        state = json.dumps({"client": client_state, "counters": counters(self._engine), "parts": parts})
+        write = self._thread.submit(self._write, step, header, entries, state)
+        self._in_flight = _Save(step, started, copied - started, write, time.monotonic() - started)
 
-    def _commit(self) -> None:
-        save, folder, began = self._in_flight, self.folder, time.monotonic()
-        assert save is not None
-        digests = self._agreement.gather(self._writer.take_digests(checkpoints.staging_path(folder, save.step)))
+    def _write(self, step: int, header: ShardHeader, entries: list[Entry], state: str) -> dict[str, FileDigest]:
+        """In the thread: this rank's files, durable."""
+        staging = committing.begin_staging(self.folder, self._attempt, step)
+        time.sleep(self._faults.save_delay_seconds)
+        name = shard_name(self._ranks.rank)
+        digests = {name: write_shard(staging / name, header, entries)}
+        if self._ranks.rank == 0:
+            file = HashingWriter(staging / _STATE)
+            file.write(state.encode())
+            digests[_STATE] = file.close()
+        return digests
+
+    def _begin_commit(self, save: _Save) -> None:
+        began = time.monotonic()
+        digests = self._agreement.gather(save.write.result())
+        save.all_written = True
         if digests is not None:
             files = {name: digest for part in digests for name, digest in part.items()}
-            world_size = self._ranks.world_size
-            checkpoints.commit(folder, save.step, files, world_size=world_size, clean=True, attempt=self._attempt)
-            now = time.monotonic()
-            record_event(
-                self._run,
-                "checkpoint",
-                step=save.step,
-                attempt=self._attempt,
-                bytes=sum(digest.size for digest in files.values()),
-                seconds=round(now - save.started, 4),
-                blocked_seconds=round(save.blocked_seconds + now - began, 4),
-            )
-            checkpoints.prune(folder, self._keep)
+            save.blocked_seconds += time.monotonic() - began
+            save.commit = self._thread.submit(self._commit, save, files)
+
+    def _commit(self, save: _Save, files: dict[str, FileDigest]) -> None:
+        """In rank 0's thread."""
+        world_size = self._ranks.world_size
+        committing.commit(self.folder, save.step, files, world_size=world_size, clean=False, attempt=self._attempt)
+        record_event(
+            self._run,
+            "checkpoint",
+            step=save.step,
+            attempt=self._attempt,
+            bytes=sum(digest.size for digest in files.values()),
+            seconds=round(time.monotonic() - save.started, 4),
+            blocked_seconds=round(save.blocked_seconds, 4),
+            copy_seconds=round(save.copy_seconds, 4),
+        )
+        for checkpoint in committing.superfluous(self.folder, self._spec.keep):
+            committing.retire(checkpoint.path, self._attempt)
+
+    def _conclude(self, save: _Save) -> None:
         self._in_flight, self.committed_step = None, save.step
+        self._unmarked.add(save.step)
+        self.last_save = SaveCost(save.blocked_seconds, time.monotonic() - save.started)
+
+    def mark_clean_up_to(self, step: int) -> None:
+        """State of the committed checkpoints up to ``step`` that training went well after them."""
+        healthy = {saved for saved in self._unmarked if saved <= step}
+        self._unmarked -= healthy
+        if healthy and self._ranks.rank == 0:
+            self._marks.append(self._thread.submit(self._mark, healthy))
+
+    def _mark(self, steps: set[int]) -> None:
+        """In rank 0's thread; retention may have removed one meanwhile."""
+        for checkpoint in checkpoints.list_checkpoints(self.folder):
+            if checkpoint.step in steps and not checkpoint.clean:
+                committing.mark_clean(checkpoint, self._attempt)
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Load weights, optimizer and this rank's random state; returns the client state that was saved with them."""
-        if checkpoint.world_size != self._ranks.world_size:
-            raise ScaletrainError(
-                f"{checkpoint.path.name} was written by {checkpoint.world_size} ranks and this job has "
-                f"{self._ranks.world_size}: resuming at another size is not supported yet. Use the same size."
-            )
-        with experts_in_shards(self._engine):
-            path, client_state = self._engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
-        if path is None:  # DeepSpeed only warns and trains on from scratch
-            raise ScaletrainError(f"DeepSpeed found nothing to load in {checkpoint.path}")
-        take_experts_from_shards(self._engine)
-        state = self._writer.load(str(checkpoint.path / self._own_file))
-        _restore_random_state(state["random"])
-        for name, part in self._beside.items():
-            part.load_state_dict(state[name])
+        """Load the whole state, whatever layout saved it; returns the client state that was saved with it.
+
+        In a fresh engine as in one that trains. Raises UsageError for what no other layout can read.
+        """
+        self.finish()
+        owned = [held.piece for holder in self._states.holders for held in holder.owned]
+        reader = StateReader(checkpoint.path, self._ranks.rank, owned)
+        state = json.loads((checkpoint.path / _STATE).read_text(encoding="utf-8"))
+        if self._average is not None:
+            self._average.taken = state["parts"]["average"]["taken"]
+        put_back(reader, self._states, self._average, self._engine)
+        set_counters(self._engine, state["counters"])
+        for name, part in self._alike.items():
+            part.load_state_dict(state["parts"][name])
+        if (saved := reader.random_state()) is not None:
+            restore_random_state(saved, self._states.device)
         self.committed_step = checkpoint.step
-        return dict(client_state["scaletrain"])
+        self._unmarked = set() if checkpoint.clean else {checkpoint.step}
+        client: dict[str, Any] = state["client"]
+        return client
 
 
-def _host_copy(value: Any) -> Any:
-    """The same structure with every tensor copied to host memory, so that training may go on changing the original."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        copied = {key: _host_copy(item) for key, item in value.items()}
-        return copied if type(value) is dict else type(value)(copied)
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(_host_copy(item) for item in value)
-    return copy.copy(value)  # DeepSpeed's loss scaler is an object that goes on changing
+@dataclass(frozen=True)
+class SaveCost:
+    """What the last save took: seconds of the training thread, and until it was committed."""
 
-
-def _random_state(device: torch.device | str) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.device(device).type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _restore_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+    blocked_seconds: float
+    seconds: float

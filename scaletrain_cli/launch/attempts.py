@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, read_node_records
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.failures import Failure, read_failures
 from scaletrain_cli.rundir.journal import last_logged_step
@@ -72,10 +73,11 @@ class AttemptRecord:
 
 
 def begin_attempt(run: RunDir, spec: RunSpec, *, scheduler: str, job_id: str, nodes: Sequence[str]) -> int:
-    """Claim the next attempt's number and record its start."""
+    """Claim the next attempt's number, fence earlier ones off the checkpoints, and record its start."""
     number = run.new_attempt()
     for folder in ("nodes", "failures"):
         (run.attempt(number) / folder).mkdir(exist_ok=True)
+    open_attempt(checkpoint_folder(run, spec), number)
     newest = newest_checkpoint_step(run, spec)
     _write(run, AttemptRecord(number, scheduler, job_id, tuple(nodes), time.time(), checkpoint_at_start=newest))
     return number

@@ -101,15 +101,13 @@ def die(run_folder: Path, code: int, reason: str | None) -> int:
 def commit(run_folder: Path, step: int) -> None:
     if RANK != 0:
         return
-    from scaletrain_cli.rundir import checkpoints
+    from scaletrain_cli.rundir import committing
 
     folder = run_folder / "checkpoints"
-    staging = checkpoints.staging_path(folder, step)
-    staging.mkdir(parents=True, exist_ok=True)
-    writer = checkpoints.HashingWriter(staging / "shard-0")
+    writer = committing.HashingWriter(committing.begin_staging(folder, ATTEMPT, step) / "shard-0")
     writer.write(f"state at {step}".encode())
     files = {"shard-0": writer.close()}
-    checkpoints.commit(folder, step, files, world_size=1, clean=True, attempt=ATTEMPT)
+    committing.commit(folder, step, files, world_size=1, clean=True, attempt=ATTEMPT)
     append(run_folder / "events.jsonl", {"time": time.time(), "event": "checkpoint", "step": step})
 
 

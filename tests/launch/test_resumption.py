@@ -11,7 +11,7 @@ from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end
 from scaletrain_cli.launch.resumption import inspect_resume, resume
 from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.launch.submission import read_submission, submit_run
-from scaletrain_cli.rundir import checkpoints
+from scaletrain_cli.rundir import committing
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -35,11 +35,10 @@ def made(make_run: Callable[..., MadeRun]) -> MadeRun:
 
 def commit(made: MadeRun, step: int) -> None:
     folder = made.run.checkpoints
-    staging = checkpoints.staging_path(folder, step)
-    staging.mkdir(parents=True)
-    writer = checkpoints.HashingWriter(staging / "shard")
+    committing.open_attempt(folder, 1)
+    writer = committing.HashingWriter(committing.begin_staging(folder, 1, step) / "shard")
     writer.write(b"x" * 100)
-    checkpoints.commit(folder, step, {"shard": writer.close()}, world_size=2, clean=True, attempt=1)
+    committing.commit(folder, step, {"shard": writer.close()}, world_size=2, clean=True, attempt=1)
     record_event(made.run, "checkpoint", step=step)
 
 
@@ -132,7 +131,7 @@ def test_training_is_not_thrown_away_silently_when_no_checkpoint_can_be_loaded(m
 
 def test_checkpoints_that_are_gone_altogether_are_missed(made: MadeRun) -> None:
     commit(made, 10)
-    checkpoints.delete(made.run.checkpoints / "step-00000010")
+    committing.delete(made.run.checkpoints / "step-00000010")
     with pytest.raises(UsageError, match="its checkpoints are gone"):
         resume(made.run, scheduler=Cluster())
 

@@ -12,26 +12,39 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.rundir import checkpoints
-from scaletrain_cli.rundir.checkpoints import (
+from scaletrain_cli.rundir import committing
+from scaletrain_cli.rundir.checkpoints import Checkpoint, list_checkpoints, newest_that_verifies, verify
+from scaletrain_cli.rundir.committing import (
     HashingWriter,
+    StaleAttemptError,
+    begin_staging,
+    close_attempt,
     commit,
     delete,
-    list_checkpoints,
-    newest_that_verifies,
-    prune,
-    remove_staging,
+    mark_clean,
+    open_attempt,
+    retire,
     set_aside_newer,
     staging_path,
-    verify,
+    superfluous,
 )
 
 PROJECT = Path(__file__).parent.parent.parent
+ATTEMPT = 3
 SHARDS = {"rank-00000.pt": b"a" * 3000, "sub/rank-00001.pt": b"b" * 2000}
 
 
-def save(folder: Path, step: int, clean: bool = True, shards: dict[str, bytes] = SHARDS) -> Path:
-    staging = staging_path(folder, step)
+def save(
+    folder: Path, step: int, clean: bool = True, shards: dict[str, bytes] = SHARDS, attempt: int = ATTEMPT
+) -> Path:
+    open_attempt(folder, attempt)
+    return save_in_open_attempt(folder, step, clean, shards, attempt)
+
+
+def save_in_open_attempt(
+    folder: Path, step: int, clean: bool = True, shards: dict[str, bytes] = SHARDS, attempt: int = ATTEMPT
+) -> Path:
+    staging = begin_staging(folder, attempt, step)
     files = {}
     for name, data in shards.items():
         (staging / name).parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +52,7 @@ def save(folder: Path, step: int, clean: bool = True, shards: dict[str, bytes] =
         writer.write(data[:100])
         writer.write(memoryview(data)[100:])
         files[name] = writer.close()
-    return commit(folder, step, files, world_size=2, clean=clean, attempt=3)
+    return commit(folder, step, files, world_size=2, clean=clean, attempt=attempt)
 
 
 def steps(folder: Path) -> list[int]:
@@ -64,7 +77,7 @@ def test_a_committed_checkpoint_states_what_was_written_and_verifies(tmp_path: P
     assert (found.step, found.world_size, found.clean, found.attempt, found.size_bytes) == (500, 2, True, 3, 5000)
     assert verify(found) == []
     assert newest_that_verifies(tmp_path) == (found, [])
-    assert not staging_path(tmp_path, 500).exists()
+    assert not staging_path(tmp_path, ATTEMPT, 500).exists()
 
 
 def test_nothing_there_is_no_checkpoint_and_no_error(tmp_path: Path) -> None:
@@ -147,13 +160,55 @@ def test_all_damaged_means_none_with_every_reason(tmp_path: Path) -> None:
     assert [line.partition("/")[0] for line in passed_over] == ["step-00000002", "step-00000001"]
 
 
-def test_what_was_staged_but_not_committed_is_no_checkpoint_and_can_be_swept(tmp_path: Path) -> None:
+def test_what_was_staged_but_not_committed_is_no_checkpoint_and_goes_with_the_next_attempt(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    staging_path(tmp_path, 2).mkdir()
-    (staging_path(tmp_path, 2) / "rank-00000.pt").write_bytes(b"half")
+    (begin_staging(tmp_path, ATTEMPT, 2) / "rank-00000.pt").write_bytes(b"half")
     assert newest_that_verifies(tmp_path)[1] == []
-    remove_staging(tmp_path)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+    open_attempt(tmp_path, ATTEMPT + 1)
+    assert names(tmp_path) == ["attempt-0004.tmp", "step-00000001"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_an_attempt_that_was_given_up_can_neither_write_nor_commit_nor_mark_nor_delete(tmp_path: Path) -> None:
+    kept = save(tmp_path, 1, clean=False)
+    staging = begin_staging(tmp_path, ATTEMPT, 2)
+    (staging / "rank-00000.pt").write_bytes(b"whole")
+    open_attempt(tmp_path, ATTEMPT + 1)
+    (checkpoint,) = list_checkpoints(tmp_path)
+    for act in (
+        lambda: begin_staging(tmp_path, ATTEMPT, 3),
+        lambda: commit(tmp_path, 2, {}, world_size=1, clean=True, attempt=ATTEMPT),
+        lambda: mark_clean(checkpoint, ATTEMPT),
+        lambda: retire(kept, ATTEMPT),
+        lambda: set_aside_newer(tmp_path, 0, ATTEMPT),
+    ):
+        with pytest.raises(StaleAttemptError, match="a later one has begun"):
+            act()
+    assert list_checkpoints(tmp_path) == [checkpoint]
+    assert verify(checkpoint) == []
+
+
+def test_an_attempt_that_opens_after_a_later_one_gives_way(tmp_path: Path) -> None:
+    save(tmp_path, 1, attempt=5)
+    with pytest.raises(StaleAttemptError, match="attempt 4 begins after attempt 5"):
+        open_attempt(tmp_path, 4)
+    assert names(tmp_path) == ["attempt-0005.tmp", "step-00000001"]
+    save_in_open_attempt(tmp_path, 2, attempt=5)
+
+
+def test_a_checkpoint_that_is_marked_clean_says_so_and_still_verifies(tmp_path: Path) -> None:
+    save(tmp_path, 1, clean=False)
+    mark_clean(only(tmp_path), ATTEMPT)
+    assert only(tmp_path).clean
+    assert verify(only(tmp_path)) == []
+
+
+def only(folder: Path) -> Checkpoint:
+    (found,) = list_checkpoints(folder)
+    return found
 
 
 def test_committing_a_step_again_replaces_it(tmp_path: Path) -> None:
@@ -162,19 +217,24 @@ def test_committing_a_step_again_replaces_it(tmp_path: Path) -> None:
     (found,) = list_checkpoints(tmp_path)
     assert list(found.files) == ["other.pt"]
     assert verify(found) == []
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+    close_attempt(tmp_path, ATTEMPT)
+    assert names(tmp_path) == ["step-00000001"]
 
 
 def test_the_newest_are_kept_and_the_newest_clean_one_with_them(tmp_path: Path) -> None:
     for step, clean in ((1, True), (2, True), (3, False), (4, False), (5, False)):
         save(tmp_path, step, clean)
-    assert prune(tmp_path, keep=2) == [1, 3]
-    assert steps(tmp_path) == [2, 4, 5]
+    assert superfluous_steps(tmp_path, keep=2) == [1, 3]
+    assert superfluous_steps(tmp_path, keep=2, keep_every=3) == [1]
+
+
+def superfluous_steps(folder: Path, **retention: int) -> list[int]:
+    return [checkpoint.step for checkpoint in superfluous(folder, **retention)]
 
 
 def test_deleting_takes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, 1)
-    monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda *_, **__: None)  # as if killed right after
+    monkeypatch.setattr(committing.shutil, "rmtree", lambda *_, **__: None)  # as if killed right after
     delete(path)
     assert path.exists()
     assert steps(tmp_path) == []
@@ -183,8 +243,7 @@ def test_deleting_takes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.M
 KILL_AT = """
 import os, signal, sys
 from pathlib import Path
-from scaletrain_cli.rundir import checkpoints
-from tests.rundir.test_checkpoints import save
+from tests.rundir.test_checkpoints import save_in_open_attempt
 
 folder, deadly, calls = Path(sys.argv[1]), int(sys.argv[2]), 0
 
@@ -197,7 +256,7 @@ def trap(event, arguments):
             os.kill(os.getpid(), signal.SIGKILL)
 
 sys.addaudithook(trap)
-save(folder, 2)
+save_in_open_attempt(folder, 2)
 print(calls)
 """
 
@@ -237,9 +296,9 @@ def test_a_damaged_checkpoint_never_pushes_out_a_sound_one(tmp_path: Path) -> No
     flip_bit(save(tmp_path, 20) / "rank-00000.pt", 77)
     newest, _ = newest_that_verifies(tmp_path)
     assert newest is not None
-    assert set_aside_newer(tmp_path, newest.step) == ["step-00000020"]
+    assert set_aside_newer(tmp_path, newest.step, ATTEMPT) == ["step-00000020"]
     save(tmp_path, 15)
-    assert prune(tmp_path, keep=1) == [10]
+    assert superfluous_steps(tmp_path, keep=1) == [10]
     assert newest_step(tmp_path) == 15
     assert (tmp_path / "damaged-step-00000020").is_dir()
 
@@ -247,5 +306,5 @@ def test_a_damaged_checkpoint_never_pushes_out_a_sound_one(tmp_path: Path) -> No
 def test_setting_aside_leaves_the_sound_ones_alone(tmp_path: Path) -> None:
     save(tmp_path, 10)
     save(tmp_path, 20)
-    assert set_aside_newer(tmp_path, 20) == []
+    assert set_aside_newer(tmp_path, 20, ATTEMPT) == []
     assert steps(tmp_path) == [10, 20]

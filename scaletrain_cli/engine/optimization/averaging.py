@@ -29,7 +29,8 @@ class WeightAverage:
 
     def __init__(self, engine: Any, spec: AveragingSpec, total_steps: int) -> None:
         """After DeepSpeed has partitioned the weights."""
-        self._engine, self._every, self._taken = engine, spec.every, 0
+        self._engine, self._every = engine, spec.every
+        self.taken = 0
         exponential = spec.name == "ema"
         self._first = 1 if exponential else 1 + total_steps - max(1, int(_LAST_SHARE * total_steps))
         self._add = (
@@ -37,24 +38,29 @@ class WeightAverage:
             if exponential
             else get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
         )
-        self._averages: list[Tensor] = []
+        self.averages: list[Tensor] = []  # none until ``taken`` is above 0
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """What is averaged, in the order of ``averages``."""
+        return master_weights(self._engine)
 
     @property
     def bytes(self) -> int:
         """What this rank's averages take once the first weights are in them."""
-        return sum(weight.numel() * weight.element_size() for weight in master_weights(self._engine))
+        return sum(weight.numel() * weight.element_size() for weight in self.weights)
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Take the weights after optimizer step ``step`` (1-based), if it is their turn."""
         if step < self._first or step % self._every:
             return
-        weights = master_weights(self._engine)
-        if self._taken == 0:
-            self._averages = [weight.detach().clone() for weight in weights]
+        weights = self.weights
+        if self.taken == 0:
+            self.averages = [weight.detach().clone() for weight in weights]
         else:
-            self._add(self._averages, weights, self._taken)
-        self._taken += 1
+            self._add(self.averages, weights, self.taken)
+        self.taken += 1
 
     @contextmanager
     def in_use(self) -> Generator[None]:
@@ -67,21 +73,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        if self._taken == 0:
+        if self.taken == 0:
             return
-        for weight, average in zip(master_weights(self._engine), self._averages, strict=True):
+        for weight, average in zip(self.weights, self.averages, strict=True):
             kept = weight.detach().clone()
             weight.copy_(average)
             average.copy_(kept)
         use_master_weights(self._engine)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What this rank's part of a checkpoint keeps; the tensors are not copied."""
-        return {"taken": self._taken, "averages": self._averages}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict`` of the same rank in the same layout."""
-        self._taken = state["taken"]
-        weights = master_weights(self._engine)
-        self._averages = [saved.to(weight.device) for saved, weight in zip(state["averages"], weights, strict=False)]

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaletrain_cli.engine.optimization.swapped_states import in_memory
+
 
 def master_weights(engine: Any) -> list[Tensor]:
     """This rank's share, as flat pieces that the optimizer writes into; together the ranks hold every weight."""
@@ -28,7 +30,8 @@ def use_master_weights(engine: Any) -> None:
     if stage == 3:
         optimizer._partition_all_parameters()
         for index in range(len(optimizer.fp32_partitioned_groups_flat)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+            with in_memory(optimizer, index):
+                optimizer._reassign_or_swap_out_partitioned_parameters(index)
         if optimizer.persistent_parameters:  # small ones stay whole on every rank
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
     elif stage > 0:

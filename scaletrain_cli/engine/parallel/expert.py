@@ -4,8 +4,6 @@ arXiv:2006.16668). The only place that knows how experts are cut, and what DeepS
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from scaletrain_cli.engine.model.mixture import Experts, Routing, by_expert, com
 from scaletrain_cli.engine.parallel.collectives import copy_to_ranks, sum_over_ranks
 from scaletrain_cli.engine.parallel.cuts import Cut, mark
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, group_of
-from scaletrain_cli.errors import ScaletrainError
 
 
 def cut_experts(model: nn.Module, mesh: Mesh) -> None:
@@ -156,30 +153,6 @@ def announce_experts(model: nn.Module, mesh: Mesh) -> None:
     cut = next(parameter for parameter in model.parameters() if is_cut_over_experts(parameter))
     groups._get_expert_data_parallel_group_dict()[name] = cut.__dict__["ds_zero_partition_process_group"]
     model.add_module("deepspeed_expert_parallel", Sign())
-
-
-@contextmanager
-def experts_in_shards(engine: Any) -> Iterator[None]:
-    """While DeepSpeed saves or loads: let the shards of ZeRO, which hold every rank's experts, be all there is.
-
-    It would write files per expert, from its own layers. Raises ScaletrainError without ZeRO: then there are no shards.
-    """
-    has_experts = engine.has_moe_layers
-    if has_experts and engine.zero_optimization_stage() == 0:
-        raise ScaletrainError(
-            "experts that are cut over ranks are saved with ZeRO only: layout.zero_stage must be 1 to 3"
-        )
-    engine.has_moe_layers = False
-    try:
-        yield
-    finally:
-        engine.has_moe_layers = has_experts
-
-
-def take_experts_from_shards(engine: Any) -> None:
-    """After loading: the file of weights holds the experts of rank 0 only, the fp32 shards hold each rank's."""
-    if engine.has_moe_layers and engine.zero_optimization_stage() < 3:
-        engine.optimizer.update_lp_params()
 
 
 def _mark_for_deepspeed(piece: nn.Parameter, expert: Axis, shards: dist.ProcessGroup) -> None:

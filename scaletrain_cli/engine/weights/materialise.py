@@ -5,6 +5,7 @@ With ZeRO-3 each module is sharded as soon as it is real, so that no rank ever h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -46,8 +47,8 @@ def materialise(
                 continue
             if outline not in real:
                 values = torch.empty(outline.shape, device=device, dtype=dtype)
-                for matrix in _matrices(module, prefix, name, outline):
-                    _fill(values[matrix.place], matrix, source)
+                for matrix in matrices_in(module, prefix, name, outline):
+                    _fill(values.view(-1)[matrix.start : matrix.stop], matrix, source)
                 real[outline] = nn.Parameter(values, requires_grad=outline.requires_grad)
                 real[outline].__dict__.update(outline.__dict__)  # the cut, and DeepSpeed's marks
             setattr(module, name, real[outline])
@@ -64,40 +65,48 @@ def named_matrices(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in seen:
                 seen.add(parameter)
-                for matrix in _matrices(module, prefix, name, parameter):
+                for matrix in matrices_in(module, prefix, name, parameter):
                     yield matrix.name, matrix.whole_shape
 
 
-class _Matrix(NamedTuple):
-    """What a source has under one name, and which part of a parameter that is."""
+class Matrix(NamedTuple):
+    """What a source has under one name, and which elements of a rank's parameter, laid flat, that is."""
 
     name: str
     whole_shape: tuple[int, ...]
     cut: Cut | None
-    place: tuple[Any, ...]
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
 
 
-def _fill(place: Tensor, matrix: _Matrix, source: WeightSource) -> None:
+def _fill(place: Tensor, matrix: Matrix, source: WeightSource) -> None:
     piece = source.read(matrix.name, matrix.whole_shape, matrix.cut)
-    if piece.shape != place.shape:  # copy_ would broadcast
-        raise ValueError(f"{matrix.name}: {tuple(piece.shape)} values for {tuple(place.shape)}")
-    place.copy_(piece)
+    if piece.shape != matrix.shape:
+        raise ValueError(f"{matrix.name}: {tuple(piece.shape)} values for {matrix.shape}")
+    place.copy_(piece.reshape(-1))
 
 
-def _matrices(module: nn.Module, prefix: str, name: str, parameter: nn.Parameter) -> Iterator[_Matrix]:
+def matrices_in(module: nn.Module, prefix: str, name: str, parameter: nn.Parameter) -> Iterator[Matrix]:
     """One, but several where a module says that its parameters are stacks of them (see mixture.Experts.matrices)."""
     path, cut = f"{prefix}." if prefix else "", cut_of(parameter)
-    shape = tuple(parameter.shape) if cut is None else cut.whole_shape(parameter.shape)
+    local: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties what is not in use
+    shape = tuple(local) if cut is None else cut.whole_shape(local)
     matrices: Callable[[str], list[list[str]]] | None = getattr(module, "matrices", None)
     if matrices is None:
-        yield _Matrix(path + name, shape, cut, (...,))
+        yield Matrix(path + name, shape, cut, tuple(local), 0)
         return
-    for index, joined in enumerate(matrices(name)):
-        rows = parameter.shape[1] // len(joined)
-        whole_shape = (shape[1] // len(joined), *shape[2:])
+    start = 0
+    for joined in matrices(name):
         part = None if cut is None else Cut(cut.dim - 1, cut.ranks, cut.rank)
-        for number, matrix in enumerate(joined):
-            yield _Matrix(path + matrix, whole_shape, part, (index, slice(number * rows, (number + 1) * rows)))
+        for matrix in joined:
+            whole_shape = (shape[1] // len(joined), *shape[2:])
+            found = Matrix(path + matrix, whole_shape, part, (local[1] // len(joined), *local[2:]), start)
+            yield found
+            start = found.stop
 
 
 def zero3_partition(config: dict[str, Any], mpu: Any) -> Partition:

@@ -8,6 +8,7 @@ import pytest
 
 from scaletrain_cli.launch.submission import create_run
 from scaletrain_cli.plan import make_plan
+from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.rundir.measured import read_measured
 from tests.engine.parity.dataset import write_dataset
 from tests.engine.parity.layouts import train_rank
@@ -26,7 +27,8 @@ def test_a_run_whose_first_steps_overflow_is_measured_after_its_first_update(
     spec = with_features(Row(1, data=2), "overflows", *overflowing).spec(write_dataset(tmp_path), STEPS)
     run = create_run(spec, make_plan(spec)).run
     run.attempt(1).mkdir(parents=True)
-    on_ranks(2, train_rank, run.path, STEPS, connected=False)
+    open_attempt(run.checkpoints, 1)
+    on_ranks(2, train_rank, run.path, 1, STEPS, connected=False)
     measured = read_measured(run)
     assert measured is not None
     assert measured.step > 2

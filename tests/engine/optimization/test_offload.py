@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from scaletrain_cli.engine.native_builds import extensions_folder, load_async_io
 from scaletrain_cli.engine.optimization.offload import offload_config
-from scaletrain_cli.engine.optimization.swapped_states import SwappedStates
-from tests.engine.optimization.small_engine import layout_of, run_spec, start, train, weights
+from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.engine.state.holders import HeldStates
+from scaletrain_cli.engine.state.pieces import Piece
+from scaletrain_cli.engine.state.reader import StateReader, shard_name
+from scaletrain_cli.engine.state.shard_file import ShardHeader, write_shard
+from scaletrain_cli.engine.state.snapshot import Snapshot, put_back
+from tests.engine.optimization.small_engine import Small, layout_of, run_spec, start, train, weights
 from tests.engine.ranks import on_ranks
 
 
@@ -44,24 +50,30 @@ WIDE = 32768  # so that the matrices' pieces reach the megabyte from which DeepS
 
 
 def resumed(offload: str, folder: Path) -> tuple[list[float], list[float], Tensor, Tensor]:
-    """Losses and weights after a checkpoint, without and with a restart in between."""
+    """Losses and weights after a save, without and with a restart in between."""
     load_async_io()
     spec = run_spec({"optimizer": {"lr": 1e-3}}, vocab_size=2 * WIDE, offload=offload, offload_device="nvme")
     first = start(spec, 3, width=WIDE, folder=folder / "first")
-    swapped = SwappedStates(first.engine)
     for step in range(3):
         train(first, step)
-    first.engine.save_checkpoint(str(folder), tag="saved", save_latest=False)
-    assert not (folder / "saved" / "offloaded_tensors").exists()
-    state = swapped.state_dict()
-    assert len(state["pieces"]) == 1
+    rank, states = dist.get_rank(), held(first)
+    entries, counts = Snapshot(states, None).take()
+    write_shard(folder / shard_name(rank), ShardHeader(rank, {p.name: p for p in owned(states)}, counts), entries)
+    dist.barrier()
     went_on = [train(first, step) for step in (3, 4)], weights(first)
     assert len(list((folder / "first").glob("*/*/rank*"))) >= 2  # what the node agent will remove
     second = start(spec, 3, width=WIDE, folder=folder / "second")
-    restored = SwappedStates(second.engine)
-    second.engine.load_checkpoint(str(folder), tag="saved")
-    restored.load_state_dict(state)
+    states = held(second)
+    put_back(StateReader(folder, rank, owned(states)), states, None, second.engine)
     return went_on[0], [train(second, step) for step in (3, 4)], went_on[1], weights(second)
+
+
+def held(small: Small) -> HeldStates:
+    return HeldStates(small.engine, small.engine.module, Mesh.alone())
+
+
+def owned(states: HeldStates) -> list[Piece]:
+    return [found.piece for holder in states.holders for found in holder.owned]
 
 
 def nvme_missing() -> str:

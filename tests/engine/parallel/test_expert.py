@@ -15,9 +15,7 @@ from scaletrain_cli.engine.feeding.batches import MicroBatch
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.parallel.expert import (
     cut_experts,
-    experts_in_shards,
     is_cut_over_experts,
-    take_experts_from_shards,
     with_expert_groups,
 )
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, build_mesh
@@ -156,26 +154,6 @@ def test_experts_over_ranks_train_as_in_one_process(run: Run) -> None:
     assert all(report == over_ranks[0] for report in over_ranks)
     assert over_ranks[0].losses == pytest.approx(alone.losses, rel=0, abs=1e-5)
     assert over_ranks[0].norms == pytest.approx(alone.norms, rel=1e-4)
-
-
-def save_and_load(run: Run, folder: str) -> tuple[Trained, Trained]:
-    """Steps after a save, and the same after loading into a model with other weights."""
-    made, drive, mesh = composed(run)
-    train(drive, mesh, run, range(2))
-    with experts_in_shards(made.engine):
-        made.engine.save_checkpoint(folder, tag="two", save_latest=False)
-    went_on = train(drive, mesh, run, range(2, 4))
-    made, drive, mesh = composed(run, seed=99)
-    with experts_in_shards(made.engine):
-        made.engine.load_checkpoint(folder, tag="two")
-    take_experts_from_shards(made.engine)
-    return went_on, train(drive, mesh, run, range(2, 4))
-
-
-@pytest.mark.parametrize("overrides", [(), ("training.precision=bf16",)], ids=["fp32", "bf16"])
-def test_each_rank_finds_its_experts_in_a_checkpoint(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    for went_on, resumed in on_ranks(2, save_and_load, Run(1, data=2, overrides=overrides), str(tmp_path)):
-        assert resumed == went_on
 
 
 def cut_model(mesh: Mesh) -> torch.nn.Module:

@@ -23,6 +23,7 @@ from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes
 from scaletrain_cli.plan.memory.engine_states import rank_model_states
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.spec import RunSpec
@@ -70,8 +71,10 @@ def train_in_layout(spec: RunSpec, *, interrupted_after: int = 0) -> LayoutRun:
     parts = [interrupted_after, spec.total_steps] if interrupted_after else [spec.total_steps]
     losses: list[float] = []
     norms: list[float] = []
-    for last in parts:
-        reports = on_ranks(spec.world_size, train_rank, created.run.path, last, connected=False, seconds=_SECONDS)
+    for attempt, last in enumerate(parts, start=1):
+        open_attempt(created.run.checkpoints, attempt)
+        place = (created.run.path, attempt, last)
+        reports = on_ranks(spec.world_size, train_rank, *place, connected=False, seconds=_SECONDS)
         for other in reports[1:]:
             assert (other.losses, other.norms) == (reports[0].losses, reports[0].norms), "ranks do not agree"
         losses += reports[0].losses
@@ -82,16 +85,16 @@ def train_in_layout(spec: RunSpec, *, interrupted_after: int = 0) -> LayoutRun:
     )
 
 
-def train_rank(path: Path, last: int) -> RankReport:
+def train_rank(path: Path, attempt: int, last: int) -> RankReport:
     """One rank's part of the run in ``path``, from its newest checkpoint to a step; before the end, with another."""
     with contextlib.redirect_stdout(io.StringIO()):
-        return _train_rank(path, last)
+        return _train_rank(path, attempt, last)
 
 
-def _train_rank(path: Path, last: int) -> RankReport:
+def _train_rank(path: Path, attempt: int, last: int) -> RankReport:
     run, ranks = RunDir(path), Ranks.from_environment()
     record = read_record(run)
-    trainer = assemble(run, record, ranks, 1, PreemptionFlag())
+    trainer = assemble(run, record, ranks, attempt, PreemptionFlag())
     begin = trainer.resume()
     measured = []
     for step in range(begin.step + 1, last):

@@ -1,0 +1,216 @@
+"""The commit protocol of checkpoints, apart from what the shards hold: write, hash, fsync, manifest, rename.
+
+An attempt commits, marks and deletes by renames out of and into its own ``attempt-N.tmp`` folder. The next attempt
+takes that folder away, so that one which was given up for dead, on a node that the network had cut off, can do none of
+it any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from scaletrain_cli.errors import DoNotRequeueError
+from scaletrain_cli.rundir.checkpoints import (
+    MANIFEST,
+    Checkpoint,
+    FileDigest,
+    checkpoint_path,
+    committed_folders,
+    entries,
+    list_checkpoints,
+    manifest_hash,
+)
+
+_ATTEMPT = re.compile(r"attempt-(\d{4,})\.tmp")
+
+
+class HashingWriter:
+    """A binary file that hashes what passes through it; ``close`` makes the bytes durable and yields the digest."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("wb")
+        self._hash = hashlib.sha256()
+        self._size = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append ``data``; the whole of it, or an OSError."""
+        self._hash.update(data)
+        written = self._file.write(data)
+        self._size += written
+        return written
+
+    def flush(self) -> None:
+        """Required of a file object; durability waits for close()."""
+        self._file.flush()
+
+    def close(self) -> FileDigest:
+        """Flush to the disk itself and return the digest. Raises OSError when the disk did not take it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileDigest(self._size, self._hash.hexdigest())
+
+
+class StaleAttemptError(DoNotRequeueError):
+    """A later attempt has begun: this one must not touch the checkpoints any more."""
+
+
+def open_attempt(folder: Path, attempt: int) -> None:
+    """Let ``attempt``, the newest one, write checkpoints, and no earlier one any more; what those left is removed.
+
+    Raises StaleAttemptError when a later attempt was first, and OSError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _own_folder(folder, attempt).mkdir(exist_ok=True)
+    others = {int(match[1]): entry for entry in entries(folder) if (match := _ATTEMPT.fullmatch(entry.name))}
+    if max(others) > attempt:
+        close_attempt(folder, attempt)
+        raise StaleAttemptError(f"attempt {attempt} begins after attempt {max(others)}")
+    for number in others:
+        if number < attempt:
+            close_attempt(folder, number)
+    for entry in folder.glob("*.removed"):  # by one that was killed on the way
+        shutil.rmtree(entry, ignore_errors=True)
+
+
+def close_attempt(folder: Path, attempt: int) -> None:
+    """Take an attempt's folder away, with what it had not committed; whoever still writes there gets errors."""
+    aside = folder / f"attempt-{attempt:04d}.{os.getpid()}.removed"
+    with contextlib.suppress(FileNotFoundError):
+        _own_folder(folder, attempt).rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def staging_path(folder: Path, attempt: int, step: int) -> Path:
+    """Where an attempt writes the checkpoint of ``step`` before it is committed."""
+    return _own_folder(folder, attempt) / f"step-{step:08d}"
+
+
+def begin_staging(folder: Path, attempt: int, step: int) -> Path:
+    """Make that folder, for any rank of the attempt. Raises StaleAttemptError after the next attempt has begun."""
+    staging = staging_path(folder, attempt, step)
+    try:
+        staging.mkdir(exist_ok=True)  # without parents: that is the fence
+    except FileNotFoundError as error:
+        raise _stale(attempt) from error
+    return staging
+
+
+def commit(
+    folder: Path, step: int, files: Mapping[str, FileDigest], *, world_size: int, clean: bool, attempt: int
+) -> Path:
+    """Turn the staged shards into a checkpoint. Call on one rank, after every rank's shards are durable.
+
+    ``files`` maps each name, relative to the staging folder, to its digest. Raises StaleAttemptError, and OSError;
+    nothing is committed then.
+    """
+    staging, final = staging_path(folder, attempt, step), checkpoint_path(folder, step)
+    manifest: dict[str, object] = {
+        "schema": "scaletrain.checkpoint/v1",
+        "step": step,
+        "world_size": world_size,
+        "clean": clean,
+        "attempt": attempt,
+        "files": {name: {"size": digest.size, "sha256": digest.sha256} for name, digest in sorted(files.items())},
+    }
+    try:
+        _write_manifest(staging / MANIFEST, manifest)
+        _fsync_folder(staging)
+        replaced = _bury(final, attempt) if final.exists() else None
+        staging.rename(final)
+    except FileNotFoundError as error:
+        raise _stale(attempt) from error
+    _fsync_folder(folder)
+    if replaced is not None:  # only now: removing gigabytes takes seconds, in which a kill would leave neither
+        shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def mark_clean(checkpoint: Checkpoint, attempt: int) -> None:
+    """State in its manifest that training went well after it. Raises StaleAttemptError and OSError."""
+    folder, path = checkpoint.path.parent, checkpoint.path / MANIFEST
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    del manifest["sha256"]
+    draft = _own_folder(folder, attempt) / f"{checkpoint.path.name}.{MANIFEST}"
+    try:
+        _write_manifest(draft, {**manifest, "clean": True})
+        draft.replace(path)
+    except FileNotFoundError as error:
+        raise _stale(attempt) from error
+    _fsync_folder(checkpoint.path)
+
+
+def retire(path: Path, attempt: int) -> None:
+    """Remove a checkpoint as a running attempt may: it is gone in one step, or StaleAttemptError is raised."""
+    try:
+        shutil.rmtree(_bury(path, attempt), ignore_errors=True)
+    except FileNotFoundError as error:
+        raise _stale(attempt) from error
+
+
+def delete(path: Path) -> None:
+    """Remove a checkpoint while no attempt runs, manifest first, so that a half-deleted one is none."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def superfluous(folder: Path, keep: int, keep_every: int | None = None) -> list[Checkpoint]:
+    """All but the ``keep`` newest checkpoints, the newest clean one, and those of steps that ``keep_every`` divides."""
+    committed = list_checkpoints(folder)
+    kept = committed[-keep:]
+    newest_clean = next((c for c in reversed(committed) if c.clean), None)
+    for_ever = [c for c in committed if keep_every is not None and c.step % keep_every == 0]
+    return [c for c in committed if c not in kept and c is not newest_clean and c not in for_ever]
+
+
+def set_aside_newer(folder: Path, step: int, attempt: int) -> list[str]:
+    """Take what stands above ``step`` out of the count, as ``damaged-step-N``; returns the names they had.
+
+    For who resumes at ``step``: the damaged would count as the newest, and push sound ones out of what is kept.
+    """
+    doubtful = [path for path in committed_folders(folder) if int(path.name.removeprefix("step-")) > step]
+    for path in doubtful:
+        aside = path.with_name(f"damaged-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            _bury(path, attempt).rename(aside)
+        except FileNotFoundError as error:
+            raise _stale(attempt) from error
+    return [path.name for path in doubtful]
+
+
+def _bury(path: Path, attempt: int) -> Path:
+    grave = _own_folder(path.parent, attempt) / f"{path.name}.removed"
+    shutil.rmtree(grave, ignore_errors=True)
+    return path.rename(grave)
+
+
+def _own_folder(folder: Path, attempt: int) -> Path:
+    return folder / f"attempt-{attempt:04d}.tmp"
+
+
+def _stale(attempt: int) -> StaleAttemptError:
+    return StaleAttemptError(f"attempt {attempt} was given up and a later one has begun; its checkpoint was not kept.")
+
+
+def _write_manifest(path: Path, manifest: Mapping[str, object]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump({**manifest, "sha256": manifest_hash(manifest)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _fsync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,58 @@
+"""A rank's file: a plain safetensors file, hashed as it is written, read back in any part."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from scaletrain_cli.engine.parallel.cuts import Cut
+from scaletrain_cli.engine.state.pieces import Piece
+from scaletrain_cli.engine.state.shard_file import Entry, ShardFile, ShardHeader, write_shard
+
+HEADER = ShardHeader(3, {"a.weight": Piece("a.weight", (4, 6), Cut(1, 2, 1), 2, 9)}, {"step": 7.0})
+ENTRIES = [
+    Entry("weight/a.weight", torch.randn(7)),
+    Entry("exp_avg/a.weight", torch.randn(7).to(torch.bfloat16)),
+    Entry("random", torch.arange(5, dtype=torch.uint8)),
+    Entry("empty", torch.zeros(0)),
+]
+
+
+def test_it_says_what_was_written(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard", HEADER, ENTRIES)
+    found = ShardFile(tmp_path / "shard")
+    assert found.header == HEADER
+    assert found.keys == [entry.key for entry in ENTRIES]
+    for key, values in ENTRIES:
+        assert torch.equal(found.read(key), values)
+        assert torch.equal(found.read(key, len(values) // 2), values[len(values) // 2 :])
+
+
+def test_any_reader_of_safetensors_opens_it(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard", HEADER, ENTRIES)
+    opened = load_file(tmp_path / "shard")
+    assert all(torch.equal(opened[key], values) for key, values in ENTRIES)
+
+
+def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
+    digest = write_shard(tmp_path / "shard", HEADER, ENTRIES)
+    content = (tmp_path / "shard").read_bytes()
+    assert (digest.size, digest.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+
+
+def test_a_fault_may_strike_before_every_write(tmp_path: Path) -> None:
+    strikes = []
+    write_shard(tmp_path / "shard", HEADER, ENTRIES, before_write=lambda: strikes.append(1))
+    assert len(strikes) == len(ENTRIES) + 2
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors", metadata={"schema": "other"})
+    with pytest.raises(ValueError, match=r"reads scaletrain.shard/v1"):
+        ShardFile(tmp_path / "model.safetensors")
