@@ -16,6 +16,7 @@ from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences, open_data
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.feeding.batches import BatchReader
 from scaletrain_cli.engine.feeding.prefetch import Feed
+from scaletrain_cli.engine.feeding.windows import merged
 from scaletrain_cli.engine.late_metrics import LateMetrics
 from scaletrain_cli.engine.measure.out_of_memory import remember_allocations
 from scaletrain_cli.engine.measure.plan_check import PlanCheck
@@ -29,6 +30,7 @@ from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import PreemptedError, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
+from scaletrain_cli.rundir.rollbacks import read_rollbacks
 
 _HANG_SECONDS = 1800.0  # guard.hang: auto; torch's own default for gloo
 _SET_UP_SECONDS = 24 * 3600.0  # others wait while rank 0 prepares data and verifies a checkpoint
@@ -54,6 +56,7 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
     begin = set_up.follow_rank_zero(found)
     assert begin is not None
     begin.checked()
+    rollbacks = set_up.follow_rank_zero(read_rollbacks(run) if ranks.rank == 0 else [])
     _leave_if_asked(flag, set_up)
     torch.backends.cuda.matmul.allow_tf32 = spec.training.precision == "tf32"
     _seed(spec.training.seed, ranks.rank)
@@ -100,7 +103,8 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         set_up=set_up,
         checkpointer=checkpointer,
         dataset=dataset,
-        feed=Feed(read_train.step, device),
+        feed=Feed(read_train.batch, device),
+        skipped=merged([*spec.data.skip, *(rollback.skip for rollback in rollbacks)]),
         validation=read_validation,
         faults=faults,
         late=LateMetrics(device),

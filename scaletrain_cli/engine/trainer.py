@@ -17,6 +17,7 @@ from scaletrain_cli.engine.dataset import DatasetInfo
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.feeding.batches import BatchReader
 from scaletrain_cli.engine.feeding.prefetch import Feed
+from scaletrain_cli.engine.feeding.windows import Window, batch_number
 from scaletrain_cli.engine.garbage import GarbageCollection
 from scaletrain_cli.engine.late_metrics import LateMetrics, StepMeasures
 from scaletrain_cli.engine.measure.out_of_memory import reporting_out_of_memory
@@ -62,6 +63,7 @@ class Trainer:
     checkpointer: Checkpointer
     dataset: DatasetInfo
     feed: Feed
+    skipped: tuple[Window, ...]
     validation: BatchReader
     faults: Faults
     late: LateMetrics
@@ -126,7 +128,8 @@ class Trainer:
         self.late.begin()
         scale = self.stepper.loss_scale
         with self.plan_check.around(step):
-            stepped = self.stepper.train(self.feed.take(step), poisoned=self.faults.poisons_gradient(step))
+            batches = self.feed.take(batch_number(step, self.skipped))
+            stepped = self.stepper.train(batches, poisoned=self.faults.poisons_gradient(step))
         if self.average is not None:
             self.average.update(step)
         measured: dict[str, Tensor | float] = {

@@ -75,11 +75,17 @@ class DataSpec(Section):
     loss_mask: Literal["none", "document_starts"] = Field(
         default="none", description="document_starts: no document's first token is predicted from the one before"
     )
+    skip: tuple[tuple[Whole, Whole], ...] = Field(
+        default=(), description="windows of batches that are not trained on: [[first, last], ...], counted from 1"
+    )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """(key, message) for each setting that contradicts another one."""
         if (self.tokenizer.kind == "file") != (self.tokenizer.path is not None):
             yield "tokenizer.path", "is needed with kind: file, and only there."
+        for first, last in self.skip:
+            if first > last:
+                yield "skip", f"[{first}, {last}] begins after it ends. Write [{last}, {first}]."
 
 
 class CheckpointSpec(Section):
