@@ -16,7 +16,8 @@ from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences, open_data
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.feeding.batches import BatchReader
 from scaletrain_cli.engine.feeding.prefetch import Feed
-from scaletrain_cli.engine.feeding.windows import merged
+from scaletrain_cli.engine.guarding.guard import Guard
+from scaletrain_cli.engine.guarding.judging import Judge
 from scaletrain_cli.engine.late_metrics import LateMetrics
 from scaletrain_cli.engine.measure.out_of_memory import remember_allocations
 from scaletrain_cli.engine.measure.plan_check import PlanCheck
@@ -31,6 +32,7 @@ from scaletrain_cli.errors import PreemptedError, ScaletrainError, UsageError, W
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 from scaletrain_cli.rundir.rollbacks import read_rollbacks
+from scaletrain_cli.spec import RunSpec
 
 _HANG_SECONDS = 1800.0  # guard.hang: auto; torch's own default for gloo
 _SET_UP_SECONDS = 24 * 3600.0  # others wait while rank 0 prepares data and verifies a checkpoint
@@ -104,9 +106,9 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         checkpointer=checkpointer,
         dataset=dataset,
         feed=Feed(read_train.batch, device),
-        skipped=merged([*spec.data.skip, *(rollback.skip for rollback in rollbacks)]),
         validation=read_validation,
         faults=faults,
+        judge=Judge(run, record, ranks, set_up, checkpointer, _guard(spec), rollbacks),
         late=LateMetrics(device),
         plan_check=PlanCheck(run, record, attempt, composed, average, mesh, agreement, device),
     )
@@ -115,6 +117,15 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
 def _beside(**parts: Stateful | None) -> dict[str, Stateful]:
     """What checkpoints keep besides DeepSpeed's state."""
     return {name: part for name, part in parts.items() if part is not None}
+
+
+def _guard(spec: RunSpec) -> Guard:
+    fresh = spec.transformer.weights is None
+    return Guard(
+        factor=spec.guard.spike.factor,
+        patience=spec.guard.spike.patience,
+        fresh_warmup_steps=spec.training.schedule.warmup_steps if fresh else None,
+    )
 
 
 def _leave_if_asked(flag: PreemptionFlag, set_up: Agreement) -> None:

@@ -133,6 +133,8 @@ class Checkpointer:
         self._writer = SnapshotWriter(delay_seconds)
         self._in_flight: _Save | None = None
         self.committed_step: int | None = None
+        # Of the committed checkpoints that are not known to be clean; none are if None. 0: look what there is.
+        self._first_unmarked: int | None = 0
         engine.checkpoint_engine = self._writer
         engine._copy_recovery_script = lambda path: None  # a conversion script per save; `export` will be a verb
 
@@ -186,7 +188,7 @@ class Checkpointer:
         if digests is not None:
             files = {name: digest for part in digests for name, digest in part.items()}
             world_size = self._ranks.world_size
-            checkpoints.commit(folder, save.step, files, world_size=world_size, clean=True, attempt=self._attempt)
+            checkpoints.commit(folder, save.step, files, world_size=world_size, clean=False, attempt=self._attempt)
             now = time.monotonic()
             record_event(
                 self._run,
@@ -198,7 +200,18 @@ class Checkpointer:
                 blocked_seconds=round(save.blocked_seconds + now - began, 4),
             )
             checkpoints.prune(folder, self._keep)
+            self._first_unmarked = save.step if self._first_unmarked is None else self._first_unmarked
         self._in_flight, self.committed_step = None, save.step
+
+    def mark_clean_up_to(self, step: int) -> None:
+        """Mark what was committed up to ``step`` as clean; costs nothing where all of it is."""
+        if self._ranks.rank != 0 or self._first_unmarked is None or step < self._first_unmarked:
+            return
+        unmarked = [checkpoint for checkpoint in checkpoints.list_checkpoints(self.folder) if not checkpoint.clean]
+        for checkpoint in unmarked:
+            if checkpoint.step <= step:
+                checkpoints.mark_clean(checkpoint)
+        self._first_unmarked = min((checkpoint.step for checkpoint in unmarked if checkpoint.step > step), default=None)
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Load weights, optimizer and this rank's random state; returns the client state that was saved with them."""
@@ -216,7 +229,7 @@ class Checkpointer:
         _restore_random_state(state["random"])
         for name, part in self._beside.items():
             part.load_state_dict(state[name])
-        self.committed_step = checkpoint.step
+        self.committed_step, self._first_unmarked = checkpoint.step, 0
         return dict(client_state["scaletrain"])
 
 

@@ -186,6 +186,26 @@ def newest_that_verifies(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, passed_over
 
 
+def newest_clean(folder: Path) -> Checkpoint | None:
+    """The newest one that is marked clean and verifies."""
+    marked = (checkpoint for checkpoint in reversed(list_checkpoints(folder)) if checkpoint.clean)
+    return next((checkpoint for checkpoint in marked if not verify(checkpoint)), None)
+
+
+def mark_clean(checkpoint: Checkpoint) -> None:
+    """State in its manifest that the steps after it were healthy. Raises OSError; it is as it was then."""
+    path = checkpoint.path / MANIFEST
+    manifest = json.loads(path.read_text(encoding="utf-8")) | {"clean": True}
+    del manifest["sha256"]
+    draft = path.with_name(f"{MANIFEST}.tmp")
+    with draft.open("w", encoding="utf-8") as file:
+        json.dump({**manifest, "sha256": _manifest_hash(manifest)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    _fsync_folder(checkpoint.path)
+
+
 def _committed_folders(folder: Path) -> list[Path]:
     """Folders that bear a step's final name, oldest first, whatever is in them."""
     found = {int(match[1]): entry for entry in _entries(folder) if (match := _STEP.fullmatch(entry.name))}
