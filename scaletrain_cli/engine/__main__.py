@@ -50,7 +50,8 @@ def _reason(error: Exception) -> str:
     name = type(error).__name__
     if name == "OutOfMemoryError" or isinstance(error, MemoryError):
         return "oom"
-    known = {"NonFiniteGradientError": "nan", "LossScaleAtFloorError": "nan", "WrongNodesError": "wrong-nodes"}
+    known = {"NonFiniteGradientError": "nan", "LossScaleAtFloorError": "nan", "SpikeError": "spike"}
+    known |= {"WrongNodesError": "wrong-nodes"}
     return known.get(name, "usage" if isinstance(error, ScaletrainError) else "crash")
 
 

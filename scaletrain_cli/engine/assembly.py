@@ -16,6 +16,8 @@ from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences, open_data
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.feeding.batches import BatchReader
 from scaletrain_cli.engine.feeding.prefetch import Feed
+from scaletrain_cli.engine.guarding.guard import Guard
+from scaletrain_cli.engine.guarding.judging import Judge
 from scaletrain_cli.engine.late_metrics import LateMetrics
 from scaletrain_cli.engine.measure.out_of_memory import remember_allocations
 from scaletrain_cli.engine.measure.plan_check import PlanCheck
@@ -28,6 +30,8 @@ from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import PreemptedError, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
+from scaletrain_cli.rundir.rollbacks import read_rollbacks
+from scaletrain_cli.spec import RunSpec
 
 _HANG_SECONDS = 1800.0  # guard.hang: auto; torch's own default for gloo
 _SET_UP_SECONDS = 24 * 3600.0  # others wait while rank 0 prepares data and verifies a checkpoint
@@ -49,6 +53,7 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
     agreement, set_up = Agreement(hang_seconds), Agreement(_SET_UP_SECONDS)
     dataset, train, validation = _open_data(run, record, ranks, set_up)
     begin = find_beginning(run, checkpoint_folder(run, spec), attempt, ranks, set_up)
+    rollbacks = set_up.follow_rank_zero(read_rollbacks(run) if ranks.rank == 0 else [])
     _leave_if_asked(flag, set_up)
     torch.backends.cuda.matmul.allow_tf32 = spec.training.precision == "tf32"
     _seed(spec.training.seed, ranks.rank)
@@ -93,11 +98,21 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         set_up=set_up,
         checkpointer=checkpointer,
         dataset=dataset,
-        feed=Feed(read_train.step, device),
+        feed=Feed(read_train.batch, device),
         validation=read_validation,
         faults=faults,
+        judge=Judge(run, record, ranks, set_up, checkpointer, _guard(spec), rollbacks),
         late=LateMetrics(device),
         plan_check=PlanCheck(run, record, attempt, composed, average, mesh, agreement, device),
+    )
+
+
+def _guard(spec: RunSpec) -> Guard:
+    fresh = spec.transformer.weights is None
+    return Guard(
+        factor=spec.guard.spike.factor,
+        patience=spec.guard.spike.patience,
+        fresh_warmup_steps=spec.training.schedule.warmup_steps if fresh else None,
     )
 
 

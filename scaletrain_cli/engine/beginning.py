@@ -15,12 +15,11 @@ from scaletrain_cli.rundir.paths import RunDir
 
 @dataclass(frozen=True)
 class Beginning:
-    """``step`` steps are done, ``evaluated`` if their validation loss is logged. Losses are those logged so far."""
+    """``step`` steps are done, ``evaluated`` if their validation loss is logged; with those logged so far."""
 
     checkpoint: Checkpoint | None
     step: int
     evaluated: bool
-    losses: list[float]
     validation_losses: list[float]
     lost_steps: int
     passed_over: list[str]
@@ -82,13 +81,13 @@ def _beginning(
     metrics = read_metrics(run)
     lines = [line for line in metrics if line["step"] <= step]
     # What was lost before an attempt came to train was counted then, whether or not it logged a step of its own.
-    begun = max((event["time"] for event in read_events(run) if event["event"] in ("started", "resumed")), default=0.0)
+    begins = ("started", "resumed", "rolled-back")
+    begun = max((event["time"] for event in read_events(run) if event["event"] in begins), default=0.0)
     logged = [line["step"] for line in metrics if line.get("time", begun) >= begun]
     return Beginning(
         checkpoint=checkpoint,
         step=step,
         evaluated=bool(lines) and lines[-1]["step"] == step and "validation_loss" in lines[-1],
-        losses=[line["loss"] for line in lines if "loss" in line],
         validation_losses=[line["validation_loss"] for line in lines if "validation_loss" in line],
         lost_steps=max(0, max(logged, default=0) - step),
         passed_over=passed_over,

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from scaletrain_cli.engine.beginning import newest_sound
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.optimization.averaging import WeightAverage
@@ -117,7 +118,9 @@ class Checkpointer:
             self._begin_commit(save)
 
     def finish(self) -> None:
-        """Wait for the save in flight, if any, until it is committed."""
+        """Wait for the save in flight, if any, until it is committed, and for what is being marked."""
+        while self._marks:
+            self._marks.pop().result()
         save = self._in_flight
         if save is None:
             return
@@ -206,6 +209,16 @@ class Checkpointer:
         for checkpoint in checkpoints.list_checkpoints(self.folder):
             if checkpoint.step in steps and not checkpoint.clean:
                 committing.mark_clean(checkpoint, self._attempt)
+
+    def newest_clean(self) -> Checkpoint | None:
+        """The newest one after which training is known to have gone well, and which is sound."""
+        return newest_sound(self.folder, self._ranks, self._agreement, clean=True)[0]
+
+    def retire_newer(self, step: int) -> None:
+        """Remove what was saved after ``step``, on its way into a spike. On rank 0 alone."""
+        for checkpoint in checkpoints.list_checkpoints(self.folder):
+            if checkpoint.step > step:
+                committing.retire(checkpoint.path, self._attempt)
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Load the whole state, whatever layout saved it; returns the client state that was saved with it.

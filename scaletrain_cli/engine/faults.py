@@ -1,11 +1,13 @@
 """Faults on purpose, off by default, addressed by kind, rank and step: what drills use to prove that nothing is lost.
 
 ``SCALETRAIN_FAULT="sigkill rank=1 step=7; slow-save seconds=0.5"``: before optimizer step 7, rank 1 kills itself; every
-checkpoint write takes half a second longer. Add ``attempt=1`` to hit one attempt only.
+checkpoint write takes half a second longer. Add ``attempt=1`` to hit one attempt only. ``spike step=20-23 factor=20``
+multiplies the loss of the *batches* 20 to 23, on all ranks: whoever leaves them out is cured.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from scaletrain_cli.errors import UsageError
 
 VARIABLE = "SCALETRAIN_FAULT"
-_KINDS = ("sigkill", "sigterm", "exception", "nan", "slow-save")
+_KINDS = ("sigkill", "sigterm", "exception", "nan", "spike", "slow-save")
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Fault:
     step: int | None = None
     attempt: int | None = None
     seconds: float = 0.0
+    last: int | None = None  # with ``step`` as the first: the batches of a spike
+    factor: float = 1.0
 
 
 class InjectedError(RuntimeError):
@@ -62,6 +66,12 @@ class Faults:
         """Whether this rank's loss is to become NaN at ``step``."""
         return any(fault.kind == "nan" for fault in self._due(step))
 
+    def loss_factor(self, batch: int) -> float:
+        """What the loss of this batch is multiplied by."""
+        spikes = [fault for fault in self._mine if fault.kind == "spike"]
+        hits = [fault.factor for fault in spikes if (fault.step or 1) <= batch <= (fault.last or batch)]
+        return math.prod(hits)
+
     def _due(self, step: int) -> list[Fault]:
         return [fault for fault in self._mine if fault.step == step]
 
@@ -70,12 +80,16 @@ def _parse(text: str) -> Fault:
     kind, *settings = text.split()
     try:
         given = dict(setting.split("=", 1) for setting in settings)
-        whole = {key: int(given.pop(key)) for key in ("rank", "step", "attempt") if key in given}
-        seconds = float(given.pop("seconds", 0))
+        first, _, last = given.pop("step", "").partition("-")
+        whole = {key: int(given.pop(key)) for key in ("rank", "attempt") if key in given}
+        step, last_step = int(first) if first else None, int(last) if last else None
+        seconds, factor = float(given.pop("seconds", 0)), float(given.pop("factor", 20))
     except ValueError as error:
         raise UsageError(f"{VARIABLE}: cannot read {text.strip()!r}: {error}") from error
     if kind not in _KINDS or given:
         raise UsageError(
-            f"{VARIABLE}: {text.strip()!r}: kinds are {', '.join(_KINDS)}; keys rank, step, attempt, seconds."
+            f"{VARIABLE}: {text.strip()!r}: kinds are {', '.join(_KINDS)}; keys rank, step, attempt, seconds, factor."
         )
-    return Fault(kind, seconds=seconds, **whole)
+    if kind == "spike" and last_step is None:
+        last_step = step
+    return Fault(kind, step=step, last=last_step, seconds=seconds, factor=factor, **whole)

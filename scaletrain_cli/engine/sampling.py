@@ -1,4 +1,4 @@
-"""Which sequences make up which batch: a pure function of (seed, step), independent of how the job is cut.
+"""Which sequences make up which batch: a pure function of (seed, batch number), independent of how the job is cut.
 
 Samples are drawn without replacement within an epoch. The epoch's order is a keyed permutation that is computed per
 index (a Feistel network with cycle walking; Black and Rogaway, CT-RSA 2002), so no list of samples is ever held.
@@ -11,15 +11,15 @@ _ROUNDS = 4
 
 
 def batch_indices(
-    *, seed: int, step: int, global_batch_size: int, samples: int, rank: int, data_parallel: int, micro_batch_size: int
+    *, seed: int, batch: int, global_batch_size: int, samples: int, rank: int, data_parallel: int, micro_batch_size: int
 ) -> list[list[int]]:
-    """Sample indices of one data-parallel rank at ``step`` (0-based): one list per micro-batch.
+    """Sample indices of one data-parallel rank in batch ``batch`` (0-based): one list per micro-batch.
 
     The union over the ranks is the same set for every (data_parallel, micro_batch_size) that makes up
     ``global_batch_size``.
     """
     micro_steps = global_batch_size // (micro_batch_size * data_parallel)
-    first = step * global_batch_size
+    first = batch * global_batch_size
     return [
         [
             sample_at(first + (micro * data_parallel + rank) * micro_batch_size + offset, seed=seed, samples=samples)

@@ -47,11 +47,14 @@ class Stepper(ABC):
         adaptive = training.gradient_clipping_by == "adaptive"
         self.adaptive_clip = AdaptiveClip(training.gradient_clipping) if adaptive else None
 
-    def train(self, batches: Sequence[MicroBatch], *, poisoned: bool = False) -> Stepped:
-        """Forward, backward and update over one global batch. ``poisoned``: make this rank's gradient NaN."""
+    def train(self, batches: Sequence[MicroBatch], *, poisoned: bool = False, factor: float = 1.0) -> Stepped:
+        """Forward, backward and update over one global batch.
+
+        Faults on purpose: ``poisoned`` makes this rank's gradient NaN, ``factor`` multiplies the loss of all ranks.
+        """
         if self._composed.model.spec.num_experts:
             scale_router_losses(self._composed.model, self.loss_scale / len(batches))
-        loss, norm = self._train(batches, self._largest_norm(), poisoned)
+        loss, norm = self._train(batches, self._largest_norm(), poisoned, factor)
         if self.adaptive_clip is not None:
             self.adaptive_clip.observe(float(norm))
         return Stepped(loss, norm, self._fp16 and step_was_skipped(self._engine))
@@ -69,7 +72,9 @@ class Stepper(ABC):
         return largest
 
     @abstractmethod
-    def _train(self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool) -> tuple[Tensor, Any]:
+    def _train(
+        self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool, factor: float
+    ) -> tuple[Tensor, Any]:
         """Mean loss and gradient norm."""
 
     @abstractmethod
@@ -91,12 +96,14 @@ class WholeModel(Stepper):
         super().__init__(composed, training)
         self._mesh, self._device = mesh, device
 
-    def _train(self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool) -> tuple[Tensor, Any]:
+    def _train(
+        self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool, factor: float
+    ) -> tuple[Tensor, Any]:
         total, norm = torch.zeros((), device=self._device), 0.0
         for batch in batches:
             loss = self._loss(batch)
-            if poisoned:
-                loss = loss * torch.nan
+            if poisoned or factor != 1:
+                loss = loss * (torch.nan if poisoned else factor)
             total += loss.detach()
             self._engine.backward(loss)
             if self._engine.is_gradient_accumulation_boundary():
@@ -119,6 +126,9 @@ class WholeModel(Stepper):
         if torch.isfinite(norm):
             clip(parameters, norm, largest_norm)
             engine.step()
+        else:
+            engine.zero_grad()  # or it would still be there for who goes back to a checkpoint
+            engine.micro_steps += 1
         return norm
 
     @torch.no_grad()
@@ -135,9 +145,11 @@ class WholeModel(Stepper):
 class Pipelined(Stepper):
     """Every rank runs its stage of the layers, one forward and one backward in turn, under ZeRO-1."""
 
-    def _train(self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool) -> tuple[Tensor, Any]:
+    def _train(
+        self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool, factor: float
+    ) -> tuple[Tensor, Any]:
         assert self._composed.stage is not None
-        self._composed.stage.poisoned = poisoned
+        self._composed.stage.poisoned, self._composed.stage.loss_factor = poisoned, factor
         loss = self._engine.train_batch(self._feed(batches))
         return loss, self._engine.get_global_grad_norm()
 

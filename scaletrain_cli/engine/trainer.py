@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.feeding.batches import BatchReader
 from scaletrain_cli.engine.feeding.prefetch import Feed
 from scaletrain_cli.engine.garbage import GarbageCollection
+from scaletrain_cli.engine.guarding.judging import Judge
 from scaletrain_cli.engine.late_metrics import LateMetrics, StepMeasures
 from scaletrain_cli.engine.measure.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.engine.measure.plan_check import PlanCheck
@@ -31,16 +31,11 @@ from scaletrain_cli.engine.optimization.precision import forward_dtype
 from scaletrain_cli.engine.optimization.schedules import learning_rate
 from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict
 from scaletrain_cli.engine.signals import PreemptionFlag
-from scaletrain_cli.engine.spike import SpikeWatch
 from scaletrain_cli.engine.stepping import Stepper
-from scaletrain_cli.errors import DoNotRequeueError, ExitCode, UsageError
-from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.engine.telling import tell
+from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-
-
-class NonFiniteGradientError(DoNotRequeueError):
-    """The gradient was NaN or infinite on some rank; the weights were left as they were."""
 
 
 @dataclass
@@ -64,9 +59,9 @@ class Trainer:
     feed: Feed
     validation: BatchReader
     faults: Faults
+    judge: Judge
     late: LateMetrics
     plan_check: PlanCheck
-    _watch: SpikeWatch = field(init=False)
     _validation_losses: list[float] = field(init=False)
 
     def fit(self, flag: PreemptionFlag) -> ExitCode:
@@ -74,8 +69,8 @@ class Trainer:
         spec, total = self.record.spec, self.record.spec.total_steps
         checkpoint_steps = self._checkpoint_interval()
         begin = self.resume()
-        step, evaluated, last = begin.step, begin.evaluated, total
-        self._watch, self._validation_losses = self._spike_watch(begin.losses), list(begin.validation_losses)
+        step, evaluated, last, saved = begin.step, begin.evaluated, total, begin.step
+        self._validation_losses = list(begin.validation_losses)
         with (
             MetricsLog(self.run, self.record, self.ranks.rank, self.attempt, self.device) as metrics,
             GarbageCollection() as garbage,
@@ -87,11 +82,17 @@ class Trainer:
             if evaluated and self._should_stop():
                 last = step
             while not self._asked_to_leave(flag):
-                if step > begin.step and (step % checkpoint_steps == 0 or step == last):
-                    self._note(self.late.rest(), metrics)
+                saving = step > saved and (step % checkpoint_steps == 0 or step == last)
+                evaluating = self._evaluation_is_due(step) and not evaluated
+                # Both want all that was measured; else a step is judged when its measures are there.
+                everything = saving or evaluating or step == last
+                stands = self._judge(self.late.rest() if everything else self.late.due(step), step, metrics)
+                if stands < step:
+                    step, evaluated, last, saved = stands, True, total, stands
+                    continue
+                if saving:
                     self.save(step, wait=not spec.checkpoint.asynchronous)
-                if self._evaluation_is_due(step) and not evaluated:
-                    self._note(self.late.rest(), metrics)
+                if evaluating:
                     evaluated = self.evaluate(step, metrics, flag)
                     if not evaluated:
                         continue
@@ -102,9 +103,8 @@ class Trainer:
                     break
                 step, evaluated = step + 1, False
                 self.step(step)
-                self._note(self.late.due(step), metrics)
                 garbage.after_step(step)
-            self._note(self.late.rest(), metrics)
+            step = self._judge(self.late.rest(), step, metrics)
             self.save(step, wait=True)
             done = step == last and (evaluated or not self._evaluation_is_due(step))
             self._event("finished" if done else "preempted", step=step)
@@ -126,7 +126,12 @@ class Trainer:
         self.late.begin()
         scale = self.stepper.loss_scale
         with self.plan_check.around(step):
-            stepped = self.stepper.train(self.feed.take(step), poisoned=self.faults.poisons_gradient(step))
+            number = self.judge.batch_number(step)
+            stepped = self.stepper.train(
+                self.feed.take(number),
+                poisoned=self.faults.poisons_gradient(step),
+                factor=self.faults.loss_factor(number),
+            )
         if self.average is not None:
             self.average.update(step)
         measured: dict[str, Tensor | float] = {
@@ -141,27 +146,17 @@ class Trainer:
             measured |= {"loss_scale": scale, "skipped": float(stepped.skipped)}
         self.late.end(step, measured)
 
-    def _note(self, steps: list[StepMeasures], metrics: MetricsLog) -> None:
-        """Judge and write down what steps measured. All ranks see the same numbers and give up together."""
-        spec = self.record.spec
-        tokens = spec.training.global_batch_size * spec.transformer.seq_len
-        for step, seconds, measured in steps:
-            loss, norm = measured["loss"], measured["grad_norm"]
-            if measured.get("skipped"):
-                del measured["grad_norm"]  # which is infinite: it did not fit into fp16
-                norm = 0.0
-            if not (math.isfinite(loss) and math.isfinite(norm)):  # no loss scale would mend a loss
-                self.checkpointer.finish()  # what was saved before is still good
-                raise NonFiniteGradientError(
-                    f"step {step}: loss {loss}, gradient norm {norm}. The update was not applied; the newest "
-                    f"checkpoint is sound. Lower the learning rate, lengthen the warm-up, or look at the batch."
-                )
-            if step == 1:
-                self._report_first_loss(loss)
-            if (median := self._watch.median_if_spike(loss)) is not None:
-                self._event("spike", step=step, loss=loss, median=median)
-            if step % spec.tracking.log_every == 0 or step in (1, spec.total_steps):
-                metrics.log(step, tokens=tokens, step_seconds=seconds, **measured)
+    def _judge(self, measures: list[StepMeasures], step: int, metrics: MetricsLog) -> int:
+        """Where the run stands once these are judged: at ``step``, or where it was rolled back to."""
+        stands = self.judge.judge(measures, step, metrics)
+        if stands < step:
+            self.late.rest()  # of steps that are forgotten
+            del self._validation_losses[self._evaluations_by(stands) :]
+        return stands
+
+    def _evaluations_by(self, step: int) -> int:
+        """How many there were, with the one after that step."""
+        return step // self.record.spec.evaluation.every if self.record.spec.evaluation.every else 0
 
     def _should_stop(self) -> bool:
         """Whether the validation losses so far say that it is no use to go on."""
@@ -205,7 +200,8 @@ class Trainer:
 
     def save(self, step: int, *, wait: bool) -> None:
         """Begin a checkpoint of the state after ``step`` steps; the data position is that one number."""
-        self.checkpointer.save(step, {"step": step, "dataset": self.dataset.fingerprint}, wait=wait)
+        state = {"step": step, "dataset": self.dataset.fingerprint, "guard": self.judge.guard.state_dict()}
+        self.checkpointer.save(step, state, wait=wait)
 
     def resume(self) -> Beginning:
         """Restore the checkpoint that the attempt begins with, if any. Raises UsageError where it is of other data."""
@@ -218,6 +214,7 @@ class Trainer:
                     f"{self.dataset.fingerprint[:12]}: resuming would train on other data. "
                     "Restore the data, or start anew."
                 )
+            self.judge.guard.load_state_dict(state["guard"])
         self._event(
             "started" if begin.checkpoint is None else "resumed",
             step=begin.step,
@@ -245,23 +242,9 @@ class Trainer:
             dropout=model.attention_dropout,
         )
 
-    def _spike_watch(self, losses: list[float]) -> SpikeWatch:
-        """The watch as the logged losses leave it; with ``tracking.log_every`` above 1 it saw more of them before."""
-        watch = SpikeWatch(self.record.spec.guard.spike.factor)
-        for loss in losses:
-            watch.median_if_spike(loss)
-        return watch
-
     def _checkpoint_interval(self) -> int:
         every = self.record.spec.checkpoint.every
         return self.record.plan.durability.interval_steps if every == "auto" else every
 
-    def _report_first_loss(self, loss: float) -> None:
-        """A fresh model knows nothing, so its loss must be near that of a uniform guess."""
-        expected = math.log(self.record.spec.transformer.vocab_size)
-        self._event("first-loss", loss=loss, ln_vocab_size=expected, plausible=abs(loss - expected) < 0.1 * expected)
-
     def _event(self, name: str, **details: Any) -> None:
-        if self.ranks.rank == 0:
-            record_event(self.run, name, **details)
-            print(f"{name}: " + "  ".join(f"{key} {value}" for key, value in details.items()), flush=True)
+        tell(self.run, self.ranks.rank, name, **details)

@@ -23,9 +23,20 @@ from scaletrain_cli.rundir.record import checkpoint_folder
 from scaletrain_cli.spec import RunSpec
 
 Reason = Literal[
-    "done", "preempted", "crash", "oom", "nan", "wrong-nodes", "usage", "cancelled", "node", "killed", "out-of-grace"
+    "done",
+    "preempted",
+    "crash",
+    "oom",
+    "nan",
+    "spike",
+    "wrong-nodes",
+    "usage",
+    "cancelled",
+    "node",
+    "killed",
+    "out-of-grace",
 ]
-_SPECIFIC: tuple[Reason, ...] = ("oom", "nan", "wrong-nodes")  # what a rank knows better than "crash"
+_SPECIFIC: tuple[Reason, ...] = ("oom", "nan", "spike", "wrong-nodes")  # what a rank knows better than "crash"
 _STOPPING = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
 
 

@@ -22,6 +22,7 @@ _BUDGET: dict[Reason, str] = {
     "crash": "crash",
     "killed": "crash",
     "nan": "crash",
+    "spike": "crash",
 }
 # Says nothing of the job itself: it was taken off good nodes, or never started on wrong ones.
 _NEUTRAL: tuple[Reason, ...] = ("preempted", "cancelled", "wrong-nodes")

@@ -75,11 +75,17 @@ class DataSpec(Section):
     loss_mask: Literal["none", "document_starts"] = Field(
         default="none", description="document_starts: no document's first token is predicted from the one before"
     )
+    skip: tuple[tuple[Whole, Whole], ...] = Field(
+        default=(), description="windows of batches that are not trained on: [[first, last], ...], counted from 1"
+    )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """(key, message) for each setting that contradicts another one."""
         if (self.tokenizer.kind == "file") != (self.tokenizer.path is not None):
             yield "tokenizer.path", "is needed with kind: file, and only there."
+        for first, last in self.skip:
+            if first > last:
+                yield "skip", f"[{first}, {last}] begins after it ends. Write [{last}, {first}]."
 
 
 class CheckpointSpec(Section):
@@ -92,16 +98,21 @@ class CheckpointSpec(Section):
 
 
 class SpikeSpec(Section):
-    """Loss above ``factor`` times the running median, and what to do about it."""
+    """Loss above ``factor`` times the running median, or a gradient norm far beyond its own, and what to do about it.
+
+    After ``retries`` rollbacks to the same checkpoint the run stops for good.
+    """
 
     factor: Positive = 3.0
-    action: Literal["warn", "rollback"] = "warn"
+    patience: Whole = Field(default=3, description="steps in a row that make a spike")
+    action: Literal["warn", "rollback"] = "rollback"
+    retries: WholeOrZero = Field(default=3, description="rollbacks to one checkpoint before the run stops")
 
 
 class GuardSpec(Section):
     """What ends or mends a run that goes wrong. ``hang`` is the longest wait for a collective."""
 
-    nan: Literal["stop"] = "stop"
+    nan: Literal["stop", "rollback"] = "stop"
     spike: SpikeSpec = LEFT_OUT
     hang: AutoSeconds = "auto"
 

@@ -1,5 +1,6 @@
 """Injected faults hit the rank, step and attempt they name, and nothing else."""
 
+import math
 import signal
 
 import pytest
@@ -33,11 +34,19 @@ def test_a_signal_fault_sends_the_real_signal() -> None:
     assert received == [signal.SIGTERM]
 
 
+def test_a_spike_is_in_the_data_whatever_the_step_or_rank() -> None:
+    faults = Faults("spike step=20-22 factor=5; spike step=22", 1, 3)
+    assert [faults.loss_factor(batch) for batch in (19, 20, 21, 22, 23)] == [1, 5, 5, 100, 1]
+    assert math.isnan(Faults("spike step=4 factor=nan", 0, 1).loss_factor(4))
+
+
 def test_delays_of_a_save_add_up() -> None:
     assert Faults("slow-save seconds=0.5; slow-save seconds=1 rank=0", 0, 1).save_delay_seconds == 1.5
 
 
-@pytest.mark.parametrize("text", ["explode step=1", "sigkill step=x", "sigkill when=1", "sigkill step"])
+@pytest.mark.parametrize(
+    "text", ["explode step=1", "sigkill step=x", "sigkill when=1", "sigkill step", "spike step=3-x"]
+)
 def test_a_fault_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="SCALETRAIN_FAULT"):
         Faults(text, 0, 1)

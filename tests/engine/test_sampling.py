@@ -1,4 +1,4 @@
-"""batch(step) is a pure function of seed and step, whatever the layout."""
+"""What a batch holds is a pure function of seed and number, whatever the layout."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,12 +25,12 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len({tuple(order(seed, epoch)) for seed in (1, 2, 3) for epoch in (0, 1)}) == 6
 
 
-def global_batch(step: int, data_parallel: int, micro_batch_size: int) -> set[int]:
+def global_batch(number: int, data_parallel: int, micro_batch_size: int) -> set[int]:
     indices = []
     for rank in range(data_parallel):
         batches = batch_indices(
             seed=7,
-            step=step,
+            batch=number,
             global_batch_size=24,
             samples=1000,
             rank=rank,
@@ -44,6 +44,6 @@ def global_batch(step: int, data_parallel: int, micro_batch_size: int) -> set[in
 
 
 def test_the_global_batch_does_not_depend_on_the_layout() -> None:
-    for step in (0, 1, 40, 41, 42, 10_000):
-        batches = [global_batch(step, d, m) for d, m in ((1, 24), (1, 1), (2, 4), (4, 6), (8, 3), (24, 1))]
+    for number in (0, 1, 40, 41, 42, 10_000):
+        batches = [global_batch(number, d, m) for d, m in ((1, 24), (1, 1), (2, 4), (4, 6), (8, 3), (24, 1))]
         assert all(batch == batches[0] for batch in batches)

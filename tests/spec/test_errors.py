@@ -51,6 +51,9 @@ def test_the_headline_names_the_file_and_counts() -> None:
         ("training.optimizer.lr=.nan", "training.optimizer.lr = nan: must be a finite number."),
         ("training.optimizer.betas=[0.9]", "training.optimizer.betas = [0.9]: needs more items."),
         ("training.optimizer.betas=[0.9, 0.9, 0.9]", "must have 2 items."),
+        ("data.skip=[[0, 3]]", "data.skip.0.0 = 0: must be at least 1."),
+        ("data.skip=[5]", "data.skip.0 = 5: must be a list."),
+        ("data.skip=[[2, 3], [9, 7]]", "data.skip: [9, 7] begins after it ends. Write [7, 9]."),
         (
             "model.hidden_size=66",
             "model.head_dim: is missing, and hidden_size = 66 is no multiple of num_attention_heads",

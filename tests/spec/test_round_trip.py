@@ -34,6 +34,12 @@ def test_a_spec_survives_json(text: str) -> None:
     assert load(json.dumps(dumped)) == spec, "JSON is YAML, so a resolved spec can be planned again"
 
 
+def test_windows_of_skipped_batches_survive_json() -> None:
+    spec = load(SPEC, "data.skip=[[3, 5], [9, 9]]")
+    assert spec.data.skip == ((3, 5), (9, 9))
+    assert RunSpec.model_validate(json.loads(json.dumps(spec.model_dump(mode="json", by_alias=True)))) == spec
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_every_recipe_survives_json(path: Path) -> None:
     spec = load_spec(path)

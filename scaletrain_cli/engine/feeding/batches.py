@@ -1,4 +1,4 @@
-"""This rank's part of each batch, read from the token file: a pure function of the step. Knows no device."""
+"""This rank's part of each batch, read from the token file: a pure function of its number. Knows no device."""
 
 from __future__ import annotations
 
@@ -68,17 +68,17 @@ class BatchReader:
     seed: int
     mask_document_starts: bool
 
-    def step(self, step: int) -> StepBatch:
-        """What this rank trains on at optimizer step ``step`` (1-based)."""
+    def batch(self, number: int) -> StepBatch:
+        """This rank's part of the global batch with this number (1-based)."""
         layout, size = self.layout, self.layout.micro_batch_size
-        indices = self._indices(step, self.mesh.data.rank)
-        first = (step - 1) * layout.global_batch_size
+        indices = self._indices(number, self.mesh.data.rank)
+        first = (number - 1) * layout.global_batch_size
         places = [
             first + (micro * layout.data_parallel + self.mesh.data.rank) * size + offset
             for micro in range(len(indices))
             for offset in range(size)
         ]
-        return self._batch(indices, places, self._counted_at(step))
+        return self._batch(indices, places, self._counted_in(number))
 
     def in_order(self, rounds: int) -> Iterator[MicroBatch]:
         """The first sequences in the order of the file: per round one micro-batch for each data-parallel rank."""
@@ -90,11 +90,11 @@ class BatchReader:
             indices = list(range(first, first + size))
             yield from self._batch([indices], indices, counted).micro_batches()
 
-    def _indices(self, step: int, data_rank: int) -> list[list[int]]:
+    def _indices(self, number: int, data_rank: int) -> list[list[int]]:
         layout = self.layout
         return batch_indices(
             seed=self.seed,
-            step=step - 1,
+            batch=number - 1,
             global_batch_size=layout.global_batch_size,
             samples=len(self.sequences),
             rank=data_rank,
@@ -102,15 +102,15 @@ class BatchReader:
             micro_batch_size=layout.micro_batch_size,
         )
 
-    def _counted_at(self, step: int) -> float:
-        """Tokens that count in a global micro-batch, mean over those of the step.
+    def _counted_in(self, number: int) -> float:
+        """Tokens that count in a global micro-batch, mean over those of the batch.
 
         Every rank looks up where documents end in every sequence of the batch, which spares them a collective.
         """
         if not self.mask_document_starts:
             return 0.0
         layout = self.layout
-        ranks = (self._indices(step, rank) for rank in range(layout.data_parallel))
+        ranks = (self._indices(number, rank) for rank in range(layout.data_parallel))
         counted = sum(self._counted(i, i + 1) for batches in ranks for batch in batches for i in batch)
         return counted / layout.gradient_accumulation_steps
 

@@ -1,4 +1,4 @@
-"""The next step's batch is read and copied to the device while the present one is trained on. Knows no data format."""
+"""The next batch is read and copied to the device while the present one is trained on. Knows no data format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Arrival(NamedTuple):
 
 
 class Feed:
-    """Batches by step, one step ahead. ``read`` is called in a thread and must be a pure function of the step.
+    """Batches by number, one ahead. ``read`` is called in a thread and must be a pure function of the number.
 
     On a GPU the copies leave pinned memory on a stream of their own, beside the computation.
     """
@@ -32,13 +32,16 @@ class Feed:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed", initializer=choose_gpu)
         self._ahead: tuple[int, Future[_Arrival]] | None = None
 
-    def take(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of a step; begins to fetch those of the next. Raises what reading them raised."""
-        if self._ahead is None or self._ahead[0] != step:
-            self._begin(step)
+    def take(self, number: int) -> list[MicroBatch]:
+        """The micro-batches of a batch; begins to fetch the next one. Raises what reading it raised.
+
+        What was fetched and then not asked for, because the data between are left out, is dropped.
+        """
+        if self._ahead is None or self._ahead[0] != number:
+            self._begin(number)
         assert self._ahead is not None
         arrival = self._ahead[1].result()
-        self._begin(step + 1)
+        self._begin(number + 1)
         if arrival.copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(arrival.copied)
@@ -51,11 +54,11 @@ class Feed:
         """Wait for what is under way, and drop it."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _begin(self, step: int) -> None:
-        self._ahead = (step, self._thread.submit(self._fetch, step))
+    def _begin(self, number: int) -> None:
+        self._ahead = (number, self._thread.submit(self._fetch, number))
 
-    def _fetch(self, step: int) -> _Arrival:
-        batch = self._read(step)
+    def _fetch(self, number: int) -> _Arrival:
+        batch = self._read(number)
         if self._stream is None:
             return _Arrival(batch, None)
         with torch.cuda.stream(self._stream):

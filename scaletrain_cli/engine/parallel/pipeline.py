@@ -54,7 +54,8 @@ class PipelineStage(nn.Module):
         self.model = model
         self._first = axis.rank == 0
         self._expected: deque[MicroBatch] = deque()
-        self.poisoned = False  # a fault on purpose: what leaves this stage is not a number
+        # Faults on purpose: what leaves this stage is not a number; the last stage's loss is another one.
+        self.poisoned, self.loss_factor = False, 1.0
 
     def expect(self, batches: Sequence[MicroBatch]) -> None:
         """The micro-batches to come. They pass every stage in this order, and tell it what their tensors do not."""
@@ -69,7 +70,8 @@ class PipelineStage(nn.Module):
 
     def loss(self, hidden: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
         """Of the last stage; ``labels`` [batch, length] come with the divisor of their summed loss."""
-        return self.model.loss(hidden, *labels)
+        loss = self.model.loss(hidden, *labels)
+        return loss if self.loss_factor == 1 else loss * self.loss_factor
 
 
 def pipeline_module(stage: PipelineStage, mesh: Mesh) -> nn.Module:

@@ -98,8 +98,6 @@ def unsupported(spec: RunSpec, layout: Layout) -> list[str]:
         found.append("training.cross_entropy = liger: its kernel needs a GPU. Use chunked or auto.")
     if spec.layout.tensor_sequence_parallel is True and layout.tensor_parallel > 1:
         found.append("layout.tensor_sequence_parallel = true: this engine keeps norms whole. Use false or auto.")
-    if spec.guard.spike.action != "warn":
-        found.append(f"guard.spike.action = {spec.guard.spike.action}: not in this engine. Use warn.")
     if spec.checkpoint.dir != "auto":
         found.append("checkpoint.dir: this engine keeps checkpoints in the run directory. Use auto.")
     if spec.planner.framework != "deepspeed":

@@ -81,7 +81,7 @@ CUTS = [(1, 1, 12), (1, 1, 1), (2, 1, 3), (1, 2, 4), (3, 2, 2), (2, 4, 1)]
 def test_every_layout_reads_the_same_tokens_under_the_same_names(mask: bool) -> None:
     for step in (1, 2, 9):
         read = [
-            triples([micro for reader in readers(*cut, mask) for micro in reader.step(step).micro_batches()])
+            triples([micro for reader in readers(*cut, mask) for micro in reader.batch(step).micro_batches()])
             for cut in CUTS
         ]
         assert len(read[0]) == GLOBAL_BATCH * LENGTH
@@ -89,8 +89,8 @@ def test_every_layout_reads_the_same_tokens_under_the_same_names(mask: bool) -> 
 
 
 def test_sequence_ranks_hold_neighbouring_slices_of_the_same_sequences() -> None:
-    first, second = (reader.step(4).micro_batches()[0] for reader in readers(1, 2, 6))
-    (whole,) = (reader.step(4).micro_batches()[0] for reader in readers(1, 1, 6))
+    first, second = (reader.batch(4).micro_batches()[0] for reader in readers(1, 2, 6))
+    (whole,) = (reader.batch(4).micro_batches()[0] for reader in readers(1, 1, 6))
     assert torch.equal(torch.cat([first.tokens, second.tokens], 1), whole.tokens)
     assert torch.equal(torch.cat([first.labels, second.labels], 1), whole.labels)
     assert torch.equal(torch.cat([first.positions, second.positions]), whole.positions)
@@ -99,8 +99,8 @@ def test_sequence_ranks_hold_neighbouring_slices_of_the_same_sequences() -> None
 
 def test_what_follows_a_document_is_not_counted_and_nothing_else_is_left_out() -> None:
     reader = readers(1, 1, GLOBAL_BATCH, mask=True)[0]
-    plain = readers(1, 1, GLOBAL_BATCH)[0].step(2)
-    batch = reader.step(2)
+    plain = readers(1, 1, GLOBAL_BATCH)[0].batch(2)
+    batch = reader.batch(2)
     source = reader.sequences
     ends = set(source.document_ends.tolist())
     (indices,) = reader._indices(2, 0)
@@ -118,9 +118,9 @@ def weighted_loss(part: MicroBatch, weights: torch.Tensor) -> float:
 @pytest.mark.parametrize("cut", CUTS)
 def test_the_mean_of_all_losses_is_the_mean_over_the_tokens_that_count(cut: tuple[int, int, int]) -> None:
     weights = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    whole = readers(1, 1, GLOBAL_BATCH, mask=True)[0].step(3).micro_batches()[0]
+    whole = readers(1, 1, GLOBAL_BATCH, mask=True)[0].batch(3).micro_batches()[0]
     expected = F.cross_entropy(weights[whole.tokens].flatten(0, 1), whole.labels.flatten())
-    parts = [micro for reader in readers(*cut, mask=True) for micro in reader.step(3).micro_batches()]
+    parts = [micro for reader in readers(*cut, mask=True) for micro in reader.batch(3).micro_batches()]
     assert np.mean([weighted_loss(part, weights) for part in parts]) == pytest.approx(float(expected), rel=1e-6)
 
 
@@ -137,4 +137,4 @@ def test_rounds_in_order_read_the_beginning_of_the_file_once() -> None:
 
 
 def test_without_a_mask_each_loss_may_be_a_mean_of_its_own() -> None:
-    assert readers(2, 1, 3)[1].step(1).divisor is None
+    assert readers(2, 1, 3)[1].batch(1).divisor is None

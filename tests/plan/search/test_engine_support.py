@@ -55,7 +55,6 @@ EXPERTS = {"model__num_experts": 4, "model__num_experts_per_tok": 2}
             },
             "training.averaging.name = ema: weights on NVMe are not averaged",
         ),
-        ({"guard__spike": {"action": "rollback"}}, "guard.spike.action = rollback"),
         ({"checkpoint__dir": "/scratch"}, "checkpoint.dir"),
         ({"planner__framework": "megatron"}, "planner.framework = megatron"),
         ({"cluster__scheduler": "kubernetes"}, "cluster.scheduler = kubernetes"),

@@ -1,0 +1,28 @@
+"""A rollback outlives the process that decided it, and ends with a start from scratch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scaletrain_cli.rundir.journal import read_events, record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.rollbacks import Rollback, read_rollbacks, record_rollback
+
+
+def test_what_was_rolled_back_is_read_again_with_its_evidence_beside_it(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert read_rollbacks(run) == []
+    both = [Rollback(28, 20, (24, 28)), Rollback(31, 20, (33, 36))]
+    for rollback in both:
+        record_rollback(run, rollback, median=2.0)
+    assert read_rollbacks(run) == both
+    assert [(event["median"], event["lost_steps"]) for event in read_events(run)] == [(2.0, 8), (2.0, 11)]
+
+
+def test_a_start_from_scratch_forgets_what_was_skipped(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    record_rollback(run, Rollback(28, 20, (24, 28)))
+    record_event(run, "from-scratch")
+    assert read_rollbacks(run) == []
+    record_rollback(run, Rollback(9, 5, (7, 9)))
+    assert read_rollbacks(run) == [Rollback(9, 5, (7, 9))]
