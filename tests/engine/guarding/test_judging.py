@@ -13,6 +13,7 @@ import pytest
 from scaletrain_cli.engine.guarding.guard import Guard
 from scaletrain_cli.engine.guarding.judging import Judge, NonFiniteGradientError, SpikeError
 from scaletrain_cli.engine.late_metrics import StepMeasures
+from scaletrain_cli.engine.ledger import LedgerClock
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir import checkpoints
@@ -87,7 +88,8 @@ def make(tmp_path: Path) -> Make:
             guard.observe(step, {"loss": 2.0, "grad_norm": 0.5})
         kept: Any = Kept(run.checkpoints, guard)
         agreement: Any = OneRank()
-        return Judge(run, record, Ranks(0, 1, 0), agreement, kept, guard, rollbacks or [])
+        ledger = LedgerClock(run, 1, 1)
+        return Judge(run, record, Ranks(0, 1, 0), agreement, kept, guard, rollbacks or [], ledger)
 
     return made
 
