@@ -19,6 +19,7 @@ from scaletrain_cli.engine.feeding.prefetch import Feed
 from scaletrain_cli.engine.guarding.guard import Guard
 from scaletrain_cli.engine.guarding.judging import Judge
 from scaletrain_cli.engine.late_metrics import LateMetrics
+from scaletrain_cli.engine.ledger import LedgerClock
 from scaletrain_cli.engine.measure.out_of_memory import remember_allocations
 from scaletrain_cli.engine.measure.plan_check import PlanCheck
 from scaletrain_cli.engine.optimization.averaging import WeightAverage
@@ -44,6 +45,7 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
     way, and what its parts raise.
     """
     spec, layout = record.spec, record.plan.layout
+    ledger = LedgerClock(run, attempt, ranks.rank)
     if ranks.world_size != layout.world_size:
         raise WrongNodesError(f"planned for {layout.world_size} ranks, started as {ranks.world_size}")
     device = _device(spec.cluster.gpu == "cpu", ranks.local_rank)
@@ -101,8 +103,9 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         feed=Feed(read_train.batch, device),
         validation=read_validation,
         faults=faults,
-        judge=Judge(run, record, ranks, set_up, checkpointer, _guard(spec), rollbacks),
+        judge=Judge(run, record, ranks, set_up, checkpointer, _guard(spec), rollbacks, ledger),
         late=LateMetrics(device),
+        ledger=ledger,
         plan_check=PlanCheck(run, record, attempt, composed, average, mesh, agreement, device),
     )
 

@@ -154,7 +154,8 @@ class Pipelined(Stepper):
         return loss, self._engine.get_global_grad_norm()
 
     def validation_loss(self, batches: Sequence[MicroBatch]) -> Tensor:
-        return self._engine.eval_batch(self._feed(batches), num_micro_batches=len(batches))  # type: ignore[no-any-return]
+        loss: Tensor = self._engine.eval_batch(self._feed(batches), num_micro_batches=len(batches))
+        return loss.reshape(())  # of one replica it comes in a tensor of one element
 
     def _feed(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[Any, Any]]:
         """Tokens for the first stage and labels for the last, which DeepSpeed asks for; every stage knows the rest."""

@@ -19,6 +19,7 @@ from scaletrain_cli.engine.feeding.prefetch import Feed
 from scaletrain_cli.engine.garbage import GarbageCollection
 from scaletrain_cli.engine.guarding.judging import Judge
 from scaletrain_cli.engine.late_metrics import LateMetrics, StepMeasures
+from scaletrain_cli.engine.ledger import LedgerClock
 from scaletrain_cli.engine.measure.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.engine.measure.plan_check import PlanCheck
 from scaletrain_cli.engine.metrics import MetricsLog
@@ -32,8 +33,9 @@ from scaletrain_cli.engine.optimization.schedules import learning_rate
 from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict
 from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.engine.stepping import Stepper
-from scaletrain_cli.engine.telling import tell
+from scaletrain_cli.engine.telling import say, tell
 from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.rundir.goodput import run_goodput
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 
@@ -61,6 +63,7 @@ class Trainer:
     faults: Faults
     judge: Judge
     late: LateMetrics
+    ledger: LedgerClock
     plan_check: PlanCheck
     _validation_losses: list[float] = field(init=False)
 
@@ -71,7 +74,9 @@ class Trainer:
         begin = self.resume()
         step, evaluated, last, saved = begin.step, begin.evaluated, total, begin.step
         self._validation_losses = list(begin.validation_losses)
+        self.ledger.set_up_is_done()
         with (
+            contextlib.closing(self.ledger),
             MetricsLog(self.run, self.record, self.ranks.rank, self.attempt, self.device) as metrics,
             GarbageCollection() as garbage,
             contextlib.closing(self.feed),
@@ -91,9 +96,10 @@ class Trainer:
                     step, evaluated, last, saved = stands, True, total, stands
                     continue
                 if saving:
-                    self.save(step, wait=not spec.checkpoint.asynchronous)
+                    self._save(step, wait=not spec.checkpoint.asynchronous)
                 if evaluating:
-                    evaluated = self.evaluate(step, metrics, flag)
+                    with self.ledger.during("evaluation"):
+                        evaluated = self.evaluate(step, metrics, flag)
                     if not evaluated:
                         continue
                     if self._should_stop():
@@ -102,19 +108,24 @@ class Trainer:
                 if step == last:
                     break
                 step, evaluated = step + 1, False
-                self.step(step)
+                with self.ledger.during("step"):
+                    self.step(step)
+                self.ledger.step_trained()
                 garbage.after_step(step)
             step = self._judge(self.late.rest(), step, metrics)
-            self.save(step, wait=True)
+            self._save(step, wait=True)
             done = step == last and (evaluated or not self._evaluation_is_due(step))
             self._event("finished" if done else "preempted", step=step)
+        if self.ranks.rank == 0 and (goodput := run_goodput(self.run)) is not None:
+            say("goodput", **goodput.to_json())
         return ExitCode.DONE if done else ExitCode.PREEMPTED
 
     def _asked_to_leave(self, flag: PreemptionFlag) -> bool:
         """The agreement at a step boundary: does any rank want to leave? Commits a save that has landed meanwhile."""
         wish = Verdict.PREEMPT if flag.raised else Verdict.CONTINUE
         verdict, anyone_writing = self.agreement.reach(wish, self.checkpointer.writing)
-        self.checkpointer.settle(anyone_writing)
+        with self.ledger.during("save"):
+            self.checkpointer.settle(anyone_writing)
         return verdict is Verdict.PREEMPT
 
     def step(self, step: int) -> None:
@@ -127,11 +138,10 @@ class Trainer:
         scale = self.stepper.loss_scale
         with self.plan_check.around(step):
             number = self.judge.batch_number(step)
-            stepped = self.stepper.train(
-                self.feed.take(number),
-                poisoned=self.faults.poisons_gradient(step),
-                factor=self.faults.loss_factor(number),
-            )
+            with self.ledger.during("data"):
+                batches = self.feed.take(number)
+            poisoned, factor = self.faults.poisons_gradient(step), self.faults.loss_factor(number)
+            stepped = self.stepper.train(batches, poisoned=poisoned, factor=factor)
         if self.average is not None:
             self.average.update(step)
         measured: dict[str, Tensor | float] = {
@@ -197,6 +207,11 @@ class Trainer:
                 return None
             total += len(batches) * self.stepper.validation_loss([batch.to(self.device) for batch in batches])
         return (total / rounds).item()
+
+    def _save(self, step: int, *, wait: bool) -> None:
+        with self.ledger.during("save"):
+            self.save(step, wait=wait)
+        self.ledger.write()
 
     def save(self, step: int, *, wait: bool) -> None:
         """Begin a checkpoint of the state after ``step`` steps; the data position is that one number."""

@@ -12,6 +12,7 @@ from scaletrain_cli.launch.node_record import read_node_records
 from scaletrain_cli.launch.resumption import why_ended
 from scaletrain_cli.launch.scheduler import Job, Scheduler, scheduler_for
 from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.rundir.goodput import Goodput, run_goodput
 from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
 from scaletrain_cli.rundir.measured import Measured, read_measured
 from scaletrain_cli.rundir.paths import RunDir
@@ -45,12 +46,14 @@ class RunStatus:
     run_dir: str
     why: str
     measured: Measured | None  # of the newest attempt that got so far
+    goodput: Goodput | None  # where the time went, over all attempts
 
     def to_json(self) -> dict[str, Any]:
         """The stable JSON object."""
         measured = None if self.measured is None else self.measured.to_json()
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {"schema": "scaletrain.status/v1", **plain, "measured": measured}
+        goodput = None if self.goodput is None else self.goodput.to_json()
+        return {"schema": "scaletrain.status/v1", **plain, "measured": measured, "goodput": goodput}
 
 
 def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
@@ -81,6 +84,7 @@ def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
         run_dir=str(run.path),
         why=_why(run, record, job, last),
         measured=read_measured(run),
+        goodput=run_goodput(run),
     )
 
 

@@ -61,6 +61,10 @@ class RunDir:
         """What an attempt found its ranks to hold, beside the plan."""
         return self.attempt(attempt) / "measured.json"
 
+    def ledger(self, attempt: int) -> Path:
+        """Where an attempt's seconds went."""
+        return self.attempt(attempt) / "ledger.json"
+
     def attempts(self) -> list[int]:
         """Numbers of the attempts made so far, in order."""
         folder = self.path / "attempts"

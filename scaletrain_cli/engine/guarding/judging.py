@@ -13,6 +13,7 @@ from scaletrain_cli.engine.checkpointing import Checkpointer
 from scaletrain_cli.engine.feeding.windows import Window, batch_number, merged
 from scaletrain_cli.engine.guarding.guard import Guard
 from scaletrain_cli.engine.late_metrics import StepMeasures
+from scaletrain_cli.engine.ledger import LedgerClock
 from scaletrain_cli.engine.metrics import MetricsLog
 from scaletrain_cli.engine.process_group import Agreement, Ranks
 from scaletrain_cli.engine.telling import say, tell
@@ -41,6 +42,7 @@ class Judge:
     checkpointer: Checkpointer
     guard: Guard
     rollbacks: list[Rollback]
+    ledger: LedgerClock
 
     @property
     def skipped(self) -> tuple[Window, ...]:
@@ -83,7 +85,9 @@ class Judge:
         spike, evidence = self.record.spec.guard.spike, self.guard.evidence()
         then = "goes on: guard.spike.action is warn"
         if spike.action == "rollback":
-            if (back := self._roll_back(step, trained, spike.patience, "spike", evidence)) is not None:
+            with self.ledger.during("rollback"):
+                back = self._roll_back(step, trained, spike.patience, "spike", evidence)
+            if back is not None:
                 return back
             then = "goes on: no checkpoint is known to be clean yet"
         self._tell("spike", step=step, then=then, **evidence)
@@ -92,9 +96,11 @@ class Judge:
     def _after_non_finite(self, step: int, trained: int, loss: float, norm: float) -> int:
         """The step that the run was rolled back to. The batch itself is to blame, so it takes no patience."""
         evidence = {"loss": str(loss), "grad_norm": str(norm), **self.guard.evidence()}  # JSON knows no NaN
-        wanted = self.record.spec.guard.nan == "rollback"
-        if wanted and (back := self._roll_back(step, trained, 1, "nan", evidence)) is not None:
-            return back
+        if self.record.spec.guard.nan == "rollback":
+            with self.ledger.during("rollback"):
+                back = self._roll_back(step, trained, 1, "nan", evidence)
+            if back is not None:
+                return back
         self.checkpointer.finish()  # what was saved before is still good
         raise NonFiniteGradientError(
             f"step {step}: loss {loss}, gradient norm {norm}. The update was not applied; the newest "

@@ -1,0 +1,126 @@
+"""Where the time of a run went, over all its attempts: a sum of what was written down. Knows no plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.ledger import CATEGORIES, Category, Ledger, read_ledger
+from scaletrain_cli.rundir.paths import RunDir
+
+
+@dataclass(frozen=True)
+class AttemptSpan:
+    """When an attempt began and ended, in Unix seconds; without ``ended`` it runs, or nobody saw its end."""
+
+    started: float
+    ended: float | None
+    ledger: Ledger | None
+    in_vain: bool = False  # the run was started from scratch after it
+
+    @property
+    def until(self) -> float:
+        """Its end as far as anyone knows."""
+        known = self.ledger.updated if self.ledger is not None else self.started
+        return max(self.started, known if self.ended is None else self.ended)
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds by what they went into; together they are the time from the first attempt's start to the last one's end.
+
+    ``productive``: steps that the run is made of, without waiting for data. ``lost_work``: steps that a crash or a
+    rollback undid, at the price of a mean step. ``idle``: between attempts.
+    """
+
+    productive: float
+    data: float
+    save: float
+    restore: float
+    evaluation: float
+    rollback: float
+    lost_work: float
+    idle: float
+    other: float
+
+    @property
+    def wall(self) -> float:
+        return math.fsum(vars(self).values())
+
+    @property
+    def share(self) -> float:
+        """Of the time that was productive; the goodput itself."""
+        return self.productive / self.wall if self.wall > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable keys; seconds but for ``goodput``, a share."""
+        seconds = {f"{name}_seconds": round(value, 3) for name, value in dataclasses.asdict(self).items()}
+        return {"goodput": round(self.share, 6), "wall_seconds": round(self.wall, 3), **seconds}
+
+
+def sum_goodput(attempts: Sequence[AttemptSpan], lost_steps: int) -> Goodput:
+    """``attempts`` in order; ``lost_steps``: trained, then undone, by those that are not in vain anyway."""
+    seconds: dict[Category, float] = dict.fromkeys(CATEGORIES, 0.0)
+    in_vain = counted = 0.0
+    steps = 0
+    for attempt in attempts:
+        spent = _spent(attempt)
+        if attempt.ledger is not None:
+            counted += attempt.ledger.seconds.get("step", 0.0)
+            steps += attempt.ledger.steps
+        if attempt.in_vain:
+            in_vain += spent.pop("step", 0.0)
+        for name, value in spent.items():
+            seconds[name] += value
+    redone = min(seconds["step"], lost_steps * counted / steps if steps else 0.0)
+    idle = sum(max(0.0, after.started - before.until) for before, after in itertools.pairwise(attempts))
+    return Goodput(
+        productive=seconds["step"] - redone,
+        data=seconds["data"],
+        save=seconds["save"],
+        restore=seconds["restore"],
+        evaluation=seconds["evaluation"],
+        rollback=seconds["rollback"],
+        lost_work=redone + in_vain,
+        idle=idle,
+        other=seconds["other"],
+    )
+
+
+def run_goodput(run: RunDir) -> Goodput | None:
+    """Of the run so far; None before its first attempt has written anything."""
+    events = read_events(run)
+    scratch = max((event["time"] for event in events if event["event"] == "from-scratch"), default=0.0)
+    spans = [span for number in run.attempts() if (span := _span(run, number, scratch)) is not None]
+    if all(span.ledger is None for span in spans):
+        return None
+    lost = sum(event.get("lost_steps", 0) for event in events if event["time"] >= scratch)
+    return sum_goodput(spans, lost)
+
+
+def _spent(attempt: AttemptSpan) -> dict[Category, float]:
+    """All of an attempt's seconds. What its ledger does not cover is set-up before it, and at a kill a few steps."""
+    ledger = attempt.ledger
+    if ledger is None:
+        return {"restore": attempt.until - attempt.started}
+    tail: Category = "other" if ledger.closed else "step" if ledger.steps else "restore"
+    spent = dict(ledger.seconds)
+    spent["restore"] = spent.get("restore", 0.0) + max(0.0, ledger.began - attempt.started)
+    spent[tail] = spent.get(tail, 0.0) + max(0.0, attempt.until - max(ledger.updated, attempt.started))
+    return spent
+
+
+def _span(run: RunDir, number: int, scratch: float) -> AttemptSpan | None:
+    data, ledger = read_document(run.attempt(number) / "attempt.json"), read_ledger(run, number)
+    if data is None and ledger is None:
+        return None
+    if data is None:
+        assert ledger is not None
+        data = {"started": ledger.began, "ended": None}
+    return AttemptSpan(data["started"], data["ended"], ledger, in_vain=data["started"] < scratch)
