@@ -11,6 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from scaletrain_cli.engine.heartbeat import Heartbeat, show_stacks_when_asked
 from scaletrain_cli.engine.signals import PreemptionFlag, die_with_agent
 from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError
 from scaletrain_cli.rundir.failures import Failure, write_failure
@@ -22,9 +23,12 @@ def main() -> int:
     flag = PreemptionFlag()
     flag.install()
     die_with_agent()
+    show_stacks_when_asked(os.environ)
+    heartbeat = Heartbeat.from_environment(os.environ)
+    heartbeat.beat(0, "imports")
     run, attempt, rank = RunDir(Path(sys.argv[1])), int(os.environ["SCALETRAIN_ATTEMPT"]), int(os.environ["RANK"])
     try:
-        return int(_train(run, attempt, flag))
+        return int(_train(run, attempt, flag, heartbeat))
     except PreemptedError as error:
         print(error, flush=True)
         return int(error.exit_code)
@@ -35,7 +39,7 @@ def main() -> int:
         return int(code)
 
 
-def _train(run: RunDir, attempt: int, flag: PreemptionFlag) -> ExitCode:
+def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat) -> ExitCode:
     from scaletrain_cli.engine.assembly import assemble
     from scaletrain_cli.engine.measure.out_of_memory import reporting_out_of_memory
     from scaletrain_cli.engine.process_group import Ranks
@@ -43,7 +47,7 @@ def _train(run: RunDir, attempt: int, flag: PreemptionFlag) -> ExitCode:
 
     record, ranks = read_record(run), Ranks.from_environment()
     with reporting_out_of_memory(run, record.plan, attempt, ranks.rank):
-        return assemble(run, record, ranks, attempt, flag).fit(flag)
+        return assemble(run, record, ranks, attempt, flag, heartbeat).fit(flag)
 
 
 def _reason(error: Exception) -> str:

@@ -16,6 +16,7 @@ from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences, open_data
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.feeding.batches import BatchReader
 from scaletrain_cli.engine.feeding.prefetch import Feed
+from scaletrain_cli.engine.heartbeat import DATA_SECONDS, Heartbeat, collective_seconds
 from scaletrain_cli.engine.late_metrics import LateMetrics
 from scaletrain_cli.engine.measure.out_of_memory import remember_allocations
 from scaletrain_cli.engine.measure.plan_check import PlanCheck
@@ -30,11 +31,10 @@ from scaletrain_cli.errors import PreemptedError, ScaletrainError, UsageError, W
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 
-_HANG_SECONDS = 1800.0  # guard.hang: auto; torch's own default for gloo
-_SET_UP_SECONDS = 24 * 3600.0  # others wait while rank 0 prepares data and verifies a checkpoint
 
-
-def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: PreemptionFlag) -> Trainer:
+def assemble(
+    run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat
+) -> Trainer:
     """Connect the ranks and build everything the loop needs, in the order that the parts require.
 
     Raises WrongNodesError when the job is not the one that was planned, PreemptedError when it is asked to leave on the
@@ -45,15 +45,18 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         raise WrongNodesError(f"planned for {layout.world_size} ranks, started as {ranks.world_size}")
     device = _device(spec.cluster.gpu == "cpu", ranks.local_rank)
     remember_allocations(device)
-    hang_seconds = _HANG_SECONDS if spec.guard.hang == "auto" else spec.guard.hang
+    heartbeat.hang_seconds = None if spec.guard.hang == "auto" else spec.guard.hang
+    hang_seconds = collective_seconds(heartbeat.hang_seconds)
     connect(device, hang_seconds)
-    agreement, set_up = Agreement(hang_seconds), Agreement(_SET_UP_SECONDS)
+    agreement, set_up = Agreement(hang_seconds), Agreement(DATA_SECONDS)
+    heartbeat.beat(0, "data", DATA_SECONDS)
     dataset, train, validation = _open_data(run, record, ranks, set_up)
     # One reader hashes, and all ranks take the same checkpoint.
     found = find_beginning(run, checkpoint_folder(run, spec)) if ranks.rank == 0 else None
     begin = set_up.follow_rank_zero(found)
     assert begin is not None
     begin.checked()
+    heartbeat.beat(begin.step, "set-up")
     _leave_if_asked(flag, set_up)
     torch.backends.cuda.matmul.allow_tf32 = spec.training.precision == "tf32"
     _seed(spec.training.seed, ranks.rank)
@@ -104,6 +107,7 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         validation=read_validation,
         faults=faults,
         late=LateMetrics(device),
+        heartbeat=heartbeat,
         plan_check=PlanCheck(run, record, attempt, composed, average, mesh, agreement, device),
     )
 

@@ -14,14 +14,24 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError, WrongNodesError
+from scaletrain_cli.launch.hang import find_suspect, look_into
+from scaletrain_cli.launch.heartbeats import Patience, come_to_a_stand
 from scaletrain_cli.launch.node_agent import HEARD, AgentOptions
 from scaletrain_cli.launch.node_check import problems_of_node, usable_cores
-from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, announce_failure, has_failed, write_node_record
+from scaletrain_cli.launch.node_record import (
+    NodeRecord,
+    RankRecord,
+    announce_failure,
+    announce_hang,
+    has_failed,
+    is_hung,
+    write_node_record,
+)
 from scaletrain_cli.launch.processes import adopt_orphans, die_with_parent, kill_descendants, own_identity, reap
 from scaletrain_cli.launch.ranks import Gang, NodePlace, rank_command, rank_environment
 from scaletrain_cli.rundir.documents import read_document
@@ -29,6 +39,7 @@ from scaletrain_cli.rundir.failures import Failure, write_failure
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.spec import ClusterSpec
 
 STRAGGLER_SECONDS = 3.0  # for the other ranks to report failures of their own once one has failed
 UNKILLABLE_SECONDS = 30.0  # then a rank hangs in the kernel (driver, dead file system) and waiting on helps nobody
@@ -63,10 +74,11 @@ def run_node(options: AgentOptions) -> int:
             _start_ranks(gang, run, record, options)
         except (ScaletrainError, OSError) as error:  # nothing to watch; say why, or it would count as a lost node
             verdict = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
-            _give_up(run, options.attempt, node, Failure(None, "crash", f"{node.node}: {error}", int(verdict)))
+            failure = Failure(None, "crash", f"{node.node}: {error}", int(verdict), node.node)
+            _give_up(run, options.attempt, node, failure)
             raise
         write_node_record(run, options.attempt, replace(node, ranks=tuple(gang.ranks)))
-        _Watch(run, options, gang, record.spec.cluster.grace_seconds).run_to_end()
+        _Watch(run, options, node.node, gang, record.spec.cluster).run_to_end()
     finally:
         # Before the record says "ended": who reads that may start the next attempt here.
         kill_descendants()
@@ -98,7 +110,7 @@ def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:
 
 def _refuse(run: RunDir, attempt: int, node: NodeRecord, problem: str) -> None:
     message = f"{node.node}: {problem}"
-    _give_up(run, attempt, node, Failure(None, "wrong-nodes", message, int(ExitCode.WRONG_NODES)))
+    _give_up(run, attempt, node, Failure(None, "wrong-nodes", message, int(ExitCode.WRONG_NODES), node.node))
     raise WrongNodesError(message)
 
 
@@ -146,8 +158,10 @@ class _Watch:
 
     run: RunDir
     options: AgentOptions
+    node: str
     gang: Gang
-    grace_seconds: float
+    cluster: ClusterSpec
+    patience: Patience = field(default_factory=Patience, init=False)
     deadline: float = field(default=float("inf"), init=False)  # monotonic: SIGKILL for whoever is left
     killed: bool = field(default=False, init=False)
     told_to_leave: bool = field(default=False, init=False)
@@ -164,8 +178,8 @@ class _Watch:
                 self._note_end(pid, exit_code)
             if not self.told_to_leave and self.run.stop_file.exists():
                 self._pass_on(signal.SIGTERM)  # cancelled before there was an agent to signal
-            if not self.ending and has_failed(self.run, self.options.attempt):
-                self._end_the_rest("another node failed")
+            if not self.ending and not self.killed:
+                self._look_at_the_others()
             if time.monotonic() >= self.deadline:
                 if self.killed:
                     self._say(f"{len(self.gang.alive)} ranks cannot be killed; this node needs attention")
@@ -174,30 +188,68 @@ class _Watch:
                 self.gang.kill()
                 self.killed, self.deadline = True, time.monotonic() + UNKILLABLE_SECONDS
 
+    def _look_at_the_others(self) -> None:
+        """Have the ranks here come to a stand, or has another node failed or hung?"""
+        beats = self.gang.listen(self.patience.lost_seconds())
+        if not beats:
+            return
+        # From the first signal on the end of the grace period is what counts.
+        stuck = None if self.told_to_leave else come_to_a_stand(beats, time.monotonic())
+        if stuck is not None or is_hung(self.run, self.options.attempt):
+            self._end_the_hang(stuck)
+        elif has_failed(self.run, self.options.attempt):
+            self._end_the_rest("another node failed")
+
+    def _end_the_hang(self, stuck: int | None) -> None:
+        """Say who holds the others up, and kill: ranks in a dead collective cannot save anything."""
+        attempt = self.options.attempt
+        with self._tolerating_a_bad_disk("the hang could not be announced"):
+            announce_hang(self.run, attempt)  # first of all: ranks elsewhere are at the same point now
+        views = look_into(self.gang, self.run.attempt(attempt) / "stacks")
+        finding = find_suspect(views, self.cluster.nodes > 1)
+        silent = max((view.silent_seconds for view in views), default=0.0)
+        what = "another node reports a hang" if stuck is None else f"no progress for {silent:.0f} s"
+        message = f"{self.node}: {what}: {finding.message}. Stacks: attempts/{attempt:04d}/stacks"
+        self._say(f"{message}; ending all ranks")
+        self.gang.first_failure = finding.suspect
+        self.gang.kill()
+        self.killed, self.deadline = True, time.monotonic() + UNKILLABLE_SECONDS
+        with self._tolerating_a_bad_disk("the hang could not be recorded"):
+            failure = Failure(finding.suspect, "hang", message, int(ExitCode.CRASHED), self.node, finding.sure)
+            write_failure(self.run, attempt, self.node, failure)
+            record_event(
+                self.run, "hang", attempt=attempt, node=self.options.node_name, rank=finding.suspect, message=message
+            )
+            announce_failure(self.run, attempt)
+
+    @contextlib.contextmanager
+    def _tolerating_a_bad_disk(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._say(f"{what}: {error}")
+
     def _pass_on(self, signum: int) -> None:
         self.told_to_leave = True
         signum = signal.SIGTERM if signum == signal.SIGINT else signum
         self.gang.forward(signum)
         if not self.killed:
             # From the first signal on: a scheduler that repeats itself does not grant more time.
-            self.deadline = min(self.deadline, time.monotonic() + self.grace_seconds)
+            self.deadline = min(self.deadline, time.monotonic() + self.cluster.grace_seconds)
         name = signal.Signals(signum).name
         self._say(f"passed {name} on to {len(self.gang.alive)} ranks")
-        try:
+        # A full disk must not cost the ranks the grace in which they save what they can.
+        with self._tolerating_a_bad_disk("the signal could not be recorded"):
             record_event(self.run, "signal", signal=name, attempt=self.options.attempt, node=self.options.node_name)
-        except OSError as error:  # a full disk must not cost the ranks the grace in which they save what they can
-            self._say(f"the signal could not be recorded: {error}")
 
     def _note_end(self, pid: int, exit_code: int) -> None:
         rank = self.gang.ended(pid, exit_code)
         if rank is None or self.gang.first_failure is None or self.ending or self.killed:
             return
         self._end_the_rest(f"rank {rank.rank} ended with {rank.signal or f'exit code {exit_code}'}")
-        try:
-            # Else the other nodes would wait in a collective for this one until their watchdog ends them.
+        # Else the other nodes would wait in a collective for this one until their watchdog ends them.
+        with self._tolerating_a_bad_disk("the other nodes could not be told"):
             announce_failure(self.run, self.options.attempt)
-        except OSError as error:
-            self._say(f"the other nodes could not be told: {error}")
 
     def _end_the_rest(self, why: str) -> None:
         self.ending = True

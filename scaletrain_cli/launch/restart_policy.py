@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.attempts import AttemptRecord, Decision, Reason
+from scaletrain_cli.launch.attempts import AttemptRecord, Decision
+from scaletrain_cli.launch.judgement import Reason
 from scaletrain_cli.spec.run import RestartsSpec
 
 ATTEMPTS_WITHOUT_PROGRESS = 3

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scaletrain_cli.launch.attempts import AttemptRecord, Reason
+from scaletrain_cli.launch.attempts import AttemptRecord
+from scaletrain_cli.launch.judgement import Reason
 from scaletrain_cli.launch.restart_policy import attempts_without_progress, decide
 from scaletrain_cli.spec.run import RestartsSpec
 
