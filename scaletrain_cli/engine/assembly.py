@@ -26,6 +26,7 @@ from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict, connect
 from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.engine.stepping import stepper
+from scaletrain_cli.engine.stragglers import Stragglers
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import PreemptedError, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
@@ -72,6 +73,8 @@ def assemble(
     if layout.offload != "none" and spec.layout.offload_device == "nvme":
         swapped = SwappedStates(composed.engine)
     _leave_if_asked(flag, set_up)
+    stragglers = Stragglers(run, ranks.rank, agreement, device)
+    stragglers.watch(composed.engine, layout)
     faults = Faults.from_environment(ranks.rank, attempt)
     checkpointer = Checkpointer(
         run,
@@ -108,6 +111,7 @@ def assemble(
         faults=faults,
         late=LateMetrics(device),
         heartbeat=heartbeat,
+        stragglers=stragglers,
         plan_check=PlanCheck(run, record, attempt, composed, average, mesh, agreement, device),
     )
 

@@ -34,6 +34,7 @@ from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict
 from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.engine.spike import SpikeWatch
 from scaletrain_cli.engine.stepping import Stepper
+from scaletrain_cli.engine.stragglers import Stragglers
 from scaletrain_cli.errors import DoNotRequeueError, ExitCode, UsageError
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
@@ -68,6 +69,7 @@ class Trainer:
     late: LateMetrics
     plan_check: PlanCheck
     heartbeat: Heartbeat
+    stragglers: Stragglers
     _watch: SpikeWatch = field(init=False)
     _validation_losses: list[float] = field(init=False)
 
@@ -123,6 +125,7 @@ class Trainer:
     def step(self, step: int) -> None:
         """Optimizer step ``step`` (1-based). What it measured comes out of ``late`` when it is there."""
         self.heartbeat.beat(step, "step")
+        self.stragglers.begin(step)
         self.faults.before_step(step)
         rate = learning_rate(step, self.record.spec.total_steps, self.record.spec.training)
         for group in self.optimizer.param_groups:

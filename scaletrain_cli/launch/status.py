@@ -45,6 +45,7 @@ class RunStatus:
     run_dir: str
     why: str
     measured: Measured | None  # of the newest attempt that got so far
+    straggler: str = ""  # the rank that is slower than the others, in words
 
     def to_json(self) -> dict[str, Any]:
         """The stable JSON object."""
@@ -81,6 +82,7 @@ def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
         run_dir=str(run.path),
         why=_why(run, record, job, last),
         measured=read_measured(run),
+        straggler=_straggler(run),
     )
 
 
@@ -134,6 +136,19 @@ def _newest_measures(run: RunDir) -> dict[str, Any]:
         if (newest and validation) or count > _LINES_SEARCHED:
             break
     return {**newest, **validation}
+
+
+def _straggler(run: RunDir) -> str:
+    """What the newest attempt that trains has found, if it still holds."""
+    for event in reversed(read_events(run)):
+        if event["event"] in ("started", "resumed"):
+            break
+        if event["event"] == "stragglers":
+            if event["rank"] is None:
+                break
+            mine, others = event["seconds"] * 1e3, event["others_seconds"] * 1e3
+            return f"rank {event['rank']} works {mine:.0f} ms per step before it waits, the others {others:.0f} ms"
+    return ""
 
 
 def _agent_pids(run: RunDir, last: AttemptRecord | None) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import pytest
 from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.resumption import resume
+from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.record import read_record
@@ -215,3 +216,14 @@ def test_one_state_differs_from_another_when_one_bit_does(undisturbed: Undisturb
     weights: dict[str, Any] = second["mp_rank_00_model_states.pt"]["module"]
     next(iter(weights.values())).view(-1)[0] += 1e-7
     assert len(differences(first, second)) == 1
+
+
+@pytest.mark.long
+def test_a_slow_rank_is_named_while_the_run_goes_on(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "slow-rank rank=1 seconds=0.2")
+    drill = submit_drill(dataset)
+    drill.wait_for_end()
+    (told,) = drill.events("stragglers")
+    assert (told["rank"], told["step"]) == (1, 40)
+    assert told["seconds"] > 0.2 > told["others_seconds"]
+    assert run_status(drill.run).straggler.startswith("rank 1 works")
