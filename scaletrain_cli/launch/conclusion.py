@@ -37,7 +37,7 @@ def conclude_attempt(
     ``launcher_exit_code`` is what the agent or srun itself ended with, for an attempt that left no evidence;
     ``told_to_stop`` is why no attempt can follow from here, for reasons that are not the run's.
     """
-    spec, cancelled = record.spec, run.stop_file.exists()
+    spec, cancelled = record.spec, run.is_told_to_stop
     outcome = attempt_outcome(run, spec, number, cancelled=cancelled, launcher_exit_code=launcher_exit_code)
     if told_to_stop is not None and not cancelled and outcome.exit_code != ExitCode.DONE:
         decision = Decision(False, outcome.exit_code, told_to_stop)
@@ -70,7 +70,7 @@ def withdraw_restart(run: RunDir, number: int, why: str) -> Decision:
 def conclude_run(run: RunDir, decision: Decision) -> int:
     """Record that no attempt follows; returns the run's exit code. Of a run that is done the engine has recorded it."""
     if decision.exit_code != ExitCode.DONE:
-        if run.stop_file.exists():
+        if run.is_told_to_stop:
             record_event(run, "cancelled")
         record_event(run, "stopped", exit_code=decision.exit_code, why=decision.why)
     return decision.exit_code

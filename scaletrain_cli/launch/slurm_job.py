@@ -87,7 +87,7 @@ def end(
 
 def _refusal(run: RunDir, record: RunRecord, job_id: str) -> Decision | None:
     """Why no attempt must begin: cancelled, or Slurm by itself requeued a job that is done or beyond its budget."""
-    if run.stop_file.exists():
+    if run.is_told_to_stop:
         return Decision(False, ExitCode.PREEMPTED, "cancelled before the attempt began")
     history = _attempts_of(run, job_id)
     last = history[-1] if history else None

@@ -104,7 +104,7 @@ def _state(run: RunDir, job: Job, last: AttemptRecord | None) -> RunState:
     to_go_on = last is None or last.ended is None or (last.decision is not None and last.decision.requeue)
     if job.state == "unknown" and to_go_on:
         return "unknown"
-    if run.stop_file.exists():
+    if run.is_told_to_stop:
         return "cancelled"
     if last is None:
         return "failed"

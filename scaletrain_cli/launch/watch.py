@@ -56,7 +56,7 @@ class Watch:
                 self._pass_on(heard.si_signo)
             for pid, exit_code in reap():
                 self._note_end(pid, exit_code)
-            if not self.told_to_leave and self.run.stop_file.exists():
+            if not self.told_to_leave and self.run.is_told_to_stop:
                 self._pass_on(signal.SIGTERM)  # cancelled before there was an agent to signal
             if not self.ending and not self.killed:
                 self._look_at_the_others()

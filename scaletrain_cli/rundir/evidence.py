@@ -25,8 +25,8 @@ _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = (
         re.compile(
             r"NCCL error|\bnccl(System|Remote|Internal|Unhandled)\w*Error|Watchdog caught collective operation timeout"
             r"|\bgloo\b.*(closed|reset|refused|timed? ?out|pair)|Connection closed by peer|Timed out waiting \d+ ?ms"
-            r"|Socket Timeout|store.*(timed? ?out|connection)",
-            re.I | re.S,
+            r"|Socket Timeout",
+            re.I,
         ),
     ),
 )
