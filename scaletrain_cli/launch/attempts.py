@@ -126,8 +126,15 @@ def attempt_outcome(
     run: RunDir, spec: RunSpec, number: int, *, cancelled: bool, launcher_exit_code: int | None = None
 ) -> Outcome:
     """Judge the attempt by its evidence; ``launcher_exit_code`` is what the agent or srun itself ended with."""
-    nodes, failures = read_node_records(run, number), read_failures(run, number)
-    return judge(nodes, failures, spec.cluster.nodes, cancelled=cancelled, launcher_exit_code=launcher_exit_code)
+    attempt = read_attempt(run, number)
+    return judge(
+        read_node_records(run, number),
+        read_failures(run, number),
+        spec.cluster.nodes,
+        cancelled=cancelled,
+        launcher_exit_code=launcher_exit_code,
+        names=attempt.nodes if attempt is not None else (),
+    )
 
 
 def _write(run: RunDir, attempt: AttemptRecord) -> None:

@@ -57,14 +57,18 @@ def judge(
     *,
     cancelled: bool,
     launcher_exit_code: int | None = None,
+    names: Sequence[str] = (),
 ) -> Outcome:
-    """All nodes done, or the cause of the bad end, or a node that vanished, in words."""
+    """All nodes done, or the cause of the bad end, or a node that vanished, in words.
+
+    ``names`` are the nodes that the scheduler gave to the attempt, where it says.
+    """
     ended = sorted((node for node in nodes if node.ended is not None), key=lambda node: node.ended or 0.0)
     if len(ended) == planned_nodes and {node.exit_code for node in ended} == {0}:
         return Outcome(ExitCode.DONE, "done", "every rank finished")
     # min() keeps the order of ends among equals: node by node, and of a node the rank that failed first.
     cause = min(_bad_ends(ended, failures), key=lambda end: end.weight, default=None)
-    lost = _vanished(nodes, planned_nodes, launcher_exit_code)
+    lost = _vanished(nodes, planned_nodes, launcher_exit_code, names)
     if cause is None:
         outcome = lost or Outcome(
             ExitCode.PREEMPTED, "preempted", "preempted; the ranks stopped with their state saved"
@@ -132,7 +136,9 @@ def _unstated_end(node: NodeRecord, rank: RankRecord) -> _End:
     return _End(_BROKEN, Outcome(code, _reason("crash", code), f"{who} ended with exit code {rank.exit_code}"))
 
 
-def _vanished(nodes: Sequence[NodeRecord], planned: int, launcher_exit_code: int | None) -> Outcome | None:
+def _vanished(
+    nodes: Sequence[NodeRecord], planned: int, launcher_exit_code: int | None, given: Sequence[str]
+) -> Outcome | None:
     missing = [node for node in nodes if node.ended is None]
     unseen = planned - len(nodes)
     if not missing and unseen <= 0:
@@ -141,9 +147,11 @@ def _vanished(nodes: Sequence[NodeRecord], planned: int, launcher_exit_code: int
         return Outcome(
             launcher_exit_code, _reason("crash", launcher_exit_code), "no node agent could start; see its log"
         )
-    names = ", ".join([*(node.node for node in missing), *([f"{unseen} that never reported"] if unseen > 0 else [])])
+    silent = sorted(set(given) - {node.name for node in nodes}) if len(given) == planned else []
+    never = f"{', '.join(silent) or unseen} that never reported"
+    names = ", ".join([*(node.node for node in missing), *([never] if unseen > 0 else [])])
     # When all have gone, it was the job that was ended, and no node of it is worse than another.
-    against = tuple(node.name for node in missing) if len(missing) < len(nodes) else ()
+    against = (*(node.name for node in missing), *silent) if len(missing) < len(nodes) else ()
     return Outcome(ExitCode.CRASHED, "node", f"lost without a word: {names}", against)
 
 

@@ -38,6 +38,8 @@ def run_node(options: AgentOptions) -> int:
         raise ScaletrainError(f"the parent {options.parent_pid} is gone; nobody is left to judge this attempt.")
     adopt_orphans()
     run = RunDir(options.run_folder.absolute())
+    if not run.path.is_dir():  # before the record is missed, which would be the user's fault
+        raise WrongNodesError(f"{run.path} is not there on {socket.gethostname()}; is its file system mounted?")
     record = read_record(run)
     me = own_identity()
     node = NodeRecord(

@@ -176,6 +176,11 @@ def test_evidence_speaks_against_the_node_it_names_and_no_other() -> None:
     assert against(Failure(1, "hang", "behind", 1, two[1].node, sure=False)) == ()
     assert against(nodes=[two[0], node(None, number=1)]) == ("n1",)
     assert against(nodes=[node(None), node(None, number=1)]) == ()  # the job was ended, not a node
+    never = judge([two[0]], [], 2, cancelled=False, names=("n0", "n7"))
+    assert (never.reason, never.against) == ("crash", ())  # it may have failed before the other came
+    never = judge([node(75, rank(0, 75))], [], 2, cancelled=False, names=("n0", "n7"))
+    assert (never.reason, never.against) == ("node", ("n7",))
+    assert "n7 that never reported" in never.message
     refused = Failure(None, "wrong-nodes", "3 GPUs", 5, two[0].node)
     assert against(refused, nodes=[node(5)], planned=1) == ("n0",)
     for reason in ("crash", "oom", "host-oom", "nan", "communication"):
