@@ -22,6 +22,7 @@ import torch.distributed as dist
 from engine_loops.rivals import Loop, bare_deepspeed, plain_ddp
 from scaletrain_cli.engine.assembly import assemble
 from scaletrain_cli.engine.faults import Faults
+from scaletrain_cli.engine.heartbeat import Heartbeat
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.engine.signals import PreemptionFlag, die_with_agent
 from scaletrain_cli.rundir.paths import RunDir
@@ -88,7 +89,7 @@ def main() -> None:
     die_with_agent()
     run, block = RunDir(Path(sys.argv[1])), int(sys.argv[2])
     record, ranks = read_record(run), Ranks.from_environment()
-    trainer = assemble(run, record, ranks, 1, PreemptionFlag())
+    trainer = assemble(run, record, ranks, 1, PreemptionFlag(), Heartbeat(None))
     rivals = {"DeepSpeed": bare_deepspeed(trainer), "DDP": plain_ddp(trainer)}
     turns = TakingTurns(block, rivals, trainer.device)
     trainer.faults = turns

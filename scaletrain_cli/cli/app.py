@@ -44,6 +44,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("status", "Show how a run is doing, and how its attempts ended."),
         Verb("list", "Show all runs."),
         Verb("logs", "Show what a run printed."),
+        Verb("nodes", "Nodes that runs keep away from: nodes list, nodes clear."),
     ),
 }
 

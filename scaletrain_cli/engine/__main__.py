@@ -11,8 +11,10 @@ import sys
 import traceback
 from pathlib import Path
 
+from scaletrain_cli.engine.heartbeat import Heartbeat, show_stacks_when_asked
+from scaletrain_cli.engine.last_words import exit_code_of, reason_of
 from scaletrain_cli.engine.signals import PreemptionFlag, die_with_agent
-from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError
+from scaletrain_cli.errors import ExitCode, PreemptedError
 from scaletrain_cli.rundir.failures import Failure, write_failure
 from scaletrain_cli.rundir.paths import RunDir
 
@@ -22,20 +24,24 @@ def main() -> int:
     flag = PreemptionFlag()
     flag.install()
     die_with_agent()
+    show_stacks_when_asked(os.environ)
+    heartbeat = Heartbeat.from_environment(os.environ)
+    heartbeat.beat(0, "imports")
     run, attempt, rank = RunDir(Path(sys.argv[1])), int(os.environ["SCALETRAIN_ATTEMPT"]), int(os.environ["RANK"])
     try:
-        return int(_train(run, attempt, flag))
+        return int(_train(run, attempt, flag, heartbeat))
     except PreemptedError as error:
         print(error, flush=True)
         return int(error.exit_code)
     except Exception as error:
         traceback.print_exc()
-        code = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
-        _leave_evidence(run, attempt, rank, error, code)
+        reason = reason_of(error)
+        code = exit_code_of(error, reason)
+        _leave_evidence(run, attempt, rank, error, reason, code)
         return int(code)
 
 
-def _train(run: RunDir, attempt: int, flag: PreemptionFlag) -> ExitCode:
+def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat) -> ExitCode:
     from scaletrain_cli.engine.assembly import assemble
     from scaletrain_cli.engine.measure.out_of_memory import reporting_out_of_memory
     from scaletrain_cli.engine.process_group import Ranks
@@ -43,21 +49,12 @@ def _train(run: RunDir, attempt: int, flag: PreemptionFlag) -> ExitCode:
 
     record, ranks = read_record(run), Ranks.from_environment()
     with reporting_out_of_memory(run, record.plan, attempt, ranks.rank):
-        return assemble(run, record, ranks, attempt, flag).fit(flag)
+        return assemble(run, record, ranks, attempt, flag, heartbeat).fit(flag)
 
 
-def _reason(error: Exception) -> str:
-    name = type(error).__name__
-    if name == "OutOfMemoryError" or isinstance(error, MemoryError):
-        return "oom"
-    known = {"NonFiniteGradientError": "nan", "LossScaleAtFloorError": "nan", "SpikeError": "spike"}
-    known |= {"WrongNodesError": "wrong-nodes"}
-    return known.get(name, "usage" if isinstance(error, ScaletrainError) else "crash")
-
-
-def _leave_evidence(run: RunDir, attempt: int, rank: int, error: Exception, code: ExitCode) -> None:
+def _leave_evidence(run: RunDir, attempt: int, rank: int, error: Exception, reason: str, code: ExitCode) -> None:
     message = "\n".join([str(error), *getattr(error, "__notes__", [])])
-    failure = Failure(rank, _reason(error), message[:2000], int(code))
+    failure = Failure(rank, reason, message[:2000], int(code))
     with contextlib.suppress(OSError):  # a full disk must not turn a verdict into a crash
         write_failure(run, attempt, f"rank-{rank:05d}", failure)
 

@@ -18,6 +18,7 @@ from scaletrain_cli.engine.feeding.batches import BatchReader
 from scaletrain_cli.engine.feeding.prefetch import Feed
 from scaletrain_cli.engine.guarding.guard import Guard
 from scaletrain_cli.engine.guarding.judging import Judge
+from scaletrain_cli.engine.heartbeat import DATA_SECONDS, Heartbeat, collective_seconds
 from scaletrain_cli.engine.late_metrics import LateMetrics
 from scaletrain_cli.engine.ledger import LedgerClock
 from scaletrain_cli.engine.measure.out_of_memory import remember_allocations
@@ -27,6 +28,7 @@ from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict, connect
 from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.engine.stepping import stepper
+from scaletrain_cli.engine.stragglers import Stragglers
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import PreemptedError, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
@@ -34,11 +36,10 @@ from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 from scaletrain_cli.rundir.rollbacks import read_rollbacks
 from scaletrain_cli.spec import RunSpec
 
-_HANG_SECONDS = 1800.0  # guard.hang: auto; torch's own default for gloo
-_SET_UP_SECONDS = 24 * 3600.0  # others wait while rank 0 prepares data and verifies a checkpoint
 
-
-def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: PreemptionFlag) -> Trainer:
+def assemble(
+    run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat
+) -> Trainer:
     """Connect the ranks and build everything the loop needs, in the order that the parts require.
 
     Raises WrongNodesError when the job is not the one that was planned, PreemptedError when it is asked to leave on the
@@ -50,12 +51,15 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         raise WrongNodesError(f"planned for {layout.world_size} ranks, started as {ranks.world_size}")
     device = _device(spec.cluster.gpu == "cpu", ranks.local_rank)
     remember_allocations(device)
-    hang_seconds = _HANG_SECONDS if spec.guard.hang == "auto" else spec.guard.hang
+    heartbeat.hang_seconds = None if spec.guard.hang == "auto" else spec.guard.hang
+    hang_seconds = collective_seconds(heartbeat.hang_seconds)
     connect(device, hang_seconds)
-    agreement, set_up = Agreement(hang_seconds), Agreement(_SET_UP_SECONDS)
+    agreement, set_up = Agreement(hang_seconds), Agreement(DATA_SECONDS)
+    heartbeat.beat(0, "data", DATA_SECONDS)
     dataset, train, validation = _open_data(run, record, ranks, set_up)
     begin = find_beginning(run, checkpoint_folder(run, spec), attempt, ranks, set_up)
     rollbacks = set_up.follow_rank_zero(read_rollbacks(run) if ranks.rank == 0 else [])
+    heartbeat.beat(begin.step, "set-up")
     _leave_if_asked(flag, set_up)
     torch.backends.cuda.matmul.allow_tf32 = spec.training.precision == "tf32"
     _seed(spec.training.seed, ranks.rank)
@@ -68,6 +72,8 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
     if spec.training.averaging.name != "none":
         average = WeightAverage(composed.engine, spec.training.averaging, spec.total_steps)
     _leave_if_asked(flag, set_up)
+    stragglers = Stragglers(run, ranks.rank, agreement, device)
+    stragglers.watch(composed.engine, layout)
     faults = Faults.from_environment(ranks.rank, attempt)
     checkpointer = Checkpointer(
         run,
@@ -106,6 +112,8 @@ def assemble(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: P
         judge=Judge(run, record, ranks, set_up, checkpointer, _guard(spec), rollbacks, ledger),
         late=LateMetrics(device),
         ledger=ledger,
+        heartbeat=heartbeat,
+        stragglers=stragglers,
         plan_check=PlanCheck(run, record, attempt, composed, average, mesh, agreement, device),
     )
 

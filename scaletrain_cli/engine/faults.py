@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import UsageError
 
 VARIABLE = "SCALETRAIN_FAULT"
-_KINDS = ("sigkill", "sigterm", "exception", "nan", "spike", "slow-save")
+_KINDS = ("sigkill", "sigterm", "exception", "nan", "spike", "slow-save", "slow-rank")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Faults:
 
     def before_step(self, step: int) -> None:
         """Strike, if anything is due before optimizer step ``step`` (1-based)."""
+        time.sleep(sum(fault.seconds for fault in self._mine if fault.kind == "slow-rank"))
         for fault in self._due(step):
             if fault.kind == "sigkill":
                 os.kill(os.getpid(), signal.SIGKILL)

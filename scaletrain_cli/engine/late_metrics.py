@@ -29,7 +29,7 @@ class LateMetrics:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lag = 1 if device.type == "cuda" else 0
-        self._clock: _Clock = _GpuClock(device) if device.type == "cuda" else _HostClock()
+        self._clock = clock_of(device)
         self._waiting: deque[tuple[int, Callable[[], StepMeasures]]] = deque()
 
     def begin(self) -> None:
@@ -79,7 +79,9 @@ class LateMetrics:
         return wait
 
 
-class _HostClock:
+class HostClock:
+    """Between two moments of this process."""
+
     def start(self) -> None:
         self._began = time.perf_counter()
 
@@ -88,7 +90,7 @@ class _HostClock:
         return lambda: seconds
 
 
-class _GpuClock:
+class GpuClock:
     """Between two moments of the stream, which the host reaches earlier."""
 
     def __init__(self, device: torch.device) -> None:
@@ -112,4 +114,9 @@ class _GpuClock:
         return event
 
 
-_Clock = _HostClock | _GpuClock
+Clock = HostClock | GpuClock
+
+
+def clock_of(device: torch.device) -> Clock:
+    """What times work on the device: on a GPU the host only enqueues it, and is done long before."""
+    return GpuClock(device) if device.type == "cuda" else HostClock()

@@ -63,6 +63,13 @@ class Agreement:
         dist.gather_object(item, items, group=self._group)
         return items
 
+    def share(self, value: float) -> list[float]:
+        """Every rank's value on every rank, in rank order."""
+        mine = torch.tensor([value], dtype=torch.float64)
+        values = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(values, mine, group=self._group)
+        return [float(each) for each in values]
+
     def follow_rank_zero(self, item: T) -> T:
         """Rank 0's item, on every rank."""
         items = [item]

@@ -18,6 +18,7 @@ from scaletrain_cli.engine.feeding.batches import BatchReader
 from scaletrain_cli.engine.feeding.prefetch import Feed
 from scaletrain_cli.engine.garbage import GarbageCollection
 from scaletrain_cli.engine.guarding.judging import Judge
+from scaletrain_cli.engine.heartbeat import Heartbeat
 from scaletrain_cli.engine.late_metrics import LateMetrics, StepMeasures
 from scaletrain_cli.engine.ledger import LedgerClock
 from scaletrain_cli.engine.measure.out_of_memory import reporting_out_of_memory
@@ -33,6 +34,7 @@ from scaletrain_cli.engine.optimization.schedules import learning_rate
 from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict
 from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.engine.stepping import Stepper
+from scaletrain_cli.engine.stragglers import Stragglers
 from scaletrain_cli.engine.telling import say, tell
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.rundir.goodput import run_goodput
@@ -65,6 +67,8 @@ class Trainer:
     late: LateMetrics
     ledger: LedgerClock
     plan_check: PlanCheck
+    heartbeat: Heartbeat
+    stragglers: Stragglers
     _validation_losses: list[float] = field(init=False)
 
     def fit(self, flag: PreemptionFlag) -> ExitCode:
@@ -122,6 +126,7 @@ class Trainer:
 
     def _asked_to_leave(self, flag: PreemptionFlag) -> bool:
         """The agreement at a step boundary: does any rank want to leave? Commits a save that has landed meanwhile."""
+        self.heartbeat.meet()
         wish = Verdict.PREEMPT if flag.raised else Verdict.CONTINUE
         verdict, anyone_writing = self.agreement.reach(wish, self.checkpointer.writing)
         with self.ledger.during("save"):
@@ -130,6 +135,8 @@ class Trainer:
 
     def step(self, step: int) -> None:
         """Optimizer step ``step`` (1-based). What it measured comes out of ``late`` when it is there."""
+        self.heartbeat.beat(step, "step")
+        self.stragglers.begin(step)
         self.faults.before_step(step)
         rate = learning_rate(step, self.record.spec.total_steps, self.record.spec.training)
         for group in self.optimizer.param_groups:
@@ -186,10 +193,10 @@ class Trainer:
         width = layout.micro_batch_size * layout.data_parallel
         wanted = self.record.spec.evaluation.batches * layout.global_batch_size
         rounds = min(wanted, len(self.validation.sequences)) // width
-        losses = {"validation_loss": self._mean_loss(rounds, flag)}
+        losses = {"validation_loss": self._mean_loss(step, rounds, flag)}
         if self.average is not None:
             with self.average.in_use():
-                losses["averaged_validation_loss"] = self._mean_loss(rounds, flag)
+                losses["averaged_validation_loss"] = self._mean_loss(step, rounds, flag)
         measured = {name: loss for name, loss in losses.items() if loss is not None}
         if len(measured) < len(losses):
             return False
@@ -197,7 +204,7 @@ class Trainer:
         metrics.log_validation(step, rounds * width, **measured)
         return True
 
-    def _mean_loss(self, rounds: int, flag: PreemptionFlag) -> float | None:
+    def _mean_loss(self, step: int, rounds: int, flag: PreemptionFlag) -> float | None:
         """In nats; None when a signal asked to leave on the way."""
         total = torch.zeros((), device=self.device)
         waiting = self.validation.in_order(rounds)
@@ -205,6 +212,7 @@ class Trainer:
         while batches := list(itertools.islice(waiting, self.record.plan.layout.gradient_accumulation_steps)):
             if self._asked_to_leave(flag):
                 return None
+            self.heartbeat.beat(step, "evaluation")
             total += len(batches) * self.stepper.validation_loss([batch.to(self.device) for batch in batches])
         return (total / rounds).item()
 
@@ -215,12 +223,14 @@ class Trainer:
 
     def save(self, step: int, *, wait: bool) -> None:
         """Begin a checkpoint of the state after ``step`` steps; the data position is that one number."""
+        self.heartbeat.beat(step, "save")
         state = {"step": step, "dataset": self.dataset.fingerprint, "guard": self.judge.guard.state_dict()}
         self.checkpointer.save(step, state, wait=wait)
 
     def resume(self) -> Beginning:
         """Restore the checkpoint that the attempt begins with, if any. Raises UsageError where it is of other data."""
         begin = self.begin
+        self.heartbeat.beat(begin.step, "restore")
         if begin.checkpoint is not None:
             state, name = self.checkpointer.restore(begin.checkpoint), begin.checkpoint.path.name
             if state["dataset"] != self.dataset.fingerprint:

@@ -84,7 +84,7 @@ class Supervision:
         first = max(self.run.attempts(), default=0) + 1
         while True:
             self._listen()
-            if self.told_to_stop or self.run.stop_file.exists():
+            if self.told_to_stop or self.run.is_told_to_stop:
                 decision = Decision(False, ExitCode.PREEMPTED, "stopped before an attempt began")
             else:
                 decision = self._attempt(first)

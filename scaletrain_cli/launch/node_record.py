@@ -49,6 +49,11 @@ class NodeRecord:
     first_failure: int | None = None  # the rank that ended badly before any other
 
     @property
+    def name(self) -> str:
+        """What the scheduler calls the node."""
+        return self.node.removeprefix(f"node-{self.node_rank:04d}-")
+
+    @property
     def agent(self) -> ProcessIdentity:
         """The agent's process; means something on the host of this record only."""
         return ProcessIdentity(self.agent_pid, self.agent_start_ticks)
@@ -75,6 +80,16 @@ def announce_failure(run: RunDir, attempt: int) -> None:
 def has_failed(run: RunDir, attempt: int) -> bool:
     """Whether an agent has announced a failure."""
     return (run.attempt(attempt) / "failed").exists()
+
+
+def announce_hang(run: RunDir, attempt: int) -> None:
+    """Tell the agents of all nodes to look for the rank that holds the others up. Raises OSError."""
+    (run.attempt(attempt) / "hung").touch()
+
+
+def is_hung(run: RunDir, attempt: int) -> bool:
+    """Whether an agent has found its ranks to have come to a stand."""
+    return (run.attempt(attempt) / "hung").exists()
 
 
 def _documents(run: RunDir, attempt: int, folder: str) -> list[dict[str, Any]]:

@@ -1,8 +1,7 @@
 """One node's part of one attempt, from the check of the node to its last process.
 
-Expects the signals of node_agent.HEARD to be blocked. Passes SIGTERM and SIGUSR1 on with the whole grace period, ends
-the rest when a rank fails, here or on another node, records every exit code. Knows no scheduler, and of the engine
-only its exit codes.
+Expects the signals of node_agent.HEARD to be blocked. Checks, starts, records; what happens in between is watch's.
+Knows no scheduler, and of the engine only its exit codes.
 """
 
 from __future__ import annotations
@@ -12,27 +11,23 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError, WrongNodesError
-from scaletrain_cli.launch.node_agent import HEARD, AgentOptions
+from scaletrain_cli.launch.node_agent import AgentOptions
 from scaletrain_cli.launch.node_check import problems_of_node, usable_cores
-from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, announce_failure, has_failed, write_node_record
-from scaletrain_cli.launch.processes import adopt_orphans, die_with_parent, kill_descendants, own_identity, reap
+from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, announce_failure, write_node_record
+from scaletrain_cli.launch.processes import adopt_orphans, die_with_parent, kill_descendants, own_identity
 from scaletrain_cli.launch.ranks import Gang, NodePlace, rank_command, rank_environment
+from scaletrain_cli.launch.watch import Watch
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.failures import Failure, write_failure
-from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, read_record
 
-STRAGGLER_SECONDS = 3.0  # for the other ranks to report failures of their own once one has failed
-UNKILLABLE_SECONDS = 30.0  # then a rank hangs in the kernel (driver, dead file system) and waiting on helps nobody
-_POLL_SECONDS = 1.0  # SIGCHLD wakes the loop at once; this is for deadlines
 # What a retry cannot cure, or only elsewhere: such a code of a rank becomes the node's, any other failure becomes 1.
 VERDICTS = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES, ExitCode.DO_NOT_REQUEUE)
 
@@ -43,6 +38,8 @@ def run_node(options: AgentOptions) -> int:
         raise ScaletrainError(f"the parent {options.parent_pid} is gone; nobody is left to judge this attempt.")
     adopt_orphans()
     run = RunDir(options.run_folder.absolute())
+    if not run.path.is_dir():  # before the record is missed, which would be the user's fault
+        raise WrongNodesError(f"{run.path} is not there on {socket.gethostname()}; is its file system mounted?")
     record = read_record(run)
     me = own_identity()
     node = NodeRecord(
@@ -63,10 +60,11 @@ def run_node(options: AgentOptions) -> int:
             _start_ranks(gang, run, record, options)
         except (ScaletrainError, OSError) as error:  # nothing to watch; say why, or it would count as a lost node
             verdict = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
-            _give_up(run, options.attempt, node, Failure(None, "crash", f"{node.node}: {error}", int(verdict)))
+            failure = Failure(None, "crash", f"{node.node}: {error}", int(verdict), node.node)
+            _give_up(run, options.attempt, node, failure)
             raise
         write_node_record(run, options.attempt, replace(node, ranks=tuple(gang.ranks)))
-        _Watch(run, options, gang, record.spec.cluster.grace_seconds).run_to_end()
+        Watch(run, options, node.node, gang, record.spec.cluster).run_to_end()
     finally:
         # Before the record says "ended": who reads that may start the next attempt here.
         kill_descendants()
@@ -98,7 +96,7 @@ def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:
 
 def _refuse(run: RunDir, attempt: int, node: NodeRecord, problem: str) -> None:
     message = f"{node.node}: {problem}"
-    _give_up(run, attempt, node, Failure(None, "wrong-nodes", message, int(ExitCode.WRONG_NODES)))
+    _give_up(run, attempt, node, Failure(None, "wrong-nodes", message, int(ExitCode.WRONG_NODES), node.node))
     raise WrongNodesError(message)
 
 
@@ -138,73 +136,3 @@ def _start_ranks(gang: Gang, run: RunDir, record: RunRecord, options: AgentOptio
         environment = rank_environment(record.spec, place, local_rank, base=os.environ, secrets=secrets, cores=cores)
         log = run.attempt(options.attempt) / "logs" / f"{options.node_name}-{rank:05d}.log"
         gang.start(rank, rank_command(options.engine, run.path), environment, log)
-
-
-@dataclass
-class _Watch:
-    """Waits for signals and for ranks to end, and decides when the rest must go."""
-
-    run: RunDir
-    options: AgentOptions
-    gang: Gang
-    grace_seconds: float
-    deadline: float = field(default=float("inf"), init=False)  # monotonic: SIGKILL for whoever is left
-    killed: bool = field(default=False, init=False)
-    told_to_leave: bool = field(default=False, init=False)
-    ending: bool = field(default=False, init=False)  # a rank has failed, here or elsewhere
-
-    def run_to_end(self) -> None:
-        """Return when every rank has ended and is recorded, or cannot be ended."""
-        while self.gang.alive:
-            timeout = min(_POLL_SECONDS, max(0.0, self.deadline - time.monotonic()))
-            heard = signal.sigtimedwait(HEARD, timeout)
-            if heard is not None and heard.si_signo not in (signal.SIGCHLD, signal.SIGHUP):
-                self._pass_on(heard.si_signo)
-            for pid, exit_code in reap():
-                self._note_end(pid, exit_code)
-            if not self.told_to_leave and self.run.stop_file.exists():
-                self._pass_on(signal.SIGTERM)  # cancelled before there was an agent to signal
-            if not self.ending and has_failed(self.run, self.options.attempt):
-                self._end_the_rest("another node failed")
-            if time.monotonic() >= self.deadline:
-                if self.killed:
-                    self._say(f"{len(self.gang.alive)} ranks cannot be killed; this node needs attention")
-                    self.gang.give_up()
-                    return
-                self.gang.kill()
-                self.killed, self.deadline = True, time.monotonic() + UNKILLABLE_SECONDS
-
-    def _pass_on(self, signum: int) -> None:
-        self.told_to_leave = True
-        signum = signal.SIGTERM if signum == signal.SIGINT else signum
-        self.gang.forward(signum)
-        if not self.killed:
-            # From the first signal on: a scheduler that repeats itself does not grant more time.
-            self.deadline = min(self.deadline, time.monotonic() + self.grace_seconds)
-        name = signal.Signals(signum).name
-        self._say(f"passed {name} on to {len(self.gang.alive)} ranks")
-        try:
-            record_event(self.run, "signal", signal=name, attempt=self.options.attempt, node=self.options.node_name)
-        except OSError as error:  # a full disk must not cost the ranks the grace in which they save what they can
-            self._say(f"the signal could not be recorded: {error}")
-
-    def _note_end(self, pid: int, exit_code: int) -> None:
-        rank = self.gang.ended(pid, exit_code)
-        if rank is None or self.gang.first_failure is None or self.ending or self.killed:
-            return
-        self._end_the_rest(f"rank {rank.rank} ended with {rank.signal or f'exit code {exit_code}'}")
-        try:
-            # Else the other nodes would wait in a collective for this one until their watchdog ends them.
-            announce_failure(self.run, self.options.attempt)
-        except OSError as error:
-            self._say(f"the other nodes could not be told: {error}")
-
-    def _end_the_rest(self, why: str) -> None:
-        self.ending = True
-        self.deadline = min(self.deadline, time.monotonic() + STRAGGLER_SECONDS)
-        self._say(f"{why}; ending the others")
-
-    def _say(self, message: str) -> None:
-        print(
-            f"node agent {self.options.node_rank} on {self.options.node_name}: {message}", file=sys.stderr, flush=True
-        )

@@ -46,6 +46,12 @@ def identify(pid: int) -> ProcessIdentity | None:
     return ProcessIdentity(pid, entry.start_ticks) if entry else None
 
 
+def process_state(pid: int) -> str:
+    """The kernel's letter for what a process does: R, S, D, T and so on; X when there is none."""
+    entry = _stat(pid)
+    return entry.state if entry is not None else "X"
+
+
 def own_identity() -> ProcessIdentity:
     """The identity of this process."""
     identity = identify(os.getpid())

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from scaletrain_cli.launch.heartbeats import Beat, Channel
 from scaletrain_cli.launch.node_record import RankRecord
 from scaletrain_cli.spec import RunSpec
 
@@ -23,7 +24,7 @@ ENGINE_MODULE = "scaletrain_cli.engine"
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _ALLOCATOR_SETTINGS = "expandable_segments:True"
 # Blocked in every rank when it starts: the engine unblocks them once its handlers stand, so that none is ever lost.
-BLOCKED_IN_RANKS = (signal.SIGTERM, signal.SIGUSR1)
+BLOCKED_IN_RANKS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _DEFAULT_IN_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE)
 
 
@@ -77,6 +78,7 @@ class Gang:
     def __init__(self) -> None:
         self.ranks: list[RankRecord] = []
         self.first_failure: int | None = None
+        self.channels: dict[int, Channel] = {}
         self._doomed: set[int] = set()
 
     def start(self, rank: int, command: list[str], environment: Mapping[str, str], log: Path) -> None:
@@ -86,15 +88,17 @@ class Gang:
             (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ]
-        pid = os.posix_spawn(
-            command[0],
-            command,
-            environment,
-            file_actions=files,
-            setsid=True,
-            setsigmask=BLOCKED_IN_RANKS,
-            setsigdef=_DEFAULT_IN_RANKS,
-        )
+        channel = self.channels[rank] = Channel()
+        with channel.inherited() as variables:
+            pid = os.posix_spawn(
+                command[0],
+                command,
+                {**environment, **variables},
+                file_actions=files,
+                setsid=True,
+                setsigmask=BLOCKED_IN_RANKS,
+                setsigdef=_DEFAULT_IN_RANKS,
+            )
         self.ranks.append(RankRecord(rank, pid, time.time()))
 
     @property
@@ -105,6 +109,13 @@ class Gang:
         """Send the signal to each living rank, once. Not to its group: what a rank starts is the rank's to tell."""
         for rank in self.alive:
             os.kill(rank.pid, signum)  # not reaped yet, so the pid is still its own
+
+    def listen(self, forgiven_seconds: float = 0.0) -> dict[int, Beat]:
+        """The last sign of life of each living rank; ``forgiven_seconds`` of silence count for nobody."""
+        for rank in self.alive:
+            self.channels[rank.rank].forgive(forgiven_seconds)
+            self.channels[rank.rank].listen()
+        return {rank.rank: self.channels[rank.rank].beat for rank in self.alive}
 
     def kill(self) -> None:
         """SIGKILL each living rank with everything in its process group."""
@@ -124,6 +135,7 @@ class Gang:
             if rank.pid == pid and rank.exit_code is None:
                 ended = rank.end(exit_code, time.time(), killed_by_agent=rank.rank in self._doomed)
                 self.ranks[index] = ended
+                self.channels[rank.rank].close()
                 if exit_code not in (0, 75) and self.first_failure is None:
                     self.first_failure = ended.rank
                 return ended

@@ -5,27 +5,35 @@ Knows no scheduler: local and Slurm runs are judged alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.attempts import AttemptRecord, Decision, Reason
+from scaletrain_cli.launch.attempts import AttemptRecord, Decision
+from scaletrain_cli.launch.judgement import Reason
 from scaletrain_cli.spec.run import RestartsSpec
 
 ATTEMPTS_WITHOUT_PROGRESS = 3
+PREEMPTIONS_WITHOUT_PROGRESS = 10
 
 _BUDGET: dict[Reason, str] = {
     "preempted": "preemption",
     "out-of-grace": "preemption",
     "node": "node",
     "wrong-nodes": "node",
+    "hardware": "node",
+    "hang": "node",
+    "communication": "node",
     "oom": "oom",
+    "host-oom": "oom",
     "crash": "crash",
     "killed": "crash",
     "nan": "crash",
     "spike": "crash",
 }
+_TAKEN_AWAY: tuple[Reason, ...] = ("preempted", "time-limit")
 # Says nothing of the job itself: it was taken off good nodes, or never started on wrong ones.
-_NEUTRAL: tuple[Reason, ...] = ("preempted", "cancelled", "wrong-nodes")
+_NEUTRAL: tuple[Reason, ...] = (*_TAKEN_AWAY, "cancelled", "wrong-nodes")
 
 
 def decide(
@@ -42,6 +50,15 @@ def decide(
     if stuck >= ATTEMPTS_WITHOUT_PROGRESS and reason not in _NEUTRAL:
         why = f"{stuck} failed attempts in a row committed no checkpoint newer than the one before them"
         return Decision(False, ExitCode.DO_NOT_REQUEUE, why)
+    idle = preemptions_without_progress(history)
+    if idle >= PREEMPTIONS_WITHOUT_PROGRESS and reason in _TAKEN_AWAY:
+        why = (
+            f"{idle} preempted attempts in a row committed no step: cluster.grace_seconds, the time limit or the time "
+            "between preemptions is too short to start up. Ask for longer ones, then `scaletrain resume`"
+        )
+        return Decision(False, ExitCode.DO_NOT_REQUEUE, why)
+    if reason == "time-limit":
+        return Decision(True, exit_code, "time-limit: free of charge")
     name = _BUDGET.get(reason, "crash")
     allowed: int | str = getattr(restarts, name)
     used = sum(_BUDGET.get(attempt.reason or "node") == name for attempt in history)
@@ -53,9 +70,13 @@ def decide(
 
 def attempts_without_progress(history: Sequence[AttemptRecord]) -> int:
     """How many of the latest attempts failed without a newer checkpoint; preempted ones neither count nor excuse."""
-    count = 0
-    for attempt in reversed(history):
-        if attempt.made_progress:
-            break
-        count += attempt.reason not in _NEUTRAL
-    return count
+    return sum(attempt.reason not in _NEUTRAL for attempt in _since_progress(history))
+
+
+def preemptions_without_progress(history: Sequence[AttemptRecord]) -> int:
+    """How many of the latest attempts were taken off their nodes before they had committed a newer step."""
+    return sum(attempt.reason in _TAKEN_AWAY for attempt in _since_progress(history))
+
+
+def _since_progress(history: Sequence[AttemptRecord]) -> Iterator[AttemptRecord]:
+    return itertools.takewhile(lambda attempt: not attempt.made_progress, reversed(history))

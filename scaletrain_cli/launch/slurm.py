@@ -6,14 +6,13 @@ What runs inside the job is in slurm_script (the text) and slurm_job (its first 
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.exclusion import Exclusion
 from scaletrain_cli.launch.scheduler import Job, JobState
+from scaletrain_cli.launch.slurm_commands import call_slurm, node_names
+from scaletrain_cli.launch.slurm_nodes import exclude_option, exclusion_for, record_exclusion
 from scaletrain_cli.launch.slurm_script import job_script, sbatch_options
 from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.rundir.journal import record_event
@@ -21,14 +20,8 @@ from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec
 
-_TIMEOUT_SECONDS = 120
 _QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED", "STOPPED"}
 _RUNNING = {"RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT"}
-# The job gets these of the submitter's environment and no others: the rest may hold secrets, which Slurm would store.
-_PASSED_ON = {
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "SLURM_CONF"),
-    *("LD_LIBRARY_PATH", "CUDA_HOME", "VIRTUAL_ENV", "PYTHONPATH", "SSL_CERT_FILE", "XDG_CACHE_HOME"),
-}
 
 
 class SlurmScheduler:
@@ -42,7 +35,7 @@ class SlurmScheduler:
         return [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
 
     def render(self, run: RunDir, record: RunRecord) -> str:
-        return job_script(record.spec, record.run_id, run.path)
+        return self._script(run, record, exclusion_for(run, record.spec))
 
     def submit(self, run: RunDir, record: RunRecord) -> str:
         """Queue the job, unless one of this run is there: a submitter may have died after sbatch."""
@@ -56,12 +49,18 @@ class SlurmScheduler:
             if comment == mark:
                 return job_id
         script = run.path / "job.sh"
-        script.write_text(self.render(run, record), encoding="utf-8")
+        excluded = exclusion_for(run, record.spec)
+        script.write_text(self._script(run, record, excluded), encoding="utf-8")
         # From the run directory: the log's name needs no path then, which may hold blanks and quotes.
         answer = call_slurm(
             ["sbatch", "--parsable", f"--comment={mark}", script.name], folder=run.path, without=secrets
         )
+        if excluded.nodes or excluded.spared:
+            record_exclusion(run, excluded)
         return answer.stdout.strip().split(";")[0]  # "id" or "id;cluster"
+
+    def _script(self, run: RunDir, record: RunRecord, excluded: Exclusion) -> str:
+        return job_script(record.spec, record.run_id, run.path, exclude=exclude_option(record.spec, excluded))
 
     def job(self, run: RunDir, record: RunRecord) -> Job:
         submission = read_submission(run)
@@ -96,56 +95,8 @@ def job_state(slurm_state: str) -> JobState:
     return "running" if slurm_state in _RUNNING else "ended"
 
 
-def node_names(nodes: str) -> tuple[str, ...]:
-    """Slurm's ``n[1-3]`` as names. Asks no controller."""
-    if not nodes:
-        return ()
-    return tuple(call_slurm(["scontrol", "show", "hostnames", nodes]).stdout.split())
-
-
 def _check_path(path: Path) -> None:
     if "%" in str(path) or "\\" in str(path):
         raise SchedulerError(
             f"{path}: Slurm interprets % and \\ in the path of a job's log. Move the runs root: $SCALETRAIN_RUNS."
         )
-
-
-def call_slurm(
-    command: Sequence[str],
-    *,
-    text: str | None = None,
-    folder: Path | None = None,
-    accept: Sequence[str] = (),
-    without: Sequence[str] = (),
-) -> subprocess.CompletedProcess[str]:
-    """Run one Slurm command. Raises SchedulerError when it fails, unless it says one of ``accept``.
-
-    ``without`` names variables that it must not see, whatever they are called.
-    """
-    if shutil.which(command[0]) is None:
-        raise SchedulerError(f"{command[0]} is not on this machine. Submit from a login node, or use scheduler: local.")
-    try:
-        answer = subprocess.run(
-            command,
-            input=text,
-            cwd=folder,
-            env=passed_on(without),
-            text=True,
-            capture_output=True,
-            timeout=_TIMEOUT_SECONDS,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise SchedulerError(f"{command[0]} did not answer within {_TIMEOUT_SECONDS} s.") from error
-    if answer.returncode and not any(phrase in answer.stderr for phrase in accept):
-        said = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
-        raise SchedulerError(f"{' '.join(command[:2])} refused: {said}")
-    return answer
-
-
-def passed_on(without: Sequence[str] = ()) -> dict[str, str]:
-    """What a Slurm command, and so the job, gets of this process's environment."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if (name in _PASSED_ON or name.startswith("SCALETRAIN_")) and name not in without
-    }

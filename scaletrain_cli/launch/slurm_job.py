@@ -1,7 +1,8 @@
 """The first and the last word of a Slurm job; ``python -m scaletrain_cli.launch.slurm_job WORD RUN_DIR``.
 
 Runs in the batch script, on the first node. ``begin`` prints ``ATTEMPT MASTER_ADDR MASTER_PORT``, or nothing when the
-run is done; ``end`` prints ``requeue`` or ``stop`` and exits with the run's code; ``not-requeued`` takes that back.
+run is done; ``end`` prints ``requeue`` (and what the job must avoid) or ``stop`` and exits with the run's code;
+``not-requeued`` takes that back.
 """
 
 from __future__ import annotations
@@ -11,15 +12,24 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError
-from scaletrain_cli.launch.attempts import AttemptRecord, Decision, begin_attempt, read_attempts
+from scaletrain_cli.launch.attempts import AttemptRecord, Decision, begin_attempt, read_attempt, read_attempts
 from scaletrain_cli.launch.conclusion import conclude_abandoned, conclude_attempt, conclude_run, withdraw_restart
 from scaletrain_cli.launch.ports import free_port
 from scaletrain_cli.launch.restart_policy import decide
-from scaletrain_cli.launch.slurm import node_names
+from scaletrain_cli.launch.slurm_commands import node_names
+from scaletrain_cli.launch.slurm_nodes import (
+    down_nodes,
+    exclude_option,
+    exclusion_for,
+    last_exclusion,
+    record_exclusion,
+    time_is_up,
+)
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 
@@ -76,18 +86,35 @@ def end(
     told_to_stop: str | None = None,
 ) -> int:
     """Judge the attempt and print what the script must do."""
-    first = min((attempt.number for attempt in _attempts_of(run, environment["SLURM_JOB_ID"])), default=number)
+    job_id, attempt = environment["SLURM_JOB_ID"], read_attempt(run, number)
     decision = conclude_attempt(
-        run, record, number, first_attempt=first, launcher_exit_code=srun_exit_code, told_to_stop=told_to_stop
+        run,
+        record,
+        number,
+        first_attempt=min((attempt.number for attempt in _attempts_of(run, job_id)), default=number),
+        launcher_exit_code=srun_exit_code,
+        told_to_stop=told_to_stop,
+        time_is_up=lambda: time_is_up(job_id, record.spec.cluster, environment, time.time()),
+        down=down_nodes(attempt.nodes) if attempt is not None and told_to_stop is not None else None,
     )
-    print("requeue" if decision.requeue else "stop")
+    print(f"requeue {_exclude_word(run, record)}".rstrip() if decision.requeue else "stop")
     may_go_on = decision.requeue or decision.why == told_to_stop
     return decision.exit_code if may_go_on else conclude_run(run, decision)
 
 
+def _exclude_word(run: RunDir, record: RunRecord) -> str:
+    """``=HOSTLIST`` where the job's list of nodes to avoid must change, else nothing: it may be set by hand."""
+    excluded, before = exclusion_for(run, record.spec), last_exclusion(run)
+    if excluded.spared or excluded.nodes != before:
+        record_exclusion(run, excluded)
+    if excluded.nodes == before:
+        return ""
+    return f"={exclude_option(record.spec, excluded) or ''}"
+
+
 def _refusal(run: RunDir, record: RunRecord, job_id: str) -> Decision | None:
     """Why no attempt must begin: cancelled, or Slurm by itself requeued a job that is done or beyond its budget."""
-    if run.stop_file.exists():
+    if run.is_told_to_stop:
         return Decision(False, ExitCode.PREEMPTED, "cancelled before the attempt began")
     history = _attempts_of(run, job_id)
     last = history[-1] if history else None

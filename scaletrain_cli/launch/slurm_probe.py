@@ -17,7 +17,8 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem, SchedulerError, UsageError, WrongNodesError
 from scaletrain_cli.launch.node_probe import NodeFacts, place_token, probe_node, probe_problems
-from scaletrain_cli.launch.slurm import call_slurm, job_state, node_names, passed_on
+from scaletrain_cli.launch.slurm import job_state
+from scaletrain_cli.launch.slurm_commands import call_slurm, node_names, passed_on
 from scaletrain_cli.launch.slurm_script import sbatch_options
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import runs_root

@@ -22,11 +22,16 @@ _REQUEUE_PAUSES_SECONDS = (5, 15, 30, 0)
 _OWN_VARIABLES = frozenset({"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"})
 
 
-def job_script(spec: RunSpec, run_id: str, run_folder: Path, python: str = sys.executable) -> str:
-    """What sbatch gets. Slurm runs it on the first node, again from the top after each requeue."""
+def job_script(
+    spec: RunSpec, run_id: str, run_folder: Path, python: str = sys.executable, *, exclude: str | None = None
+) -> str:
+    """What sbatch gets. Slurm runs it on the first node, again from the top after each requeue.
+
+    ``exclude`` is a hostlist that takes the place of the spec's own.
+    """
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH --{option}" for option in sbatch_options(spec, run_id)),
+        *(f"#SBATCH --{option}" for option in sbatch_options(spec, run_id, exclude)),
         "",
         f"python={shlex.quote(python)}",
         f"run={shlex.quote(str(run_folder))}",
@@ -55,11 +60,19 @@ def job_script(spec: RunSpec, run_id: str, run_folder: Path, python: str = sys.e
         'verdict=$("$python" -m scaletrain_cli.launch.slurm_job end "$run" --attempt "$attempt" \\',
         '    --srun-exit-code "$code" $ended_by_slurm)',
         "code=$?",
+        'read -r verdict exclude <<<"$verdict"',
         '[ "$verdict" = requeue ] || exit "$code"',
+        "",
+        "# Slurm takes a list of nodes to avoid only from a job that waits. The trap keeps this shell alive meanwhile.",
+        "requeue() {",
+        '    scontrol requeue "$SLURM_JOB_ID" || return',
+        '    [ -z "$exclude" ] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${exclude#=}"',
+        '    exit "$code"',
+        "}",
         "",
         f"for pause in {' '.join(map(str, _REQUEUE_PAUSES_SECONDS))}; do # the controller may be away for a moment",
         '    [ -z "$ended_by_slurm" ] || break',
-        '    scontrol requeue "$SLURM_JOB_ID" && exit "$code"',
+        "    requeue",
         '    sleep "$pause" &',
         "    wait $!",
         "done",
@@ -69,8 +82,8 @@ def job_script(spec: RunSpec, run_id: str, run_folder: Path, python: str = sys.e
     return "\n".join(lines) + "\n"
 
 
-def sbatch_options(spec: RunSpec, run_id: str) -> Iterator[str]:
-    """Long options without their dashes, each one word."""
+def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None) -> Iterator[str]:
+    """Long options without their dashes, each one word. ``exclude`` takes the place of the spec's own."""
     cluster, slurm = spec.cluster, spec.cluster.slurm
     yield f"job-name={run_id}"
     yield f"nodes={cluster.nodes}"
@@ -82,6 +95,8 @@ def sbatch_options(spec: RunSpec, run_id: str) -> Iterator[str]:
         yield f"cpus-per-task={cores}"
     for name in ("partition", "account", "qos", "reservation", "constraint", "exclude", "nodelist"):
         value = getattr(slurm, name)
+        if name == "exclude" and exclude is not None:
+            value = exclude
         if value is not None:
             yield f"{name}={value}"
     if slurm.time is not None:
@@ -89,13 +104,18 @@ def sbatch_options(spec: RunSpec, run_id: str) -> Iterator[str]:
     if slurm.memory_per_node is not None:
         yield f"mem={math.ceil(slurm.memory_per_node / 2**20)}M"
     # To the tasks, not to this script (that would be B:): under cgroups nothing else tells the ranks.
-    yield f"signal=USR1@{max(_SMALLEST_LEAD_SECONDS, math.ceil(cluster.grace_seconds))}"
+    yield f"signal=USR1@{lead_seconds(cluster)}"
     yield "requeue"
     yield "open-mode=append"
     yield "output=slurm-%j.log"
     for name, extra in sorted(slurm.extra.items()):
         if extra is not False:
             yield name if extra is True else f"{name}={extra}"
+
+
+def lead_seconds(cluster: ClusterSpec) -> int:
+    """How long before its time limit Slurm is to warn the ranks."""
+    return max(_SMALLEST_LEAD_SECONDS, math.ceil(cluster.grace_seconds))
 
 
 def cores_per_node(cluster: ClusterSpec) -> int | None:

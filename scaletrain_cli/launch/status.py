@@ -47,6 +47,7 @@ class RunStatus:
     why: str
     measured: Measured | None  # of the newest attempt that got so far
     goodput: Goodput | None  # where the time went, over all attempts
+    straggler: str = ""  # the rank that is slower than the others, in words
 
     def to_json(self) -> dict[str, Any]:
         """The stable JSON object."""
@@ -85,6 +86,7 @@ def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
         why=_why(run, record, job, last),
         measured=read_measured(run),
         goodput=run_goodput(run),
+        straggler=_straggler(run),
     )
 
 
@@ -106,7 +108,7 @@ def _state(run: RunDir, job: Job, last: AttemptRecord | None) -> RunState:
     to_go_on = last is None or last.ended is None or (last.decision is not None and last.decision.requeue)
     if job.state == "unknown" and to_go_on:
         return "unknown"
-    if run.stop_file.exists():
+    if run.is_told_to_stop:
         return "cancelled"
     if last is None:
         return "failed"
@@ -138,6 +140,19 @@ def _newest_measures(run: RunDir) -> dict[str, Any]:
         if (newest and validation) or count > _LINES_SEARCHED:
             break
     return {**newest, **validation}
+
+
+def _straggler(run: RunDir) -> str:
+    """What the newest attempt that trains has found, if it still holds."""
+    for event in reversed(read_events(run)):
+        if event["event"] in ("started", "resumed"):
+            break
+        if event["event"] == "stragglers":
+            if event["rank"] is None:
+                break
+            mine, others = event["seconds"] * 1e3, event["others_seconds"] * 1e3
+            return f"rank {event['rank']} works {mine:.0f} ms per step before it waits, the others {others:.0f} ms"
+    return ""
 
 
 def _agent_pids(run: RunDir, last: AttemptRecord | None) -> tuple[int, ...]:

@@ -11,12 +11,17 @@ from scaletrain_cli.rundir.paths import RunDir
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank (or, with rank None, a node) saying itself why it gives up."""
+    """A rank (or, with rank None, a node) saying itself why it gives up; or its agent, of a rank that cannot.
+
+    ``node`` is the node record's name for it, where an agent speaks. Not ``sure``: another node may know better.
+    """
 
     rank: int | None
     reason: str
     message: str
     exit_code: int
+    node: str = ""
+    sure: bool = True
 
 
 def write_failure(run: RunDir, attempt: int, name: str, failure: Failure) -> None:

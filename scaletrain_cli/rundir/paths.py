@@ -54,6 +54,16 @@ class RunDir:
         """Written by ``scaletrain cancel``: no further attempt may start."""
         return self.path / "cancelled"
 
+    @property
+    def stop_file_by_hand(self) -> Path:
+        """Written by a person who has no more than the file system: the same."""
+        return self.path / "stop"
+
+    @property
+    def is_told_to_stop(self) -> bool:
+        """Whether the run was cancelled, by the command or by hand."""
+        return self.stop_file.exists() or self.stop_file_by_hand.exists()
+
     def attempt(self, number: int) -> Path:
         return self.path / "attempts" / f"{number:04d}"
 

@@ -110,7 +110,7 @@ class SpikeSpec(Section):
 
 
 class GuardSpec(Section):
-    """What ends or mends a run that goes wrong. ``hang`` is the longest wait for a collective."""
+    """What ends or mends a run that goes wrong. ``hang`` is how long a rank may be silent in a step."""
 
     nan: Literal["stop", "rollback"] = "stop"
     spike: SpikeSpec = LEFT_OUT

@@ -45,6 +45,8 @@ def show_status(status: RunStatus, attempts: Sequence[AttemptRecord], now: float
         table.add_row("  why", words(status.why))
     if measures := measures_text(status):
         table.add_row("  last", words(measures))
+    if status.straggler:
+        table.add_row("  slow", words(status.straggler))
     if status.measured is not None:
         table.add_row("  memory", words(memory_text(status.measured)))
     if status.goodput is not None:

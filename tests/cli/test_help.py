@@ -29,7 +29,10 @@ def test_every_verb_has_a_module_and_every_module_of_a_verb_is_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[verb] for verb in VERBS if verb != "data"] + [["data", "prepare"]], ids=" ".join
+    "arguments",
+    [[verb] for verb in VERBS if verb not in ("data", "nodes")]
+    + [["data", "prepare"], ["nodes", "list"], ["nodes", "clear"]],
+    ids=" ".join,
 )
 def test_each_verb_documents_itself_and_its_exit_codes(arguments: list[str]) -> None:
     ended = scaletrain(*arguments, "--help")
@@ -72,4 +75,4 @@ def test_the_page_about_exit_codes_knows_each_of_them_and_each_verb() -> None:
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", codes, flags=re.MULTILINE)} == {*ExitCode, 124, 130}
     assert MEANINGS.keys() == set(ExitCode)
     named = set(re.findall(r"`([a-z ]+)`", " ".join(re.findall(r"^\| (.*?) \|", verbs, flags=re.MULTILINE))))
-    assert named == {*VERBS, "data prepare"} - {"data"}
+    assert named == {*VERBS, "data prepare", "nodes list", "nodes clear"} - {"data", "nodes"}

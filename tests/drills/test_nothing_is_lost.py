@@ -14,6 +14,7 @@ import pytest
 from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.resumption import resume
+from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.record import read_record
@@ -172,15 +173,21 @@ def test_a_signal_inside_an_evaluation_is_heard_and_the_evaluation_made_up_for(
 
 
 @pytest.mark.long
-def test_a_stopped_rank_ends_the_attempt_after_the_longest_wait_and_the_run_goes_on(
+def test_a_stopped_rank_is_found_by_its_silence_and_named_and_the_run_goes_on(
     dataset: Path, undisturbed: Undisturbed
 ) -> None:
-    drill = submit_drill(dataset, guard__hang="8s")
+    drill = submit_drill(dataset, guard__hang="5s")
     drill.wait_for_step(15)
     os.kill(drill.rank_pids()[1], signal.SIGSTOP)
     drill.wait_for_end()
+    (hang,) = drill.events("hang")
+    assert (hang["attempt"], hang["rank"]) == (1, 1)
+    assert "rank 1 did not answer: stopped by a signal (state T)" in hang["message"]
+    stacks = {path.name: path.read_text() for path in (drill.run.attempt(1) / "stacks").iterdir()}
+    assert list(stacks) == ["00000.txt"]
+    assert "trainer.py" in stacks["00000.txt"]
     ended = drill.events("attempt-ended")
-    assert [event["reason"] for event in ended] == ["crash", "done"]
+    assert [event["reason"] for event in ended] == ["hang", "done"]
     assert_same_run(drill, undisturbed())
 
 
@@ -208,3 +215,14 @@ def test_one_state_differs_from_another_when_one_bit_does(undisturbed: Undisturb
     assert differences(first, second) == []
     second["weight/model.norm.weight"][0] += 1e-7
     assert len(differences(first, second)) == 1
+
+
+@pytest.mark.long
+def test_a_slow_rank_is_named_while_the_run_goes_on(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "slow-rank rank=1 seconds=0.2")
+    drill = submit_drill(dataset)
+    drill.wait_for_end()
+    (told,) = drill.events("stragglers")
+    assert (told["rank"], told["step"]) == (1, 40)
+    assert told["seconds"] > 0.2 > told["others_seconds"]
+    assert run_status(drill.run).straggler.startswith("rank 1 works")

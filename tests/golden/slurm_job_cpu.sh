@@ -34,11 +34,19 @@ code=$?
 verdict=$("$python" -m scaletrain_cli.launch.slurm_job end "$run" --attempt "$attempt" \
     --srun-exit-code "$code" $ended_by_slurm)
 code=$?
+read -r verdict exclude <<<"$verdict"
 [ "$verdict" = requeue ] || exit "$code"
+
+# Slurm takes a list of nodes to avoid only from a job that waits. The trap keeps this shell alive meanwhile.
+requeue() {
+    scontrol requeue "$SLURM_JOB_ID" || return
+    [ -z "$exclude" ] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${exclude#=}"
+    exit "$code"
+}
 
 for pause in 5 15 30 0; do # the controller may be away for a moment
     [ -z "$ended_by_slurm" ] || break
-    scontrol requeue "$SLURM_JOB_ID" && exit "$code"
+    requeue
     sleep "$pause" &
     wait $!
 done

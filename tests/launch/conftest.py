@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.local import LocalScheduler
+from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, read_node_records
 from scaletrain_cli.launch.submission import create_run
 from scaletrain_cli.plan import result
 from scaletrain_cli.rundir.journal import read_events
@@ -89,6 +93,49 @@ def is_running(pid: int) -> bool:
         return False
 
 
+class Agent:
+    """A node agent under test, started as a scheduler would."""
+
+    def __init__(
+        self, made: MadeRun, environment: dict[str, str] | None = None, *options: str, node_rank: int = 0
+    ) -> None:
+        self.made = made
+        self.node_rank = node_rank
+        if node_rank == 0:
+            begin_attempt(made.run, made.record.spec, scheduler="test", job_id="1", nodes=("here",))
+        self.attempt = made.run.attempts()[-1]
+        command = [sys.executable, "-m", "scaletrain_cli.launch.node_agent", str(made.run.path), "--engine", ENGINE]
+        command += ["--attempt", str(self.attempt), "--node-rank", str(node_rank), "--master-addr", "127.0.0.1"]
+        self.process = subprocess.Popen(
+            [*command, "--master-port", "29500", *options],
+            env={**os.environ, **(environment or {})},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self, seconds: float = 30.0) -> int:
+        _, self.errors = self.process.communicate(timeout=seconds)
+        return self.process.returncode
+
+    def wait_until_up(self) -> None:
+        world = self.made.record.spec.world_size
+        wait_until(lambda: all("up" in self.made.log(self.attempt, rank) for rank in range(world)), "ranks are up")
+
+    @property
+    def node(self) -> NodeRecord:
+        return read_node_records(self.made.run, self.attempt)[self.node_rank]
+
+    @property
+    def ranks(self) -> tuple[RankRecord, ...]:
+        return self.node.ranks
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
+
 @pytest.fixture(autouse=True)
 def children_find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     inherited = os.environ.get("PYTHONPATH")
@@ -103,3 +150,16 @@ def make_run() -> Callable[..., MadeRun]:
         return MadeRun(made.run, made.record)
 
     return make
+
+
+@pytest.fixture
+def start_agent() -> Iterator[Callable[..., Agent]]:
+    agents: list[Agent] = []
+
+    def start(made: MadeRun, environment: dict[str, str] | None = None, *options: str, node_rank: int = 0) -> Agent:
+        agents.append(Agent(made, environment, *options, node_rank=node_rank))
+        return agents[-1]
+
+    yield start
+    for agent in agents:
+        agent.end()

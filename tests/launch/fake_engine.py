@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from scaletrain_cli.engine.heartbeat import Heartbeat, show_stacks_when_asked
 from scaletrain_cli.rundir.paths import swap_folder
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -30,6 +31,7 @@ def main() -> int:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != int(os.environ["SCALETRAIN_AGENT_PID"]):
         return 1
+    show_stacks_when_asked(os.environ)
     time.sleep(fake.get("start_seconds", 0))
     for signum in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, on_signal)
@@ -56,14 +58,19 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
     ``die``: {"attempt:rank": exit code, or minus a signal number}; any part may be ``*``. ``reason``: what a failure
     file says of that. ``die_at``: the step at which it happens. ``checkpoint_every``: as it says. ``deaf``: ranks that
     ignore signals. ``save_seconds``: how long a save takes after a signal. ``echo``: variables to print. ``touch``: a
-    file to make. ``swap``: write to the node's disk, as NVMe offload does.
+    file to make. ``swap``: write to the node's disk, as NVMe offload does. ``hang``: {"attempt:rank": step at which it
+    waits for ever}; with ``stopped``, these ranks do so by SIGSTOP. ``silence``: seconds that a step may take.
     """
+    heartbeat = Heartbeat.from_environment(os.environ)
     checkpoints = run_folder / "checkpoints"
     step = max((int(path.name[5:]) for path in checkpoints.glob("step-????????")), default=0)
     end = dying(fake.get("die", {}))
     while step < fake.get("steps", 3):
         time.sleep(fake.get("step_seconds", 0.02))
         step += 1
+        heartbeat.beat(step, "step", fake.get("silence"))
+        if step == dying(fake.get("hang", {})):
+            hang(stopped=RANK in fake.get("stopped", []))
         if end is not None and step >= fake.get("die_at", 1):
             return die(run_folder, end, fake.get("reason"))
         if RANK == 0:
@@ -84,6 +91,13 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
 def dying(plan: dict[str, int]) -> int | None:
     keys = (f"{ATTEMPT}:{RANK}", f"{ATTEMPT}:*", f"*:{RANK}", "*:*")
     return next((plan[key] for key in keys if key in plan), None)
+
+
+def hang(stopped: bool) -> None:
+    say("hanging")
+    if stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
 
 
 def die(run_folder: Path, code: int, reason: str | None) -> int:

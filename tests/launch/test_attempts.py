@@ -12,9 +12,9 @@ from scaletrain_cli.launch.attempts import (
     begin_attempt,
     close_unended,
     end_attempt,
-    judge,
     read_attempts,
 )
+from scaletrain_cli.launch.judgement import judge
 from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, write_node_record
 from scaletrain_cli.rundir.failures import Failure
 from tests.launch.conftest import MadeRun
@@ -93,7 +93,7 @@ def test_a_rank_that_knows_why_it_failed_is_believed(reason: str, code: int) -> 
 def test_running_out_of_memory_wins_over_the_broken_connections_it_causes() -> None:
     failures = [Failure(0, "crash", "connection closed by peer", 1), Failure(3, "oom", "tried to allocate 2 GiB", 1)]
     nodes = [node(1, rank(0, 1)), node(1, rank(3, 1), number=1, ended=10.0)]
-    assert judged(nodes, *failures, planned=2) == (1, "oom", "rank 3: tried to allocate 2 GiB")
+    assert judged(nodes, *failures, planned=2) == (1, "oom", "rank 3 on node-0001-n1: tried to allocate 2 GiB")
 
 
 @pytest.mark.parametrize("code", [2, 3, 4])

@@ -190,6 +190,16 @@ def test_cancelling_saves_the_state_and_ends_the_run(submit: Submit) -> None:
     assert len(made.events("cancelled")) == 1
 
 
+def test_a_stop_file_written_by_hand_cancels_too(submit: Submit) -> None:
+    made = submit(steps=10_000, step_seconds=0.02)
+    agent_pid(made, 1)
+    (made.run.path / "stop").touch()
+    wait_for_end(made)
+    (attempt,) = attempts(made)
+    assert (attempt.exit_code, attempt.reason) == (75, "cancelled")
+    assert attempt.last_checkpoint_step
+
+
 def test_after_the_supervisor_is_killed_the_ranks_save_and_a_resumed_run_goes_on(submit: Submit) -> None:
     made = submit(steps=40, step_seconds=0.05, save_seconds=0.5)
     agent_pid(made, 1)

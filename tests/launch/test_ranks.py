@@ -105,7 +105,7 @@ def test_a_process_is_known_by_more_than_its_pid() -> None:
 UNKILLABLE = """
 import signal, sys
 from pathlib import Path
-from scaletrain_cli.launch import node_run
+from scaletrain_cli.launch import node_run, watch
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.launch.node_agent import HEARD
 from scaletrain_cli.launch.ranks import Gang
@@ -115,14 +115,15 @@ class Hanging(Gang):
         pass  # as with a process that sleeps in the kernel
 
 signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
-node_run.UNKILLABLE_SECONDS = 0.2
+watch.UNKILLABLE_SECONDS = 0.2
 gang = Hanging()
 gang.start(4, ["/bin/sleep", "600"], {}, sys.argv[1])
 node_run.adopt_orphans()
 options = type("Options", (), {"node_rank": 0, "node_name": "n", "attempt": 1})
-watch = node_run._Watch(RunDir(Path(sys.argv[1] + "-run")), options, gang, 1.0)
-watch.deadline = 0.0
-watch.run_to_end()
+cluster = type("Cluster", (), {"nodes": 1, "grace_seconds": 1.0})
+watching = watch.Watch(RunDir(Path(sys.argv[1] + "-run")), options, "n", gang, cluster)
+watching.deadline = 0.0
+watching.run_to_end()
 print(gang.first_failure, gang.ranks[0].exit_code, node_run.node_exit_code(gang.ranks, gang.first_failure))
 node_run.kill_descendants()
 """

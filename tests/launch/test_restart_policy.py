@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scaletrain_cli.launch.attempts import AttemptRecord, Reason
+from scaletrain_cli.launch.attempts import AttemptRecord
+from scaletrain_cli.launch.judgement import Reason
 from scaletrain_cli.launch.restart_policy import attempts_without_progress, decide
 from scaletrain_cli.spec.run import RestartsSpec
 
@@ -41,12 +42,13 @@ def decide_last(history: list[AttemptRecord], restarts: RestartsSpec | None = No
 
 
 def test_preemption_is_free_however_often() -> None:
-    history = attempts(*[("preempted", None)] * 200)
+    history = attempts(*[("preempted", step) for step in range(200)])
     assert decide_last(history).requeue
 
 
 def test_a_preemption_budget_is_kept() -> None:
     assert decide_last(attempts(*[("preempted", 1)] * 2), RestartsSpec(preemption=2)).requeue
+    assert decide_last(attempts(*[("time-limit", 1)] * 2), RestartsSpec(preemption=0)).requeue  # nobody's fault
     decision = decide_last(attempts(*[("preempted", 1)] * 3), RestartsSpec(preemption=2))
     assert (decision.requeue, decision.exit_code) == (False, 1)
 
@@ -69,7 +71,11 @@ def test_out_of_memory_is_not_retried_unless_asked_for() -> None:
     assert decide_last(attempts(("oom", 10)), RestartsSpec(oom=1)).requeue
 
 
-@pytest.mark.parametrize("reason", ["node", "wrong-nodes"])
+def test_out_of_memory_on_the_host_is_no_better() -> None:
+    assert not decide_last(attempts(("host-oom", 10))).requeue
+
+
+@pytest.mark.parametrize("reason", ["node", "wrong-nodes", "hardware", "hang", "communication"])
 def test_lost_and_wrong_nodes_have_their_own_budget(reason: Reason) -> None:
     assert decide_last(attempts((reason, 10)), RestartsSpec(node=1, crash=0)).requeue
     assert not decide_last(attempts((reason, 10), (reason, 20)), RestartsSpec(node=1)).requeue
@@ -109,6 +115,17 @@ def test_preemptions_between_failures_neither_count_nor_excuse() -> None:
     history = attempts(("crash", 5), ("crash", 5), ("preempted", 5), ("crash", 5), ("preempted", 5), ("crash", 5))
     assert decide_last(history, RestartsSpec(crash=100)).exit_code == 93
     assert decide_last([*history[:-1], attempts(("preempted", 5))[0]], RestartsSpec(crash=100)).requeue
+
+
+def test_ten_preemptions_in_a_row_without_a_step_stop_with_93_and_say_what_is_too_short() -> None:
+    assert decide_last(attempts(*[("preempted", None)] * 9)).requeue
+    idle: list[tuple[Reason, int | None]] = [("preempted", None)] * 6 + [("time-limit", None)] * 4
+    decision = decide_last(attempts(*idle))
+    assert (decision.requeue, decision.exit_code) == (False, 93)
+    assert "too short to start up" in decision.why
+    assert decide_last(attempts(*idle, ("preempted", 1))).requeue
+    with_a_crash = attempts(*idle[:5], ("crash", None), *idle[5:])
+    assert decide_last(with_a_crash).exit_code == 93
 
 
 def test_attempts_that_never_got_to_run_do_not_count_as_stuck() -> None:

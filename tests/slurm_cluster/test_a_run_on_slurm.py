@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -166,7 +168,7 @@ def test_whatever_slurm_does_to_a_run_costs_no_step_that_was_saved(login: Login)
     cancelled = login.wait(run_id, lambda now: now["state"] == "cancelled", "cancelled")
     assert cancelled["last_checkpoint_step"] == cancelled["step"]
     preempted = (75, "preempted")
-    assert ends(cancelled["run_dir"]) == [preempted, preempted, (1, "node"), preempted, (75, "cancelled")]
+    assert ends(cancelled["run_dir"]) == [preempted, preempted, (1, "node"), (75, "time-limit"), (75, "cancelled")]
     assert not list(Path(cancelled["run_dir"]).rglob("canary*")) + list(Path().glob("canary*"))
 
 
@@ -176,6 +178,24 @@ def test_a_rank_killed_on_one_node_ends_the_other_and_the_run_restarts(login: Lo
     done = login.wait(run_id, lambda now: now["state"] == "finished", "finished")
     assert ends(done["run_dir"]) == [(1, "killed"), (0, "done")]
     assert done["steps_lost_total"] == 2
+
+
+def test_a_node_that_hangs_is_named_and_the_run_goes_on_without_it(login: Login) -> None:
+    few = ("training.steps=30000", "checkpoint.every=100", "guard.hang=5s")
+    run_id = login.submit(*ON_SLURM, *TINY, *few)
+    before = login.wait_for_steps(run_id, 1, more=SAVED_EVERY + 5)
+    bad = before["nodes"][1]
+    (record,) = Path(before["run_dir"]).glob(f"attempts/0001/nodes/node-0001-{bad}.json")
+    os.kill(json.loads(record.read_text())["ranks"][0]["pid"], signal.SIGSTOP)
+    after = login.wait_for_steps(run_id, 2)
+    login.scaletrain("cancel", run_id, "--yes")
+    assert ends(before["run_dir"])[0] == (1, "hang")
+    assert "rank 1 did not answer: stopped by a signal" in events(before["run_dir"], "attempt-ended")[0]["message"]
+    assert bad not in after["nodes"]
+    assert [event["nodes"] for event in events(before["run_dir"], "nodes-excluded")] == [[bad]]
+    assert [node["node"] for node in login.scaletrain("nodes", "list", "--json")["nodes"]] == [bad]
+    assert login.cluster.job(before["job_id"])["ExcNodeList"] == bad
+    login.wait(run_id, lambda now: now["state"] == "cancelled", "cancelled")
 
 
 def test_a_probe_tells_what_the_nodes_have_and_leaves_only_the_run(login: Login, tmp_path: Path) -> None:

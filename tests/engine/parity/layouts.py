@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.assembly import assemble
+from scaletrain_cli.engine.heartbeat import Heartbeat
 from scaletrain_cli.engine.measure.activations import watching_activations
 from scaletrain_cli.engine.measure.model_states import ModelStateBytes, watching_model_states
 from scaletrain_cli.engine.parallel.cuts import Cut, cut_of
@@ -94,7 +95,7 @@ def train_rank(path: Path, attempt: int, last: int) -> RankReport:
 def _train_rank(path: Path, attempt: int, last: int) -> RankReport:
     run, ranks = RunDir(path), Ranks.from_environment()
     record = read_record(run)
-    trainer = assemble(run, record, ranks, attempt, PreemptionFlag())
+    trainer = assemble(run, record, ranks, attempt, PreemptionFlag(), Heartbeat(None))
     begin = trainer.resume()
     measured = []
     for step in range(begin.step + 1, last):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from scaletrain_cli.engine.assembly import assemble
+from scaletrain_cli.engine.heartbeat import Heartbeat
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.launch.submission import make_record
@@ -76,7 +77,7 @@ def save_again(path: Path, attempt: int) -> None:
     """Load the newest checkpoint in this layout, and save it into another folder."""
     with contextlib.redirect_stdout(io.StringIO()):
         run, ranks = RunDir(path), Ranks.from_environment()
-        trainer = assemble(run, read_record(run), ranks, attempt, PreemptionFlag())
+        trainer = assemble(run, read_record(run), ranks, attempt, PreemptionFlag(), Heartbeat(None))
         begin = trainer.resume()
         trainer.checkpointer.folder = path / "again"
         if ranks.rank == 0:

@@ -1,0 +1,101 @@
+"""The agent's end of the ranks' heartbeats: what each rank said last, and whether the node has come to a stand.
+
+Knows the format of a beat (engine/heartbeat.py writes it), and nothing of what follows from silence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+_START_SECONDS = 1800.0  # for the first beat: an interpreter that starts off a slow shared disk
+_READ_BYTES = 1 << 16
+# Between two looks of an agent that is not stopped itself, by the scheduler or a debugger, with all its ranks.
+_LONGEST_PAUSE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The last sign of life of a rank: ``heard`` at this monotonic time, the next due within ``allowed_seconds``."""
+
+    step: int
+    phase: str
+    allowed_seconds: float
+    heard: float
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether the rank has been silent for longer than it said it might be."""
+        return now - self.heard > self.allowed_seconds
+
+    @property
+    def progress(self) -> tuple[int, float]:
+        """Orders ranks: all pass the same places, so of two in one step the one heard of earlier is behind."""
+        return self.step, self.heard
+
+
+def come_to_a_stand(beats: Mapping[int, Beat], now: float) -> int | None:
+    """The rank that is furthest behind, if it is overdue. Ranks ahead of it only wait for it, however long."""
+    if not beats:
+        return None
+    behind = min(beats, key=lambda rank: beats[rank].progress)
+    return behind if beats[behind].is_overdue(now) else None
+
+
+class Channel:
+    """What one rank and its agent share: a pipe for beats, and a file in memory for stacks."""
+
+    def __init__(self) -> None:
+        self._reads, self._writes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._stacks = os.memfd_create("stacks", os.MFD_CLOEXEC)
+        self._rest = b""
+        self.beat = Beat(0, "start", _START_SECONDS, time.monotonic())
+
+    @contextlib.contextmanager
+    def inherited(self) -> Iterator[dict[str, str]]:
+        """While the rank is started: the variables that tell it its two descriptors. Nothing else is started then."""
+        for descriptor in (self._writes, self._stacks):
+            os.set_inheritable(descriptor, True)
+        try:
+            yield {"SCALETRAIN_HEARTBEAT_FD": str(self._writes), "SCALETRAIN_STACKS_FD": str(self._stacks)}
+        finally:
+            os.close(self._writes)
+            os.set_inheritable(self._stacks, False)
+
+    def listen(self) -> None:
+        """Take what has come; the newest beat counts."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._reads, _READ_BYTES):
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                for line in lines:
+                    told = json.loads(line)
+                    self.beat = Beat(told["step"], told["phase"], told["allowed"], time.monotonic())
+
+    def forgive(self, seconds: float) -> None:
+        """Time in which nobody could be heard, or could speak."""
+        self.beat = replace(self.beat, heard=self.beat.heard + seconds)
+
+    def stacks(self) -> bytes:
+        """What the rank has written there; the place of its end moves with every further dump."""
+        return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0)
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        os.close(self._reads)
+        os.close(self._stacks)
+
+
+class Patience:
+    """When the agent itself was stopped, nobody's silence in that time counts."""
+
+    def __init__(self) -> None:
+        self._looked = time.monotonic()
+
+    def lost_seconds(self) -> float:
+        """How long this process was away between two looks; 0 for a pause that is no more than a busy machine's."""
+        now = time.monotonic()
+        pause, self._looked = now - self._looked, now
+        return pause if pause > _LONGEST_PAUSE_SECONDS else 0.0

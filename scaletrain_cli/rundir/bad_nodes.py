@@ -1,0 +1,77 @@
+"""<runs root>/bad-nodes.json: nodes that attempts have ended on, by evidence against the node itself, until it expires.
+
+Shared by all runs of a root: a lock keeps writers apart, readers need none. Knows no scheduler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaletrain_cli.rundir.documents import read_document, write_document
+
+SCHEMA = "scaletrain.bad-nodes/v1"
+
+
+@dataclass(frozen=True)
+class BadNode:
+    """The newest evidence against a node, as its scheduler calls it. Times are Unix seconds."""
+
+    node: str
+    reason: str
+    message: str
+    run_id: str
+    attempt: int
+    time: float
+    expires: float
+
+
+def bad_nodes_file(root: Path) -> Path:
+    """Where the nodes of a runs root are remembered."""
+    return root / "bad-nodes.json"
+
+
+def read_bad_nodes(root: Path, now: float) -> list[BadNode]:
+    """Those that are still to be kept away from, newest evidence first."""
+    data = read_document(bad_nodes_file(root))
+    if data is None or data.get("schema") != SCHEMA:
+        return []
+    nodes = [BadNode(**entry) for entry in data["nodes"]]
+    return sorted((node for node in nodes if node.expires > now), key=lambda node: -node.time)
+
+
+def remember_bad_nodes(root: Path, found: Sequence[BadNode], now: float) -> None:
+    """Add evidence; a node is never forgotten earlier because of newer evidence. Raises OSError."""
+    with _lock(root):
+        known = {node.node: node for node in read_bad_nodes(root, now)}
+        for node in found:
+            before = known.get(node.node)
+            expires = max(node.expires, before.expires) if before is not None else node.expires
+            known[node.node] = dataclasses.replace(node, expires=expires)
+        _write(root, known.values())
+
+
+def forget_bad_nodes(root: Path, names: Collection[str], now: float) -> list[str]:
+    """Forget these, or all if none is named; returns the names of those that were known. Raises OSError."""
+    with _lock(root):
+        known = read_bad_nodes(root, now)
+        gone = [node.node for node in known if not names or node.node in names]
+        if gone:
+            _write(root, [node for node in known if node.node not in gone])
+    return gone
+
+
+def _write(root: Path, nodes: Collection[BadNode]) -> None:
+    write_document(bad_nodes_file(root), {"schema": SCHEMA, "nodes": [dataclasses.asdict(node) for node in nodes]})
+
+
+@contextlib.contextmanager
+def _lock(root: Path) -> Iterator[None]:
+    with (root / ".bad-nodes.lock").open("w") as file:
+        with contextlib.suppress(OSError):  # some shared file systems have no locks; the rename must do there
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,63 @@
+"""Nodes are remembered with their evidence until it expires, by many runs at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+from pathlib import Path
+
+from scaletrain_cli.rundir.bad_nodes import (
+    BadNode,
+    bad_nodes_file,
+    forget_bad_nodes,
+    read_bad_nodes,
+    remember_bad_nodes,
+)
+
+BROKEN = BadNode("n3", "hardware", "rank 5: uncorrectable ECC", "llama-1", 2, time=100.0, expires=1000.0)
+
+
+def remember_one(root: Path, number: int) -> None:
+    remember_bad_nodes(root, [dataclasses.replace(BROKEN, node=f"n{number}")], now=100.0)
+
+
+def test_evidence_is_kept_until_it_expires_newest_first(tmp_path: Path) -> None:
+    newer = dataclasses.replace(BROKEN, node="n1", time=200.0, expires=500.0)
+    remember_bad_nodes(tmp_path, [BROKEN], now=100.0)
+    remember_bad_nodes(tmp_path, [newer], now=200.0)
+    assert read_bad_nodes(tmp_path, now=300.0) == [newer, BROKEN]
+    assert read_bad_nodes(tmp_path, now=600.0) == [BROKEN]
+    assert read_bad_nodes(tmp_path, now=1001.0) == []
+
+
+def test_newer_evidence_replaces_older_and_never_shortens_it(tmp_path: Path) -> None:
+    hang = dataclasses.replace(BROKEN, reason="hang", time=200.0, expires=300.0)
+    remember_bad_nodes(tmp_path, [BROKEN], now=100.0)
+    remember_bad_nodes(tmp_path, [hang], now=200.0)
+    assert read_bad_nodes(tmp_path, now=250.0) == [dataclasses.replace(hang, expires=1000.0)]
+
+
+def test_nodes_are_forgotten_by_name_or_all_together(tmp_path: Path) -> None:
+    assert forget_bad_nodes(tmp_path, [], now=100.0) == []
+    remember_bad_nodes(tmp_path, [BROKEN, dataclasses.replace(BROKEN, node="n4")], now=100.0)
+    assert forget_bad_nodes(tmp_path, ["n3", "n9"], now=100.0) == ["n3"]
+    assert [node.node for node in read_bad_nodes(tmp_path, now=100.0)] == ["n4"]
+    assert forget_bad_nodes(tmp_path, [], now=100.0) == ["n4"]
+    assert read_bad_nodes(tmp_path, now=100.0) == []
+
+
+def test_runs_that_end_at_once_do_not_lose_each_others_evidence(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=remember_one, args=(tmp_path, number)) for number in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert {node.node for node in read_bad_nodes(tmp_path, now=100.0)} == {"n0", "n1", "n2", "n3"}
+
+
+def test_a_damaged_file_is_no_evidence(tmp_path: Path) -> None:
+    bad_nodes_file(tmp_path).write_text("{torn")
+    assert read_bad_nodes(tmp_path, now=0.0) == []
+    remember_bad_nodes(tmp_path, [BROKEN], now=100.0)
+    assert read_bad_nodes(tmp_path, now=100.0) == [BROKEN]
