@@ -89,9 +89,7 @@ def interruptions_per_second(spec: RunSpec, device: Accelerator) -> tuple[float,
 
 
 def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerator) -> Durability:
-    """Cadence by Young (1974): sqrt(2 C M), where C is the time that one checkpoint takes from training.
-
-    An interruption costs the restart and the work since the last checkpoint that is whole. Where the notice is long
+    """An interruption costs the restart and the work since the last checkpoint that is whole. Where the notice is long
     enough for one step and a last checkpoint, a preemption costs that save instead, and M is that of failures alone.
     """
     size = checkpoint_bytes(spec, layout)
@@ -106,17 +104,14 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
     noticed = preemptions if grace_ok else 0.0
     sudden = preemptions + failures - noticed
     if spec.checkpoint.every == "auto":
-        # Not more often than one write takes, not less often than interruptions come that no last save answers.
-        wanted = min(max(math.sqrt(2 * blocked / sudden), save), max(1 / sudden, save))
-        interval_steps = max(1, min(spec.total_steps, round(wanted / time.step)))
+        interval_steps = min(spec.total_steps, best_interval_steps(time.step, save, blocked, sudden))
     else:
         interval_steps = spec.checkpoint.every
     interval = interval_steps * time.step
     started = _CPU_START_SECONDS if device.is_cpu else _START_SECONDS
     restart = started + size / (_storage_rate(spec) * spec.cluster.nodes)
-    # While a checkpoint is written beside the steps, the one before is the last that a restart finds.
     behind = save - blocked
-    goodput = _share_after_losses(interval, blocked, restart + behind, sudden) / (1 + noticed * (restart + save))
+    goodput = expected_goodput(interval, save, blocked, restart, sudden) / (1 + noticed * (restart + save))
     wall = time.to_train / goodput if goodput > 0 else None
     return Durability(
         checkpoint_bytes=size,
@@ -132,6 +127,23 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
         lost_work_seconds=(_lost_seconds(interval + blocked, sudden) + behind) * sudden * between,
         wall_seconds=wall,
     )
+
+
+def best_interval_steps(step: float, save: float, blocked: float, sudden: float) -> int:
+    """Steps between checkpoints by Young (1974): sqrt(2 C M), where C is the time that one takes from training.
+
+    Seconds of a step, of a checkpoint until it is whole, and of those for which training stands still; ``sudden``:
+    interruptions per second that no last save answers.
+    """
+    # Not more often than one write takes, and not less often than interruptions come.
+    wanted = min(max(math.sqrt(2 * blocked / sudden), save), max(1 / sudden, save))
+    return max(1, round(wanted / step))
+
+
+def expected_goodput(interval: float, save: float, blocked: float, restart: float, sudden: float) -> float:
+    """Share of the time that is progress, of interruptions without notice; seconds, and interruptions per second."""
+    # While a checkpoint is written beside the steps, the one before is the last that a restart finds.
+    return _share_after_losses(interval, blocked, restart + save - blocked, sudden)
 
 
 def _storage_rate(spec: RunSpec) -> float:
