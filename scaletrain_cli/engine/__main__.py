@@ -18,6 +18,9 @@ from scaletrain_cli.errors import ExitCode, PreemptedError
 from scaletrain_cli.rundir.failures import Failure, write_failure
 from scaletrain_cli.rundir.paths import RunDir
 
+# Of the grace period, to leave before whoever sent the signal does it the hard way.
+_LAST_SECONDS, _LAST_SHARE = 5.0, 0.1
+
 
 def main() -> int:
     """Train; the exit code of the rank."""
@@ -48,8 +51,16 @@ def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat
     from scaletrain_cli.rundir.record import read_record
 
     record, ranks = read_record(run), Ranks.from_environment()
+    grace = record.spec.cluster.grace_seconds
+    flag.unless_heeded(grace - min(_LAST_SECONDS, _LAST_SHARE * grace), _leave_as_it_is)
     with reporting_out_of_memory(run, record.plan, attempt, ranks.rank):
-        return assemble(run, record, ranks, attempt, flag, heartbeat).fit(flag)
+        return assemble(run, record, ranks, attempt, flag, heartbeat).fit()
+
+
+def _leave_as_it_is() -> None:
+    """From a thread: the main one is in a compilation or a collective that outlasts the grace period."""
+    print("asked to leave, and no step ended in time: the newest committed checkpoint is what remains", flush=True)
+    os._exit(ExitCode.PREEMPTED)
 
 
 def _leave_evidence(run: RunDir, attempt: int, rank: int, error: Exception, reason: str, code: ExitCode) -> None:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from scaletrain_cli.engine.beginning import find_beginning
+from scaletrain_cli.engine.boundary import Boundary
+from scaletrain_cli.engine.cadence import Cadence
 from scaletrain_cli.engine.checkpointing import Checkpointer
 from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences, open_dataset, prepare_dataset
@@ -26,6 +28,7 @@ from scaletrain_cli.engine.measure.plan_check import PlanCheck
 from scaletrain_cli.engine.optimization.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict, connect
+from scaletrain_cli.engine.room import NoRoomError, check_room
 from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.engine.stepping import stepper
 from scaletrain_cli.engine.stragglers import Stragglers
@@ -58,6 +61,7 @@ def assemble(
     heartbeat.beat(0, "data", DATA_SECONDS)
     dataset, train, validation = _open_data(run, record, ranks, set_up)
     begin = find_beginning(run, checkpoint_folder(run, spec), attempt, ranks, set_up)
+    _check_room(record, checkpoint_folder(run, spec), ranks, set_up)
     rollbacks = set_up.follow_rank_zero(read_rollbacks(run) if ranks.rank == 0 else [])
     heartbeat.beat(begin.step, "set-up")
     _leave_if_asked(flag, set_up)
@@ -86,6 +90,7 @@ def assemble(
         faults=faults,
         average=average,
         alike={} if drive.adaptive_clip is None else {"adaptive_clip": drive.adaptive_clip},
+        expected_seconds=record.plan.durability.save_seconds,
     )
     masked = spec.data.loss_mask == "document_starts"
     read_train, read_validation = (
@@ -102,8 +107,6 @@ def assemble(
         stepper=drive,
         average=average,
         optimizer=composed.optimizer,
-        agreement=agreement,
-        set_up=set_up,
         checkpointer=checkpointer,
         dataset=dataset,
         feed=Feed(read_train.batch, device),
@@ -112,10 +115,28 @@ def assemble(
         judge=Judge(run, record, ranks, set_up, checkpointer, _guard(spec), rollbacks, ledger),
         late=LateMetrics(device),
         ledger=ledger,
+        boundary=Boundary(run, ranks, agreement, checkpointer, _cadence(record), flag, heartbeat, ledger),
         heartbeat=heartbeat,
         stragglers=stragglers,
         plan_check=PlanCheck(run, record, attempt, composed, average, mesh, agreement, device),
     )
+
+
+def _check_room(record: RunRecord, folder: Path, ranks: Ranks, agreement: Agreement) -> None:
+    """Rank 0 looks; all ranks raise NoRoomError together."""
+    problem = ""
+    if ranks.rank == 0:
+        try:
+            check_room(folder, record.plan.durability.checkpoint_bytes, ranks.world_size, record.spec.checkpoint.keep)
+        except NoRoomError as error:
+            problem = str(error)
+    if problem := agreement.follow_rank_zero(problem):
+        raise NoRoomError(problem)
+
+
+def _cadence(record: RunRecord) -> Cadence:
+    planned = record.plan.durability
+    return Cadence(record.spec.checkpoint.every, planned.interval_steps, planned.seconds_between_losses)
 
 
 def _guard(spec: RunSpec) -> Guard:

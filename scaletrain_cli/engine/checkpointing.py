@@ -45,6 +45,14 @@ class Stateful(Protocol):
         """Go on from that."""
 
 
+@dataclass(frozen=True)
+class SaveCost:
+    """What a save took: seconds of the training thread, and until it was committed."""
+
+    blocked_seconds: float
+    seconds: float
+
+
 @dataclass
 class _Save:
     """One save in flight. ``commit`` is rank 0's, from when all ranks have written."""
@@ -74,8 +82,12 @@ class Checkpointer:
         faults: Faults,
         average: WeightAverage | None,
         alike: dict[str, Stateful],
+        expected_seconds: float,
     ) -> None:
-        """``agreement``: one that waits as long as a save may take. ``alike``: what else to keep, by name."""
+        """``agreement``: one that waits as long as a save may take. ``alike``: what else to keep, by name.
+
+        ``expected_seconds``: of a save until it is committed, before there was one.
+        """
         self._run, self._spec, self._ranks, self._agreement = run, spec.checkpoint, ranks, agreement
         self.folder = checkpoint_folder(run, spec)
         self._engine, self._average, self._attempt, self._alike = composed.engine, average, attempt, alike
@@ -87,7 +99,7 @@ class Checkpointer:
         self._marks: list[Future[None]] = []
         self._unmarked: set[int] = set()
         self.committed_step: int | None = None
-        self.last_save: SaveCost | None = None
+        self.expected_seconds = expected_seconds
 
     def allocate(self) -> None:
         """Take the host memory that saves need, so that the first one costs what later ones do. After an update."""
@@ -107,15 +119,15 @@ class Checkpointer:
             job.result()
         return not job.done()
 
-    def settle(self, anyone_writing: bool) -> None:
-        """Go on with the save in flight once no rank writes any more: commit it, or take note that this is done."""
+    def settle(self, anyone_writing: bool) -> SaveCost | None:
+        """Go on with the save in flight once no rank writes any more: commit it, or, if that is done, its cost."""
         save = self._in_flight
         if save is None or anyone_writing:
-            return
+            return None
         if save.all_written:
-            self._conclude(save)
-        else:
-            self._begin_commit(save)
+            return self._conclude(save)
+        self._begin_commit(save)
+        return None
 
     def finish(self) -> None:
         """Wait for the save in flight, if any, until it is committed, and for what is being marked."""
@@ -192,10 +204,11 @@ class Checkpointer:
         for checkpoint in committing.superfluous(self.folder, self._spec.keep):
             committing.retire(checkpoint.path, self._attempt)
 
-    def _conclude(self, save: _Save) -> None:
+    def _conclude(self, save: _Save) -> SaveCost:
         self._in_flight, self.committed_step = None, save.step
         self._unmarked.add(save.step)
-        self.last_save = SaveCost(save.blocked_seconds, time.monotonic() - save.started)
+        self.expected_seconds = time.monotonic() - save.started
+        return SaveCost(save.blocked_seconds, self.expected_seconds)
 
     def mark_clean_up_to(self, step: int) -> None:
         """State of the committed checkpoints up to ``step`` that training went well after them."""
@@ -241,11 +254,3 @@ class Checkpointer:
         self._unmarked = set() if checkpoint.clean else {checkpoint.step}
         client: dict[str, Any] = state["client"]
         return client
-
-
-@dataclass(frozen=True)
-class SaveCost:
-    """What the last save took: seconds of the training thread, and until it was committed."""
-
-    blocked_seconds: float
-    seconds: float

@@ -9,7 +9,7 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError
 from scaletrain_cli.rundir.evidence import reason_in
 
 _VERDICTS = {"NonFiniteGradientError": "nan", "LossScaleAtFloorError": "nan"}
-_VERDICTS |= {"SpikeError": "spike", "WrongNodesError": "wrong-nodes"}
+_VERDICTS |= {"SpikeError": "spike", "WrongNodesError": "wrong-nodes", "NoRoomError": "disk-full"}
 _TYPES = {
     "OutOfMemoryError": "oom",
     "MemoryError": "host-oom",

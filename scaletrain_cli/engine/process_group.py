@@ -19,7 +19,8 @@ class Verdict(IntEnum):
     """What a rank wants at a step boundary; the largest wish of all ranks wins."""
 
     CONTINUE = 0
-    PREEMPT = 1
+    SAVE = 1
+    PREEMPT = 2
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,12 @@ class Agreement:
         votes = torch.tensor([int(wish), int(writing)])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
         return Verdict(int(votes[0])), bool(votes[1])
+
+    def least(self, value: float) -> float:
+        """The smallest value of any rank."""
+        smallest = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
+        return float(smallest)
 
     def gather(self, item: T) -> list[T] | None:
         """Every rank's item on rank 0, in rank order; None elsewhere."""

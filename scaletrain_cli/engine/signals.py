@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
@@ -15,16 +18,58 @@ class PreemptionFlag:
     """Raised by SIGTERM or SIGUSR1: finish the step, commit a checkpoint, leave. A second signal changes nothing."""
 
     def __init__(self) -> None:
-        self.raised = False
+        self.raised_at: float | None = None  # monotonic
+        self._heard = threading.Event()
+        self._heeded = threading.Event()
+
+    @property
+    def raised(self) -> bool:
+        """Whether any signal has come."""
+        return self.raised_at is not None
 
     def install(self) -> None:
-        """Take the signals over, then let in those that came while the interpreter started (the agent blocks them)."""
+        """Take the signals over, then let in those that came while the interpreter started (the agent blocks them).
+
+        A thread hears them at once; Python's own handlers wait for the main thread, which may be compiling for minutes.
+        """
+        reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(reads,), name="signals", daemon=True).start()
         for number in _ASKS_TO_LEAVE:
             signal.signal(number, self._raise)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKS_TO_LEAVE)
 
+    def unless_heeded(self, seconds: float, leave: Callable[[], None]) -> None:
+        """Call ``leave`` from a thread so long after the first signal, unless the training loop has heeded it."""
+
+        def wait() -> None:
+            self._heard.wait()
+            assert self.raised_at is not None
+            if not self._heeded.wait(max(0.0, self.raised_at + seconds - time.monotonic())):
+                leave()
+
+        threading.Thread(target=wait, name="grace", daemon=True).start()
+
+    def heed(self) -> None:
+        """The training loop has come to a step boundary and decides from here on."""
+        self._heeded.set()
+
+    def seconds_left(self, grace_seconds: float) -> float:
+        """Of the grace period; infinite for a rank that was told by another one."""
+        if self.raised_at is None:
+            return float("inf")
+        return self.raised_at + grace_seconds - time.monotonic()
+
+    def _listen(self, descriptor: int) -> None:
+        while numbers := os.read(descriptor, 64):
+            if any(number in _ASKS_TO_LEAVE for number in numbers):
+                self._raise(0, None)
+
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        self.raised = True
+        if self.raised_at is None:
+            self.raised_at = time.monotonic()
+        self._heard.set()
 
 
 def die_with_agent() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.beginning import Beginning
+from scaletrain_cli.engine.boundary import Boundary
 from scaletrain_cli.engine.checkpointing import Checkpointer
 from scaletrain_cli.engine.dataset import DatasetInfo
 from scaletrain_cli.engine.faults import Faults
@@ -24,15 +25,13 @@ from scaletrain_cli.engine.ledger import LedgerClock
 from scaletrain_cli.engine.measure.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.engine.measure.plan_check import PlanCheck
 from scaletrain_cli.engine.metrics import MetricsLog
-from scaletrain_cli.engine.model.attention_kernel import attention_kernel
+from scaletrain_cli.engine.model.attention_kernel import attention_kernel_of
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.mixture import routing_measures
 from scaletrain_cli.engine.optimization.averaging import WeightAverage
 from scaletrain_cli.engine.optimization.early_stopping import should_stop
-from scaletrain_cli.engine.optimization.precision import forward_dtype
 from scaletrain_cli.engine.optimization.schedules import learning_rate
-from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict
-from scaletrain_cli.engine.signals import PreemptionFlag
+from scaletrain_cli.engine.process_group import Ranks, Verdict
 from scaletrain_cli.engine.stepping import Stepper
 from scaletrain_cli.engine.stragglers import Stragglers
 from scaletrain_cli.engine.telling import say, tell
@@ -56,8 +55,6 @@ class Trainer:
     stepper: Stepper
     average: WeightAverage | None
     optimizer: torch.optim.Optimizer
-    agreement: Agreement
-    set_up: Agreement  # for what takes longer than a hang
     checkpointer: Checkpointer
     dataset: DatasetInfo
     feed: Feed
@@ -67,16 +64,17 @@ class Trainer:
     late: LateMetrics
     ledger: LedgerClock
     plan_check: PlanCheck
+    boundary: Boundary
     heartbeat: Heartbeat
     stragglers: Stragglers
     _validation_losses: list[float] = field(init=False)
 
-    def fit(self, flag: PreemptionFlag) -> ExitCode:
+    def fit(self) -> ExitCode:
         """Train from the newest checkpoint to the last step, or until a signal asks to leave."""
         spec, total = self.record.spec, self.record.spec.total_steps
-        checkpoint_steps = self._checkpoint_interval()
         begin = self.resume()
-        step, evaluated, last, saved = begin.step, begin.evaluated, total, begin.step
+        self.boundary.saving(begin.step)
+        step, evaluated, last = begin.step, begin.evaluated, total
         self._validation_losses = list(begin.validation_losses)
         self.ledger.set_up_is_done()
         with (
@@ -90,20 +88,20 @@ class Trainer:
         ):
             if evaluated and self._should_stop():
                 last = step
-            while not self._asked_to_leave(flag):
-                saving = step > saved and (step % checkpoint_steps == 0 or step == last)
+            while (verdict := self.boundary.meet(step)) is not Verdict.PREEMPT:
+                saving = verdict is Verdict.SAVE or step == last
                 evaluating = self._evaluation_is_due(step) and not evaluated
                 # Both want all that was measured; else a step is judged when its measures are there.
                 everything = saving or evaluating or step == last
                 stands = self._judge(self.late.rest() if everything else self.late.due(step), step, metrics)
                 if stands < step:
-                    step, evaluated, last, saved = stands, True, total, stands
+                    step, evaluated, last = stands, True, total
                     continue
                 if saving:
                     self._save(step, wait=not spec.checkpoint.asynchronous)
                 if evaluating:
                     with self.ledger.during("evaluation"):
-                        evaluated = self.evaluate(step, metrics, flag)
+                        evaluated = self.evaluate(step, metrics)
                     if not evaluated:
                         continue
                     if self._should_stop():
@@ -115,23 +113,29 @@ class Trainer:
                 with self.ledger.during("step"):
                     self.step(step)
                 self.ledger.step_trained()
+                if step == begin.step + 1:
+                    self.checkpointer.allocate()
                 garbage.after_step(step)
             step = self._judge(self.late.rest(), step, metrics)
-            self._save(step, wait=True)
             done = step == last and (evaluated or not self._evaluation_is_due(step))
-            self._event("finished" if done else "preempted", step=step)
+            saved = self._save_at_the_end(step)
+            self._event("finished" if done else "preempted", step=step, **saved)
         if self.ranks.rank == 0 and (goodput := run_goodput(self.run)) is not None:
             say("goodput", **goodput.to_json())
         return ExitCode.DONE if done else ExitCode.PREEMPTED
 
-    def _asked_to_leave(self, flag: PreemptionFlag) -> bool:
-        """The agreement at a step boundary: does any rank want to leave? Commits a save that has landed meanwhile."""
-        self.heartbeat.meet()
-        wish = Verdict.PREEMPT if flag.raised else Verdict.CONTINUE
-        verdict, anyone_writing = self.agreement.reach(wish, self.checkpointer.writing)
-        with self.ledger.during("save"):
-            self.checkpointer.settle(anyone_writing)
-        return verdict is Verdict.PREEMPT
+    def _save_at_the_end(self, step: int) -> dict[str, Any]:
+        """Save and wait, unless the grace period is too short for that; what there is to tell of it."""
+        grace = self.record.spec.cluster.grace_seconds
+        left, needed = self.boundary.seconds_to_save(grace)
+        if left >= needed or self.checkpointer.committed_step == step:
+            self._save(step, wait=True)
+            return {}
+        self.checkpointer.finish()
+        return {
+            "saved_step": self.checkpointer.committed_step,
+            "why": f"{left:.1f} s of cluster.grace_seconds = {grace:g} are left and a save takes {needed:.1f} s",
+        }
 
     def step(self, step: int) -> None:
         """Optimizer step ``step`` (1-based). What it measured comes out of ``late`` when it is there."""
@@ -165,8 +169,11 @@ class Trainer:
 
     def _judge(self, measures: list[StepMeasures], step: int, metrics: MetricsLog) -> int:
         """Where the run stands once these are judged: at ``step``, or where it was rolled back to."""
+        for measured in measures:
+            self.boundary.cadence.step_took(measured.seconds)
         stands = self.judge.judge(measures, step, metrics)
         if stands < step:
+            self.boundary.saving(stands)
             self.late.rest()  # of steps that are forgotten
             del self._validation_losses[self._evaluations_by(stands) :]
         return stands
@@ -184,7 +191,7 @@ class Trainer:
         return every > 0 and step > 0 and (step % every == 0 or step == self.record.spec.total_steps)
 
     @torch.no_grad()
-    def evaluate(self, step: int, metrics: MetricsLog, flag: PreemptionFlag) -> bool:
+    def evaluate(self, step: int, metrics: MetricsLog) -> bool:
         """Log the mean validation loss in nats over the first ``evaluation.batches`` global batches, or what there is.
 
         The same sequences each time. False when a signal asked to leave on the way; whoever resumes evaluates then.
@@ -193,10 +200,10 @@ class Trainer:
         width = layout.micro_batch_size * layout.data_parallel
         wanted = self.record.spec.evaluation.batches * layout.global_batch_size
         rounds = min(wanted, len(self.validation.sequences)) // width
-        losses = {"validation_loss": self._mean_loss(step, rounds, flag)}
+        losses = {"validation_loss": self._mean_loss(step, rounds)}
         if self.average is not None:
             with self.average.in_use():
-                losses["averaged_validation_loss"] = self._mean_loss(step, rounds, flag)
+                losses["averaged_validation_loss"] = self._mean_loss(step, rounds)
         measured = {name: loss for name, loss in losses.items() if loss is not None}
         if len(measured) < len(losses):
             return False
@@ -204,19 +211,20 @@ class Trainer:
         metrics.log_validation(step, rounds * width, **measured)
         return True
 
-    def _mean_loss(self, step: int, rounds: int, flag: PreemptionFlag) -> float | None:
+    def _mean_loss(self, step: int, rounds: int) -> float | None:
         """In nats; None when a signal asked to leave on the way."""
         total = torch.zeros((), device=self.device)
         waiting = self.validation.in_order(rounds)
         # As many at a time as a step takes, so that a pipeline is as full.
         while batches := list(itertools.islice(waiting, self.record.plan.layout.gradient_accumulation_steps)):
-            if self._asked_to_leave(flag):
+            if self.boundary.meet(step) is Verdict.PREEMPT:
                 return None
             self.heartbeat.beat(step, "evaluation")
             total += len(batches) * self.stepper.validation_loss([batch.to(self.device) for batch in batches])
         return (total / rounds).item()
 
     def _save(self, step: int, *, wait: bool) -> None:
+        self.boundary.saving(step)
         with self.ledger.during("save"):
             self.save(step, wait=wait)
         self.ledger.write()
@@ -246,30 +254,9 @@ class Trainer:
             attempt=self.attempt,
             lost_steps=begin.lost_steps,
             passed_over=begin.passed_over,
-            attention=self._attention_kernel(),
+            attention=attention_kernel_of(self.record.spec, self.record.plan.layout, self.device),
         )
         return begin
-
-    def _attention_kernel(self) -> str:
-        """The kernel that torch picks for this rank's share of the heads over a whole sequence."""
-        model, layout = self.record.spec.transformer, self.record.plan.layout
-        cut = layout.tensor_parallel * layout.sequence_parallel
-        heads = model.num_attention_heads // cut
-        kv_heads = model.num_key_value_heads // cut if model.num_key_value_heads % cut == 0 else heads
-        return attention_kernel(
-            self.device,
-            forward_dtype(self.record.spec.training.precision),
-            batch=layout.micro_batch_size,
-            heads=heads,
-            kv_heads=kv_heads,
-            length=model.seq_len,
-            head_dim=model.head_dim,
-            dropout=model.attention_dropout,
-        )
-
-    def _checkpoint_interval(self) -> int:
-        every = self.record.spec.checkpoint.every
-        return self.record.plan.durability.interval_steps if every == "auto" else every
 
     def _event(self, name: str, **details: Any) -> None:
         tell(self.run, self.ranks.rank, name, **details)

@@ -157,7 +157,7 @@ class Durability:
 
     ``blocked_seconds``: that one checkpoint takes from training. ``lost_work_seconds``: of work done twice, mean over
     interruptions. ``wall_seconds``: of the whole run with interruptions but without waiting for capacity; None if it
-    would never end.
+    would never end. ``seconds_between_losses``: between interruptions that no last save answers.
     """
 
     checkpoint_bytes: int
@@ -169,6 +169,7 @@ class Durability:
     blocked_seconds: float = 0.0
     restart_seconds: float = 0.0
     seconds_between_interruptions: float | None = None
+    seconds_between_losses: float | None = None
     interruptions_expected: float | None = None
     lost_work_seconds: float = 0.0
     wall_seconds: float | None = None

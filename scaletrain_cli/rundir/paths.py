@@ -60,6 +60,11 @@ class RunDir:
         return self.path / "stop"
 
     @property
+    def save_file(self) -> Path:
+        """Written by a person who wants a checkpoint now; the run removes it and saves."""
+        return self.path / "save"
+
+    @property
     def is_told_to_stop(self) -> bool:
         """Whether the run was cancelled, by the command or by hand."""
         return self.stop_file.exists() or self.stop_file_by_hand.exists()

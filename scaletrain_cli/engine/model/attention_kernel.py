@@ -1,9 +1,13 @@
-"""Which kernel torch picks for causal attention, so that a run can say so. Knows no model."""
+"""Which kernel torch picks for causal attention, so that a run can say so. Holds no model."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn.attention import SDPBackend
+
+from scaletrain_cli.engine.optimization.precision import forward_dtype
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.spec import RunSpec
 
 _NAMES = {
     SDPBackend.MATH: "math",
@@ -12,6 +16,22 @@ _NAMES = {
     SDPBackend.CUDNN_ATTENTION: "cudnn",
     SDPBackend.OVERRIDEABLE: "of the device",
 }
+
+
+def attention_kernel_of(spec: RunSpec, layout: Layout, device: torch.device) -> str:
+    """The one for a rank's share of the heads over whole sequences."""
+    model, cut = spec.transformer, layout.tensor_parallel * layout.sequence_parallel
+    heads = model.num_attention_heads // cut
+    return attention_kernel(
+        device,
+        forward_dtype(spec.training.precision),
+        batch=layout.micro_batch_size,
+        heads=heads,
+        kv_heads=model.num_key_value_heads // cut if model.num_key_value_heads % cut == 0 else heads,
+        length=model.seq_len,
+        head_dim=model.head_dim,
+        dropout=model.attention_dropout,
+    )
 
 
 def attention_kernel(

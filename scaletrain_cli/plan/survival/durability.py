@@ -36,12 +36,12 @@ _HOPELESS = 700.0
 
 
 def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
-    """Full state of the job; what ranks hold alike is written once.
+    """Full state of the job: fp32 weights and moments; what ranks hold alike is written once.
 
-    Megatron and nanotron write what DeepSpeed does below stage 3: weights, fp32 master and moments; FSDP keeps fp32
-    shards of the weights and no other copy (torch/distributed/fsdp, MixedPrecision), as DeepSpeed's stage 3 writes.
+    FSDP keeps no other weights either (torch/distributed/fsdp, MixedPrecision). Megatron and nanotron also write the
+    weights of the forward pass.
     """
-    stage = 3 if spec.planner.framework == "fsdp" else layout.zero_stage
+    stage = 3 if spec.planner.framework in ("deepspeed", "fsdp") else layout.zero_stage
     training = spec.training
     return parameter_count(spec.model) * checkpoint_bytes_per_parameter(
         training.precision, stage, training.optimizer.name
@@ -51,15 +51,13 @@ def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
 def save_seconds(spec: RunSpec, layout: Layout) -> float:
     """Until a checkpoint is committed: what data-parallel rank 0 writes alone, then what all nodes write together.
 
-    Alone: everything without ZeRO, the weights under stages 1 and 2, nothing under stage 3, nor in FSDP and Megatron,
-    which share out what ranks hold alike (``--ckpt-fully-parallel-save``).
+    Alone only in nanotron: everything without ZeRO, the weights under stages 1 and 2. The others share out what ranks
+    hold alike (Megatron: ``--ckpt-fully-parallel-save``).
     """
-    size = checkpoint_bytes(spec, layout)
-    weights = parameter_count(spec.model) * weight_bytes(spec.training.precision)
-    alone = {0: size, 3: 0}.get(layout.zero_stage, weights)
-    if spec.planner.framework in ("fsdp", "megatron"):
-        alone = 0
-    alone //= layout.tensor_parallel * layout.pipeline_parallel
+    size, alone = checkpoint_bytes(spec, layout), 0
+    if spec.planner.framework == "nanotron":
+        weights = parameter_count(spec.model) * weight_bytes(spec.training.precision)
+        alone = {0: size, 3: 0}.get(layout.zero_stage, weights) // (layout.tensor_parallel * layout.pipeline_parallel)
     return (alone + (size - alone) / spec.cluster.nodes) / _storage_rate(spec)
 
 
@@ -123,6 +121,7 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
         blocked_seconds=blocked,
         restart_seconds=restart,
         seconds_between_interruptions=between,
+        seconds_between_losses=1 / sudden,
         interruptions_expected=None if wall is None else wall / between,
         lost_work_seconds=(_lost_seconds(interval + blocked, sudden) + behind) * sudden * between,
         wall_seconds=wall,

@@ -82,7 +82,7 @@ def save_again(path: Path, attempt: int) -> None:
         trainer.checkpointer.folder = path / "again"
         if ranks.rank == 0:
             open_attempt(path / "again", attempt)
-        trainer.agreement.barrier()
+        trainer.boundary.agreement.barrier()
         trainer.checkpointer.committed_step = None
         trainer.save(begin.step, wait=True)
 

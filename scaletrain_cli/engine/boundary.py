@@ -1,0 +1,74 @@
+"""What is agreed between two steps: whether to go on, to save or to leave; and a save in flight moves on a stage.
+
+One all-reduce. Whoever is told something, all ranks act on it at the same step. Knows no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+
+from scaletrain_cli.engine.cadence import Cadence
+from scaletrain_cli.engine.checkpointing import Checkpointer
+from scaletrain_cli.engine.heartbeat import Heartbeat
+from scaletrain_cli.engine.ledger import LedgerClock
+from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict
+from scaletrain_cli.engine.signals import PreemptionFlag
+from scaletrain_cli.rundir.paths import RunDir
+
+_LOOK_SECONDS = 1.0  # for a file that asks for a save
+
+
+@dataclass
+class Boundary:
+    """One rank's part in the agreement. Every method is collective."""
+
+    run: RunDir
+    ranks: Ranks
+    agreement: Agreement
+    checkpointer: Checkpointer
+    cadence: Cadence
+    flag: PreemptionFlag
+    heartbeat: Heartbeat
+    ledger: LedgerClock
+    _looked: float = field(default=0.0, init=False)
+    _asked: bool = field(default=False, init=False)
+
+    def meet(self, step: int) -> Verdict:
+        """What all ranks do after ``step`` steps, which is the most that any of them wants."""
+        self.heartbeat.meet()
+        verdict, anyone_writing = self.agreement.reach(self._wish(step), self.checkpointer.writing)
+        with self.ledger.during("save"):
+            cost = self.checkpointer.settle(anyone_writing)
+        if cost is not None:
+            self.cadence.save_took(cost.blocked_seconds, cost.seconds)
+        if verdict is Verdict.PREEMPT:
+            self.flag.heed()
+        return verdict
+
+    def saving(self, step: int) -> None:
+        """The state after ``step`` steps is about to be saved, or is the one that was loaded."""
+        self.cadence.begin_at(step)
+        self._asked = False
+
+    def seconds_to_save(self, grace_seconds: float) -> tuple[float, float]:
+        """Of the grace period, what is left to the rank that has least; and what a save is expected to take."""
+        left = self.agreement.least(self.flag.seconds_left(grace_seconds))
+        return left, -self.agreement.least(-self.checkpointer.expected_seconds)
+
+    def _wish(self, step: int) -> Verdict:
+        if self.flag.raised:
+            return Verdict.PREEMPT
+        # Rank 0 alone, or clocks and file systems that differ would have ranks save at different steps.
+        if self.ranks.rank == 0 and (self.cadence.is_due(step) or self._asked_by_file()):
+            return Verdict.SAVE
+        return Verdict.CONTINUE
+
+    def _asked_by_file(self) -> bool:
+        if not self._asked and time.monotonic() - self._looked >= _LOOK_SECONDS:
+            self._looked = time.monotonic()
+            with contextlib.suppress(OSError):
+                self.run.save_file.unlink()
+                self._asked = True
+        return self._asked
