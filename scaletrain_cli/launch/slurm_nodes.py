@@ -75,16 +75,27 @@ def down_nodes(names: tuple[str, ...]) -> frozenset[str]:
 def time_is_up(job_id: str, cluster: ClusterSpec, environment: Mapping[str, str], now: float) -> bool:
     """Whether the job's time limit is what its ranks were warned of. The variable is there from Slurm 23.02 on."""
     told = environment.get("SLURM_JOB_END_TIME", "")
-    if told.isdigit():
-        end = float(told)
-    else:
-        command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%e"]
-        try:
-            text = call_slurm(command, accept=("Invalid job id",)).stdout.strip()
-            end = time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-        except (SchedulerError, ValueError):  # no answer, or N/A: no limit
-            return False
-    return now >= end - lead_seconds(cluster) - _EARLY_SECONDS
+    end = float(told) if told.isdigit() else _end_by_limit(job_id)
+    return end is not None and now >= end - lead_seconds(cluster) - _EARLY_SECONDS
+
+
+def _end_by_limit(job_id: str) -> float | None:
+    """When the job's time is up. Not squeue's own end time, which is now for a job that is being cancelled."""
+    command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%S|%l"]
+    try:
+        start, _, limit = call_slurm(command, accept=("Invalid job id",)).stdout.strip().partition("|")
+        return time.mktime(time.strptime(start, "%Y-%m-%dT%H:%M:%S")) + _limit_seconds(limit)
+    except (SchedulerError, ValueError):  # no answer, N/A, or UNLIMITED
+        return None
+
+
+def _limit_seconds(text: str) -> float:
+    """``1-02:03:04``, ``02:03:04`` or ``03:04``. Raises ValueError."""
+    days, _, clock = text.rpartition("-")
+    seconds = 0
+    for part in clock.split(":"):
+        seconds = 60 * seconds + int(part)
+    return 86400.0 * int(days or 0) + seconds
 
 
 def _is_usable(state: str) -> bool:

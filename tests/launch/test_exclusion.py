@@ -62,7 +62,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Slurm of seven nodes that answers from a table."""
 
     def call(command: list[str], **_: object) -> object:
-        text = {"sinfo": SINFO, "squeue": "2026-01-02T03:04:05\n"}[command[0]]
+        text = {"sinfo": SINFO, "squeue": "2026-01-02T03:04:05|1-00:30:00\n"}[command[0]]
         return type("Answer", (), {"stdout": text})
 
     monkeypatch.setattr(slurm_nodes, "call_slurm", call)
@@ -90,7 +90,7 @@ def test_the_time_is_up_when_the_ranks_were_warned_of_the_limit() -> None:
     cluster = make_spec("cluster.scheduler=slurm", "cluster.grace_seconds=120").cluster
     for environment, end in (
         ({"SLURM_JOB_END_TIME": "5000"}, 5000.0),
-        ({}, time.mktime(time.strptime("2026-01-02T03:04:05", "%Y-%m-%dT%H:%M:%S"))),
+        ({}, time.mktime(time.strptime("2026-01-03T03:34:05", "%Y-%m-%dT%H:%M:%S"))),
     ):
         assert time_is_up("7", cluster, environment, now=end - 120)
         assert not time_is_up("7", cluster, environment, now=end - 600)
