@@ -21,7 +21,7 @@ from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
 from scaletrain_cli.rundir.journal import read_events, read_metrics
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.spec import parse_spec
+from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.engine.state.whole_state import whole_state
 
 STEPS = 40
@@ -117,10 +117,15 @@ class Drill:
         }
 
 
-def submit_drill(dataset: Path, **overrides: Any) -> Drill:
-    """Submit a small run; keys of ``overrides`` are dotted spec keys with ``__`` for the dot."""
+def drill_spec(dataset: Path, **overrides: Any) -> RunSpec:
+    """A small run; keys of ``overrides`` are dotted spec keys with ``__`` for the dot."""
     sets = [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()]
-    spec = parse_spec(_SPEC.format(dataset=dataset, steps=STEPS), file="drill.yaml", base_dir=Path(), overrides=sets)
+    return parse_spec(_SPEC.format(dataset=dataset, steps=STEPS), file="drill.yaml", base_dir=Path(), overrides=sets)
+
+
+def submit_drill(dataset: Path, **overrides: Any) -> Drill:
+    """Submit a small run to the local scheduler; ``overrides`` as in ``drill_spec``."""
+    spec = drill_spec(dataset, **overrides)
     created = create_run(spec, make_plan(spec))
     scheduler = LocalScheduler()
     submit_run(created.run, created.record, scheduler)

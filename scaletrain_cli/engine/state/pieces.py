@@ -34,6 +34,10 @@ class Piece:
     def numel(self) -> int:
         return self.stop - self.start
 
+    def contains(self, other: Piece) -> bool:
+        """Whether all of another piece of the same matrix lies in this one, for certain."""
+        return self.cut == other.cut and self.start <= other.start and other.stop <= self.stop
+
     def to_json(self) -> dict[str, Any]:
         """Of plain numbers, for a file's header."""
         cut = None if self.cut is None else [self.cut.dim, self.cut.ranks, self.cut.rank, self.cut.parts]

@@ -1,0 +1,151 @@
+"""Attempts of a real run whose ranks are forks of a process that has imported everything: a start costs no seconds.
+
+The engine's own entry runs in each rank, so kills, signals and faults meet the real thing; only the node agent is left
+out, which other drills have. Knows nothing of what is done to an attempt.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from scaletrain_cli.engine.faults import VARIABLE
+from scaletrain_cli.launch.attempts import begin_attempt
+from scaletrain_cli.launch.submission import create_run
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.journal import read_events, read_metrics
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.spec import RunSpec
+from tests.drills.training_runs import differences
+from tests.engine.ranks import RanksFailedError, on_ranks
+from tests.engine.state.whole_state import whole_state
+
+_SECONDS = 120.0
+
+
+@dataclass
+class Attempt:
+    """One under way, for who strikes at it."""
+
+    run: RunDir
+    number: int
+    world_size: int
+    began: float = field(default_factory=time.monotonic)
+    over: threading.Event = field(default_factory=threading.Event)
+    exit_codes: list[int] | None = None  # None where a rank died
+
+    def pids(self) -> list[int]:
+        """Of the ranks, by rank, once all have begun."""
+        paths = [_pid_file(self.run, self.number, rank) for rank in range(self.world_size)]
+        while not all(path.exists() for path in paths) and not self.over.is_set():
+            time.sleep(0.001)
+        return [int(path.read_text()) for path in paths if path.exists()]
+
+    def wait_for(self, reached: Callable[[], Any]) -> bool:
+        """Whether it came to that before the attempt was over."""
+        while not self.over.is_set():
+            if reached():
+                return True
+            time.sleep(0.0005)
+        return False
+
+    def send(self, number: int, rank: int) -> None:
+        """A signal to one rank, if it still lives."""
+        pids = self.pids()
+        if rank < len(pids) and not self.over.is_set():
+            os.kill(pids[rank], number)
+
+
+@dataclass(frozen=True)
+class ForkedRun:
+    """A run directory, and attempts on it one after the other."""
+
+    run: RunDir
+
+    @classmethod
+    def create(cls, spec: RunSpec) -> ForkedRun:
+        """In the runs root."""
+        return cls(create_run(spec, make_plan(spec)).run)
+
+    def attempt(self, strike: Callable[[Attempt], None] = lambda attempt: None, fault: str = "") -> Attempt:
+        """From the newest checkpoint to the end, or to wherever the strike or the fault leaves it."""
+        record = read_record(self.run)
+        number = begin_attempt(self.run, record.spec, scheduler="local", job_id="forked", nodes=("here",))
+        attempt = Attempt(self.run, number, record.spec.world_size)
+        with patch.dict(os.environ, {VARIABLE: fault, "SCALETRAIN_ATTEMPT": str(number)}):
+            ranks = threading.Thread(target=self._ranks, args=(attempt,))
+            ranks.start()
+            strike(attempt)
+            ranks.join()
+        return attempt
+
+    def _ranks(self, attempt: Attempt) -> None:
+        try:
+            attempt.exit_codes = on_ranks(
+                attempt.world_size, be_rank, self.run.path, attempt.number, connected=False, seconds=_SECONDS
+            )
+        except RanksFailedError:
+            pass
+        finally:
+            attempt.over.set()
+
+    def attempts_to_end(self, fault: str = "") -> None:
+        """Attempts until one is done. Raises AssertionError with the log of one that neither finishes nor preempts."""
+        while (codes := self.attempt(fault=fault).exit_codes) != [0] * read_record(self.run).spec.world_size:
+            assert codes is not None, self.log()
+            assert set(codes) == {75}, self.log()
+
+    def newest_step(self) -> int:
+        """Of what is committed; 0 before that."""
+        return max((checkpoint.step for checkpoint in list_checkpoints(self.run.checkpoints)), default=0)
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        """Of these names, oldest first."""
+        return [event for event in read_events(self.run) if event["event"] in names]
+
+    def log(self) -> str:
+        """The end of the last attempt's."""
+        newest = self.run.attempt(self.run.attempts()[-1])
+        return "\n".join(path.read_text()[-1500:] for path in sorted(newest.glob("logs/*")))
+
+
+def be_rank(path: Path, number: int) -> int:
+    """The engine's entry, its output in the attempt's log; the exit code."""
+    from scaletrain_cli.engine.__main__ import main
+
+    run, rank = RunDir(path), int(os.environ["RANK"])
+    log = os.open(run.attempt(number) / f"logs/{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))  # as the node agent starts it
+    draft = _pid_file(run, number, rank).with_suffix(".tmp")
+    draft.write_text(str(os.getpid()))
+    draft.rename(_pid_file(run, number, rank))
+    sys.argv = ["engine", str(path)]
+    code = main()
+    sys.stdout.flush()
+    return code
+
+
+def _pid_file(run: RunDir, number: int, rank: int) -> Path:
+    return run.attempt(number) / f"rank-{rank}.pid"
+
+
+def strays(hurt: ForkedRun, undisturbed: ForkedRun) -> list[str]:
+    """Where two finished runs differ, to the bit: losses by step, and every value of the last checkpoint."""
+    losses = [
+        {line["step"]: line["loss"] for line in read_metrics(run.run) if "loss" in line} for run in (hurt, undisturbed)
+    ]
+    states = [whole_state(list_checkpoints(run.run.checkpoints)[-1].path) for run in (hurt, undisturbed)]
+    found = [] if losses[0] == losses[1] else ["losses"]
+    return found + differences(*states)

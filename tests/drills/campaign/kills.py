@@ -1,0 +1,94 @@
+"""Ranks killed and asked to leave at random moments, half of them inside a save: nothing may be lost but time."""
+
+from __future__ import annotations
+
+import random
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.drills.campaign.forked_attempts import Attempt, ForkedRun, strays
+from tests.drills.training_runs import drill_spec
+
+_KILLS_PER_RUN = 5
+_SLOW_SAVE = "slow-save seconds=0.15"
+_STAGES = (0, 1, 2, 3)
+
+
+@dataclass
+class Kills:
+    """What came of them."""
+
+    kills: int = 0
+    in_saves: int = 0
+    failed_resumes: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+
+
+def kill(dataset: Path, kills: int, chance: random.Random) -> Kills:
+    """So many kills, shared out over the ZeRO stages; each run is killed a few times and then left to finish."""
+    found = Kills()
+    for stage in _STAGES:
+        wanted = found.kills + kills // len(_STAGES)
+        undisturbed = ForkedRun.create(drill_spec(dataset, layout__zero_stage=stage, checkpoint__every=5))
+        undisturbed.attempts_to_end(_SLOW_SAVE)
+        took = max(event["time"] for event in undisturbed.events("finished")) - _began(undisturbed)
+        while found.kills < wanted:
+            _kill_one_run(ForkedRun.create(undisturbed_spec(undisturbed)), undisturbed, took, found, chance)
+            print(f"  stage {stage}: {found.kills} kills, {found.in_saves} of them in a save", flush=True)
+    return found
+
+
+def undisturbed_spec(run: ForkedRun):
+    from scaletrain_cli.rundir.record import read_record
+
+    return read_record(run.run).spec
+
+
+def _began(run: ForkedRun) -> float:
+    return (run.run.attempt(1) / "rank-0.pid").stat().st_mtime
+
+
+def _kill_one_run(
+    run: ForkedRun, undisturbed: ForkedRun, took: float, found: Kills, chance: random.Random
+) -> None:
+    for _ in range(_KILLS_PER_RUN):
+        in_save, committed = chance.random() < 0.5, run.newest_step()
+        strike = _Strike(chance, took, in_save)
+        attempt = run.attempt(strike, _SLOW_SAVE)
+        if not strike.struck:
+            break  # it was through before
+        found.kills += 1
+        found.in_saves += strike.saw_save
+        begun = [event["step"] for event in run.events("started", "resumed") if event.get("attempt") == attempt.number]
+        if (begun and begun[0] < committed) or run.newest_step() < committed:
+            found.failed_resumes.append(f"{run.run.run_id} attempt {attempt.number}: {committed}, then {begun}")
+    run.attempts_to_end(_SLOW_SAVE)
+    found.different += [f"{run.run.run_id}: {path}" for path in strays(run, undisturbed)]
+
+
+class _Strike:
+    """SIGKILL or SIGTERM for a random rank, at a random moment of the run's time or of a save's."""
+
+    def __init__(self, chance: random.Random, took: float, in_save: bool) -> None:
+        self._chance, self._took, self._in_save = chance, took, in_save
+        self.struck = self.saw_save = False
+
+    def __call__(self, attempt: Attempt) -> None:
+        rank, number = self._chance.randrange(attempt.world_size), self._chance.choice((signal.SIGKILL, signal.SIGTERM))
+        attempt.pids()
+        if self._in_save:
+            saves = self._chance.randrange(1, 4)
+            seen: set[Path] = set()
+
+            def saving() -> bool:
+                seen.update(attempt.run.checkpoints.glob(f"attempt-{attempt.number:04d}.tmp/step-*"))
+                return len(seen) >= saves
+
+            self.saw_save = attempt.wait_for(saving)
+            attempt.over.wait(self._chance.uniform(0, 0.2))
+        else:
+            attempt.over.wait(self._chance.uniform(0, self._took))
+        if not attempt.over.is_set():
+            self.struck = True
+            attempt.send(number, rank)
