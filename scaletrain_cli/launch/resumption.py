@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome, read_attempts
 from scaletrain_cli.launch.resizing import Resize
-from scaletrain_cli.launch.scheduler import Job, Scheduler, scheduler_for
+from scaletrain_cli.launch.scheduler import Scheduler, scheduler_for
 from scaletrain_cli.launch.submission import Submission, hand_over, read_submission, submit_lock
 from scaletrain_cli.rundir.checkpoints import Checkpoint, newest_that_verifies
 from scaletrain_cli.rundir.journal import has_committed, last_logged_step, record_event
@@ -68,7 +68,7 @@ def inspect_resume(run: RunDir, scheduler: Scheduler | None = None) -> ResumeRep
         last_step_logged=logged,
         steps_lost=max(0, (logged or 0) - (checkpoint.step if checkpoint else 0)),
         finished=last is not None and last.reason == "done",
-        active=_may_be_active(scheduler.job(run, record)),
+        active=scheduler.job(run, record).may_be_active,
         had_checkpoint=bool(checkpoint or passed_over or has_committed(run)),
     )
 
@@ -89,7 +89,7 @@ def resume(
             record_event(run, "from-scratch")
         spec = record.spec if resize is None else resize.spec
         scheduler = scheduler or scheduler_for(spec.cluster.scheduler)
-        with _stop_lifted(run), _revised(run, record, resize) as revised:
+        with _revised(run, record, resize) as revised, _stop_lifted(run):
             return Resumption(report, hand_over(run, revised, scheduler))
 
 
@@ -127,11 +127,6 @@ def why_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord | None) -> 
         return f"attempt {attempt.number} was left without its supervisor: {outcome.message}"
     decided = f"; {attempt.decision.why}" if attempt.decision is not None else ""
     return f"attempt {attempt.number} ended with exit code {attempt.exit_code}: {attempt.message}{decided}"
-
-
-def _may_be_active(job: Job) -> bool:
-    """A job that cannot be asked, such as a local one of another host, may be training: two gangs must never meet."""
-    return job.is_active or (job.state == "unknown" and job.id != "")
 
 
 def _refuse_to_cut_blocks(run: RunDir, resize: Resize) -> None:
