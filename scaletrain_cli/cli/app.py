@@ -39,6 +39,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("train", "Run here, in this terminal; ctrl-C saves and stops."),
         Verb("resume", "Continue a run from its newest sound checkpoint."),
         Verb("cancel", "Stop a run for good."),
+        Verb("drill", "Hurt small runs on your cluster on purpose, and see that nothing is lost."),
     ),
     "Follow": (
         Verb("status", "Show how a run is doing, and how its attempts ended."),

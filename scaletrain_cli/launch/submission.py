@@ -80,10 +80,10 @@ def make_record(spec: RunSpec, plan: RunPlan, run_id: str | None = None) -> RunR
     )
 
 
-def create_run(spec: RunSpec, plan: RunPlan, run_id: str | None = None) -> CreatedRun:
+def create_run(spec: RunSpec, plan: RunPlan, run_id: str | None = None, *, root: Path | None = None) -> CreatedRun:
     """Make the run directory, or return the one that holds the same spec under this id. Raises UsageError otherwise."""
     record = make_record(spec, plan, run_id)
-    run = RunDir(runs_root() / record.run_id)
+    run = RunDir((root or runs_root()) / record.run_id)
     if run.record.exists():
         return _existing(run, spec)
     values = _secret_values(spec)

@@ -17,7 +17,7 @@ VERBS = [verb.name for verbs in GROUPS.values() for verb in verbs]
 IN_GROUPS = {"data": ("prepare",), "nodes": ("list", "clear"), "checkpoint": ("list", "verify", "prune")}
 COMMANDS = [[verb, word] for verb, words in IN_GROUPS.items() for word in words]
 COMMANDS += [[verb] for verb in VERBS if verb not in IN_GROUPS]
-WITH_JSON = {*IN_GROUPS, "validate", "plan", "status", "list", "doctor", "submit", "resume"}
+WITH_JSON = {*IN_GROUPS, "validate", "plan", "status", "list", "doctor", "submit", "resume", "drill"}
 
 
 def test_the_help_lists_every_verb() -> None:
@@ -54,6 +54,7 @@ def test_each_verb_documents_itself_and_its_exit_codes(arguments: list[str]) -> 
         (["logs", "a", "--rank", "-1"], "'--rank'"),
         (["data", "prepair"], "prepair"),
         (["checkpoint", "prune", "a", "--keep", "0"], "'--keep'"),
+        (["drill", "earthquake"], "no such drill: earthquake. There are: exception, sigterm, "),
         ([], "Usage: scaletrain"),
         (["data"], "Usage: scaletrain data"),
     ],

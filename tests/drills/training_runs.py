@@ -117,10 +117,15 @@ class Drill:
         }
 
 
+def spec_text(dataset: Path) -> str:
+    """A small run on this machine, as a file."""
+    return _SPEC.format(dataset=dataset, steps=STEPS)
+
+
 def submit_drill(dataset: Path, **overrides: Any) -> Drill:
     """Submit a small run; keys of ``overrides`` are dotted spec keys with ``__`` for the dot."""
     sets = [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()]
-    spec = parse_spec(_SPEC.format(dataset=dataset, steps=STEPS), file="drill.yaml", base_dir=Path(), overrides=sets)
+    spec = parse_spec(spec_text(dataset), file="drill.yaml", base_dir=Path(), overrides=sets)
     created = create_run(spec, make_plan(spec))
     scheduler = LocalScheduler()
     submit_run(created.run, created.record, scheduler)
