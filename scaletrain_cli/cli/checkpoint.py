@@ -58,7 +58,7 @@ def verify(
 
     folder, entries = _inventory(run)
     # What is half-written or set aside no attempt would go on from.
-    wanted = [entry for entry in entries if entry.path.name.startswith("step-") and entry.path.suffix != ".tmp"]
+    wanted = [entry for entry in entries if entry.path.name.startswith("step-") and str(entry.path.parent) == folder]
     if step is not None:
         wanted = [entry for entry in wanted if entry.step == step]
         if not wanted:

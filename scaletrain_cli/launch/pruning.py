@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.launch.scheduler import Scheduler, scheduler_for
 from scaletrain_cli.launch.submission import read_submission, submit_lock
-from scaletrain_cli.rundir.checkpoints import delete
+from scaletrain_cli.rundir.committing import delete
 from scaletrain_cli.rundir.inventory import Pruning, plan_pruning
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder, read_record

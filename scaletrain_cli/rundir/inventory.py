@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.rundir.checkpoints import (
     MANIFEST,
     Checkpoint,
-    list_checkpoints,
+    entries,
     newest_that_verifies,
+    read_checkpoint,
     verify,
 )
-from scaletrain_cli.rundir.retention import superfluous
+from scaletrain_cli.rundir.committing import superfluous
 
-_FOLDER = re.compile(r"(damaged-)?step-(\d{8,})(\.[\w.]*tmp)?")
+_FOLDER = re.compile(r"(damaged-)?step-(\d{8,})")
+_ATTEMPT = re.compile(r"attempt-\d{4,}\.tmp")
 _MOST_THREADS = 8
 
 
@@ -49,24 +51,14 @@ class Pruning:
 
 def take_inventory(folder: Path) -> list[Entry]:
     """By step, oldest first. Reads manifests and sizes alone."""
-    committed = {checkpoint.path: checkpoint for checkpoint in list_checkpoints(folder)}
-    found = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        match = _FOLDER.fullmatch(path.name)
-        if match is None or not path.is_dir():
-            continue
-        manifest = path / MANIFEST
-        written = (manifest if manifest.exists() else path).stat().st_mtime
-        checkpoint = committed.get(path)
-        found.append(Entry(path, int(match[2]), written, checkpoint, _problem(path, checkpoint)))
+    found = [entry for path in entries(folder) for entry in _look_at(path)]
     return sorted(found, key=lambda entry: (entry.step, entry.path.name))
 
 
 def verify_files(checkpoint: Checkpoint, on_file: Callable[[str, int], None] = lambda name, size: None) -> list[str]:
     """As verify(), several files at a time; ``on_file`` is told of each that is done, with its size in bytes."""
-    parts = {name: replace(checkpoint, files={name: digest}) for name, digest in checkpoint.files.items()}
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
-        names = {pool.submit(verify, part): name for name, part in parts.items()}
+        names = {pool.submit(verify, checkpoint, [name]): name for name in checkpoint.files}
         problems = {}
         for done in as_completed(names):
             problems[names[done]] = done.result()
@@ -79,20 +71,31 @@ def plan_pruning(folder: Path, keep: int, keep_every: int | None) -> Pruning | N
     sound, _ = newest_that_verifies(folder)
     if sound is None:
         return None
-    doomed = superfluous(list_checkpoints(folder), keep, keep_every)
+    doomed = superfluous(folder, keep, keep_every)
     return Pruning(tuple(one for one in doomed if one.step != sound.step), sound)
 
 
-def _problem(path: Path, checkpoint: Checkpoint | None) -> str:
-    if path.name.endswith(".tmp"):
-        return "half-written; the next attempt removes it"
-    if path.name.startswith("damaged-"):
-        return "set aside as damaged; yours to delete"
-    if checkpoint is None:
-        return f"{MANIFEST}: missing or damaged"
+def _look_at(path: Path) -> Iterator[Entry]:
+    if _ATTEMPT.fullmatch(path.name):
+        for inner in entries(path):
+            if match := _FOLDER.fullmatch(inner.name):
+                yield Entry(inner, int(match[2]), inner.stat().st_mtime, None, f"half-written in {path.name}")
+    elif match := _FOLDER.fullmatch(path.name):
+        read, manifest = read_checkpoint(path), path / MANIFEST
+        written = (manifest if manifest.exists() else path).stat().st_mtime
+        checkpoint = read if isinstance(read, Checkpoint) else None
+        problem = _missing(checkpoint) if checkpoint is not None else str(read)
+        yield Entry(path, int(match[2]), written, checkpoint, _SET_ASIDE if match[1] else problem)
+
+
+_SET_ASIDE = "set aside as damaged; yours to delete"
+
+
+def _missing(checkpoint: Checkpoint) -> str:
+    """The first file that is not there in the size that the manifest states."""
     for name, expected in checkpoint.files.items():
         try:
-            size = (path / name).stat().st_size
+            size = (checkpoint.path / name).stat().st_size
         except OSError as error:
             return f"{name}: {error.strerror}"
         if size != expected.size:

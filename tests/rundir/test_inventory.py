@@ -4,30 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from scaletrain_cli.rundir.checkpoints import Checkpoint, list_checkpoints
+from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.committing import begin_staging
 from scaletrain_cli.rundir.inventory import plan_pruning, take_inventory, verify_files
-from scaletrain_cli.rundir.retention import superfluous
-from tests.rundir.test_checkpoints import flip_bit, save
-
-
-def checkpoint(step: int, clean: bool) -> Checkpoint:
-    return Checkpoint(Path(f"step-{step:08d}"), step, 1, clean, 1, {})
-
-
-@given(
-    st.dictionaries(st.integers(1, 60), st.booleans(), min_size=1), st.integers(1, 9), st.none() | st.integers(1, 20)
-)
-def test_what_is_asked_for_stays(marks: dict[int, bool], keep: int, keep_every: int | None) -> None:
-    committed = [checkpoint(step, clean) for step, clean in sorted(marks.items())]
-    left = [one for one in committed if one not in superfluous(committed, keep, keep_every)]
-    assert left[-keep:] == committed[-keep:]
-    clean = [one for one in committed if one.clean]
-    assert clean[-1:] == [one for one in left if one.clean][-1:]
-    assert not keep_every or all(one in left for one in committed if one.step % keep_every == 0)
-    assert len(left) <= keep + 1 + (60 // keep_every if keep_every else 0)
+from tests.rundir.test_checkpoints import ATTEMPT, flip_bit, save
 
 
 def test_every_folder_is_listed_with_what_is_wrong_with_it(tmp_path: Path) -> None:
@@ -35,16 +15,16 @@ def test_every_folder_is_listed_with_what_is_wrong_with_it(tmp_path: Path) -> No
         save(tmp_path, step)
     (tmp_path / "step-00000020" / "manifest.json").unlink()
     (tmp_path / "step-00000030" / "rank-00000.pt").unlink()
-    (tmp_path / "step-00000050.tmp").mkdir()
+    begin_staging(tmp_path, ATTEMPT, 50)
     (tmp_path / "damaged-step-00000005").mkdir()
     (tmp_path / "notes").mkdir()
     assert {entry.step: entry.problem for entry in take_inventory(tmp_path)} == {
         5: "set aside as damaged; yours to delete",
         10: "",
-        20: "manifest.json: missing or damaged",
+        20: "manifest.json: missing (deleting was cut short, or the file was lost)",
         30: "rank-00000.pt: No such file or directory",
         40: "",
-        50: "half-written; the next attempt removes it",
+        50: "half-written in attempt-0003.tmp",
     }
     assert take_inventory(tmp_path / "nowhere") == []
 
