@@ -2,8 +2,8 @@
 
 ``SCALETRAIN_FAULT="sigkill rank=1 step=7; slow-save seconds=0.5"``: before optimizer step 7, rank 1 kills itself; every
 checkpoint write takes half a second longer. Add ``attempt=1`` to hit one attempt only. ``spike step=20-23 factor=20``
-multiplies the loss of the *batches* 20 to 23, on all ranks: whoever leaves them out is cured. ``truncate``, ``flip`` and
-``delete`` damage the newest checkpoint, once there are two, and kill the rank. ``slow-rank`` waits before every step.
+multiplies the loss of the *batches* 20 to 23, on all ranks: whoever leaves them out is cured. ``truncate``, ``flip``
+and ``delete`` damage the newest checkpoint, once there are two, and kill the rank. ``slow-rank`` waits at every step.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def why_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord | None) -> 
     if attempt is None:
         return "no attempt began"
     if attempt.ended is None:
-        outcome = attempt_outcome(run, record.spec, attempt.number, cancelled=run.stop_file.exists())
+        outcome = attempt_outcome(run, record.spec, attempt.number, cancelled=run.is_told_to_stop)
         return f"attempt {attempt.number} was left without its supervisor: {outcome.message}"
     decided = f"; {attempt.decision.why}" if attempt.decision is not None else ""
     return f"attempt {attempt.number} ended with exit code {attempt.exit_code}: {attempt.message}{decided}"
@@ -140,19 +140,23 @@ def _refuse_to_cut_blocks(run: RunDir, resize: Resize) -> None:
 
 @contextlib.contextmanager
 def _stop_lifted(run: RunDir) -> Iterator[None]:
-    """Without the stop file, which would end the job at once; back in its place if the scheduler refuses."""
-    aside = run.stop_file.with_name(f"{run.stop_file.name}.lifted")
-    with contextlib.suppress(FileNotFoundError):
-        run.stop_file.rename(aside)
+    """Without the stop files, which would end the job at once; back in their places if the scheduler refuses."""
+    aside = {file: file.with_name(f"{file.name}.lifted") for file in (run.stop_file, run.stop_file_by_hand)}
+    for file, lifted in aside.items():
+        lifted.unlink(missing_ok=True)  # of a resume that a crash cut short
+        with contextlib.suppress(FileNotFoundError):
+            file.rename(lifted)
     try:
         yield
     except SchedulerSilentError:
         raise
     except SchedulerError:
-        with contextlib.suppress(FileNotFoundError):
-            aside.rename(run.stop_file)
+        for file, lifted in aside.items():
+            with contextlib.suppress(FileNotFoundError):
+                lifted.rename(file)
         raise
-    aside.unlink(missing_ok=True)
+    for lifted in aside.values():
+        lifted.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

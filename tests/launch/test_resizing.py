@@ -30,7 +30,7 @@ class Refusing(Cluster):
 
     def submit(self, run: RunDir, record: RunRecord) -> str:
         self.seen = read_record(run)
-        assert not run.stop_file.exists(), "a job that starts at once would end at once"
+        assert not run.is_told_to_stop, "a job that starts at once would end at once"
         raise self.error("no such partition")
 
 
@@ -42,7 +42,8 @@ def ended_run(*overrides: str) -> MadeRun:
     submit_run(made.run, made.record, Cluster())
     attempt(made, 75, "cancelled")
     commit(made, 10)
-    made.run.stop_file.write_text("by hand")
+    made.run.stop_file.touch()
+    made.run.stop_file_by_hand.write_text("the disk is to be changed")
     return made
 
 
@@ -67,7 +68,7 @@ def test_a_resized_run_is_handed_over_with_its_revision() -> None:
     assert submission is not None
     assert submission.revision == 1
     assert made.events("submitted")[-1]["revision"] == 1
-    assert not list(made.run.path.glob("cancelled*"))
+    assert not [*made.run.path.glob("cancelled*"), *made.run.path.glob("stop*")]
 
 
 def test_what_was_changed_before_stays_changed() -> None:
@@ -153,7 +154,8 @@ def test_a_refusal_leaves_the_run_as_it_was() -> None:
     assert cluster.seen is not None
     assert cluster.seen.revision == 1, "a job that starts at once reads the new layout"
     assert (read_record(made.run).spec, revisions(made.run)) == (made.record.spec, [])
-    assert made.run.stop_file.read_text() == "by hand"
+    assert made.run.stop_file.exists()
+    assert made.run.stop_file_by_hand.read_text() == "the disk is to be changed"
     assert len(made.events("submitted")) == 1
 
 
