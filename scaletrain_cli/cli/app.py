@@ -46,7 +46,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("list", "Show all runs."),
         Verb("logs", "Show what a run printed."),
         Verb("nodes", "Nodes that runs keep away from: nodes list, nodes clear."),
-        Verb("checkpoint", "Look after checkpoints: checkpoint list|verify|prune RUN."),
+        Verb("checkpoint", "Look after checkpoints: checkpoint list|verify|export|prune."),
     ),
 }
 

@@ -1,5 +1,6 @@
 """The run spec: its schema, loading with line numbers, overrides and JSON Schema. Of ours it imports only errors."""
 
+from scaletrain_cli.spec.architecture_export import to_hugging_face
 from scaletrain_cli.spec.architecture_source import presets
 from scaletrain_cli.spec.cluster import AcceleratorSpec, ClusterSpec
 from scaletrain_cli.spec.json_schema import json_schema
@@ -30,5 +31,6 @@ __all__ = [
     "parse_spec",
     "presets",
     "starting_spec",
+    "to_hugging_face",
     "vision_presets",
 ]

@@ -109,3 +109,25 @@ def test_an_active_run_is_not_pruned(folder: Path, job: Job, monkeypatch: pytest
     refused = scaletrain("checkpoint", "prune", "r1", "--keep", "1")
     assert (refused.code, len(names(folder))) == (ExitCode.USAGE, 6)
     assert "still active" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "expected"),
+    [
+        (["--step", "41"], ExitCode.USAGE, "--step 41: there is no such checkpoint"),
+        (
+            ["--step", "40"],
+            ExitCode.CRASHED,
+            "step-00000040 is damaged: rank-00000.pt: content does not match its hash",
+        ),
+        (["--dtype", "int8"], ExitCode.USAGE, "'--dtype'"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_with_the_reason(
+    folder: Path, options: list[str], code: ExitCode, expected: str, tmp_path: Path
+) -> None:
+    flip_bit(folder / "step-00000040" / "rank-00000.pt", 1234)
+    ended = scaletrain("checkpoint", "export", "r1", "--output", tmp_path / "out", *options)
+    assert (ended.code, ended.out) == (code, ""), ended.err
+    assert expected in " ".join(ended.err.split())
+    assert not (tmp_path / "out").exists()
