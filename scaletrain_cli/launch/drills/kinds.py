@@ -62,7 +62,7 @@ KINDS: dict[str, DrillKind] = {
             "slow-rank rank={rank} step={step} seconds=0.2 attempt=1",
             "unharmed",
         ),
-        DrillKind("nan", "a rank's gradient becomes NaN", f"nan {_HIT}", "stopped"),
+        DrillKind("nan", "a rank's gradient becomes NaN", f"nan {_HIT}", "stopped", ("guard.nan=stop",)),
         DrillKind(
             "spike",
             "four batches have a loss of twenty times what it should be",
