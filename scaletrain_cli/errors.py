@@ -74,6 +74,10 @@ class SchedulerError(ScaletrainError):
     exit_code = ExitCode.SCHEDULER
 
 
+class SchedulerSilentError(SchedulerError):
+    """The scheduler did not answer in time, so whether it took the job is not known (exit 4)."""
+
+
 class WrongNodesError(ScaletrainError):
     """The nodes are not what was planned: device count, model, free memory, world size (exit 5)."""
 

@@ -39,12 +39,14 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("train", "Run here, in this terminal; ctrl-C saves and stops."),
         Verb("resume", "Continue a run from its newest sound checkpoint."),
         Verb("cancel", "Stop a run for good."),
+        Verb("drill", "Hurt small runs on your cluster on purpose, and see that nothing is lost."),
     ),
     "Follow": (
         Verb("status", "Show how a run is doing, and how its attempts ended."),
         Verb("list", "Show all runs."),
         Verb("logs", "Show what a run printed."),
         Verb("nodes", "Nodes that runs keep away from: nodes list, nodes clear."),
+        Verb("checkpoint", "Look after checkpoints: checkpoint list|verify|export|prune."),
     ),
 }
 
@@ -77,9 +79,10 @@ class Verbs(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = max(len(name) for name in self.list_commands(ctx))
         for title, verbs in self.groups.items():
             with formatter.section(title):
-                formatter.write_dl([(verb.name.ljust(8), verb.summary) for verb in verbs])
+                formatter.write_dl([(verb.name.ljust(width), verb.summary) for verb in verbs])
 
 
 app = typer.Typer(

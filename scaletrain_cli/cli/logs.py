@@ -73,8 +73,7 @@ def _last_of_each(lines: list[LogLine], tail: int | None) -> list[LogLine]:
 
 def _is_over(run: RunDir) -> Callable[[], bool]:
     """Whether the run has ended, asked of its scheduler only every few seconds."""
-    from scaletrain_cli.cli.status import is_over
-    from scaletrain_cli.launch.status import run_status
+    from scaletrain_cli.launch.status import is_over, run_status
 
     asked, answer = 0.0, False
 

@@ -1,4 +1,4 @@
-"""`scaletrain resume`: why it ended, what it goes on from, what that loses; then a new submission."""
+"""`scaletrain resume`: why it ended, what it goes on from and on what, what that loses; then a new submission."""
 
 from __future__ import annotations
 
@@ -6,16 +6,26 @@ from typing import Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, RunName, Yes
+from scaletrain_cli.cli.options import AsJson, Overrides, RunName, Yes
 from scaletrain_cli.errors import ExitCode
 
-EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.SCHEDULER)
+EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
 
 
 def command(
     run: RunName,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", metavar="N", min=1, max=100_000, help="Go on with so many nodes.")
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option("--gpus-per-node", metavar="N", min=1, max=1024, help="Go on with so many in each.")
+    ] = None,
+    overrides: Overrides = None,
     from_scratch: Annotated[
         bool, typer.Option("--from-scratch", help="Train anew where no checkpoint can be loaded any more.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the exact text that would be sent. Writes and sends nothing.")
     ] = False,
     yes: Yes = False,
     as_json: AsJson = False,
@@ -24,26 +34,51 @@ def command(
 
     Says why the last attempt ended, which checkpoint it takes, how many steps are trained again and which damaged
     checkpoints it passed over. Prints the run id on stdout.
+
+    With --nodes, --gpus-per-node or --set it is planned anew before anything is queued: the same samples at every
+    step and the same global batch, in a layout that fits. What is trained cannot be changed.
     """
     from scaletrain_cli.cli.confirmation import confirm
     from scaletrain_cli.cli.submit import useful_commands
-    from scaletrain_cli.launch.resumption import inspect_resume, resume
+    from scaletrain_cli.launch.resizing import replan
+    from scaletrain_cli.launch.resumption import inspect_resume, refuse, resume
+    from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.ui.messages import say, suggest
-    from scaletrain_cli.ui.resume_view import resume_json, show_resume
+    from scaletrain_cli.rundir.record import read_record
+    from scaletrain_cli.ui.messages import say, suggest, warn
+    from scaletrain_cli.ui.resume_view import resume_json, show_resize, show_resume
 
     found = find_run(run)
+    sizes = {"cluster.nodes": nodes, "cluster.gpus_per_node": gpus_per_node}
+    given = [*(overrides or ()), *(f"{key}={size}" for key, size in sizes.items() if size is not None)]
+    resize = replan(found, given) if given else None
     report = inspect_resume(found)
     if not as_json:
         show_resume(found.run_id, report)
-    if not (report.finished or report.active):
-        confirm("Resume?", yes)
-    submission = resume(found, from_scratch=from_scratch).submission
+        if resize is not None:
+            show_resize(resize)
+    refuse(found, report, from_scratch=from_scratch, resize=resize)
+    record = resize.after if resize is not None else read_record(found)
+    scheduler = scheduler_for(record.spec.cluster.scheduler)
+    told = resume_json(found, report, resize)
+    if dry_run:
+        text = scheduler.render(found, record)
+        _print(told | {"would_send": text}) if as_json else typer.echo(text, nl=False)
+        return
+    if resize is not None:
+        for note in scheduler.preflight(record.spec):
+            warn(note)
+    confirm("Resume?", yes)
+    submission = resume(found, from_scratch=from_scratch, resize=resize).submission
     if as_json:
-        from scaletrain_cli.ui.json import print_json
-
-        print_json(resume_json(found, report) | {"scheduler": submission.scheduler, "job_id": submission.job_id})
+        _print(told | {"scheduler": submission.scheduler, "job_id": submission.job_id})
         return
     say(f"resumed: job {submission.job_id} in {found.path}")
     suggest(useful_commands(found.run_id, found.path))
     typer.echo(found.run_id)
+
+
+def _print(data: dict[str, object]) -> None:
+    from scaletrain_cli.ui.json import print_json
+
+    print_json(data)

@@ -59,31 +59,8 @@ def command(
     raise typer.Exit(code)
 
 
-def is_over(run: RunDir, status: RunStatus) -> bool:
-    """Whether nothing more will happen by itself. A preempted run may be waiting for its next attempt."""
-    if status.state != "preempted":
-        return status.state in ("finished", "failed", "cancelled")
-    from scaletrain_cli.launch.scheduler import scheduler_for
-    from scaletrain_cli.rundir.record import read_record
-
-    return not scheduler_for(status.scheduler).job(run, read_record(run)).is_active
-
-
-def exit_code_of(run: RunDir, status: RunStatus) -> int:
-    """The exit code of a run that has ended: what was decided after its last attempt, or how that ended."""
-    from scaletrain_cli.launch.attempts import read_attempts
-
-    if status.state == "finished":
-        return ExitCode.DONE
-    attempts = read_attempts(run)
-    last = attempts[-1] if attempts else None
-    if last is not None and last.decision is not None and not last.decision.requeue:
-        return last.decision.exit_code or ExitCode.CRASHED
-    return (last.exit_code if last is not None else None) or ExitCode.CRASHED
-
-
 def _wait(run: RunDir, seconds: float) -> tuple[RunStatus, int]:
-    from scaletrain_cli.launch.status import run_status
+    from scaletrain_cli.launch.status import exit_code_of, is_over, run_status
     from scaletrain_cli.ui.live import StatusLine
 
     deadline = time.monotonic() + seconds

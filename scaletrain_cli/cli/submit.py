@@ -36,9 +36,9 @@ def command(
     Prints the run id on stdout, everything else on stderr. Asks before it submits, on a terminal only.
     """
     from scaletrain_cli.cli.confirmation import confirm
-    from scaletrain_cli.cli.submittable import plan_for_engine
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.submission import create_run, make_record, submit_run
+    from scaletrain_cli.launch.submittable import plan_for_engine
     from scaletrain_cli.rundir.paths import RunDir, runs_root
     from scaletrain_cli.spec import load_spec
 

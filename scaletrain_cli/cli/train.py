@@ -35,10 +35,10 @@ def command(
     Ctrl-C does what a preemption does: the step is finished, a checkpoint is committed, and the exit code is 75.
     `scaletrain resume` continues it. Prints the run id on stdout.
     """
-    from scaletrain_cli.cli.submittable import plan_for_engine
     from scaletrain_cli.launch.local import run_in_foreground
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.submission import create_run
+    from scaletrain_cli.launch.submittable import plan_for_engine
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.ui.live import StatusLine
     from scaletrain_cli.ui.messages import say, warn

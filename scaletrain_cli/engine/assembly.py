@@ -78,7 +78,7 @@ def assemble(
     _leave_if_asked(flag, set_up)
     stragglers = Stragglers(run, ranks.rank, agreement, device)
     stragglers.watch(composed.engine, layout)
-    faults = Faults.from_environment(ranks.rank, attempt)
+    faults = Faults.from_environment(ranks.rank, attempt, checkpoint_folder(run, spec))
     checkpointer = Checkpointer(
         run,
         spec,

@@ -201,7 +201,7 @@ class Checkpointer:
             blocked_seconds=round(save.blocked_seconds, 4),
             copy_seconds=round(save.copy_seconds, 4),
         )
-        for checkpoint in committing.superfluous(self.folder, self._spec.keep):
+        for checkpoint in committing.superfluous(self.folder, self._spec.keep, self._spec.keep_every):
             committing.retire(checkpoint.path, self._attempt)
 
     def _conclude(self, save: _Save) -> SaveCost:

@@ -2,21 +2,26 @@
 
 ``SCALETRAIN_FAULT="sigkill rank=1 step=7; slow-save seconds=0.5"``: before optimizer step 7, rank 1 kills itself; every
 checkpoint write takes half a second longer. Add ``attempt=1`` to hit one attempt only. ``spike step=20-23 factor=20``
-multiplies the loss of the *batches* 20 to 23, on all ranks: whoever leaves them out is cured.
+multiplies the loss of the *batches* 20 to 23, on all ranks: whoever leaves them out is cured. ``truncate``, ``flip``
+and ``delete`` damage the newest checkpoint, once there are two, and kill the rank. ``slow-rank`` waits at every step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from scaletrain_cli.engine.damage import DAMAGES, damage
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.rundir.checkpoints import list_checkpoints
 
 VARIABLE = "SCALETRAIN_FAULT"
-_KINDS = ("sigkill", "sigterm", "exception", "nan", "spike", "slow-save", "slow-rank")
 
 
 @dataclass(frozen=True)
@@ -36,17 +41,52 @@ class InjectedError(RuntimeError):
     """The exception that an ``exception`` fault raises."""
 
 
-class Faults:
-    """The faults that concern one rank of one attempt."""
+def _signal_self(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
 
-    def __init__(self, text: str, rank: int, attempt: int) -> None:
+
+def _kill_agent() -> None:
+    """As the kernel does when memory is short, or an administrator. The rank goes with it."""
+    os.kill(int(os.environ["SCALETRAIN_AGENT_PID"]), signal.SIGKILL)
+    time.sleep(_LAST_SECONDS)
+
+
+def _kill_node() -> None:
+    """The agent and its ranks at once, so that none of them says a last word."""
+    agent = int(os.environ["SCALETRAIN_AGENT_PID"])
+    os.kill(agent, signal.SIGSTOP)
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parent = int(entry.read_bytes().rpartition(b")")[2].split()[1])
+            if parent == agent and int(entry.parent.name) != os.getpid():
+                os.kill(int(entry.parent.name), signal.SIGKILL)
+    os.kill(agent, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+_LAST_SECONDS = 60.0  # for the kernel to end this rank too
+_STRIKES: dict[str, Callable[[], None]] = {
+    "sigkill": _signal_self(signal.SIGKILL),
+    "sigterm": _signal_self(signal.SIGTERM),
+    "sigstop": _signal_self(signal.SIGSTOP),
+    "sigkill-agent": _kill_agent,
+    "node": _kill_node,
+}
+_KINDS = (*_STRIKES, *DAMAGES, "exception", "nan", "spike", "slow-save", "slow-rank")
+
+
+class Faults:
+    """The faults that concern one rank of one attempt; ``folder`` holds the run's checkpoints."""
+
+    def __init__(self, text: str, rank: int, attempt: int, folder: Path | None = None) -> None:
         parsed = [_parse(part) for part in text.split(";") if part.strip()]
         self._mine = [f for f in parsed if f.rank in (None, rank) and f.attempt in (None, attempt)]
+        self._folder = folder
 
     @classmethod
-    def from_environment(cls, rank: int, attempt: int) -> Faults:
+    def from_environment(cls, rank: int, attempt: int, folder: Path | None = None) -> Faults:
         """Read $SCALETRAIN_FAULT. Raises UsageError."""
-        return cls(os.environ.get(VARIABLE, ""), rank, attempt)
+        return cls(os.environ.get(VARIABLE, ""), rank, attempt, folder)
 
     @property
     def save_delay_seconds(self) -> float:
@@ -55,14 +95,23 @@ class Faults:
 
     def before_step(self, step: int) -> None:
         """Strike, if anything is due before optimizer step ``step`` (1-based)."""
-        time.sleep(sum(fault.seconds for fault in self._mine if fault.kind == "slow-rank"))
+        for fault in self._mine:
+            if fault.kind in DAMAGES:
+                self._damage_after(fault, step)
+            elif fault.kind == "slow-rank" and step >= (fault.step or 1):
+                time.sleep(fault.seconds)
         for fault in self._due(step):
-            if fault.kind == "sigkill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif fault.kind == "sigterm":
-                os.kill(os.getpid(), signal.SIGTERM)
+            if fault.kind in _STRIKES:
+                _STRIKES[fault.kind]()
             elif fault.kind == "exception":
                 raise InjectedError(f"injected before step {step}")
+
+    def _damage_after(self, fault: Fault, step: int) -> None:
+        """From the fault's step on: damage the newest checkpoint once there is one before it, and die."""
+        committed = list_checkpoints(self._folder) if self._folder and step >= (fault.step or 1) else []
+        if len(committed) > 1:
+            print(f"injected: {fault.kind} {damage(committed[-1], fault.kind)}", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def poisons_gradient(self, step: int) -> bool:
         """Whether this rank's loss is to become NaN at ``step``."""

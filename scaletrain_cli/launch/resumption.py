@@ -1,20 +1,31 @@
 """Resuming a run by hand: why it ended, what it would go on from and at what loss; then a new submission.
 
-Reads checkpoints in full, since only one that verifies is worth starting ranks for.
+Reads checkpoints in full, since only one that verifies is worth starting ranks for. A job may start before submit()
+has returned, so a new revision stands, and the stop file is gone, before the hand-over; a scheduler that refuses finds
+both put back. A crash in between leaves a revision without a job, with which the next resume goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome, read_attempts
-from scaletrain_cli.launch.scheduler import Job, Scheduler, scheduler_for
-from scaletrain_cli.launch.submission import Submission, hand_over, submit_lock
+from scaletrain_cli.launch.resizing import Resize
+from scaletrain_cli.launch.scheduler import Scheduler, scheduler_for
+from scaletrain_cli.launch.submission import Submission, hand_over, read_submission, submit_lock
 from scaletrain_cli.rundir.checkpoints import Checkpoint, newest_that_verifies
 from scaletrain_cli.rundir.journal import has_committed, last_logged_step, record_event
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record
+from scaletrain_cli.rundir.record import (
+    RunRecord,
+    add_revision,
+    checkpoint_folder,
+    read_record,
+    withdraw_revision,
+)
 
 
 @dataclass(frozen=True)
@@ -42,8 +53,9 @@ class Resumption:
 
 def inspect_resume(run: RunDir, scheduler: Scheduler | None = None) -> ResumeReport:
     """Look without changing anything. Raises UsageError for a damaged record, SchedulerError for a silent scheduler."""
-    record = read_record(run)
-    scheduler = scheduler or scheduler_for(record.spec.cluster.scheduler)
+    record, submission = read_record(run), read_submission(run)
+    # The job, if there is one, is where it was submitted, whatever a revision says since.
+    scheduler = scheduler or scheduler_for(submission.scheduler if submission else record.spec.cluster.scheduler)
     attempts = read_attempts(run)
     last = attempts[-1] if attempts else None
     checkpoint, passed_over = newest_that_verifies(checkpoint_folder(run, record.spec))
@@ -56,41 +68,33 @@ def inspect_resume(run: RunDir, scheduler: Scheduler | None = None) -> ResumeRep
         last_step_logged=logged,
         steps_lost=max(0, (logged or 0) - (checkpoint.step if checkpoint else 0)),
         finished=last is not None and last.reason == "done",
-        active=_may_be_active(scheduler.job(run, record)),
+        active=scheduler.job(run, record).may_be_active,
         had_checkpoint=bool(checkpoint or passed_over or has_committed(run)),
     )
 
 
-def resume(run: RunDir, *, from_scratch: bool = False, scheduler: Scheduler | None = None) -> Resumption:
-    """Submit the run again, with fresh restart budgets. Raises UsageError when there is no sense in that."""
-    record = read_record(run)
-    scheduler = scheduler or scheduler_for(record.spec.cluster.scheduler)
+def resume(
+    run: RunDir, *, from_scratch: bool = False, resize: Resize | None = None, scheduler: Scheduler | None = None
+) -> Resumption:
+    """Submit the run again, with fresh restart budgets. Raises UsageError when there is no sense in that.
+
+    With ``resize`` it goes on in that layout; without changes in it, no revision is written.
+    """
     with submit_lock(run):
-        report = inspect_resume(run, scheduler)
-        _refuse(run, report, from_scratch)
+        record, report = read_record(run), inspect_resume(run, scheduler)
+        refuse(run, report, from_scratch=from_scratch, resize=resize)
+        if resize is not None and resize.before.revision != record.revision:
+            raise UsageError(f"{run.run_id} was resized by someone else meanwhile. Look again, and resume it then.")
         if from_scratch:
             record_event(run, "from-scratch")
-        run.stop_file.unlink(missing_ok=True)
-        return Resumption(report, hand_over(run, record, scheduler))
+        spec = record.spec if resize is None else resize.spec
+        scheduler = scheduler or scheduler_for(spec.cluster.scheduler)
+        with _revised(run, record, resize) as revised, _stop_lifted(run):
+            return Resumption(report, hand_over(run, revised, scheduler))
 
 
-def why_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord | None) -> str:
-    """The last attempt's end in words; judged by its evidence where whoever watched it vanished."""
-    if attempt is None:
-        return "no attempt began"
-    if attempt.ended is None:
-        outcome = attempt_outcome(run, record.spec, attempt.number, cancelled=run.stop_file.exists())
-        return f"attempt {attempt.number} was left without its supervisor: {outcome.message}"
-    decided = f"; {attempt.decision.why}" if attempt.decision is not None else ""
-    return f"attempt {attempt.number} ended with exit code {attempt.exit_code}: {attempt.message}{decided}"
-
-
-def _may_be_active(job: Job) -> bool:
-    """A job that cannot be asked, such as a local one of another host, may be training: two gangs must never meet."""
-    return job.is_active or (job.state == "unknown" and job.id != "")
-
-
-def _refuse(run: RunDir, report: ResumeReport, from_scratch: bool) -> None:
+def refuse(run: RunDir, report: ResumeReport, *, from_scratch: bool = False, resize: Resize | None = None) -> None:
+    """Raise UsageError when the run is active or finished, or nothing sound is left of it to go on from."""
     if report.finished:
         raise UsageError(f"{run.run_id} has finished; there is nothing to resume.")
     if report.active:
@@ -110,3 +114,62 @@ def _refuse(run: RunDir, report: ResumeReport, from_scratch: bool) -> None:
             f"{run.run_id} trained up to step {report.last_step_logged or 0} and nothing of it can be loaded: "
             f"{'; '.join(report.passed_over) or gone}. Restore the files, or train anew with --from-scratch."
         )
+    if report.checkpoint is not None and resize is not None and resize.cuts_states_anew:
+        _refuse_to_cut_blocks(run, resize)
+
+
+def why_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord | None) -> str:
+    """The last attempt's end in words; judged by its evidence where whoever watched it vanished."""
+    if attempt is None:
+        return "no attempt began"
+    if attempt.ended is None:
+        outcome = attempt_outcome(run, record.spec, attempt.number, cancelled=run.is_told_to_stop)
+        return f"attempt {attempt.number} was left without its supervisor: {outcome.message}"
+    decided = f"; {attempt.decision.why}" if attempt.decision is not None else ""
+    return f"attempt {attempt.number} ended with exit code {attempt.exit_code}: {attempt.message}{decided}"
+
+
+def _refuse_to_cut_blocks(run: RunDir, resize: Resize) -> None:
+    name = resize.spec.training.optimizer.name
+    if name == "adamw_8bit":
+        raise UsageError(
+            f"{run.run_id} cannot go on in another layout: {name} keeps its states quantised in blocks that follow the "
+            "layout, and cutting them anew would change them. Resume it on as many GPUs and in the layout it had."
+        )
+
+
+@contextlib.contextmanager
+def _stop_lifted(run: RunDir) -> Iterator[None]:
+    """Without the stop files, which would end the job at once; back in their places if the scheduler refuses."""
+    aside = {file: file.with_name(f"{file.name}.lifted") for file in (run.stop_file, run.stop_file_by_hand)}
+    for file, lifted in aside.items():
+        lifted.unlink(missing_ok=True)  # of a resume that a crash cut short
+        with contextlib.suppress(FileNotFoundError):
+            file.rename(lifted)
+    try:
+        yield
+    except SchedulerSilentError:
+        raise
+    except SchedulerError:
+        for file, lifted in aside.items():
+            with contextlib.suppress(FileNotFoundError):
+                lifted.rename(file)
+        raise
+    for lifted in aside.values():
+        lifted.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _revised(run: RunDir, record: RunRecord, resize: Resize | None) -> Iterator[RunRecord]:
+    """The record that the job will read; a revision that is new goes if the scheduler refuses."""
+    if resize is None or not resize.changes:
+        yield record
+        return
+    revised = add_revision(run, record, resize.spec, resize.plan, resize.overrides)
+    try:
+        yield revised
+    except SchedulerSilentError:  # it may have the job, which would read this
+        raise
+    except SchedulerError:
+        withdraw_revision(run, revised.revision)
+        raise

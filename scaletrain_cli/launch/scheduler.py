@@ -27,6 +27,11 @@ class Job:
         """Whether it runs or may still start to. Unknown counts as not: who asks decides what that means."""
         return self.state in ("queued", "running")
 
+    @property
+    def may_be_active(self) -> bool:
+        """Also true of one that cannot be asked, as a local one of another host: two gangs must never meet."""
+        return self.is_active or (self.state == "unknown" and self.id != "")
+
 
 class Scheduler(Protocol):
     """Every method raises SchedulerError when the scheduler refuses or cannot be reached."""

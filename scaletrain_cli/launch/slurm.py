@@ -43,17 +43,22 @@ class SlurmScheduler:
         secrets = record.spec.secret_env
         # The name alone may be that of a run under another root; the comment is this directory's own.
         mark = hashlib.sha256(str(run.path).encode()).hexdigest()[:16]
+        comment = f"{mark}-{record.revision}"
         question = ["squeue", "--noheader", "--me", f"--name={record.run_id}", "--format=%A|%k"]
         for line in call_slurm(question, without=secrets).stdout.splitlines():
-            job_id, _, comment = line.strip().partition("|")
-            if comment == mark:
+            job_id, _, found = line.strip().partition("|")
+            if found == comment:
                 return job_id
+            if found.partition("-")[0] == mark:
+                raise SchedulerError(
+                    f"job {job_id} of {record.run_id} is there with an older layout. Run scancel {job_id} first."
+                )
         script = run.path / "job.sh"
         excluded = exclusion_for(run, record.spec)
         script.write_text(self._script(run, record, excluded), encoding="utf-8")
         # From the run directory: the log's name needs no path then, which may hold blanks and quotes.
         answer = call_slurm(
-            ["sbatch", "--parsable", f"--comment={mark}", script.name], folder=run.path, without=secrets
+            ["sbatch", "--parsable", f"--comment={comment}", script.name], folder=run.path, without=secrets
         )
         if excluded.nodes or excluded.spared:
             record_exclusion(run, excluded)

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
 
 _TIMEOUT_SECONDS = 120
 # The job gets these of the submitter's environment and no others: the rest may hold secrets, which Slurm would store.
@@ -50,7 +50,7 @@ def call_slurm(
             timeout=_TIMEOUT_SECONDS,
         )
     except subprocess.TimeoutExpired as error:
-        raise SchedulerError(f"{command[0]} did not answer within {_TIMEOUT_SECONDS} s.") from error
+        raise SchedulerSilentError(f"{command[0]} did not answer within {_TIMEOUT_SECONDS} s.") from error
     if answer.returncode and not any(phrase in answer.stderr for phrase in accept):
         said = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
         raise SchedulerError(f"{' '.join(command[:2])} refused: {said}")

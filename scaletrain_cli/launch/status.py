@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.errors import ExitCode, SchedulerError
 from scaletrain_cli.launch.attempts import AttemptRecord, newest_checkpoint_step, read_attempts
 from scaletrain_cli.launch.node_record import read_node_records
 from scaletrain_cli.launch.resumption import why_ended
@@ -88,6 +88,24 @@ def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
         goodput=run_goodput(run),
         straggler=_straggler(run),
     )
+
+
+def is_over(run: RunDir, status: RunStatus) -> bool:
+    """Whether nothing more will happen by itself. A preempted run may be waiting for its next attempt."""
+    if status.state != "preempted":
+        return status.state in ("finished", "failed", "cancelled")
+    return not scheduler_for(status.scheduler).job(run, read_record(run)).is_active
+
+
+def exit_code_of(run: RunDir, status: RunStatus) -> int:
+    """The exit code of a run that has ended: what was decided after its last attempt, or how that ended."""
+    if status.state == "finished":
+        return ExitCode.DONE
+    attempts = read_attempts(run)
+    last = attempts[-1] if attempts else None
+    if last is not None and last.decision is not None and not last.decision.requeue:
+        return last.decision.exit_code or ExitCode.CRASHED
+    return (last.exit_code if last is not None else None) or ExitCode.CRASHED
 
 
 def _ask(run: RunDir, record: RunRecord, scheduler: Scheduler | None) -> Job:

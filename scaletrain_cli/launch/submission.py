@@ -29,8 +29,8 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
-from scaletrain_cli.rundir.record import RunRecord, read_record, write_record
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.rundir.record import RunRecord, read_first_record, read_record, write_record
+from scaletrain_cli.spec import RunSpec, changed_keys
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _RECORDED_PACKAGES = ("torch", "deepspeed")
@@ -47,12 +47,13 @@ class CreatedRun:
 
 @dataclass(frozen=True)
 class Submission:
-    """The latest hand-over to a scheduler. Restart budgets count from ``first_attempt`` on."""
+    """The latest hand-over to a scheduler. Restart budgets count from ``first_attempt`` on, which run ``revision``."""
 
     scheduler: str
     job_id: str
     submitted: float
     first_attempt: int
+    revision: int = 0
 
 
 def new_run_id(name: str, now: float) -> str:
@@ -79,10 +80,10 @@ def make_record(spec: RunSpec, plan: RunPlan, run_id: str | None = None) -> RunR
     )
 
 
-def create_run(spec: RunSpec, plan: RunPlan, run_id: str | None = None) -> CreatedRun:
+def create_run(spec: RunSpec, plan: RunPlan, run_id: str | None = None, *, root: Path | None = None) -> CreatedRun:
     """Make the run directory, or return the one that holds the same spec under this id. Raises UsageError otherwise."""
     record = make_record(spec, plan, run_id)
-    run = RunDir(runs_root() / record.run_id)
+    run = RunDir((root or runs_root()) / record.run_id)
     if run.record.exists():
         return _existing(run, spec)
     values = _secret_values(spec)
@@ -114,9 +115,10 @@ def hand_over(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submissio
     """Submit now, whatever was before. For holders of submit_lock()."""
     first_attempt = max(run.attempts(), default=0) + 1
     job_id = scheduler.submit(run, record)
-    submission = Submission(record.spec.cluster.scheduler, job_id, time.time(), first_attempt)
-    write_document(_submission_path(run), dataclasses.asdict(submission))
-    record_event(run, "submitted", scheduler=submission.scheduler, job_id=job_id, first_attempt=first_attempt)
+    submission = Submission(record.spec.cluster.scheduler, job_id, time.time(), first_attempt, record.revision)
+    data = dataclasses.asdict(submission)
+    write_document(_submission_path(run), data)
+    record_event(run, "submitted", **{key: value for key, value in data.items() if key != "submitted"})
     return submission
 
 
@@ -135,26 +137,12 @@ def submit_lock(run: RunDir) -> Iterator[None]:
 
 
 def _existing(run: RunDir, spec: RunSpec) -> CreatedRun:
-    record = read_record(run)
-    if record.spec != spec:
-        raise UsageError(
-            f"run {run.run_id} exists with another spec: {_difference(record.spec, spec)} Use another run id."
-        )
-    return CreatedRun(run, record, created=False)
-
-
-def _difference(old: RunSpec, new: RunSpec) -> str:
-    """The first few dotted keys that differ, with both values."""
-    before, after = _leaves(old.model_dump(mode="json")), _leaves(new.model_dump(mode="json"))
-    keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
-    shown = [f"{key} was {before.get(key)}, now {after.get(key)}" for key in keys[:3]]
-    return "; ".join(shown) + (f"; and {len(keys) - 3} more." if len(keys) > 3 else ".")
-
-
-def _leaves(data: object, key: str = "") -> dict[str, str]:
-    if not isinstance(data, dict):
-        return {key: json.dumps(data)}
-    return {k: v for name, value in data.items() for k, v in _leaves(value, f"{key}.{name}" if key else name).items()}
+    first = read_first_record(run)  # what was submitted; a resize since then does not make it another run
+    if first.spec != spec:
+        differing = [f"{key} was {old}, now {new}" for key, (old, new) in changed_keys(first.spec, spec).items()]
+        shown = "; ".join(differing[:3]) + (f"; and {len(differing) - 3} more." if len(differing) > 3 else ".")
+        raise UsageError(f"run {run.run_id} exists with another spec: {shown} Use another run id.")
+    return CreatedRun(run, read_record(run), created=False)
 
 
 def _secret_values(spec: RunSpec) -> dict[str, str]:

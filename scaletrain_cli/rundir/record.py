@@ -1,24 +1,35 @@
-"""run.json: the one file that crosses from the launcher into the engine. Written once, never changed."""
+"""run.json and revisions/NNNN.json: what crosses from the launcher into the engine. Each written once, never changed.
+
+run.json is what was submitted first. A revision, made when a run is resumed on other nodes or in another layout, stands
+in for its spec and plan from then on. Who writes one holds the run's submit lock.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec
 
 SCHEMA = "scaletrain.run/v1"
+REVISION_SCHEMA = "scaletrain.revision/v1"
+_REVISION = re.compile(r"(\d{4,})\.json")
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What was asked (spec), what was decided (plan) and with what it was made."""
+    """What was asked (spec), what was decided (plan) and with what it was made; ``revision`` 0 is run.json itself."""
 
     run_id: str
     created: float
@@ -28,6 +39,7 @@ class RunRecord:
     code_hash: str
     wandb_run_id: str
     working_folder: str = ""  # of the submitter: relative paths in the spec mean the same in every attempt
+    revision: int = 0
 
 
 def checkpoint_folder(run: RunDir, spec: RunSpec) -> Path:
@@ -41,8 +53,7 @@ def write_record(run: RunDir, record: RunRecord) -> None:
         "schema": SCHEMA,
         "run_id": record.run_id,
         "created": record.created,
-        "spec": record.spec.model_dump(mode="json", by_alias=True),
-        "plan": record.plan.to_json(),
+        **_decided(record.spec, record.plan),
         "versions": record.versions,
         "code_hash": record.code_hash,
         "wandb_run_id": record.wandb_run_id,
@@ -55,23 +66,75 @@ def write_record(run: RunDir, record: RunRecord) -> None:
 
 
 def read_record(run: RunDir) -> RunRecord:
-    """Load run.json. Raises UsageError when it is missing, damaged or of another schema."""
+    """run.json with the newest revision's spec and plan in place. Raises UsageError when either cannot be read."""
+    return _with_decided(run, _read(run.record, SCHEMA), max(revisions(run), default=0))
+
+
+def read_first_record(run: RunDir) -> RunRecord:
+    """run.json alone: what was submitted first, whatever came of it."""
+    return _with_decided(run, _read(run.record, SCHEMA), 0)
+
+
+def revisions(run: RunDir) -> list[int]:
+    """Numbers of the revisions made so far, in order."""
+    folder = run.path / "revisions"
+    if not folder.is_dir():
+        return []
+    return sorted(int(match[1]) for entry in folder.iterdir() if (match := _REVISION.fullmatch(entry.name)))
+
+
+def add_revision(run: RunDir, record: RunRecord, spec: RunSpec, plan: RunPlan, overrides: Sequence[str]) -> RunRecord:
+    """Put a new spec and plan in the place of those in ``record``, the newest; appears whole or not at all."""
+    number = record.revision + 1
+    path = revision_path(run, number)
+    assert not path.exists(), f"revision {number} of {run.run_id} is there: the submit lock was not held"
+    path.parent.mkdir(exist_ok=True)
+    head = {"schema": REVISION_SCHEMA, "revision": number, "created": time.time(), "overrides": list(overrides)}
+    write_document(path, {**head, **_decided(spec, plan)})
+    return dataclasses.replace(record, spec=spec, plan=plan, revision=number)
+
+
+def withdraw_revision(run: RunDir, number: int) -> None:
+    """Remove a revision that no job has been given."""
+    revision_path(run, number).unlink(missing_ok=True)
+
+
+def revision_path(run: RunDir, number: int) -> Path:
+    """The file of a revision, 1 the first."""
+    return run.path / "revisions" / f"{number:04d}.json"
+
+
+def _decided(spec: RunSpec, plan: RunPlan) -> dict[str, Any]:
+    return {"spec": spec.model_dump(mode="json", by_alias=True), "plan": plan.to_json()}
+
+
+def _read(path: Path, schema: str) -> dict[str, Any]:
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if data["schema"] != schema:
+            raise UsageError(f"{path} has schema {data['schema']!r}; this version reads {schema}.")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    return data
+
+
+def _with_decided(run: RunDir, data: dict[str, Any], revision: int) -> RunRecord:
     from pydantic import TypeAdapter, ValidationError
 
+    path = revision_path(run, revision) if revision else run.record
+    decided = _read(path, REVISION_SCHEMA) if revision else data
     try:
-        data: dict[str, Any] = json.loads(run.record.read_text(encoding="utf-8"))
-        if data["schema"] != SCHEMA:
-            raise UsageError(f"{run.record} has schema {data['schema']!r}; this version reads {SCHEMA}.")
-        plan = data["plan"] | {"alternatives": []}  # told to people; nothing downstream reads them back
+        plan = decided["plan"] | {"alternatives": []}  # told to people; nothing downstream reads them back
         return RunRecord(
             run_id=data["run_id"],
             created=data["created"],
-            spec=RunSpec.model_validate(data["spec"]),
+            spec=RunSpec.model_validate(decided["spec"]),
             plan=TypeAdapter(RunPlan).validate_python(plan),
             versions=data["versions"],
             code_hash=data["code_hash"],
             wandb_run_id=data["wandb_run_id"],
             working_folder=data["working_folder"],
+            revision=revision,
         )
-    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
-        raise UsageError(f"{run.record} cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, ValidationError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error

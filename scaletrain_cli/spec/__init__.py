@@ -1,9 +1,10 @@
 """The run spec: its schema, loading with line numbers, overrides and JSON Schema. Of ours it imports only errors."""
 
+from scaletrain_cli.spec.architecture_export import to_hugging_face
 from scaletrain_cli.spec.architecture_source import presets
 from scaletrain_cli.spec.cluster import AcceleratorSpec, ClusterSpec
 from scaletrain_cli.spec.json_schema import json_schema
-from scaletrain_cli.spec.loading import load_spec, parse_spec
+from scaletrain_cli.spec.loading import changed_keys, load_spec, override_spec, parse_spec
 from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.run import SCHEMA, DataSpec, RunSpec
 from scaletrain_cli.spec.starting_spec import starting_spec
@@ -23,10 +24,13 @@ __all__ = [
     "RunSpec",
     "TrainingSpec",
     "VitSpec",
+    "changed_keys",
     "json_schema",
     "load_spec",
+    "override_spec",
     "parse_spec",
     "presets",
     "starting_spec",
+    "to_hugging_face",
     "vision_presets",
 ]

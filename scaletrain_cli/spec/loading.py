@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,35 @@ def parse_spec(text: str, *, file: str, base_dir: Path, overrides: Sequence[str]
         raise SpecError(f"{file}: {count} problem{'s' if count != 1 else ''} in the run spec", tuple(problems))
     spec.read_from(source)
     return spec
+
+
+def override_spec(spec: RunSpec, overrides: Sequence[str], *, file: str) -> RunSpec:
+    """A spec that was read before, with overrides; ``file``, which holds it, is named in errors. Raises SpecError."""
+    source = Source(file)
+    raw = spec.model_dump(mode="json", by_alias=True)
+    source.places = {(section,): file for section in raw}
+    problems = [problem for override in overrides for problem in apply_override(raw, override, source)]
+    # What an override emptied is left out, as in a file.
+    raw = {key: value for key, value in raw.items() if value is not None}
+    new, found = _validate(raw, source, model_is_known=True)
+    problems += found
+    if problems or new is None:
+        raise SpecError("these overrides do not make a run spec", tuple(problems))
+    new.read_from(source)
+    return new
+
+
+def changed_keys(old: RunSpec, new: RunSpec) -> dict[str, tuple[str, str]]:
+    """The dotted keys that differ, in order of their names, with both values as JSON; ``null`` where there is none."""
+    before, after = (_leaves(spec.model_dump(mode="json", by_alias=True)) for spec in (old, new))
+    pairs = {key: (before.get(key, "null"), after.get(key, "null")) for key in sorted(before.keys() | after.keys())}
+    return {key: (was, given) for key, (was, given) in pairs.items() if was != given}
+
+
+def _leaves(data: object, key: str = "") -> dict[str, str]:
+    if not isinstance(data, dict):
+        return {key: json.dumps(data)}
+    return {k: v for name, value in data.items() for k, v in _leaves(value, f"{key}.{name}" if key else name).items()}
 
 
 def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list[Problem]:

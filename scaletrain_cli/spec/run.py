@@ -93,6 +93,7 @@ class CheckpointSpec(Section):
 
     every: AutoWhole = "auto"
     keep: Whole = 3
+    keep_every: Whole | None = Field(default=None, description="also kept, for ever: each whose step is a multiple")
     asynchronous: bool = Field(default=True, alias="async")
     dir: Text = "auto"
 

@@ -1,15 +1,19 @@
-"""What resuming a run means: why it ended, what it goes on from, what is lost."""
+"""What resuming a run means: why it ended, what it goes on from, what is lost, and on what it goes on."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
+from scaletrain_cli.launch.resizing import Resize
 from scaletrain_cli.launch.resumption import ResumeReport
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.ui.console import show, talk, words
-from scaletrain_cli.ui.units import bytes_text
+from scaletrain_cli.ui.units import bytes_text, seconds_text, whole_text
 
 
 def show_resume(run_id: str, report: ResumeReport) -> None:
@@ -30,7 +34,27 @@ def show_resume(run_id: str, report: ResumeReport) -> None:
     show(talk(), table)
 
 
-def resume_json(run: RunDir, report: ResumeReport) -> dict[str, Any]:
+def show_resize(resize: Resize) -> None:
+    """The layout that it had beside the one that it gets, on stderr."""
+    if not resize.changes:
+        show(talk(), words("these are the settings that the run has; its layout stays as it is", "dim"))
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_row("", words("was", "dim"), words("now", "dim"))
+    old, new = _rows(resize.before), _rows(resize.after)
+    for name, was in old.items():
+        if name in _ALWAYS_SHOWN or was != new[name]:
+            table.add_row(name, words(was), words(new[name], "bold" if was != new[name] else ""))
+    show(talk(), table)
+    for key, (was, now) in resize.changes.items():
+        if not key.startswith(("cluster.nodes", "cluster.gpus_per_node")):
+            show(talk(), words(f"{key} was {was}, now {now}"))
+
+
+def resume_json(run: RunDir, report: ResumeReport, resize: Resize | None) -> dict[str, Any]:
     """The same for programs."""
     return {
         "run_id": run.run_id,
@@ -40,6 +64,47 @@ def resume_json(run: RunDir, report: ResumeReport) -> dict[str, Any]:
         "checkpoint": str(report.checkpoint.path) if report.checkpoint else None,
         "steps_lost": report.steps_lost,
         "passed_over": report.passed_over,
+        "resize": None if resize is None else _resize_json(resize),
+    }
+
+
+_ALWAYS_SHOWN = {"GPUs", "data parallel", "micro-batch", "accumulation", "global batch", "step", "memory per GPU"}
+
+
+def _rows(record: RunRecord) -> dict[str, str]:
+    cluster, plan = record.spec.cluster, record.plan
+    layout, memory = plan.layout, plan.memory
+    return {
+        "GPUs": f"{cluster.nodes} x {cluster.gpus_per_node} = {whole_text(layout.world_size)}",
+        "data parallel": str(layout.data_parallel),
+        "tensor parallel": str(layout.tensor_parallel),
+        "pipeline parallel": str(layout.pipeline_parallel),
+        "sequence parallel": str(layout.sequence_parallel),
+        "expert parallel": str(layout.expert_parallel),
+        "ZeRO stage": str(layout.zero_stage),
+        "activation checkpointing": layout.activation_checkpointing,
+        "offload": layout.offload,
+        "micro-batch": str(layout.micro_batch_size),
+        "accumulation": str(layout.gradient_accumulation_steps),
+        "global batch": whole_text(layout.global_batch_size),
+        "step": seconds_text(plan.time.step),
+        "memory per GPU": f"{bytes_text(memory.peak)} of {bytes_text(memory.capacity)}",
+    }
+
+
+def _resize_json(resize: Resize) -> dict[str, Any]:
+    records = {"before": resize.before, "after": resize.after}
+    return {
+        "changes": {key: {"was": json.loads(was), "now": json.loads(now)} for key, (was, now) in resize.changes.items()}
+    } | {
+        name: {
+            "revision": record.revision,
+            "layout": asdict(record.plan.layout),
+            "step_seconds": record.plan.time.step,
+            "memory_peak_bytes": record.plan.memory.peak,
+            "memory_capacity_bytes": record.plan.memory.capacity,
+        }
+        for name, record in records.items()
     }
 
 

@@ -144,6 +144,35 @@ def test_resume_passes_over_a_damaged_checkpoint_and_counts_what_is_lost() -> No
     assert ended().data["state"] == "finished"
 
 
+def test_a_run_goes_on_with_fewer_processes_once_it_is_planned_anew() -> None:
+    submit(steps=60, step_seconds=0.05)
+    wait_for_step("r1", 2)
+    scaletrain("cancel", "r1")
+    ended()
+    revisions = runs_root() / "r1" / "revisions"
+    tried = scaletrain("resume", "r1", "--gpus-per-node", "1", "--dry-run")
+    assert tried.code == 0, tried.err
+    assert tried.out.endswith(f"{runs_root() / 'r1'} --engine {ENGINE}\n")
+    assert not revisions.exists()
+    table = [" ".join(row.split()) for row in tried.err.splitlines()]
+    assert {"GPUs 1 x 2 = 2 1 x 1 = 1", "data parallel 2 1", "accumulation 1 2", "global batch 16 16"} <= set(table)
+    refused = scaletrain("resume", "r1", "--gpus-per-node", "1", "--set", "training.seed=7")
+    assert (refused.code, revisions.exists()) == (ExitCode.USAGE, False)
+    assert "--set training.seed = 7: was 42, and what is trained stays as it is." in " ".join(refused.err.split())
+    assert scaletrain("resume", "r1", "--gpus-per-node", "3").code == ExitCode.INFEASIBLE
+    resumed = scaletrain("resume", "r1", "--gpus-per-node", "1", "--json")
+    assert resumed.code == 0, resumed.err
+    after = resumed.data["resize"]["after"]
+    assert (after["revision"], after["layout"]["world_size"], after["layout"]["gradient_accumulation_steps"]) == (
+        1,
+        1,
+        2,
+    )
+    assert ended().data["state"] == "finished"
+
+    assert len(list((runs_root() / "r1" / "attempts" / "0002" / "logs").iterdir())) == 1
+
+
 def test_train_runs_here_and_ends_as_the_run_does() -> None:
     trained = submit("train", steps=3)
     assert (trained.code, trained.out) == (0, "r1\n"), trained.err

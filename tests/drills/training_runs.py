@@ -117,10 +117,15 @@ class Drill:
         }
 
 
+def spec_text(dataset: Path) -> str:
+    """A small run on this machine, as a file."""
+    return _SPEC.format(dataset=dataset, steps=STEPS)
+
+
 def drill_spec(dataset: Path, **overrides: Any) -> RunSpec:
     """A small run; keys of ``overrides`` are dotted spec keys with ``__`` for the dot."""
     sets = [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()]
-    return parse_spec(_SPEC.format(dataset=dataset, steps=STEPS), file="drill.yaml", base_dir=Path(), overrides=sets)
+    return parse_spec(spec_text(dataset), file="drill.yaml", base_dir=Path(), overrides=sets)
 
 
 def submit_drill(dataset: Path, **overrides: Any) -> Drill:

@@ -1,12 +1,21 @@
 """Injected faults hit the rank, step and attempt they name, and nothing else."""
 
+import contextlib
 import math
+import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from scaletrain_cli.engine.faults import Faults, InjectedError
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
+from tests.launch.conftest import PROJECT, wait_until
+from tests.rundir.test_checkpoints import save
 
 
 def test_off_by_default() -> None:
@@ -50,3 +59,76 @@ def test_delays_of_a_save_add_up() -> None:
 def test_a_fault_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="SCALETRAIN_FAULT"):
         Faults(text, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("truncate", "1500 bytes instead of 3000"),
+        ("flip", "content does not match its hash"),
+        ("delete", "No such file or directory"),
+    ],
+)
+def test_the_newest_checkpoint_is_damaged_once_there_is_one_before_it(
+    kind: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
+    faults = Faults(f"{kind} rank=0 step=5", 0, 1, tmp_path)
+    save(tmp_path, 4)
+    faults.before_step(6)
+    assert sent == [], "nothing would be left to resume from"
+    save(tmp_path, 8)
+    faults.before_step(9)
+    assert sent == [signal.SIGKILL]
+    first, second = list_checkpoints(tmp_path)
+    assert (verify(first), verify(second)) == ([], [f"rank-00000.pt: {found}"])
+
+
+def test_a_slow_rank_waits_before_every_step_from_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    faults = Faults("slow-rank rank=1 step=3 seconds=0.2", 1, 1)
+    for step in range(1, 6):
+        faults.before_step(step)
+    assert waited == [0.2] * 3
+
+
+@pytest.mark.parametrize(("kind", "alive"), [("sigkill-agent", []), ("node", []), ("sigstop", ["T"])])
+def test_what_hits_a_node_hits_its_agent_and_every_rank(kind: str, alive: list[str]) -> None:
+    """An agent of three processes: itself, a rank that strikes and one that sleeps."""
+    rank = (
+        "import os, sys; from scaletrain_cli.engine.faults import Faults;"
+        "from scaletrain_cli.engine.signals import die_with_agent; die_with_agent();"
+        "print('up', flush=True); sys.stdin.readline(); Faults(sys.argv[1], 0, 1).before_step(1)"
+    )
+    agent = (
+        "import os, subprocess, sys; os.environ['SCALETRAIN_AGENT_PID'] = str(os.getpid());"
+        "start = lambda fault: subprocess.Popen([sys.executable, '-c', sys.argv[1], fault], stdin=subprocess.PIPE,"
+        "                                       stdout=subprocess.PIPE, start_new_session=True);"
+        "ranks = [start(sys.argv[2]), start('')]; [rank.stdout.readline() for rank in ranks];"
+        "print(*(rank.pid for rank in ranks), flush=True); ranks[0].stdin.write(b'\\n'); ranks[0].stdin.flush();"
+        "[rank.wait() for rank in ranks]"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", agent, rank, f"{kind} step=1"], stdout=subprocess.PIPE, text=True, cwd=PROJECT
+    )
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    try:
+        wait_until(lambda: states(pids) == alive if kind != "sigstop" else "T" in states(pids), kind)
+        assert (process.poll() is None) == (kind == "sigstop") or process.wait() == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    wait_until(lambda: states(pids) == [], "the ranks go with their agent")
+
+
+def states(pids: list[int]) -> list[str]:
+    """Of the processes that live; T is stopped."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.append(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
+    return [state for state in found if state not in "ZX"]

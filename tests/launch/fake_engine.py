@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.heartbeat import Heartbeat, show_stacks_when_asked
 from scaletrain_cli.rundir.paths import swap_folder
 
@@ -60,17 +61,19 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
     ignore signals. ``save_seconds``: how long a save takes after a signal. ``echo``: variables to print. ``touch``: a
     file to make. ``swap``: write to the node's disk, as NVMe offload does. ``hang``: {"attempt:rank": step at which it
     waits for ever}; with ``stopped``, these ranks do so by SIGSTOP. ``silence``: seconds that a step may take.
+    $SCALETRAIN_FAULT strikes as in the engine.
     """
     heartbeat = Heartbeat.from_environment(os.environ)
     checkpoints = run_folder / "checkpoints"
     step = max((int(path.name[5:]) for path in checkpoints.glob("step-????????")), default=0)
-    end = dying(fake.get("die", {}))
+    end, faults = dying(fake.get("die", {})), Faults.from_environment(RANK, ATTEMPT, checkpoints)
     while step < fake.get("steps", 3):
         time.sleep(fake.get("step_seconds", 0.02))
         step += 1
         heartbeat.beat(step, "step", fake.get("silence"))
         if step == dying(fake.get("hang", {})):
             hang(stopped=RANK in fake.get("stopped", []))
+        faults.before_step(step)
         if end is not None and step >= fake.get("die_at", 1):
             return die(run_folder, end, fake.get("reason"))
         if RANK == 0:

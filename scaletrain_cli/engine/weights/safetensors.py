@@ -33,6 +33,13 @@ _BASE = re.compile(r"^(model|transformer)\.")
 _MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
 
 
+def mixtral_name(name: str) -> str:
+    """What Mixtral's files call a parameter."""
+    for ours, theirs in _MIXTRAL.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
 class HuggingFaceFolder:
     """``folder`` holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it names.
 
@@ -65,10 +72,7 @@ class HuggingFaceFolder:
 
     def _stored(self, name: str) -> str | None:
         """What the files call a parameter of the model, if they have it."""
-        mixtral = name
-        for ours, theirs in _MIXTRAL.items():
-            mixtral = mixtral.replace(ours, theirs)
-        for candidate in (name, _BASE.sub("", name), mixtral):
+        for candidate in (name, _BASE.sub("", name), mixtral_name(name)):
             if candidate in self._file_of:
                 return candidate
         return None

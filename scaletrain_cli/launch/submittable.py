@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.spec import RunSpec
 
 
-def plan_for_engine(spec: RunSpec, file: Path) -> RunPlan:
+def plan_for_engine(spec: RunSpec, file: Path | str) -> RunPlan:
     """Plan, and refuse what can be planned but not run. Raises InfeasibleError."""
     from scaletrain_cli.plan import make_plan, submittable
 

@@ -1,0 +1,218 @@
+"""`scaletrain checkpoint list|verify|export|prune`: what a run could go on from, is it sound, what it has learnt."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from scaletrain_cli.cli.exit_codes import describe
+from scaletrain_cli.cli.options import AsJson, RunName, Yes
+from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
+
+if TYPE_CHECKING:
+    from scaletrain_cli.rundir.checkpoints import Checkpoint
+    from scaletrain_cli.rundir.inventory import Entry
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    help="List, verify, export and prune checkpoints.",
+)
+READING = (ExitCode.DONE, ExitCode.USAGE)
+VERIFYING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
+PRUNING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
+
+
+class ExportError(ScaletrainError):
+    """The exporting process failed; it has said why on stderr."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"nothing was exported (exit code {code}); the reason stands above.")
+        self.exit_code = ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.CRASHED
+
+
+@app.callback()
+def group() -> None:
+    """List, verify, export and prune checkpoints."""
+
+
+@app.command("list", epilog=describe(READING))
+def list_them(run: RunName, as_json: AsJson = False) -> None:
+    """Show a run's checkpoints, the unsound too, by names and sizes alone; verify reads the files."""
+    from scaletrain_cli.ui.checkpoint_view import entry_json, show_entries
+    from scaletrain_cli.ui.messages import say
+
+    folder, entries = _inventory(run)
+    if as_json:
+        _print({"folder": folder, "checkpoints": [entry_json(entry) for entry in entries]})
+    elif entries:
+        show_entries(entries)
+    else:
+        say(f"no checkpoints in {folder}")
+
+
+@app.command(epilog=describe(VERIFYING))
+def verify(
+    run: RunName,
+    step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Only the one of this step.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte of a run's checkpoints and compare the hashes. A line for each problem, with the file's name."""
+    from scaletrain_cli.rundir.inventory import verify_files
+    from scaletrain_cli.ui.checkpoint_view import VerifyingLine
+    from scaletrain_cli.ui.messages import say
+
+    folder, entries = _inventory(run)
+    # What is half-written or set aside no attempt would go on from.
+    wanted = [entry for entry in entries if entry.path.name.startswith("step-") and str(entry.path.parent) == folder]
+    if step is not None:
+        wanted = [entry for entry in wanted if entry.step == step]
+        if not wanted:
+            known = ", ".join(str(entry.step) for entry in entries) or "none"
+            raise UsageError(f"--step {step}: there is no such checkpoint in {folder}. There are: {known}.")
+    sound = sum(entry.checkpoint.size_bytes for entry in wanted if entry.checkpoint)
+    problems: dict[str, list[str]] = {}
+    with VerifyingLine(sound) as line:
+        for entry in wanted:
+            line.begin(entry.path.name)
+            checkpoint = entry.checkpoint
+            problems[entry.path.name] = verify_files(checkpoint, line.advance) if checkpoint else [entry.problem]
+    if as_json:
+        _print({"folder": folder, "problems": problems, "sound": not any(problems.values())})
+    for name, found in problems.items():
+        for problem in () if as_json else found:
+            typer.echo(f"{name}/{problem}")
+    bad = sum(bool(found) for found in problems.values())
+    say(f"{len(problems) - bad} of {len(problems)} checkpoints are sound")
+    raise typer.Exit(ExitCode.CRASHED if bad else ExitCode.DONE)
+
+
+@app.command(epilog=describe(VERIFYING))
+def export(
+    run: RunName,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="A folder that is not there yet.")],
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=0, help="Of this step; else the newest that verifies.")
+    ] = None,
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"], typer.Option("--dtype", help="Of the weights in the files.")
+    ] = "bf16",
+    averaged: Annotated[bool, typer.Option("--averaged", help="The averaged weights (training.averaging).")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the weights as Hugging Face has them: safetensors, config.json, and tokenizer.json where it is at hand.
+
+    The checkpoint is verified first, and may be of any layout. Prints the folder on stdout.
+    """
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.record import checkpoint_folder, read_record
+    from scaletrain_cli.ui.messages import say
+    from scaletrain_cli.ui.units import bytes_text, whole_text
+
+    found = find_run(run)
+    record = read_record(found)
+    checkpoint = _sound(found.run_id, checkpoint_folder(found, record.spec), step)
+    with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
+        resolved = Path(folder) / "spec.json"
+        resolved.write_text(json.dumps(record.spec.model_dump(mode="json", by_alias=True)), encoding="utf-8")
+        # A process of its own: torch stays out of the command line. Its talk is our talk.
+        places = [checkpoint.path, resolved, output.absolute(), found.path.parent]
+        options = ["--dtype", dtype, *(["--averaged"] if averaged else [])]
+        command = [sys.executable, "-m", "scaletrain_cli.engine.export", *map(str, places), *options]
+        # From where the run was submitted, or relative paths in its spec would mean something else.
+        start = record.working_folder if Path(record.working_folder).is_dir() else None
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=start)
+    lines = done.stdout.splitlines()
+    if done.returncode != 0 or not lines:
+        raise ExportError(done.returncode)
+    told = json.loads(lines[-1]) | {"step": checkpoint.step, "dtype": dtype}
+    if as_json:
+        _print(told)
+        return
+    size = f"{whole_text(told['parameters'])} parameters, {bytes_text(told['bytes'])} in {dtype}"
+    say(f"step {checkpoint.step} as {told['model_type']}: {size}")
+    if told["tokenizer"] is None:
+        say("without tokenizer.json: the data that it was made for is not at hand here")
+    typer.echo(str(output))
+
+
+@app.command(epilog=describe(PRUNING))
+def prune(
+    run: RunName,
+    keep: Annotated[
+        int | None, typer.Option("--keep", metavar="N", min=1, help="So many of the newest; else checkpoint.keep.")
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option("--keep-every", metavar="M", min=1, help="And each M-th step; else checkpoint.keep_every."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete old checkpoints of a run that has ended.
+
+    Never deletes the newest that verifies, nor the newest that is marked clean. Refuses while the run is active.
+    """
+    from scaletrain_cli.cli.confirmation import confirm
+    from scaletrain_cli.launch.pruning import carry_out, pruning
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.ui.messages import say
+    from scaletrain_cli.ui.units import bytes_text
+
+    with pruning(find_run(run), keep, keep_every) as found:
+        freed = sum(checkpoint.size_bytes for checkpoint in found.doomed)
+        names = [checkpoint.path.name for checkpoint in found.doomed]
+        if names and not dry_run:
+            confirm(f"Delete {len(names)} checkpoints of {bytes_text(freed)} ({', '.join(names)})?", yes)
+            carry_out(found)
+    if as_json:
+        _print({"deleted": names, "bytes": freed, "dry_run": dry_run, "newest_sound_step": found.sound.step})
+        return
+    for name in names:
+        typer.echo(name)
+    verb = "would be deleted" if dry_run else "deleted"
+    say(f"{len(names)} checkpoints {verb}, {bytes_text(freed)}; step {found.sound.step} is sound")
+
+
+def _inventory(run: str) -> tuple[str, list[Entry]]:
+    from scaletrain_cli.rundir.inventory import take_inventory
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.record import checkpoint_folder, read_record
+
+    found = find_run(run)
+    folder = checkpoint_folder(found, read_record(found).spec)
+    return str(folder), take_inventory(folder)
+
+
+def _sound(run_id: str, folder: Path, step: int | None) -> Checkpoint:
+    """The checkpoint of a step, or the newest that verifies. Raises ScaletrainError for a damaged or missing one."""
+    from scaletrain_cli.rundir.checkpoints import list_checkpoints, newest_that_verifies
+    from scaletrain_cli.rundir.inventory import verify_files
+
+    if step is None:
+        newest, passed_over = newest_that_verifies(folder)
+        if newest is None:
+            raise ScaletrainError(f"{run_id} has no sound checkpoint. {'; '.join(passed_over)}".rstrip())
+        return newest
+    committed = {checkpoint.step: checkpoint for checkpoint in list_checkpoints(folder)}
+    if step not in committed:
+        known = ", ".join(map(str, committed)) or "none"
+        raise UsageError(f"--step {step}: there is no such checkpoint in {folder}. There are: {known}.")
+    if problems := verify_files(committed[step]):
+        raise ScaletrainError(f"{committed[step].path.name} is damaged: {'; '.join(problems)}")
+    return committed[step]
+
+
+def _print(data: dict[str, Any]) -> None:
+    from scaletrain_cli.ui.json import print_json
+
+    print_json(data)

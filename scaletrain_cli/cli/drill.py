@@ -1,0 +1,145 @@
+"""`scaletrain drill`: hurt small runs on your own cluster on purpose, and see whether anything of them is lost."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from scaletrain_cli.cli.options import AsJson, Overrides, Yes
+from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.drills.kinds import DrillKind
+    from scaletrain_cli.spec import RunSpec
+
+EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
+
+
+def command(
+    kinds: Annotated[
+        list[str] | None, typer.Argument(metavar="[KIND]...", help="What to do; else all.", show_default=False)
+    ] = None,
+    list_kinds: Annotated[bool, typer.Option("--list", help="Name the kinds, and start nothing.")] = False,
+    spec: Annotated[
+        Path | None, typer.Option("--spec", metavar="SPEC", help="A run of yours, cut short; else a model of 10 M.")
+    ] = None,
+    overrides: Overrides = None,
+    scheduler: Annotated[
+        str | None, typer.Option("--scheduler", metavar="NAME", help="local or slurm; else the spec's, or local.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", metavar="N", min=1, max=100_000, help="How many nodes.")
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option("--gpus-per-node", metavar="N", min=1, max=1024, help="How many devices in each.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="cpu, or a device.")] = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Of each run.")] = 40,
+    timeout: Annotated[
+        str, typer.Option("--timeout", metavar="TIME", help="For each run, its wait in the queue included.")
+    ] = "30m",
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the run directories; else only of what failed.")] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Do to small runs what ends real ones, on your own scheduler, and compare with the run that nothing happened to.
+
+    One run per kind, one after another, each with the same model and data. A run survives when it does what it must,
+    finishes, and is the run that it would have been: to the bit on CPUs, within 1e-4 of the final loss on GPUs.
+    """
+    from scaletrain_cli.launch.drills.kinds import KINDS
+
+    if list_kinds:
+        _list(as_json)
+        return
+    unknown = [kind for kind in kinds or () if kind not in KINDS]
+    if unknown:
+        raise UsageError(f"no such drill: {', '.join(unknown)}. There are: {', '.join(KINDS)}.")
+    chosen = [kind for name, kind in KINDS.items() if name in (kinds or KINDS)]
+    sizes = {
+        "cluster.scheduler": scheduler,
+        "cluster.nodes": nodes,
+        "cluster.gpus_per_node": gpus_per_node,
+        "cluster.gpu": gpu,
+    }
+    given = [*(overrides or ()), *(f"{key}={value}" for key, value in sizes.items() if value is not None)]
+    raise typer.Exit(_drill(chosen, _spec(spec, given), steps, _seconds(timeout), keep=keep, yes=yes, as_json=as_json))
+
+
+def _drill(
+    kinds: list[DrillKind], base: RunSpec, steps: int, timeout: float, *, keep: bool, yes: bool, as_json: bool
+) -> ExitCode:
+    from scaletrain_cli.cli.confirmation import confirm
+    from scaletrain_cli.launch.drills.kinds import UNDISTURBED
+    from scaletrain_cli.launch.drills.running import Range, drill_spec, make_folder, run_drill
+    from scaletrain_cli.launch.drills.verdict import judge
+    from scaletrain_cli.launch.scheduler import scheduler_for
+    from scaletrain_cli.launch.submittable import plan_for_engine
+    from scaletrain_cli.ui.drill_view import show_verdicts, verdicts_json
+    from scaletrain_cli.ui.live import StatusLine
+    from scaletrain_cli.ui.messages import say, warn
+
+    small = drill_spec(base, steps)
+    plan = plan_for_engine(small, "the drills' spec")
+    cluster, scheduler = small.cluster, scheduler_for(small.cluster.scheduler)
+    for note in scheduler.preflight(small):
+        warn(note)
+    device = cluster.gpu if isinstance(cluster.gpu, str) else cluster.gpu.name
+    size = f"{cluster.nodes} x {cluster.gpus_per_node} {device} on {cluster.scheduler}"
+    confirm(f"Train {len(kinds) + 1} runs of {steps} steps, one after another, {size}?", yes)
+    folder, verdicts = make_folder(), []
+    with StatusLine() as line:
+        say(f"undisturbed, in {folder}")
+        run, undisturbed = run_drill(Range(folder, small, plan, scheduler, timeout), UNDISTURBED, line.update)
+        if undisturbed.state != "finished":
+            why = f"the run that nothing was done to did not finish but {undisturbed.state}: {undisturbed.why}"
+            raise ScaletrainError(f"{why}. See `scaletrain logs {run.path}`.")
+        for kind in kinds:
+            say(f"{kind.name}: {kind.summary}")
+            run, course = run_drill(Range(folder, small, plan, scheduler, timeout), kind, line.update)
+            verdicts.append(judge(kind, str(run.path), course, undisturbed, exact=device == "cpu"))
+    survived = all(verdict.survived for verdict in verdicts)
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json(verdicts_json(folder, undisturbed, verdicts))
+    else:
+        show_verdicts(verdicts)
+    if survived and not keep:
+        shutil.rmtree(folder)
+    else:
+        say(f"the runs are in {folder}")
+    return ExitCode.DONE if survived else ExitCode.CRASHED
+
+
+def _spec(path: Path | None, overrides: list[str]) -> RunSpec:
+    from scaletrain_cli.spec import load_spec, parse_spec, starting_spec
+
+    if path is not None:
+        return load_spec(path, overrides)
+    return parse_spec(starting_spec(), file="the drills' spec", base_dir=Path(), overrides=overrides)
+
+
+def _list(as_json: bool) -> None:
+    from scaletrain_cli.launch.drills.kinds import KINDS
+
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json({"kinds": {kind.name: kind.summary for kind in KINDS.values()}})
+        return
+    width = max(map(len, KINDS))
+    for kind in KINDS.values():
+        typer.echo(f"{kind.name:<{width}}  {kind.summary}")
+
+
+def _seconds(text: str) -> float:
+    from scaletrain_cli.spec.quantities import parse_seconds
+
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise UsageError(f"--timeout {text}: {error}.") from error

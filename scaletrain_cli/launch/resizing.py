@@ -1,0 +1,113 @@
+"""A run on other nodes or in another layout: its spec with overrides, planned anew and held against what it trains.
+
+Everything is checked here, before anything is queued. Reads the record and writes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
+from scaletrain_cli.launch.submittable import plan_for_engine
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, read_record, revision_path
+from scaletrain_cli.spec import RunSpec, changed_keys, override_spec
+
+# What may change from one attempt to the next, as the beginning of a key or the whole of it. Anything else would make
+# another run of it: other data, another model, other steps.
+MAY_CHANGE = ("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "env", "training.micro_batch_size")
+# Degrees that a user may have pinned; `auto` leaves them to the planner.
+_PINS = (
+    *("layout.data_parallel", "layout.tensor_parallel", "layout.pipeline_parallel", "layout.sequence_parallel"),
+    *("layout.expert_parallel", "layout.zero_stage", "layout.activation_checkpointing", "training.micro_batch_size"),
+)
+# How states are cut over the ranks.
+_SHARDING = (
+    *("data_parallel", "tensor_parallel", "pipeline_parallel", "virtual_pipeline", "sequence_parallel"),
+    *("context_parallel", "expert_parallel", "zero_stage"),
+)
+
+
+@dataclass(frozen=True)
+class Resize:
+    """The run as it is (``before``), and the spec and plan that the overrides make of it."""
+
+    before: RunRecord
+    spec: RunSpec
+    plan: RunPlan
+    overrides: tuple[str, ...]
+
+    @property
+    def changes(self) -> dict[str, tuple[str, str]]:
+        """Keys of the spec that differ, with both values; without any there is nothing to revise."""
+        return changed_keys(self.before.spec, self.spec)
+
+    @property
+    def after(self) -> RunRecord:
+        """The record as the next attempt would read it."""
+        number = self.before.revision + bool(self.changes)
+        return dataclasses.replace(self.before, spec=self.spec, plan=self.plan, revision=number)
+
+    @property
+    def cuts_states_anew(self) -> bool:
+        """Whether ranks would hold other parts of the weights or of the optimizer's states."""
+        old, new = self.before.plan.layout, self.plan.layout
+        return any(getattr(old, field) != getattr(new, field) for field in _SHARDING)
+
+
+def replan(run: RunDir, overrides: Sequence[str]) -> Resize:
+    """Plan the run anew with ``overrides`` (``cluster.nodes=2``); the global batch stays, accumulation follows.
+
+    Raises UsageError for an override that would change what is trained, InfeasibleError for a run that does not fit.
+    """
+    before = read_record(run)
+    file = str(revision_path(run, before.revision) if before.revision else run.record)
+    spec = override_spec(before.spec, overrides, file=file)
+    changes = changed_keys(before.spec, spec)
+    problems = [problem for key, values in changes.items() if (problem := _objection(key, *values)) is not None]
+    if problems:
+        raise UsageError(f"{run.run_id} would no longer be the same run", tuple(problems))
+    if not changes:
+        return Resize(before, before.spec, before.plan, tuple(overrides))
+    try:
+        plan = plan_for_engine(spec, run.run_id)
+    except InfeasibleError as error:
+        error.problems += tuple(_pins_in_the_way(spec))
+        raise
+    return Resize(before, spec, plan, tuple(overrides))
+
+
+def _objection(key: str, was: str, given: str) -> Problem | None:
+    if key == "checkpoint.dir":
+        return Problem("--set", key, f"the run's checkpoints are in {was}.", given, "Leave it as it is.")
+    if any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
+        return None
+    allowed = f"A resumed run may change {', '.join(MAY_CHANGE)}; submit a new run for anything else."
+    return Problem("--set", key, f"was {was}, and what is trained stays as it is.", given, allowed)
+
+
+def _pins_in_the_way(spec: RunSpec) -> Iterator[Problem]:
+    """The pinned degrees without which the run could be planned: one that is enough, else all of them together."""
+    pins = {key: value for key in _PINS if (value := _value(spec, key)) != "auto"}
+    alone = [key for key in pins if _can_be_planned(spec, [key])]
+    together = list(pins) if not alone and len(pins) > 1 and _can_be_planned(spec, list(pins)) else []
+    for key in alone or together:
+        others = " with the other pins here" if together else ""
+        hint = f"Add --set {key}=auto{others}."
+        yield Problem(spec.where(key), key, "is pinned; left to the planner, the run can be laid out.", pins[key], hint)
+
+
+def _can_be_planned(spec: RunSpec, released: Sequence[str]) -> bool:
+    try:
+        plan_for_engine(override_spec(spec, [f"{key}=auto" for key in released], file="a trial"), "a trial")
+    except (InfeasibleError, UsageError):
+        return False
+    return True
+
+
+def _value(spec: RunSpec, key: str) -> str:
+    section, name = key.split(".")
+    return str(getattr(getattr(spec, section), name))

@@ -1,0 +1,103 @@
+"""Everything in a run's checkpoint folder, sound or not: what people list, verify and prune.
+
+Knows the names of the folder and the manifests; what the files hold is hashed only where it is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaletrain_cli.rundir.checkpoints import (
+    MANIFEST,
+    Checkpoint,
+    entries,
+    newest_that_verifies,
+    read_checkpoint,
+    verify,
+)
+from scaletrain_cli.rundir.committing import superfluous
+
+_FOLDER = re.compile(r"(damaged-)?step-(\d{8,})")
+_ATTEMPT = re.compile(r"attempt-\d{4,}\.tmp")
+_MOST_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One folder. ``problem`` is what keeps it from being a checkpoint, as far as names and sizes tell; else empty.
+
+    ``written`` in Unix seconds.
+    """
+
+    path: Path
+    step: int
+    written: float
+    checkpoint: Checkpoint | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What would be deleted, and the newest checkpoint that verifies, which never is."""
+
+    doomed: tuple[Checkpoint, ...]
+    sound: Checkpoint
+
+
+def take_inventory(folder: Path) -> list[Entry]:
+    """By step, oldest first. Reads manifests and sizes alone."""
+    found = [entry for path in entries(folder) for entry in _look_at(path)]
+    return sorted(found, key=lambda entry: (entry.step, entry.path.name))
+
+
+def verify_files(checkpoint: Checkpoint, on_file: Callable[[str, int], None] = lambda name, size: None) -> list[str]:
+    """As verify(), several files at a time; ``on_file`` is told of each that is done, with its size in bytes."""
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+        names = {pool.submit(verify, checkpoint, [name]): name for name in checkpoint.files}
+        problems = {}
+        for done in as_completed(names):
+            problems[names[done]] = done.result()
+            on_file(names[done], checkpoint.files[names[done]].size)
+    return [problem for name in checkpoint.files for problem in problems[name]]
+
+
+def plan_pruning(folder: Path, keep: int, keep_every: int | None) -> Pruning | None:
+    """None where no checkpoint verifies: then each may be the one that somebody can still mend."""
+    sound, _ = newest_that_verifies(folder)
+    if sound is None:
+        return None
+    doomed = superfluous(folder, keep, keep_every)
+    return Pruning(tuple(one for one in doomed if one.step != sound.step), sound)
+
+
+def _look_at(path: Path) -> Iterator[Entry]:
+    if _ATTEMPT.fullmatch(path.name):
+        for inner in entries(path):
+            if match := _FOLDER.fullmatch(inner.name):
+                yield Entry(inner, int(match[2]), inner.stat().st_mtime, None, f"half-written in {path.name}")
+    elif match := _FOLDER.fullmatch(path.name):
+        read, manifest = read_checkpoint(path), path / MANIFEST
+        written = (manifest if manifest.exists() else path).stat().st_mtime
+        checkpoint = read if isinstance(read, Checkpoint) else None
+        problem = _missing(checkpoint) if checkpoint is not None else str(read)
+        yield Entry(path, int(match[2]), written, checkpoint, _SET_ASIDE if match[1] else problem)
+
+
+_SET_ASIDE = "set aside as damaged; yours to delete"
+
+
+def _missing(checkpoint: Checkpoint) -> str:
+    """The first file that is not there in the size that the manifest states."""
+    for name, expected in checkpoint.files.items():
+        try:
+            size = (checkpoint.path / name).stat().st_size
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if size != expected.size:
+            return f"{name}: {size} bytes instead of {expected.size}"
+    return ""

@@ -1,0 +1,114 @@
+"""The Hugging Face config.json of a transformer that we train: the way back of architecture_source."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.spec.model import ModelSpec
+
+
+def to_hugging_face(model: ModelSpec) -> dict[str, Any]:
+    """The config of the architecture that computes what ``model`` does. Raises UsageError where there is none."""
+    problems = _unknown_to_all(model)
+    if problems:
+        raise UsageError("no Hugging Face architecture computes what this model does", tuple(problems))
+    return {**(_gpt2(model) if model.family == "gpt" else _llama(model)), "use_cache": True}
+
+
+def _llama(model: ModelSpec) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": model.attention_dropout,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.intermediate_size,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "initializer_range": model.initializer_range,
+        "tie_word_embeddings": model.tie_word_embeddings,
+    }
+    if model.num_experts:
+        return config | (_qwen3_moe(model) if model.qk_norm else _mixtral(model))
+    if model.qk_norm:
+        return config | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False}
+    if model.qkv_bias:
+        return config | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False}
+    return config | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": False}
+
+
+def _qwen3_moe(model: ModelSpec) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "use_sliding_window": False,
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.num_experts_per_tok,
+        "moe_intermediate_size": model.expert_size,
+        "norm_topk_prob": model.norm_topk_prob,
+        "router_aux_loss_coef": model.router_aux_loss_coef,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(range(model.first_k_dense_replace)),
+    }
+
+
+def _mixtral(model: ModelSpec) -> dict[str, Any]:
+    return {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "sliding_window": None,
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.num_experts_per_tok,
+        "intermediate_size": model.expert_size,
+        "router_aux_loss_coef": model.router_aux_loss_coef,
+    }
+
+
+def _gpt2(model: ModelSpec) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "activation_function": "gelu_new",
+        "n_embd": model.hidden_size,
+        "n_layer": model.num_hidden_layers,
+        "n_head": model.num_attention_heads,
+        "n_inner": model.intermediate_size,
+        "n_positions": model.max_position_embeddings,
+        "vocab_size": model.vocab_size,
+        "layer_norm_epsilon": model.norm_eps,
+        "initializer_range": model.initializer_range,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "embd_pdrop": model.hidden_dropout,
+        "resid_pdrop": model.hidden_dropout,
+        "attn_pdrop": model.attention_dropout,
+    }
+
+
+def _unknown_to_all(model: ModelSpec) -> list[Problem]:
+    """What none of the architectures above has, or not together."""
+    usual = model.model_copy(update=dict.fromkeys(("gated_mlp", "norm", "norm_bias", "bias", "position_embedding")))
+    mixtral = model.num_experts > 0 and not model.qk_norm
+    gpt = model.family == "gpt"
+    wrong = (
+        ("gated_mlp", model.has_gated_mlp != usual.has_gated_mlp, f"{model.family} has it otherwise."),
+        ("norm", model.norm_kind != usual.norm_kind, f"{model.family} has {usual.norm_kind}."),
+        ("norm_bias", model.has_norm_bias != usual.has_norm_bias, f"{model.family} has it otherwise."),
+        ("bias", model.has_bias != usual.has_bias, f"{model.family} has it otherwise."),
+        ("position_embedding", model.positions != usual.positions, f"{model.family} has {usual.positions}."),
+        ("embedding_norm", model.embedding_norm, "is in none."),
+        ("kv_lora_rank", model.kv_lora_rank > 0, "latent attention is not exported."),
+        ("qkv_bias", model.qkv_bias and (model.qk_norm or mixtral), "stands beside neither qk_norm nor experts."),
+        ("shared_expert_intermediate_size", model.shared_expert_intermediate_size > 0, "is in none without a gate."),
+        ("norm_topk_prob", mixtral and not model.norm_topk_prob, "is true in Mixtral, the one without qk_norm."),
+        ("first_k_dense_replace", mixtral and model.first_k_dense_replace > 0, "is 0 in Mixtral."),
+        ("num_experts", gpt and model.num_experts > 0, "is 0 in GPT-2."),
+        ("num_key_value_heads", gpt and model.num_key_value_heads != model.num_attention_heads, "is not in GPT-2."),
+        ("head_dim", gpt and model.head_dim * model.num_attention_heads != model.hidden_size, "follows in GPT-2."),
+    )
+    return [Problem("model", f"model.{key}", why, str(getattr(model, key))) for key, applies, why in wrong if applies]

@@ -1,0 +1,133 @@
+"""checkpoint list, verify and prune: of a run that a stand-in trained, without a rank being started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.launch.scheduler import Job
+from scaletrain_cli.launch.submission import create_run
+from scaletrain_cli.rundir.checkpoints import newest_that_verifies
+from scaletrain_cli.rundir.committing import close_attempt
+from scaletrain_cli.spec import load_spec
+from tests.cli.command_line import SMALL, scaletrain
+from tests.launch.conftest import make_plan
+from tests.rundir.test_checkpoints import ATTEMPT, flip_bit, save
+
+
+@pytest.fixture
+def folder() -> Path:
+    """The checkpoints of steps 10 to 60, of which 30 is marked clean."""
+    spec = load_spec(SMALL)
+    run = create_run(spec, make_plan(spec), "r1").run
+    for step in range(10, 70, 10):
+        save(run.checkpoints, step, clean=step == 30)
+    close_attempt(run.checkpoints, ATTEMPT)
+    return run.checkpoints
+
+
+def names(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def test_they_are_listed_oldest_first_with_the_newest_marked(folder: Path) -> None:
+    (folder / "step-00000060" / "manifest.json").unlink()
+    listed = scaletrain("checkpoint", "list", "r1")
+    assert listed.code == 0, listed.err
+    rows = [row.split() for row in listed.out.splitlines()]
+    assert rows[0] == ["step", "age", "size", "ranks", "clean", "attempt"]
+    assert [row[0] for row in rows[1:7]] == ["10", "20", "30", "40", "50", "60"]
+    assert rows[3][-5:] == ["5.00", "kB", "2", "yes", "3"]
+    assert rows[5][-1] == "newest"
+    assert "unsound: manifest.json: missing" in " ".join(listed.out.split())
+    found = scaletrain("checkpoint", "list", "r1", "--json").data["checkpoints"]
+    assert (found[0]["step"], found[0]["bytes"], found[0]["problem"]) == (10, 5000, None)
+
+
+def test_no_checkpoints_is_no_error(folder: Path) -> None:
+    spec = load_spec(SMALL)
+    create_run(spec, make_plan(spec), "r2")
+    for verb in ("list", "verify"):
+        ended = scaletrain("checkpoint", verb, "r2")
+        assert (ended.code, ended.out) == (0, ""), ended.err
+
+
+def test_a_flipped_bit_is_found_and_its_file_named(folder: Path) -> None:
+    assert scaletrain("checkpoint", "verify", "r1").code == 0
+    flip_bit(folder / "step-00000040" / "rank-00000.pt", 1234)
+    (folder / "step-00000050" / "manifest.json").write_text("{}")
+    verified = scaletrain("checkpoint", "verify", "r1")
+    assert verified.code == ExitCode.CRASHED
+    assert verified.out.splitlines() == [
+        "step-00000040/rank-00000.pt: content does not match its hash",
+        "step-00000050/manifest.json: not the manifest of a checkpoint",
+    ]
+    assert "4 of 6 checkpoints are sound" in verified.err
+    assert scaletrain("checkpoint", "verify", "r1", "--step", "30").code == 0
+    one = scaletrain("checkpoint", "verify", "r1", "--step", "40", "--json")
+    assert (one.code, one.data["sound"]) == (ExitCode.CRASHED, False)
+    missing = scaletrain("checkpoint", "verify", "r1", "--step", "41")
+    assert missing.code == ExitCode.USAGE
+    assert "--step 41: there is no such checkpoint" in missing.err
+
+
+def test_pruning_keeps_what_was_asked_for_the_newest_clean_one_and_each_mth(folder: Path) -> None:
+    tried = scaletrain("checkpoint", "prune", "r1", "--keep", "2", "--dry-run")
+    assert (tried.code, len(names(folder))) == (0, 6), tried.err
+    assert tried.out.splitlines() == ["step-00000010", "step-00000020", "step-00000040"]
+    pruned = scaletrain("checkpoint", "prune", "r1", "--keep", "2", "--keep-every", "20", "--json")
+    assert pruned.code == 0, pruned.err
+    assert (pruned.data["deleted"], pruned.data["newest_sound_step"]) == (["step-00000010"], 60)
+    assert names(folder) == [20, 30, 40, 50, 60]
+
+
+def test_without_options_the_specs_own_rule_holds(folder: Path) -> None:
+    assert scaletrain("checkpoint", "prune", "r1").code == 0
+    assert names(folder) == [30, 40, 50, 60]
+
+
+def test_pruning_never_takes_what_the_run_would_go_on_from(folder: Path) -> None:
+    for step in (50, 60):
+        flip_bit(folder / f"step-{step:08d}" / "rank-00000.pt", 0)
+    assert scaletrain("checkpoint", "prune", "r1", "--keep", "1").code == 0
+    sound, _ = newest_that_verifies(folder)
+    assert sound is not None
+    assert sound.step == 40
+    for step in (30, 40):
+        flip_bit(folder / f"step-{step:08d}" / "rank-00000.pt", 0)
+    before = names(folder)
+    refused = scaletrain("checkpoint", "prune", "r1", "--keep", "1")
+    assert (refused.code, names(folder)) == (ExitCode.CRASHED, before)
+    assert "no checkpoint of r1 verifies, so none was deleted" in refused.err
+
+
+@pytest.mark.parametrize("job", [Job("7", "running"), Job("7", "queued"), Job("7", "unknown")])
+def test_an_active_run_is_not_pruned(folder: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scaletrain_cli.launch.local.LocalScheduler.job", lambda *_: job)
+    refused = scaletrain("checkpoint", "prune", "r1", "--keep", "1")
+    assert (refused.code, len(names(folder))) == (ExitCode.USAGE, 6)
+    assert "still active" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "expected"),
+    [
+        (["--step", "41"], ExitCode.USAGE, "--step 41: there is no such checkpoint"),
+        (
+            ["--step", "40"],
+            ExitCode.CRASHED,
+            "step-00000040 is damaged: rank-00000.pt: content does not match its hash",
+        ),
+        (["--dtype", "int8"], ExitCode.USAGE, "'--dtype'"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_with_the_reason(
+    folder: Path, options: list[str], code: ExitCode, expected: str, tmp_path: Path
+) -> None:
+    flip_bit(folder / "step-00000040" / "rank-00000.pt", 1234)
+    ended = scaletrain("checkpoint", "export", "r1", "--output", tmp_path / "out", *options)
+    assert (ended.code, ended.out) == (code, ""), ended.err
+    assert expected in " ".join(ended.err.split())
+    assert not (tmp_path / "out").exists()

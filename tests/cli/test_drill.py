@@ -1,0 +1,92 @@
+"""drill with a stand-in engine that strikes itself as the real one does: what is run, told and left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.launch.drills.kinds import KINDS
+from scaletrain_cli.launch.local import LocalScheduler
+from scaletrain_cli.rundir.paths import list_runs, runs_root
+from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
+
+ENGINE = "tests.launch.fake_engine"
+
+
+@pytest.fixture(autouse=True)
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalScheduler.__init__, "__defaults__", (ENGINE,))
+    inherited = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PROJECT), *([inherited] if inherited else [])]))
+    monkeypatch.chdir(tmp_path)
+
+
+def drill(*arguments: str) -> Ended:
+    env = json.dumps({"FAKE": json.dumps({"steps": 12, "checkpoint_every": 3, "step_seconds": 0.05})})
+    return scaletrain("drill", *arguments, "--spec", SMALL, "--set", f"env={env}", "--steps", "12", "--timeout", "60s")
+
+
+def test_a_killed_rank_is_survived_and_nothing_is_left_behind() -> None:
+    ended = drill("sigkill")
+    assert ended.code == 0, ended.out + ended.err
+    title, row = ended.out.splitlines()
+    assert title.split() == "drill survived attempts steps lost time lost the same run".split()
+    assert row.split()[:3] == ["sigkill", "survived", "2"]
+    assert row.endswith("to the bit, checkpoint files too") or row.endswith("to the bit")
+    assert [path.name for path in runs_root().iterdir()] == ["datasets"]
+
+
+def test_a_run_that_was_not_hit_has_proved_nothing() -> None:
+    """The stand-in has no gradients to poison, so the run just finishes."""
+    ended = drill("nan", "slow-rank", "--json")
+    assert ended.code == ExitCode.CRASHED
+    assert {one["kind"]: one["survived"] for one in ended.data["drills"]} == {"nan": False, "slow-rank": True}
+    assert ended.data["drills"][1]["complaints"] == ["it took 1 attempts instead of 2 (done)"]
+    kept = Path(ended.data["folder"])
+    assert {path.name for path in kept.iterdir()} == {"datasets", "undisturbed", "nan", "slow-rank"}
+    assert list_runs() == [], "they are not among the runs"
+    assert scaletrain("status", kept / "nan").code == 0, "but can be looked at"
+
+
+def test_where_the_undisturbed_run_fails_nothing_is_drilled() -> None:
+    env = json.dumps({"FAKE": json.dumps({"die": {"*:*": 93}})})
+    ended = scaletrain("drill", "sigkill", "--spec", SMALL, "--set", f"env={env}", "--steps", "12", "--timeout", "60s")
+    assert (ended.code, ended.out) == (ExitCode.CRASHED, "")
+    assert "the run that nothing was done to did not finish but failed" in " ".join(ended.err.split())
+
+
+def test_a_run_that_never_ends_is_cancelled() -> None:
+    env = json.dumps({"FAKE": json.dumps({"steps": 10_000, "step_seconds": 0.05})})
+    ended = scaletrain("drill", "sigkill", "--spec", SMALL, "--set", f"env={env}", "--steps", "12", "--timeout", "1s")
+    assert ended.code == ExitCode.CRASHED
+    assert "did not finish but cancelled" in " ".join(ended.err.split())
+
+
+def test_the_kinds_are_listed_without_starting_any() -> None:
+    listed = scaletrain("drill", "--list")
+    assert (listed.code, listed.err) == (0, "")
+    assert [row.split()[0] for row in listed.out.splitlines()] == list(KINDS)
+    assert scaletrain("drill", "--list", "--json").data["kinds"].keys() == KINDS.keys()
+    assert not runs_root().exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["--steps", "5"], ExitCode.USAGE, "--steps 5: a drill needs at least 12"),
+        (["--timeout", "soon"], ExitCode.USAGE, "--timeout soon: must be a duration"),
+        (["--gpus-per-node", "3"], ExitCode.INFEASIBLE, "must be a multiple of 3 data-parallel ranks"),
+        (["--set", "training.nonsense=1"], ExitCode.USAGE, "training.nonsense"),
+    ],
+)
+def test_what_cannot_be_drilled_is_refused_before_anything_starts(
+    arguments: list[str], code: ExitCode, expected: str
+) -> None:
+    ended = scaletrain("drill", "sigkill", "--spec", SMALL, *arguments)
+    assert ended.code == code
+    assert expected in " ".join(ended.err.split())
+    assert not runs_root().exists()

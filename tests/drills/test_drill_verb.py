@@ -1,0 +1,22 @@
+"""`scaletrain drill` on this machine with the real engine: what it says of a killed rank and of a cut file is so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command_line import scaletrain
+from tests.drills.training_runs import STEPS, spec_text
+
+pytestmark = [pytest.mark.drill, pytest.mark.long]
+
+
+def test_the_table_says_survived(dataset: Path, tmp_path: Path) -> None:
+    spec = tmp_path / "drill.yaml"
+    spec.write_text(spec_text(dataset))
+    ended = scaletrain("drill", "sigkill", "truncate", "--spec", spec, "--steps", STEPS)
+    assert ended.code == 0, ended.out + ended.err
+    rows = [row.split() for row in ended.out.splitlines()[1:]]
+    assert [row[:3] for row in rows] == [["sigkill", "survived", "2"], ["truncate", "survived", "2"]]
+    assert ended.out.count("to the bit") == 2

@@ -1,0 +1,139 @@
+"""An exported checkpoint is what Hugging Face's loaders expect, and holds the very weights that were saved."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scaletrain_cli.engine.export import export
+from scaletrain_cli.engine.parallel.cuts import Cut
+from scaletrain_cli.engine.state.pieces import Piece
+from scaletrain_cli.engine.state.shard_file import Entry, ShardHeader, write_shard
+from scaletrain_cli.engine.weights.hugging_face_config import config_mismatches
+from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.spec import ModelSpec, RunSpec, parse_spec
+from tests.engine.weights.test_safetensors import GPT, LLAMA, MIXTURE, MODELS, contents, loaded
+from tests.spec.samples import SPEC
+
+MIXTRAL = {**MIXTURE, "norm_topk_prob": True}
+QWEN3_MOE = {**MIXTURE, "qk_norm": True}
+EXPORTED = {
+    "llama": MODELS["llama"],
+    "llama tied": MODELS["tied"],
+    "qwen2": MODELS["qwen2"],
+    "qwen3": MODELS["qwen3"],
+    "gpt2": GPT,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
+}
+
+
+def spec_of(dims: dict[str, Any]) -> RunSpec:
+    sample = parse_spec(SPEC, file="run.yaml", base_dir=Path())
+    return sample.model_copy(update={"model": ModelSpec.model_validate(dims)})
+
+
+def checkpoint_of(folder: Path, weights: dict[str, Tensor], kinds: tuple[str, ...] = ("weight",)) -> Path:
+    """As three ranks would save it: matrices cut by columns over two of them, the rest whole in the third's file."""
+    folder.mkdir()
+    for rank in range(3):
+        pieces, entries = {}, []
+        for name, values in weights.items():
+            cut = Cut(1, 2, rank) if values.dim() == 2 and values.shape[1] % 2 == 0 else None
+            if rank == 2 if cut is None else rank < 2:
+                mine = values if cut is None else replace(cut).take(values)
+                pieces[name] = Piece(name, tuple(values.shape), cut, 0, mine.numel())
+                entries += [Entry(f"{kind}/{name}", mine.flatten() + (kind != "weight")) for kind in kinds]
+        write_shard(folder / f"rank-{rank:05d}.safetensors", ShardHeader(rank, pieces, {}), entries)
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "dims"), EXPORTED.items(), ids=EXPORTED.keys())
+def test_what_is_exported_loads_as_what_was_trained(kind: str, dims: dict[str, Any], tmp_path: Path) -> None:
+    weights = contents(dims)
+    told = export(checkpoint_of(tmp_path / "step-1", weights), spec_of(dims), tmp_path / "out", torch.float32)
+    assert told["model_type"] == kind.split()[0]
+    assert told["parameters"] == sum(values.numel() for values in weights.values())
+    torch.testing.assert_close(loaded(tmp_path / "out", dims), weights, rtol=0, atol=0)
+    assert list(config_mismatches(tmp_path / "out", ModelSpec.model_validate(dims))) == []
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["torch_dtype"], len(config["architectures"])) == ("float32", 1)
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
+
+
+def test_files_are_cut_and_an_index_says_what_is_where(tmp_path: Path) -> None:
+    weights = contents(LLAMA)
+    folder = checkpoint_of(tmp_path / "step-1", weights)
+    export(folder, spec_of(LLAMA), tmp_path / "out", torch.bfloat16, largest_file_bytes=2_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == 2 * sum(values.numel() for values in weights.values())
+    expected = {name: values.bfloat16().float() for name, values in weights.items()}
+    torch.testing.assert_close(loaded(tmp_path / "out", LLAMA), expected, rtol=0, atol=0)
+
+
+def test_averaged_weights_are_exported_where_there_are_any(tmp_path: Path) -> None:
+    weights = contents(LLAMA)
+    both = checkpoint_of(tmp_path / "step-1", weights, ("weight", "average"))
+    export(both, spec_of(LLAMA), tmp_path / "out", torch.float32, averaged=True)
+    expected = {name: values + 1 for name, values in weights.items()}
+    torch.testing.assert_close(loaded(tmp_path / "out", LLAMA), expected, rtol=0, atol=0)
+    with pytest.raises(UsageError, match="has no averaged weights"):
+        export(
+            checkpoint_of(tmp_path / "step-2", weights), spec_of(LLAMA), tmp_path / "x", torch.float32, averaged=True
+        )
+
+
+def test_an_export_that_fails_leaves_nothing_and_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
+    weights = contents(LLAMA)
+    del weights["model.norm.weight"]
+    folder = checkpoint_of(tmp_path / "step-1", weights)
+    with pytest.raises(ScaletrainError, match=r"0 of 16 values of weight/model\.norm\.weight"):
+        export(folder, spec_of(LLAMA), tmp_path / "out", torch.float32)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UsageError, match="exists and is not overwritten"):
+        export(folder, spec_of(LLAMA), tmp_path / "out", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dims", "key"),
+    [
+        ({**MODELS["qwen3"], "qkv_bias": True}, "model.qkv_bias"),
+        ({**MIXTURE}, "model.norm_topk_prob"),
+        ({**QWEN3_MOE, "shared_expert_intermediate_size": 8}, "model.shared_expert_intermediate_size"),
+        ({**LLAMA, "position_embedding": "alibi"}, "model.position_embedding"),
+    ],
+)
+def test_a_model_that_no_architecture_computes_is_refused(dims: dict[str, Any], key: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no Hugging Face architecture") as caught:
+        export(tmp_path, spec_of(dims), tmp_path / "out", torch.float32)
+    assert [problem.key for problem in caught.value.problems] == [key]
+
+
+@pytest.mark.parametrize("dims", EXPORTED.values(), ids=EXPORTED.keys())
+def test_transformers_computes_the_same_loss(dims: dict[str, Any], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="compares with transformers where it is installed")
+    from scaletrain_cli.engine.model import outline
+    from scaletrain_cli.engine.weights.materialise import materialise
+    from scaletrain_cli.engine.weights.safetensors import HuggingFaceFolder
+
+    spec = spec_of(dims)
+    weights = {name: values * 0.1 for name, values in contents(dims).items()}
+    export(checkpoint_of(tmp_path / "step-1", weights), spec, tmp_path / "out", torch.float32)
+    ours = outline(spec.transformer)
+    materialise(ours, HuggingFaceFolder(tmp_path / "out", outline(spec.transformer)), torch.device("cpu"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
+    labels = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), dim=1)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens, labels), theirs(tokens, labels=tokens).loss, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,213 @@
+"""Resuming on other nodes: what may change, what is refused and why, and that a refusal leaves the run as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from scaletrain_cli.errors import InfeasibleError, SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.launch import resumption
+from scaletrain_cli.launch.resizing import replan
+from scaletrain_cli.launch.resumption import resume
+from scaletrain_cli.launch.submission import create_run, read_submission, submit_run
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, read_record, revisions
+from tests.launch.conftest import MadeRun, make_spec
+from tests.launch.test_resumption import Cluster, attempt, commit
+
+
+class Refusing(Cluster):
+    """Says no, or nothing, once it has seen what it was given."""
+
+    def __init__(self, error: type[SchedulerError] = SchedulerError) -> None:
+        super().__init__()
+        self.error = error
+        self.seen: RunRecord | None = None
+
+    def submit(self, run: RunDir, record: RunRecord) -> str:
+        self.seen = read_record(run)
+        assert not run.is_told_to_stop, "a job that starts at once would end at once"
+        raise self.error("no such partition")
+
+
+def ended_run(*overrides: str) -> MadeRun:
+    """A run that was planned in earnest, trained to step 10 and was cancelled."""
+    spec = make_spec(*overrides)
+    created = create_run(spec, make_plan(spec), "mine")
+    made = MadeRun(created.run, created.record)
+    submit_run(made.run, made.record, Cluster())
+    attempt(made, 75, "cancelled")
+    commit(made, 10)
+    made.run.stop_file.touch()
+    made.run.stop_file_by_hand.write_text("the disk is to be changed")
+    return made
+
+
+def test_another_size_is_planned_anew_with_the_same_global_batch() -> None:
+    made = ended_run()
+    old = made.record.plan.layout
+    assert (old.data_parallel, old.gradient_accumulation_steps) == (2, 2)
+    resize = replan(made.run, ["cluster.gpus_per_node=1"])
+    new = resize.plan.layout
+    assert (new.world_size, new.data_parallel, new.gradient_accumulation_steps) == (1, 1, 4)
+    assert new.global_batch_size == old.global_batch_size
+    assert resize.changes == {"cluster.gpus_per_node": ("2", "1")}
+    assert revisions(made.run) == [], "planning writes nothing"
+
+
+def test_a_resized_run_is_handed_over_with_its_revision() -> None:
+    made, cluster = ended_run(), Cluster()
+    resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=4"]), scheduler=cluster)
+    record = read_record(made.run)
+    assert (record.revision, record.plan.layout.world_size) == (1, 4)
+    submission = read_submission(made.run)
+    assert submission is not None
+    assert submission.revision == 1
+    assert made.events("submitted")[-1]["revision"] == 1
+    assert not [*made.run.path.glob("cancelled*"), *made.run.path.glob("stop*")]
+
+
+def test_what_was_changed_before_stays_changed() -> None:
+    made = ended_run()
+    resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=4"]), scheduler=Cluster())
+    resize = replan(made.run, ["checkpoint.every=7"])
+    assert (resize.spec.world_size, resize.spec.checkpoint.every) == (4, 7)
+
+
+def test_overrides_that_the_run_has_already_make_no_revision() -> None:
+    made, cluster = ended_run(), Cluster()
+    resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=2"]), scheduler=cluster)
+    assert (revisions(made.run), cluster.submitted) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.seed=7", "--set training.seed = 7: was 42, and what is trained stays as it is."),
+        ("training.global_batch_size=8", "training.global_batch_size = 8: was 4"),
+        ("training.steps=99", "training.steps = 99: was 20"),
+        ("training.optimizer.lr=1", "training.optimizer.lr = 1"),
+        ("training.precision=bf16", 'training.precision = "bf16": was "fp32"'),
+        ("model.seq_len=16", "model.seq_len = 16: was 8"),
+        ("data.source=other", 'data.source = "other": was "python-stdlib"'),
+        ("name=other", 'name = "other": was "fake"'),
+        ("evaluation.every=3", "evaluation.every = 3: was 500"),
+        ("checkpoint.dir=/elsewhere", 'checkpoint.dir = "/elsewhere": the run\'s checkpoints are in "auto".'),
+    ],
+)
+def test_what_is_trained_cannot_be_changed(override: str, expected: str) -> None:
+    made = ended_run()
+    with pytest.raises(UsageError) as caught:
+        replan(made.run, [override, "cluster.gpus_per_node=1"])
+    assert caught.value.exit_code == 2
+    assert [str(problem) for problem in caught.value.problems if expected in str(problem)]
+    assert len(caught.value.problems) == 1
+
+
+def test_every_forbidden_key_is_named_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        replan(ended_run().run, ["training.seed=7", "training.steps=99", "layout.zero_stage=1"])
+    assert [problem.key for problem in caught.value.problems] == ["training.seed", "training.steps"]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("layout.zero_stage=1", "checkpoint.every=3", "guard.hang=5m", "restarts.crash=9", "tracking.log_every=2"),
+        *("training.micro_batch_size=2", "env.EXTRA='1'", "cluster.grace_seconds=90"),
+    ],
+)
+def test_how_it_is_trained_can_be_changed(override: str) -> None:
+    assert len(replan(ended_run().run, [override]).changes) == 1
+
+
+def test_an_override_that_is_no_value_names_the_option() -> None:
+    with pytest.raises(UsageError) as caught:
+        replan(ended_run().run, ["cluster.nodes=many"])
+    assert str(caught.value.problems[0]).startswith("--set cluster.nodes = many: ")
+
+
+def test_a_pinned_degree_that_cannot_hold_is_named_with_its_way_out() -> None:
+    made = ended_run("layout.data_parallel=2", "layout.tensor_parallel=1")
+    with pytest.raises(InfeasibleError) as caught:
+        replan(made.run, ["cluster.gpus_per_node=4"])
+    assert caught.value.exit_code == 3
+    shown = [str(problem) for problem in caught.value.problems]
+    assert any("run.json layout.data_parallel = 2: is pinned" in one for one in shown), shown
+    assert any("Add --set layout.data_parallel=auto." in one for one in shown)
+    assert not any("layout.tensor_parallel = 1: is pinned" in one for one in shown), "which alone would not help"
+
+
+def test_a_batch_that_does_not_divide_is_infeasible() -> None:
+    with pytest.raises(InfeasibleError, match="cannot be laid out"):
+        replan(ended_run("layout.tensor_parallel=1", "layout.pipeline_parallel=1").run, ["cluster.gpus_per_node=3"])
+
+
+def test_a_refusal_leaves_the_run_as_it_was() -> None:
+    made, cluster = ended_run(), Refusing()
+    with pytest.raises(SchedulerError):
+        resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=1"]), scheduler=cluster)
+    assert cluster.seen is not None
+    assert cluster.seen.revision == 1, "a job that starts at once reads the new layout"
+    assert (read_record(made.run).spec, revisions(made.run)) == (made.record.spec, [])
+    assert made.run.stop_file.exists()
+    assert made.run.stop_file_by_hand.read_text() == "the disk is to be changed"
+    assert len(made.events("submitted")) == 1
+
+
+def test_a_scheduler_that_gives_no_answer_may_have_the_job_so_the_revision_stands() -> None:
+    made = ended_run()
+    with pytest.raises(SchedulerSilentError):
+        resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=1"]), scheduler=Refusing(SchedulerSilentError))
+    assert read_record(made.run).spec.world_size == 1
+    resume(made.run, scheduler=Cluster())
+    assert (read_record(made.run).revision, read_record(made.run).spec.world_size) == (1, 1)
+    resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=4"]), scheduler=Cluster())
+    assert (read_record(made.run).revision, read_record(made.run).spec.world_size) == (2, 4)
+
+
+def test_of_two_who_resize_a_run_only_one_wins() -> None:
+    made, cluster, gate = ended_run(), Cluster(), threading.Barrier(2)
+    resizes = [replan(made.run, [f"cluster.gpus_per_node={size}"]) for size in (1, 4)]
+
+    def try_to(number: int) -> bool:
+        gate.wait()
+        with contextlib.suppress(UsageError):
+            resume(made.run, resize=resizes[number], scheduler=cluster)
+            return True
+        return False
+
+    with ThreadPoolExecutor(2) as pool:
+        won = list(pool.map(try_to, range(2)))
+    assert sorted(won) == [False, True]
+    assert (revisions(made.run), cluster.submitted) == ([1], 1)
+    assert read_record(made.run).spec.world_size == (1, 4)[won.index(True)]
+
+
+def test_quantised_states_are_not_cut_anew() -> None:
+    made, cluster = ended_run("training.optimizer.name=adamw_8bit"), Cluster()
+    with pytest.raises(UsageError, match="quantised in blocks") as caught:
+        resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=1"]), scheduler=cluster)
+    assert caught.value.exit_code == 2
+    assert (revisions(made.run), cluster.submitted) == ([], 0)
+    resume(made.run, resize=replan(made.run, ["checkpoint.every=3"]), scheduler=cluster)
+    assert cluster.submitted == 1
+
+
+def test_the_old_job_is_asked_for_where_it_is_and_the_new_one_goes_where_the_override_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = ended_run()
+    clusters = {"local": Cluster(), "slurm": Cluster()}
+    monkeypatch.setattr(resumption, "scheduler_for", lambda name: clusters[name])
+    clusters["local"].state = "running"
+    to_slurm = replan(made.run, ["cluster.scheduler=slurm"])
+    with pytest.raises(UsageError, match="still active"):
+        resume(made.run, resize=to_slurm)
+    clusters["local"].state = "ended"
+    resume(made.run, resize=to_slurm)
+    assert (clusters["local"].submitted, clusters["slurm"].submitted) == (0, 1)

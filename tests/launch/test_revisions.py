@@ -1,0 +1,67 @@
+"""run.json stays as it was written; a revision stands in for its spec and plan, whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.submission import create_run
+from scaletrain_cli.rundir.record import (
+    add_revision,
+    read_first_record,
+    read_record,
+    revision_path,
+    revisions,
+    withdraw_revision,
+)
+from tests.launch.conftest import MadeRun, make_plan, make_spec
+
+
+@pytest.fixture
+def made(make_run: Callable[..., MadeRun]) -> MadeRun:
+    return make_run(run_id="mine")
+
+
+def revise(made: MadeRun, *overrides: str) -> None:
+    spec = make_spec(*overrides)
+    add_revision(made.run, read_record(made.run), spec, make_plan(spec), overrides)
+
+
+def test_the_newest_revision_stands_in_for_what_was_submitted_and_run_json_stays(made: MadeRun) -> None:
+    before = made.run.record.read_bytes()
+    revise(made, "cluster.gpus_per_node=1")
+    revise(made, "cluster.gpus_per_node=4")
+    record = read_record(made.run)
+    assert (record.revision, record.spec.world_size, record.plan.layout.world_size) == (2, 4, 4)
+    assert (record.run_id, record.wandb_run_id) == (made.record.run_id, made.record.wandb_run_id)
+    assert made.run.record.read_bytes() == before
+    assert read_first_record(made.run) == made.record
+    assert revisions(made.run) == [1, 2]
+
+
+def test_a_withdrawn_revision_leaves_the_one_before_it(made: MadeRun) -> None:
+    revise(made, "cluster.gpus_per_node=1")
+    revise(made, "cluster.gpus_per_node=4")
+    withdraw_revision(made.run, 2)
+    assert (read_record(made.run).revision, read_record(made.run).spec.world_size) == (1, 1)
+
+
+def test_a_damaged_revision_is_an_error_and_not_the_layout_before_it(made: MadeRun) -> None:
+    revise(made, "cluster.gpus_per_node=1")
+    revision_path(made.run, 1).write_text("{")
+    with pytest.raises(UsageError, match=r"revisions/0001\.json cannot be read"):
+        read_record(made.run)
+
+
+def test_a_draft_that_a_crash_left_is_no_revision(made: MadeRun) -> None:
+    revise(made, "cluster.gpus_per_node=1")
+    (made.run.path / "revisions" / ".0002.json.77.tmp").write_text("{")
+    assert read_record(made.run).revision == 1
+
+
+def test_submitting_the_first_spec_again_still_finds_the_run(made: MadeRun) -> None:
+    revise(made, "cluster.gpus_per_node=1")
+    again = create_run(made.record.spec, made.record.plan, "mine")
+    assert (again.created, again.record.revision) == (False, 1)

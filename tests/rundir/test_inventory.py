@@ -1,0 +1,57 @@
+"""What stands in a checkpoint folder is told as it is, and what may be deleted never includes what is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.committing import begin_staging
+from scaletrain_cli.rundir.inventory import plan_pruning, take_inventory, verify_files
+from tests.rundir.test_checkpoints import ATTEMPT, flip_bit, save
+
+
+def test_every_folder_is_listed_with_what_is_wrong_with_it(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step)
+    (tmp_path / "step-00000020" / "manifest.json").unlink()
+    (tmp_path / "step-00000030" / "rank-00000.pt").unlink()
+    begin_staging(tmp_path, ATTEMPT, 50)
+    (tmp_path / "damaged-step-00000005").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert {entry.step: entry.problem for entry in take_inventory(tmp_path)} == {
+        5: "set aside as damaged; yours to delete",
+        10: "",
+        20: "manifest.json: missing (deleting was cut short, or the file was lost)",
+        30: "rank-00000.pt: No such file or directory",
+        40: "",
+        50: "half-written in attempt-0003.tmp",
+    }
+    assert take_inventory(tmp_path / "nowhere") == []
+
+
+def test_files_are_verified_side_by_side_and_each_is_told_of(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    (checkpoint,) = list_checkpoints(tmp_path)
+    told: dict[str, int] = {}
+    assert verify_files(checkpoint, told.__setitem__) == []
+    assert told == {"rank-00000.pt": 3000, "sub/rank-00001.pt": 2000}
+    flip_bit(path / "sub/rank-00001.pt", 77)
+    (path / "rank-00000.pt").unlink()
+    assert verify_files(checkpoint) == [
+        "rank-00000.pt: No such file or directory",
+        "sub/rank-00001.pt: content does not match its hash",
+    ]
+
+
+def test_the_newest_that_verifies_is_never_deleted_however_old(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        flip_bit(save(tmp_path, step) / "rank-00000.pt", 9) if step > 20 else save(tmp_path, step)
+    found = plan_pruning(tmp_path, 1, None)
+    assert found is not None
+    assert found.sound.step == 20
+    assert [one.step for one in found.doomed] == [10, 30]
+
+
+def test_nothing_is_planned_where_nothing_verifies(tmp_path: Path) -> None:
+    flip_bit(save(tmp_path, 10) / "rank-00000.pt", 9)
+    assert plan_pruning(tmp_path, 1, None) is None
