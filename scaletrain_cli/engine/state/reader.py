@@ -51,7 +51,7 @@ class StateReader:
     def read(self, kind: str, piece: Piece) -> Tensor:
         """The values of a piece, flat, as saved. Raises ScaletrainError where the files do not have all of it."""
         key, found, values = f"{kind}/{piece.name}", 0, torch.zeros(piece.numel)
-        for file, saved in self._sources(piece.name):
+        for file, saved in self._sources(piece):
             shared = list(overlaps(saved, piece))
             if not shared:
                 continue
@@ -77,12 +77,13 @@ class StateReader:
             )
         return {}
 
-    def _sources(self, name: str) -> Iterator[tuple[ShardFile, Piece]]:
-        """The files that have something of a matrix; of the rank's own it needs more only where others own a part."""
-        if self._own is not None and name in self._own.header.pieces:
-            yield self._own, self._own.header.pieces[name]
+    def _sources(self, piece: Piece) -> Iterator[tuple[ShardFile, Piece]]:
+        """The files to read it from: the rank's own where that has all of it, which no replica's without ZeRO has."""
+        own = None if self._own is None else self._own.header.pieces.get(piece.name)
+        if self._own is not None and own is not None and own.contains(piece):
+            yield self._own, own
         else:
-            yield from self._index.get(name, [])
+            yield from self._index.get(piece.name, [])
 
     @cached_property
     def _files(self) -> list[ShardFile]:
