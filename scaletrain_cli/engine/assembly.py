@@ -112,7 +112,7 @@ def assemble(
         feed=Feed(read_train.batch, device),
         validation=read_validation,
         faults=faults,
-        judge=Judge(run, record, ranks, set_up, checkpointer, _guard(spec), rollbacks, ledger),
+        judge=Judge(run, record, ranks, set_up, checkpointer, _guard(spec), rollbacks, ledger, heartbeat),
         late=LateMetrics(device),
         ledger=ledger,
         boundary=Boundary(run, ranks, agreement, checkpointer, _cadence(record), flag, heartbeat, ledger),

@@ -12,6 +12,7 @@ from typing import Any
 from scaletrain_cli.engine.checkpointing import Checkpointer
 from scaletrain_cli.engine.feeding.windows import Window, batch_number, merged
 from scaletrain_cli.engine.guarding.guard import Guard
+from scaletrain_cli.engine.heartbeat import Heartbeat
 from scaletrain_cli.engine.late_metrics import StepMeasures
 from scaletrain_cli.engine.ledger import LedgerClock
 from scaletrain_cli.engine.metrics import MetricsLog
@@ -43,6 +44,7 @@ class Judge:
     guard: Guard
     rollbacks: list[Rollback]
     ledger: LedgerClock
+    heartbeat: Heartbeat
 
     @property
     def skipped(self) -> tuple[Window, ...]:
@@ -115,6 +117,7 @@ class Judge:
         The event comes after newer checkpoints are gone and before a step is trained, so that a kill in between leaves
         either the decision to be made again or all of it.
         """
+        self.heartbeat.beat(trained, "rollback")
         self.checkpointer.finish()
         target = self.checkpointer.newest_clean()
         if target is None:

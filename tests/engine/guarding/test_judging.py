@@ -12,12 +12,13 @@ import pytest
 
 from scaletrain_cli.engine.guarding.guard import Guard
 from scaletrain_cli.engine.guarding.judging import Judge, NonFiniteGradientError, SpikeError
+from scaletrain_cli.engine.heartbeat import Heartbeat
 from scaletrain_cli.engine.late_metrics import StepMeasures
 from scaletrain_cli.engine.ledger import LedgerClock
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.plan import make_plan
-from scaletrain_cli.rundir import checkpoints
-from scaletrain_cli.rundir.checkpoints import Checkpoint, list_checkpoints, mark_clean, verify
+from scaletrain_cli.rundir import committing
+from scaletrain_cli.rundir.checkpoints import Checkpoint, list_checkpoints, verify
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -48,6 +49,13 @@ class Kept:
     def mark_clean_up_to(self, step: int) -> None:
         self.done.append(f"clean {step}")
 
+    def newest_clean(self) -> Checkpoint | None:
+        sound = (each for each in reversed(list_checkpoints(self.folder)) if each.clean and not verify(each))
+        return next(sound, None)
+
+    def retire_newer(self, step: int) -> None:
+        self.done.append(f"retire {step}")
+
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
         self.done.append(f"restore {checkpoint.step}")
         return {"guard": self.guard_state}
@@ -64,11 +72,10 @@ class Logged:
 
 
 def commit(folder: Path, step: int, *, clean: bool) -> None:
-    staging = checkpoints.staging_path(folder, step)
-    staging.mkdir(parents=True)
-    writer = checkpoints.HashingWriter(staging / "shard.pt")
+    committing.open_attempt(folder, 1)
+    writer = committing.HashingWriter(committing.begin_staging(folder, 1, step) / "shard.pt")
     writer.write(b"weights")
-    checkpoints.commit(folder, step, {"shard.pt": writer.close()}, world_size=1, clean=clean, attempt=1)
+    committing.commit(folder, step, {"shard.pt": writer.close()}, world_size=1, clean=clean, attempt=1)
 
 
 Make = Callable[..., Judge]
@@ -89,7 +96,7 @@ def make(tmp_path: Path) -> Make:
         kept: Any = Kept(run.checkpoints, guard)
         agreement: Any = OneRank()
         ledger = LedgerClock(run, 1, 1)
-        return Judge(run, record, Ranks(0, 1, 0), agreement, kept, guard, rollbacks or [], ledger)
+        return Judge(run, record, Ranks(0, 1, 0), agreement, kept, guard, rollbacks or [], ledger, Heartbeat(None))
 
     return made
 
@@ -114,8 +121,7 @@ def test_a_spike_leads_back_to_the_newest_clean_checkpoint_and_skips_its_window(
     assert back == Rollback(from_step=36, to_step=20, skip=(31, 36))
     assert judge.skipped == ((31, 36),)
     assert [judge.batch_number(step) for step in (30, 31)] == [30, 37]
-    assert [each.step for each in list_checkpoints(judge.run.checkpoints)] == [20]
-    assert judge.checkpointer.done[-2:] == ["finish", "restore 20"]  # type: ignore[attr-defined]
+    assert judge.checkpointer.done[-3:] == ["finish", "retire 20", "restore 20"]  # type: ignore[attr-defined]
     (event,) = read_events(judge.run)
     assert (event["retry"], event["losses"], event["median_loss"]) == (1, [50.0] * 3, 2.0)
 
@@ -157,7 +163,7 @@ def test_without_a_clean_checkpoint_it_is_told_and_lived_with(make: Make) -> Non
     (event,) = read_events(judge.run)
     assert (event["event"], event["step"]) == ("spike", 33)
     assert "no checkpoint is known to be clean" in event["then"]
-    assert [each.step for each in list_checkpoints(judge.run.checkpoints)] == [20, 30]
+    assert "retire 20" not in judge.checkpointer.done  # type: ignore[attr-defined]
 
 
 def test_with_the_action_warn_a_spike_is_told_once(make: Make) -> None:
@@ -179,7 +185,7 @@ def test_a_value_that_is_not_finite_ends_the_run_or_rolls_it_back(found: list[St
 def test_a_nan_that_cannot_be_rolled_back_ends_the_run(make: Make) -> None:
     judge = make("guard.nan=rollback")
     for checkpoint in list_checkpoints(judge.run.checkpoints):
-        checkpoints.delete(checkpoint.path)
+        committing.delete(checkpoint.path)
     with pytest.raises(NonFiniteGradientError):
         judged(judge, measures(31, math.nan), 31)
 
@@ -191,7 +197,7 @@ def test_what_the_spec_skips_is_skipped_beside_what_was_rolled_back(make: Make) 
 
 def test_a_checkpoint_that_is_marked_clean_still_verifies(make: Make) -> None:
     folder = make().run.checkpoints
-    mark_clean(list_checkpoints(folder)[1])
+    committing.mark_clean(list_checkpoints(folder)[1], attempt=1)
     assert [(each.step, each.clean, verify(each)) for each in list_checkpoints(folder)] == [
         (20, True, []),
         (30, True, []),
