@@ -171,8 +171,9 @@ class Checkpointer:
         staging = committing.begin_staging(self.folder, self._attempt, step)
         time.sleep(self._faults.save_delay_seconds)
         name = shard_name(self._ranks.rank)
-        digests = {name: write_shard(staging / name, header, entries)}
+        digests = {name: write_shard(staging / name, header, entries, self._faults.before_write)}
         if self._ranks.rank == 0:
+            self._faults.before_write()
             file = HashingWriter(staging / _STATE)
             file.write(state.encode())
             digests[_STATE] = file.close()
@@ -190,6 +191,7 @@ class Checkpointer:
     def _commit(self, save: _Save, files: dict[str, FileDigest]) -> None:
         """In rank 0's thread."""
         world_size = self._ranks.world_size
+        self._faults.before_write()
         committing.commit(self.folder, save.step, files, world_size=world_size, clean=False, attempt=self._attempt)
         record_event(
             self._run,

@@ -4,11 +4,14 @@
 checkpoint write takes half a second longer. Add ``attempt=1`` to hit one attempt only. ``spike step=20-23 factor=20``
 multiplies the loss of the *batches* 20 to 23, on all ranks: whoever leaves them out is cured. ``truncate``, ``flip``
 and ``delete`` damage the newest checkpoint, once there are two, and kill the rank. ``slow-rank`` waits at every step.
+``disk-full write=7``: the seventh write of this rank to checkpoints fails, and every later one. ``stale-attempt``:
+before the step, the checkpoints are opened to a later attempt, as when this one is given up for dead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import signal
@@ -20,6 +23,7 @@ from pathlib import Path
 from scaletrain_cli.engine.damage import DAMAGES, damage
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.committing import open_attempt
 
 VARIABLE = "SCALETRAIN_FAULT"
 
@@ -35,6 +39,7 @@ class Fault:
     seconds: float = 0.0
     last: int | None = None  # with ``step`` as the first: the batches of a spike
     factor: float = 1.0
+    write: int | None = None  # of a full disk: the first one that fails
 
 
 class InjectedError(RuntimeError):
@@ -72,7 +77,7 @@ _STRIKES: dict[str, Callable[[], None]] = {
     "sigkill-agent": _kill_agent,
     "node": _kill_node,
 }
-_KINDS = (*_STRIKES, *DAMAGES, "exception", "nan", "spike", "slow-save", "slow-rank")
+_KINDS = (*_STRIKES, *DAMAGES, "exception", "nan", "spike", "slow-save", "slow-rank", "disk-full", "stale-attempt")
 
 
 class Faults:
@@ -81,7 +86,7 @@ class Faults:
     def __init__(self, text: str, rank: int, attempt: int, folder: Path | None = None) -> None:
         parsed = [_parse(part) for part in text.split(";") if part.strip()]
         self._mine = [f for f in parsed if f.rank in (None, rank) and f.attempt in (None, attempt)]
-        self._folder = folder
+        self._folder, self._attempt, self._writes = folder, attempt, 0
 
     @classmethod
     def from_environment(cls, rank: int, attempt: int, folder: Path | None = None) -> Faults:
@@ -93,6 +98,12 @@ class Faults:
         """How much longer each checkpoint write of this rank takes."""
         return sum(fault.seconds for fault in self._mine if fault.kind == "slow-save")
 
+    def before_write(self) -> None:
+        """Called before each write to a checkpoint. Raises OSError where the disk is to be full."""
+        self._writes += 1
+        if any(f.kind == "disk-full" and self._writes >= (f.write or 1) for f in self._mine):
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (injected at write {self._writes})")
+
     def before_step(self, step: int) -> None:
         """Strike, if anything is due before optimizer step ``step`` (1-based)."""
         for fault in self._mine:
@@ -103,6 +114,8 @@ class Faults:
         for fault in self._due(step):
             if fault.kind in _STRIKES:
                 _STRIKES[fault.kind]()
+            elif fault.kind == "stale-attempt" and self._folder is not None:
+                open_attempt(self._folder, self._attempt + 1)
             elif fault.kind == "exception":
                 raise InjectedError(f"injected before step {step}")
 
@@ -132,14 +145,15 @@ def _parse(text: str) -> Fault:
     try:
         given = dict(setting.split("=", 1) for setting in settings)
         first, _, last = given.pop("step", "").partition("-")
-        whole = {key: int(given.pop(key)) for key in ("rank", "attempt") if key in given}
+        whole = {key: int(given.pop(key)) for key in ("rank", "attempt", "write") if key in given}
         step, last_step = int(first) if first else None, int(last) if last else None
         seconds, factor = float(given.pop("seconds", 0)), float(given.pop("factor", 20))
     except ValueError as error:
         raise UsageError(f"{VARIABLE}: cannot read {text.strip()!r}: {error}") from error
     if kind not in _KINDS or given:
         raise UsageError(
-            f"{VARIABLE}: {text.strip()!r}: kinds are {', '.join(_KINDS)}; keys rank, step, attempt, seconds, factor."
+            f"{VARIABLE}: {text.strip()!r}: kinds are {', '.join(_KINDS)}; "
+            f"keys rank, step, attempt, seconds, factor, write."
         )
     if kind == "spike" and last_step is None:
         last_step = step

@@ -49,9 +49,7 @@ def _began(run: ForkedRun) -> float:
     return (run.run.attempt(1) / "rank-0.pid").stat().st_mtime
 
 
-def _kill_one_run(
-    run: ForkedRun, undisturbed: ForkedRun, took: float, found: Kills, chance: random.Random
-) -> None:
+def _kill_one_run(run: ForkedRun, undisturbed: ForkedRun, took: float, found: Kills, chance: random.Random) -> None:
     for _ in range(_KILLS_PER_RUN):
         in_save, committed = chance.random() < 0.5, run.newest_step()
         strike = _Strike(chance, took, in_save)
