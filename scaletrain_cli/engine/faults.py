@@ -4,8 +4,8 @@
 checkpoint write takes half a second longer. Add ``attempt=1`` to hit one attempt only. ``spike step=20-23 factor=20``
 multiplies the loss of the *batches* 20 to 23, on all ranks: whoever leaves them out is cured. ``truncate``, ``flip``
 and ``delete`` damage the newest checkpoint, once there are two, and kill the rank. ``slow-rank`` waits at every step.
-``disk-full write=7``: the seventh write of this rank to checkpoints fails, and every later one. ``stale-attempt``:
-before the step, the checkpoints are opened to a later attempt, as when this one is given up for dead.
+``disk-full step=9 write=7``: from step 9 on, the seventh write of a rank to checkpoints fails, and every later one.
+``stale-attempt`` opens the checkpoints to a later attempt, as is done when this one is given up for dead.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Faults:
     def __init__(self, text: str, rank: int, attempt: int, folder: Path | None = None) -> None:
         parsed = [_parse(part) for part in text.split(";") if part.strip()]
         self._mine = [f for f in parsed if f.rank in (None, rank) and f.attempt in (None, attempt)]
-        self._folder, self._attempt, self._writes = folder, attempt, 0
+        self._folder, self._attempt = folder, attempt
+        self._step = self._writes = 0
 
     @classmethod
     def from_environment(cls, rank: int, attempt: int, folder: Path | None = None) -> Faults:
@@ -100,12 +101,14 @@ class Faults:
 
     def before_write(self) -> None:
         """Called before each write to a checkpoint. Raises OSError where the disk is to be full."""
-        self._writes += 1
-        if any(f.kind == "disk-full" and self._writes >= (f.write or 1) for f in self._mine):
+        full = [f for f in self._mine if f.kind == "disk-full" and self._step >= (f.step or 0)]
+        self._writes += bool(full)
+        if any(self._writes >= (f.write or 1) for f in full):
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (injected at write {self._writes})")
 
     def before_step(self, step: int) -> None:
         """Strike, if anything is due before optimizer step ``step`` (1-based)."""
+        self._step = step
         for fault in self._mine:
             if fault.kind in DAMAGES:
                 self._damage_after(fault, step)

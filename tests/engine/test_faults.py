@@ -14,6 +14,7 @@ import pytest
 from scaletrain_cli.engine.faults import Faults, InjectedError
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
+from scaletrain_cli.rundir.committing import StaleAttemptError, begin_staging, open_attempt
 from tests.launch.conftest import PROJECT, wait_until
 from tests.rundir.test_checkpoints import save
 
@@ -132,3 +133,20 @@ def states(pids: list[int]) -> list[str]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found.append(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
     return [state for state in found if state not in "ZX"]
+
+
+def test_a_disk_is_full_from_the_nth_write_after_a_step_on() -> None:
+    faults = Faults("disk-full step=3 write=2", rank=0, attempt=1)
+    faults.before_write()
+    faults.before_step(3)
+    faults.before_write()
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left on device"):
+            faults.before_write()
+
+
+def test_a_stale_attempt_loses_its_checkpoints_to_the_next_one(tmp_path: Path) -> None:
+    open_attempt(tmp_path, 1)
+    Faults("stale-attempt step=2", rank=0, attempt=1, folder=tmp_path).before_step(2)
+    with pytest.raises(StaleAttemptError):
+        begin_staging(tmp_path, 1, 5)

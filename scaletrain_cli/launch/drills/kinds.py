@@ -62,6 +62,15 @@ KINDS: dict[str, DrillKind] = {
             "slow-rank rank={rank} step={step} seconds=0.2 attempt=1",
             "unharmed",
         ),
+        DrillKind(
+            "disk-full", "the disk is full during a save", f"disk-full write=3 {_HIT}", "stopped"
+        ),
+        DrillKind(
+            "stale-attempt",
+            "the run is given up for dead and its checkpoints opened to the next attempt, and it goes on",
+            "stale-attempt rank=0 step={step} attempt=1",
+            "stopped",
+        ),
         DrillKind("nan", "a rank's gradient becomes NaN", f"nan {_HIT}", "stopped", ("guard.nan=stop",)),
         DrillKind(
             "spike",
