@@ -40,7 +40,7 @@ class Attempt:
     run: RunDir
     number: int
     world_size: int
-    began: float = field(default_factory=time.monotonic)
+    began_at: float = field(default_factory=time.time)
     over: threading.Event = field(default_factory=threading.Event)
     exit_codes: list[int] | None = None  # None where a rank died
 
@@ -104,6 +104,11 @@ class ForkedRun:
         while (codes := self.attempt(fault=fault).exit_codes) != [0] * read_record(self.run).spec.world_size:
             assert codes is not None, self.log()
             assert set(codes) == {75}, self.log()
+
+    def seconds_of_first_attempt(self) -> float:
+        """From when its ranks were there until the last step was done."""
+        began = _pid_file(self.run, 1, 0).stat().st_mtime
+        return float(self.events("finished")[0]["time"]) - began
 
     def newest_step(self) -> int:
         """Of what is committed; 0 before that."""

@@ -30,23 +30,14 @@ def kill(dataset: Path, kills: int, chance: random.Random) -> Kills:
     found = Kills()
     for stage in _STAGES:
         wanted = found.kills + kills // len(_STAGES)
-        undisturbed = ForkedRun.create(drill_spec(dataset, layout__zero_stage=stage, checkpoint__every=5))
+        spec = drill_spec(dataset, layout__zero_stage=stage, checkpoint__every=5)
+        undisturbed = ForkedRun.create(spec)
         undisturbed.attempts_to_end(_SLOW_SAVE)
-        took = max(event["time"] for event in undisturbed.events("finished")) - _began(undisturbed)
+        took = undisturbed.seconds_of_first_attempt()
         while found.kills < wanted:
-            _kill_one_run(ForkedRun.create(undisturbed_spec(undisturbed)), undisturbed, took, found, chance)
+            _kill_one_run(ForkedRun.create(spec), undisturbed, took, found, chance)
             print(f"  stage {stage}: {found.kills} kills, {found.in_saves} of them in a save", flush=True)
     return found
-
-
-def undisturbed_spec(run: ForkedRun):
-    from scaletrain_cli.rundir.record import read_record
-
-    return read_record(run.run).spec
-
-
-def _began(run: ForkedRun) -> float:
-    return (run.run.attempt(1) / "rank-0.pid").stat().st_mtime
 
 
 def _kill_one_run(run: ForkedRun, undisturbed: ForkedRun, took: float, found: Kills, chance: random.Random) -> None:
