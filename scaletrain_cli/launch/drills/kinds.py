@@ -62,9 +62,7 @@ KINDS: dict[str, DrillKind] = {
             "slow-rank rank={rank} step={step} seconds=0.2 attempt=1",
             "unharmed",
         ),
-        DrillKind(
-            "disk-full", "the disk is full during a save", f"disk-full write=3 {_HIT}", "stopped"
-        ),
+        DrillKind("disk-full", "the disk is full during a save", f"disk-full write=3 {_HIT}", "stopped"),
         DrillKind(
             "stale-attempt",
             "the run is given up for dead and its checkpoints opened to the next attempt, and it goes on",
