@@ -42,7 +42,7 @@ class Heartbeat:
         self._descriptor = descriptor
         self._several_nodes = several_nodes
         self._clock = clock
-        self._step, self._phase, self._begun = 0, "", clock()
+        self._turn, self._step, self._phase, self._begun = 0, 0, "", clock()
         self._times: dict[str, deque[float]] = {phase: deque(maxlen=_TIMES_KEPT) for phase in _EVEN_PHASES}
 
     @classmethod
@@ -59,6 +59,7 @@ class Heartbeat:
         now, before = self._clock(), self._phase
         if phase == before and phase in self._times:
             self._times[phase].append(now - self._begun)
+        self._turn += step < self._step  # rolled back: what comes is ahead of what was
         self._step, self._phase, self._begun = step, phase, now
         if allowed_seconds is None:
             # A rank of another node may still wait for its disk, and this one for it, inside the step.
@@ -82,7 +83,8 @@ class Heartbeat:
     def _say(self, phase: str, allowed_seconds: float) -> None:
         if self._descriptor is None:
             return
-        line = json.dumps({"step": self._step, "phase": phase, "allowed": round(allowed_seconds, 3)}) + "\n"
+        told = {"turn": self._turn, "step": self._step, "phase": phase, "allowed": round(allowed_seconds, 3)}
+        line = json.dumps(told) + "\n"
         # The pipe does not block, and takes a line this short as a whole or not at all. One that does not fit is no
         # loss: an agent that has not read the ones before it judges nobody.
         with contextlib.suppress(OSError):

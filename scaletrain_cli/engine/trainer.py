@@ -126,6 +126,7 @@ class Trainer:
 
     def _save_at_the_end(self, step: int) -> dict[str, Any]:
         """Save and wait, unless the grace period is too short for that; what there is to tell of it."""
+        self.heartbeat.beat(step, "save")
         grace = self.record.spec.cluster.grace_seconds
         left, needed = self.boundary.seconds_to_save(grace)
         if left >= needed or self.checkpointer.committed_step == step:

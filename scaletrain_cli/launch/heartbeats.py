@@ -20,21 +20,25 @@ _LONGEST_PAUSE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Beat:
-    """The last sign of life of a rank: ``heard`` at this monotonic time, the next due within ``allowed_seconds``."""
+    """The last sign of life of a rank: ``heard`` at this monotonic time, the next due within ``allowed_seconds``.
+
+    ``turn`` counts how often the run went back to an earlier step.
+    """
 
     step: int
     phase: str
     allowed_seconds: float
     heard: float
+    turn: int = 0
 
     def is_overdue(self, now: float) -> bool:
         """Whether the rank has been silent for longer than it said it might be."""
         return now - self.heard > self.allowed_seconds
 
     @property
-    def progress(self) -> tuple[int, float]:
+    def progress(self) -> tuple[int, int, float]:
         """Orders ranks: all pass the same places, so of two in one step the one heard of earlier is behind."""
-        return self.step, self.heard
+        return self.turn, self.step, self.heard
 
 
 def come_to_a_stand(beats: Mapping[int, Beat], now: float) -> int | None:
@@ -72,7 +76,7 @@ class Channel:
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 for line in lines:
                     told = json.loads(line)
-                    self.beat = Beat(told["step"], told["phase"], told["allowed"], time.monotonic())
+                    self.beat = Beat(told["step"], told["phase"], told["allowed"], time.monotonic(), told["turn"])
 
     def forgive(self, seconds: float) -> None:
         """Time in which nobody could be heard, or could speak."""

@@ -75,7 +75,7 @@ def replan(run: RunDir, overrides: Sequence[str]) -> Resize:
     try:
         plan = plan_for_engine(spec, run.run_id)
     except InfeasibleError as error:
-        error.problems += tuple(_pins_in_the_way(spec))
+        error.problems = (*map(_for_a_resume, error.problems), *_pins_in_the_way(spec))
         raise
     return Resize(before, spec, plan, tuple(overrides))
 
@@ -87,6 +87,13 @@ def _objection(key: str, was: str, given: str) -> Problem | None:
         return None
     allowed = f"A resumed run may change {', '.join(MAY_CHANGE)}; submit a new run for anything else."
     return Problem("--set", key, f"was {was}, and what is trained stays as it is.", given, allowed)
+
+
+def _for_a_resume(problem: Problem) -> Problem:
+    """The planner's advice where it is one that a run under way cannot take."""
+    if problem.key != "training.global_batch_size":
+        return problem
+    return dataclasses.replace(problem, hint="It stays as it is: give so many nodes that it divides.")
 
 
 def _pins_in_the_way(spec: RunSpec) -> Iterator[Problem]:

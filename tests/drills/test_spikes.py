@@ -59,7 +59,8 @@ def test_a_nan_in_the_data_is_skipped_where_the_guard_may_roll_back(
 def test_a_kill_right_after_a_rollback_does_not_bring_the_bad_data_back(
     dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "spike step=26-28 factor=20; slow-save seconds=0.5 attempt=2")
+    # Slow, so that there is time to kill it on its way from the checkpoint to the end.
+    monkeypatch.setenv(VARIABLE, "spike step=26-28 factor=20; slow-rank rank=0 seconds=0.2 attempt=1")
     drill = submit_drill(dataset)
     drill.wait_for(lambda: drill.events("rolled-back"))
     os.kill(drill.rank_pids()[1], signal.SIGKILL)

@@ -121,6 +121,15 @@ def test_ranks_that_wait_for_one_that_may_be_slow_have_not_come_to_a_stand() -> 
     assert come_to_a_stand({}, now=100.0) is None
 
 
+def test_a_rank_that_was_rolled_back_first_is_ahead_of_those_that_still_are(line: Line) -> None:
+    line.heart.beat(20, "rollback")
+    line.heart.beat(11, "step")
+    turns = [json.loads(text)["turn"] for text in line.file.readlines()]
+    assert turns == [0, 1]
+    rolled_back, restoring = Beat(11, "step", 30.0, heard=0.0, turn=1), Beat(20, "rollback", 1800.0, heard=0.0)
+    assert come_to_a_stand({0: rolled_back, 1: restoring}, now=100.0) is None
+
+
 def test_time_in_which_the_agent_was_stopped_itself_counts_for_nobody() -> None:
     channel = Channel()
     before = channel.beat.heard

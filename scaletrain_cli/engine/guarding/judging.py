@@ -103,6 +103,7 @@ class Judge:
                 back = self._roll_back(step, trained, 1, "nan", evidence)
             if back is not None:
                 return back
+        self.heartbeat.beat(trained, "save")
         self.checkpointer.finish()  # what was saved before is still good
         raise NonFiniteGradientError(
             f"step {step}: loss {loss}, gradient norm {norm}. The update was not applied; the newest "
