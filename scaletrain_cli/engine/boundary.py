@@ -5,7 +5,6 @@ One all-reduce. Whoever is told something, all ranks act on it at the same step.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from dataclasses import dataclass, field
 
@@ -51,6 +50,8 @@ class Boundary:
         """The state after ``step`` steps is about to be saved, or is the one that was loaded."""
         self.cadence.begin_at(step)
         self._asked = False
+        if self.ranks.rank == 0:
+            self._take_file()  # this save is the one that was asked for
 
     def seconds_to_save(self, grace_seconds: float) -> tuple[float, float]:
         """Of the grace period, what is left to the rank that has least; and what a save is expected to take."""
@@ -68,7 +69,12 @@ class Boundary:
     def _asked_by_file(self) -> bool:
         if not self._asked and time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
-            with contextlib.suppress(OSError):
-                self.run.save_file.unlink()
-                self._asked = True
+            self._asked = self._take_file()
         return self._asked
+
+    def _take_file(self) -> bool:
+        try:
+            self.run.save_file.unlink()
+        except OSError:
+            return False
+        return True

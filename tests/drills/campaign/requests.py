@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,14 +42,15 @@ def request(dataset: Path, requests: int, chance: random.Random) -> Requests:
         while found.requests < wanted:
             run = ForkedRun.create(spec)
             for _ in range(min(_REQUESTS_PER_RUN, wanted - found.requests)):
-                _ask_once(run, took, fault, found, chance)
+                took = min(took, _ask_once(run, took, fault, found, chance))
             run.attempts_to_end(fault)
             found.different += [f"{name}: {path}" for path in strays(run, undisturbed)]
             print(f"  {name}: {found.requests} requests", flush=True)
     return found
 
 
-def _ask_once(run: ForkedRun, took: float, fault: str, found: Requests, chance: random.Random) -> None:
+def _ask_once(run: ForkedRun, took: float, fault: str, found: Requests, chance: random.Random) -> float:
+    """How long the run takes as far as is known now: later ones find what the first one compiled."""
     kind = chance.choice(("SIGTERM", "SIGUSR1", "both, twice", "save file"))
     before, asked = run.newest_step(), [False]
 
@@ -70,7 +72,7 @@ def _ask_once(run: ForkedRun, took: float, fault: str, found: Requests, chance: 
     attempt = run.attempt(ask, fault)
     found.requests += asked[0]
     if not asked[0]:
-        return
+        return time.time() - attempt.began_at
     left = [event for event in run.events("preempted", "finished") if event["time"] >= attempt.began_at]
     if kind == "save file":  # the run goes on to its end
         answered = attempt.exit_codes == [0] * attempt.world_size and not run.run.save_file.exists()
@@ -80,3 +82,4 @@ def _ask_once(run: ForkedRun, took: float, fault: str, found: Requests, chance: 
         answered = run.newest_step() == before and attempt.exit_codes == [75] * attempt.world_size
     if not answered:
         found.unanswered.append(f"{kind}, {run.run.run_id} attempt {attempt.number}: {attempt.exit_codes}, {left}")
+    return took
