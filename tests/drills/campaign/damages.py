@@ -39,8 +39,11 @@ def damage(dataset: Path, damages: int, chance: random.Random) -> Damages:
     while found.damages < damages:
         _damage_once(undisturbed.run.checkpoints, states, found, chance)
     print(f"  {found.damages} damages", flush=True)
-    for rank in range(spec.world_size):
-        _fill_up(ForkedRun.create(spec), undisturbed, rank, found)
+    small = drill_spec(dataset, model__num_hidden_layers=1, checkpoint__every=2)
+    undisturbed = ForkedRun.create(small)
+    undisturbed.attempts_to_end()
+    for rank in range(small.world_size):
+        _fill_up(ForkedRun.create(small), undisturbed, rank, found)
         print(f"  {found.full_disks} full disks", flush=True)
     return found
 

@@ -42,7 +42,7 @@ class Attempt:
     world_size: int
     began_at: float = field(default_factory=time.time)
     over: threading.Event = field(default_factory=threading.Event)
-    exit_codes: list[int] | None = None  # None where a rank died
+    exit_codes: list[int] | None = None  # None where a rank died or failed
 
     def pids(self) -> list[int]:
         """Of the ranks, by rank, once all have begun."""
@@ -125,7 +125,7 @@ class ForkedRun:
 
 
 def be_rank(path: Path, number: int) -> int:
-    """The engine's entry, its output in the attempt's log; the exit code."""
+    """The engine's entry, its output in the attempt's log; the exit code. Raises AssertionError for a failure."""
     from scaletrain_cli.engine.__main__ import main
 
     run, rank = RunDir(path), int(os.environ["RANK"])
@@ -139,6 +139,8 @@ def be_rank(path: Path, number: int) -> int:
     sys.argv = ["engine", str(path)]
     code = main()
     sys.stdout.flush()
+    # An end that the others must not wait for: as the node agent does, whoever called ends them.
+    assert code in (0, 75), f"exit code {code}"
     return code
 
 
