@@ -71,11 +71,12 @@ class ForkedRun:
     """A run directory, and attempts on it one after the other."""
 
     run: RunDir
+    be_rank: Callable[[Path, int], int]
 
     @classmethod
-    def create(cls, spec: RunSpec) -> ForkedRun:
-        """In the runs root."""
-        return cls(create_run(spec, make_plan(spec)).run)
+    def create(cls, spec: RunSpec, be_rank: Callable[[Path, int], int] | None = None) -> ForkedRun:
+        """In the runs root; ``be_rank`` in place of the engine's bare entry."""
+        return cls(create_run(spec, make_plan(spec)).run, be_rank or globals()["be_rank"])
 
     def attempt(self, strike: Callable[[Attempt], None] = lambda attempt: None, fault: str = "") -> Attempt:
         """From the newest checkpoint to the end, or to wherever the strike or the fault leaves it."""
@@ -92,7 +93,7 @@ class ForkedRun:
     def _ranks(self, attempt: Attempt) -> None:
         try:
             attempt.exit_codes = on_ranks(
-                attempt.world_size, be_rank, self.run.path, attempt.number, connected=False, seconds=_SECONDS
+                attempt.world_size, self.be_rank, self.run.path, attempt.number, connected=False, seconds=_SECONDS
             )
         except RanksFailedError:
             pass

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from scaletrain_cli.engine.assembly import assemble
-from scaletrain_cli.engine.heartbeat import Heartbeat
-from scaletrain_cli.engine.process_group import Ranks
-from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.launch.submission import make_record
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.checkpoints import checkpoint_path
 from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import read_record, write_record
+from scaletrain_cli.rundir.record import write_record
 from tests.engine.parity.comparison import FP32, difference
 from tests.engine.parity.dataset import write_dataset
 from tests.engine.parity.layouts import RankReport, train_rank, whole_weights
 from tests.engine.parity.reference import Trained, train_alone
 from tests.engine.parity.rows import Row, with_features
 from tests.engine.ranks import on_ranks
-from tests.engine.state.whole_state import whole_state
+from tests.engine.state.whole_state import save_again, whole_state
 
 STEPS = 3  # in each layout
 MIXTURE = ("model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=48")
@@ -62,7 +56,7 @@ def test_a_run_goes_from_layout_to_layout_and_loses_nothing(rows: list[Row], tmp
         run.attempt(attempt).mkdir(parents=True)
         open_attempt(checkpoints, attempt)
         if attempt > 1:
-            on_ranks(row.ranks, save_again, run.path, attempt, connected=False)
+            on_ranks(row.ranks, save_again, run.path, attempt, run.path / "again", connected=False)
             assert_same_state(checkpoints, run.path / "again", STEPS * (attempt - 1))
         place = (run.path, attempt, STEPS * attempt)
         reports: list[RankReport] = on_ranks(row.ranks, train_rank, *place, connected=False)
@@ -71,20 +65,6 @@ def test_a_run_goes_from_layout_to_layout_and_loses_nothing(rows: list[Row], tmp
     went_round = Trained(losses, norms, whole_weights([report.pieces for report in reports]))
     found = difference(went_round, train_alone(rows[0].reference.spec(dataset, steps)))
     assert found.within(FP32), found
-
-
-def save_again(path: Path, attempt: int) -> None:
-    """Load the newest checkpoint in this layout, and save it into another folder."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        run, ranks = RunDir(path), Ranks.from_environment()
-        trainer = assemble(run, read_record(run), ranks, attempt, PreemptionFlag(), Heartbeat(None))
-        begin = trainer.resume()
-        trainer.checkpointer.folder = path / "again"
-        if ranks.rank == 0:
-            open_attempt(path / "again", attempt)
-        trainer.boundary.agreement.barrier()
-        trainer.checkpointer.committed_step = None
-        trainer.save(begin.step, wait=True)
 
 
 def assert_same_state(first: Path, second: Path, step: int) -> None:

@@ -1,13 +1,22 @@
-"""A checkpoint as whole matrices, whatever layout saved it."""
+"""A checkpoint as whole matrices, whatever layout saved it; and one that goes through another layout."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 
 from torch import Tensor
 
+from scaletrain_cli.engine.assembly import assemble
+from scaletrain_cli.engine.heartbeat import Heartbeat
+from scaletrain_cli.engine.process_group import Ranks
+from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.engine.state.pieces import Piece
 from scaletrain_cli.engine.state.reader import StateReader
+from scaletrain_cli.rundir.committing import open_attempt
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record
 
 
 def whole_state(folder: Path) -> dict[str, Tensor]:
@@ -18,3 +27,17 @@ def whole_state(folder: Path) -> dict[str, Tensor]:
         for kind in reader.kinds
         for name, shape in reader.shapes.items()
     }
+
+
+def save_again(path: Path, attempt: int, folder: Path) -> None:
+    """On each rank: load a run's newest checkpoint in the layout that it has now, and save it into another folder."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        run, ranks = RunDir(path), Ranks.from_environment()
+        trainer = assemble(run, read_record(run), ranks, attempt, PreemptionFlag(), Heartbeat(None))
+        begin = trainer.resume()
+        trainer.checkpointer.folder = folder
+        if ranks.rank == 0:
+            open_attempt(folder, attempt)
+        trainer.boundary.agreement.barrier()
+        trainer.checkpointer.committed_step = None
+        trainer.save(begin.step, wait=True)
