@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.result import Layout, RunPlan
@@ -98,8 +99,8 @@ def unsupported(spec: RunSpec, layout: Layout) -> list[str]:
         found.append("training.cross_entropy = liger: its kernel needs a GPU. Use chunked or auto.")
     if spec.layout.tensor_sequence_parallel is True and layout.tensor_parallel > 1:
         found.append("layout.tensor_sequence_parallel = true: this engine keeps norms whole. Use false or auto.")
-    if spec.checkpoint.dir != "auto":
-        found.append("checkpoint.dir: this engine keeps checkpoints in the run directory. Use auto.")
+    if spec.checkpoint.dir != "auto" and not Path(spec.checkpoint.dir).expanduser().is_absolute():
+        found.append(f"checkpoint.dir = {spec.checkpoint.dir}: must be absolute, because nodes do not start here.")
     if spec.planner.framework != "deepspeed":
         found.append(f"planner.framework = {spec.planner.framework}: for comparison only. Use deepspeed to submit.")
     if spec.cluster.scheduler not in _SCHEDULERS:

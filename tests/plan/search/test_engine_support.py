@@ -55,7 +55,7 @@ EXPERTS = {"model__num_experts": 4, "model__num_experts_per_tok": 2}
             },
             "training.averaging.name = ema: weights on NVMe are not averaged",
         ),
-        ({"checkpoint__dir": "/scratch"}, "checkpoint.dir"),
+        ({"checkpoint__dir": "scratch"}, "checkpoint.dir = scratch: must be absolute"),
         ({"planner__framework": "megatron"}, "planner.framework = megatron"),
         ({"cluster__scheduler": "kubernetes"}, "cluster.scheduler = kubernetes"),
     ],
