@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/setup-done-$(TORCH)
 
-.PHONY: help setup demo check test drills slurm-packages parity bench bench-planner bench-engine clean
+.PHONY: help setup demo check test test-long drills slurm-packages parity bench bench-planner bench-engine clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,8 +42,12 @@ check: setup ## Lint, format and types
 test: setup slurm-packages ## Run the tests, with a real Slurm where the machine can have one, and the drills' short form
 	$(BIN)/python -m pytest -m 'not long' $(ARGS)
 
-drills: setup ## Kill, signal and preempt real runs in every way, and compare with what they should have come to
-	$(BIN)/python -m pytest -m drill $(ARGS)
+test-long: setup ## Run the tests that `make test` leaves out: drills that take their time
+	$(BIN)/python -m pytest -m long $(ARGS)
+
+# Less of it: make drills ARGS='--kills 20 --requests 8'. The page in docs: ARGS='--write docs/survival.md'.
+drills: setup ## Hurt real runs by the hundred: kills, signals, damaged files, full disks, other sizes; print a table
+	@$(BIN)/python -m tests.drills.campaign $(ARGS)
 
 # Root on a machine with apt gets Slurm. Elsewhere the Slurm tests skip and say why; in CI that would be a failure.
 slurm-packages:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,3 +44,11 @@ def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Undi
         return finished[key]
 
     return run
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    """A new seed each time, shown when the test fails, so that the moment can be repeated."""
+    seed = int(os.environ.get("DRILL_SEED", time.time_ns() % 10**9))
+    print(f"repeat with DRILL_SEED={seed}")
+    return random.Random(seed)

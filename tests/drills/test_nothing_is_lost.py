@@ -35,14 +35,6 @@ every_kind = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def chance(request: pytest.FixtureRequest) -> random.Random:
-    """A new seed each time, shown when the test fails, so that the moment can be repeated."""
-    seed = int(os.environ.get("DRILL_SEED", time.time_ns() % 10**9))
-    print(f"repeat with DRILL_SEED={seed}")
-    return random.Random(seed)
-
-
 @every_kind
 def test_a_rank_killed_and_a_preemption_at_random_steps_change_nothing(
     kind: dict[str, Any],

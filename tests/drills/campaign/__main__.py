@@ -17,7 +17,7 @@ from pathlib import Path
 
 from scaletrain_cli.engine.dataset import prepare_dataset
 from scaletrain_cli.spec import DataSpec
-from tests.drills.campaign.damages import damage
+from tests.drills.campaign.damages import damage_files, fill_disks
 from tests.drills.campaign.elastic import reshard
 from tests.drills.campaign.kills import kill
 from tests.drills.campaign.requests import request
@@ -78,7 +78,8 @@ def _parts(dataset: Path, options: argparse.Namespace, chance: random.Random) ->
         ]
 
     def damages() -> list[Line]:
-        found = damage(dataset, options.damages, chance)
+        found = damage_files(dataset, options.damages, chance)
+        fill_disks(dataset, found)
         tried = (
             f"{found.damages} files cut, flipped or deleted; {found.full_disks} disks full at one write after the other"
         )

@@ -28,24 +28,27 @@ class Damages:
     different: list[str] = field(default_factory=list)
 
 
-def damage(dataset: Path, damages: int, chance: random.Random) -> Damages:
-    """So many random damages to files; then a disk that is full at each write of a save, rank by rank."""
+def damage_files(dataset: Path, damages: int, chance: random.Random) -> Damages:
+    """So many random damages to the files of a run's checkpoints."""
     found = Damages()
-    spec = drill_spec(dataset, checkpoint__keep=4)
-    undisturbed = ForkedRun.create(spec)
+    undisturbed = ForkedRun.create(drill_spec(dataset, checkpoint__keep=4))
     undisturbed.attempts_to_end()
     committed = list_checkpoints(undisturbed.run.checkpoints)
     states = {checkpoint.step: whole_state(checkpoint.path) for checkpoint in committed}
     while found.damages < damages:
         _damage_once(undisturbed.run.checkpoints, states, found, chance)
     print(f"  {found.damages} damages", flush=True)
+    return found
+
+
+def fill_disks(dataset: Path, found: Damages) -> None:
+    """Runs whose disk is full at each write of a save, one after the other, of each rank."""
     small = drill_spec(dataset, model__num_hidden_layers=1, checkpoint__every=2)
     undisturbed = ForkedRun.create(small)
     undisturbed.attempts_to_end()
     for rank in range(small.world_size):
         _fill_up(ForkedRun.create(small), undisturbed, rank, found)
         print(f"  {found.full_disks} full disks", flush=True)
-    return found
 
 
 def _damage_once(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from tests.drills.training_runs import drill_spec
 
 _KILLS_PER_RUN = 5
 _SLOW_SAVE = "slow-save seconds=0.15"
-_STAGES = (0, 1, 2, 3)
 
 
 @dataclass
@@ -25,11 +25,11 @@ class Kills:
     different: list[str] = field(default_factory=list)
 
 
-def kill(dataset: Path, kills: int, chance: random.Random) -> Kills:
-    """So many kills, shared out over the ZeRO stages; each run is killed a few times and then left to finish."""
+def kill(dataset: Path, kills: int, chance: random.Random, stages: Sequence[int] = (0, 1, 2, 3)) -> Kills:
+    """So many kills, shared out over ZeRO stages; each run is killed a few times and then left to finish."""
     found = Kills()
-    for stage in _STAGES:
-        wanted = found.kills + kills // len(_STAGES)
+    for stage in stages:
+        wanted = found.kills + kills // len(stages)
         spec = drill_spec(dataset, layout__zero_stage=stage, checkpoint__every=5)
         undisturbed = ForkedRun.create(spec)
         undisturbed.attempts_to_end(_SLOW_SAVE)

@@ -22,8 +22,16 @@ def plan_of(preset: str = "llama-7b", **overrides: Any) -> RunPlan:
     return make_plan(spec_of(preset, **{"cluster__nodes": 4, **overrides}))
 
 
-def test_a_bf16_checkpoint_is_14_bytes_per_parameter() -> None:
-    assert plan_of(layout__zero_stage=2).durability.checkpoint_bytes == 14 * 6_738_415_616
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_checkpoint_is_12_bytes_per_parameter_however_they_are_cut(stage: int, precision: str) -> None:
+    plan = plan_of(layout__zero_stage=stage, training__precision=precision)
+    assert plan.durability.checkpoint_bytes == 12 * 6_738_415_616
+
+
+def test_megatron_writes_the_weights_of_the_forward_pass_too() -> None:
+    plan = plan_of(layout__zero_stage=1, planner__framework="megatron")
+    assert plan.durability.checkpoint_bytes == 14 * 6_738_415_616
 
 
 def test_an_interval_of_auto_is_young_s() -> None:

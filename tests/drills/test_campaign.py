@@ -1,0 +1,46 @@
+"""The campaign that `make drills` runs whole, in short: the same kills, requests and damages, a few of each."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.drills.campaign.damages import damage_files
+from tests.drills.campaign.elastic import reshard
+from tests.drills.campaign.kills import kill
+from tests.drills.campaign.requests import request
+
+pytestmark = pytest.mark.drill
+
+
+def test_kills_at_random_moments_lose_nothing(dataset: Path, chance: random.Random) -> None:
+    found = kill(dataset, 3, chance, stages=(2,))
+    assert found.kills >= 3
+    assert found.failed_resumes == []
+    assert found.different == []
+
+
+def test_files_that_are_damaged_at_random_are_passed_over_by_name(dataset: Path, chance: random.Random) -> None:
+    found = damage_files(dataset, 30, chance)
+    assert found.damages == 30
+    assert found.wrong_restores == []
+    assert found.unreported == []
+
+
+@pytest.mark.long
+def test_requests_at_random_moments_are_answered(dataset: Path, chance: random.Random) -> None:
+    found = request(dataset, 8, chance)
+    assert found.requests == 8
+    assert found.unanswered == []
+    assert found.different == []
+
+
+@pytest.mark.long
+def test_runs_that_go_on_at_other_sizes_train_on_the_same_samples(dataset: Path) -> None:
+    found = reshard(dataset)
+    assert found.reshards == 6
+    assert found.other_values == []
+    assert found.other_samples == []
+    assert found.loss < 1e-4
