@@ -65,11 +65,12 @@ class PreemptionFlag:
         while numbers := os.read(descriptor, 64):
             if any(number in _ASKS_TO_LEAVE for number in numbers):
                 self._raise(0, None)
+                self._heard.set()
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
+        """Also a handler, in the midst of which the next signal may come: it takes no lock, so nothing is set here."""
         if self.raised_at is None:
             self.raised_at = time.monotonic()
-        self._heard.set()
 
 
 def die_with_agent() -> None:
