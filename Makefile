@@ -42,7 +42,7 @@ check: setup ## Lint, format and types
 test: setup slurm-packages ## Run the tests, with a real Slurm where the machine can have one, and the drills' short form
 	$(BIN)/python -m pytest -m 'not long' $(ARGS)
 
-test-long: setup ## Run the tests that `make test` leaves out: drills that take their time
+test-long: setup slurm-packages ## Run the tests that `make test` leaves out: drills that take their time
 	$(BIN)/python -m pytest -m long $(ARGS)
 
 # Less of it: make drills ARGS='--kills 20 --requests 8'. The page in docs: ARGS='--write docs/survival.md'.

@@ -180,6 +180,7 @@ def test_a_rank_killed_on_one_node_ends_the_other_and_the_run_restarts(login: Lo
     assert done["steps_lost_total"] == 2
 
 
+@pytest.mark.long
 def test_a_node_that_hangs_is_named_and_the_run_goes_on_without_it(login: Login) -> None:
     run_id = login.submit(*ON_SLURM, *TINY, "guard.hang=5s")
     before = login.wait_for_steps(run_id, 1, more=8)
