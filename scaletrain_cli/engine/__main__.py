@@ -52,14 +52,14 @@ def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat
 
     record, ranks = read_record(run), Ranks.from_environment()
     grace = record.spec.cluster.grace_seconds
-    flag.unless_heeded(grace - min(_LAST_SECONDS, _LAST_SHARE * grace), _leave_as_it_is)
+    flag.at_the_latest(grace - min(_LAST_SECONDS, _LAST_SHARE * grace), _leave_as_it_is)
     with reporting_out_of_memory(run, record.plan, attempt, ranks.rank):
         return assemble(run, record, ranks, attempt, flag, heartbeat).fit()
 
 
 def _leave_as_it_is() -> None:
-    """From a thread: the main one is in a compilation or a collective that outlasts the grace period."""
-    print("asked to leave, and no step ended in time: the newest committed checkpoint is what remains", flush=True)
+    """From a thread: the main one is in a compilation, a collective or a save that outlasts the grace period."""
+    print("the grace period is over: the newest committed checkpoint is what remains", flush=True)
     os._exit(ExitCode.PREEMPTED)
 
 

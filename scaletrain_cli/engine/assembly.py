@@ -127,7 +127,8 @@ def _check_room(record: RunRecord, folder: Path, ranks: Ranks, agreement: Agreem
     problem = ""
     if ranks.rank == 0:
         try:
-            check_room(folder, record.plan.durability.checkpoint_bytes, ranks.world_size, record.spec.checkpoint.keep)
+            saved, size = record.spec.checkpoint, record.plan.durability.checkpoint_bytes
+            check_room(folder, size, ranks.world_size, saved.keep, saved.keep_every)
         except NoRoomError as error:
             problem = str(error)
     if problem := agreement.follow_rank_zero(problem):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.engine.process_group import Agreement, Ranks
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import UsageError, WrongNodesError
 from scaletrain_cli.rundir.checkpoints import Checkpoint, committed_folders, read_checkpoint, verify
 from scaletrain_cli.rundir.committing import set_aside_newer
 from scaletrain_cli.rundir.journal import has_committed, read_events, read_metrics
@@ -62,7 +62,11 @@ def newest_sound(
 
 def _verify_together(checkpoint: Checkpoint, ranks: Ranks, agreement: Agreement) -> list[str]:
     share = sorted(checkpoint.files)[ranks.rank :: ranks.world_size]  # mostly the file that this rank will read
-    parts = agreement.gather(verify(checkpoint, share))
+    try:
+        found = verify(checkpoint, share, unreadable_is_damaged=False)
+    except OSError as error:
+        raise WrongNodesError(f"{checkpoint.path} cannot be read on this node: {error}") from error
+    parts = agreement.gather(found)
     return agreement.follow_rank_zero([] if parts is None else [problem for part in parts for problem in part])
 
 

@@ -39,24 +39,26 @@ class Boundary:
         self.heartbeat.meet()
         verdict, anyone_writing = self.agreement.reach(self._wish(step), self.checkpointer.writing)
         with self.ledger.during("save"):
-            cost = self.checkpointer.settle(anyone_writing)
-        if cost is not None:
+            self.checkpointer.settle(anyone_writing)
+        for cost in self.checkpointer.take_costs():
             self.cadence.save_took(cost.blocked_seconds, cost.seconds)
-        if verdict is Verdict.PREEMPT:
-            self.flag.heed()
         return verdict
 
     def saving(self, step: int) -> None:
-        """The state after ``step`` steps is about to be saved, or is the one that was loaded."""
+        """The state after ``step`` steps is about to be saved."""
         self.cadence.begin_at(step)
         self._asked = False
         if self.ranks.rank == 0:
             self._take_file()  # this save is the one that was asked for
 
-    def seconds_to_save(self, grace_seconds: float) -> tuple[float, float]:
-        """Of the grace period, what is left to the rank that has least; and what a save is expected to take."""
+    def seconds_to_save(self, step: int, grace_seconds: float) -> tuple[float, float]:
+        """Of the grace period, what is left to the rank that has least; and what a save is expected to take.
+
+        With another in flight, that one first.
+        """
         left = self.agreement.least(self.flag.seconds_left(grace_seconds))
-        return left, -self.agreement.least(-self.checkpointer.expected_seconds)
+        saves = 1 if self.checkpointer.in_flight_step in (None, step) else 2
+        return left, -self.agreement.least(-saves * self.checkpointer.expected_seconds)
 
     def _wish(self, step: int) -> Verdict:
         if self.flag.raised:

@@ -10,7 +10,7 @@ import json
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from scaletrain_cli.engine.beginning import newest_sound
 from scaletrain_cli.engine.compose import Composed
@@ -53,17 +53,23 @@ class SaveCost:
     seconds: float
 
 
+class _Written(NamedTuple):
+    """What one rank has on disk, and how long that took."""
+
+    digests: dict[str, FileDigest]
+    seconds: float
+
+
 @dataclass
 class _Save:
     """One save in flight. ``commit`` is rank 0's, from when all ranks have written."""
 
     step: int
-    started: float
     copy_seconds: float
-    write: Future[dict[str, FileDigest]]
+    write: Future[_Written]
     blocked_seconds: float = 0.0
     all_written: bool = False
-    commit: Future[None] | None = None
+    commit: Future[float] | None = None  # its seconds
 
 
 class Checkpointer:
@@ -96,21 +102,38 @@ class Checkpointer:
         self._faults = faults
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
         self._in_flight: _Save | None = None
-        self._marks: list[Future[None]] = []
+        self._chores: list[Future[None]] = []  # marks and deletions, which nobody waits for
+        self._costs: list[SaveCost] = []
+        self._allocated = False
         self._unmarked: set[int] = set()
         self.committed_step: int | None = None
         self.expected_seconds = expected_seconds
 
     def allocate(self) -> None:
-        """Take the host memory that saves need, so that the first one costs what later ones do. After an update."""
-        self._snapshot.take()
+        """Take the host memory that saves need, so that the first one costs what later ones do. After an update.
+
+        Once, and never while a save reads from it.
+        """
+        if not self._allocated and self._in_flight is None:
+            self._allocated = True
+            self._snapshot.take()
+
+    def take_costs(self) -> list[SaveCost]:
+        """Of the saves that were committed since the last call."""
+        costs, self._costs = self._costs, []
+        return costs
+
+    @property
+    def in_flight_step(self) -> int | None:
+        """What is being saved, if anything."""
+        return None if self._in_flight is None else self._in_flight.step
 
     @property
     def writing(self) -> bool:
         """Whether this rank still writes. Raises what the thread raised, so a failed save surfaces at the next step."""
-        for mark in [mark for mark in self._marks if mark.done()]:
-            self._marks.remove(mark)
-            mark.result()
+        for chore in [chore for chore in self._chores if chore.done()]:
+            self._chores.remove(chore)
+            chore.result()
         save = self._in_flight
         if save is None:
             return False
@@ -119,21 +142,19 @@ class Checkpointer:
             job.result()
         return not job.done()
 
-    def settle(self, anyone_writing: bool) -> SaveCost | None:
-        """Go on with the save in flight once no rank writes any more: commit it, or, if that is done, its cost."""
+    def settle(self, anyone_writing: bool) -> None:
+        """Go on with the save in flight once no rank writes any more: commit it, or take note that this is done."""
         save = self._in_flight
         if save is None or anyone_writing:
-            return None
+            return
         if save.all_written:
-            return self._conclude(save)
-        self._begin_commit(save)
-        return None
+            self._conclude(save)
+        else:
+            self._begin_commit(save)
 
     def finish(self) -> None:
-        """Wait for the save in flight, if any, until it is committed, and for what is being marked."""
-        while self._marks:
-            self._marks.pop().result()
-        save = self._in_flight
+        """Wait for the save in flight, if any, until it is committed."""
+        save, began = self._in_flight, time.monotonic()
         if save is None:
             return
         if not save.all_written:
@@ -141,6 +162,7 @@ class Checkpointer:
         if save.commit is not None:
             save.commit.result()
         self._agreement.barrier()
+        save.blocked_seconds += time.monotonic() - began
         self._conclude(save)
 
     def save(self, step: int, client_state: dict[str, Any], *, wait: bool) -> None:
@@ -164,10 +186,11 @@ class Checkpointer:
             parts["average"] = {"taken": self._average.taken}
         state = json.dumps({"client": client_state, "counters": counters(self._engine), "parts": parts})
         write = self._thread.submit(self._write, step, header, entries, state)
-        self._in_flight = _Save(step, started, copied - started, write, time.monotonic() - started)
+        self._in_flight = _Save(step, copied - started, write, time.monotonic() - started)
 
-    def _write(self, step: int, header: ShardHeader, entries: list[Entry], state: str) -> dict[str, FileDigest]:
+    def _write(self, step: int, header: ShardHeader, entries: list[Entry], state: str) -> _Written:
         """In the thread: this rank's files, durable."""
+        began = time.monotonic()
         staging = committing.begin_staging(self.folder, self._attempt, step)
         time.sleep(self._faults.save_delay_seconds)
         name = shard_name(self._ranks.rank)
@@ -177,20 +200,22 @@ class Checkpointer:
             file = HashingWriter(staging / _STATE)
             file.write(state.encode())
             digests[_STATE] = file.close()
-        return digests
+        return _Written(digests, time.monotonic() - began)
 
     def _begin_commit(self, save: _Save) -> None:
         began = time.monotonic()
-        digests = self._agreement.gather(save.write.result())
+        written = self._agreement.gather(save.write.result())
         save.all_written = True
-        if digests is not None:
-            files = {name: digest for part in digests for name, digest in part.items()}
+        if written is not None:
+            files = {name: digest for part in written for name, digest in part.digests.items()}
+            slowest = max(part.seconds for part in written)
             save.blocked_seconds += time.monotonic() - began
-            save.commit = self._thread.submit(self._commit, save, files)
+            save.commit = self._thread.submit(self._commit, save, files, slowest)
+            self._chores.append(self._thread.submit(self._retire))
 
-    def _commit(self, save: _Save, files: dict[str, FileDigest]) -> None:
-        """In rank 0's thread."""
-        world_size = self._ranks.world_size
+    def _commit(self, save: _Save, files: dict[str, FileDigest], write_seconds: float) -> float:
+        """In rank 0's thread; returns how long the whole save took, but for what it waited until a step ended."""
+        began, world_size = time.monotonic(), self._ranks.world_size
         self._faults.before_write()
         committing.commit(self.folder, save.step, files, world_size=world_size, clean=False, attempt=self._attempt)
         record_event(
@@ -199,25 +224,30 @@ class Checkpointer:
             step=save.step,
             attempt=self._attempt,
             bytes=sum(digest.size for digest in files.values()),
-            seconds=round(time.monotonic() - save.started, 4),
+            seconds=round(seconds := save.copy_seconds + write_seconds + time.monotonic() - began, 4),
             blocked_seconds=round(save.blocked_seconds, 4),
             copy_seconds=round(save.copy_seconds, 4),
         )
+        return seconds
+
+    def _retire(self) -> None:
+        """In rank 0's thread: delete what need not be kept."""
         for checkpoint in committing.superfluous(self.folder, self._spec.keep, self._spec.keep_every):
             committing.retire(checkpoint.path, self._attempt)
 
-    def _conclude(self, save: _Save) -> SaveCost:
+    def _conclude(self, save: _Save) -> None:
         self._in_flight, self.committed_step = None, save.step
         self._unmarked.add(save.step)
-        self.expected_seconds = time.monotonic() - save.started
-        return SaveCost(save.blocked_seconds, self.expected_seconds)
+        own = save.copy_seconds + save.write.result().seconds
+        self.expected_seconds = own if save.commit is None else save.commit.result()
+        self._costs.append(SaveCost(save.blocked_seconds, self.expected_seconds))
 
     def mark_clean_up_to(self, step: int) -> None:
         """State of the committed checkpoints up to ``step`` that training went well after them."""
         healthy = {saved for saved in self._unmarked if saved <= step}
         self._unmarked -= healthy
         if healthy and self._ranks.rank == 0:
-            self._marks.append(self._thread.submit(self._mark, healthy))
+            self._chores.append(self._thread.submit(self._mark, healthy))
 
     def _mark(self, steps: set[int]) -> None:
         """In rank 0's thread; retention may have removed one meanwhile."""
@@ -227,6 +257,8 @@ class Checkpointer:
 
     def newest_clean(self) -> Checkpoint | None:
         """The newest one after which training is known to have gone well, and which is sound."""
+        while self._chores:
+            self._chores.pop(0).result()
         return newest_sound(self.folder, self._ranks, self._agreement, clean=True)[0]
 
     def retire_newer(self, step: int) -> None:

@@ -64,6 +64,12 @@ class Agreement:
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
         return float(smallest)
 
+    def on_values(self, values: dict[str, float]) -> dict[str, float]:
+        """Rank 0's, under the same names: sums that other groups of ranks made may differ in their last bits."""
+        agreed = torch.tensor(list(values.values()), dtype=torch.float64)
+        dist.broadcast(agreed, src=0, group=self._group)
+        return dict(zip(values, agreed.tolist(), strict=True))
+
     def gather(self, item: T) -> list[T] | None:
         """Every rank's item on rank 0, in rank order; None elsewhere."""
         items: list[T] | None = [item] * dist.get_world_size() if dist.get_rank() == 0 else None

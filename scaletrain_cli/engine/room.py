@@ -15,9 +15,13 @@ class NoRoomError(DoNotRequeueError):
     """The disk cannot hold the checkpoints that the run will keep."""
 
 
-def check_room(folder: Path, checkpoint_bytes: int, ranks: int, keep: int) -> None:
-    """Raise NoRoomError unless the newest ``keep``, a clean one and one in the making fit beside what is there."""
-    missing = max(1, keep + 2 - len(list_checkpoints(folder)))
+def check_room(folder: Path, checkpoint_bytes: int, ranks: int, keep: int, keep_every: int | None = None) -> None:
+    """Raise NoRoomError unless the newest ``keep``, a clean one and one in the making fit beside what is there.
+
+    What ``keep_every`` keeps for ever makes no room.
+    """
+    passing = [c for c in list_checkpoints(folder) if keep_every is None or c.step % keep_every]
+    missing = max(1, keep + 2 - len(passing))
     found = os.statvfs(folder)
     free_bytes, free_files = found.f_bavail * found.f_frsize, found.f_favail
     files = missing * (ranks + _FILES_BESIDE_SHARDS)

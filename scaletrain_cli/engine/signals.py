@@ -20,7 +20,6 @@ class PreemptionFlag:
     def __init__(self) -> None:
         self.raised_at: float | None = None  # monotonic
         self._heard = threading.Event()
-        self._heeded = threading.Event()
 
     @property
     def raised(self) -> bool:
@@ -40,20 +39,16 @@ class PreemptionFlag:
             signal.signal(number, self._raise)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKS_TO_LEAVE)
 
-    def unless_heeded(self, seconds: float, leave: Callable[[], None]) -> None:
-        """Call ``leave`` from a thread so long after the first signal, unless the training loop has heeded it."""
+    def at_the_latest(self, seconds: float, leave: Callable[[], None]) -> None:
+        """Call ``leave`` from a thread so long after the first signal, if the process still runs then."""
 
         def wait() -> None:
             self._heard.wait()
             assert self.raised_at is not None
-            if not self._heeded.wait(max(0.0, self.raised_at + seconds - time.monotonic())):
-                leave()
+            time.sleep(max(0.0, self.raised_at + seconds - time.monotonic()))
+            leave()
 
         threading.Thread(target=wait, name="grace", daemon=True).start()
-
-    def heed(self) -> None:
-        """The training loop has come to a step boundary and decides from here on."""
-        self._heeded.set()
 
     def seconds_left(self, grace_seconds: float) -> float:
         """Of the grace period; infinite for a rank that was told by another one."""

@@ -73,7 +73,7 @@ class Trainer:
         """Train from the newest checkpoint to the last step, or until a signal asks to leave."""
         spec, total = self.record.spec, self.record.spec.total_steps
         begin = self.resume()
-        self.boundary.saving(begin.step)
+        self.boundary.cadence.begin_at(begin.step)
         step, evaluated, last = begin.step, begin.evaluated, total
         self._validation_losses = list(begin.validation_losses)
         self.ledger.set_up_is_done()
@@ -113,8 +113,7 @@ class Trainer:
                 with self.ledger.during("step"):
                     self.step(step)
                 self.ledger.step_trained()
-                if step == begin.step + 1:
-                    self.checkpointer.allocate()
+                self.checkpointer.allocate()
                 garbage.after_step(step)
             step = self._judge(self.late.rest(), step, metrics)
             done = step == last and (evaluated or not self._evaluation_is_due(step))
@@ -128,7 +127,7 @@ class Trainer:
         """Save and wait, unless the grace period is too short for that; what there is to tell of it."""
         self.heartbeat.beat(step, "save")
         grace = self.record.spec.cluster.grace_seconds
-        left, needed = self.boundary.seconds_to_save(grace)
+        left, needed = self.boundary.seconds_to_save(step, grace)
         if left >= needed or self.checkpointer.committed_step == step:
             self._save(step, wait=True)
             return {}
@@ -170,11 +169,14 @@ class Trainer:
 
     def _judge(self, measures: list[StepMeasures], step: int, metrics: MetricsLog) -> int:
         """Where the run stands once these are judged: at ``step``, or where it was rolled back to."""
+        measures = [
+            measured._replace(values=self.boundary.agreement.on_values(measured.values)) for measured in measures
+        ]
         for measured in measures:
             self.boundary.cadence.step_took(measured.seconds)
         stands = self.judge.judge(measures, step, metrics)
         if stands < step:
-            self.boundary.saving(stands)
+            self.boundary.cadence.begin_at(stands)
             self.late.rest()  # of steps that are forgotten
             del self._validation_losses[self._evaluations_by(stands) :]
         return stands

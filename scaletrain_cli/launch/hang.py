@@ -76,7 +76,8 @@ def find_suspect(views: Sequence[RankView], several_nodes: bool) -> Finding:
         worst = max(silent, key=lambda view: (view.state in "TtD", view.silent_seconds))
         others = f", as {len(silent) - 1} more" if len(silent) > 1 else ""
         why = _STATES.get(worst.state, f"state {worst.state}")
-        return Finding(worst.rank, f"rank {worst.rank} did not answer{others}: {why}, since {worst.place}")
+        told = f"rank {worst.rank} did not answer{others}: {why}, since {worst.place}"
+        return Finding(worst.rank, told, sure=worst.state != "D")  # a network file system is not the node's fault
     behind = min(views, key=lambda view: view.beat.progress)
     ahead = [view for view in views if (view.beat.step, view.beat.phase) != (behind.beat.step, behind.beat.phase)]
     if ahead:

@@ -85,7 +85,14 @@ def end(
     environment: Mapping[str, str],
     told_to_stop: str | None = None,
 ) -> int:
-    """Judge the attempt and print what the script must do."""
+    """Judge the attempt and print what the script must do.
+
+    There is nothing to say of an attempt that was given up for dead and that a later one of the job has followed.
+    """
+    if number < max(run.attempts(), default=number):
+        print("stop")
+        print(f"attempt {number} was followed by another one already; this is not the run's end", file=sys.stderr)
+        return ExitCode.CRASHED
     job_id, attempt = environment["SLURM_JOB_ID"], read_attempt(run, number)
     decision = conclude_attempt(
         run,

@@ -56,12 +56,22 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     return [read for path in committed_folders(folder) if isinstance(read := read_checkpoint(path), Checkpoint)]
 
 
-def verify(checkpoint: Checkpoint, names: Collection[str] | None = None) -> list[str]:
-    """What is wrong with the files, or some of them, one line each; empty when every byte is as it was written."""
+def verify(
+    checkpoint: Checkpoint, names: Collection[str] | None = None, *, unreadable_is_damaged: bool = True
+) -> list[str]:
+    """What is wrong with the files, or some of them, one line each; empty when every byte is as it was written.
+
+    A file that cannot be read here may be sound elsewhere: unless that counts as damage, it raises OSError.
+    """
     wanted = sorted(checkpoint.files if names is None else names)
     with ThreadPoolExecutor(_VERIFYING_THREADS) as threads:  # hashing and reading leave the interpreter alone
         found = threads.map(lambda name: _problem_of(checkpoint.path / name, checkpoint.files[name]), wanted)
-        return [f"{name}: {problem}" for name, problem in zip(wanted, found, strict=True) if problem]
+        problems = dict(zip(wanted, found, strict=True))
+    for problem in problems.values():
+        if isinstance(problem, OSError) and not unreadable_is_damaged:
+            raise problem
+    words = {name: str(p.strerror) if isinstance(p, OSError) else p for name, p in problems.items()}
+    return [f"{name}: {problem}" for name, problem in words.items() if problem]
 
 
 def newest_that_verifies(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -109,15 +119,17 @@ def manifest_hash(manifest: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(dict(manifest), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _problem_of(path: Path, expected: FileDigest) -> str:
+def _problem_of(path: Path, expected: FileDigest) -> str | OSError:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size != expected.size:
                 return f"{size} bytes instead of {expected.size}"
             return "" if _file_hash(file) == expected.sha256 else "content does not match its hash"
-    except OSError as error:
+    except FileNotFoundError as error:
         return str(error.strerror)
+    except OSError as error:
+        return error
 
 
 def _file_hash(file: BinaryIO) -> str:

@@ -8,12 +8,13 @@ it any more.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,6 +31,7 @@ from scaletrain_cli.rundir.checkpoints import (
 )
 
 _ATTEMPT = re.compile(r"attempt-(\d{4,})\.tmp")
+_REMOVED, _REPLACED = ".removed", ".replaced"
 
 
 class HashingWriter:
@@ -77,15 +79,18 @@ def open_attempt(folder: Path, attempt: int) -> None:
     for number in others:
         if number < attempt:
             close_attempt(folder, number)
-    for entry in folder.glob("*.removed"):  # by one that was killed on the way
+    for entry in folder.glob(f"*{_REMOVED}"):  # by one that was killed on the way
         shutil.rmtree(entry, ignore_errors=True)
 
 
 def close_attempt(folder: Path, attempt: int) -> None:
     """Take an attempt's folder away, with what it had not committed; whoever still writes there gets errors."""
-    aside = folder / f"attempt-{attempt:04d}.{os.getpid()}.removed"
+    aside = folder / f"attempt-{attempt:04d}.{os.getpid()}{_REMOVED}"
     with contextlib.suppress(FileNotFoundError):
         _own_folder(folder, attempt).rename(aside)
+        for grave in aside.glob(f"*{_REPLACED}"):  # a kill came between the two renames of a commit
+            with contextlib.suppress(OSError):  # a folder that is not empty: what replaced it is there
+                grave.rename(folder / grave.name.removesuffix(_REPLACED))
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -97,10 +102,8 @@ def staging_path(folder: Path, attempt: int, step: int) -> Path:
 def begin_staging(folder: Path, attempt: int, step: int) -> Path:
     """Make that folder, for any rank of the attempt. Raises StaleAttemptError after the next attempt has begun."""
     staging = staging_path(folder, attempt, step)
-    try:
+    with _fenced(attempt):
         staging.mkdir(exist_ok=True)  # without parents: that is the fence
-    except FileNotFoundError as error:
-        raise _stale(attempt) from error
     return staging
 
 
@@ -121,13 +124,11 @@ def commit(
         "attempt": attempt,
         "files": {name: {"size": digest.size, "sha256": digest.sha256} for name, digest in sorted(files.items())},
     }
-    try:
+    with _fenced(attempt):
         _write_manifest(staging / MANIFEST, manifest)
         _fsync_folder(staging)
-        replaced = _bury(final, attempt) if final.exists() else None
+        replaced = _bury(final, attempt, _REPLACED) if final.exists() else None
         staging.rename(final)
-    except FileNotFoundError as error:
-        raise _stale(attempt) from error
     _fsync_folder(folder)
     if replaced is not None:  # only now: removing gigabytes takes seconds, in which a kill would leave neither
         shutil.rmtree(replaced, ignore_errors=True)
@@ -137,23 +138,19 @@ def commit(
 def mark_clean(checkpoint: Checkpoint, attempt: int) -> None:
     """State in its manifest that training went well after it. Raises StaleAttemptError and OSError."""
     folder, path = checkpoint.path.parent, checkpoint.path / MANIFEST
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    del manifest["sha256"]
     draft = _own_folder(folder, attempt) / f"{checkpoint.path.name}.{MANIFEST}"
-    try:
+    with _fenced(attempt):
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        del manifest["sha256"]
         _write_manifest(draft, {**manifest, "clean": True})
         draft.replace(path)
-    except FileNotFoundError as error:
-        raise _stale(attempt) from error
     _fsync_folder(checkpoint.path)
 
 
 def retire(path: Path, attempt: int) -> None:
     """Remove a checkpoint as a running attempt may: it is gone in one step, or StaleAttemptError is raised."""
-    try:
+    with _fenced(attempt):
         shutil.rmtree(_bury(path, attempt), ignore_errors=True)
-    except FileNotFoundError as error:
-        raise _stale(attempt) from error
 
 
 def delete(path: Path) -> None:
@@ -180,25 +177,32 @@ def set_aside_newer(folder: Path, step: int, attempt: int) -> list[str]:
     for path in doubtful:
         aside = path.with_name(f"damaged-{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
-        try:
-            _bury(path, attempt).rename(aside)
-        except FileNotFoundError as error:
-            raise _stale(attempt) from error
+        with _fenced(attempt):
+            _bury(path, attempt, _REPLACED).rename(aside)
     return [path.name for path in doubtful]
 
 
-def _bury(path: Path, attempt: int) -> Path:
-    grave = _own_folder(path.parent, attempt) / f"{path.name}.removed"
+def _bury(path: Path, attempt: int, suffix: str = _REMOVED) -> Path:
+    grave = _own_folder(path.parent, attempt) / f"{path.name}{suffix}"
     shutil.rmtree(grave, ignore_errors=True)
     return path.rename(grave)
 
 
+@contextlib.contextmanager
+def _fenced(attempt: int) -> Iterator[None]:
+    """What cannot be found within belongs to a later attempt; a network file system says that it is stale."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
+        raise StaleAttemptError(
+            f"attempt {attempt} was given up and a later one has begun; its checkpoint was not kept."
+        ) from error
+
+
 def _own_folder(folder: Path, attempt: int) -> Path:
     return folder / f"attempt-{attempt:04d}.tmp"
-
-
-def _stale(attempt: int) -> StaleAttemptError:
-    return StaleAttemptError(f"attempt {attempt} was given up and a later one has begun; its checkpoint was not kept.")
 
 
 def _write_manifest(path: Path, manifest: Mapping[str, object]) -> None:

@@ -85,15 +85,21 @@ def read_events(run: RunDir) -> list[dict[str, Any]]:
 
 
 def read_metrics(run: RunDir) -> list[dict[str, Any]]:
-    """Metrics by step since the run last started from scratch; of a step's lines the later one wins, key by key.
+    """Metrics by step since the run last started from scratch, without what was rolled back.
+
+    Of a step's lines the later one wins, key by key.
 
     A step has more than one line when it was evaluated, and when a later attempt trained it again.
     """
-    since = max((event["time"] for event in read_events(run) if event["event"] == "from-scratch"), default=0.0)
+    events = read_events(run)
+    since = max((event["time"] for event in events if event["event"] == "from-scratch"), default=0.0)
+    back = [(event["time"], event["to_step"]) for event in events if event["event"] == "rolled-back"]
     by_step: dict[int, dict[str, Any]] = {}
     for record in read_lines(run.metrics):
-        if isinstance(record.get("step"), int) and record.get("time", since) >= since:
-            by_step[record["step"]] = {**by_step.get(record["step"], {}), **record}
+        step, logged = record.get("step"), record.get("time", since)
+        if not isinstance(step, int) or logged < since or any(step > to and logged < when for when, to in back):
+            continue
+        by_step[step] = {**by_step.get(step, {}), **record}
     return [by_step[step] for step in sorted(by_step)]
 
 

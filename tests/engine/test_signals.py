@@ -45,21 +45,16 @@ def test_a_storm_of_signals_stops_nothing() -> None:
     assert ended(process) == 7
 
 
-def test_a_signal_that_the_training_loop_does_not_heed_in_time_ends_the_rank_by_itself() -> None:
+def test_when_the_grace_period_is_over_the_rank_ends_by_itself() -> None:
     """Here the main thread is in one long call, as in a compilation."""
-    process = start("flag.unless_heeded(0.2, lambda: os._exit(75))\nos.read(os.pipe()[0], 1)")
+    process = start("flag.at_the_latest(0.2, lambda: os._exit(75))\nos.read(os.pipe()[0], 1)")
     process.send_signal(signal.SIGUSR1)
     assert ended(process) == 75
 
 
-def test_a_signal_that_is_heeded_leaves_the_time_to_the_training_loop() -> None:
+def test_a_rank_that_was_told_counts_the_time_it_has_left() -> None:
     process = start(
-        "flag.unless_heeded(0.2, lambda: os._exit(75))\n"
-        "while not flag.raised: time.sleep(0.01)\n"
-        "flag.heed()\n"
-        "left = flag.seconds_left(60)\n"
-        "time.sleep(1)\n"
-        "os._exit(7 if 59 < left <= 60 else 1)"
+        "while not flag.raised: time.sleep(0.01)\nleft = flag.seconds_left(60)\nos._exit(7 if 59 < left <= 60 else 1)"
     )
     process.send_signal(signal.SIGTERM)
     assert ended(process) == 7

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.rundir import committing
-from scaletrain_cli.rundir.checkpoints import Checkpoint, list_checkpoints, newest_that_verifies, verify
+from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest, list_checkpoints, newest_that_verifies, verify
 from scaletrain_cli.rundir.committing import (
     HashingWriter,
     StaleAttemptError,
@@ -308,3 +308,25 @@ def test_setting_aside_leaves_the_sound_ones_alone(tmp_path: Path) -> None:
     save(tmp_path, 20)
     assert set_aside_newer(tmp_path, 20, ATTEMPT) == []
     assert steps(tmp_path) == [10, 20]
+
+
+def test_a_kill_between_the_two_renames_of_a_replacement_leaves_the_checkpoint_that_was_there(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    committing._bury(path, ATTEMPT, committing._REPLACED)
+    assert steps(tmp_path) == []
+    open_attempt(tmp_path, ATTEMPT + 1)
+    assert steps(tmp_path) == [1]
+    assert verify(only(tmp_path)) == []
+
+
+def test_a_file_that_cannot_be_read_may_be_sound_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(Path, "open", stale)
+    checkpoint = Checkpoint(tmp_path / "step-00000001", 1, 1, True, 1, {"rank-00000.pt": FileDigest(3, "")})
+    assert verify(checkpoint) == ["rank-00000.pt: Stale file handle"]
+    with pytest.raises(OSError, match="Stale file handle"):
+        verify(checkpoint, unreadable_is_damaged=False)

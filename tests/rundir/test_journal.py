@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,3 +109,13 @@ def test_a_step_that_was_trained_again_is_told_as_it_was_the_last_time(tmp_path:
         append_line(run.metrics, {"step": step, "loss": loss})
     assert [(line["step"], line["loss"]) for line in read_metrics(run)] == [(1, 3.0), (2, 2.4), (3, 2.2)]
     assert last_logged_step(run) == 2
+
+
+def test_what_was_rolled_back_is_no_longer_in_the_metrics(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step in (10, 20, 30):
+        append_line(run.metrics, {"step": step, "loss": 1.0, "validation_loss": 2.0, "time": time.time() - 5})
+    record_event(run, "rolled-back", to_step=10)
+    append_line(run.metrics, {"step": 20, "loss": 3.0, "time": time.time() + 5})
+    assert [line["step"] for line in read_metrics(run)] == [10, 20]
+    assert "validation_loss" not in read_metrics(run)[1]

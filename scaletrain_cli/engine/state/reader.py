@@ -40,7 +40,7 @@ class StateReader:
     @cached_property
     def kinds(self) -> set[str]:
         """Of values that are one per element of a matrix."""
-        files = [self._own] if self._own is not None and self._own.keys else self._files
+        files = [self._own] if self._own is not None and self._own.header.pieces else self._files
         return {key.partition("/")[0] for file in files for key in file.keys} - {OPAQUE, RANDOM}
 
     @property

@@ -43,7 +43,7 @@ class Snapshot:
                 for kind, values in self._kinds(holder, weight):
                     entries += self._copied(holder, kind, values)
                 for name, value in self._states.optimizer_states(weight).items():
-                    if not isinstance(value, Tensor) or value.numel() == 1:
+                    if not isinstance(value, Tensor) or value.dim() == 0:
                         counts[name] = float(value)
         if self._pinned:
             torch.cuda.current_stream(self._states.device).synchronize()
@@ -97,8 +97,8 @@ def put_back(reader: StateReader, states: HeldStates, average: WeightAverage | N
                 own[name] = values.to(weight.device)
             for name, count in reader.counts.items():
                 _set_count(own, name, count, states.place_of_counts(weight))
-        if AVERAGE in reader.kinds:
-            averages.append(_whole(holder, AVERAGE, reader).to(states.device))
+            if AVERAGE in reader.kinds:
+                averages.append(_whole(holder, AVERAGE, reader).to(weight.device))
     if average is not None:
         average.averages = [flat.view(w.shape) for flat, w in zip(averages, average.weights, strict=False)]
     use_master_weights(engine)
@@ -133,4 +133,4 @@ def is_elementwise(states: dict[str, Tensor], weight: Tensor) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() > 1
+    return isinstance(value, Tensor) and value.dim() > 0

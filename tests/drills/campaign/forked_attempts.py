@@ -6,6 +6,7 @@ out, which other drills have. Knows nothing of what is done to an attempt.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -63,7 +64,8 @@ class Attempt:
         """A signal to one rank, if it still lives."""
         pids = self.pids()
         if rank < len(pids) and not self.over.is_set():
-            os.kill(pids[rank], number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(pids[rank], number)
 
 
 @dataclass(frozen=True)
