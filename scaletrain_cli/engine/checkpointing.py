@@ -154,16 +154,23 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Wait for the save in flight, if any, until it is committed."""
-        save, began = self._in_flight, time.monotonic()
+        save = self._in_flight
         if save is None:
             return
         if not save.all_written:
             self._begin_commit(save)
+        began = time.monotonic()
         if save.commit is not None:
             save.commit.result()
         self._agreement.barrier()
         save.blocked_seconds += time.monotonic() - began
         self._conclude(save)
+
+    def tidy_up(self) -> None:
+        """After the last save of a run that is done: leave nothing but checkpoints behind."""
+        self._finish_chores()
+        if self._ranks.rank == 0:
+            committing.close_attempt(self.folder, self._attempt)
 
     def save(self, step: int, client_state: dict[str, Any], *, wait: bool) -> None:
         """Begin a save of the state after ``step`` steps; with ``wait`` it is committed on return."""
@@ -173,6 +180,10 @@ class Checkpointer:
             self._begin(step, client_state)
         if wait:
             self.finish()
+
+    def _finish_chores(self) -> None:
+        while self._chores:
+            self._chores.pop(0).result()
 
     def _begin(self, step: int, client_state: dict[str, Any]) -> None:
         started = time.monotonic()
@@ -257,8 +268,7 @@ class Checkpointer:
 
     def newest_clean(self) -> Checkpoint | None:
         """The newest one after which training is known to have gone well, and which is sound."""
-        while self._chores:
-            self._chores.pop(0).result()
+        self._finish_chores()
         return newest_sound(self.folder, self._ranks, self._agreement, clean=True)[0]
 
     def retire_newer(self, step: int) -> None:

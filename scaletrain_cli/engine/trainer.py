@@ -118,6 +118,8 @@ class Trainer:
             step = self._judge(self.late.rest(), step, metrics)
             done = step == last and (evaluated or not self._evaluation_is_due(step))
             saved = self._save_at_the_end(step)
+            if done:
+                self.checkpointer.tidy_up()
             self._event("finished" if done else "preempted", step=step, **saved)
         if self.ranks.rank == 0 and (goodput := run_goodput(self.run)) is not None:
             say("goodput", **goodput.to_json())

@@ -160,6 +160,8 @@ def differences(first: Any, second: Any, path: str = "") -> list[str]:
 def assert_same_run(hurt: Drill, undisturbed: Drill) -> None:
     """The same losses, weights, optimizer state and random state, to the bit."""
     assert hurt.events("finished"), hurt.events()
+    left = {path.name.partition("step-")[0] for path in hurt.run.checkpoints.iterdir()}
+    assert left <= {"", "damaged-"}, left
     assert hurt.losses() == undisturbed.losses()
     assert hurt.validation_losses() == undisturbed.validation_losses()
     assert differences(hurt.final_state(), undisturbed.final_state()) == []
