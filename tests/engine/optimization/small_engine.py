@@ -11,10 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.deepspeed_engine import prepare_deepspeed
+from scaletrain_cli.engine.optimization.averaging import WeightAverage
 from scaletrain_cli.engine.optimization.loss_scale import allow_fp16_on_cpu, mend_loss_scale
 from scaletrain_cli.engine.optimization.offload import offload_config
 from scaletrain_cli.engine.optimization.optimizers import build_optimizer
 from scaletrain_cli.engine.optimization.precision import precision_config
+from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.engine.state.holders import HeldStates
+from scaletrain_cli.engine.state.pieces import Piece
+from scaletrain_cli.engine.state.reader import StateReader, shard_name
+from scaletrain_cli.engine.state.shard_file import ShardHeader, write_shard
+from scaletrain_cli.engine.state.snapshot import Snapshot, put_back
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 
@@ -144,3 +151,26 @@ def weights(small: Small) -> Tensor:
     parameters = list(small.engine.module.parameters())
     with deepspeed.zero.GatheredParameters(parameters):
         return torch.cat([parameter.detach().float().flatten().clone() for parameter in parameters])
+
+
+def save(small: Small, folder: Path, average: WeightAverage | None = None) -> None:
+    """This rank's part of the state, in the file that a checkpoint would have. Collective."""
+    states, rank = _held(small), dist.get_rank()
+    entries, counts = Snapshot(states, average).take()
+    header = ShardHeader(rank, {piece.name: piece for piece in _owned(states)}, counts)
+    write_shard(folder / shard_name(rank), header, entries)
+    dist.barrier()
+
+
+def load(small: Small, folder: Path, average: WeightAverage | None = None) -> None:
+    """Go on from that. Collective."""
+    states = _held(small)
+    put_back(StateReader(folder, dist.get_rank(), _owned(states)), states, average, small.engine)
+
+
+def _held(small: Small) -> HeldStates:
+    return HeldStates(small.engine, small.engine.module, Mesh.alone())
+
+
+def _owned(states: HeldStates) -> list[Piece]:
+    return [held.piece for holder in states.holders for held in holder.owned]

@@ -9,18 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from scaletrain_cli.engine.native_builds import extensions_folder, load_async_io
 from scaletrain_cli.engine.optimization.offload import offload_config
-from scaletrain_cli.engine.parallel.mesh import Mesh
-from scaletrain_cli.engine.state.holders import HeldStates
-from scaletrain_cli.engine.state.pieces import Piece
-from scaletrain_cli.engine.state.reader import StateReader, shard_name
-from scaletrain_cli.engine.state.shard_file import ShardHeader, write_shard
-from scaletrain_cli.engine.state.snapshot import Snapshot, put_back
-from tests.engine.optimization.small_engine import Small, layout_of, run_spec, start, train, weights
+from tests.engine.optimization.small_engine import layout_of, load, run_spec, save, start, train, weights
 from tests.engine.ranks import on_ranks
 
 
@@ -56,24 +49,12 @@ def resumed(offload: str, folder: Path) -> tuple[list[float], list[float], Tenso
     first = start(spec, 3, width=WIDE, folder=folder / "first")
     for step in range(3):
         train(first, step)
-    rank, states = dist.get_rank(), held(first)
-    entries, counts = Snapshot(states, None).take()
-    write_shard(folder / shard_name(rank), ShardHeader(rank, {p.name: p for p in owned(states)}, counts), entries)
-    dist.barrier()
+    save(first, folder)
     went_on = [train(first, step) for step in (3, 4)], weights(first)
     assert len(list((folder / "first").glob("*/*/rank*"))) >= 2  # what the node agent will remove
     second = start(spec, 3, width=WIDE, folder=folder / "second")
-    states = held(second)
-    put_back(StateReader(folder, rank, owned(states)), states, None, second.engine)
+    load(second, folder)
     return went_on[0], [train(second, step) for step in (3, 4)], went_on[1], weights(second)
-
-
-def held(small: Small) -> HeldStates:
-    return HeldStates(small.engine, small.engine.module, Mesh.alone())
-
-
-def owned(states: HeldStates) -> list[Piece]:
-    return [found.piece for holder in states.holders for found in holder.owned]
 
 
 def nvme_missing() -> str:
