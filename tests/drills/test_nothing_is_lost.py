@@ -76,6 +76,7 @@ def test_a_signal_inside_a_save_loses_no_step(
     assert_same_run(drill, undisturbed())
 
 
+@pytest.mark.long
 def test_a_kill_inside_a_save_falls_back_to_the_checkpoint_before(
     dataset: Path, undisturbed: Undisturbed, chance: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,14 @@ TIED = [
 ]
 
 
-@pytest.mark.parametrize("rows", [ROUNDABOUT, EXPERTS, TIED], ids=["every axis", "experts", "tied and averaged"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(ROUNDABOUT, id="every axis"),
+        pytest.param(EXPERTS, id="experts", marks=pytest.mark.long),
+        pytest.param(TIED, id="tied and averaged", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_goes_from_layout_to_layout_and_loses_nothing(rows: list[Row], tmp_path: Path) -> None:
     dataset, steps = write_dataset(tmp_path), STEPS * len(rows)
     checkpoints, losses, norms = tmp_path / "checkpoints", [], []
