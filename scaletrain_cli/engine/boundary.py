@@ -51,6 +51,11 @@ class Boundary:
         if self.ranks.rank == 0:
             self._take_file()  # this save is the one that was asked for
 
+    def tidy_up(self) -> None:
+        """After the last save of a run that is done: whoever asked for one meanwhile has it."""
+        if self.ranks.rank == 0:
+            self._take_file()
+
     def seconds_to_save(self, step: int, grace_seconds: float) -> tuple[float, float]:
         """Of the grace period, what is left to the rank that has least; and what a save is expected to take.
 

@@ -120,6 +120,7 @@ class Trainer:
             saved = self._save_at_the_end(step)
             if done:
                 self.checkpointer.tidy_up()
+                self.boundary.tidy_up()
             self._event("finished" if done else "preempted", step=step, **saved)
         if self.ranks.rank == 0 and (goodput := run_goodput(self.run)) is not None:
             say("goodput", **goodput.to_json())

@@ -158,6 +158,7 @@ class Durability:
     ``blocked_seconds``: that one checkpoint takes from training. ``lost_work_seconds``: of work done twice, mean over
     interruptions. ``wall_seconds``: of the whole run with interruptions but without waiting for capacity; None if it
     would never end. ``seconds_between_losses``: between interruptions that no last save answers.
+    ``copy_bytes_per_node``: of the node's memory, for the copy of the state that checkpoints are written from.
     """
 
     checkpoint_bytes: int
@@ -173,6 +174,7 @@ class Durability:
     interruptions_expected: float | None = None
     lost_work_seconds: float = 0.0
     wall_seconds: float | None = None
+    copy_bytes_per_node: int = 0
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,11 @@ def durability_view(spec: RunSpec, durability: Durability) -> RenderableType:
         f"({seconds_text(durability.interval_seconds)}), saved in {seconds_text(durability.save_seconds)}, {grace} "
         f"the {seconds_text(spec.cluster.grace_seconds)} of grace"
     )
-    return Group(words(saves), words(_interruptions(durability)))
+    lines = [words(saves), words(_interruptions(durability))]
+    if durability.copy_bytes_per_node:
+        copy = f"written from a copy that takes {bytes_text(durability.copy_bytes_per_node)} of each node's memory"
+        lines.insert(1, words(copy))
+    return Group(*lines)
 
 
 def goodput_text(goodput: float) -> str:

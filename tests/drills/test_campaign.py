@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.rundir.committing import staging_path
 from tests.drills.campaign.damages import damage_files
 from tests.drills.campaign.elastic import reshard
+from tests.drills.campaign.forked_attempts import Attempt, ForkedRun
 from tests.drills.campaign.kills import kill
 from tests.drills.campaign.requests import request
+from tests.drills.training_runs import drill_spec
 
 pytestmark = pytest.mark.drill
 
@@ -27,6 +31,18 @@ def test_files_that_are_damaged_at_random_are_passed_over_by_name(dataset: Path,
     assert found.damages == 30
     assert found.wrong_restores == []
     assert found.unreported == []
+
+
+def test_a_save_file_made_while_the_last_save_runs_does_not_stay_behind(dataset: Path) -> None:
+    run = ForkedRun.create(drill_spec(dataset, training__steps=6, checkpoint__every=6))
+
+    def ask(attempt: Attempt) -> None:
+        assert attempt.wait_for(staging_path(run.run.checkpoints, attempt.number, 6).is_dir)
+        time.sleep(0.5)  # the training thread waits for the writer by now
+        run.run.save_file.touch()
+
+    assert run.attempt(ask, "slow-save seconds=1").exit_codes == [0, 0]
+    assert not run.run.save_file.exists()
 
 
 @pytest.mark.long

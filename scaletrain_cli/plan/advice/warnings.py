@@ -25,6 +25,7 @@ def warnings(
     return (
         *(f"this engine version cannot run this: {line}" for line in unsupported(spec, layout)),
         *_about_layout(spec, layout, memory, device),
+        *_about_host_memory(spec, layout, memory, durability),
         *_about_device(spec, device),
         *_about_durability(spec, durability, time),
     )
@@ -56,9 +57,20 @@ def _about_layout(spec: RunSpec, layout: Layout, memory: Memory, device: Acceler
             f"layout.tensor_parallel = {layout.tensor_parallel} reaches over nodes of {spec.cluster.gpus_per_node} "
             "GPUs; its traffic then runs at network speed."
         )
-    if memory.host:
-        on_node = memory.host * min(spec.cluster.gpus_per_node, layout.world_size)
-        yield f"offloading takes {on_node / 1e9:,.0f} GB of each node's memory; no node is checked for it."
+
+
+def _about_host_memory(spec: RunSpec, layout: Layout, memory: Memory, durability: Durability) -> Iterator[str]:
+    offloaded = memory.host * min(spec.cluster.gpus_per_node, layout.world_size)
+    copied = durability.copy_bytes_per_node
+    asked = spec.cluster.slurm.memory_per_node
+    needs = (
+        f"offloading takes {offloaded / 1e9:,.1f} GB of each node's memory and the copy that checkpoints are written "
+        f"from {copied / 1e9:,.1f} GB"
+    )
+    if asked is not None and offloaded + copied > asked:
+        yield f"{needs}: more than cluster.slurm.memory_per_node = {asked / 1e9:,.1f} GB. The kernel would end the job."
+    elif offloaded:
+        yield f"{needs}; no node is checked for it."
 
 
 def _about_device(spec: RunSpec, device: Accelerator) -> Iterator[str]:

@@ -125,6 +125,7 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
         interruptions_expected=None if wall is None else wall / between,
         lost_work_seconds=(_lost_seconds(interval + blocked, sudden) + behind) * sudden * between,
         wall_seconds=wall,
+        copy_bytes_per_node=math.ceil(size / spec.cluster.nodes),
     )
 
 

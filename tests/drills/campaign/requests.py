@@ -75,7 +75,7 @@ def _ask_once(run: ForkedRun, took: float, fault: str, found: Requests, chance: 
         return time.time() - attempt.began_at
     left = [event for event in run.events("preempted", "finished") if event["time"] >= attempt.began_at]
     if kind == "save file":  # the run goes on to its end
-        answered = attempt.exit_codes == [0] * attempt.world_size and not run.run.save_file.exists()
+        answered = attempt.exit_codes == [0] * attempt.world_size and not _is_left_over(run)
     elif left:
         answered = run.newest_step() == left[-1]["step"] and attempt.exit_codes is not None
     else:  # asked before its first step
@@ -83,3 +83,9 @@ def _ask_once(run: ForkedRun, took: float, fault: str, found: Requests, chance: 
     if not answered:
         found.unanswered.append(f"{kind}, {run.run.run_id} attempt {attempt.number}: {attempt.exit_codes}, {left}")
     return took
+
+
+def _is_left_over(run: ForkedRun) -> bool:
+    """Whether there is a file that nobody took, although it was there before the last checkpoint was."""
+    file = run.run.save_file
+    return file.exists() and file.stat().st_mtime < run.events("checkpoint")[-1]["time"]

@@ -224,3 +224,15 @@ def test_spot_and_on_demand_are_compared_with_their_own_interruptions() -> None:
     assert cost.on_demand.usd is not None
     assert cost.spot.usd is not None
     assert cost.spot.usd < cost.on_demand.usd
+
+
+def test_the_copy_that_checkpoints_are_written_from_is_shared_out_over_the_nodes() -> None:
+    assert plan_of().durability.copy_bytes_per_node == 12 * 6_738_415_616 / 4
+
+
+def test_a_memory_per_node_that_cannot_hold_that_copy_is_a_warning() -> None:
+    said = {
+        memory: "\n".join(plan_of(cluster__slurm={"memory_per_node": memory}).warnings) for memory in ("16GB", "32GB")
+    }
+    assert "cluster.slurm.memory_per_node = 16.0 GB" in said["16GB"]
+    assert "memory_per_node" not in said["32GB"]
