@@ -101,9 +101,8 @@ def documents_of(run: RunDir, record: RunRecord) -> dict[str, str]:
     """
     documents = {"run.json": json.dumps(_read(run.record, SCHEMA) if run.record.exists() else _whole(record))}
     if record.revision:
-        documents[f"{record.revision:04d}.json"] = json.dumps(
-            _read(revision_path(run, record.revision), REVISION_SCHEMA)
-        )
+        path = revision_path(run, record.revision)
+        documents[path.name] = json.dumps(_read(path, REVISION_SCHEMA))
     return documents
 
 

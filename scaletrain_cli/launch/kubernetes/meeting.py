@@ -80,10 +80,10 @@ class Host:
 
     def _welcome(self, connection: socket.socket) -> None:
         said = _read_line(connection)
-        number = said.get("number") if said else None
-        if not said or said.get("gang") != self._gang or number not in range(1, self._others + 1):
+        if said is None or said.get("gang") != self._gang or said.get("number") not in range(1, self._others + 1):
             connection.close()  # a port scan, or a pod of another gang
             return
+        number = int(said["number"])
         if number in self._guests:
             self._guests[number][0].close()
         self._guests[number] = (connection, said)

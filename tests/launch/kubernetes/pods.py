@@ -73,7 +73,7 @@ class Gang:
         wait_until(lambda: len(self._logs_with("up")) == world, "all ranks are up")
 
     def wait_until_heeding(self) -> None:
-        """Until the agents block SIGTERM, their first statement. Before that PID 1 would ignore it, and these would die."""
+        """Until the agents have blocked SIGTERM, their first statement. Before that PID 1 ignores it, and these die."""
         bit = 1 << (signal.SIGTERM - 1)
         for pod in self.pods.values():
             wait_until(lambda pod=pod: _blocked(pod.pid) & bit, "SIGTERM is blocked")
