@@ -43,6 +43,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
     ),
     "Follow": (
         Verb("status", "Show how a run is doing, and how its attempts ended."),
+        Verb("explain", "Say why a run waits, or why it ended, and what to do."),
         Verb("list", "Show all runs."),
         Verb("logs", "Show what a run printed."),
         Verb("nodes", "Nodes that runs keep away from: nodes list, nodes clear."),
