@@ -59,7 +59,8 @@ class Cluster:
         source.places = {place: text for place, text in source.places.items() if place[: len(here)] != here}
         for place, text in self.source.places.items():
             if place[: len(there)] == there:
-                source.places[("cluster", *place[2:])] = text
+                moved: Key = ("cluster", *place[2:])
+                source.places[moved] = text
 
 
 def clusters_file() -> Path:
