@@ -27,6 +27,7 @@ from scaletrain_cli.engine.measure.out_of_memory import remember_allocations
 from scaletrain_cli.engine.measure.plan_check import PlanCheck
 from scaletrain_cli.engine.optimization.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import build_mesh
+from scaletrain_cli.engine.preflight import gate
 from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict, connect
 from scaletrain_cli.engine.room import NoRoomError, check_room
 from scaletrain_cli.engine.signals import PreemptionFlag
@@ -58,6 +59,9 @@ def assemble(
     hang_seconds = collective_seconds(heartbeat.hang_seconds)
     connect(device, hang_seconds)
     agreement, set_up = Agreement(hang_seconds), Agreement(DATA_SECONDS)
+    if gate.is_wanted(record):
+        heartbeat.beat(0, "preflight")
+        gate.check_together(run, record, ranks, attempt, set_up, device)
     heartbeat.beat(0, "data", DATA_SECONDS)
     dataset, train, validation = _open_data(run, record, ranks, set_up)
     begin = find_beginning(run, checkpoint_folder(run, spec), attempt, ranks, set_up)

@@ -126,7 +126,7 @@ def _gpu(index: int, gpu: ElementTree.Element) -> GpuHealth:
         name=gpu.findtext("product_name", ""),
         memory_bytes=_bytes(gpu.findtext("fb_memory_usage/total")),
         used_bytes=_bytes(gpu.findtext("fb_memory_usage/used")),
-        uncorrected_errors=sum(int(e.text) for e in counts if not len(e) and (e.text or "").strip().isdigit()),
+        uncorrected_errors=sum(int(text) for e in counts if (text := (e.text or "").strip()).isdigit()),
         waits_for_reset=any(
             gpu.findtext(path, "").strip() == "Yes"
             for path in (
