@@ -32,6 +32,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("plan", "Size a run: layout, memory, time, network, cost. Starts nothing."),
         Verb("schema", "Print the JSON Schema of the run spec, for your editor."),
         Verb("doctor", "Check what this machine can do."),
+        Verb("preflight", "Measure the nodes with a short job: devices, memory, links."),
         Verb("data", "Prepare data: data prepare SPEC."),
     ),
     "Run": (

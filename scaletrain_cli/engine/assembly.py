@@ -34,7 +34,7 @@ from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.engine.stepping import stepper
 from scaletrain_cli.engine.stragglers import Stragglers
 from scaletrain_cli.engine.trainer import Trainer
-from scaletrain_cli.errors import PreemptedError, ScaletrainError, UsageError, WrongNodesError
+from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 from scaletrain_cli.rundir.rollbacks import read_rollbacks
@@ -124,6 +124,14 @@ def assemble(
         stragglers=stragglers,
         plan_check=PlanCheck(run, record, attempt, composed, average, mesh, agreement, device),
     )
+
+
+def preflight_alone(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) -> ExitCode:
+    """Connect the ranks, have them measure each other, and leave. Raises WrongNodesError on those that are bad."""
+    device = _device(record.spec.cluster.gpu == "cpu", ranks.local_rank)
+    connect(device, DATA_SECONDS)
+    gate.check_together(run, record, ranks, attempt, Agreement(DATA_SECONDS), device)
+    return ExitCode.DONE
 
 
 def _check_room(record: RunRecord, folder: Path, ranks: Ranks, agreement: Agreement) -> None:

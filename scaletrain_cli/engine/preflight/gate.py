@@ -20,6 +20,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 
 SCHEMA = "scaletrain.preflight/v1"
+ONLY = "SCALETRAIN_ONLY"  # what `scaletrain preflight` sets: nothing is trained
 
 
 def is_wanted(record: RunRecord) -> bool:
