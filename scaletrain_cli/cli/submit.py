@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, Yes
+from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes
 from scaletrain_cli.errors import ExitCode, UsageError
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES)
@@ -16,6 +16,7 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHED
 def command(
     spec: SpecPath,
     overrides: Overrides = None,
+    cluster: ClusterName = None,
     run_id: Annotated[
         str | None,
         typer.Option(
@@ -42,7 +43,7 @@ def command(
     from scaletrain_cli.rundir.paths import RunDir, runs_root
     from scaletrain_cli.spec import load_spec
 
-    run_spec = load_spec(spec, overrides or ())
+    run_spec = load_spec(spec, overrides or (), cluster=cluster)
     if probe and (dry_run or run_spec.cluster.scheduler != "slurm"):
         raise UsageError("--probe runs a job on the nodes: it needs cluster.scheduler = slurm, and no --dry-run.")
     plan = plan_for_engine(run_spec, spec)
