@@ -37,6 +37,7 @@ def command(
     """
     from scaletrain_cli.cli.confirmation import confirm
     from scaletrain_cli.launch.scheduler import scheduler_for
+    from scaletrain_cli.launch.shared_folder import room_notes
     from scaletrain_cli.launch.submission import create_run, make_record, submit_run
     from scaletrain_cli.launch.submittable import plan_for_engine
     from scaletrain_cli.rundir.paths import RunDir, runs_root
@@ -54,7 +55,7 @@ def command(
 
     from scaletrain_cli.ui.messages import say, suggest, warn
 
-    for note in scheduler.preflight(run_spec):
+    for note in [*scheduler.preflight(run_spec), *room_notes(run_spec, plan, runs_root())]:
         warn(note)
     if not as_json:
         from scaletrain_cli.ui.plan_view import show_plan_summary

@@ -11,9 +11,13 @@ from pathlib import Path
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.exclusion import Exclusion
 from scaletrain_cli.launch.scheduler import Job, JobState
+from scaletrain_cli.launch.shared_folder import unshared_notes
 from scaletrain_cli.launch.slurm_commands import call_slurm, node_names
 from scaletrain_cli.launch.slurm_nodes import exclude_option, exclusion_for, record_exclusion
+from scaletrain_cli.launch.slurm_preemption import preemption_rule
+from scaletrain_cli.launch.slurm_preflight import judge
 from scaletrain_cli.launch.slurm_script import job_script, sbatch_options
+from scaletrain_cli.launch.slurm_site import ask_site
 from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
@@ -28,11 +32,21 @@ class SlurmScheduler:
     """Jobs of the cluster that this machine's Slurm commands talk to."""
 
     def preflight(self, spec: RunSpec) -> list[str]:
-        """Let Slurm judge the request without queueing it. Raises SchedulerError with its own words."""
+        """Whether Slurm can ever run it, what would make it wait, and Slurm's own estimate of its start.
+
+        Raises SchedulerError with every reason why it can not, or with Slurm's own words where there is no better one.
+        """
         _check_path(runs_root())
+        site = ask_site(spec.cluster, spec.secret_env)
+        verdict = judge(site, spec, lambda hosts: node_names(hosts, spec.secret_env))
+        if verdict.problems:
+            raise SchedulerError(
+                "Slurm can never run this job as it is asked for. Nothing was queued.", verdict.problems
+            )
         script = "\n".join(["#!/bin/bash", *(f"#SBATCH --{option}" for option in sbatch_options(spec, "preflight"))])
         answer = call_slurm(["sbatch", "--test-only"], text=script + "\ntrue\n", without=spec.secret_env)
-        return [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
+        said = [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
+        return [*verdict.notes, *unshared_notes(runs_root(), spec.cluster.nodes), *said]
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return self._script(run, record, exclusion_for(run, record.spec))
@@ -65,7 +79,13 @@ class SlurmScheduler:
         return answer.stdout.strip().split(";")[0]  # "id" or "id;cluster"
 
     def _script(self, run: RunDir, record: RunRecord, excluded: Exclusion) -> str:
-        return job_script(record.spec, record.run_id, run.path, exclude=exclude_option(record.spec, excluded))
+        return job_script(
+            record.spec,
+            record.run_id,
+            run.path,
+            exclude=exclude_option(record.spec, excluded),
+            preemption=_preemption(record.spec),
+        )
 
     def job(self, run: RunDir, record: RunRecord) -> Job:
         submission = read_submission(run)
@@ -98,6 +118,14 @@ def job_state(slurm_state: str) -> JobState:
     if slurm_state in _QUEUED:
         return "queued"
     return "running" if slurm_state in _RUNNING else "ended"
+
+
+def _preemption(spec: RunSpec) -> str:
+    """The site's rule in words; nothing where Slurm cannot be asked, as in a dry run on a laptop."""
+    try:
+        return preemption_rule(ask_site(spec.cluster, spec.secret_env), spec.cluster)
+    except SchedulerError:
+        return ""
 
 
 def _check_path(path: Path) -> None:

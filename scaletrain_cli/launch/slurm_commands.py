@@ -18,11 +18,11 @@ PASSED_ON = frozenset(
 )
 
 
-def node_names(nodes: str) -> tuple[str, ...]:
+def node_names(nodes: str, without: Sequence[str] = ()) -> tuple[str, ...]:
     """Slurm's ``n[1-3]`` as names. Asks no controller."""
     if not nodes:
         return ()
-    return tuple(call_slurm(["scontrol", "show", "hostnames", nodes]).stdout.split())
+    return tuple(call_slurm(["scontrol", "show", "hostnames", nodes], without=without).stdout.split())
 
 
 def call_slurm(

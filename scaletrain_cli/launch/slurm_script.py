@@ -45,6 +45,7 @@ def job_script(
         *(f"#SBATCH --{option}" for option in sbatch_options(spec, run_id, exclude)),
         "",
         *(f"# {line}" for line in textwrap.wrap(preemption, 116)),
+        *([""] if preemption else []),
         *environment_lines(spec),
         "",
         *module_lines(spec),

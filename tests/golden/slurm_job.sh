@@ -23,6 +23,7 @@
 #SBATCH --exclusive
 
 # Preemption: by partition tier. gpu: PreemptMode=REQUEUE, GraceTime 120 s.
+
 # Of the environment that came with the job only this goes on; the ranks get what the spec names beside it.
 dropped=()
 while IFS='=' read -r -d '' name _; do
