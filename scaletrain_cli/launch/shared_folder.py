@@ -42,24 +42,28 @@ def file_system(folder: Path, mounts: str) -> str:
     return found
 
 
-def room_notes(spec: RunSpec, plan: RunPlan, folder: Path) -> list[str]:
-    """A warning where the checkpoints that are kept do not fit. Raises SchedulerError where not even one does."""
+def room_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1) -> list[str]:
+    """A warning where the checkpoints that are kept do not fit. Raises SchedulerError where not even one does.
+
+    ``runs``: so many like this one.
+    """
     if spec.checkpoint.dir != "auto":
         folder = Path(spec.checkpoint.dir).expanduser()
-    one, kept = plan.durability.checkpoint_bytes, spec.checkpoint.keep + 1  # the next is written before the last goes
+    one, kept = plan.durability.checkpoint_bytes * runs, spec.checkpoint.keep + 1  # the next comes before the last goes
     free = _free_bytes(folder)
     if free is None or free >= one * kept:
         return []
-    has = f"{folder} has room for {free / 1e9:.1f} GB"
+    has, each = f"{folder} has room for {free / 1e9:.1f} GB", f" of each of {runs} runs" if runs > 1 else ""
     if free < one:
-        message = f"{has}, and one checkpoint takes {one / 1e9:.1f} GB."
+        message = f"{has}, and one checkpoint{each} takes {one / 1e9:.1f} GB."
         hint = "Make room, or set checkpoint.dir to another file system."
         raise SchedulerError(
             "The run could not save anything. Nothing was queued.",
             (Problem(spec.where("checkpoint.dir"), "checkpoint.dir", message, str(spec.checkpoint.dir), hint),),
         )
     return [
-        f"{has}, and {kept} checkpoints (checkpoint.keep, and the one in the making) take {one * kept / 1e9:.1f} GB."
+        f"{has}, and {kept} checkpoints{each} (checkpoint.keep, and the one in the making) "
+        f"take {one * kept / 1e9:.1f} GB."
     ]
 
 

@@ -22,6 +22,7 @@ from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.spec import RunSpec
 
 _QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED", "STOPPED"}
@@ -72,7 +73,9 @@ class SlurmScheduler:
         script.write_text(self._script(run, record, excluded), encoding="utf-8")
         # From the run directory: the log's name needs no path then, which may hold blanks and quotes.
         answer = call_slurm(
-            ["sbatch", "--parsable", f"--comment={comment}", script.name], folder=run.path, without=secrets
+            ["sbatch", "--parsable", f"--comment={comment}", *_dependency(run), script.name],
+            folder=run.path,
+            without=secrets,
         )
         if excluded.nodes or excluded.spared:
             record_exclusion(run, excluded)
@@ -126,6 +129,15 @@ def _preemption(spec: RunSpec) -> str:
         return preemption_rule(ask_site(spec.cluster, spec.secret_env), spec.cluster)
     except SchedulerError:
         return ""
+
+
+def _dependency(run: RunDir) -> list[str]:
+    """Of a sweep's run, on the job before it in its lane. Not when it is resumed: its turn has come once."""
+    place = read_sweep_place(run)
+    if place is None or place.after is None or read_submission(run) is not None:
+        return []
+    before = read_submission(RunDir(run.path.parent / place.after))
+    return [f"--dependency=afterany:{before.job_id}"] if before is not None else []
 
 
 def _check_path(path: Path) -> None:
