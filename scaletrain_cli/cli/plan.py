@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides
-from scaletrain_cli.errors import ExitCode, InfeasibleError, SpecError, UsageError
+from scaletrain_cli.errors import ExitCode, InfeasibleError, UsageError
 
 if TYPE_CHECKING:
     from scaletrain_cli.plan.advice.answer import Answer
@@ -120,20 +119,10 @@ def command(
 
 
 def _load(path: Path, overrides: list[str], varied: tuple[str, ...], cluster: str | None) -> RunSpec:
-    """The spec with its overrides; what is wrong with a value of --vary says so."""
-    from scaletrain_cli.spec import load_spec
-    from scaletrain_cli.spec.source import OPTION as SET
+    from scaletrain_cli.cli.varied import load_varied
     from scaletrain_cli.spec.variants import OPTION as VARY
 
-    keys = {setting.partition("=")[0] for setting in varied}
-    try:
-        return load_spec(path, [*overrides, *varied], cluster=cluster)
-    except SpecError as error:
-        error.problems = tuple(
-            replace(problem, where=VARY) if problem.where == SET and problem.key in keys else problem
-            for problem in error.problems
-        )
-        raise
+    return load_varied(path, overrides, varied, VARY, cluster)
 
 
 def _ask(run: RunSpec, limits: Limits | None, explain: bool, trace: SpotTrace | None, *, as_json: bool) -> Answer:
