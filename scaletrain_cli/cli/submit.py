@@ -54,7 +54,7 @@ def command(
 
     from scaletrain_cli.ui.messages import say, suggest, warn
 
-    for note in scheduler.preflight(run_spec):
+    for note in scheduler.preflight(run_spec, plan):
         warn(note)
     if not as_json:
         from scaletrain_cli.ui.plan_view import show_plan_summary

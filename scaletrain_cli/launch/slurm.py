@@ -15,6 +15,7 @@ from scaletrain_cli.launch.slurm_commands import call_slurm, node_names
 from scaletrain_cli.launch.slurm_nodes import exclude_option, exclusion_for, record_exclusion
 from scaletrain_cli.launch.slurm_script import job_script, sbatch_options
 from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
@@ -27,7 +28,7 @@ _RUNNING = {"RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT"}
 class SlurmScheduler:
     """Jobs of the cluster that this machine's Slurm commands talk to."""
 
-    def preflight(self, spec: RunSpec) -> list[str]:
+    def preflight(self, spec: RunSpec, plan: RunPlan) -> list[str]:
         """Let Slurm judge the request without queueing it. Raises SchedulerError with its own words."""
         _check_path(runs_root())
         script = "\n".join(["#!/bin/bash", *(f"#SBATCH --{option}" for option in sbatch_options(spec, "preflight"))])

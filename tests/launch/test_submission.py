@@ -29,7 +29,7 @@ class CountingScheduler:
         self.submitted = 0
         self._pause = threading.Event()
 
-    def preflight(self, spec: RunSpec) -> list[str]:
+    def preflight(self, spec: RunSpec, plan: RunPlan) -> list[str]:
         return []
 
     def render(self, run: RunDir, record: RunRecord) -> str:

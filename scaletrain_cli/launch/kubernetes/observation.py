@@ -1,0 +1,123 @@
+"""What the API server holds of one run, gathered with as few questions as its state needs. Judges nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scaletrain_cli.launch.kubernetes.kinds import (
+    BACKENDS,
+    JOB,
+    NODE,
+    POD,
+    POD_GROUP,
+    VOLCANO_JOB,
+    WORKLOAD,
+    Object,
+)
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.kubernetes.api import Cluster
+
+_PODS_ASKED = 3  # of those that wait: all of a gang wait for the same, and each is a question
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One look. ``workload`` is the JobSet, Volcano Job or TrainJob; ``jobs`` are its child Jobs."""
+
+    workload: Object | None
+    pods: tuple[Object, ...] = ()
+    jobs: tuple[Object, ...] = ()
+    queued: Object | None = None  # Kueue's Workload
+    group: Object | None = None  # Volcano's PodGroup
+    events: tuple[Object, ...] = ()
+    nodes: tuple[Object, ...] = ()  # those of pods that are ending, as far as they still exist
+    nodes_known: bool = True  # False where the user may not look at nodes
+
+
+def observe(cluster: Cluster, namespace: str, job_id: str, run_label: str) -> Observation:
+    """Look at the workload ``job_id`` and, where it is gone, at pods that any workload of the run has left.
+
+    Raises SchedulerError. A right that is missing for a detail leaves the detail out.
+    """
+    backend, _, name = job_id.partition("/")
+    workload = cluster.get(BACKENDS[backend], namespace, name)
+    if workload is None:
+        pods = cluster.find(POD, namespace, labels=f"scaletrain.dev/run={run_label}")
+        living = tuple(pod for pod in pods if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"))
+        nodes, known = _nodes_of_ending(cluster, living)
+        return Observation(None, living, nodes=nodes, nodes_known=known)
+    pods = cluster.find(POD, namespace, labels=f"app.kubernetes.io/instance={name}")
+    nodes, known = _nodes_of_ending(cluster, pods)
+    is_volcano = BACKENDS[backend] is VOLCANO_JOB
+    jobs = [] if is_volcano else cluster.find(JOB, namespace, labels=f"app.kubernetes.io/instance={name}")
+    queue_label = workload["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
+    return Observation(
+        workload,
+        tuple(sorted(pods, key=index_of)),
+        tuple(jobs),
+        _queued(cluster, namespace, workload) if queue_label else None,
+        _group(cluster, namespace, workload) if is_volcano else None,
+        _events(cluster, namespace, name, jobs, pods),
+        nodes,
+        known,
+    )
+
+
+def index_of(pod: Object) -> int:
+    """Which node of the gang the pod is; the first where nothing says so."""
+    metadata = pod["metadata"]
+    marks = {**metadata.get("labels", {}), **metadata.get("annotations", {})}
+    found = marks.get("batch.kubernetes.io/job-completion-index", marks.get("volcano.sh/task-index", ""))
+    return int(found) if found.isdigit() else 0
+
+
+def _queued(cluster: Cluster, namespace: str, workload: Object) -> Object | None:
+    """The Workload that Kueue has made for this object."""
+    uid = workload["metadata"].get("uid")
+    for found in cluster.find(WORKLOAD, namespace):
+        if any(owner.get("uid") == uid for owner in found["metadata"].get("ownerReferences", ())):
+            return found
+    return None
+
+
+def _group(cluster: Cluster, namespace: str, workload: Object) -> Object | None:
+    uid = workload["metadata"].get("uid")
+    for found in cluster.find(POD_GROUP, namespace):
+        if any(owner.get("uid") == uid for owner in found["metadata"].get("ownerReferences", ())):
+            return found
+    return None
+
+
+def _events(cluster: Cluster, namespace: str, name: str, jobs: list[Object], pods: list[Object]) -> tuple[Object, ...]:
+    """Of the workload and its jobs while something is missing, and of some pods that wait."""
+    waiting = [pod for pod in pods if pod.get("status", {}).get("phase", "Pending") == "Pending"]
+    if pods and not waiting:
+        return ()
+    names = [name, *(job["metadata"]["name"] for job in jobs)] if not pods else []
+    names += [pod["metadata"]["name"] for pod in waiting[:_PODS_ASKED]]
+    return tuple(event for asked in names for event in cluster.events(namespace, asked))
+
+
+def _nodes_of_ending(cluster: Cluster, pods: tuple[Object, ...] | list[Object]) -> tuple[tuple[Object, ...], bool]:
+    from scaletrain_cli.launch.kubernetes.api import RefusedError
+
+    names = sorted(
+        {
+            pod["spec"]["nodeName"]
+            for pod in pods
+            if pod["metadata"].get("deletionTimestamp") and pod.get("spec", {}).get("nodeName")
+        }
+    )
+    found = []
+    try:
+        for name in names:
+            node = cluster.get(NODE, "", name)
+            if node is not None:
+                found.append(node)
+    except RefusedError as error:
+        if not error.is_rights:
+            raise
+        return (), False
+    return tuple(found), True
