@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, PlainValidator, StringConstraints, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from scaletrain_cli.spec.quantities import (
     AutoBytesPerSecond,
     AutoWhole,
@@ -85,14 +86,6 @@ class SlurmSpec(Section):
             yield f"extra.{name}", "is set by the launcher or by a field of its own; remove it from extra."
 
 
-class KubernetesSpec(Section):
-    """Where the job goes in a Kubernetes cluster."""
-
-    namespace: Text = "default"
-    queue: Text | None = None
-    image: Text | None = None
-
-
 class AcceleratorSpec(Section):
     """An accelerator that is not in the catalogue. Rates are dense, per device; bandwidths per direction."""
 
@@ -164,3 +157,5 @@ class ClusterSpec(Section):
             )
         for key, message in self.slurm.inconsistencies():
             yield f"slurm.{key}", message
+        for key, message in self.kubernetes.inconsistencies():
+            yield f"kubernetes.{key}", message

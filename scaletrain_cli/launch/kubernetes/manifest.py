@@ -1,0 +1,87 @@
+"""Everything that is sent for one submission, as objects and as text. Pure: asks no cluster and touches no file.
+
+`documents` are run.json and its newest revision by file name; they reach the pods in a ConfigMap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scaletrain_cli.errors import Problem, SpecError
+from scaletrain_cli.launch.kubernetes.jobset import jobset
+from scaletrain_cli.launch.kubernetes.names import DOCUMENTS_ANNOTATION, Workload
+from scaletrain_cli.launch.kubernetes.pod import pod_template
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.spec import RunSpec
+
+Object = dict[str, Any]
+_LARGEST_DOCUMENTS_BYTES = 1_000_000  # an object may have 1 MiB in all
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Objects in the order in which they are applied, the workload last, and what is worth telling about them.
+
+    Those before the workload are to be owned by it, so that its end is theirs.
+    """
+
+    workload: Workload
+    objects: tuple[Object, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def workload_object(self) -> Object:
+        return self.objects[-1]
+
+
+def manifest(
+    record: RunRecord, documents: Mapping[str, str], submission: int = 1, avoid: Sequence[str] = ()
+) -> Manifest:
+    """The objects of a submission; ``avoid`` are nodes to keep off. Raises SpecError where the spec lacks something."""
+    spec = record.spec
+    require_submittable(spec)
+    workload = Workload(record.run_id, submission, record.revision, spec.cluster.kubernetes.backend)
+    template = pod_template(spec, record.plan, workload, documents, avoid)
+    objects = [_config_map(spec, workload, documents), jobset(spec, workload, template)]
+    return Manifest(workload, tuple(objects))
+
+
+def require_submittable(spec: RunSpec) -> None:
+    """Raise SpecError that names everything a plan does without and a submission does not."""
+    problems = tuple(
+        Problem(spec.where(key), key, "is missing.", hint=hint) for key, hint in _missing(spec.cluster.kubernetes)
+    )
+    if problems:
+        raise SpecError("this run can be planned, but not submitted to Kubernetes", problems)
+
+
+def _missing(kubernetes: Any) -> Iterator[tuple[str, str]]:
+    if kubernetes.image is None:
+        yield (
+            "cluster.kubernetes.image",
+            "Name the image of the pods by digest, as registry/scaletrain@sha256:...; k8s/ says how to build one.",
+        )
+    if kubernetes.runs.claim is None:
+        yield (
+            "cluster.kubernetes.runs.claim",
+            "Name a PersistentVolumeClaim with access mode ReadWriteMany: the pods keep the run directory there.",
+        )
+
+
+def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str]) -> Object:
+    digest = hashlib.sha256("\0".join(f"{name}\0{documents[name]}" for name in sorted(documents)).encode()).hexdigest()
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": workload.config_map,
+            "namespace": spec.cluster.kubernetes.namespace,
+            "labels": workload.labels,
+            "annotations": workload.annotations | {DOCUMENTS_ANNOTATION: digest},
+        },
+        "immutable": True,
+        "data": dict(documents),
+    }
