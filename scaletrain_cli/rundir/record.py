@@ -49,18 +49,8 @@ def checkpoint_folder(run: RunDir, spec: RunSpec) -> Path:
 
 def write_record(run: RunDir, record: RunRecord) -> None:
     """Create run.json; FileExistsError if another submitter was first, so two can never both win."""
-    data = {
-        "schema": SCHEMA,
-        "run_id": record.run_id,
-        "created": record.created,
-        **_decided(record.spec, record.plan),
-        "versions": record.versions,
-        "code_hash": record.code_hash,
-        "wandb_run_id": record.wandb_run_id,
-        "working_folder": record.working_folder,
-    }
     with run.record.open("x", encoding="utf-8") as file:
-        json.dump(data, file, indent=1)
+        json.dump(_whole(record), file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 
@@ -102,6 +92,52 @@ def withdraw_revision(run: RunDir, number: int) -> None:
 def revision_path(run: RunDir, number: int) -> Path:
     """The file of a revision, 1 the first."""
     return run.path / "revisions" / f"{number:04d}.json"
+
+
+def documents_of(run: RunDir, record: RunRecord) -> dict[str, str]:
+    """run.json and the newest revision as texts by file name, for pods whose volume the submitter does not see.
+
+    The run directory need not exist, nor the revision: a record that was only made is its own then.
+    """
+    documents = {"run.json": json.dumps(_read(run.record, SCHEMA) if run.record.exists() else _whole(record))}
+    if record.revision:
+        path = revision_path(run, record.revision)
+        made = {"schema": REVISION_SCHEMA, "revision": record.revision, **_decided(record.spec, record.plan)}
+        documents[path.name] = json.dumps(_read(path, REVISION_SCHEMA) if path.exists() else made)
+    return documents
+
+
+def place_documents(folder: Path, root: Path) -> tuple[RunDir, RunRecord]:
+    """Make the run directory under ``root`` from the texts of documents_of(), or complete the one that is there.
+
+    Raises UsageError where that one is another run's.
+    """
+    first = _read(folder / "run.json", SCHEMA)
+    run = RunDir(root / str(first["run_id"]))
+    run.path.mkdir(parents=True, exist_ok=True)
+    if not run.record.exists():
+        write_document(run.record, first)
+    elif _read(run.record, SCHEMA) != first:
+        raise UsageError(f"{run.path} on the volume is another run of the same name. Submit under another --run-id.")
+    for path in folder.iterdir():
+        match = _REVISION.fullmatch(path.name)
+        if match is not None and not (revised := revision_path(run, int(match[1]))).exists():
+            revised.parent.mkdir(exist_ok=True)
+            write_document(revised, _read(path, REVISION_SCHEMA))
+    return run, read_record(run)
+
+
+def _whole(record: RunRecord) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "run_id": record.run_id,
+        "created": record.created,
+        **_decided(record.spec, record.plan),
+        "versions": record.versions,
+        "code_hash": record.code_hash,
+        "wandb_run_id": record.wandb_run_id,
+        "working_folder": record.working_folder,
+    }
 
 
 def _decided(spec: RunSpec, plan: RunPlan) -> dict[str, Any]:

@@ -46,6 +46,9 @@ def job_of(seen: Observation, job_id: str, now: float) -> Job:
     end = _end(workload, seen)
     if end is not None:
         code, why = end
+        left = [pod for pod in seen.pods if not _has_ended(pod)]
+        if left:  # two gangs must never meet, so it is not over before its last pod is
+            return Job(job_id, "running", f"{why}; {'; '.join(stuck) or f'{_pods(len(left))} still ending'}", nodes)
         return Job(job_id, "ended", why, nodes, exit_code=code)
     if stuck:
         return Job(job_id, "running" if seen.pods else "queued", "; ".join(stuck), nodes)

@@ -52,6 +52,7 @@ NAMESPACE = Kind("Namespace", "", "v1", "namespaces", namespaced=False)
 NODE = Kind("Node", "", "v1", "nodes", namespaced=False)
 CLAIM = Kind("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims")
 SECRET = Kind("Secret", "", "v1", "secrets")
+RESOURCE_QUOTA = Kind("ResourceQuota", "", "v1", "resourcequotas")
 SERVICE = Kind("Service", "", "v1", "services")
 SERVICE_ACCOUNT = Kind("ServiceAccount", "", "v1", "serviceaccounts")
 JOB = Kind("Job", "batch", "v1", "jobs")
@@ -62,6 +63,7 @@ VOLCANO_JOB = Kind("Job", "batch.volcano.sh", "v1alpha1", "jobs", install=_VOLCA
 POD_GROUP = Kind("PodGroup", "scheduling.volcano.sh", "v1beta1", "podgroups", install=_VOLCANO)
 VOLCANO_QUEUE = Kind("Queue", "scheduling.volcano.sh", "v1beta1", "queues", namespaced=False, install=_VOLCANO)
 TRAIN_JOB = Kind("TrainJob", "trainer.kubeflow.org", "v1alpha1", "trainjobs", install=_TRAINER)
+NATIVE_POD_GROUP = Kind("PodGroup", "scheduling.k8s.io", "v1alpha2", "podgroups")
 RUNTIME = Kind("TrainingRuntime", "trainer.kubeflow.org", "v1alpha1", "trainingruntimes", install=_TRAINER)
 
 _KUEUE_GROUP = ("kueue.x-k8s.io", "v1beta2")
@@ -76,7 +78,7 @@ WORKLOAD_PRIORITY = Kind(
 
 # What cluster.kubernetes.backend makes of a run, by the first word of the job's id.
 BACKENDS = {"jobset": JOB_SET, "volcano": VOLCANO_JOB, "trainjob": TRAIN_JOB}
-_APPLIED = (CONFIG_MAP, SERVICE, JOB, JOB_SET, VOLCANO_JOB, TRAIN_JOB, RUNTIME, POD_GROUP)
+_APPLIED = (CONFIG_MAP, SERVICE, JOB, JOB_SET, VOLCANO_JOB, TRAIN_JOB, RUNTIME, NATIVE_POD_GROUP)
 
 
 def kind_of(body: Object) -> Kind:

@@ -1,0 +1,126 @@
+"""What would keep a job from starting, asked before anything is made: all problems at once, and nothing left behind.
+
+Many of these the API server would accept in silence, and the job would wait for ever. Where the user may not look, that
+is told and passed over: the server judges in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from scaletrain_cli.errors import Problem, SchedulerError
+from scaletrain_cli.launch.kubernetes.api import Cluster, NotServedError, RefusedError
+from scaletrain_cli.launch.kubernetes.capacity import namespace_room, node_room, queue_room
+from scaletrain_cli.launch.kubernetes.existence import claims, pod_priority, priority, secrets, service_account
+from scaletrain_cli.launch.kubernetes.findings import Finding, problem
+from scaletrain_cli.launch.kubernetes.kinds import NAMESPACE, Kind, Object, kind_of
+from scaletrain_cli.launch.kubernetes.manifest import Manifest
+from scaletrain_cli.launch.kubernetes.rules import child_job
+from scaletrain_cli.spec import RunSpec
+
+
+def check(cluster: Cluster, spec: RunSpec, rendered: Manifest) -> list[str]:
+    """Notes. Raises SchedulerError that lists every problem, or that says why the server cannot be asked."""
+    version = cluster.version()
+    namespace = spec.cluster.kubernetes.namespace
+    _require_namespace(cluster, namespace, spec)
+    pod = pod_spec(rendered.workload_object)
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        lambda: _served(cluster, spec, kind_of(rendered.workload_object)),
+        lambda: queue_room(cluster, spec, pod),
+        lambda: priority(cluster, spec),
+        lambda: pod_priority(cluster, spec),
+        lambda: claims(cluster, spec),
+        lambda: service_account(cluster, spec),
+        lambda: secrets(cluster, spec),
+        lambda: namespace_room(cluster, spec, pod),
+        lambda: node_room(cluster, spec, pod),
+        *(lambda body=body: _dry_run(cluster, spec, body) for body in rendered.objects),  # type: ignore[misc]
+        lambda: _dry_run_child(cluster, spec, rendered),
+    ]
+    found = [finding for one in checks for finding in _asked(one, spec)]
+    problems = tuple(dict.fromkeys(finding for finding in found if isinstance(finding, Problem)))
+    if problems:
+        count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise SchedulerError(f"{cluster.where}, {version}: {count} would keep the job from starting", problems)
+    return list(dict.fromkeys(finding for finding in found if isinstance(finding, str)))
+
+
+def pod_spec(workload: Object) -> Object:
+    """The spec of the pods in a JobSet, a Volcano Job or a TrainJob; empty where a runtime elsewhere has it."""
+    spec = workload["spec"]
+    if "replicatedJobs" in spec:
+        found: Object = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        return found
+    if "tasks" in spec:
+        return dict(spec["tasks"][0]["template"]["spec"])
+    return {}
+
+
+def _asked(one: Callable[[], Iterator[Finding]], spec: RunSpec) -> Iterator[Finding]:
+    """A check whose question is refused: for want of a right it is passed over, for want of the kind it has failed."""
+    try:
+        yield from one()
+    except NotServedError as error:
+        yield problem(spec, "backend" if "Queue" not in error.message else "queue", error.message)
+    except RefusedError as error:
+        if not error.is_rights:
+            raise
+        yield f"not checked: {error.message}"
+
+
+def _require_namespace(cluster: Cluster, namespace: str, spec: RunSpec) -> None:
+    """Every other question would be answered with this one's answer."""
+    try:
+        found = cluster.get(NAMESPACE, "", namespace)
+    except RefusedError as error:
+        if not error.is_rights:
+            raise
+        return  # a dry run will tell
+    if found is None:
+        problem = problem(spec, "namespace", "there is no such namespace.", namespace)
+        raise SchedulerError(f"{cluster.where}: the namespace is missing", (problem,))
+
+
+def _served(cluster: Cluster, spec: RunSpec, kind: Kind) -> Iterator[Finding]:
+    if not cluster.serves(kind):
+        yield problem(
+            spec, "backend", f"the cluster has no {kind.name} of {kind.api_version}. Install it: {kind.install}"
+        )
+
+
+def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Finding]:
+    """The server's own judgement, admission webhooks included, of an object that is then not made."""
+    try:
+        cluster.apply(body, dry_run=True)
+    except NotServedError:
+        return  # is told where the kind itself is looked for
+    except RefusedError as error:
+        if error.status == 0 or error.status >= 500:
+            raise
+        what = f"{body['kind']} as it would be sent"
+        if not error.problems:
+            yield problem(spec, "", f"{what}: {error.message}")
+        for cause in error.problems:
+            yield problem(spec, "", f"{what}: {cause.key}: {cause.message}")
+
+
+def _dry_run_child(cluster: Cluster, spec: RunSpec, rendered: Manifest) -> Iterator[Finding]:
+    """A JobSet with a template that no Job may have is accepted, and then nothing ever happens."""
+    child = child_job(rendered)
+    if child is None:
+        return
+    try:
+        cluster.apply(child, dry_run=True)
+    except RefusedError as error:
+        if error.is_rights:
+            yield f"not checked whether the Job made of it is valid: {error.message}"
+            return
+        if error.status == 0 or error.status >= 500:
+            raise
+        for cause in error.problems or (Problem("", "", error.said),):
+            yield problem(
+                spec, "", f"the Job that would be made of it is refused: {cause.key} {cause.message}".strip()
+            )
+
+
