@@ -1,7 +1,7 @@
 """cluster.kubernetes: where a run goes in a Kubernetes cluster, and what its pods are made of.
 
-What the API server would refuse only after a while, or never, is refused here. What only a submission needs (an image, a
-volume) may be missing: planning does without it.
+What the API server would refuse only after a while, or never, is refused here. What only a submission needs (an image,
+a volume) may be missing: planning does without it.
 """
 
 import re
@@ -58,22 +58,22 @@ def _image(value: Any) -> str:
 def _label_value(value: Any) -> str:
     if value == "":
         return ""
-    return _word(_QUALIFIED, 63, "must be the value of a label: at most 63 letters, digits, - _ . (true in quotes)")(
-        value
-    )
+    return _word(
+        _QUALIFIED, 63, "must be the value of a label: text of at most 63 letters, digits, dots, dashes and _"
+    )(value)
 
 
 def _path(value: Any) -> str:
     parts = value.split("/") if isinstance(value, str) else []
     if not parts or parts[0] or not any(parts) or ".." in parts or re.search(r"[:\x00-\x1f\x7f]", value):
-        raise PydanticCustomError("mount_path", "must be an absolute path below /, without .. and :")
+        raise PydanticCustomError("mount_path", "must be an absolute path below / without colons or parent folders")
     return "/" + "/".join(part for part in parts if part not in ("", "."))
 
 
 def _sub_path(value: Any) -> str:
     parts = value.split("/") if isinstance(value, str) else []
     if not any(parts) or not parts[0] or ".." in parts or re.search(r"[\x00-\x1f\x7f]", value):
-        raise PydanticCustomError("sub_path", "must be a relative path inside the volume, without ..")
+        raise PydanticCustomError("sub_path", "must be a relative path inside the volume")
     return str(value)
 
 
@@ -81,12 +81,12 @@ _STRING = {"type": "string"}
 # One name of one object, of the kinds that become part of a host name, and of the others.
 LabelName = Annotated[
     str,
-    PlainValidator(_word(_LABEL, 63, "must be a Kubernetes name: at most 63 lower-case letters, digits and -")),
+    PlainValidator(_word(_LABEL, 63, "must be a Kubernetes name of at most 63 lower-case letters, digits and dashes")),
     WithJsonSchema({"type": "string", "pattern": f"^{_LABEL}$", "maxLength": 63}),
 ]
 ObjectName = Annotated[
     str,
-    PlainValidator(_word(_SUBDOMAIN, 253, "must be a Kubernetes name: lower-case letters, digits, - and .")),
+    PlainValidator(_word(_SUBDOMAIN, 253, "must be a Kubernetes name of lower-case letters, digits, dots and dashes")),
     WithJsonSchema({"type": "string", "pattern": f"^{_SUBDOMAIN}$", "maxLength": 253}),
 ]
 LabelKey = Annotated[
@@ -106,7 +106,7 @@ ResourceName = Annotated[
 ]
 SecretKey = Annotated[
     str,
-    PlainValidator(_word(r"[-._a-zA-Z0-9]+", 253, "must be a key of a Secret: letters, digits, - _ .")),
+    PlainValidator(_word(r"[-._a-zA-Z0-9]+", 253, "must be a key of a Secret: letters, digits, dots, dashes and _")),
     WithJsonSchema(_STRING),
 ]
 EnvironmentName = Annotated[
@@ -167,7 +167,7 @@ class TolerationSpec(Section):
 class TopologySpec(Section):
     """How near to one another the nodes must be. ``key`` is the node label of a rack or block.
 
-    ``required``, ``preferred`` and ``unconstrained`` are Kueue's (or Volcano's: hard and soft, ``key`` naming the tier);
+    ``required``, ``preferred`` and ``unconstrained`` are Kueue's, or Volcano's hard and soft with ``key`` as the tier;
     ``exclusive`` is JobSet's: the run alone in one domain.
     """
 

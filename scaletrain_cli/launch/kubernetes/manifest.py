@@ -10,12 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scaletrain_cli.errors import Problem, SpecError
+from scaletrain_cli.errors import Problem, SpecError, UsageError
 from scaletrain_cli.launch.kubernetes.jobset import jobset
 from scaletrain_cli.launch.kubernetes.names import DOCUMENTS_ANNOTATION, Workload
+from scaletrain_cli.launch.kubernetes.notes import notes
 from scaletrain_cli.launch.kubernetes.pod import pod_template
+from scaletrain_cli.launch.kubernetes.pod_group import pod_group
+from scaletrain_cli.launch.kubernetes.trainjob import training_runtime, trainjob
+from scaletrain_cli.launch.kubernetes.volcano import volcano_job
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.kubernetes import KubernetesSpec
 
 Object = dict[str, Any]
 _LARGEST_DOCUMENTS_BYTES = 1_000_000  # an object may have 1 MiB in all
@@ -45,8 +50,8 @@ def manifest(
     require_submittable(spec)
     workload = Workload(record.run_id, submission, record.revision, spec.cluster.kubernetes.backend)
     template = pod_template(spec, record.plan, workload, documents, avoid)
-    objects = [_config_map(spec, workload, documents), jobset(spec, workload, template)]
-    return Manifest(workload, tuple(objects))
+    objects = (_config_map(spec, workload, documents), *_workload_objects(spec, workload, template))
+    return Manifest(workload, objects, tuple(notes(spec)))
 
 
 def require_submittable(spec: RunSpec) -> None:
@@ -58,7 +63,19 @@ def require_submittable(spec: RunSpec) -> None:
         raise SpecError("this run can be planned, but not submitted to Kubernetes", problems)
 
 
-def _missing(kubernetes: Any) -> Iterator[tuple[str, str]]:
+def _workload_objects(spec: RunSpec, workload: Workload, template: Object) -> Iterator[Object]:
+    if spec.cluster.kubernetes.native_gang != "none":
+        yield pod_group(spec, workload)
+    if workload.backend == "volcano":
+        yield volcano_job(spec, workload, template)
+    elif workload.backend == "trainjob":
+        yield training_runtime(spec, workload, template)
+        yield trainjob(spec, workload)
+    else:
+        yield jobset(spec, workload, template)
+
+
+def _missing(kubernetes: KubernetesSpec) -> Iterator[tuple[str, str]]:
     if kubernetes.image is None:
         yield (
             "cluster.kubernetes.image",
@@ -72,6 +89,12 @@ def _missing(kubernetes: Any) -> Iterator[tuple[str, str]]:
 
 
 def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str]) -> Object:
+    size = sum(len(text.encode()) for text in documents.values())
+    if size > _LARGEST_DOCUMENTS_BYTES:
+        raise UsageError(
+            f"the run's record takes {size:,} bytes; a ConfigMap, by which pods get it, has room for "
+            f"{_LARGEST_DOCUMENTS_BYTES:,}. Shorten env or data.skip."
+        )
     digest = hashlib.sha256("\0".join(f"{name}\0{documents[name]}" for name in sorted(documents)).encode()).hexdigest()
     return {
         "apiVersion": "v1",
