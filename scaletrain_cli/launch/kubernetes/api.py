@@ -224,8 +224,9 @@ def connect(context: str | None, namespace: str) -> Cluster:
             config.load_incluster_config(client_configuration=settings)
             name = "this pod's cluster"
         else:
-            config.load_kube_config(context=context, client_configuration=settings, persist_config=False)
-            name = f"context {context or config.list_kube_config_contexts()[1]['name']}"
+            file = os.environ.get("KUBECONFIG") or None
+            config.load_kube_config(file, context=context, client_configuration=settings, persist_config=False)
+            name = f"context {context or config.list_kube_config_contexts(file)[1]['name']}"
     except Exception as error:  # whatever may be wrong in a kubeconfig, and in the programs that it names
         wanted = f"context {context}" if context else "the current context"
         raise SchedulerError(

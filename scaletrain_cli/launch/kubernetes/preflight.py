@@ -6,7 +6,7 @@ is told and passed over: the server judges in the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.kubernetes.api import Cluster, NotServedError, RefusedError
@@ -24,7 +24,7 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest) -> list[str]:
     version = cluster.version()
     namespace = spec.cluster.kubernetes.namespace
     _require_namespace(cluster, namespace, spec)
-    pod = pod_spec(rendered.workload_object)
+    pod = pod_spec(rendered.objects)
     checks: list[Callable[[], Iterator[Finding]]] = [
         lambda: _served(cluster, spec, kind_of(rendered.workload_object)),
         lambda: queue_room(cluster, spec, pod),
@@ -35,7 +35,7 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest) -> list[str]:
         lambda: secrets(cluster, spec),
         lambda: namespace_room(cluster, spec, pod),
         lambda: node_room(cluster, spec, pod),
-        *(lambda body=body: _dry_run(cluster, spec, body) for body in rendered.objects),  # type: ignore[misc]
+        *(lambda body=body: _dry_run(cluster, spec, body) for body in rendered.objects),
         lambda: _dry_run_child(cluster, spec, rendered),
     ]
     found = [finding for one in checks for finding in _asked(one, spec)]
@@ -46,14 +46,15 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest) -> list[str]:
     return list(dict.fromkeys(finding for finding in found if isinstance(finding, str)))
 
 
-def pod_spec(workload: Object) -> Object:
-    """The spec of the pods in a JobSet, a Volcano Job or a TrainJob; empty where a runtime elsewhere has it."""
-    spec = workload["spec"]
-    if "replicatedJobs" in spec:
-        found: Object = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-        return found
-    if "tasks" in spec:
-        return dict(spec["tasks"][0]["template"]["spec"])
+def pod_spec(objects: Iterable[Object]) -> Object:
+    """The spec of the pods, wherever a backend has put it."""
+    for body in objects:
+        spec = body.get("spec", {})
+        inner = spec.get("template", {}).get("spec", spec)  # a TrainJob's runtime has a JobSet's spec in it
+        for job in inner.get("replicatedJobs", ()):
+            return dict(job["template"]["spec"]["template"]["spec"])
+        for task in spec.get("tasks", ()):
+            return dict(task["template"]["spec"])
     return {}
 
 
@@ -78,8 +79,8 @@ def _require_namespace(cluster: Cluster, namespace: str, spec: RunSpec) -> None:
             raise
         return  # a dry run will tell
     if found is None:
-        problem = problem(spec, "namespace", "there is no such namespace.", namespace)
-        raise SchedulerError(f"{cluster.where}: the namespace is missing", (problem,))
+        absent = problem(spec, "namespace", "there is no such namespace.", namespace)
+        raise SchedulerError(f"{cluster.where}: the namespace is missing", (absent,))
 
 
 def _served(cluster: Cluster, spec: RunSpec, kind: Kind) -> Iterator[Finding]:
@@ -119,8 +120,4 @@ def _dry_run_child(cluster: Cluster, spec: RunSpec, rendered: Manifest) -> Itera
         if error.status == 0 or error.status >= 500:
             raise
         for cause in error.problems or (Problem("", "", error.said),):
-            yield problem(
-                spec, "", f"the Job that would be made of it is refused: {cause.key} {cause.message}".strip()
-            )
-
-
+            yield problem(spec, "", f"the Job that would be made of it is refused: {cause.key} {cause.message}".strip())

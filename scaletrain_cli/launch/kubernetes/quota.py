@@ -124,7 +124,7 @@ def _lent(holder: Object, flavor: str, resource: str) -> Fraction:
         for found in group["flavors"]:
             quota = _resource(found, resource) if found["name"] == flavor else None
             if quota is not None:
-                return as_number(quota.get("lendingLimit", quota.get("nominalQuota", 0)))
+                return as_number(quota.get("lendingLimit") or quota.get("nominalQuota") or 0)
     return Fraction(0)
 
 
