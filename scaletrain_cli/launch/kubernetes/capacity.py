@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.launch.kubernetes.api import Cluster
-from scaletrain_cli.launch.kubernetes.findings import Finding, missing, problem
+from scaletrain_cli.launch.kubernetes.obstacles import Found, missing, problem
 from scaletrain_cli.launch.kubernetes.kinds import (
     CLUSTER_QUEUE,
     COHORT,
@@ -33,7 +33,7 @@ _GROWING = (
 )
 
 
-def queue_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Finding]:
+def queue_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
     kubernetes = spec.cluster.kubernetes
     if kubernetes.queue is None:
         return
@@ -59,7 +59,7 @@ def queue_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Finding
     yield from _quota(cluster, spec, whole, pod)
 
 
-def _activity(spec: RunSpec, queue: Object, given: str) -> Iterator[Finding]:
+def _activity(spec: RunSpec, queue: Object, given: str) -> Iterator[Found]:
     what = f"{queue['kind']} {queue['metadata']['name']}"
     if queue["spec"].get("stopPolicy", "None") != "None":
         yield f"{what} is held (stopPolicy {queue['spec']['stopPolicy']}): the job waits until it is let go"
@@ -70,7 +70,7 @@ def _activity(spec: RunSpec, queue: Object, given: str) -> Iterator[Finding]:
             yield problem(spec, "queue", f"{what} is not active: {said}", given)
 
 
-def _quota(cluster: Cluster, spec: RunSpec, queue: Object, pod: Object) -> Iterator[Finding]:
+def _quota(cluster: Cluster, spec: RunSpec, queue: Object, pod: Object) -> Iterator[Found]:
     flavors = {flavor["metadata"]["name"]: flavor for flavor in cluster.find(FLAVOR, "")}
     name = queue["spec"].get("cohortName")
     cohort = None
@@ -98,7 +98,7 @@ def _needed(spec: RunSpec, pod: Object) -> dict[str, Fraction]:
     return found
 
 
-def namespace_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Finding]:
+def namespace_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
     """A namespace's own limits, at which pods are refused one by one."""
     needed = _needed(spec, pod) | {"pods": Fraction(spec.cluster.nodes)}
     for quota in cluster.find(RESOURCE_QUOTA, spec.cluster.kubernetes.namespace):
@@ -117,7 +117,7 @@ def namespace_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fin
                 yield f"{what}, of which {status['used'][limited]} are used: the job waits for the rest"
 
 
-def node_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Finding]:
+def node_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
     """Without a queue nobody else would say that no node will ever do."""
     if spec.cluster.kubernetes.kueue or not pod:
         return

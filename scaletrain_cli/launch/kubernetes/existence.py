@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from scaletrain_cli.launch.kubernetes.api import Cluster, RefusedError
-from scaletrain_cli.launch.kubernetes.findings import Finding, missing, names_shown, problem
+from scaletrain_cli.launch.kubernetes.obstacles import Found, missing, names_shown, problem
 from scaletrain_cli.launch.kubernetes.kinds import CLAIM, PRIORITY_CLASS, SECRET, SERVICE_ACCOUNT, WORKLOAD_PRIORITY
 from scaletrain_cli.spec import RunSpec
 
 
-def priority(cluster: Cluster, spec: RunSpec) -> Iterator[Finding]:
+def priority(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
     kubernetes = spec.cluster.kubernetes
     if kubernetes.priority is None:
         return
@@ -25,13 +25,13 @@ def priority(cluster: Cluster, spec: RunSpec) -> Iterator[Finding]:
         )
 
 
-def pod_priority(cluster: Cluster, spec: RunSpec) -> Iterator[Finding]:
+def pod_priority(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
     name = spec.cluster.kubernetes.pod_priority
     if name is not None and cluster.get(PRIORITY_CLASS, "", name) is None:
         yield missing(spec, "pod_priority", name, "PriorityClass", cluster.find(PRIORITY_CLASS, ""))
 
 
-def claims(cluster: Cluster, spec: RunSpec) -> Iterator[Finding]:
+def claims(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
     kubernetes = spec.cluster.kubernetes
     wanted = {volume.claim: f"volumes.{index}.claim" for index, volume in enumerate(kubernetes.volumes)}
     if kubernetes.runs.claim is not None:
@@ -53,7 +53,7 @@ def claims(cluster: Cluster, spec: RunSpec) -> Iterator[Finding]:
             yield problem(spec, key, f"must be ReadWriteMany for {spec.cluster.nodes} pods; it is {allowed}.", name)
 
 
-def _pending_claim(cluster: Cluster, spec: RunSpec, key: str, name: str) -> Finding:
+def _pending_claim(cluster: Cluster, spec: RunSpec, key: str, name: str) -> Found:
     events = cluster.events(spec.cluster.kubernetes.namespace, name)
     if any(event.get("reason") == "WaitForFirstConsumer" for event in events):
         return f"claim {name} is not bound yet; its volume is made for the first pod that uses it"
@@ -61,7 +61,7 @@ def _pending_claim(cluster: Cluster, spec: RunSpec, key: str, name: str) -> Find
     return problem(spec, key, f"the claim is not bound to a volume{said}.", name)
 
 
-def service_account(cluster: Cluster, spec: RunSpec) -> Iterator[Finding]:
+def service_account(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
     kubernetes = spec.cluster.kubernetes
     name = kubernetes.service_account
     if name is not None and cluster.get(SERVICE_ACCOUNT, kubernetes.namespace, name) is None:
@@ -69,7 +69,7 @@ def service_account(cluster: Cluster, spec: RunSpec) -> Iterator[Finding]:
         yield missing(spec, "service_account", name, f"ServiceAccount in namespace {kubernetes.namespace}", there)
 
 
-def secrets(cluster: Cluster, spec: RunSpec) -> Iterator[Finding]:
+def secrets(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
     """Names and keys alone; no value is kept. Most users may not read Secrets, and should not."""
     kubernetes = spec.cluster.kubernetes
     wanted: list[tuple[str, str, str | None]] = [

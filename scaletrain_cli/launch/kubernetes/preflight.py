@@ -12,7 +12,7 @@ from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.kubernetes.api import Cluster, NotServedError, RefusedError
 from scaletrain_cli.launch.kubernetes.capacity import namespace_room, node_room, queue_room
 from scaletrain_cli.launch.kubernetes.existence import claims, pod_priority, priority, secrets, service_account
-from scaletrain_cli.launch.kubernetes.findings import Finding, problem
+from scaletrain_cli.launch.kubernetes.obstacles import Found, problem
 from scaletrain_cli.launch.kubernetes.kinds import NAMESPACE, Kind, Object, kind_of
 from scaletrain_cli.launch.kubernetes.manifest import Manifest
 from scaletrain_cli.launch.kubernetes.rules import child_job
@@ -25,7 +25,7 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest) -> list[str]:
     namespace = spec.cluster.kubernetes.namespace
     _require_namespace(cluster, namespace, spec)
     pod = pod_spec(rendered.objects)
-    checks: list[Callable[[], Iterator[Finding]]] = [
+    checks: list[Callable[[], Iterator[Found]]] = [
         lambda: _served(cluster, spec, kind_of(rendered.workload_object)),
         lambda: queue_room(cluster, spec, pod),
         lambda: priority(cluster, spec),
@@ -58,7 +58,7 @@ def pod_spec(objects: Iterable[Object]) -> Object:
     return {}
 
 
-def _asked(one: Callable[[], Iterator[Finding]], spec: RunSpec) -> Iterator[Finding]:
+def _asked(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Found]:
     """A check whose question is refused: for want of a right it is passed over, for want of the kind it has failed."""
     try:
         yield from one()
@@ -83,14 +83,14 @@ def _require_namespace(cluster: Cluster, namespace: str, spec: RunSpec) -> None:
         raise SchedulerError(f"{cluster.where}: the namespace is missing", (absent,))
 
 
-def _served(cluster: Cluster, spec: RunSpec, kind: Kind) -> Iterator[Finding]:
+def _served(cluster: Cluster, spec: RunSpec, kind: Kind) -> Iterator[Found]:
     if not cluster.serves(kind):
         yield problem(
             spec, "backend", f"the cluster has no {kind.name} of {kind.api_version}. Install it: {kind.install}"
         )
 
 
-def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Finding]:
+def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Found]:
     """The server's own judgement, admission webhooks included, of an object that is then not made."""
     try:
         cluster.apply(body, dry_run=True)
@@ -106,7 +106,7 @@ def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Finding]
             yield problem(spec, "", f"{what}: {cause.key}: {cause.message}")
 
 
-def _dry_run_child(cluster: Cluster, spec: RunSpec, rendered: Manifest) -> Iterator[Finding]:
+def _dry_run_child(cluster: Cluster, spec: RunSpec, rendered: Manifest) -> Iterator[Found]:
     """A JobSet with a template that no Job may have is accepted, and then nothing ever happens."""
     child = child_job(rendered)
     if child is None:
