@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError
-from scaletrain_cli.launch.attempts import AttemptRecord, Decision, begin_attempt, read_attempt, read_attempts
+from scaletrain_cli.launch.attempts import begin_attempt, read_attempt
 from scaletrain_cli.launch.conclusion import conclude_abandoned, conclude_attempt, conclude_run, withdraw_restart
+from scaletrain_cli.launch.next_attempt import first_attempt_of_job, why_not_begin
 from scaletrain_cli.launch.ports import free_port
-from scaletrain_cli.launch.restart_policy import decide
 from scaletrain_cli.launch.slurm_commands import node_names
 from scaletrain_cli.launch.slurm_nodes import (
     down_nodes,
@@ -67,7 +67,7 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
     """Claim the next attempt and print where its ranks meet; print nothing when the run must not go on."""
     job_id = environment["SLURM_JOB_ID"]
     conclude_abandoned(run, record)  # of this job, which Slurm took off its nodes before it could say its last word
-    refusal = _refusal(run, record, job_id)
+    refusal = why_not_begin(run, record, job_id)
     if refusal is not None:
         print(refusal.why, file=sys.stderr)
         return conclude_run(run, refusal)
@@ -98,7 +98,7 @@ def end(
         run,
         record,
         number,
-        first_attempt=min((attempt.number for attempt in _attempts_of(run, job_id)), default=number),
+        first_attempt=first_attempt_of_job(run, job_id, number),
         launcher_exit_code=srun_exit_code,
         told_to_stop=told_to_stop,
         time_is_up=lambda: time_is_up(job_id, record.spec.cluster, environment, time.time()),
@@ -117,25 +117,6 @@ def _exclude_word(run: RunDir, record: RunRecord) -> str:
     if excluded.nodes == before:
         return ""
     return f"={exclude_option(record.spec, excluded) or ''}"
-
-
-def _refusal(run: RunDir, record: RunRecord, job_id: str) -> Decision | None:
-    """Why no attempt must begin: cancelled, or Slurm by itself requeued a job that is done or beyond its budget."""
-    if run.is_told_to_stop:
-        return Decision(False, ExitCode.PREEMPTED, "cancelled before the attempt began")
-    history = _attempts_of(run, job_id)
-    last = history[-1] if history else None
-    if last is None or last.exit_code is None or last.reason is None:
-        return None
-    if last.decision is not None and last.decision.requeue:
-        return None
-    decision = decide(last.exit_code, last.reason, history, record.spec.restarts, cancelled=False)
-    return None if decision.requeue else decision
-
-
-def _attempts_of(run: RunDir, job_id: str) -> list[AttemptRecord]:
-    """A requeued job keeps its id, so the attempts of one submission, which share budgets, are those of one job."""
-    return [attempt for attempt in read_attempts(run) if attempt.job_id == job_id]
 
 
 def _own_address(environment: Mapping[str, str]) -> str:

@@ -53,7 +53,6 @@ NODE = Kind("Node", "", "v1", "nodes", namespaced=False)
 CLAIM = Kind("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims")
 SECRET = Kind("Secret", "", "v1", "secrets")
 RESOURCE_QUOTA = Kind("ResourceQuota", "", "v1", "resourcequotas")
-SERVICE = Kind("Service", "", "v1", "services")
 SERVICE_ACCOUNT = Kind("ServiceAccount", "", "v1", "serviceaccounts")
 JOB = Kind("Job", "batch", "v1", "jobs")
 PRIORITY_CLASS = Kind("PriorityClass", "scheduling.k8s.io", "v1", "priorityclasses", namespaced=False)
@@ -78,7 +77,7 @@ WORKLOAD_PRIORITY = Kind(
 
 # What cluster.kubernetes.backend makes of a run, by the first word of the job's id.
 BACKENDS = {"jobset": JOB_SET, "volcano": VOLCANO_JOB, "trainjob": TRAIN_JOB}
-_APPLIED = (CONFIG_MAP, SERVICE, JOB, JOB_SET, VOLCANO_JOB, TRAIN_JOB, RUNTIME, NATIVE_POD_GROUP)
+_APPLIED = (CONFIG_MAP, POD, JOB, JOB_SET, VOLCANO_JOB, TRAIN_JOB, RUNTIME, NATIVE_POD_GROUP)
 
 
 def kind_of(body: Object) -> Kind:

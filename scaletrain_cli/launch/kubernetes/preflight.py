@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.kubernetes.api import Cluster, NotServedError, RefusedError
 from scaletrain_cli.launch.kubernetes.capacity import namespace_room, node_room, queue_room
+from scaletrain_cli.launch.kubernetes.children import children
 from scaletrain_cli.launch.kubernetes.existence import claims, pod_priority, priority, secrets, service_account
 from scaletrain_cli.launch.kubernetes.obstacles import Found, problem
 from scaletrain_cli.launch.kubernetes.kinds import NAMESPACE, Kind, Object, kind_of
 from scaletrain_cli.launch.kubernetes.manifest import Manifest
-from scaletrain_cli.launch.kubernetes.rules import child_job
 from scaletrain_cli.spec import RunSpec
 
 
@@ -36,7 +36,7 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest) -> list[str]:
         lambda: namespace_room(cluster, spec, pod),
         lambda: node_room(cluster, spec, pod),
         *(lambda body=body: _dry_run(cluster, spec, body) for body in rendered.objects),
-        lambda: _dry_run_child(cluster, spec, rendered),
+        *(lambda child=child: _dry_run_child(cluster, spec, child) for child in children(rendered.objects)),
     ]
     found = [finding for one in checks for finding in _asked(one, spec)]
     problems = tuple(dict.fromkeys(finding for finding in found if isinstance(finding, Problem)))
@@ -106,18 +106,18 @@ def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Found]:
             yield problem(spec, "", f"{what}: {cause.key}: {cause.message}")
 
 
-def _dry_run_child(cluster: Cluster, spec: RunSpec, rendered: Manifest) -> Iterator[Found]:
+def _dry_run_child(cluster: Cluster, spec: RunSpec, child: Object) -> Iterator[Found]:
     """A JobSet with a template that no Job may have is accepted, and then nothing ever happens."""
-    child = child_job(rendered)
-    if child is None:
-        return
     try:
         cluster.apply(child, dry_run=True)
+    except NotServedError:
+        return
     except RefusedError as error:
         if error.is_rights:
-            yield f"not checked whether the Job made of it is valid: {error.message}"
+            yield f"not checked whether the {child['kind']} that is made of it is valid: {error.message}"
             return
         if error.status == 0 or error.status >= 500:
             raise
         for cause in error.problems or (Problem("", "", error.said),):
-            yield problem(spec, "", f"the Job that would be made of it is refused: {cause.key} {cause.message}".strip())
+            words = f"the {child['kind']} that would be made of it is refused: {cause.key} {cause.message}"
+            yield problem(spec, "", " ".join(words.split()))

@@ -1,0 +1,238 @@
+"""PID 1 of a training pod: ``python -m scaletrain_cli.launch.kubernetes.pod_agent``.
+
+Puts the run directory on the volume, meets the other pods of the gang, is the agent of its node, and ends with the code
+that tells Kubernetes what to do. Pod 0 begins the attempt and judges it; all pods end with its verdict. Calls no
+Kubernetes API: what it must know of its pod is in the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scaletrain_cli.launch.node_agent import HEARD, AgentOptions
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.attempts import Decision
+    from scaletrain_cli.rundir.paths import RunDir
+    from scaletrain_cli.rundir.record import RunRecord
+
+GATHERING_SECONDS = 1800.0  # large images are pulled for many minutes
+VERDICT_SECONDS = 45.0  # for the other nodes to end by themselves, and for pod 0 to say what follows
+_VOLUME_SECONDS = 60.0  # for what pod 0 has written to be seen elsewhere: file systems cache what is not there
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class PodOptions:
+    """What the pod's template says. ``gang`` is this gang's alone: a restarted one has another."""
+
+    documents: Path
+    runs_root: Path
+    workload: str
+    gang: str
+    node_rank: int
+    node_name: str
+    pod_name: str
+    master_addr: str
+    master_port: int
+    meeting_port: int
+    engine: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Be this pod's agent; the exit code of the container."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    options = parse_options(arguments, os.environ)
+    from scaletrain_cli.errors import ExitCode, ScaletrainError
+    from scaletrain_cli.launch.kubernetes.meeting import InterruptedMeetingError
+
+    try:
+        return run_pod(options)
+    except InterruptedMeetingError as error:
+        print(f"{options.pod_name}: {error}", file=sys.stderr, flush=True)
+        return ExitCode.PREEMPTED
+    except ScaletrainError as error:
+        print(f"{options.pod_name} on {options.node_name}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> PodOptions:
+    """The volume in options, what differs from pod to pod in the environment."""
+    parser = argparse.ArgumentParser(prog="pod_agent", description="Run the ranks of one pod.")
+    parser.add_argument("--documents", type=Path, required=True, help="folder with run.json")
+    parser.add_argument("--runs-root", type=Path, required=True)
+    parser.add_argument("--engine", default="scaletrain_cli.engine", help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    try:
+        port = int(environment["MASTER_PORT"])
+        return PodOptions(
+            documents=given.documents,
+            runs_root=given.runs_root,
+            workload=environment["SCALETRAIN_WORKLOAD"],
+            gang=f"{environment['SCALETRAIN_WORKLOAD']}/{environment.get('SCALETRAIN_GANG', '')}",
+            node_rank=int(environment["SCALETRAIN_NODE_RANK"]),
+            node_name=environment["SCALETRAIN_NODE_NAME"],
+            pod_name=environment["SCALETRAIN_POD"],
+            master_addr=environment["MASTER_ADDR"],
+            master_port=port,
+            meeting_port=port + 1,
+            engine=given.engine,
+        )
+    except (KeyError, ValueError) as error:
+        parser.error(f"the pod's environment lacks or garbles {error}")
+
+
+def run_pod(options: PodOptions) -> int:
+    """From the meeting to the verdict. Raises ScaletrainError for what no attempt could be begun for."""
+    from scaletrain_cli.launch.kubernetes.pod_lines import beginning_line
+    from scaletrain_cli.launch.kubernetes.pod_output import PodOutput
+    from scaletrain_cli.launch.node_run import run_node
+    from scaletrain_cli.rundir.record import read_record
+
+    begun = _begin(options) if options.node_rank == 0 else _join(options)
+    if isinstance(begun, int):
+        return begun
+    run, number = begun
+    # The submitter holds its lock in the directory that it sees; elsewhere it reads of the run what the pods print.
+    print(beginning_line(number, shared=(run.path / "submit.lock").exists()), flush=True)
+    agent = AgentOptions(
+        run_folder=run.path,
+        attempt=number,
+        node_rank=options.node_rank,
+        node_name=options.node_name,
+        master_addr=options.master_addr,
+        master_port=options.master_port,
+        parent_pid=None,
+        engine=options.engine,
+    )
+    try:
+        with PodOutput(run.attempt(number) / "logs", options.node_name):
+            code = run_node(agent)
+    except Exception as error:  # pod 0 must judge whatever happened here
+        code = _code_of(error)
+        print(f"{options.pod_name} on {options.node_name}: {error}", file=sys.stderr, flush=True)
+    record = read_record(run)
+    return _judge(options, run, record, number, code) if options.node_rank == 0 else _verdict(run, number, code)
+
+
+def _begin(options: PodOptions) -> tuple[RunDir, int] | int:
+    """Pod 0: the run and its new attempt once all are there; else the exit code with which all must end."""
+    from scaletrain_cli.errors import ScaletrainError
+    from scaletrain_cli.launch.attempts import begin_attempt
+    from scaletrain_cli.launch.conclusion import conclude_abandoned, conclude_run
+    from scaletrain_cli.launch.kubernetes.meeting import Host
+    from scaletrain_cli.launch.next_attempt import why_not_begin
+    from scaletrain_cli.rundir.record import place_documents
+
+    run, record = place_documents(options.documents, options.runs_root)
+    host = Host(options.meeting_port, options.gang, record.spec.cluster.nodes - 1)
+    try:
+        said = host.gather(GATHERING_SECONDS, _told_to_leave)
+        conclude_abandoned(run, record)  # of an earlier gang whose pod 0 was lost
+        refusal = why_not_begin(run, record, options.workload)
+        if refusal is not None:
+            print(refusal.why, file=sys.stderr, flush=True)
+            conclude_run(run, refusal)
+            host.tell({"exit_code": (code := exit_code_for(refusal)), "why": refusal.why})
+            return code
+        nodes = (options.node_name, *(str(word["node"]) for word in said.values()))
+        number = begin_attempt(run, record.spec, scheduler="kubernetes", job_id=options.workload, nodes=nodes)
+        host.tell({"attempt": number, "run_id": run.run_id})
+        return run, number
+    except ScaletrainError as error:
+        host.tell({"exit_code": error.exit_code, "why": str(error)})
+        raise
+    finally:
+        host.close()
+
+
+def _join(options: PodOptions) -> tuple[RunDir, int] | int:
+    """The other pods: what pod 0 says of the run and its new attempt."""
+    from scaletrain_cli.errors import WrongNodesError
+    from scaletrain_cli.launch.kubernetes.meeting import attend
+    from scaletrain_cli.rundir.paths import RunDir
+
+    said = {"node": options.node_name, "pod": options.pod_name}
+    place = (options.master_addr, options.meeting_port, options.gang, options.node_rank)
+    word = attend(*place, said, GATHERING_SECONDS, _told_to_leave)
+    if "exit_code" in word:
+        print(word["why"], file=sys.stderr, flush=True)
+        return int(word["exit_code"])
+    run = RunDir(options.runs_root / str(word["run_id"]))
+    deadline = time.monotonic() + _VOLUME_SECONDS
+    while not (run.attempt(word["attempt"]) / "attempt.json").is_file():
+        if time.monotonic() > deadline:
+            raise WrongNodesError(
+                f"{run.attempt(word['attempt'])} does not appear on {options.node_name} although pod 0 has made it: "
+                "is the claim of cluster.kubernetes.runs one that all pods can mount at once (ReadWriteMany)?"
+            )
+        time.sleep(_POLL_SECONDS)
+    return run, int(word["attempt"])
+
+
+def _judge(options: PodOptions, run: RunDir, record: RunRecord, number: int, code: int) -> int:
+    """Pod 0's last word, once the other nodes have ended or had time to."""
+    from scaletrain_cli.launch.conclusion import conclude_attempt, conclude_run
+    from scaletrain_cli.launch.next_attempt import first_attempt_of_job
+    from scaletrain_cli.launch.node_record import read_node_records
+
+    deadline = time.monotonic() + VERDICT_SECONDS - 15
+    while time.monotonic() < deadline:
+        nodes = read_node_records(run, number)
+        if len(nodes) == record.spec.cluster.nodes and all(node.ended is not None for node in nodes):
+            break
+        time.sleep(_POLL_SECONDS)
+    first = first_attempt_of_job(run, options.workload, number)
+    decision = conclude_attempt(run, record, number, first_attempt=first, launcher_exit_code=code)
+    if not decision.requeue:
+        conclude_run(run, decision)
+    print(f"attempt {number} ended: {decision.why}", flush=True)
+    return exit_code_for(decision)
+
+
+def _verdict(run: RunDir, number: int, code: int) -> int:
+    """Pod 0's decision on the attempt; this pod's own code where it says nothing."""
+    from scaletrain_cli.launch.attempts import read_attempt
+
+    deadline = time.monotonic() + VERDICT_SECONDS
+    while time.monotonic() < deadline:
+        attempt = read_attempt(run, number)
+        if attempt is not None and attempt.decision is not None:
+            return exit_code_for(attempt.decision)
+        time.sleep(_POLL_SECONDS)
+    return code
+
+
+def exit_code_for(decision: Decision) -> int:
+    """What a container ends with so that Kubernetes does what was decided, whose policies see nothing but this code."""
+    from scaletrain_cli.errors import ExitCode
+
+    code = decision.exit_code
+    if code == ExitCode.DONE or code in (ExitCode.USAGE, ExitCode.INFEASIBLE):
+        return code
+    if not decision.requeue:
+        return ExitCode.DO_NOT_REQUEUE  # whatever ended it: 1 and 75 would bring it back
+    return code if code in (ExitCode.PREEMPTED, ExitCode.WRONG_NODES) else ExitCode.CRASHED
+
+
+def _told_to_leave() -> bool:
+    """Whether SIGTERM or SIGINT has come. They stay pending: nobody has to remember them."""
+    return bool(signal.sigpending() & {signal.SIGTERM, signal.SIGINT})
+
+
+def _code_of(error: Exception) -> int:
+    from scaletrain_cli.errors import ExitCode, ScaletrainError
+
+    return error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

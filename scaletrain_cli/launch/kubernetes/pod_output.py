@@ -1,0 +1,67 @@
+"""What the ranks of this pod write to their log files, said again on the pod's own output, for `kubectl logs`.
+
+The files on the volume stay the record. A thread of its own, which never holds a rank up: it reads what is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+
+_POLL_SECONDS = 1.0
+_PIECE_BYTES = 1 << 20
+_RANK = re.compile(r"-(\d+)\.log$")
+
+
+class PodOutput:
+    """Follows the logs of one node in a folder while it is entered; says the rest on leaving."""
+
+    def __init__(self, folder: Path, node_name: str, stream: int | None = None) -> None:
+        """``stream`` is a file descriptor; else that of the standard output."""
+        self._folder, self._pattern = folder, f"{node_name}-*.log"
+        self._stream = sys.stdout.fileno() if stream is None else stream
+        self._read: dict[Path, int] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="pod-output", daemon=True)
+
+    def __enter__(self) -> PodOutput:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._over.wait(_POLL_SECONDS):
+            self._say_news(whole_lines=True)
+        self._say_news(whole_lines=False)
+
+    def _say_news(self, *, whole_lines: bool) -> None:
+        with contextlib.suppress(OSError):  # the volume is away for a moment, or nobody reads: the files have it all
+            for path in sorted(self._folder.glob(self._pattern)):
+                while piece := self._piece(path, whole_lines):
+                    self._say(path, piece)
+
+    def _piece(self, path: Path, whole_lines: bool) -> bytes:
+        with path.open("rb") as file:
+            file.seek(self._read.get(path, 0))
+            data = file.read(_PIECE_BYTES)
+        if whole_lines and len(data) < _PIECE_BYTES:
+            data = data[: data.rfind(b"\n") + 1]
+        self._read[path] = self._read.get(path, 0) + len(data)
+        return data
+
+    def _say(self, path: Path, piece: bytes) -> None:
+        match = _RANK.search(path.name)
+        name = f"rank {int(match[1])}: " if match else ""
+        text = b"".join(name.encode() + line + b"\n" for line in piece.splitlines())
+        while text:
+            text = text[os.write(self._stream, text) :]
