@@ -19,7 +19,7 @@ from scaletrain_cli.launch.local_supervisor import supervisor_lock
 from scaletrain_cli.launch.node_record import read_node_records
 from scaletrain_cli.launch.resumption import resume
 from scaletrain_cli.launch.submission import submit_run
-from tests.launch.conftest import ENGINE, LOCAL, MadeRun, is_running, make_spec, wait_until
+from tests.launch.conftest import ENGINE, LOCAL, MadeRun, is_running, make_plan, make_spec, wait_until
 
 ONE_RANK = ("cluster.gpus_per_node=1", "training.global_batch_size=1")
 Submit = Callable[..., MadeRun]

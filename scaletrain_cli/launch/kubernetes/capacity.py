@@ -10,7 +10,6 @@ from fractions import Fraction
 
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.launch.kubernetes.api import Cluster
-from scaletrain_cli.launch.kubernetes.obstacles import Found, missing, problem
 from scaletrain_cli.launch.kubernetes.kinds import (
     CLUSTER_QUEUE,
     COHORT,
@@ -22,6 +21,7 @@ from scaletrain_cli.launch.kubernetes.kinds import (
     Object,
 )
 from scaletrain_cli.launch.kubernetes.nodes import misfits
+from scaletrain_cli.launch.kubernetes.obstacles import Found, missing, problem
 from scaletrain_cli.launch.kubernetes.quantities import as_number
 from scaletrain_cli.launch.kubernetes.quota import Cohort, judge_quota
 from scaletrain_cli.spec import RunSpec
