@@ -16,13 +16,8 @@ def priority(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
         return
     kind = WORKLOAD_PRIORITY if kubernetes.kueue else PRIORITY_CLASS
     if cluster.get(kind, "", kubernetes.priority) is None:
-        yield missing(
-            spec,
-            "priority",
-            kubernetes.priority,
-            f"{kind.name} (the job would wait in silence)",
-            cluster.find(kind, ""),
-        )
+        what = f"{kind.name}, and the job would wait in silence"
+        yield missing(spec, "priority", kubernetes.priority, what, cluster.find(kind, ""))
 
 
 def pod_priority(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:

@@ -106,6 +106,7 @@ def write_kubeconfig(path: Path, url: str, context: str = "test") -> Path:
 class _Handler(BaseHTTPRequestHandler):
     api: FakeApi
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # head and body in one packet: the client would wait 40 ms between two
 
     def do_GET(self) -> None:
         if self.path == "/version":

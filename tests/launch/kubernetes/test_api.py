@@ -125,9 +125,7 @@ def test_a_server_that_is_not_there_is_said_to_be_silent(tmp_path: Path, monkeyp
     assert not isinstance(caught.value, SchedulerSilentError)
 
 
-def test_a_change_that_is_not_answered_may_have_happened(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_that_is_not_answered_may_have_happened(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster._client, "request", _never(cluster._client.request))
     with pytest.raises(SchedulerSilentError, match="Whether it did what was asked is not known"):
         cluster.apply(config_map())
@@ -143,7 +141,9 @@ def _never(request: Any) -> Any:
 
 
 def test_a_context_that_is_not_there_names_the_file(api: FakeApi, tmp_path: Path) -> None:
-    with pytest.raises(SchedulerError, match=r"context other of the kubeconfig \(.*kubeconfig\) cannot be used") as error:
+    with pytest.raises(
+        SchedulerError, match=r"context other of the kubeconfig \(.*kubeconfig\) cannot be used"
+    ) as error:
         connect("other", "ml")
     assert error.value.exit_code == 4
 

@@ -110,7 +110,9 @@ def test_a_job_is_not_over_before_its_last_pod_is() -> None:
 
 
 def test_a_job_that_waits_for_quota_has_kueues_words() -> None:
-    said = "couldn't assign flavors to pod set node: insufficient unused quota for nvidia.com/gpu in flavor h100, 8 more"
+    said = (
+        "couldn't assign flavors to pod set node: insufficient unused quota for nvidia.com/gpu in flavor h100, 8 more"
+    )
     waiting = workload(condition("QuotaReserved", "False", "Pending", said))
     job = judged(jobset(queue="team-a", suspend=True), queued=waiting)
     assert (job.state, job.detail) == ("queued", f"waits in queue team-a: {said}")
@@ -119,7 +121,9 @@ def test_a_job_that_waits_for_quota_has_kueues_words() -> None:
 def test_a_preempted_job_says_by_whom_it_was_and_what_it_waits_for() -> None:
     waiting = workload(
         condition("Evicted", "True", "Preempted", "Preempted to accommodate a workload"),
-        condition("Preempted", "True", "InClusterQueue", "Preempted to accommodate a workload (UID: 7) of priority 100"),
+        condition(
+            "Preempted", "True", "InClusterQueue", "Preempted to accommodate a workload (UID: 7) of priority 100"
+        ),
         condition("QuotaReserved", "False", "Pending", "insufficient unused quota"),
     )
     job = judged(jobset(queue="team-a", suspend=True), queued=waiting)
@@ -182,7 +186,9 @@ def test_a_volume_that_cannot_be_mounted_and_a_pod_that_is_refused_are_told() ->
     mount = event("FailedMount", "MountVolume.SetUp failed for volume runs: stale handle", "Pod", "llama-s1-node-0-0")
     job = judged(jobset(), pod(NAME, 0, phase="Pending"), events=(mount,))
     assert "pod llama-s1-node-0-0: FailedMount: MountVolume.SetUp failed" in job.detail
-    refused = event("FailedCreate", 'pods "x" is forbidden: violates PodSecurity "restricted"', "Job", "llama-s1-node-0")
+    refused = event(
+        "FailedCreate", 'pods "x" is forbidden: violates PodSecurity "restricted"', "Job", "llama-s1-node-0"
+    )
     assert 'violates PodSecurity "restricted"' in judged(jobset(), events=(refused,)).detail
 
 

@@ -228,9 +228,7 @@ def test_pods_that_a_lost_workload_has_left_keep_a_second_gang_away(made: MadeRu
     assert inspect_resume(made.run).active
 
 
-def test_a_job_is_looked_for_where_it_was_sent(
-    made: MadeRun, api: FakeApi, make_run: Callable[..., MadeRun]
-) -> None:
+def test_a_job_is_looked_for_where_it_was_sent(made: MadeRun, api: FakeApi, make_run: Callable[..., MadeRun]) -> None:
     submit(made)
     moved = made.record.spec.model_copy(deep=True)
     elsewhere = make_run(*SETTINGS, "cluster.kubernetes.namespace=other", run_id="other").record
