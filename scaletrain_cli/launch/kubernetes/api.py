@@ -154,9 +154,9 @@ class Cluster:
             raise
         return any(resource.get("name") == kind.plural for resource in found.get("resources", []))
 
-    def version(self) -> str:
+    def version(self, patience_seconds: float = _READ_SECONDS) -> str:
         """The server's version, as ``v1.36.2``. The cheapest question that shows whether it answers."""
-        answer = json.loads(self._send("get", None, "/version").data)
+        answer = json.loads(self._send("get", None, "/version", read_seconds=patience_seconds).data)
         return str(answer.get("gitVersion", "of unknown version"))
 
     def _json(self, method: str, kind: Kind, path: str, **options: Any) -> Object:
@@ -234,6 +234,12 @@ def connect(context: str | None, namespace: str) -> Cluster:
             f"{_short(error)}. Set $KUBECONFIG, or cluster.kubernetes.context to one of `kubectl config get-contexts`."
         ) from error
     return Cluster(client.ApiClient(settings), f"Kubernetes ({name}, {settings.host}, namespace {namespace})")
+
+
+def is_configured() -> bool:
+    """Whether there is anything to connect to: a kubeconfig, or the cluster of the pod that this runs in."""
+    files = (os.environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)
+    return any(Path(file).expanduser().is_file() for file in files if file) or _is_in_cluster(os.environ)
 
 
 def _is_in_cluster(environment: Mapping[str, str]) -> bool:

@@ -25,6 +25,7 @@ from scaletrain_cli.rundir.paths import RunDir
 
 _LOOK_EVERY_SECONDS = 3.0
 _SAVE_EVERY_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 2.0
 _MOST_STREAMS = 256  # each is a thread here and a connection to the API server
 
 
@@ -46,6 +47,7 @@ class PodLogs:
         self._run, self._cluster, self._place = run, cluster, place
         self._ranks_per_pod = ranks_per_pod
         self._over = threading.Event()
+        self._streams: dict[str, threading.Thread] = {}
 
     def bring(self) -> None:
         """Fetch what is new in every pod that the API server still has. Raises SchedulerError."""
@@ -68,6 +70,9 @@ class PodLogs:
             finally:
                 self._over.set()
                 looker.join(2 * _LOOK_EVERY_SECONDS)
+                deadline = time.monotonic() + _LAST_WORDS_SECONDS
+                for stream in self._streams.values():  # of pods that have ended: they come to an end, too
+                    stream.join(max(0.0, deadline - time.monotonic()))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[bool]:
@@ -84,7 +89,7 @@ class PodLogs:
 
     def _look(self) -> None:
         """Start a reader for every pod that is new, or whose stream broke off."""
-        streams: dict[str, threading.Thread] = {}
+        streams = self._streams
         while not shares_volume(self._run):
             with contextlib.suppress(SchedulerError):  # it may be back at the next look
                 for pod in self._pods():
