@@ -31,7 +31,7 @@ _FIELDS = {
 # What the template, or a controller behind it, sets itself: a second entry of one name would be refused, or win.
 OWN_VARIABLES = frozenset(
     "MASTER_ADDR MASTER_PORT NODE_RANK SCALETRAIN_NODE_RANK SCALETRAIN_GANG SCALETRAIN_WORKLOAD SCALETRAIN_NODE_NAME "
-    "SCALETRAIN_POD SCALETRAIN_RUNS VC_TASK_INDEX VK_TASK_INDEX".split()
+    "SCALETRAIN_POD VC_TASK_INDEX VK_TASK_INDEX".split()
 )
 
 
