@@ -203,7 +203,7 @@ def test_the_agent_is_the_first_process_and_hears_of_its_end_before_the_ranks_gr
     container = container_of(made)
     assert container["command"] == ["python", "-m", "scaletrain_cli.launch.kubernetes.pod_agent"]
     assert container["args"] == ["--documents", "/etc/scaletrain/run", "--runs-root", "/runs"]
-    assert template_of(made)["spec"]["terminationGracePeriodSeconds"] == 91 + 60
+    assert template_of(made)["spec"]["terminationGracePeriodSeconds"] == 91 + 80
 
 
 @pytest.mark.parametrize(
