@@ -30,6 +30,11 @@ def notes(spec: RunSpec) -> Iterator[str]:
             "cluster.kubernetes.rdma_resource: needs LimitMEMLOCK=infinity in containerd's unit on the nodes; without "
             "it NCCL falls back to TCP, and only its log says so."
         )
+    if kubernetes.host_network:
+        yield (
+            "cluster.kubernetes.host_network: the pods use ports of their nodes, so no other run may share a node; a "
+            "namespace with the baseline pod security refuses them."
+        )
     yield from _about_gangs(spec)
     yield from _about_leaving(spec)
     if ignored := sorted(OWN_VARIABLES & spec.env.keys()):

@@ -17,8 +17,8 @@ from scaletrain_cli.spec import RunSpec
 
 DOCUMENTS_PATH = "/etc/scaletrain/run"
 AGENT_MODULE = "scaletrain_cli.launch.kubernetes.pod_agent"
-# After the ranks' grace period: the agent waits for ranks that hang in the kernel, and for pod 0's verdict.
-AGENT_SECONDS = 60
+# After the ranks' grace period: 30 s for ranks that hang in the kernel, 45 s for pod 0's verdict, 5 s to leave.
+AGENT_SECONDS = 80
 
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _GANG = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
@@ -31,7 +31,7 @@ _FIELDS = {
 # What the template, or a controller behind it, sets itself: a second entry of one name would be refused, or win.
 OWN_VARIABLES = frozenset(
     "MASTER_ADDR MASTER_PORT NODE_RANK SCALETRAIN_NODE_RANK SCALETRAIN_GANG SCALETRAIN_WORKLOAD SCALETRAIN_NODE_NAME "
-    "SCALETRAIN_POD SCALETRAIN_RUNS VC_TASK_INDEX VK_TASK_INDEX".split()
+    "SCALETRAIN_POD VC_TASK_INDEX VK_TASK_INDEX".split()
 )
 
 

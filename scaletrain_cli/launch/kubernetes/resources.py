@@ -6,8 +6,6 @@ and what lies in /dev/shm is a part of it.
 
 from __future__ import annotations
 
-from typing import Any
-
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import RunSpec
 
@@ -21,17 +19,17 @@ _SHM_RANK_BYTES = _GIB  # NCCL's rings between the GPUs of a node take some hund
 _CPUS_PER_GPU = 4  # a request that every GPU node can grant; without a limit the pod may use all that it finds
 
 
-def pod_resources(spec: RunSpec, plan: RunPlan) -> dict[str, dict[str, Any]]:
+def pod_resources(spec: RunSpec, plan: RunPlan) -> dict[str, dict[str, str]]:
     """``requests`` and ``limits`` of the container."""
     kubernetes, cluster = spec.cluster.kubernetes, spec.cluster
-    whole: dict[str, Any] = {"memory": quantity(memory_bytes(spec, plan))}
+    whole = {"memory": quantity(memory_bytes(spec, plan))}
     if kubernetes.ephemeral_storage is not None:
         whole["ephemeral-storage"] = quantity(kubernetes.ephemeral_storage)
     if cluster.gpu != "cpu":
-        whole[kubernetes.gpu_resource] = cluster.gpus_per_node
+        whole[kubernetes.gpu_resource] = str(cluster.gpus_per_node)
     if kubernetes.rdma_resource is not None:
-        whole[kubernetes.rdma_resource] = kubernetes.rdma_count
-    cores = cores_per_node(spec)
+        whole[kubernetes.rdma_resource] = str(kubernetes.rdma_count)
+    cores = str(cores_per_node(spec))
     # Cores that were asked for by number are a limit too: the pod is then Guaranteed, the last that a node evicts. A
     # guess must not throttle anyone.
     chosen = kubernetes.cpus_per_node != "auto" or cluster.cpus_per_gpu != "auto"
@@ -69,6 +67,9 @@ def memory_bytes(spec: RunSpec, plan: RunPlan) -> int:
 
 
 def quantity(size_bytes: int) -> str:
-    """Bytes in Mi or Gi, rounded up to whole Mi."""
-    mebibytes = -(-size_bytes // _MIB)
-    return f"{mebibytes // 1024}Gi" if mebibytes % 1024 == 0 else f"{mebibytes}Mi"
+    """Bytes rounded up to whole Mi, in the largest unit that divides them, as the API server writes them back."""
+    amount, units = -(-size_bytes // _MIB), ["Mi", "Gi", "Ti", "Pi"]
+    while amount % 1024 == 0 and len(units) > 1:
+        amount //= 1024
+        units.pop(0)
+    return f"{amount}{units[0]}"
