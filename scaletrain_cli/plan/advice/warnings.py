@@ -98,7 +98,7 @@ def _about_durability(spec: RunSpec, durability: Durability, time: Time) -> Iter
             "spot without cluster.mean_time_between_interruptions: preemptions are taken to come every "
             f"{SPOT_HOURS_BETWEEN_PREEMPTIONS:g} hours, as on AWS in 2022 and 2023; state yours, or plan with a trace."
         )
-    if not durability.grace_ok and (spec.cluster.spot or spec.cluster.scheduler == "slurm"):
+    if not durability.grace_ok and (spec.cluster.spot or spec.cluster.scheduler != "local"):
         needed = durability.save_seconds + time.step
         behind = math.ceil((durability.save_seconds - durability.blocked_seconds) / time.step)
         yield (

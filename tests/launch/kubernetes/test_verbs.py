@@ -51,7 +51,7 @@ def test_a_run_is_submitted_looked_at_read_cancelled_and_resumed(ready: FakeApi)
     ]
     told = scaletrain("status", "r1", "--json").data
     assert (told["state"], told["step"], told["why"]) == ("running", 7, "all 2 pods running")
-    assert "[rank 0] step      7/100" in scaletrain("logs", "r1").out
+    assert "step      7/100" in scaletrain("logs", "r1").out
     assert scaletrain("cancel", "r1", "--yes").code == ExitCode.DONE
     refused = scaletrain("resume", "r1", "--yes")
     assert refused.code == ExitCode.USAGE
