@@ -1,4 +1,4 @@
-"""Logs that are elsewhere brought into the run directory, so that whoever reads them there needs to know no scheduler."""
+"""Logs that are elsewhere, brought into the run directory: who reads them there needs to know no scheduler."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ Asks by path, so no discovery is needed and nothing is converted into the client
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 30.0
 _FOLLOW_SECONDS = 300.0  # of silence, after which a followed log is asked for again
 _PAGE = 500
+_MOST_CONNECTIONS = 300  # every log that is followed holds one
 _IN_CLUSTER_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 _RBAC = re.compile(r'cannot (\S+) resource "([^"]+)" in API group "([^"]*)"')
 
@@ -39,6 +41,10 @@ class RefusedError(SchedulerError):
 
 class NotServedError(RefusedError):
     """The cluster has no such resource: its CRD is missing, or of another version."""
+
+    def __init__(self, message: str, kind: Kind) -> None:
+        super().__init__(message, 404, message)
+        self.kind = kind
 
 
 class Cluster:
@@ -196,8 +202,7 @@ class Cluster:
             return RefusedError(f"{self.where} forbids it (403): {said}. {advice}", error.status, said)
         if error.status == 404 and kind is not None and not answer.get("details", {}).get("name"):
             how = f" Install it: {kind.install}" if kind.install else ""
-            text = f"{self.where} has no {kind.name} of {kind.api_version}.{how}"
-            return NotServedError(text, 404, said)
+            return NotServedError(f"{self.where} has no {kind.name} of {kind.api_version}.{how}", kind)
         problems = tuple(
             Problem(kind.name if kind else path, str(cause.get("field", "")), str(cause.get("message", "")))
             for cause in answer.get("details", {}).get("causes") or ()
@@ -211,6 +216,12 @@ def connect(context: str | None, namespace: str) -> Cluster:
 
     Asks nothing yet. Raises UsageError without the client's package, SchedulerError without usable credentials.
     """
+    return _connect(context, namespace, os.environ.get("KUBECONFIG") or None)
+
+
+@functools.lru_cache
+def _connect(context: str | None, namespace: str, file: str | None) -> Cluster:
+    """Once for all runs of a list: credentials may come from a program that takes a second."""
     try:
         from kubernetes import client, config
     except ImportError as error:
@@ -219,18 +230,18 @@ def connect(context: str | None, namespace: str) -> Cluster:
         ) from error
     settings = client.Configuration()
     settings.retries = False  # each would wait as long again
+    settings.connection_pool_maxsize = _MOST_CONNECTIONS
     try:
         if context is None and _is_in_cluster(os.environ):
             config.load_incluster_config(client_configuration=settings)
             name = "this pod's cluster"
         else:
-            file = os.environ.get("KUBECONFIG") or None
             config.load_kube_config(file, context=context, client_configuration=settings, persist_config=False)
             name = f"context {context or config.list_kube_config_contexts(file)[1]['name']}"
     except Exception as error:  # whatever may be wrong in a kubeconfig, and in the programs that it names
         wanted = f"context {context}" if context else "the current context"
         raise SchedulerError(
-            f"{wanted} of the kubeconfig ({os.environ.get('KUBECONFIG') or '~/.kube/config'}) cannot be used: "
+            f"{wanted} of the kubeconfig ({file or '~/.kube/config'}) cannot be used: "
             f"{_short(error)}. Set $KUBECONFIG, or cluster.kubernetes.context to one of `kubectl config get-contexts`."
         ) from error
     return Cluster(client.ApiClient(settings), f"Kubernetes ({name}, {settings.host}, namespace {namespace})")

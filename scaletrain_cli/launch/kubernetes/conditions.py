@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from scaletrain_cli.launch.kubernetes.kinds import Object
-from scaletrain_cli.launch.kubernetes.observation import Observation
+from scaletrain_cli.launch.kubernetes.observation import QUEUE_LABEL, Observation
 from scaletrain_cli.launch.kubernetes.watchdog import never_ends_by_itself
 from scaletrain_cli.launch.scheduler import Job
 
@@ -53,7 +53,7 @@ def job_of(seen: Observation, job_id: str, now: float) -> Job:
     if stuck:
         return Job(job_id, "running" if seen.pods else "queued", "; ".join(stuck), nodes)
     if _is_suspended(workload):
-        return Job(job_id, "queued", _why_suspended(workload, seen.queued), nodes)
+        return Job(job_id, "queued", _why_suspended(workload, seen), nodes)
     return _of_pods(seen, job_id, nodes)
 
 
@@ -120,11 +120,14 @@ def _is_suspended(workload: Object) -> bool:
     return bool(workload.get("spec", {}).get("suspend")) or _condition(workload, "Suspended") is not None
 
 
-def _why_suspended(workload: Object, queued: Object | None) -> str:
+def _why_suspended(workload: Object, seen: Observation) -> str:
     """Kueue's own words where it has any."""
-    queue = workload["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
+    queued = seen.queued
+    queue = workload["metadata"].get("labels", {}).get(QUEUE_LABEL)
     if not queue:
         return "suspended, and in no queue that would let it go on; set spec.suspend to false"
+    if not seen.queue_known:
+        return f"waits in queue {queue}; why, you may not see: it takes the right to list workloads.kueue.x-k8s.io"
     if queued is None:
         priority = workload["metadata"].get("labels", {}).get("kueue.x-k8s.io/priority-class")
         cause = f"priority class {priority} is unknown to it, or " if priority else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from scaletrain_cli.launch.kubernetes.kinds import (
 if TYPE_CHECKING:
     from scaletrain_cli.launch.kubernetes.api import Cluster
 
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _PODS_ASKED = 3  # of those that wait: all of a gang wait for the same, and each is a question
 
 
@@ -34,6 +36,7 @@ class Observation:
     events: tuple[Object, ...] = ()
     nodes: tuple[Object, ...] = ()  # those of pods that are ending, as far as they still exist
     nodes_known: bool = True  # False where the user may not look at nodes
+    queue_known: bool = True  # False where the user may not look at Kueue's Workloads
 
 
 def observe(cluster: Cluster, namespace: str, job_id: str, run_label: str) -> Observation:
@@ -49,19 +52,26 @@ def observe(cluster: Cluster, namespace: str, job_id: str, run_label: str) -> Ob
         nodes, known = _nodes_of_ending(cluster, living)
         return Observation(None, living, nodes=nodes, nodes_known=known)
     pods = cluster.find(POD, namespace, labels=f"app.kubernetes.io/instance={name}")
-    nodes, known = _nodes_of_ending(cluster, pods)
+    nodes, nodes_known = _nodes_of_ending(cluster, pods)
     is_volcano = BACKENDS[backend] is VOLCANO_JOB
-    jobs = [] if is_volcano else cluster.find(JOB, namespace, labels=f"app.kubernetes.io/instance={name}")
-    queue_label = workload["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
+    labels = f"app.kubernetes.io/instance={name}"
+    jobs = [] if is_volcano else _allowed(lambda: cluster.find(JOB, namespace, labels=labels)) or []
+    queued: Object | None = None
+    queue_known = True
+    if QUEUE_LABEL in workload["metadata"].get("labels", {}):
+        queues = _allowed(lambda: cluster.find(WORKLOAD, namespace))
+        queued, queue_known = _owned_by(workload, queues or []), queues is not None
+    groups = _allowed(lambda: cluster.find(POD_GROUP, namespace)) if is_volcano else None
     return Observation(
         workload,
         tuple(sorted(pods, key=index_of)),
         tuple(jobs),
-        _queued(cluster, namespace, workload) if queue_label else None,
-        _group(cluster, namespace, workload) if is_volcano else None,
-        _events(cluster, namespace, name, jobs, pods),
+        queued,
+        _owned_by(workload, groups or []),
+        tuple(_allowed(lambda: _events(cluster, namespace, name, jobs, pods)) or ()),
         nodes,
-        known,
+        nodes_known,
+        queue_known,
     )
 
 
@@ -73,51 +83,42 @@ def index_of(pod: Object) -> int:
     return int(found) if found.isdigit() else 0
 
 
-def _queued(cluster: Cluster, namespace: str, workload: Object) -> Object | None:
-    """The Workload that Kueue has made for this object."""
-    uid = workload["metadata"].get("uid")
-    for found in cluster.find(WORKLOAD, namespace):
-        if any(owner.get("uid") == uid for owner in found["metadata"].get("ownerReferences", ())):
-            return found
-    return None
-
-
-def _group(cluster: Cluster, namespace: str, workload: Object) -> Object | None:
-    uid = workload["metadata"].get("uid")
-    for found in cluster.find(POD_GROUP, namespace):
-        if any(owner.get("uid") == uid for owner in found["metadata"].get("ownerReferences", ())):
-            return found
-    return None
-
-
-def _events(cluster: Cluster, namespace: str, name: str, jobs: list[Object], pods: list[Object]) -> tuple[Object, ...]:
-    """Of the workload and its jobs while something is missing, and of some pods that wait."""
-    waiting = [pod for pod in pods if pod.get("status", {}).get("phase", "Pending") == "Pending"]
-    if pods and not waiting:
-        return ()
-    names = [name, *(job["metadata"]["name"] for job in jobs)] if not pods else []
-    names += [pod["metadata"]["name"] for pod in waiting[:_PODS_ASKED]]
-    return tuple(event for asked in names for event in cluster.events(namespace, asked))
-
-
-def _nodes_of_ending(cluster: Cluster, pods: tuple[Object, ...] | list[Object]) -> tuple[tuple[Object, ...], bool]:
+def _allowed(ask: Callable[[], list[Object]]) -> list[Object] | None:
+    """The answer; None where the user lacks the right to ask."""
     from scaletrain_cli.launch.kubernetes.api import RefusedError
 
-    names = sorted(
-        {
-            pod["spec"]["nodeName"]
-            for pod in pods
-            if pod["metadata"].get("deletionTimestamp") and pod.get("spec", {}).get("nodeName")
-        }
-    )
-    found = []
     try:
-        for name in names:
-            node = cluster.get(NODE, "", name)
-            if node is not None:
-                found.append(node)
+        return ask()
     except RefusedError as error:
         if not error.is_rights:
             raise
-        return (), False
-    return tuple(found), True
+        return None
+
+
+def _owned_by(owner: Object, candidates: Iterable[Object]) -> Object | None:
+    """The one that a controller has made for ``owner``: Kueue's Workload, Volcano's PodGroup."""
+    uid = owner["metadata"].get("uid")
+    for found in candidates:
+        if any(reference.get("uid") == uid for reference in found["metadata"].get("ownerReferences", ())):
+            return found
+    return None
+
+
+def _events(cluster: Cluster, namespace: str, name: str, jobs: list[Object], pods: list[Object]) -> list[Object]:
+    """Of the workload and its jobs while something is missing, and of some pods that wait."""
+    waiting = [pod for pod in pods if pod.get("status", {}).get("phase", "Pending") == "Pending"]
+    if pods and not waiting:
+        return []
+    names = [name, *(job["metadata"]["name"] for job in jobs)] if not pods else []
+    names += [pod["metadata"]["name"] for pod in waiting[:_PODS_ASKED]]
+    return [event for asked in names for event in cluster.events(namespace, asked)]
+
+
+def _nodes_of_ending(cluster: Cluster, pods: Iterable[Object]) -> tuple[tuple[Object, ...], bool]:
+    names = {
+        pod["spec"]["nodeName"]
+        for pod in pods
+        if pod["metadata"].get("deletionTimestamp") and pod.get("spec", {}).get("nodeName")
+    }
+    found = _allowed(lambda: [node for name in sorted(names) if (node := cluster.get(NODE, "", name)) is not None])
+    return tuple(found or ()), found is not None

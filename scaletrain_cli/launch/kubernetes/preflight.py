@@ -13,7 +13,7 @@ from scaletrain_cli.launch.kubernetes.api import Cluster, NotServedError, Refuse
 from scaletrain_cli.launch.kubernetes.capacity import namespace_room, node_room, queue_room
 from scaletrain_cli.launch.kubernetes.children import children
 from scaletrain_cli.launch.kubernetes.existence import claims, pod_priority, priority, secrets, service_account
-from scaletrain_cli.launch.kubernetes.kinds import NAMESPACE, Kind, Object, kind_of
+from scaletrain_cli.launch.kubernetes.kinds import LOCAL_QUEUE, NAMESPACE, VOLCANO_QUEUE, Kind, Object, kind_of
 from scaletrain_cli.launch.kubernetes.manifest import Manifest
 from scaletrain_cli.launch.kubernetes.obstacles import Found, problem
 from scaletrain_cli.spec import RunSpec
@@ -63,7 +63,8 @@ def _asked(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Found]
     try:
         yield from one()
     except NotServedError as error:
-        yield problem(spec, "backend" if "Queue" not in error.message else "queue", error.message)
+        of_queues = error.kind.group == LOCAL_QUEUE.group or error.kind is VOLCANO_QUEUE
+        yield problem(spec, "queue" if of_queues else "backend", error.message)
     except RefusedError as error:
         if not error.is_rights:
             raise

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
+from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.exclusion import Exclusion
 from scaletrain_cli.launch.kubernetes.api import Cluster, connect
 from scaletrain_cli.launch.kubernetes.conditions import CANCELLED, job_of
@@ -90,7 +90,10 @@ class KubernetesScheduler:
             return Job("", "unknown", "never submitted")
         if place.ended:  # nothing brings it back, and its object may be gone
             return Job(place.job_id, "ended", place.detail, exit_code=place.exit_code)
-        cluster, seen = self._look(place, record)
+        try:
+            cluster, seen = self._look(place, record)
+        except UsageError as error:  # no client here: the run directory may still tell most of it
+            raise SchedulerError(error.message) from error
         job = job_of(seen, place.job_id, time.time())
         if job.state == "ended" and (seen.workload is not None or run.is_told_to_stop):
             remember_end(run, place, job)

@@ -151,6 +151,11 @@ def test_an_unknown_priority_class_is_recognised_by_the_silence_that_follows() -
     assert "priority class urgent is unknown" in job.detail
 
 
+def test_who_may_not_look_at_the_queue_is_not_told_that_there_is_nothing_in_it() -> None:
+    job = judged(jobset(queue="q", suspend=True), queue_known=False)
+    assert "right to list workloads.kueue.x-k8s.io" in job.detail
+
+
 def test_a_queue_that_is_not_there_and_a_job_that_is_held_are_told() -> None:
     nope = workload(condition("QuotaReserved", "False", "Inadmissible", "LocalQueue nope doesn't exist"))
     assert "LocalQueue nope doesn't exist" in judged(jobset(queue="nope", suspend=True), queued=nope).detail

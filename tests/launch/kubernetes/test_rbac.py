@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def put_queue(api: FakeApi) -> None:
 
 
 @pytest.fixture
-def calls(api: FakeApi, make_run: Callable[..., MadeRun]) -> Iterator[set[tuple[str, str, str]]]:
+def calls(api: FakeApi, make_run: Callable[..., MadeRun]) -> set[tuple[str, str, str]]:
     api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
     pending = {"metadata": {"name": "runs"}, "spec": {}, "status": {"phase": "Pending"}}
     for name, more in BACKENDS.items():
@@ -97,7 +97,7 @@ def calls(api: FakeApi, make_run: Callable[..., MadeRun]) -> Iterator[set[tuple[
     put_queue(api)
     api.put("persistentvolumeclaims", pending)
     live(api, make_run(*SETTINGS, *BACKENDS["jobset"], run_id="queued"))
-    yield api.calls - NOT_GRANTED
+    return api.calls - NOT_GRANTED
 
 
 def test_a_submitter_may_do_what_is_done_for_it_and_no_more(calls: set[tuple[str, str, str]]) -> None:
@@ -110,5 +110,3 @@ def test_what_has_no_namespace_is_granted_for_the_cluster_and_only_to_be_read() 
     cluster_wide = granted("ClusterRole")
     assert {verb for verb, _, _ in cluster_wide} <= {"get", "list"}
     assert not granted("Role") & cluster_wide
-
-

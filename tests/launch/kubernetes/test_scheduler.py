@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -160,6 +161,20 @@ def test_a_server_that_does_not_answer_leaves_the_state_unknown(made: MadeRun, a
     found = run_status(made.run)
     assert found.state == "unknown"
     assert "forbids it" in found.why
+
+
+def test_details_that_the_user_may_not_see_are_left_out(
+    made: MadeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = submit(made)
+    workload(api, name)["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "q"
+    workload(api, name)["spec"]["suspend"] = True
+    for resource, group in (("workloads", "kueue.x-k8s.io"), ("jobs", "batch"), ("events", "")):
+        api.forbid("list", resource, group)
+    assert "workloads.kueue.x-k8s.io" in run_status(made.run).why
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    monkeypatch.setenv("KUBECONFIG", "another")  # no connection from before
+    assert "scaletrain[k8s]" in run_status(made.run).why
 
 
 def test_a_cancelled_run_gets_its_grace_and_counts_as_running_until_its_pods_are_gone(
