@@ -153,6 +153,26 @@ def test_a_pod_has_no_rights_it_does_not_need(backend: str) -> None:
     assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
+def test_a_pod_meets_the_restricted_pod_security_standard_unless_asked_otherwise() -> None:
+    made = rendered_recipe(SPOT)
+    pod, container = template_of(made)["spec"], container_of(made)
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+    assert {key for volume in pod["volumes"] for key in volume} <= {
+        "name",
+        "emptyDir",
+        "configMap",
+        "persistentVolumeClaim",
+    }
+    assert container["securityContext"]["capabilities"].keys() == {"drop"}
+    assert "ports" not in container
+
+
+def test_no_autoscaler_moves_a_pod_to_free_a_node() -> None:
+    annotations = template_of(rendered_recipe(SPOT))["metadata"]["annotations"]
+    assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+    assert annotations["karpenter.sh/do-not-disrupt"] == "true"
+
+
 def test_rdma_brings_its_capability_and_the_reason_why_that_is_not_enough() -> None:
     made = rendered_recipe(SPOT, "cluster.kubernetes.rdma_resource=rdma/ib")
     assert container_of(made)["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
