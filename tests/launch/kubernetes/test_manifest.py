@@ -10,8 +10,9 @@ import pytest
 
 from scaletrain_cli.errors import SpecError, UsageError
 from scaletrain_cli.launch.kubernetes.children import child_job, children
+from scaletrain_cli.launch.kubernetes.rules import problems
 from scaletrain_cli.launch.kubernetes.yaml_text import to_yaml
-from scaletrain_cli.spec import load_spec
+from scaletrain_cli.spec import load_spec, parse_spec
 from tests.launch.conftest import PROJECT, make_spec
 from tests.launch.kubernetes.rendering import (
     BACKENDS,
@@ -350,6 +351,13 @@ def test_what_only_a_submission_needs_is_named_all_at_once_and_where_it_belongs(
     ]
     assert caught.value.exit_code == 2
     assert f"{SPOT}.yaml" in str(caught.value)
+
+
+def test_the_example_of_the_page_is_rendered_and_nothing_is_wrong_with_it() -> None:
+    (example,) = re.findall(r"```yaml\n(.*?)```", (PROJECT / "docs" / "kubernetes.md").read_text(), flags=re.DOTALL)
+    head, _, _ = (PROJECT / "recipes" / f"{SPOT}.yaml").read_text(encoding="utf-8").partition("cluster:\n")
+    spec = parse_spec(head + example, file="example.yaml", base_dir=PROJECT)
+    assert problems(rendered(spec).objects) == ()
 
 
 def test_what_the_launcher_sets_itself_is_set_once() -> None:
