@@ -368,3 +368,10 @@ def test_what_the_launcher_sets_itself_is_set_once() -> None:
     assert environment_of(made)["MASTER_PORT"] == "29500"
     assert any("MASTER_PORT" in note for note in made.notes)
     assert any("a/b:1" in note and "digest" in note for note in made.notes)
+
+
+def test_objects_that_break_a_rule_never_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scaletrain_cli.launch.kubernetes.jobset.NODE", "Node_0")
+    with pytest.raises(SpecError, match="no cluster can run") as caught:
+        rendered_recipe(SPOT)
+    assert any("lower-case" in problem.message for problem in caught.value.problems)
