@@ -115,6 +115,7 @@ def test_the_agent_killed_leaves_no_rank_and_the_run_goes_on(dataset: Path, undi
     assert_same_run(drill, undisturbed())
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_passed_over(dataset: Path, undisturbed: Undisturbed) -> None:
     drill = submit_drill(dataset, checkpoint__keep=4)
     drill.wait_for(lambda: len(list_checkpoints(drill.run.checkpoints)) >= 2)

@@ -127,6 +127,7 @@ def test_a_preempted_run_goes_on_elsewhere_and_equals_the_local_run(login: Login
     assert {(16, "loss"), (16, "validation_loss")} <= curves(done["run_dir"]).keys()
 
 
+@pytest.mark.long
 def test_whatever_slurm_does_to_a_run_costs_no_step_that_was_saved(login: Login) -> None:
     """Preempted without a grace time, ended by scancel, robbed of a node, out of time, cancelled as it should be."""
     cluster = login.cluster

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 QUALIFIED = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 
@@ -35,6 +36,12 @@ def below(path: str, findings: Iterable[Finding]) -> Iterator[Finding]:
 def dns_label(path: str, value: Any) -> Iterator[Finding]:
     if not isinstance(value, str) or not DNS_LABEL.fullmatch(value):
         yield Finding(path, value, "must be at most 63 lower-case letters, digits and dashes.")
+
+
+def service_name(path: str, value: Any) -> Iterator[Finding]:
+    """Also of what a Service gets its name from."""
+    if not isinstance(value, str) or not SERVICE_NAME.fullmatch(value):
+        yield Finding(path, value, "must be at most 63 lower-case letters, digits and dashes, a letter first.")
 
 
 def dns_subdomain(path: str, value: Any) -> Iterator[Finding]:

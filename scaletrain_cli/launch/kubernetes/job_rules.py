@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from scaletrain_cli.launch.kubernetes.findings import Finding, below, dns_label, label_map, one_of, twice
+from scaletrain_cli.launch.kubernetes.findings import Finding, below, dns_label, label_map, one_of, service_name, twice
 from scaletrain_cli.launch.kubernetes.names import LONGEST_POD_NAME
 from scaletrain_cli.launch.kubernetes.placement import EXCLUSIVE_TOPOLOGY
 from scaletrain_cli.launch.kubernetes.pod_rules import pod_findings
@@ -98,7 +98,7 @@ def _exit_code_findings(codes: Object, containers: list[Any]) -> Iterator[Findin
 def jobset_findings(jobset: Object) -> Iterator[Finding]:
     """What is wrong with a JobSet itself; its Jobs are judged as Jobs."""
     spec, metadata = jobset.get("spec", {}), jobset.get("metadata", {})
-    yield from dns_label("metadata.name", metadata.get("name"))
+    yield from service_name("metadata.name", metadata.get("name"))
     names = [replicated.get("name") for replicated in spec.get("replicatedJobs", [])]
     if not names:
         yield Finding("spec.replicatedJobs", None, "must hold a replicated job.")
@@ -112,7 +112,7 @@ def jobset_findings(jobset: Object) -> Iterator[Finding]:
     yield from _unknown_targets("spec.successPolicy", success, names)
     subdomain = spec.get("network", {}).get("subdomain")
     if subdomain is not None:
-        yield from dns_label("spec.network.subdomain", subdomain)
+        yield from service_name("spec.network.subdomain", subdomain)
     if metadata.get("annotations", {}).get(EXCLUSIVE_TOPOLOGY, "-") == "":
         yield Finding(f"metadata.annotations.{EXCLUSIVE_TOPOLOGY}", "", "must be the label of a domain.")
     yield from below("spec.failurePolicy", _failure_policy_findings(spec.get("failurePolicy", {}), names))

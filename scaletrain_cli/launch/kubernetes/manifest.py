@@ -16,6 +16,7 @@ from scaletrain_cli.launch.kubernetes.names import DOCUMENTS_ANNOTATION, Workloa
 from scaletrain_cli.launch.kubernetes.notes import notes
 from scaletrain_cli.launch.kubernetes.pod import pod_template
 from scaletrain_cli.launch.kubernetes.pod_group import pod_group
+from scaletrain_cli.launch.kubernetes.rules import problems
 from scaletrain_cli.launch.kubernetes.trainjob import training_runtime, trainjob
 from scaletrain_cli.launch.kubernetes.volcano import volcano_job
 from scaletrain_cli.rundir.record import RunRecord
@@ -45,12 +46,14 @@ class Manifest:
 def manifest(
     record: RunRecord, documents: Mapping[str, str], submission: int = 1, avoid: Sequence[str] = ()
 ) -> Manifest:
-    """The objects of a submission; ``avoid`` are nodes to keep off. Raises SpecError where the spec lacks something."""
+    """The objects of a submission; ``avoid`` are nodes to keep off. Raises SpecError for what cannot run."""
     spec = record.spec
     require_submittable(spec)
     workload = Workload(record.run_id, submission, record.revision, spec.cluster.kubernetes.backend)
     template = pod_template(spec, record.plan, workload, documents, avoid)
     objects = (_config_map(spec, workload, documents), *_workload_objects(spec, workload, template))
+    if found := problems(objects):
+        raise SpecError("this run would become objects that no cluster can run", found)
     return Manifest(workload, objects, tuple(notes(spec)))
 
 

@@ -27,7 +27,7 @@ _LONGEST_WORKLOAD = 44  # leaves room for -node-0-99999 and -abcde
 _POD_INDEX_AND_SUFFIX = len(f"-{NODE}-0-") + 6
 _HASH_DIGITS = 6
 
-# What the workload is, by backend: the path of its API, and the name that kubectl and our job ids use for it.
+# apiVersion and kind of the workload, by backend.
 KINDS = {
     "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
     "volcano": ("batch.volcano.sh/v1alpha1", "Job"),

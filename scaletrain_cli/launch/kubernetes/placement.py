@@ -20,6 +20,8 @@ _SPOT_TAINTS = {
 _OWN_SPOT_TAINT = "spot"
 _NODE_TROUBLE = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 _KUEUE_TOPOLOGY = "kueue.x-k8s.io/podset-{}-topology"
+# Autoscalers move pods together to free nodes; one pod that is moved restarts the whole gang.
+UNMOVABLE = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 EXCLUSIVE_TOPOLOGY = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 
 

@@ -10,7 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from scaletrain_cli.launch.kubernetes.names import MASTER_PORT, NODE, Workload
-from scaletrain_cli.launch.kubernetes.placement import affinity, node_selector, tolerations, topology_annotations
+from scaletrain_cli.launch.kubernetes.placement import (
+    UNMOVABLE,
+    affinity,
+    node_selector,
+    tolerations,
+    topology_annotations,
+)
 from scaletrain_cli.launch.kubernetes.resources import pod_resources, quantity, shm_bytes
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import RunSpec
@@ -64,7 +70,7 @@ def pod_template(
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if kubernetes.native_gang != "none":
         pod["schedulingGroup"] = {"podGroupName": workload.name}
-    annotations = workload.annotations | topology_annotations(spec)
+    annotations = workload.annotations | topology_annotations(spec) | UNMOVABLE
     return {"metadata": {"labels": workload.labels, "annotations": annotations}, "spec": pod}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from scaletrain_cli.launch.kubernetes.findings import Finding, below, dns_label, one_of, twice
+from scaletrain_cli.launch.kubernetes.findings import Finding, below, dns_label, one_of, service_name, twice
 from scaletrain_cli.launch.kubernetes.names import LONGEST_POD_NAME
 from scaletrain_cli.launch.kubernetes.pod_rules import pod_findings
 
@@ -17,7 +17,7 @@ _PLUGINS = ("env", "svc", "ssh", "tensorflow", "mpi", "pytorch", "ray", "hcclran
 def volcano_findings(job: Object) -> Iterator[Finding]:
     """What is wrong with it, its pods included."""
     spec, name = job.get("spec", {}), str(job.get("metadata", {}).get("name", ""))
-    yield from dns_label("metadata.name", name)
+    yield from service_name("metadata.name", name)
     tasks = spec.get("tasks", [])
     pods = sum(task.get("replicas", 0) for task in tasks)
     if not tasks:

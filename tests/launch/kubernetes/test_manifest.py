@@ -10,8 +10,9 @@ import pytest
 
 from scaletrain_cli.errors import SpecError, UsageError
 from scaletrain_cli.launch.kubernetes.children import child_job, children
+from scaletrain_cli.launch.kubernetes.rules import problems
 from scaletrain_cli.launch.kubernetes.yaml_text import to_yaml
-from scaletrain_cli.spec import load_spec
+from scaletrain_cli.spec import load_spec, parse_spec
 from tests.launch.conftest import PROJECT, make_spec
 from tests.launch.kubernetes.rendering import (
     BACKENDS,
@@ -151,6 +152,26 @@ def test_a_pod_has_no_rights_it_does_not_need(backend: str) -> None:
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
     assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def test_a_pod_meets_the_restricted_pod_security_standard_unless_asked_otherwise() -> None:
+    made = rendered_recipe(SPOT)
+    pod, container = template_of(made)["spec"], container_of(made)
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+    assert {key for volume in pod["volumes"] for key in volume} <= {
+        "name",
+        "emptyDir",
+        "configMap",
+        "persistentVolumeClaim",
+    }
+    assert container["securityContext"]["capabilities"].keys() == {"drop"}
+    assert "ports" not in container
+
+
+def test_no_autoscaler_moves_a_pod_to_free_a_node() -> None:
+    annotations = template_of(rendered_recipe(SPOT))["metadata"]["annotations"]
+    assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+    assert annotations["karpenter.sh/do-not-disrupt"] == "true"
 
 
 def test_rdma_brings_its_capability_and_the_reason_why_that_is_not_enough() -> None:
@@ -332,6 +353,13 @@ def test_what_only_a_submission_needs_is_named_all_at_once_and_where_it_belongs(
     assert f"{SPOT}.yaml" in str(caught.value)
 
 
+def test_the_example_of_the_page_is_rendered_and_nothing_is_wrong_with_it() -> None:
+    (example,) = re.findall(r"```yaml\n(.*?)```", (PROJECT / "docs" / "kubernetes.md").read_text(), flags=re.DOTALL)
+    head, _, _ = (PROJECT / "recipes" / f"{SPOT}.yaml").read_text(encoding="utf-8").partition("cluster:\n")
+    spec = parse_spec(head + example, file="example.yaml", base_dir=PROJECT)
+    assert problems(rendered(spec).objects) == ()
+
+
 def test_what_the_launcher_sets_itself_is_set_once() -> None:
     spec = make_spec("cluster.kubernetes.runs.claim=runs", "cluster.kubernetes.image=a/b:1", env={"MASTER_PORT": "1"})
     made = rendered(spec)
@@ -340,3 +368,10 @@ def test_what_the_launcher_sets_itself_is_set_once() -> None:
     assert environment_of(made)["MASTER_PORT"] == "29500"
     assert any("MASTER_PORT" in note for note in made.notes)
     assert any("a/b:1" in note and "digest" in note for note in made.notes)
+
+
+def test_objects_that_break_a_rule_never_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scaletrain_cli.launch.kubernetes.jobset.NODE", "Node_0")
+    with pytest.raises(SpecError, match="no cluster can run") as caught:
+        rendered_recipe(SPOT)
+    assert any("lower-case" in problem.message for problem in caught.value.problems)

@@ -111,6 +111,7 @@ JOBSET = {
     "a selector's value": (f"{POD}.nodeSelector", {"rack": "a b"}, "dashes"),
     "an annotation that is no text": ("metadata.annotations.scaletrain~dev/revision", 0, "must be text"),
     "a name in capitals": ("metadata.name", "Demo", "lower-case"),
+    "a name that no Service can have": ("metadata.name", "7b-s1", "a letter first"),
     "a name that is too long for pods": ("metadata.name", "a" * 48, "makes pod names of"),
     "another namespace": ("metadata.namespace", "other", "must be one for all objects"),
 }
@@ -127,6 +128,7 @@ VOLCANO = {
     "a crash nobody hears of": (f"{TASK_POD}.restartPolicy", "OnFailure", "must be Never"),
     "fewer GPUs asked for": (f"{TASK_POD}.containers.0.resources.requests.nvidia~com/gpu", "1", "must equal the limit"),
     "a mount of nothing": (f"{TASK_POD}.containers.0.volumeMounts.0.name", "shmem", "names no volume"),
+    "a name that no Service can have": ("metadata.name", "7b-s1", "a letter first"),
     "a name that is too long for pods": ("metadata.name", "a" * 60, "makes pod names of"),
 }
 
