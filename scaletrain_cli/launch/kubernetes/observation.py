@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.kubernetes.api import Cluster
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_OWNER_LABEL = "kueue.x-k8s.io/job-uid"  # on the Workload that Kueue makes: the UID of what it was made for
 _PODS_ASKED = 3  # of those that wait: all of a gang wait for the same, and each is a question
 
 
@@ -59,7 +60,8 @@ def observe(cluster: Cluster, namespace: str, job_id: str, run_label: str) -> Ob
     queued: Object | None = None
     queue_known = True
     if QUEUE_LABEL in workload["metadata"].get("labels", {}):
-        queues = _allowed(lambda: cluster.find(WORKLOAD, namespace))
+        owner = f"{_OWNER_LABEL}={workload['metadata'].get('uid', '')}"
+        queues = _allowed(lambda: cluster.find(WORKLOAD, namespace, labels=owner))
         queued, queue_known = _owned_by(workload, queues or []), queues is not None
     groups = _allowed(lambda: cluster.find(POD_GROUP, namespace)) if is_volcano else None
     return Observation(

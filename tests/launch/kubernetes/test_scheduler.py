@@ -163,6 +163,18 @@ def test_a_server_that_does_not_answer_leaves_the_state_unknown(made: MadeRun, a
     assert "forbids it" in found.why
 
 
+def test_a_queued_run_has_kueues_words_on_its_own_workload(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    whole = workload(api, name)
+    whole["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "q"
+    whole["spec"]["suspend"] = True
+    for number, uid in enumerate((whole["metadata"]["uid"], "another")):
+        metadata = {"name": f"w{number}", "labels": {"kueue.x-k8s.io/job-uid": uid}, "ownerReferences": [{"uid": uid}]}
+        waits = condition("QuotaReserved", "False", "Pending", f"words on {uid}")
+        api.put("workloads", {"metadata": metadata, "status": {"conditions": [waits]}}, "kueue.x-k8s.io")
+    assert run_status(made.run).why == f"waits in queue q: words on {whole['metadata']['uid']}"
+
+
 def test_details_that_the_user_may_not_see_are_left_out(
     made: MadeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
