@@ -52,13 +52,13 @@ def command(
                 time.sleep(_LOOK_EVERY_SECONDS)
     if follow:
         _print(follower.new_lines(to_the_end=True), label=rank is None)
-    elif files:
-        _print(read_logs(found, attempt, rank, tail), label=len(files) > 1)
-    elif words := first_words(found):
-        for path in words:
-            say(f"{path.stem}, before any attempt:")
-            typer.echo(path.read_text(encoding="utf-8", errors="replace"), nl=False)
-    else:
+        return
+    _print(read_logs(found, attempt, rank, tail), label=len(files) > 1)
+    words = first_words(found, since=files) if attempt is None else []
+    for path in words:
+        say(f"{path.stem}, before its attempt began:")
+        typer.echo(path.read_text(encoding="utf-8", errors="replace"), nl=False)
+    if not files and not words:
         say(f"nothing was printed yet. `scaletrain status {found.run_id}` says how it is doing.")
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError, UsageError
+from scaletrain_cli.launch.logs import LogFile
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 
@@ -36,6 +37,7 @@ def logs_brought(run: RunDir, *, follow: bool = False) -> Iterator[str]:
         yield why
 
 
-def first_words(run: RunDir) -> list[Path]:
-    """Logs of pods that ended before any attempt began: of an image without the package, of a volume that is full."""
-    return sorted((run.path / "pods").glob("*.log"))
+def first_words(run: RunDir, since: Sequence[LogFile]) -> list[Path]:
+    """What pods said before their attempt began, if it is news: of an image without the package, of a full volume."""
+    newest = max((file.path.stat().st_mtime for file in since), default=0.0)
+    return [path for path in sorted((run.path / "pods").glob("*.log")) if path.stat().st_mtime > newest]

@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ FIELD_MANAGER = "scaletrain"
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 30.0
 _FOLLOW_SECONDS = 300.0  # of silence, after which a followed log is asked for again
+_SILENCE_SECONDS = 10.0
 _PAGE = 500
 _MOST_CONNECTIONS = 300  # every log that is followed holds one
 _IN_CLUSTER_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
@@ -54,6 +56,7 @@ class Cluster:
         from kubernetes.dynamic import DynamicClient
 
         self.where = where
+        self._silent_since: float | None = None
         # The client's own way to send any path with its credentials; it would read all of the API's groups first.
         self._client = DynamicClient(client, discoverer=lambda client, cache_file: None)
 
@@ -175,6 +178,8 @@ class Cluster:
         from kubernetes.client.exceptions import ApiException
 
         timeout = (_CONNECT_SECONDS, read_seconds)
+        if self._silent_since is not None and time.monotonic() - self._silent_since < _SILENCE_SECONDS:
+            raise SchedulerError(f"{self.where} did not answer just now.")  # or a list of runs would wait for each
         try:
             return self._client.request(method, path, serialize=False, _request_timeout=timeout, **options)
         except ApiException as error:
@@ -182,6 +187,7 @@ class Cluster:
         except _transport_errors() as error:
             message = f"{self.where} does not answer: {_short(error)}. Check the VPN, the server and the context."
             if method == "get":
+                self._silent_since = time.monotonic()
                 raise SchedulerError(message) from error
             raise SchedulerSilentError(f"{message} Whether it did what was asked is not known.") from error
 

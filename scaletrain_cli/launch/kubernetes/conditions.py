@@ -166,7 +166,7 @@ def _of_pods(seen: Observation, job_id: str, nodes: tuple[str, ...]) -> Job:
     running = [pod for pod in current if pod.get("status", {}).get("phase") == "Running"]
     again = f" (restart {restarts})" if restarts else ""
     if running and len(running) >= wanted:
-        return Job(job_id, "running", f"all {_pods(len(running))} running{again}", nodes)
+        return Job(job_id, "running", f"all {_pods(len(running))} running{again}{_silent(running)}", nodes)
     ended = [pod for pod in seen.pods if _has_ended(pod)]
     if running and len(running) + len(ended) >= wanted:
         return Job(job_id, "running", f"{len(running)} of {wanted} pods run, the others have ended{again}", nodes)
@@ -176,6 +176,12 @@ def _of_pods(seen: Observation, job_id: str, nodes: tuple[str, ...]) -> Job:
         return Job(job_id, "queued", f"{_pods(len(leaving))} of the last gang leaving{again}", nodes)
     have = f"{len(running)} of {wanted} pods run; " if running else ""
     return Job(job_id, "queued", f"{have}{waits or 'the pods are being made'}{again}", nodes)
+
+
+def _silent(running: Sequence[Object]) -> str:
+    """Nodes that do not report: nothing else makes a pod without probes unready."""
+    lost = {pod["spec"]["nodeName"] for pod in running if _condition(pod, "Ready", "False") is not None}
+    return f"; no word from node {', '.join(sorted(lost))}, whose pods will be evicted" if lost else ""
 
 
 def _why_pods_wait(pods: Sequence[Object], seen: Observation) -> str:

@@ -129,8 +129,8 @@ class KubernetesScheduler:
     def logs(self, run: RunDir, record: RunRecord) -> PodLogs | None:
         """What brings the pods' output here; None where it is here already, or there is no job."""
         place = whereabouts_of(run, record)
-        if place is None or place.ended or shares_volume(run):
-            return None
+        if place is None or shares_volume(run):
+            return None  # of a job that has ended, the pods may still be there
         return self._logs(run, record, place, self.connect(place.context, place.namespace))
 
     def findings(self, run: RunDir, record: RunRecord) -> list[Finding]:

@@ -123,6 +123,8 @@ def test_a_server_that_is_not_there_is_said_to_be_silent(tmp_path: Path, monkeyp
     with pytest.raises(SchedulerError, match=r"context far, http://127.0.0.1:9, .* does not answer") as caught:
         cluster.version()
     assert not isinstance(caught.value, SchedulerSilentError)
+    with pytest.raises(SchedulerError, match="did not answer just now"):
+        cluster.version()  # who asks for many runs waits once
 
 
 def test_a_change_that_is_not_answered_may_have_happened(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from scaletrain_cli.launch.kubernetes.scheduler import KubernetesScheduler
 from scaletrain_cli.launch.logs import log_files, read_logs
 from scaletrain_cli.launch.submission import submit_run
 from tests.launch.conftest import MadeRun, wait_until
-from tests.launch.kubernetes.conftest import ended, pod
+from tests.launch.kubernetes.conftest import condition, ended, pod
 from tests.launch.kubernetes.fake_api import FakeApi
 
 OWN, SHARED = beginning_line(1, shared=False), beginning_line(1, shared=True)
@@ -88,6 +88,14 @@ def test_where_the_pods_files_are_seen_nothing_is_fetched(made: MadeRun, api: Fa
     assert not made.run.attempts()
     begin_attempt(made.run, made.record.spec, scheduler="kubernetes", job_id=f"jobset/{name}", nodes=("n",))
     assert KubernetesScheduler().logs(made.run, made.record) is None
+
+
+def test_logs_of_a_job_that_was_seen_to_end_are_still_fetched(made: MadeRun, api: FakeApi, name: str) -> None:
+    printed(api, ended(name, 0, 0), OWN, "rank 0: the end")
+    api.objects[("jobset.x-k8s.io", "jobsets", "ml", name)]["status"] = {"conditions": [condition("Completed")]}
+    assert KubernetesScheduler().job(made.run, made.record).state == "ended"
+    bring(made)
+    assert lines(made, 1, 0)[-1] == "the end"
 
 
 def test_pods_that_have_not_begun_are_not_asked(made: MadeRun, api: FakeApi, name: str) -> None:

@@ -86,7 +86,9 @@ def test_what_a_pod_said_before_any_attempt_is_shown(ready: FakeApi) -> None:
     ready.logs["r1-s1-node-0-0-abcde"] = ["2026-11-21T10:00:00Z No module named scaletrain_cli"]
     shown = scaletrain("logs", "r1")
     assert "No module named scaletrain_cli" in shown.out
-    assert "before any attempt" in shown.err
+    assert "before its attempt began" in shown.err
+    scaletrain("status", "r1")
+    assert "No module" in scaletrain("logs", "r1").out
 
 
 def test_who_follows_stops_when_the_run_has_ended(ready: FakeApi) -> None:
