@@ -15,6 +15,7 @@ from scaletrain_cli.launch.kubernetes.kinds import (
     COHORT,
     FLAVOR,
     LOCAL_QUEUE,
+    NAMESPACE,
     NODE,
     RESOURCE_QUOTA,
     VOLCANO_QUEUE,
@@ -23,7 +24,7 @@ from scaletrain_cli.launch.kubernetes.kinds import (
 from scaletrain_cli.launch.kubernetes.nodes import misfits
 from scaletrain_cli.launch.kubernetes.obstacles import Found, missing, problem
 from scaletrain_cli.launch.kubernetes.quantities import as_number
-from scaletrain_cli.launch.kubernetes.quota import Cohort, judge_quota
+from scaletrain_cli.launch.kubernetes.quota import Cohort, judge_quota, takes_namespace
 from scaletrain_cli.spec import RunSpec
 
 # Node pools that a cloud can make larger: that a node is not there now does not mean that it cannot come.
@@ -56,6 +57,10 @@ def queue_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
         yield problem(spec, "queue", f"leads to ClusterQueue {name}, which is not there.", kubernetes.queue)
         return
     yield from _activity(spec, whole, kubernetes.queue)
+    namespace = cluster.get(NAMESPACE, "", kubernetes.namespace) or {"metadata": {}}
+    if not takes_namespace(whole, namespace["metadata"].get("labels", {})):
+        text = f"ClusterQueue {name} takes no jobs of namespace {kubernetes.namespace} (its namespaceSelector)."
+        yield problem(spec, "queue", text, kubernetes.queue)
     yield from _quota(cluster, spec, whole, pod)
 
 

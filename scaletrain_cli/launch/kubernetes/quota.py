@@ -37,6 +37,20 @@ class Cohort:
     bounded: bool = True
 
 
+def takes_namespace(queue: Object, labels: Mapping[str, str]) -> bool:
+    """Whether a ClusterQueue takes jobs of a namespace with these labels. Without a selector it takes none."""
+    selector = queue["spec"].get("namespaceSelector")
+    if selector is None:
+        return False
+    meant = {"In": True, "Exists": True, "NotIn": False, "DoesNotExist": False}
+    for rule in selector.get("matchExpressions") or ():
+        held = labels.get(rule["key"])
+        fits = held is not None and (held in rule.get("values", ()) or rule["operator"] in ("Exists", "DoesNotExist"))
+        if fits != meant[rule["operator"]]:
+            return False
+    return all(labels.get(key) == value for key, value in (selector.get("matchLabels") or {}).items())
+
+
 def judge_quota(
     queue: Object, flavors: Mapping[str, Object], cohort: Cohort | None, needed: Amounts, pod: Object
 ) -> QuotaAnswer:

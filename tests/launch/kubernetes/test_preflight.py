@@ -60,7 +60,8 @@ def put_queue(api: FakeApi, gpus: int = 16, cpus: str = "1k", **more: Any) -> di
     amounts = {"nvidia.com/gpu": str(gpus), "cpu": cpus, "memory": "100Ti"}
     resources = [{"name": name, "nominalQuota": amount} for name, amount in amounts.items()]
     group = {"coveredResources": list(amounts), "flavors": [{"name": "h100", "resources": resources}]}
-    whole = {"kind": "ClusterQueue", "metadata": {"name": "training"}, "spec": {"resourceGroups": [group], **more}}
+    spec = {"resourceGroups": [group], "namespaceSelector": {}, **more}
+    whole = {"kind": "ClusterQueue", "metadata": {"name": "training"}, "spec": spec}
     return api.put("clusterqueues", {**whole, "status": dict(active)}, KUEUE, "")
 
 
@@ -162,6 +163,24 @@ def test_queues_that_are_held_or_broken_are_told(preflight: Callable[..., list[s
     for version in [version for version in api.installed if version.startswith(KUEUE)]:
         del api.installed[version]
     assert "has no LocalQueue of kueue.x-k8s.io/v1beta2. Install it" in problems(preflight, *QUEUE)
+
+
+def test_a_queue_that_takes_no_jobs_of_the_namespace_is_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    whole = put_queue(api, namespaceSelector=None)
+    refused = "takes no jobs of namespace ml (its namespaceSelector)"
+    assert refused in problems(preflight, *QUEUE)
+    api.put("namespaces", {"metadata": {"name": "ml", "labels": {"team": "a"}}}, namespace="")
+    for selector, taken in [
+        ({"matchLabels": {"team": "a"}}, True),
+        ({"matchLabels": {"team": "b"}}, False),
+        ({"matchExpressions": [{"key": "team", "operator": "In", "values": ["a", "b"]}]}, True),
+        ({"matchExpressions": [{"key": "team", "operator": "NotIn", "values": ["a"]}]}, False),
+        ({"matchExpressions": [{"key": "team", "operator": "Exists"}]}, True),
+        ({"matchExpressions": [{"key": "team", "operator": "DoesNotExist"}]}, False),
+        ({"matchExpressions": [{"key": "other", "operator": "DoesNotExist"}]}, True),
+    ]:
+        whole["spec"]["namespaceSelector"] = selector
+        assert preflight(*QUEUE) is not None if taken else refused in problems(preflight, *QUEUE)
 
 
 def test_a_claim_that_waits_for_its_first_pod_is_a_note(preflight: Callable[..., list[str]], api: FakeApi) -> None:
