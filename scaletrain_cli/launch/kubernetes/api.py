@@ -136,10 +136,17 @@ class Cluster:
         return True
 
     def log(
-        self, namespace: str, pod: str, *, since: str = "", last_lines: int | None = None, follow: bool = False
+        self,
+        namespace: str,
+        pod: str,
+        container: str,
+        *,
+        since: str = "",
+        last_lines: int | None = None,
+        follow: bool = False,
     ) -> Iterator[str]:
         """A container's lines, each beginning with its time; from second ``since`` on (RFC 3339)."""
-        query = [("timestamps", "true"), ("follow", "true" if follow else "false")]
+        query = [("container", container), ("timestamps", "true"), ("follow", "true" if follow else "false")]
         query += [("sinceTime", since)] if since else []
         query += [("tailLines", str(last_lines))] if last_lines is not None else []
         read_seconds = _FOLLOW_SECONDS if follow else _READ_SECONDS

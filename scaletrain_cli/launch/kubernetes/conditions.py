@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from scaletrain_cli.launch.kubernetes.kinds import Object
-from scaletrain_cli.launch.kubernetes.observation import QUEUE_LABEL, Observation
+from scaletrain_cli.launch.kubernetes.observation import QUEUE_LABEL, Observation, own_container
 from scaletrain_cli.launch.kubernetes.watchdog import never_ends_by_itself
 from scaletrain_cli.launch.scheduler import Job
 
@@ -92,22 +92,18 @@ def _code(pods: Sequence[Object], said: str) -> int | None:
 
 def exit_code_of_pod(pod: Object) -> int | None:
     """What the pod's container ended with, None while it has not."""
-    for container in pod.get("status", {}).get("containerStatuses", ()):
-        ended = container.get("state", {}).get("terminated")
-        if ended is not None:
-            return int(ended["exitCode"])
-    return None
+    ended = own_container(pod).get("state", {}).get("terminated")
+    return int(ended["exitCode"]) if ended is not None else None
 
 
 def _with_pod(words: str, pods: Sequence[Object]) -> str:
     """The words with what the first pod that failed says of itself, where that is more than its exit code."""
     for pod in pods:
-        for container in pod.get("status", {}).get("containerStatuses", ()):
-            ended = container.get("state", {}).get("terminated") or {}
-            if ended.get("exitCode"):
-                reason = ended.get("reason", "")
-                more = f", {reason}" if reason not in ("", "Error") else ""
-                return f"{words}; pod {pod['metadata']['name']} ended with exit code {ended['exitCode']}{more}"
+        ended = own_container(pod).get("state", {}).get("terminated") or {}
+        if ended.get("exitCode"):
+            reason = ended.get("reason", "")
+            more = f", {reason}" if reason not in ("", "Error") else ""
+            return f"{words}; pod {pod['metadata']['name']} ended with exit code {ended['exitCode']}{more}"
         status = pod.get("status", {})
         if status.get("reason"):  # Evicted, for one; the container has no state then
             return f"{words}; pod {pod['metadata']['name']}: {status['reason']}: {status.get('message', '')}"

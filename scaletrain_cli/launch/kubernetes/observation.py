@@ -16,6 +16,7 @@ from scaletrain_cli.launch.kubernetes.kinds import (
     WORKLOAD,
     Object,
 )
+from scaletrain_cli.launch.kubernetes.names import NODE as CONTAINER
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.kubernetes.api import Cluster
@@ -83,6 +84,12 @@ def index_of(pod: Object) -> int:
     marks = {**metadata.get("labels", {}), **metadata.get("annotations", {})}
     found = marks.get("batch.kubernetes.io/job-completion-index", marks.get("volcano.sh/task-index", ""))
     return int(found) if found.isdigit() else 0
+
+
+def own_container(pod: Object) -> Object:
+    """The status of the container that trains: a mesh or a monitor may have put others beside it."""
+    containers = pod.get("status", {}).get("containerStatuses", ())
+    return next((container for container in containers if container.get("name") == CONTAINER), {})
 
 
 def _allowed(ask: Callable[[], list[Object]]) -> list[Object] | None:

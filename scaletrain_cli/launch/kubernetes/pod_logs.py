@@ -17,7 +17,8 @@ from pathlib import Path
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.kubernetes.api import Cluster
 from scaletrain_cli.launch.kubernetes.kinds import POD, Object
-from scaletrain_cli.launch.kubernetes.observation import index_of
+from scaletrain_cli.launch.kubernetes.names import NODE
+from scaletrain_cli.launch.kubernetes.observation import index_of, own_container
 from scaletrain_cli.launch.kubernetes.pod_lines import rank_of, read_beginning
 from scaletrain_cli.launch.kubernetes.whereabouts import Whereabouts, shares_volume
 from scaletrain_cli.rundir.documents import read_document, write_document
@@ -117,7 +118,7 @@ class PodLogs:
         state = self._run.path / "pods" / f"{pod['metadata']['uid']}.json"
         source = self._source(state, pod)
         saved = time.monotonic()
-        lines = self._cluster.log(self._place.namespace, source.name, since=source.since, follow=follow)
+        lines = self._cluster.log(self._place.namespace, source.name, NODE, since=source.since, follow=follow)
         try:
             for line in lines:
                 stamp, _, text = line.partition(" ")
@@ -160,5 +161,5 @@ class PodLogs:
 
 def _has_begun(pod: Object) -> bool:
     """Whether there is a log: asked of one that waits, the server refuses."""
-    states = [container.get("state", {}) for container in pod.get("status", {}).get("containerStatuses", ())]
-    return any("running" in state or "terminated" in state for state in states)
+    state = own_container(pod).get("state", {})
+    return "running" in state or "terminated" in state

@@ -20,6 +20,7 @@ from scaletrain_cli.launch.kubernetes.kinds import BACKENDS, CONFIG_MAP, Object,
 from scaletrain_cli.launch.kubernetes.manifest import Manifest, manifest
 from scaletrain_cli.launch.kubernetes.names import (
     DOCUMENTS_ANNOTATION,
+    NODE,
     REVISION_ANNOTATION,
     RUN_ID_ANNOTATION,
     parse_id,
@@ -228,6 +229,6 @@ def _progress(cluster: Cluster, place: Whereabouts, seen: Observation) -> dict[s
     if not first:
         return {}
     with contextlib.suppress(SchedulerError):
-        lines = cluster.log(place.namespace, first[0]["metadata"]["name"], last_lines=_LINES_LOOKED_AT)
+        lines = cluster.log(place.namespace, first[0]["metadata"]["name"], NODE, last_lines=_LINES_LOOKED_AT)
         return progress_in(line.partition(" ")[2] for line in lines)
     return {}

@@ -213,6 +213,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {"metadata": {"continue": more}, "items": found[start : start + size]})
 
     def _log(self, pod: str, query: dict[str, str]) -> None:
+        if "container" not in query:
+            self._answer(400, status(400, "BadRequest", "a container name must be specified"))
+            return
         lines = self.api.logs.get(pod, [])
         since = query.get("sinceTime", "")[:19]
         sent = [line for line in lines if line[:19] >= since]

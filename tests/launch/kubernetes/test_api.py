@@ -158,6 +158,6 @@ def test_without_the_clients_package_the_extra_is_named(monkeypatch: pytest.Monk
 
 def test_a_log_is_read_line_by_line_from_a_second_on(cluster: Cluster, api: FakeApi) -> None:
     api.logs["p"] = ["2026-11-21T10:00:00.1Z one", "2026-11-21T10:00:05.2Z two", "2026-11-21T10:00:05.3Z thrée"]
-    assert list(cluster.log("ml", "p")) == api.logs["p"]
-    assert list(cluster.log("ml", "p", since="2026-11-21T10:00:05.2Z")) == api.logs["p"][1:]
-    assert list(cluster.log("ml", "p", last_lines=1)) == api.logs["p"][2:]
+    assert list(cluster.log("ml", "p", "node")) == api.logs["p"]
+    assert list(cluster.log("ml", "p", "node", since="2026-11-21T10:00:05.2Z")) == api.logs["p"][1:]
+    assert list(cluster.log("ml", "p", "node", last_lines=1)) == api.logs["p"][2:]

@@ -103,6 +103,12 @@ def test_the_code_is_taken_from_the_jobs_message_when_the_pods_are_gone() -> Non
     assert judged(jobset(condition("Failed", reason="ReachedMaxRestarts"))).exit_code is None
 
 
+def test_a_container_beside_ours_has_no_say() -> None:
+    ours = ended(NAME, 0, 93)
+    ours["status"]["containerStatuses"].insert(0, {"name": "mesh", "state": {"terminated": {"exitCode": 1}}})
+    assert judged(jobset(condition("Failed", reason="X")), ours).exit_code == 93
+
+
 def test_memory_that_ran_out_is_named() -> None:
     job = judged(jobset(condition("Failed", reason="ReachedMaxRestarts")), ended(NAME, 0, 137, "OOMKilled"))
     assert "exit code 137, OOMKilled" in job.detail
