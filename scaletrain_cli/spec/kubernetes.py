@@ -29,6 +29,7 @@ _DIGEST = r"@sha256:[0-9a-f]{64}"
 _REPOSITORY = r"([A-Za-z0-9.-]+(:[0-9]{1,5})?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*"
 _IMAGE = re.compile(rf"(?P<name>{_REPOSITORY})(:(?P<tag>[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}}))?(?P<digest>{_DIGEST})?")
 
+_LONGEST_TTL_SECONDS = 3650 * 86400.0  # 32 bits hold 24855 days
 # Where the pods have what the launcher puts there; no volume of the user's may hide it.
 _OWN_PATHS = ("/dev/shm", "/etc/scaletrain")
 
@@ -228,6 +229,10 @@ class KubernetesSpec(Section):
             yield "gpu_product", "must be left out with a queue of Kueue, whose ResourceFlavor says which nodes."
         if self.gpu_product is not None and "nvidia.com/gpu.product" in self.node_selector:
             yield "gpu_product", "also stands in node_selector; remove one of the two."
+        if self.rdma_resource == self.gpu_resource:
+            yield "rdma_resource", "is gpu_resource; name the resource of the network's device plugin."
+        if self.ttl_seconds_after_finished is not None and self.ttl_seconds_after_finished > _LONGEST_TTL_SECONDS:
+            yield "ttl_seconds_after_finished", "must be at most 3650d. Write null to keep the objects for ever."
         if self.native_gang != "none" and (self.backend != "jobset" or self.queue is not None):
             yield "native_gang", "is for backend: jobset without a queue; Kueue and Volcano have gangs of their own."
         if self.active_deadline is not None and self.backend == "volcano":

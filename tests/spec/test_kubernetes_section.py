@@ -75,6 +75,8 @@ def test_a_value_that_no_cluster_would_take_is_refused_here(option: str, message
         (["priority=high"], "priority"),
         (["queue=a", "gpu_product=NVIDIA-H100-80GB-HBM3"], "gpu_product"),
         (["gpu_product=H100", "node_selector={nvidia.com/gpu.product: H100}"], "gpu_product"),
+        (["rdma_resource=nvidia.com/gpu"], "rdma_resource"),
+        (["ttl_seconds_after_finished=1e12"], "ttl_seconds_after_finished"),
         (["native_gang=v1alpha2", "queue=a"], "native_gang"),
         (["native_gang=v1alpha2", "backend=volcano"], "native_gang"),
         (["active_deadline=1h", "backend=volcano"], "active_deadline"),

@@ -14,6 +14,7 @@ from scaletrain_cli.launch.kubernetes.names import NODE, Workload
 from scaletrain_cli.launch.kubernetes.placement import exclusive_annotation
 from scaletrain_cli.spec import RunSpec
 
+MOST_RESTARTS = 1_000_000  # far from what 32 bits hold
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 # A retry cures none of these.
@@ -68,7 +69,7 @@ def queue_labels(spec: RunSpec) -> dict[str, str]:
 def charged_restarts(spec: RunSpec) -> int:
     """How often in all a gang may fail; which budget an end is charged to, the agent of pod 0 knows."""
     restarts = spec.restarts
-    return restarts.node + restarts.crash + restarts.oom
+    return min(restarts.node + restarts.crash + restarts.oom, MOST_RESTARTS)
 
 
 def failure_policy(spec: RunSpec) -> dict[str, Any]:

@@ -59,11 +59,11 @@ def manifest(
 
 def require_submittable(spec: RunSpec) -> None:
     """Raise SpecError that names everything a plan does without and a submission does not."""
-    problems = tuple(
+    missing = tuple(
         Problem(spec.where(key), key, "is missing.", hint=hint) for key, hint in _missing(spec.cluster.kubernetes)
     )
-    if problems:
-        raise SpecError("this run can be planned, but not submitted to Kubernetes", problems)
+    if missing:
+        raise SpecError("this run can be planned, but not submitted to Kubernetes", missing)
 
 
 def _workload_objects(spec: RunSpec, workload: Workload, template: Object) -> Iterator[Object]:

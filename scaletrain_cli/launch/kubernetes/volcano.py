@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from scaletrain_cli.launch.kubernetes.jobset import FINAL_CODES, charged_restarts
+from scaletrain_cli.launch.kubernetes.jobset import FINAL_CODES, MOST_RESTARTS, charged_restarts
 from scaletrain_cli.launch.kubernetes.names import NODE, Workload
 from scaletrain_cli.spec import RunSpec
 
-_UNLIMITED_RETRIES = 1_000_000
 _MODES = {"required": "hard", "preferred": "soft"}
 
 
@@ -59,4 +58,4 @@ def volcano_job(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> 
 def max_retry(spec: RunSpec) -> int:
     """Restarts after which Volcano gives up, and one more: it fails the job when it counts as many. 0 would mean 3."""
     preemptions = spec.restarts.preemption
-    return _UNLIMITED_RETRIES if preemptions == "unlimited" else charged_restarts(spec) + preemptions + 1
+    return MOST_RESTARTS if preemptions == "unlimited" else min(charged_restarts(spec) + preemptions + 1, MOST_RESTARTS)

@@ -283,6 +283,13 @@ def test_volcano_starts_all_pods_or_none_and_says_what_its_retries_count() -> No
     assert counted["maxRetry"] == 50 + 3 + 5 + 1
 
 
+def test_budgets_beyond_32_bits_are_as_good_as_unlimited() -> None:
+    many = "restarts={preemption: 1000000000, node: 1000000000, crash: 1000000000, oom: 1000000000}"
+    assert rendered_recipe(SPOT, many).workload_object["spec"]["failurePolicy"]["maxRestarts"] == 1_000_000
+    volcano = rendered_recipe(SPOT, many, "cluster.kubernetes.backend=volcano")
+    assert volcano.workload_object["spec"]["maxRetry"] == 1_000_000
+
+
 def test_a_trainjob_brings_its_own_runtime_before_it() -> None:
     made = rendered_recipe(SPOT, "cluster.kubernetes.backend=trainjob", "cluster.kubernetes.queue=team-a")
     kinds = [one["kind"] for one in made.objects]

@@ -89,7 +89,7 @@ def sections(draw: st.DrawFn) -> KubernetesSpec:
             "runs": {"claim": draw(names), "path": f"/runs/{paths[0]}" if paths else "/runs", "sub_path": "a b/c"},
             "volumes": list(claims),
             "gpu_resource": draw(st.just("nvidia.com/gpu") | resources),
-            "rdma_resource": draw(st.none() | resources.map(lambda name: f"rdma.{name}")),
+            "rdma_resource": draw(st.none() | resources.map("rdma.{}".format)),
             "rdma_count": draw(st.integers(1, 16)),
             "ipc_lock": draw(st.booleans()),
             "cpus_per_node": draw(st.just("auto") | st.integers(1, 1000)),
