@@ -88,7 +88,7 @@ def _drill(
     small = drill_spec(base, steps)
     plan = plan_for_engine(small, "the drills' spec")
     cluster, scheduler = small.cluster, scheduler_for(small.cluster.scheduler)
-    for note in scheduler.preflight(small):
+    for note in scheduler.preflight(small, plan):
         warn(note)
     device = cluster.gpu if isinstance(cluster.gpu, str) else cluster.gpu.name
     size = f"{cluster.nodes} x {cluster.gpus_per_node} {device} on {cluster.scheduler}"

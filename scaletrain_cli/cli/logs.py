@@ -34,23 +34,32 @@ def command(
     ] = None,
 ) -> None:
     """Show what the ranks of a run printed. With more than one rank, each line says whose it is."""
+    from scaletrain_cli.launch.log_bringing import first_words, logs_brought
     from scaletrain_cli.launch.logs import LogFollower, log_files, read_logs
     from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.ui.messages import say
+    from scaletrain_cli.ui.messages import say, warn
 
     found = find_run(run)
-    files = log_files(found, attempt, rank)
+    with logs_brought(found, follow=follow) as trouble:
+        if trouble:
+            warn(f"{trouble} What was fetched before is shown.")
+        files = log_files(found, attempt, rank)
+        if follow:
+            follower, over = LogFollower(found, rank, from_attempt=attempt), _is_over(found)
+            _print(_last_of_each(follower.new_lines(), tail), label=rank is None)
+            while not over():
+                _print(follower.new_lines(), label=rank is None)
+                time.sleep(_LOOK_EVERY_SECONDS)
     if follow:
-        follower, over = LogFollower(found, rank, from_attempt=attempt), _is_over(found)
-        _print(_last_of_each(follower.new_lines(), tail), label=rank is None)
-        while not over():
-            _print(follower.new_lines(), label=rank is None)
-            time.sleep(_LOOK_EVERY_SECONDS)
         _print(follower.new_lines(to_the_end=True), label=rank is None)
         return
-    if not files:
-        say(f"nothing was printed yet. `scaletrain status {found.run_id}` says how it is doing.")
     _print(read_logs(found, attempt, rank, tail), label=len(files) > 1)
+    words = first_words(found, since=files) if attempt is None else []
+    for path in words:
+        say(f"{path.stem}, before its attempt began:")
+        typer.echo(path.read_text(encoding="utf-8", errors="replace"), nl=False)
+    if not files and not words:
+        say(f"nothing was printed yet. `scaletrain status {found.run_id}` says how it is doing.")
 
 
 def _print(lines: Iterable[LogLine], *, label: bool) -> None:

@@ -1,4 +1,7 @@
-"""What this machine has, for `doctor`: read from the system, never by importing a package or touching a device."""
+"""What this machine has, for `doctor`: read from the system, never by importing an extra or touching a device.
+
+But for the Kubernetes client, where a kubeconfig stands: whether a cluster answers can only be seen by asking.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ _CORE = ("typer", "rich", "pydantic", "ruamel.yaml")
 _EXTRAS = {
     "train": (("torch", "deepspeed", "numpy", "tokenizers"), "to train on this machine"),
     "slurm": (("submitit",), "for the probe that checks Slurm nodes"),
+    "k8s": (("kubernetes",), "to submit to Kubernetes"),
     "track": (("wandb",), "to mirror metrics to Weights & Biases"),
 }
 
@@ -44,7 +48,7 @@ def checks(runs_root: Path) -> Iterator[Check]:
     yield from _gpus()
     yield from _compilers()
     yield _scheduler("slurm", "sbatch", "srun", "squeue", "scontrol", "sacct")
-    yield _scheduler("kubernetes", "kubectl")
+    yield _kubernetes()
     yield _runs_root(runs_root)
 
 
@@ -116,12 +120,26 @@ def _scheduler(name: str, command: str, *others: str) -> Check:
     missing = [other for other in others if shutil.which(other) is None]
     if missing:
         return Check(name, "warn", path, f"{', '.join(missing)} not found beside it; check PATH")
-    if name != "slurm":
-        return Check(name, "ok", path)
     code, text = _run(["scontrol", "ping"])
     if code != 0:
         return Check(name, "warn", path, f"the controller does not answer: {text.splitlines()[0] if text else code}")
     return Check(name, "ok", f"{path}, {text.splitlines()[0] if text else 'the controller answers'}")
+
+
+def _kubernetes() -> Check:
+    """The one check that calls somebody else's machine: only where a context says which."""
+    from scaletrain_cli.errors import SchedulerError, UsageError
+    from scaletrain_cli.launch.kubernetes.api import connect, is_configured
+
+    if not is_configured():
+        return Check("kubernetes", "none", "no kubeconfig", "scheduler: kubernetes needs one; set $KUBECONFIG")
+    try:
+        cluster = connect(None, "default")
+        return Check("kubernetes", "ok", f"{cluster.version(_PATIENCE_SECONDS)}, {cluster.where}")
+    except UsageError as error:
+        return Check("kubernetes", "none", "a kubeconfig, and no client", error.message)
+    except SchedulerError as error:
+        return Check("kubernetes", "warn", "the cluster of the current context cannot be asked", error.message)
 
 
 def _runs_root(root: Path) -> Check:

@@ -44,7 +44,7 @@ def command(
         raise UsageError(f"--timeout {timeout}: {error}.") from error
     run_spec = load_spec(spec, overrides or (), cluster=cluster)
     plan, scheduler = plan_for_engine(run_spec, spec), scheduler_for(run_spec.cluster.scheduler)
-    for note in scheduler.preflight(run_spec):
+    for note in scheduler.preflight(run_spec, plan):
         warn(note)
     where = f"{run_spec.cluster.nodes} x {run_spec.cluster.gpus_per_node} on {run_spec.cluster.scheduler}"
     confirm(f"Queue a job of a minute or two, {where}?", yes)

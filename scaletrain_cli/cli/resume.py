@@ -66,7 +66,7 @@ def command(
         _print(told | {"would_send": text}) if as_json else typer.echo(text, nl=False)
         return
     if resize is not None:
-        for note in scheduler.preflight(record.spec):
+        for note in scheduler.preflight(record.spec, record.plan):
             warn(note)
     confirm("Resume?", yes)
     submission = resume(found, from_scratch=from_scratch, resize=resize).submission

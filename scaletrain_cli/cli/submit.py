@@ -95,7 +95,7 @@ def command(
 
     from scaletrain_cli.ui.messages import say, suggest, warn
 
-    for note in [*scheduler.preflight(run_spec), *room_notes(run_spec, plan, runs_root())]:
+    for note in [*scheduler.preflight(run_spec, plan), *room_notes(run_spec, plan, runs_root())]:
         warn(note)
     if not as_json:
         from scaletrain_cli.ui.plan_view import show_plan_summary

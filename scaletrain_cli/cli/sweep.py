@@ -52,7 +52,7 @@ def submit_points(
     notes: dict[str, None] = {}
     asked = {point.spec.cluster.model_dump_json(): point for point in planned}  # the same question once
     for point in asked.values():
-        notes |= dict.fromkeys(scheduler.preflight(point.spec))
+        notes |= dict.fromkeys(scheduler.preflight(point.spec, point.plan))
     largest = max(planned, key=lambda point: point.plan.durability.checkpoint_bytes)
     for note in [*notes, *room_notes(largest.spec, largest.plan, runs_root(), runs=len(planned))]:
         warn(note)

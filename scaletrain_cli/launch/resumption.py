@@ -60,15 +60,17 @@ def inspect_resume(run: RunDir, scheduler: Scheduler | None = None) -> ResumeRep
     last = attempts[-1] if attempts else None
     checkpoint, passed_over = newest_that_verifies(checkpoint_folder(run, record.spec))
     logged = last_logged_step(run)
+    job = scheduler.job(run, record)
+    told = last is None and job.exit_code is not None  # by the scheduler, of a run whose attempts are not seen here
     return ResumeReport(
         last_attempt=last,
-        why_ended=why_ended(run, record, last),
+        why_ended=job.detail if told else why_ended(run, record, last),
         checkpoint=checkpoint,
         passed_over=passed_over,
         last_step_logged=logged,
         steps_lost=max(0, (logged or 0) - (checkpoint.step if checkpoint else 0)),
-        finished=last is not None and last.reason == "done",
-        active=scheduler.job(run, record).may_be_active,
+        finished=job.exit_code == 0 if last is None else last.reason == "done",
+        active=job.may_be_active,
         had_checkpoint=bool(checkpoint or passed_over or has_committed(run)),
     )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec
@@ -15,12 +17,17 @@ JobState = Literal["queued", "running", "ended", "unknown"]
 
 @dataclass(frozen=True)
 class Job:
-    """A run's job as its scheduler sees it; ``detail`` is the scheduler's own word for the state."""
+    """A run's job as its scheduler sees it; ``detail`` is the scheduler's own word for the state.
+
+    ``exit_code`` and ``progress`` (a line of metrics.jsonl) are for a run whose directory is not seen from here.
+    """
 
     id: str
     state: JobState
     detail: str = ""
     nodes: tuple[str, ...] = ()
+    exit_code: int | None = None
+    progress: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_active(self) -> bool:
@@ -36,8 +43,8 @@ class Job:
 class Scheduler(Protocol):
     """Every method raises SchedulerError when the scheduler refuses or cannot be reached."""
 
-    def preflight(self, spec: RunSpec) -> list[str]:
-        """Ask whether the job could run at all; returns what is worth telling."""
+    def preflight(self, spec: RunSpec, plan: RunPlan) -> list[str]:
+        """Ask whether the job could run at all; returns what is worth telling. Leaves nothing behind."""
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         """The exact text that submit() would hand over. Holds no secret and touches no file."""
@@ -62,4 +69,8 @@ def scheduler_for(name: str) -> Scheduler:
         from scaletrain_cli.launch.slurm import SlurmScheduler
 
         return SlurmScheduler()
-    raise SchedulerError(f"cluster.scheduler = {name} is not in this version. Use local or slurm.")
+    if name == "kubernetes":
+        from scaletrain_cli.launch.kubernetes.scheduler import KubernetesScheduler
+
+        return KubernetesScheduler()
+    raise SchedulerError(f"cluster.scheduler = {name} is not in this version. Use local, slurm or kubernetes.")

@@ -19,6 +19,7 @@ from scaletrain_cli.launch.slurm_preflight import judge
 from scaletrain_cli.launch.slurm_script import job_script, sbatch_options
 from scaletrain_cli.launch.slurm_site import ask_site
 from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
@@ -32,7 +33,7 @@ _RUNNING = {"RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT"}
 class SlurmScheduler:
     """Jobs of the cluster that this machine's Slurm commands talk to."""
 
-    def preflight(self, spec: RunSpec) -> list[str]:
+    def preflight(self, spec: RunSpec, plan: RunPlan) -> list[str]:
         """Whether Slurm can ever run it, what would make it wait, and Slurm's own estimate of its start.
 
         Raises SchedulerError with every reason why it can not, or with Slurm's own words where there is no better one.

@@ -67,7 +67,7 @@ def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
     last = attempts[-1] if attempts else None
     submission = read_submission(run)
     job = _ask(run, record, scheduler)
-    measured = _newest_measures(run)
+    measured = {**job.progress, **_newest_measures(run)}
     return RunStatus(
         run_id=record.run_id,
         name=record.spec.name,
@@ -107,9 +107,11 @@ def exit_code_of(run: RunDir, status: RunStatus) -> int:
         return ExitCode.DONE
     attempts = read_attempts(run)
     last = attempts[-1] if attempts else None
-    if last is not None and last.decision is not None and not last.decision.requeue:
+    if last is None:  # none began, or none that is seen from here
+        return scheduler_for(status.scheduler).job(run, read_record(run)).exit_code or ExitCode.CRASHED
+    if last.decision is not None and not last.decision.requeue:
         return last.decision.exit_code or ExitCode.CRASHED
-    return (last.exit_code if last is not None else None) or ExitCode.CRASHED
+    return last.exit_code or ExitCode.CRASHED
 
 
 def _ask(run: RunDir, record: RunRecord, scheduler: Scheduler | None) -> Job:
@@ -130,10 +132,11 @@ def _state(run: RunDir, job: Job, last: AttemptRecord | None) -> RunState:
     to_go_on = last is None or last.ended is None or (last.decision is not None and last.decision.requeue)
     if job.state == "unknown" and to_go_on:
         return "unknown"
-    if run.is_told_to_stop:
+    if run.is_told_to_stop and not (last is None and job.exit_code == ExitCode.DONE):
         return "cancelled"
     if last is None:
-        return "failed"
+        known: dict[int | None, RunState] = {ExitCode.DONE: "finished", ExitCode.PREEMPTED: "preempted"}
+        return known.get(job.exit_code, "failed")
     return "preempted" if last.reason == "preempted" else "failed"
 
 
@@ -143,6 +146,8 @@ def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -
         return job.detail
     if last is None:
         log = f"; see slurm-{job.id}.log in the run directory" if record.spec.cluster.scheduler == "slurm" else ""
+        if record.spec.cluster.scheduler == "kubernetes":  # whose attempts may be on a volume that is not seen here
+            return job.detail
         return f"{job.detail}; no attempt began{log}" if job.state == "ended" else job.detail
     why = why_ended(run, record, last)
     if job.state == "ended" and last.decision is not None and last.decision.requeue:

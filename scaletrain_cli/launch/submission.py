@@ -146,6 +146,8 @@ def _existing(run: RunDir, spec: RunSpec) -> CreatedRun:
 
 
 def _secret_values(spec: RunSpec) -> dict[str, str]:
+    if spec.cluster.scheduler == "kubernetes":
+        return {}  # the pods have theirs from Secrets of the cluster; no value leaves or needs this machine
     missing = [name for name in spec.secret_env if name not in os.environ]
     if missing:
         raise UsageError(f"secret_env names {', '.join(missing)}, which is not set here. Export it before submitting.")

@@ -97,12 +97,13 @@ def revision_path(run: RunDir, number: int) -> Path:
 def documents_of(run: RunDir, record: RunRecord) -> dict[str, str]:
     """run.json and the newest revision as texts by file name, for pods whose volume the submitter does not see.
 
-    The run directory need not exist: a record that was only made is its own first one then.
+    The run directory need not exist, nor the revision: a record that was only made is its own then.
     """
     documents = {"run.json": json.dumps(_read(run.record, SCHEMA) if run.record.exists() else _whole(record))}
     if record.revision:
         path = revision_path(run, record.revision)
-        documents[path.name] = json.dumps(_read(path, REVISION_SCHEMA))
+        made = {"schema": REVISION_SCHEMA, "revision": record.revision, **_decided(record.spec, record.plan)}
+        documents[path.name] = json.dumps(_read(path, REVISION_SCHEMA) if path.exists() else made)
     return documents
 
 

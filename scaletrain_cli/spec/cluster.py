@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from scaletrain_cli.spec.quantities import (
     AutoBytesPerSecond,
     AutoWhole,
@@ -32,14 +33,6 @@ Price = Annotated[
     or_word("auto", _price),
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"const": "auto"}]}),
 ]
-
-
-class KubernetesSpec(Section):
-    """Where the job goes in a Kubernetes cluster."""
-
-    namespace: Text = "default"
-    queue: Text | None = None
-    image: Text | None = None
 
 
 class AcceleratorSpec(Section):
@@ -113,3 +106,5 @@ class ClusterSpec(Section):
             )
         for key, message in self.slurm.inconsistencies():
             yield f"slurm.{key}", message
+        for key, message in self.kubernetes.inconsistencies():
+            yield f"kubernetes.{key}", message

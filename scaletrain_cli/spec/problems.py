@@ -100,13 +100,18 @@ def comma(names: list[str]) -> str:
 def known_keys(key: Key) -> list[str]:
     """Keys allowed at a place that pydantic names, with ``schema`` and ``async`` under the names the file uses."""
     model: Any = RunSpec
-    for part in key:
+    parts = iter(key)
+    for part in parts:
         if part in MODELS and key[0] == "model":  # the kind of model, which is no key
             model = MODELS[str(part)]
+            continue
+        if isinstance(part, int):  # an item of a list, whose section _options() has found already
             continue
         field = next((f for name, f in model.model_fields.items() if part in (name, f.alias)), None)
         if field is None:
             return []
+        if typing.get_origin(field.annotation) is dict:
+            next(parts, None)  # a name of the user's own
         model = next((option for option in _options(field.annotation) if hasattr(option, "model_fields")), None)
         if model is None:
             return []
@@ -147,5 +152,7 @@ def _options(annotation: Any) -> Iterator[Any]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         for option in typing.get_args(annotation):
             yield from _options(option)
+    elif typing.get_origin(annotation) in (tuple, list, dict):
+        yield from _options(typing.get_args(annotation)[-2 if typing.get_origin(annotation) is tuple else -1])
     else:
         yield annotation

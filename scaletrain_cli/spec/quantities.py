@@ -132,6 +132,7 @@ FlopsPerSecond = Annotated[float, PlainValidator(_above_zero(parse_flops)), With
 AutoBytesPerSecond = Annotated[
     float | Literal["auto"], or_word("auto", _above_zero(parse_bandwidth)), WithJsonSchema(_QUANTITY)
 ]
+AutoBytes = Annotated[int | Literal["auto"], or_word("auto", _above_zero(parse_bytes)), WithJsonSchema(_QUANTITY)]
 AutoSeconds = Annotated[float | Literal["auto"], or_word("auto", _above_zero(parse_seconds)), WithJsonSchema(_QUANTITY)]
 AutoWhole = Annotated[
     int | Literal["auto"],

@@ -19,7 +19,7 @@ from scaletrain_cli.launch.local_supervisor import supervisor_lock
 from scaletrain_cli.launch.node_record import read_node_records
 from scaletrain_cli.launch.resumption import resume
 from scaletrain_cli.launch.submission import submit_run
-from tests.launch.conftest import ENGINE, LOCAL, MadeRun, is_running, make_spec, wait_until
+from tests.launch.conftest import ENGINE, LOCAL, MadeRun, is_running, make_plan, make_spec, wait_until
 
 ONE_RANK = ("cluster.gpus_per_node=1", "training.global_batch_size=1")
 Submit = Callable[..., MadeRun]
@@ -255,8 +255,8 @@ def test_ctrl_c_in_the_foreground_saves_the_state(make_run: Callable[..., MadeRu
 def test_a_machine_without_the_gpus_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(SchedulerError, match=r"1 GPUs .* needs 2"):
-        LOCAL.preflight(make_spec("cluster.gpu=h100-sxm-80gb"))
-    assert LOCAL.preflight(make_spec()) == []
+        LOCAL.preflight(spec := make_spec("cluster.gpu=h100-sxm-80gb"), make_plan(spec))
+    assert LOCAL.preflight(make_spec(), make_plan(make_spec())) == []
 
 
 def test_the_rendered_command_is_the_one_that_is_run(make_run: Callable[..., MadeRun]) -> None:

@@ -16,6 +16,7 @@ import pytest
 from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.scheduler import Job, scheduler_for
 from scaletrain_cli.launch.submission import create_run, make_record, new_run_id, read_submission, submit_run
+from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import RunDir, find_run, list_runs, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.spec import RunSpec
@@ -29,7 +30,7 @@ class CountingScheduler:
         self.submitted = 0
         self._pause = threading.Event()
 
-    def preflight(self, spec: RunSpec) -> list[str]:
+    def preflight(self, spec: RunSpec, plan: RunPlan) -> list[str]:
         return []
 
     def render(self, run: RunDir, record: RunRecord) -> str:
@@ -177,7 +178,7 @@ def test_the_record_of_a_dry_run_writes_nothing() -> None:
     assert not runs_root().exists()
 
 
-def test_kubernetes_is_refused_openly() -> None:
-    with pytest.raises(SchedulerError, match="kubernetes is not in this version") as caught:
-        scheduler_for("kubernetes")
+def test_a_scheduler_that_there_is_not_is_refused_openly() -> None:
+    with pytest.raises(SchedulerError, match="mesos is not in this version") as caught:
+        scheduler_for("mesos")
     assert caught.value.exit_code == 4

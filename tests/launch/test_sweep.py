@@ -17,6 +17,7 @@ from scaletrain_cli.launch.local import LocalScheduler
 from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.launch.slurm_script import job_script
 from scaletrain_cli.launch.sweep import Point, cap_of, point_ids, submit_sweep
+from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import RunDir, list_runs, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.rundir.sweeps import read_sweep_place
@@ -35,7 +36,7 @@ class Queue:
         self.jobs: dict[str, str] = {}
         self.cancelled: list[str] = []
 
-    def preflight(self, spec: RunSpec) -> list[str]:
+    def preflight(self, spec: RunSpec, plan: RunPlan) -> list[str]:
         return []
 
     def render(self, run: RunDir, record: RunRecord) -> str:

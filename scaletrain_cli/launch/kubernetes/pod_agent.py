@@ -92,6 +92,7 @@ def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str
 
 def run_pod(options: PodOptions) -> int:
     """From the meeting to the verdict. Raises ScaletrainError for what no attempt could be begun for."""
+    from scaletrain_cli.launch.kubernetes.pod_lines import beginning_line
     from scaletrain_cli.launch.kubernetes.pod_output import PodOutput
     from scaletrain_cli.launch.node_run import run_node
     from scaletrain_cli.rundir.record import read_record
@@ -100,6 +101,8 @@ def run_pod(options: PodOptions) -> int:
     if isinstance(begun, int):
         return begun
     run, number = begun
+    # The submitter holds its lock in the directory that it sees; elsewhere it reads of the run what the pods print.
+    print(beginning_line(number, shared=(run.path / "submit.lock").exists()), flush=True)
     agent = AgentOptions(
         run_folder=run.path,
         attempt=number,

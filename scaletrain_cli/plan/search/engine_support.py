@@ -19,7 +19,6 @@ from scaletrain_cli.spec.run import AnyModel
 # bitsandbytes updates the states where the gradients are.
 _BESIDE_GRADIENTS = ("adamw_8bit", "lion")
 _LEAST_FP8_CAPABILITY = (8, 9)  # Ada and Hopper, where fp8 tensor cores begin
-_SCHEDULERS = ("local", "slurm")
 AXES = (
     "tensor_parallel",
     "pipeline_parallel",
@@ -103,8 +102,6 @@ def unsupported(spec: RunSpec, layout: Layout) -> list[str]:
         found.append(f"checkpoint.dir = {spec.checkpoint.dir}: must be absolute, because nodes do not start here.")
     if spec.planner.framework != "deepspeed":
         found.append(f"planner.framework = {spec.planner.framework}: for comparison only. Use deepspeed to submit.")
-    if spec.cluster.scheduler not in _SCHEDULERS:
-        found.append(f"cluster.scheduler = {spec.cluster.scheduler}: not in this version. Use {one_of(_SCHEDULERS)}.")
     return found
 
 

@@ -236,3 +236,5 @@ def test_a_memory_per_node_that_cannot_hold_that_copy_is_a_warning() -> None:
     }
     assert "cluster.slurm.memory_per_node = 16.0 GB" in said["16GB"]
     assert "memory_per_node" not in said["32GB"]
+    pods = {"cluster__scheduler": "kubernetes", "cluster__kubernetes": {"memory_per_node": "16GB"}}
+    assert "cluster.kubernetes.memory_per_node = 16.0 GB" in "\n".join(plan_of(**pods).warnings)

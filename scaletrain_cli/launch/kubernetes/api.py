@@ -1,0 +1,299 @@
+"""The API server, by the official client: objects as plain dicts in and out, and a typed error for every refusal.
+
+Asks by path, so no discovery is needed and nothing is converted into the client's models. Knows no runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.launch.kubernetes.kinds import EVENT, POD, Kind, Object, kind_of
+
+FIELD_MANAGER = "scaletrain"
+_CONNECT_SECONDS = 5.0
+_READ_SECONDS = 30.0
+_FOLLOW_SECONDS = 300.0  # of silence, after which a followed log is asked for again
+_SILENCE_SECONDS = 10.0
+_PAGE = 500
+_MOST_CONNECTIONS = 300  # every log that is followed holds one
+_IN_CLUSTER_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+_RBAC = re.compile(r'cannot (\S+) resource "([^"]+)" in API group "([^"]*)"')
+
+
+class RefusedError(SchedulerError):
+    """The API server answered, and not as hoped. ``status`` is HTTP's; ``said`` the server's own words."""
+
+    def __init__(self, message: str, status: int, said: str, problems: tuple[Problem, ...] = ()) -> None:
+        super().__init__(message, problems)
+        self.status, self.said = status, said
+
+    @property
+    def is_rights(self) -> bool:
+        """Whether the user lacks a right, as opposed to an object that breaks a rule or a quota."""
+        return self.status == 403 and _RBAC.search(self.said) is not None
+
+
+class NotServedError(RefusedError):
+    """The cluster has no such resource: its CRD is missing, or of another version."""
+
+    def __init__(self, message: str, kind: Kind) -> None:
+        super().__init__(message, 404, message)
+        self.kind = kind
+
+
+class Cluster:
+    """One API server. ``where`` names it in every error."""
+
+    def __init__(self, client: Any, where: str) -> None:
+        from kubernetes.dynamic import DynamicClient
+
+        self.where = where
+        self._silent_since: float | None = None
+        # The client's own way to send any path with its credentials; it would read all of the API's groups first.
+        self._client = DynamicClient(client, discoverer=lambda client, cache_file: None)
+
+    def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        """One object; None when there is none of this name. Raises NotServedError where there is no such kind."""
+        try:
+            return self._json("get", kind, kind.path(namespace, name))
+        except NotServedError:
+            raise
+        except RefusedError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def find(self, kind: Kind, namespace: str, *, labels: str = "", fields: str = "") -> list[Object]:
+        """All objects that the selectors leave."""
+        found: list[Object] = []
+        more: str | None = None
+        selectors = {"label_selector": labels or None, "field_selector": fields or None}
+        while True:
+            page = self._json("get", kind, kind.path(namespace), limit=_PAGE, _continue=more, **selectors)
+            found += page.get("items", [])
+            more = page.get("metadata", {}).get("continue")
+            if not more:
+                return found
+
+    def events(self, namespace: str, name: str) -> list[Object]:
+        """What was told of the objects of this name, oldest first. The server forgets events within hours."""
+        found = self.find(EVENT, namespace, fields=f"involvedObject.name={name}")
+        return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
+
+    def apply(self, body: Object, *, dry_run: bool = False) -> Object:
+        """Make the object, or make the one of its name like it. ``dry_run`` asks for the judgement alone."""
+        kind, metadata = kind_of(body), body["metadata"]
+        return self._json(
+            "patch",
+            kind,
+            kind.path(metadata.get("namespace", ""), metadata["name"]),
+            body=body,
+            content_type="application/apply-patch+yaml",
+            field_manager=FIELD_MANAGER,
+            dry_run="All" if dry_run else None,
+        )
+
+    def annotate(self, kind: Kind, namespace: str, name: str, annotations: Mapping[str, str]) -> None:
+        """Add annotations to an object. Does nothing to one that is not there."""
+        body = {"metadata": {"annotations": dict(annotations)}}
+        try:
+            self._json(
+                "patch",
+                kind,
+                kind.path(namespace, name),
+                body=body,
+                content_type="application/merge-patch+json",
+                field_manager=FIELD_MANAGER,
+            )
+        except RefusedError as error:
+            if error.status != 404:
+                raise
+
+    def delete(self, kind: Kind, namespace: str, name: str, *, uid: str = "", at_once: bool = False) -> bool:
+        """Delete an object, and all that it owns before it. False when there was none.
+
+        ``uid`` spares a later object of the same name. ``at_once`` waits for no kubelet to confirm the end.
+        """
+        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
+        if uid:
+            body["preconditions"] = {"uid": uid}
+        if at_once:
+            body |= {"gracePeriodSeconds": 0, "propagationPolicy": "Background"}
+        try:
+            self._json("delete", kind, kind.path(namespace, name), body=body)
+        except RefusedError as error:
+            if error.status == 404 or (error.status == 409 and uid):
+                return False
+            raise
+        return True
+
+    def log(
+        self,
+        namespace: str,
+        pod: str,
+        container: str,
+        *,
+        since: str = "",
+        last_lines: int | None = None,
+        follow: bool = False,
+    ) -> Iterator[str]:
+        """A container's lines, each beginning with its time; from second ``since`` on (RFC 3339)."""
+        query = [("container", container), ("timestamps", "true"), ("follow", "true" if follow else "false")]
+        query += [("sinceTime", since)] if since else []
+        query += [("tailLines", str(last_lines))] if last_lines is not None else []
+        read_seconds = _FOLLOW_SECONDS if follow else _READ_SECONDS
+        path = POD.path(namespace, pod, "log")
+        response = self._send("get", POD, path, query_params=query, read_seconds=read_seconds)
+        try:
+            yield from _lines(response.stream(1 << 16))
+        except _transport_errors():
+            if not follow:  # one that is followed may go silent, or its node away; who follows asks again
+                raise
+        finally:
+            response.release_conn()
+
+    def serves(self, kind: Kind) -> bool:
+        """Whether the cluster has this kind, in this version."""
+        try:
+            found = self._json("get", kind, kind.root)
+        except RefusedError as error:
+            if error.status == 404:
+                return False
+            raise
+        return any(resource.get("name") == kind.plural for resource in found.get("resources", []))
+
+    def version(self, patience_seconds: float = _READ_SECONDS) -> str:
+        """The server's version, as ``v1.36.2``. The cheapest question that shows whether it answers."""
+        answer = json.loads(self._send("get", None, "/version", read_seconds=patience_seconds).data)
+        return str(answer.get("gitVersion", "of unknown version"))
+
+    def _json(self, method: str, kind: Kind, path: str, **options: Any) -> Object:
+        answer: Object = json.loads(self._send(method, kind, path, **options).data)
+        return answer
+
+    def _send(
+        self, method: str, kind: Kind | None, path: str, *, read_seconds: float = _READ_SECONDS, **options: Any
+    ) -> Any:
+        from kubernetes.client.exceptions import ApiException
+
+        timeout = (_CONNECT_SECONDS, read_seconds)
+        if self._silent_since is not None and time.monotonic() - self._silent_since < _SILENCE_SECONDS:
+            raise SchedulerError(f"{self.where} did not answer just now.")  # or a list of runs would wait for each
+        try:
+            return self._client.request(method, path, serialize=False, _request_timeout=timeout, **options)
+        except ApiException as error:
+            raise self._refusal(method, kind, path, error) from error
+        except _transport_errors() as error:
+            message = f"{self.where} does not answer: {_short(error)}. Check the VPN, the server and the context."
+            if method == "get":
+                self._silent_since = time.monotonic()
+                raise SchedulerError(message) from error
+            raise SchedulerSilentError(f"{message} Whether it did what was asked is not known.") from error
+
+    def _refusal(self, method: str, kind: Kind | None, path: str, error: Any) -> RefusedError:
+        """The server's answer in the words of who asked."""
+        answer = _status_of(error)
+        said = str(answer.get("message") or error.reason or f"HTTP {error.status}").strip()
+        subject = f"{self.where}: {path.rpartition('/')[2] if kind is None else kind.name}"
+        if error.status == 0:  # how the client tells of a certificate
+            return RefusedError(f"{self.where}: no trusted connection: {said}. Check the CA of the context.", 0, said)
+        if error.status == 401:
+            advice = "Log in again: the credentials of the context are missing, wrong or out of date."
+            return RefusedError(f"{self.where} does not know you (401). {advice}", 401, said)
+        if (lacks := _RBAC.search(said)) is not None:
+            verb, resource, group = lacks.groups()
+            right = f"{verb} {resource}" + (f".{group}" if group else "")
+            advice = f"Ask an administrator for the right to {right}: k8s/rbac.yaml has all that is needed."
+            return RefusedError(f"{self.where} forbids it (403): {said}. {advice}", error.status, said)
+        if error.status == 404 and kind is not None and not answer.get("details", {}).get("name"):
+            how = f" Install it: {kind.install}" if kind.install else ""
+            return NotServedError(f"{self.where} has no {kind.name} of {kind.api_version}.{how}", kind)
+        problems = tuple(
+            Problem(kind.name if kind else path, str(cause.get("field", "")), str(cause.get("message", "")))
+            for cause in answer.get("details", {}).get("causes") or ()
+        )
+        verb = {"get": "cannot be read", "delete": "cannot be deleted"}.get(method, "is refused")
+        return RefusedError(f"{subject} {verb} ({error.status}): {said}", error.status, said, problems)
+
+
+def connect(context: str | None, namespace: str) -> Cluster:
+    """The API server of ``context`` of the kubeconfig; else of the pod that this runs in; else of the current context.
+
+    Asks nothing yet. Raises UsageError without the client's package, SchedulerError without usable credentials.
+    """
+    return _connect(context, namespace, os.environ.get("KUBECONFIG") or None)
+
+
+@functools.lru_cache
+def _connect(context: str | None, namespace: str, file: str | None) -> Cluster:
+    """Once for all runs of a list: credentials may come from a program that takes a second."""
+    try:
+        from kubernetes import client, config
+    except ImportError as error:
+        raise UsageError(
+            "cluster.scheduler = kubernetes needs the Kubernetes client. Run pip install 'scaletrain[k8s]'."
+        ) from error
+    settings = client.Configuration()
+    settings.retries = False  # each would wait as long again
+    settings.connection_pool_maxsize = _MOST_CONNECTIONS
+    try:
+        if context is None and _is_in_cluster(os.environ):
+            config.load_incluster_config(client_configuration=settings)
+            name = "this pod's cluster"
+        else:
+            config.load_kube_config(file, context=context, client_configuration=settings, persist_config=False)
+            name = f"context {context or config.list_kube_config_contexts(file)[1]['name']}"
+    except Exception as error:  # whatever may be wrong in a kubeconfig, and in the programs that it names
+        wanted = f"context {context}" if context else "the current context"
+        raise SchedulerError(
+            f"{wanted} of the kubeconfig ({file or '~/.kube/config'}) cannot be used: "
+            f"{_short(error)}. Set $KUBECONFIG, or cluster.kubernetes.context to one of `kubectl config get-contexts`."
+        ) from error
+    return Cluster(client.ApiClient(settings), f"Kubernetes ({name}, {settings.host}, namespace {namespace})")
+
+
+def is_configured() -> bool:
+    """Whether there is anything to connect to: a kubeconfig, or the cluster of the pod that this runs in."""
+    files = (os.environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)
+    return any(Path(file).expanduser().is_file() for file in files if file) or _is_in_cluster(os.environ)
+
+
+def _is_in_cluster(environment: Mapping[str, str]) -> bool:
+    """A notebook in a pod may have a kubeconfig all the same, which was set on purpose then."""
+    return "KUBERNETES_SERVICE_HOST" in environment and "KUBECONFIG" not in environment and _IN_CLUSTER_TOKEN.is_file()
+
+
+def _transport_errors() -> tuple[type[BaseException], ...]:
+    import urllib3.exceptions
+
+    return (urllib3.exceptions.HTTPError, OSError)
+
+
+def _status_of(error: Any) -> Object:
+    """The Status object in a refusal; what is not the API server's own (a proxy's page) has none."""
+    try:
+        answer = json.loads(error.body)
+    except (TypeError, ValueError):
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _lines(pieces: Iterator[bytes]) -> Iterator[str]:
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from (line.decode(errors="replace") for line in whole)
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

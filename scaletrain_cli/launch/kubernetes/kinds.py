@@ -1,0 +1,87 @@
+"""The kinds of object that are asked for, and where the API server keeps them. Knows no objects and asks nobody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+Object = dict[str, Any]  # as the API server writes it
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A resource. ``install`` says how a cluster that has none of it gets it."""
+
+    name: str
+    group: str  # "" is the core
+    version: str
+    plural: str
+    namespaced: bool = True
+    install: str = ""
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    @property
+    def root(self) -> str:
+        """The path of the group's version."""
+        return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+
+    def path(self, namespace: str, name: str = "", part: str = "") -> str:
+        """The path of one object, or of all of them; ``part`` is a subresource, as ``log``."""
+        middle = f"/namespaces/{quote(namespace, safe='')}" if self.namespaced else ""
+        end = f"/{quote(name, safe='')}" if name else ""
+        return f"{self.root}{middle}/{self.plural}{end}" + (f"/{part}" if part else "")
+
+
+_JOBSET = (
+    "kubectl apply --server-side -f https://github.com/kubernetes-sigs/jobset/releases/latest/download/manifests.yaml"
+)
+_KUEUE = (
+    "kubectl apply --server-side -f https://github.com/kubernetes-sigs/kueue/releases/latest/download/manifests.yaml"
+)
+_VOLCANO = "helm install volcano volcano-sh/volcano -n volcano-system --create-namespace"
+_TRAINER = "Kubeflow Trainer 2, as https://www.kubeflow.org/docs/components/trainer says"
+
+CONFIG_MAP = Kind("ConfigMap", "", "v1", "configmaps")
+POD = Kind("Pod", "", "v1", "pods")
+EVENT = Kind("Event", "", "v1", "events")
+NAMESPACE = Kind("Namespace", "", "v1", "namespaces", namespaced=False)
+NODE = Kind("Node", "", "v1", "nodes", namespaced=False)
+CLAIM = Kind("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims")
+SECRET = Kind("Secret", "", "v1", "secrets")
+RESOURCE_QUOTA = Kind("ResourceQuota", "", "v1", "resourcequotas")
+SERVICE_ACCOUNT = Kind("ServiceAccount", "", "v1", "serviceaccounts")
+JOB = Kind("Job", "batch", "v1", "jobs")
+PRIORITY_CLASS = Kind("PriorityClass", "scheduling.k8s.io", "v1", "priorityclasses", namespaced=False)
+
+JOB_SET = Kind("JobSet", "jobset.x-k8s.io", "v1alpha2", "jobsets", install=_JOBSET)
+VOLCANO_JOB = Kind("Job", "batch.volcano.sh", "v1alpha1", "jobs", install=_VOLCANO)
+POD_GROUP = Kind("PodGroup", "scheduling.volcano.sh", "v1beta1", "podgroups", install=_VOLCANO)
+VOLCANO_QUEUE = Kind("Queue", "scheduling.volcano.sh", "v1beta1", "queues", namespaced=False, install=_VOLCANO)
+TRAIN_JOB = Kind("TrainJob", "trainer.kubeflow.org", "v1alpha1", "trainjobs", install=_TRAINER)
+NATIVE_POD_GROUP = Kind("PodGroup", "scheduling.k8s.io", "v1alpha2", "podgroups")
+RUNTIME = Kind("TrainingRuntime", "trainer.kubeflow.org", "v1alpha1", "trainingruntimes", install=_TRAINER)
+
+_KUEUE_GROUP = ("kueue.x-k8s.io", "v1beta2")
+WORKLOAD = Kind("Workload", *_KUEUE_GROUP, "workloads", install=_KUEUE)
+LOCAL_QUEUE = Kind("LocalQueue", *_KUEUE_GROUP, "localqueues", install=_KUEUE)
+CLUSTER_QUEUE = Kind("ClusterQueue", *_KUEUE_GROUP, "clusterqueues", namespaced=False, install=_KUEUE)
+FLAVOR = Kind("ResourceFlavor", *_KUEUE_GROUP, "resourceflavors", namespaced=False, install=_KUEUE)
+COHORT = Kind("Cohort", *_KUEUE_GROUP, "cohorts", namespaced=False, install=_KUEUE)
+WORKLOAD_PRIORITY = Kind(
+    "WorkloadPriorityClass", *_KUEUE_GROUP, "workloadpriorityclasses", namespaced=False, install=_KUEUE
+)
+
+# What cluster.kubernetes.backend makes of a run, by the first word of the job's id.
+BACKENDS = {"jobset": JOB_SET, "volcano": VOLCANO_JOB, "trainjob": TRAIN_JOB}
+_APPLIED = (CONFIG_MAP, POD, JOB, JOB_SET, VOLCANO_JOB, TRAIN_JOB, RUNTIME, NATIVE_POD_GROUP)
+
+
+def kind_of(body: Object) -> Kind:
+    """The kind of an object that is to be sent."""
+    found = [kind for kind in _APPLIED if (kind.api_version, kind.name) == (body["apiVersion"], body["kind"])]
+    assert found, f"{body['apiVersion']} {body['kind']} is nothing that this launcher sends"
+    return found[0]

@@ -1,0 +1,113 @@
+"""Everything that is sent for one submission, as objects and as text. Pure: asks no cluster and touches no file.
+
+`documents` are run.json and its newest revision by file name; they reach the pods in a ConfigMap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scaletrain_cli.errors import Problem, SpecError, UsageError
+from scaletrain_cli.launch.kubernetes.jobset import jobset
+from scaletrain_cli.launch.kubernetes.names import DOCUMENTS_ANNOTATION, Workload
+from scaletrain_cli.launch.kubernetes.notes import notes
+from scaletrain_cli.launch.kubernetes.pod import pod_template
+from scaletrain_cli.launch.kubernetes.pod_group import pod_group
+from scaletrain_cli.launch.kubernetes.rules import problems
+from scaletrain_cli.launch.kubernetes.trainjob import training_runtime, trainjob
+from scaletrain_cli.launch.kubernetes.volcano import volcano_job
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.kubernetes import KubernetesSpec
+
+Object = dict[str, Any]
+_LARGEST_DOCUMENTS_BYTES = 1_000_000  # an object may have 1 MiB in all
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Objects in the order in which they are applied, the workload last, and what is worth telling about them.
+
+    Those before the workload are to be owned by it, so that its end is theirs.
+    """
+
+    workload: Workload
+    objects: tuple[Object, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def workload_object(self) -> Object:
+        return self.objects[-1]
+
+
+def manifest(
+    record: RunRecord, documents: Mapping[str, str], submission: int = 1, avoid: Sequence[str] = ()
+) -> Manifest:
+    """The objects of a submission; ``avoid`` are nodes to keep off. Raises SpecError for what cannot run."""
+    spec = record.spec
+    require_submittable(spec)
+    workload = Workload(record.run_id, submission, record.revision, spec.cluster.kubernetes.backend)
+    template = pod_template(spec, record.plan, workload, documents, avoid)
+    objects = (_config_map(spec, workload, documents), *_workload_objects(spec, workload, template))
+    if found := problems(objects):
+        raise SpecError("this run would become objects that no cluster can run", found)
+    return Manifest(workload, objects, tuple(notes(spec)))
+
+
+def require_submittable(spec: RunSpec) -> None:
+    """Raise SpecError that names everything a plan does without and a submission does not."""
+    missing = tuple(
+        Problem(spec.where(key), key, "is missing.", hint=hint) for key, hint in _missing(spec.cluster.kubernetes)
+    )
+    if missing:
+        raise SpecError("this run can be planned, but not submitted to Kubernetes", missing)
+
+
+def _workload_objects(spec: RunSpec, workload: Workload, template: Object) -> Iterator[Object]:
+    if spec.cluster.kubernetes.native_gang != "none":
+        yield pod_group(spec, workload)
+    if workload.backend == "volcano":
+        yield volcano_job(spec, workload, template)
+    elif workload.backend == "trainjob":
+        yield training_runtime(spec, workload, template)
+        yield trainjob(spec, workload)
+    else:
+        yield jobset(spec, workload, template)
+
+
+def _missing(kubernetes: KubernetesSpec) -> Iterator[tuple[str, str]]:
+    if kubernetes.image is None:
+        yield (
+            "cluster.kubernetes.image",
+            "Name the image of the pods by digest, as registry/scaletrain@sha256:...; k8s/ says how to build one.",
+        )
+    if kubernetes.runs.claim is None:
+        yield (
+            "cluster.kubernetes.runs.claim",
+            "Name a PersistentVolumeClaim with access mode ReadWriteMany: the pods keep the run directory there.",
+        )
+
+
+def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str]) -> Object:
+    size = sum(len(text.encode()) for text in documents.values())
+    if size > _LARGEST_DOCUMENTS_BYTES:
+        raise UsageError(
+            f"the run's record takes {size:,} bytes; a ConfigMap, by which pods get it, has room for "
+            f"{_LARGEST_DOCUMENTS_BYTES:,}. Shorten env or data.skip."
+        )
+    digest = hashlib.sha256("\0".join(f"{name}\0{documents[name]}" for name in sorted(documents)).encode()).hexdigest()
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": workload.config_map,
+            "namespace": spec.cluster.kubernetes.namespace,
+            "labels": workload.labels,
+            "annotations": workload.annotations | {DOCUMENTS_ANNOTATION: digest},
+        },
+        "immutable": True,
+        "data": dict(documents),
+    }

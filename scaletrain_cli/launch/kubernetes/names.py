@@ -1,0 +1,126 @@
+"""Names, labels and addresses of one submission's objects, each a function of the run id and a number. Pure.
+
+A generated pod name (`<workload>-node-0-<index>-<5 letters>`) is a label of DNS, hence of at most 63 characters. JobSet
+refuses longer ones; plain Jobs only fail to make their pods.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+MASTER_PORT = 29500
+NODE = "node"  # what the replicated job, Volcano's task, and the container are called; Trainer demands it
+MANAGER = "scaletrain"  # the field manager of server-side apply, too
+RUN_LABEL = "scaletrain.dev/run"
+RUN_ID_ANNOTATION = "scaletrain.dev/run-id"
+REVISION_ANNOTATION = "scaletrain.dev/revision"
+SUBMISSION_ANNOTATION = "scaletrain.dev/submission"
+DOCUMENTS_ANNOTATION = "scaletrain.dev/documents-sha256"
+INSTANCE_LABEL = "app.kubernetes.io/instance"
+
+LONGEST_POD_NAME = 63
+_LONGEST_READABLE = 40
+_LONGEST_WORKLOAD = 44  # leaves room for -node-0-99999 and -abcde
+_POD_INDEX_AND_SUFFIX = len(f"-{NODE}-0-") + 6
+_HASH_DIGITS = 6
+
+# apiVersion and kind of the workload, by backend.
+KINDS = {
+    "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
+    "volcano": ("batch.volcano.sh/v1alpha1", "Job"),
+    "trainjob": ("trainer.kubeflow.org/v1alpha1", "TrainJob"),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One submission of a run: every `scaletrain resume` is a new one, for its objects cannot be changed.
+
+    ``submission`` counts from 1.
+    """
+
+    run_id: str
+    submission: int
+    revision: int = 0
+    backend: str = "jobset"
+
+    @cached_property
+    def name(self) -> str:
+        """Of the workload object, its headless Service and its pods' host names; begins with a letter."""
+        suffix = f"-s{self.submission}"
+        readable = re.sub(r"[^a-z0-9]+", "-", self.run_id.lower()).strip("-") or "run"
+        readable = readable if readable[0].isalpha() else f"r-{readable}"  # the name of a Service may not start so
+        longest = min(_LONGEST_READABLE, _LONGEST_WORKLOAD - len(suffix))
+        if readable != self.run_id or len(readable) > longest:  # two ids must never share a name
+            readable = f"{readable[: longest - _HASH_DIGITS - 1].rstrip('-')}-{_short_hash(self.run_id)}"
+        return readable + suffix
+
+    @property
+    def id(self) -> str:
+        """What the launcher calls the job: ``jobset/<name>``. from_id() reads it."""
+        return f"{self.backend}/{self.name}"
+
+    @property
+    def config_map(self) -> str:
+        """Of the object that carries run.json to the pods."""
+        return f"{self.name}-run"
+
+    @property
+    def api_version(self) -> str:
+        return KINDS[self.backend][0]
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.backend][1]
+
+    @property
+    def master_address(self) -> str:
+        """Where the ranks meet: pod 0 by the headless Service that the controller makes under the workload's name."""
+        job = f"{NODE}-0" if self.backend != "volcano" else NODE
+        return f"{self.name}-{job}-0.{self.name}"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """On every object and pod."""
+        return {
+            "app.kubernetes.io/name": MANAGER,
+            "app.kubernetes.io/managed-by": MANAGER,
+            INSTANCE_LABEL: self.name,
+            RUN_LABEL: run_label(self.run_id),
+        }
+
+    @property
+    def annotations(self) -> dict[str, str]:
+        """On every object and pod; what a label cannot hold."""
+        return {
+            RUN_ID_ANNOTATION: self.run_id,
+            REVISION_ANNOTATION: str(self.revision),
+            SUBMISSION_ANNOTATION: str(self.submission),
+        }
+
+
+def parse_id(job_id: str) -> tuple[str, str]:
+    """Backend and object name of a job id. Raises ValueError for what Workload.id never says."""
+    backend, slash, name = job_id.partition("/")
+    if backend not in KINDS or not slash or not name:
+        raise ValueError(f"{job_id!r} is no job of Kubernetes; those are called like jobset/llama-s1")
+    return backend, name
+
+
+def run_label(run_id: str) -> str:
+    """The run id as the value of a label, by which all objects of a run are found."""
+    if len(run_id) <= 63 and re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", run_id):
+        return run_id
+    return f"{run_id[: 63 - _HASH_DIGITS - 1].rstrip('._-')}-{_short_hash(run_id)}"
+
+
+def longest_pod_name(workload_name: str, nodes: int) -> int:
+    """Characters of the last pod's generated name."""
+    return len(workload_name) + _POD_INDEX_AND_SUFFIX + len(str(max(0, nodes - 1)))
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]

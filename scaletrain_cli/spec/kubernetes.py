@@ -1,0 +1,285 @@
+"""cluster.kubernetes: where a run goes in a Kubernetes cluster, and what its pods are made of.
+
+What the API server would refuse only after a while, or never, is refused here. What only a submission needs (an image,
+a volume) may be missing: planning does without it.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from scaletrain_cli.spec.quantities import (
+    AutoBytes,
+    AutoWhole,
+    PositiveBytes,
+    PositiveSeconds,
+    Seconds,
+    Text,
+    Whole,
+)
+from scaletrain_cli.spec.section import LEFT_OUT, Section
+
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"
+_QUALIFIED = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_DIGEST = r"@sha256:[0-9a-f]{64}"
+_REPOSITORY = r"([A-Za-z0-9.-]+(:[0-9]{1,5})?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*"
+_IMAGE = re.compile(rf"(?P<name>{_REPOSITORY})(:(?P<tag>[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}}))?(?P<digest>{_DIGEST})?")
+
+_LONGEST_TTL_SECONDS = 3650 * 86400.0  # 32 bits hold 24855 days
+# Where the pods have what the launcher puts there; no volume of the user's may hide it.
+_OWN_PATHS = ("/dev/shm", "/etc/scaletrain")
+
+
+def _word(pattern: str, longest: int, message: str) -> Callable[[Any], str]:
+    def checked(value: Any) -> str:
+        if not isinstance(value, str) or len(value) > longest or not re.fullmatch(pattern, value):
+            raise PydanticCustomError("kubernetes_name", message)
+        return value
+
+    return checked
+
+
+def _image(value: Any) -> str:
+    match = _IMAGE.fullmatch(value) if isinstance(value, str) and len(value) <= 1024 else None
+    if match is None:
+        raise PydanticCustomError(
+            "image", "must be the reference of an image, such as registry/name@sha256:<64 digits>"
+        )
+    if match["digest"] is None and match["tag"] in (None, "latest"):
+        raise PydanticCustomError(
+            "image", "must say which image: by digest (name@sha256:...), or by a tag that is not latest"
+        )
+    return match[0]
+
+
+def _label_value(value: Any) -> str:
+    if value == "":
+        return ""
+    return _word(
+        _QUALIFIED, 63, "must be the value of a label: text of at most 63 letters, digits, dots, dashes and _"
+    )(value)
+
+
+def _path(value: Any) -> str:
+    parts = value.split("/") if isinstance(value, str) else []
+    if not parts or parts[0] or not any(parts) or ".." in parts or re.search(r"[:\x00-\x1f\x7f]", value):
+        raise PydanticCustomError("mount_path", "must be an absolute path below / without colons or parent folders")
+    return "/" + "/".join(part for part in parts if part not in ("", "."))
+
+
+def _sub_path(value: Any) -> str:
+    parts = value.split("/") if isinstance(value, str) else []
+    if not any(parts) or not parts[0] or ".." in parts or re.search(r"[\x00-\x1f\x7f]", value):
+        raise PydanticCustomError("sub_path", "must be a relative path inside the volume")
+    return str(value)
+
+
+_STRING = {"type": "string"}
+# One name of one object, of the kinds that become part of a host name, and of the others.
+LabelName = Annotated[
+    str,
+    PlainValidator(_word(_LABEL, 63, "must be a Kubernetes name of at most 63 lower-case letters, digits and dashes")),
+    WithJsonSchema({"type": "string", "pattern": f"^{_LABEL}$", "maxLength": 63}),
+]
+ObjectName = Annotated[
+    str,
+    PlainValidator(_word(_SUBDOMAIN, 253, "must be a Kubernetes name of lower-case letters, digits, dots and dashes")),
+    WithJsonSchema({"type": "string", "pattern": f"^{_SUBDOMAIN}$", "maxLength": 253}),
+]
+LabelKey = Annotated[
+    str,
+    PlainValidator(
+        _word(rf"({_SUBDOMAIN}/)?{_QUALIFIED}", 317, "must be the key of a label, such as topology.io/rack")
+    ),
+    WithJsonSchema(_STRING),
+]
+LabelValue = Annotated[str, PlainValidator(_label_value), WithJsonSchema(_STRING)]
+ResourceName = Annotated[
+    str,
+    PlainValidator(
+        _word(rf"{_SUBDOMAIN}/{_QUALIFIED}", 317, "must be a resource of a device plugin, as nvidia.com/gpu")
+    ),
+    WithJsonSchema(_STRING),
+]
+SecretKey = Annotated[
+    str,
+    PlainValidator(_word(r"[-._a-zA-Z0-9]+", 253, "must be a key of a Secret: letters, digits, dots, dashes and _")),
+    WithJsonSchema(_STRING),
+]
+EnvironmentName = Annotated[
+    str,
+    PlainValidator(_word(r"[A-Za-z_][A-Za-z0-9_]*", 256, "must be the name of an environment variable")),
+    WithJsonSchema(_STRING),
+]
+Image = Annotated[str, PlainValidator(_image), WithJsonSchema(_STRING)]
+MountPath = Annotated[str, PlainValidator(_path), WithJsonSchema(_STRING)]
+SubPath = Annotated[str, PlainValidator(_sub_path), WithJsonSchema(_STRING)]
+# 0 is root, as which no pod of ours runs.
+UserId = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+
+
+class RunsVolumeSpec(Section):
+    """The volume (a claim with ReadWriteMany) that holds the runs root of the pods."""
+
+    claim: ObjectName | None = None
+    path: MountPath = "/runs"
+    sub_path: SubPath | None = None
+
+
+class VolumeSpec(Section):
+    """A further claim that every pod mounts."""
+
+    claim: ObjectName
+    path: MountPath
+    read_only: bool = False
+    sub_path: SubPath | None = None
+
+
+class SecretSpec(Section):
+    """One key of a Secret object, which must be in the run's namespace."""
+
+    secret: ObjectName
+    key: SecretKey
+
+
+class TolerationSpec(Section):
+    """A taint that the pods may meet; ``seconds`` is how long, with NoExecute. Without a key: every taint."""
+
+    key: LabelKey | None = None
+    operator: Literal["Exists", "Equal"] = "Exists"
+    value: LabelValue | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    seconds: Seconds | None = None
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """(key, message) for each setting that contradicts another one."""
+        if (self.operator == "Equal") != (self.value is not None):
+            yield "value", "is needed with operator: Equal, and only there."
+        if self.key is None and self.operator == "Equal":
+            yield "key", "is missing; only operator: Exists does without."
+        if self.seconds is not None and self.effect != "NoExecute":
+            yield "seconds", "is for effect: NoExecute alone."
+
+
+class TopologySpec(Section):
+    """How near to one another the nodes must be. ``key`` is the node label of a rack or block.
+
+    ``required``, ``preferred`` and ``unconstrained`` are Kueue's, or Volcano's hard and soft with ``key`` as the tier;
+    ``exclusive`` is JobSet's: the run alone in one domain.
+    """
+
+    kind: Literal["required", "preferred", "unconstrained", "exclusive"]
+    key: LabelKey | None = None
+
+
+class KubernetesSpec(Section):
+    """Where the job goes in a Kubernetes cluster, and what its pods are made of.
+
+    ``queue`` and ``priority`` are Kueue's LocalQueue and WorkloadPriorityClass, or Volcano's queue and the job's
+    PriorityClass; ``pod_priority`` is the PriorityClass of the pods.
+    """
+
+    namespace: LabelName = "default"
+    context: Text | None = Field(default=None, description="of the kubeconfig; null: the current one")
+    backend: Literal["jobset", "volcano", "trainjob"] = "jobset"
+    queue: LabelName | None = None
+    priority: ObjectName | None = None
+    pod_priority: ObjectName | None = None
+    image: Image | None = Field(default=None, description="with this package in it; by digest")
+    image_pull_policy: Literal["auto", "Always", "IfNotPresent", "Never"] = "auto"
+    pull_secrets: tuple[ObjectName, ...] = ()
+    service_account: ObjectName | None = None
+    runs: RunsVolumeSpec = LEFT_OUT
+    volumes: tuple[VolumeSpec, ...] = ()
+    gpu_resource: ResourceName = "nvidia.com/gpu"
+    rdma_resource: ResourceName | None = Field(default=None, description="e.g. rdma/hca_shared_devices_a")
+    rdma_count: Whole = Field(default=1, description="of rdma_resource, per node")
+    ipc_lock: bool = Field(default=True, description="add IPC_LOCK beside rdma_resource; has no effect without root")
+    cpus_per_node: AutoWhole = "auto"
+    memory_per_node: AutoBytes = "auto"
+    ephemeral_storage: PositiveBytes | None = None
+    shm_size: AutoBytes = "auto"
+    gpu_product: LabelValue | None = Field(default=None, description="node label nvidia.com/gpu.product")
+    node_selector: dict[LabelKey, LabelValue] = {}
+    tolerations: tuple[TolerationSpec, ...] = ()
+    spot_taint: Literal["auto", "gke", "eks", "karpenter", "aks", "none"] = Field(
+        default="auto", description="whose taint of spot nodes is tolerated with spot: true; auto: all of them"
+    )
+    not_ready_seconds: Seconds = 60.0
+    topology: TopologySpec | None = None
+    native_gang: Literal["none", "v1alpha2"] = Field(
+        default="none", description="v1alpha2: a PodGroup for the gang scheduler of Kubernetes 1.36 and no other"
+    )
+    ttl_seconds_after_finished: Seconds | None = 7 * 86400.0
+    active_deadline: PositiveSeconds | None = Field(default=None, description="of one attempt; then the job fails")
+    secrets: dict[EnvironmentName, SecretSpec] = {}
+    run_as_user: UserId = 1000
+    fs_group: UserId | None = 1000
+    host_network: bool = False
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """(key, message) for each setting that contradicts another one."""
+        if self.priority is not None and self.queue is None and self.backend != "volcano":
+            yield "priority", "orders the jobs of a queue of Kueue. Set queue, or use pod_priority."
+        if self.gpu_product is not None and self.kueue:
+            yield "gpu_product", "must be left out with a queue of Kueue, whose ResourceFlavor says which nodes."
+        if self.gpu_product is not None and "nvidia.com/gpu.product" in self.node_selector:
+            yield "gpu_product", "also stands in node_selector; remove one of the two."
+        if self.rdma_resource == self.gpu_resource:
+            yield "rdma_resource", "is gpu_resource; name the resource of the network's device plugin."
+        if self.ttl_seconds_after_finished is not None and self.ttl_seconds_after_finished > _LONGEST_TTL_SECONDS:
+            yield "ttl_seconds_after_finished", "must be at most 3650d. Write null to keep the objects for ever."
+        if self.native_gang != "none" and (self.backend != "jobset" or self.queue is not None):
+            yield "native_gang", "is for backend: jobset without a queue; Kueue and Volcano have gangs of their own."
+        if self.active_deadline is not None and self.backend == "volcano":
+            yield "active_deadline", "must be left out with backend: volcano, which has none."
+        if self.shm_size != "auto" and self.memory_per_node != "auto" and self.shm_size >= self.memory_per_node:
+            yield "shm_size", f"must be below memory_per_node = {self.memory_per_node}, of which it is a part."
+        yield from self._about_topology()
+        yield from self._about_volumes()
+        for index, toleration in enumerate(self.tolerations):
+            for key, message in toleration.inconsistencies():
+                yield f"tolerations.{index}.{key}", message
+
+    @property
+    def kueue(self) -> bool:
+        """Whether Kueue admits the job."""
+        return self.queue is not None and self.backend != "volcano"
+
+    @property
+    def image_is_pinned(self) -> bool:
+        """Whether the image is named by digest; a tag can come to mean another image."""
+        return self.image is not None and "@" in self.image
+
+    def _about_topology(self) -> Iterator[tuple[str, str]]:
+        if self.topology is None:
+            return
+        kind, key = self.topology.kind, self.topology.key
+        if (kind == "unconstrained") == (key is not None):
+            yield "topology.key", "is needed with every kind but unconstrained, and not there."
+        if kind == "exclusive" and (self.backend != "jobset" or self.queue is not None):
+            yield "topology.kind", "exclusive is for backend: jobset without a queue. Use required with Kueue."
+        elif kind != "exclusive" and self.backend != "volcano" and self.queue is None:
+            yield "topology.kind", f"{kind} is a request to Kueue, and there is no queue. Set queue, or use exclusive."
+        elif kind == "unconstrained" and self.backend == "volcano":
+            yield "topology.kind", "must be required or preferred with backend: volcano."
+
+    def _about_volumes(self) -> Iterator[tuple[str, str]]:
+        taken = dict.fromkeys(_OWN_PATHS, "used by the launcher") | {self.runs.path: "runs.path"}
+        if hidden := _hidden(self.runs.path, dict.fromkeys(_OWN_PATHS, "used by the launcher")):
+            yield "runs.path", f"must not be above, below or at {hidden[0]}, which is {hidden[1]}."
+        for index, volume in enumerate(self.volumes):
+            if hidden := _hidden(volume.path, taken):
+                yield f"volumes.{index}.path", f"must not be above, below or at {hidden[0]}, which is {hidden[1]}."
+            taken[volume.path] = f"volumes.{index}.path"
+
+
+def _hidden(path: str, taken: dict[str, str]) -> tuple[str, str] | None:
+    for other, what in taken.items():
+        if f"{path}/".startswith(f"{other}/") or f"{other}/".startswith(f"{path}/"):
+            return other, what
+    return None

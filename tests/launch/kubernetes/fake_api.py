@@ -1,0 +1,283 @@
+"""An API server that keeps what it is given, over HTTP on 127.0.0.1, for how this launcher calls and reads one.
+
+It validates nothing, admits everything, runs no controller, and is no evidence of what a real server does. What it
+answers where it matters (a Status, a page of a list, a log with times) has the shape of what a real one answers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+Object = dict[str, Any]
+_PATH = re.compile(r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>[^/]+)(?P<rest>/.*)?")
+_INSTALLED = {
+    "jobset.x-k8s.io/v1alpha2": ("jobsets",),
+    "kueue.x-k8s.io/v1beta2": ("workloads", "localqueues", "clusterqueues"),
+    "batch.volcano.sh/v1alpha1": ("jobs",),
+    "trainer.kubeflow.org/v1alpha1": ("trainjobs", "trainingruntimes"),
+    "scheduling.volcano.sh/v1beta1": ("queues", "podgroups"),
+    "scheduling.k8s.io/v1": ("priorityclasses",),
+    "batch/v1": ("jobs",),
+}
+
+
+class FakeApi:
+    """State and knobs of the server; a test changes both while it runs."""
+
+    def __init__(self) -> None:
+        self.objects: dict[tuple[str, str, str, str], Object] = {}  # (group, plural, namespace, name)
+        self.installed = dict(_INSTALLED)
+        self.logs: dict[str, list[str]] = {}
+        self.living: set[str] = set()  # pods whose followed log stays open
+        self.refusals: dict[tuple[str, str], tuple[int, Object]] = {}  # (verb, resource) -> status, body
+        self.calls: set[tuple[str, str, str]] = set()  # (verb, group, resource)
+        self.asked: list[str] = []  # every method and path with its query
+        self.deletions: list[tuple[str, Object]] = []
+        self.page: int | None = None
+        self.silent = threading.Event()
+        self._made = 0
+
+    def put(self, plural: str, body: Object, group: str = "", namespace: str = "ml") -> Object:
+        """Keep an object as if a controller had made it."""
+        self._made += 1
+        metadata = body.setdefault("metadata", {})
+        metadata.setdefault("uid", f"uid-{self._made}")
+        metadata.setdefault("creationTimestamp", "2026-11-21T10:00:00Z")
+        self.objects[(group, plural, namespace, metadata["name"])] = body
+        return body
+
+    def all(self, plural: str) -> list[Object]:
+        return [body for (_, kind, _, _), body in self.objects.items() if kind == plural]
+
+    def forbid(self, verb: str, resource: str, group: str = "") -> None:
+        """Refuse as RBAC does."""
+        message = (
+            f'{resource} is forbidden: User "kim" cannot {verb} resource "{resource}" in API group "{group}" '
+            'in the namespace "ml"'
+        )
+        self.refusals[(verb, resource)] = (403, status(403, "Forbidden", message))
+
+
+def status(code: int, reason: str, message: str, **details: Any) -> Object:
+    """The body of a refusal."""
+    body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code}
+    return {**body, "message": message, "details": details}
+
+
+@contextmanager
+def serve(api: FakeApi) -> Iterator[str]:
+    """The server's URL while it runs."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"api": api}))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        api.living.clear()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def write_kubeconfig(path: Path, url: str, context: str = "test") -> Path:
+    """A kubeconfig whose only context is this server."""
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": context,
+        "clusters": [{"name": "c", "cluster": {"server": url}}],
+        "users": [{"name": "kim", "user": {"token": "not-a-secret"}}],
+        "contexts": [{"name": context, "context": {"cluster": "c", "user": "kim"}}],
+    }
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+class _Handler(BaseHTTPRequestHandler):
+    api: FakeApi
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1  # head and body in one packet: the client would wait 40 ms between two
+
+    def do_GET(self) -> None:
+        if self.path == "/version":
+            self._answer(200, {"gitVersion": "v1.36.2"})
+            return
+        group, plural, namespace, name, part, query = self._where()
+        if plural == "":
+            version = urlsplit(self.path).path.removeprefix("/apis/").removeprefix("/api/")
+            kinds = self.api.installed.get(version)
+            if kinds is None:
+                self._not_served()
+            else:
+                self._answer(200, {"resources": [{"name": kind} for kind in kinds]})
+            return
+        verb = "get" if name else "list"
+        if self._refused(verb, group, f"{plural}/{part}" if part else plural):
+            return
+        if part == "log":
+            self._log(name, query)
+        elif name:
+            found = self.api.objects.get((group, plural, namespace, name))
+            self._answer(200, found) if found else self._missing(plural, name)
+        else:
+            self._list(group, plural, namespace, query)
+
+    def do_PATCH(self) -> None:
+        group, plural, namespace, name, _, query = self._where()
+        body, key = self._body(), (group, plural, namespace, name)
+        there = self.api.objects.get(key)
+        is_apply = "apply-patch" in self.headers["Content-Type"]
+        if is_apply and there is None and self._refused("create", group, plural):
+            return
+        if self._refused("patch", group, plural):
+            return
+        if there is None and not is_apply:
+            self._missing(plural, name)
+            return
+        merged = _merged(there or {}, body)
+        if query.get("dryRun") == "All":
+            self._answer(200, merged)
+            return
+        self._answer(200, self.api.put(plural, merged, group, namespace))
+
+    def do_DELETE(self) -> None:
+        group, plural, namespace, name, _, _ = self._where()
+        options = self._body()
+        if self._refused("delete", group, plural):
+            return
+        there = self.api.objects.get((group, plural, namespace, name))
+        if there is None:
+            self._missing(plural, name)
+            return
+        wanted = options.get("preconditions", {}).get("uid")
+        if wanted and wanted != there["metadata"]["uid"]:
+            self._answer(409, status(409, "Conflict", "the UID in the precondition does not match"))
+            return
+        self.api.deletions.append((f"{plural}/{name}", options))
+        pods = [pod for pod in self.api.all("pods") if pod["metadata"]["labels"].get(_INSTANCE) == name]
+        if pods and plural != "pods":  # they have their grace period; the test says when they are gone
+            for body in (there, *pods):
+                body["metadata"]["deletionTimestamp"] = "2026-11-21T10:10:00Z"
+        else:
+            del self.api.objects[(group, plural, namespace, name)]
+        self._answer(200, {"kind": "Status", "status": "Success"})
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def _where(self) -> tuple[str, str, str, str, str, dict[str, str]]:
+        """Group, plural, namespace, name, subresource and query."""
+        self.api.asked.append(f"{self.command} {self.path}")
+        url = urlsplit(self.path)
+        match = _PATH.fullmatch(url.path)
+        assert match is not None, self.path
+        parts = [unquote(part) for part in (match["rest"] or "").split("/") if part]
+        namespace = ""
+        if len(parts) > 2 and parts[0] == "namespaces":
+            namespace, parts = parts[1], parts[2:]
+        plural, name, part = (*parts, "", "", "")[:3]
+        query = {key: values[0] for key, values in parse_qs(url.query).items()}
+        return match["group"] or "", plural, namespace, name, part, query
+
+    def _refused(self, verb: str, group: str, resource: str) -> bool:
+        self.api.calls.add((verb, group, resource))
+        if self.api.silent.is_set():
+            time.sleep(1.0)
+        refusal = self.api.refusals.get((verb, resource))
+        if refusal is None and group and not any(kinds.startswith(f"{group}/") for kinds in self.api.installed):
+            self._not_served()
+            return True
+        if refusal is not None:
+            self._answer(*refusal)
+        return refusal is not None
+
+    def _list(self, group: str, plural: str, namespace: str, query: dict[str, str]) -> None:
+        found = [
+            body
+            for (of, kind, where, _), body in sorted(self.api.objects.items())
+            if (of, kind) == (group, plural) and where == namespace and _selected(body, query)
+        ]
+        start = int(query.get("continue", "0"))
+        size = self.api.page or len(found)
+        more = str(start + size) if start + size < len(found) else ""
+        self._answer(200, {"metadata": {"continue": more}, "items": found[start : start + size]})
+
+    def _log(self, pod: str, query: dict[str, str]) -> None:
+        if "container" not in query:
+            self._answer(400, status(400, "BadRequest", "a container name must be specified"))
+            return
+        lines = self.api.logs.get(pod, [])
+        since = query.get("sinceTime", "")[:19]
+        sent = [line for line in lines if line[:19] >= since]
+        if "tailLines" in query:
+            sent = sent[-int(query["tailLines"]) :]
+        if query.get("follow") != "true":
+            self._send(200, "".join(f"{line}\n" for line in sent).encode(), "text/plain")
+            return
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        count = len(lines)
+        try:
+            self._chunk(sent)
+            while pod in self.api.living or count < len(self.api.logs[pod]):
+                new, count = self.api.logs[pod][count:], len(self.api.logs[pod])
+                self._chunk(new)
+                time.sleep(0.01)
+            self.wfile.write(b"0\r\n\r\n")
+        except OSError:  # who followed has gone
+            self.close_connection = True
+
+    def _chunk(self, lines: list[str]) -> None:
+        data = "".join(f"{line}\n" for line in lines).encode()
+        if data:
+            self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+            self.wfile.flush()
+
+    def _body(self) -> Object:
+        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        return json.loads(data) if data else {}
+
+    def _missing(self, plural: str, name: str) -> None:
+        self._answer(404, status(404, "NotFound", f'{plural} "{name}" not found', name=name, kind=plural))
+
+    def _not_served(self) -> None:
+        self._send(404, b"404 page not found\n", "text/plain")
+
+    def _answer(self, code: int, body: Object) -> None:
+        self._send(code, json.dumps(body).encode(), "application/json")
+
+    def _send(self, code: int, data: bytes, kind: str) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+_INSTANCE = "app.kubernetes.io/instance"
+
+
+def _selected(body: Object, query: dict[str, str]) -> bool:
+    labels = body["metadata"].get("labels", {})
+    wanted = dict(part.split("=", 1) for part in query.get("labelSelector", "").split(",") if part)
+    fields = dict(part.split("=", 1) for part in query.get("fieldSelector", "").split(",") if part)
+    return all(labels.get(key) == value for key, value in wanted.items()) and all(
+        body.get("involvedObject", {}).get(key.rpartition(".")[2]) == value for key, value in fields.items()
+    )
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
+    return new

@@ -1,0 +1,273 @@
+"""What would keep a job from starting is found before anything is made: all of it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.kubernetes.scheduler import KubernetesScheduler
+from tests.launch.conftest import MadeRun
+from tests.launch.kubernetes.conftest import SETTINGS, condition
+from tests.launch.kubernetes.fake_api import FakeApi, status
+
+KUEUE = "kueue.x-k8s.io"
+PRODUCT = "nvidia.com/gpu.product"
+GPU = ("cluster.gpu=h100-sxm-80gb", "cluster.gpus_per_node=8", "training.global_batch_size=16", "cluster.nodes=2")
+QUEUE = (*GPU, "cluster.kubernetes.queue=team-a")
+
+
+@pytest.fixture
+def preflight(make_run: Callable[..., MadeRun], api: FakeApi) -> Callable[..., list[str]]:
+    """Checks a spec against the server; returns its notes."""
+    api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
+    api.put("persistentvolumeclaims", claim("runs"))
+    for number in range(4):
+        api.put("nodes", gpu_node(f"n{number}"), namespace="")
+
+    def check(*settings: str) -> list[str]:
+        record = make_run(*SETTINGS, *settings).record
+        before = dict(api.objects)
+        try:
+            return KubernetesScheduler().preflight(record.spec, record.plan)
+        finally:
+            assert api.objects == before  # nothing left behind
+
+    return check
+
+
+def claim(name: str, phase: str = "Bound", modes: tuple[str, ...] = ("ReadWriteMany",)) -> dict[str, Any]:
+    return {"metadata": {"name": name}, "spec": {"accessModes": list(modes)}, "status": {"phase": phase}}
+
+
+def gpu_node(name: str, gpus: int = 8, product: str = "H100", **spec: Any) -> dict[str, Any]:
+    allocatable = {"cpu": "96", "memory": "1Ti", "nvidia.com/gpu": str(gpus)}
+    return {
+        "metadata": {"name": name, "labels": {PRODUCT: product}},
+        "spec": spec,
+        "status": {"allocatable": allocatable},
+    }
+
+
+def put_queue(api: FakeApi, gpus: int = 16, cpus: str = "1k", **more: Any) -> dict[str, Any]:
+    """A LocalQueue, its ClusterQueue and a flavor. The memory is plenty."""
+    active = {"conditions": [condition("Active", reason="Ready")]}
+    local = {"kind": "LocalQueue", "metadata": {"name": "team-a"}, "spec": {"clusterQueue": "training"}}
+    api.put("localqueues", {**local, "status": active}, KUEUE)
+    api.put("resourceflavors", {"metadata": {"name": "h100"}, "spec": {"nodeLabels": {PRODUCT: "H100"}}}, KUEUE, "")
+    amounts = {"nvidia.com/gpu": str(gpus), "cpu": cpus, "memory": "100Ti"}
+    resources = [{"name": name, "nominalQuota": amount} for name, amount in amounts.items()]
+    group = {"coveredResources": list(amounts), "flavors": [{"name": "h100", "resources": resources}]}
+    spec = {"resourceGroups": [group], "namespaceSelector": {}, **more}
+    whole = {"kind": "ClusterQueue", "metadata": {"name": "training"}, "spec": spec}
+    return api.put("clusterqueues", {**whole, "status": dict(active)}, KUEUE, "")
+
+
+def problems(preflight: Callable[..., list[str]], *settings: str) -> str:
+    with pytest.raises(SchedulerError) as caught:
+        preflight(*settings)
+    assert caught.value.exit_code == 4
+    return str(caught.value)
+
+
+def test_a_job_that_can_run_has_no_problem_and_every_object_was_judged(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    assert not [note for note in preflight(*GPU) if "not checked" in note]
+    dry = [asked for asked in api.asked if "dryRun=All" in asked]
+    for kind in ("configmaps", "jobsets", "batch/v1/namespaces/ml/jobs"):
+        assert any(kind in asked for asked in dry), kind
+    assert len(dry) == len([asked for asked in api.asked if asked.startswith("PATCH")])
+
+
+def test_all_problems_come_at_once(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    del api.installed["jobset.x-k8s.io/v1alpha2"]
+    api.put("localqueues", {"metadata": {"name": "team-b"}, "spec": {}}, KUEUE)
+    text = problems(
+        preflight,
+        *QUEUE,
+        "cluster.kubernetes.priority=urgent",
+        "cluster.kubernetes.pod_priority=high",
+        "cluster.kubernetes.service_account=runner",
+        "cluster.kubernetes.runs.claim=nowhere",
+    )
+    assert "v1.36.2: 6 problems would keep the job from starting" in text
+    assert "queue = team-a: there is no such LocalQueue in namespace ml. There are: team-b." in text
+    assert "priority = urgent: there is no such WorkloadPriorityClass, and the job would wait in silence" in text
+    assert "pod_priority = high" in text
+    assert "service_account = runner" in text
+    assert "runs.claim = nowhere" in text
+    assert "no JobSet of jobset.x-k8s.io/v1alpha2" in text
+
+
+def test_a_missing_namespace_is_the_only_problem_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    text = problems(preflight, "cluster.kubernetes.namespace=nope", "cluster.kubernetes.priority=x", *QUEUE)
+    assert "namespace = nope: there is no such namespace" in text
+    assert "urgent" not in text
+
+
+def test_a_quota_that_can_never_fit_is_told_apart_from_one_that_is_busy(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    whole = put_queue(api, gpus=8)
+    text = problems(preflight, *QUEUE)
+    assert "can never admit it: flavor h100: the job needs 16 nvidia.com/gpu, and there are 8 at the most" in text
+    resources = whole["spec"]["resourceGroups"][0]["flavors"][0]["resources"]
+    resources[0]["nominalQuota"] = "16"
+    assert not [note for note in preflight(*QUEUE) if "busy" in note]
+    taken = [{"name": "h100", "resources": [{"name": "nvidia.com/gpu", "total": "8"}]}]
+    whole["status"]["flavorsReservation"] = taken
+    (note,) = [note for note in preflight(*QUEUE) if "busy" in note]
+    assert "8 of 16 nvidia.com/gpu are taken, and the job needs 16; the job will wait" in note
+
+
+def test_what_can_be_borrowed_counts(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    whole = put_queue(api, gpus=8, cohortName="all")
+    lender = {"metadata": {"name": "b"}, "spec": {**whole["spec"]}}
+    api.put("clusterqueues", lender, KUEUE, "")
+    assert preflight(*QUEUE) is not None
+    whole["spec"]["resourceGroups"][0]["flavors"][0]["resources"][0]["borrowingLimit"] = "4"
+    assert "there are 12 at the most" in problems(preflight, *QUEUE)
+
+
+def test_a_resource_that_no_flavor_covers_waits_for_ever(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    whole = put_queue(api)
+    group = whole["spec"]["resourceGroups"][0]
+    group["coveredResources"].remove("memory")
+    assert "no flavor has any memory" in problems(preflight, *QUEUE)
+    group["coveredResources"].append("memory")
+    notes = preflight(*QUEUE, "cluster.kubernetes.rdma_resource=rdma/hca")
+    assert any("covers rdma/hca: the job waits for ever unless" in note for note in notes)
+
+
+def test_a_flavor_whose_taint_is_not_tolerated_does_not_count(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    put_queue(api)
+    flavor = api.objects[(KUEUE, "resourceflavors", "", "h100")]
+    flavor["spec"]["nodeTaints"] = [{"key": "spot", "value": "true", "effect": "NoSchedule"}]
+    assert "do not tolerate its taint spot=true:NoSchedule" in problems(preflight, *QUEUE)
+    preflight(*QUEUE, "cluster.spot=true")
+
+
+def test_queues_that_are_held_or_broken_are_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    whole = put_queue(api, stopPolicy="Hold")
+    assert any("ClusterQueue training is held" in note for note in preflight(*QUEUE))
+    whole["spec"]["stopPolicy"] = "None"
+    whole["status"]["conditions"] = [condition("Active", "False", "FlavorNotFound", "references missing flavors")]
+    assert "ClusterQueue training is not active: FlavorNotFound" in problems(preflight, *QUEUE)
+    del api.objects[(KUEUE, "clusterqueues", "", "training")]
+    assert "leads to ClusterQueue training, which is not there" in problems(preflight, *QUEUE)
+    for version in [version for version in api.installed if version.startswith(KUEUE)]:
+        del api.installed[version]
+    assert "has no LocalQueue of kueue.x-k8s.io/v1beta2. Install it" in problems(preflight, *QUEUE)
+
+
+def test_a_queue_that_takes_no_jobs_of_the_namespace_is_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    whole = put_queue(api, namespaceSelector=None)
+    refused = "takes no jobs of namespace ml (its namespaceSelector)"
+    assert refused in problems(preflight, *QUEUE)
+    api.put("namespaces", {"metadata": {"name": "ml", "labels": {"team": "a"}}}, namespace="")
+    for selector, taken in [
+        ({"matchLabels": {"team": "a"}}, True),
+        ({"matchLabels": {"team": "b"}}, False),
+        ({"matchExpressions": [{"key": "team", "operator": "In", "values": ["a", "b"]}]}, True),
+        ({"matchExpressions": [{"key": "team", "operator": "NotIn", "values": ["a"]}]}, False),
+        ({"matchExpressions": [{"key": "team", "operator": "Exists"}]}, True),
+        ({"matchExpressions": [{"key": "team", "operator": "DoesNotExist"}]}, False),
+        ({"matchExpressions": [{"key": "other", "operator": "DoesNotExist"}]}, True),
+    ]:
+        whole["spec"]["namespaceSelector"] = selector
+        assert preflight(*QUEUE) is not None if taken else refused in problems(preflight, *QUEUE)
+
+
+def test_a_claim_that_waits_for_its_first_pod_is_a_note(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    api.put("persistentvolumeclaims", claim("runs", "Pending"))
+    assert "the claim is not bound to a volume" in problems(preflight, *GPU)
+    about = {"kind": "PersistentVolumeClaim", "name": "runs"}
+    api.put("events", {"metadata": {"name": "e"}, "reason": "WaitForFirstConsumer", "involvedObject": about})
+    assert any("claim runs is not bound yet" in note for note in preflight(*GPU))
+    api.put("persistentvolumeclaims", claim("runs", modes=("ReadWriteOnce",)))
+    assert "must be ReadWriteMany for 2 pods; it is ReadWriteOnce" in problems(preflight, *GPU)
+    api.put("persistentvolumeclaims", claim("runs", "Lost"))
+    assert "the claim is Lost" in problems(preflight, *GPU)
+
+
+def test_secrets_and_their_keys_are_looked_for_and_need_not_be_readable(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    wanted = ("cluster.kubernetes.secrets.TOKEN={secret: hub, key: token}", *GPU)
+    assert "there is no such Secret in namespace ml" in problems(preflight, *wanted)
+    api.put("secrets", {"metadata": {"name": "hub"}, "data": {"other": "aGlkZGVu"}})
+    text = problems(preflight, *wanted)
+    assert "Secret hub has no key token; it has other" in text
+    assert "aGlkZGVu" not in text
+    api.forbid("get", "secrets")
+    assert any("you may not read Secrets" in note for note in preflight(*wanted))
+
+
+def test_without_a_queue_nodes_that_could_ever_do_are_counted(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    text = problems(preflight, *GPU, "cluster.kubernetes.gpu_product=B200")
+    assert "0 of 4 nodes can ever run a pod of it, and 2 are needed (4 lack label nvidia.com/gpu.product=B200)" in text
+    taint = {"key": "team", "value": "b", "effect": "NoSchedule"}
+    for number in range(3):
+        api.put("nodes", gpu_node(f"n{number}", taints=[taint]), namespace="")
+    assert "3 lack a toleration of team=b:NoSchedule" in problems(preflight, *GPU)
+    for number in range(3):
+        api.put("nodes", gpu_node(f"n{number}", gpus=4), namespace="")
+    assert "3 lack nvidia.com/gpu of 8" in problems(preflight, *GPU)
+    api.objects[("", "nodes", "", "n0")]["metadata"]["labels"]["karpenter.sh/nodepool"] = "gpu"
+    assert any("until the node pools have grown" in note for note in preflight(*GPU))
+    api.forbid("list", "nodes")
+    assert any("not checked" in note and "list nodes" in note for note in preflight(*GPU))
+
+
+def test_a_namespaces_own_limit_is_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    quota = {"metadata": {"name": "q"}, "spec": {}, "status": {"hard": {"requests.nvidia.com/gpu": "8"}, "used": {}}}
+    api.put("resourcequotas", quota)
+    assert "ResourceQuota q of the namespace allows 8 requests.nvidia.com/gpu" in problems(preflight, *GPU)
+    quota["status"] = {"hard": {"pods": "2"}, "used": {"pods": "1"}}
+    assert any("the job waits for the rest" in note for note in preflight(*GPU))
+
+
+def test_an_object_that_the_server_would_refuse_is_a_problem_in_its_words(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    causes = [{"field": "spec.failurePolicy.rules[0].name", "message": "Invalid value"}]
+    api.refusals[("create", "jobsets")] = (422, status(422, "Invalid", "invalid", name="j", causes=causes))
+    assert "JobSet as it would be sent: spec.failurePolicy.rules[0].name: Invalid value" in problems(preflight, *GPU)
+
+
+def test_a_template_that_no_job_may_have_is_a_problem(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    causes = [{"field": "spec.template.spec.restartPolicy", "message": "Unsupported value"}]
+    api.refusals[("create", "jobs")] = (422, status(422, "Invalid", "invalid", name="j", causes=causes))
+    text = problems(preflight, *GPU)
+    assert "the Job that would be made of it is refused: spec.template.spec.restartPolicy Unsupported value" in text
+
+
+def test_who_may_not_make_jobs_is_told_that_the_child_was_not_checked(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    api.forbid("create", "jobs", "batch")
+    assert any("not checked whether the Job" in note for note in preflight(*GPU))
+    api.forbid("create", "jobsets", "jobset.x-k8s.io")
+    with pytest.raises(SchedulerError, match="JobSet as it would be sent"):
+        preflight(*GPU)
+
+
+@pytest.mark.parametrize("backend", ["volcano", "trainjob"])
+def test_every_backend_is_judged(preflight: Callable[..., list[str]], api: FakeApi, backend: str) -> None:
+    preflight(*GPU, f"cluster.kubernetes.backend={backend}")
+    text = problems(preflight, *GPU, f"cluster.kubernetes.backend={backend}", "cluster.kubernetes.pod_priority=no")
+    assert "pod_priority = no" in text
+
+
+def test_a_volcano_queue_must_be_open(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    volcano = (*GPU, "cluster.kubernetes.backend=volcano", "cluster.kubernetes.queue=q")
+    assert "no such Volcano queue" in problems(preflight, *volcano)
+    api.put("queues", {"metadata": {"name": "q"}, "status": {"state": "Closed"}}, "scheduling.volcano.sh", "")
+    assert "is Closed, and takes no jobs" in problems(preflight, *volcano)

@@ -1,0 +1,128 @@
+"""cluster.kubernetes: what is refused while the spec is read, in words that say what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from scaletrain_cli.spec.kubernetes import KubernetesSpec
+from tests.spec.samples import SPEC, load, problem, problems
+
+DIGEST = f"@sha256:{'ab' * 32}"
+
+
+def kubernetes(*options: str) -> KubernetesSpec:
+    return load(SPEC, *(f"cluster.kubernetes.{option}" for option in options)).cluster.kubernetes
+
+
+def complaint(*options: str) -> str:
+    return problem(SPEC, *(f"cluster.kubernetes.{option}" for option in options))
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        f"scaletrain{DIGEST}",
+        f"registry.example:5000/ml/sub_team/scaletrain{DIGEST}",
+        f"ghcr.io/Example/scaletrain:v1{DIGEST}".lower(),
+        "localhost:5000/scaletrain:2026-11-21_a.b",
+    ],
+)
+def test_an_image_by_digest_or_by_a_tag_of_its_own_is_taken(image: str) -> None:
+    found = kubernetes(f"image={image}")
+    assert found.image == image
+    assert found.image_is_pinned == ("@" in image)
+
+
+@pytest.mark.parametrize("image", ["scaletrain", "scaletrain:latest", "registry.example:5000/scaletrain"])
+def test_an_image_that_could_be_any_is_refused(image: str) -> None:
+    assert "must say which image: by digest" in complaint(f"image={image}")
+
+
+@pytest.mark.parametrize("image", ["Scale Train:1", "scaletrain@sha256:abc", "reg/Name:1", "'-x:1'", "https://r/n:1"])
+def test_a_text_that_is_no_image_is_refused(image: str) -> None:
+    assert "must be the reference of an image" in complaint(f"image={image}")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("namespace=Team_A", "must be a Kubernetes name of at most 63"),
+        (f"queue={'a' * 64}", "must be a Kubernetes name of at most 63"),
+        ("runs.claim=My Claim", "must be a Kubernetes name"),
+        ("runs.path=runs", "must be an absolute path"),
+        ("runs.path=/runs/../etc", "must be an absolute path"),
+        ("runs.path=/", "must be an absolute path"),
+        ("runs.sub_path=/abs", "must be a relative path"),
+        ("gpu_resource=gpu", "must be a resource of a device plugin"),
+        ("node_selector={a b: c}", "must be the key of a label"),
+        ("node_selector={ssd: true}", "must be the value of a label: text"),
+        ("run_as_user=0", "must be at least 1"),
+        ("cpus_per_node=0", "whole number of at least 1, or auto"),
+        ("shm_size=0", "must be above 0, or auto"),
+        ("backend=kueue", "must be 'jobset', 'volcano' or 'trainjob'"),
+        ("native_gang=v1beta1", "must be 'none' or 'v1alpha2'"),
+        ("secrets={HF TOKEN: {secret: a, key: b}}", "must be the name of an environment variable"),
+        ("secrets={HF_TOKEN: {secret: a, key: 'x y'}}", "must be a key of a Secret"),
+    ],
+)
+def test_a_value_that_no_cluster_would_take_is_refused_here(option: str, message: str) -> None:
+    assert message in complaint(option)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["priority=high"], "priority"),
+        (["queue=a", "gpu_product=NVIDIA-H100-80GB-HBM3"], "gpu_product"),
+        (["gpu_product=H100", "node_selector={nvidia.com/gpu.product: H100}"], "gpu_product"),
+        (["rdma_resource=nvidia.com/gpu"], "rdma_resource"),
+        (["ttl_seconds_after_finished=1e12"], "ttl_seconds_after_finished"),
+        (["native_gang=v1alpha2", "queue=a"], "native_gang"),
+        (["native_gang=v1alpha2", "backend=volcano"], "native_gang"),
+        (["active_deadline=1h", "backend=volcano"], "active_deadline"),
+        (["shm_size=2GiB", "memory_per_node=1GiB"], "shm_size"),
+        (["queue=a", "topology={kind: required}"], "topology.key"),
+        (["queue=a", "topology={kind: unconstrained, key: rack}"], "topology.key"),
+        (["topology={kind: required, key: rack}"], "topology.kind"),
+        (["queue=a", "topology={kind: exclusive, key: rack}"], "topology.kind"),
+        (["backend=volcano", "topology={kind: unconstrained}"], "topology.kind"),
+        (["volumes=[{claim: a, path: /runs/data}]"], "volumes.0.path"),
+        (["volumes=[{claim: a, path: /x}, {claim: b, path: /x/}]"], "volumes.1.path"),
+        (["volumes=[{claim: a, path: /dev}]"], "volumes.0.path"),
+        (["runs.path=/etc"], "runs.path"),
+        (["tolerations=[{key: a, operator: Equal}]"], "tolerations.0.value"),
+        (["tolerations=[{value: a, key: b}]"], "tolerations.0.value"),
+        (["tolerations=[{key: a, effect: NoSchedule, seconds: 5}]"], "tolerations.0.seconds"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_settings_that_contradict_each_other_are_named(options: list[str], key: str) -> None:
+    assert f"cluster.kubernetes.{key}" in complaint(*options)
+
+
+def test_volcano_has_queues_and_priorities_of_its_own() -> None:
+    found = kubernetes("backend=volcano", "queue=gold", "priority=high", "gpu_product=H100")
+    assert not found.kueue
+    assert kubernetes("queue=gold", "priority=high").kueue
+
+
+def test_each_secret_must_be_found_in_the_cluster_and_stand_nowhere_in_clear() -> None:
+    on_kubernetes = "cluster.scheduler=kubernetes"
+    line = problem(SPEC, on_kubernetes, "secret_env=[HF_TOKEN, WANDB_API_KEY]")
+    assert "HF_TOKEN, WANDB_API_KEY must also stand in cluster.kubernetes.secrets" in line
+    known = "cluster.kubernetes.secrets={HF_TOKEN: {secret: hub, key: token}}"
+    assert load(SPEC, on_kubernetes, "secret_env=[HF_TOKEN]", known).secret_env == ["HF_TOKEN"]
+    assert load(SPEC, "secret_env=[HF_TOKEN]").secret_env == ["HF_TOKEN"]  # elsewhere they come from the environment
+    assert "in clear" in problem(SPEC, on_kubernetes, "env={HF_TOKEN: abc}", known)
+
+
+def test_a_plan_needs_neither_image_nor_volume() -> None:
+    found = load(SPEC, "cluster.scheduler=kubernetes").cluster.kubernetes
+    assert (found.image, found.runs.claim) == (None, None)
+
+
+def test_an_unknown_key_in_a_list_or_a_mapping_is_told_with_its_neighbours() -> None:
+    in_list = complaint("tolerations=[{key: a, efect: NoSchedule}]")
+    assert "Did you mean effect?" in in_list
+    found = problems(SPEC, "cluster.kubernetes.secrets={A: {secret: a, key: b, kee: c}}")
+    assert ["Known here: secret, key." in str(one) for one in found] == [True]
