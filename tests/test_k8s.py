@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from scaletrain_cli.launch.kubernetes.names import Workload
+from scaletrain_cli.launch.submittable import plan_for_engine
+from scaletrain_cli.spec import load_spec
+
 PROJECT = Path(__file__).parent.parent
 KUBERNETES = PROJECT / "k8s"
 FILES = sorted(KUBERNETES.glob("*.yaml"))
+# Values of Helm charts, and a run spec: not objects.
+OTHERS = {"gpu-operator-values.yaml", "kueue-values.yaml", "smoke.yaml"}
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -20,7 +26,7 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 def objects() -> dict[tuple[str, str], dict[str, Any]]:
     """Every Kubernetes object of the folder by (kind, name)."""
-    found = [document for path in FILES if path.name != "gpu-operator-values.yaml" for document in documents(path.name)]
+    found = [document for path in FILES if path.name not in OTHERS for document in documents(path.name)]
     by_name = {(document["kind"], document["metadata"]["name"]): document for document in found}
     assert len(by_name) == len(found), "two objects of one kind and name"
     return by_name
@@ -34,7 +40,7 @@ def of_kind(kind: str) -> dict[str, dict[str, Any]]:
 def test_every_file_is_yaml_that_helm_or_kubectl_can_read(path: Path) -> None:
     for document in documents(path.name):
         assert isinstance(document, dict)
-        if path.name != "gpu-operator-values.yaml":
+        if path.name not in OTHERS:
             assert {"apiVersion", "kind", "metadata"} <= document.keys()
 
 
@@ -53,12 +59,56 @@ def test_the_queue_reaches_flavors_with_quota_for_every_resource() -> None:
         assert flavor["spec"]["topologyName"] in topologies
 
 
-def test_spot_comes_first_and_only_spot_is_tainted() -> None:
+def test_safe_nodes_come_first_and_only_spot_is_tainted() -> None:
     flavors = of_kind("ResourceFlavor")
-    (group,) = of_kind("ClusterQueue")["training"]["spec"]["resourceGroups"]
-    first, second = (flavors[flavor["name"]]["spec"] for flavor in group["flavors"])
-    assert first["nodeTaints"]
-    assert "nodeTaints" not in second
+    for queue in of_kind("ClusterQueue").values():
+        (group,) = queue["spec"]["resourceGroups"]
+        first, second = (flavors[flavor["name"]]["spec"] for flavor in group["flavors"])
+        assert "nodeTaints" not in first
+        assert second["nodeTaints"]
+
+
+def test_teams_share_a_cohort_of_which_each_can_borrow_what_the_others_leave() -> None:
+    queues = [queue["spec"] for queue in of_kind("ClusterQueue").values()]
+    assert len(queues) > 1
+    assert len({queue["cohortName"] for queue in queues}) == 1
+    for queue in queues:
+        assert queue["preemption"]["reclaimWithinCohort"] == "Any"
+        lent = {
+            (flavor["name"], resource["name"]): resource["nominalQuota"]
+            for other in queues
+            if other is not queue
+            for flavor in other["resourceGroups"][0]["flavors"]
+            for resource in flavor["resources"]
+        }
+        for flavor in queue["resourceGroups"][0]["flavors"]:
+            for resource in flavor["resources"]:
+                assert resource["borrowingLimit"] == lent[flavor["name"], resource["name"]]
+
+
+def test_kueue_gives_back_the_nodes_of_a_gang_that_cannot_start() -> None:
+    (values,) = documents("kueue-values.yaml")
+    configuration = YAML(typ="safe").load(values["managerConfig"]["controllerManagerConfigYaml"])
+    assert configuration["apiVersion"] == "config.kueue.x-k8s.io/v1beta2"
+    assert {"timeout", "recoveryTimeout"} <= configuration["waitForPodsReady"].keys()
+    assert {"jobset.x-k8s.io/jobset", "trainer.kubeflow.org/trainjob"} <= {*configuration["integrations"]["frameworks"]}
+
+
+def test_the_smoke_run_uses_what_these_files_set_up() -> None:
+    spec = load_spec(KUBERNETES / "smoke.yaml")
+    kubernetes = spec.cluster.kubernetes
+    assert ("Namespace", kubernetes.namespace) in objects()
+    assert ("LocalQueue", kubernetes.queue) in objects()
+    assert ("WorkloadPriorityClass", kubernetes.priority) in objects()
+    assert ("PersistentVolumeClaim", kubernetes.runs.claim) in objects()
+    assert plan_for_engine(spec, "smoke.yaml").memory.fits
+
+
+def test_pods_of_runs_are_the_ones_that_the_network_policy_lets_talk() -> None:
+    (policy,) = of_kind("NetworkPolicy").values()
+    chosen = policy["spec"]["podSelector"]["matchLabels"]
+    assert chosen.items() <= Workload("any", 1).labels.items()
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": chosen}}]}]
 
 
 def test_the_gpu_operator_tolerates_every_taint_of_a_gpu_node() -> None:
@@ -89,7 +139,7 @@ def test_every_binding_names_a_role_that_exists_and_no_role_can_do_everything() 
 
 
 def test_the_image_runs_without_root_and_copies_only_what_is_there() -> None:
-    text = (KUBERNETES / "Dockerfile").read_text(encoding="utf-8")
+    text = (KUBERNETES / "Containerfile").read_text(encoding="utf-8")
     assert re.search(r"^USER 1000$", text, re.MULTILINE)
     assert re.search(r"^ENTRYPOINT \[", text, re.MULTILINE), "the shell form would swallow SIGTERM"
     copied = [source for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE) for source in line.split()]
