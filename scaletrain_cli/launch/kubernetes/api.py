@@ -158,7 +158,7 @@ class Cluster:
             if not follow:  # one that is followed may go silent, or its node away; who follows asks again
                 raise
         finally:
-            response.release_conn()
+            response.close()  # whatever was not read would be the answer to the next question
 
     def serves(self, kind: Kind) -> bool:
         """Whether the cluster has this kind, in this version."""

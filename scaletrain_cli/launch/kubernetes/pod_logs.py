@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.kubernetes.api import Cluster
+from scaletrain_cli.launch.kubernetes.api import Cluster, RefusedError
 from scaletrain_cli.launch.kubernetes.kinds import POD, Object
 from scaletrain_cli.launch.kubernetes.names import NODE
 from scaletrain_cli.launch.kubernetes.observation import index_of, own_container
@@ -51,11 +51,17 @@ class PodLogs:
         self._streams: dict[str, threading.Thread] = {}
 
     def bring(self) -> None:
-        """Fetch what is new in every pod that the API server still has. Raises SchedulerError."""
+        """Fetch what is new in every pod that the API server still has. Raises SchedulerError, after the last pod."""
+        trouble: RefusedError | None = None
         with self._alone() as alone:
-            if alone:
-                for pod in self._pods():
+            for pod in self._pods() if alone else ():
+                try:
                     self._read(pod, follow=False)
+                except RefusedError as error:  # a node that is silent must not hide what the others said
+                    gone = error.status == 404
+                    trouble = trouble if gone or trouble is not None else error
+        if trouble is not None:
+            raise trouble
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
