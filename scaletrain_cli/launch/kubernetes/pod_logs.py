@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.kubernetes.api import Cluster, RefusedError
+from scaletrain_cli.launch.kubernetes.api import Cluster
 from scaletrain_cli.launch.kubernetes.kinds import POD, Object
 from scaletrain_cli.launch.kubernetes.names import NODE
 from scaletrain_cli.launch.kubernetes.observation import index_of, own_container
 from scaletrain_cli.launch.kubernetes.pod_lines import rank_of, read_beginning
+from scaletrain_cli.launch.kubernetes.refusals import RefusedError
 from scaletrain_cli.launch.kubernetes.whereabouts import Whereabouts, shares_volume
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
