@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from dev_slurm import configuration, network, processes
+from dev_slurm import accounting, configuration, network, processes
 from dev_slurm.settings import MAX_DIR_LENGTH, Cluster, ClusterError, conf_path, load
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "nsenter", "unshare")
@@ -45,8 +45,8 @@ def start(cluster: Cluster) -> None:
         raise
 
 
-def require_packages() -> None:
-    if all(map(shutil.which, PROGRAMS)):
+def require_packages(*, with_accounting: bool = False) -> None:
+    if all(map(shutil.which, (*PROGRAMS, *(accounting.PROGRAMS if with_accounting else ())))):
         return
     listed = Path(__file__).with_name("packages.txt").read_text().splitlines()
     packages = " ".join(line for line in listed if line and not line.startswith("#"))
@@ -68,6 +68,8 @@ def start_controller(cluster: Cluster) -> None:
     processes.wait_for(directory, "munged", lambda: bool(processes.query(directory, "munge", "-n", socket_option)))
     if cluster.netns:
         network.create(cluster)
+    if cluster.accounting:
+        accounting.start(cluster)
     processes.spawn(directory, "slurmctld", ["slurmctld", "-D", "-c"])
     processes.wait_for(directory, "slurmctld", lambda: " UP" in processes.query(directory, "scontrol", "ping"))
 
@@ -145,6 +147,7 @@ def parser() -> argparse.ArgumentParser:
     sub = command("start", "start a cluster, after stopping one that is in the directory")
     sub.add_argument("--nodes", type=int, default=4, choices=range(1, 100), metavar="N", help="default 4")
     sub.add_argument("--gpus", type=int, default=0, help="fake GPUs per node; default 0: no GRES")
+    sub.add_argument("--gpu-type", default="", metavar="TYPE", help="as in --gpus-per-node=TYPE:8; default: none")
     sub.add_argument("--cpus", type=int, default=4, help="per node, whatever the machine has; default 4")
     sub.add_argument("--memory-mb", type=int, default=8000, help="per node, whatever the machine has; default 8000")
     sub.add_argument("--netns", action=argparse.BooleanOptionalAction, help="default: if root and possible")
@@ -152,6 +155,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--grace-seconds", type=int, default=30, help="GraceTime of partition spot; default 30")
     sub.add_argument("--kill-wait-seconds", type=int, default=5, help="KillWait, from TERM to KILL; default 5")
     sub.add_argument("--slurmd-timeout-seconds", type=int, default=10, help="until a lost node is down; default 10")
+    sub.add_argument("--accounting", action="store_true", help="with slurmdbd, and this user in the account lab")
     sub.add_argument("--conf", action="append", default=[], metavar="LINE", help="added to slurm.conf; may be repeated")
     sub = command("stop", "stop the cluster and remove the directory")
     sub.add_argument("--keep", action="store_true", help="keep the directory, with its logs")
@@ -167,7 +171,7 @@ def run(arguments: argparse.Namespace) -> None:
     began = time.monotonic()
     directory: Path = arguments.dir
     if arguments.command == "start":
-        require_packages()
+        require_packages(with_accounting=arguments.accounting)
         options = {name: value for name, value in vars(arguments).items() if name not in {"command", "dir", "netns"}}
         possible = arguments.netns is not False and network.possible()
         if arguments.netns and not possible:

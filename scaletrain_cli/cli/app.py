@@ -32,6 +32,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("plan", "Size a run: layout, memory, time, network, cost. Starts nothing."),
         Verb("schema", "Print the JSON Schema of the run spec, for your editor."),
         Verb("doctor", "Check what this machine can do."),
+        Verb("preflight", "Measure the nodes with a short job: devices, memory, links."),
         Verb("data", "Prepare data: data prepare SPEC."),
     ),
     "Run": (
@@ -43,6 +44,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
     ),
     "Follow": (
         Verb("status", "Show how a run is doing, and how its attempts ended."),
+        Verb("explain", "Say why a run waits, or why it ended, and what to do."),
         Verb("list", "Show all runs."),
         Verb("logs", "Show what a run printed."),
         Verb("nodes", "Nodes that runs keep away from: nodes list, nodes clear."),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, Overrides, Yes
+from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, Yes
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def command(
         Path | None, typer.Option("--spec", metavar="SPEC", help="A run of yours, cut short; else a model of 10 M.")
     ] = None,
     overrides: Overrides = None,
+    cluster: ClusterName = None,
     scheduler: Annotated[
         str | None, typer.Option("--scheduler", metavar="NAME", help="local or slurm; else the spec's, or local.")
     ] = None,
@@ -66,7 +67,9 @@ def command(
         "cluster.gpu": gpu,
     }
     given = [*(overrides or ()), *(f"{key}={value}" for key, value in sizes.items() if value is not None)]
-    raise typer.Exit(_drill(chosen, _spec(spec, given), steps, _seconds(timeout), keep=keep, yes=yes, as_json=as_json))
+    raise typer.Exit(
+        _drill(chosen, _spec(spec, given, cluster), steps, _seconds(timeout), keep=keep, yes=yes, as_json=as_json)
+    )
 
 
 def _drill(
@@ -115,12 +118,14 @@ def _drill(
     return ExitCode.DONE if survived else ExitCode.CRASHED
 
 
-def _spec(path: Path | None, overrides: list[str]) -> RunSpec:
+def _spec(path: Path | None, overrides: list[str], cluster: str | None) -> RunSpec:
     from scaletrain_cli.spec import load_spec, parse_spec, starting_spec
+    from scaletrain_cli.spec.clusters import choose_cluster
 
     if path is not None:
-        return load_spec(path, overrides)
-    return parse_spec(starting_spec(), file="the drills' spec", base_dir=Path(), overrides=overrides)
+        return load_spec(path, overrides, cluster=cluster)
+    chosen = choose_cluster(cluster) if cluster is not None else None
+    return parse_spec(starting_spec(), file="the drills' spec", base_dir=Path(), overrides=overrides, cluster=chosen)
 
 
 def _list(as_json: bool) -> None:

@@ -22,7 +22,7 @@ def command(
     ] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show the runs under the runs root ($SCALETRAIN_RUNS, else ./runs), newest first."""
+    """Show the runs under the runs root ($SCALETRAIN_RUNS, your clusters.yaml, or ./runs), newest first."""
     from scaletrain_cli.rundir.paths import list_runs, runs_root
 
     runs = sorted(list_runs(), key=lambda run: run.record.stat().st_mtime, reverse=True)

@@ -14,6 +14,14 @@ Overrides = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a key of the spec, as in training.steps=100; repeatable."
     ),
 ]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="NAME",
+        help="One of your clusters in ~/.config/scaletrain/clusters.yaml; stands above the spec's cluster section.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 RunName = Annotated[
     str,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, Overrides
-from scaletrain_cli.errors import ExitCode, InfeasibleError, SpecError, UsageError
+from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides
+from scaletrain_cli.errors import ExitCode, InfeasibleError, UsageError
 
 if TYPE_CHECKING:
     from scaletrain_cli.plan.advice.answer import Answer
@@ -24,6 +23,7 @@ _SHOWN = ("needed", "smallest")  # what the table has just shown, part by part
 def command(
     specs: Annotated[list[Path], typer.Argument(metavar="SPEC", help="Run spec, a YAML file; several are compared.")],
     overrides: Overrides = None,
+    cluster: ClusterName = None,
     vary: Annotated[
         list[str] | None,
         typer.Option(
@@ -88,7 +88,7 @@ def command(
         for option, given in single.items():
             if given:
                 raise UsageError(f"{option} takes one run, not the {len(specs) * len(sets)} that are compared.")
-        _compare(specs, overrides or [], sets, as_json=as_json)
+        _compare(specs, overrides or [], sets, cluster, as_json=as_json)
         return
     if plot is not None:
         from scaletrain_cli.ui.plan_plot_file import check_plot_file
@@ -99,7 +99,7 @@ def command(
         from scaletrain_cli.plan.survival.trace_file import read_trace
 
         recorded = read_trace(trace)
-    run = _load(specs[0], overrides or [], sets[0])
+    run = _load(specs[0], overrides or [], sets[0], cluster)
     found = _ask(_priced(run) if live_prices else run, limits, explain, recorded, as_json=as_json)
     if as_json:
         from scaletrain_cli.ui.json import print_json
@@ -118,21 +118,11 @@ def command(
         raise InfeasibleError(found.infeasible.message, told)
 
 
-def _load(path: Path, overrides: list[str], varied: tuple[str, ...]) -> RunSpec:
-    """The spec with its overrides; what is wrong with a value of --vary says so."""
-    from scaletrain_cli.spec import load_spec
-    from scaletrain_cli.spec.source import OPTION as SET
+def _load(path: Path, overrides: list[str], varied: tuple[str, ...], cluster: str | None) -> RunSpec:
+    from scaletrain_cli.cli.varied import load_varied
     from scaletrain_cli.spec.variants import OPTION as VARY
 
-    keys = {setting.partition("=")[0] for setting in varied}
-    try:
-        return load_spec(path, [*overrides, *varied])
-    except SpecError as error:
-        error.problems = tuple(
-            replace(problem, where=VARY) if problem.where == SET and problem.key in keys else problem
-            for problem in error.problems
-        )
-        raise
+    return load_varied(path, overrides, varied, VARY, cluster)
 
 
 def _ask(run: RunSpec, limits: Limits | None, explain: bool, trace: SpotTrace | None, *, as_json: bool) -> Answer:
@@ -169,10 +159,12 @@ def _priced(run: RunSpec) -> RunSpec:
     return priced
 
 
-def _compare(specs: list[Path], overrides: list[str], sets: list[tuple[str, ...]], *, as_json: bool) -> None:
+def _compare(
+    specs: list[Path], overrides: list[str], sets: list[tuple[str, ...]], cluster: str | None, *, as_json: bool
+) -> None:
     from scaletrain_cli.plan.advice.comparison import compare, name_runs, none_feasible
 
-    runs = [(path, chosen, _load(path, overrides, chosen)) for path in specs for chosen in sets]
+    runs = [(path, chosen, _load(path, overrides, chosen, cluster)) for path in specs for chosen in sets]
     compared = compare(name_runs(runs))
     if as_json:
         from scaletrain_cli.ui.json import print_json

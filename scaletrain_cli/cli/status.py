@@ -1,4 +1,4 @@
-"""`scaletrain status`: how a run is doing, and how its attempts ended."""
+"""`scaletrain status`: how a run is doing and how its attempts ended; or how the cluster is doing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EXIT_CODES = (
     ExitCode.DONE,
     ExitCode.USAGE,
-    *(ExitCode.CRASHED, ExitCode.WRONG_NODES, ExitCode.PREEMPTED, ExitCode.DO_NOT_REQUEUE),
+    *(ExitCode.CRASHED, ExitCode.SCHEDULER, ExitCode.WRONG_NODES, ExitCode.PREEMPTED, ExitCode.DO_NOT_REQUEUE),
 )
 _TIMED_OUT = 124  # as timeout(1)
 _POLL_SECONDS = 2.0
@@ -32,12 +32,26 @@ def command(
         str | None,
         typer.Option("--wait", metavar="TIME", help="Wait until the run has ended, at most this long, as in 30m."),
     ] = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="The cluster instead: GPUs, nodes, my quota, my jobs in the queue.")
+    ] = False,
+    scheduler: Annotated[
+        str | None,
+        typer.Option("--scheduler", metavar="NAME", help="With --cluster: slurm or local; else what is here."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a run is doing, and how its attempts ended.
+    """Show how a run is doing, and how its attempts ended; or with --cluster what the cluster has, and for me.
 
     With --wait the exit code is the run's own, and 124 when it did not end in time; without, 0.
     """
+    if cluster:
+        if run is not None or wait is not None:
+            raise UsageError("--cluster is about the cluster: give no run and no --wait with it.")
+        _show_cluster(scheduler, as_json)
+        return
+    if scheduler is not None:
+        raise UsageError("--scheduler says whose view --cluster shows. Give both, or neither.")
     from scaletrain_cli.launch.attempts import read_attempts
     from scaletrain_cli.launch.status import run_status
     from scaletrain_cli.rundir.paths import find_run
@@ -57,6 +71,20 @@ def command(
 
         show_status(status, attempts)
     raise typer.Exit(code)
+
+
+def _show_cluster(scheduler: str | None, as_json: bool) -> None:
+    from scaletrain_cli.launch.cluster_view import usual_scheduler, view_of
+
+    view = view_of(scheduler or usual_scheduler())
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json(view.to_json())
+    else:
+        from scaletrain_cli.ui.cluster_view import show_cluster
+
+        show_cluster(view)
 
 
 def _wait(run: RunDir, seconds: float) -> tuple[RunStatus, int]:

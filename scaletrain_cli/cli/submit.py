@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, Yes
+from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes
 from scaletrain_cli.errors import ExitCode, UsageError
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES)
@@ -16,6 +16,7 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHED
 def command(
     spec: SpecPath,
     overrides: Overrides = None,
+    cluster: ClusterName = None,
     run_id: Annotated[
         str | None,
         typer.Option(
@@ -28,21 +29,61 @@ def command(
     probe: Annotated[
         bool, typer.Option("--probe", help="First ask as many nodes as planned whether they fit the plan (Slurm).")
     ] = False,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            metavar="KEY=A,B",
+            help="One run for each value, as in training.optimizer.lr=1e-4,3e-4; repeatable: for each combination.",
+        ),
+    ] = None,
+    max_concurrent: Annotated[
+        int | None,
+        typer.Option("--max-concurrent", metavar="N", min=1, help="Of a sweep, run so many at a time."),
+    ] = None,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a run and hand it to the scheduler that the spec names.
 
     Prints the run id on stdout, everything else on stderr. Asks before it submits, on a terminal only.
+
+    With --sweep every point is planned and checked before any is queued, and all of them are, or none. Each is a run of
+    its own, named after its values.
     """
+    if max_concurrent is not None and not sweep:
+        raise UsageError("--max-concurrent is about the runs of a --sweep. Give both, or neither.")
+    if sweep:
+        from scaletrain_cli.cli.sweep import OPTION, submit_points
+        from scaletrain_cli.launch.sweep import MOST_POINTS
+        from scaletrain_cli.spec.variants import variants
+
+        points = variants(sweep, OPTION, MOST_POINTS)
+        if len(points) > 1:
+            if probe:
+                raise UsageError("--probe asks the nodes for one run. Submit one without --sweep first.")
+            submit_points(
+                spec,
+                overrides or (),
+                points,
+                cluster=cluster,
+                run_id=run_id,
+                max_concurrent=max_concurrent,
+                dry_run=dry_run,
+                yes=yes,
+                as_json=as_json,
+            )
+            return
+        overrides = [*(overrides or ()), *points[0]]  # a sweep of one value is a plain run
     from scaletrain_cli.cli.confirmation import confirm
     from scaletrain_cli.launch.scheduler import scheduler_for
+    from scaletrain_cli.launch.shared_folder import room_notes
     from scaletrain_cli.launch.submission import create_run, make_record, submit_run
     from scaletrain_cli.launch.submittable import plan_for_engine
     from scaletrain_cli.rundir.paths import RunDir, runs_root
     from scaletrain_cli.spec import load_spec
 
-    run_spec = load_spec(spec, overrides or ())
+    run_spec = load_spec(spec, overrides or (), cluster=cluster)
     if probe and (dry_run or run_spec.cluster.scheduler != "slurm"):
         raise UsageError("--probe runs a job on the nodes: it needs cluster.scheduler = slurm, and no --dry-run.")
     plan = plan_for_engine(run_spec, spec)
@@ -54,7 +95,7 @@ def command(
 
     from scaletrain_cli.ui.messages import say, suggest, warn
 
-    for note in scheduler.preflight(run_spec, plan):
+    for note in [*scheduler.preflight(run_spec, plan), *room_notes(run_spec, plan, runs_root())]:
         warn(note)
     if not as_json:
         from scaletrain_cli.ui.plan_view import show_plan_summary

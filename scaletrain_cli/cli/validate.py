@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath
+from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath
 from scaletrain_cli.errors import ExitCode, UsageError
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
 
-def command(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = None, as_json: AsJson = False) -> None:
     """Check a run spec and say what was understood. All problems are listed at once.
 
     With --json: {"valid", "problems", "spec"}, the spec complete with every default and derived dimension.
@@ -18,7 +18,7 @@ def command(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
     from scaletrain_cli.spec.problems import placed
 
     try:
-        run = load_spec(spec, overrides or ())
+        run = load_spec(spec, overrides or (), cluster=cluster)
         try:
             find_accelerator(run.cluster)
         except UsageError as error:

@@ -45,8 +45,9 @@ def main() -> int:
 
 
 def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat) -> ExitCode:
-    from scaletrain_cli.engine.assembly import assemble
+    from scaletrain_cli.engine.assembly import assemble, preflight_alone
     from scaletrain_cli.engine.measure.out_of_memory import reporting_out_of_memory
+    from scaletrain_cli.engine.preflight import gate
     from scaletrain_cli.engine.process_group import Ranks
     from scaletrain_cli.rundir.record import read_record
 
@@ -54,6 +55,8 @@ def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat
     grace = record.spec.cluster.grace_seconds
     flag.at_the_latest(grace - min(_LAST_SECONDS, _LAST_SHARE * grace), _leave_as_it_is)
     with reporting_out_of_memory(run, record.plan, attempt, ranks.rank):
+        if os.environ.get(gate.ONLY) == "preflight":
+            return preflight_alone(run, record, ranks, attempt)
         return assemble(run, record, ranks, attempt, flag, heartbeat).fit()
 
 

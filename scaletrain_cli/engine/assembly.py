@@ -27,13 +27,14 @@ from scaletrain_cli.engine.measure.out_of_memory import remember_allocations
 from scaletrain_cli.engine.measure.plan_check import PlanCheck
 from scaletrain_cli.engine.optimization.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import build_mesh
+from scaletrain_cli.engine.preflight import gate
 from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict, connect
 from scaletrain_cli.engine.room import NoRoomError, check_room
 from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.engine.stepping import stepper
 from scaletrain_cli.engine.stragglers import Stragglers
 from scaletrain_cli.engine.trainer import Trainer
-from scaletrain_cli.errors import PreemptedError, ScaletrainError, UsageError, WrongNodesError
+from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 from scaletrain_cli.rundir.rollbacks import read_rollbacks
@@ -58,6 +59,9 @@ def assemble(
     hang_seconds = collective_seconds(heartbeat.hang_seconds)
     connect(device, hang_seconds)
     agreement, set_up = Agreement(hang_seconds), Agreement(DATA_SECONDS)
+    if gate.is_wanted(record):
+        heartbeat.beat(0, "preflight")
+        gate.check_together(run, record, ranks, attempt, set_up, device)
     heartbeat.beat(0, "data", DATA_SECONDS)
     dataset, train, validation = _open_data(run, record, ranks, set_up)
     begin = find_beginning(run, checkpoint_folder(run, spec), attempt, ranks, set_up)
@@ -120,6 +124,14 @@ def assemble(
         stragglers=stragglers,
         plan_check=PlanCheck(run, record, attempt, composed, average, mesh, agreement, device),
     )
+
+
+def preflight_alone(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) -> ExitCode:
+    """Connect the ranks, have them measure each other, and leave. Raises WrongNodesError on those that are bad."""
+    device = _device(record.spec.cluster.gpu == "cpu", ranks.local_rank)
+    connect(device, DATA_SECONDS)
+    gate.check_together(run, record, ranks, attempt, Agreement(DATA_SECONDS), device)
+    return ExitCode.DONE
 
 
 def _check_room(record: RunRecord, folder: Path, ranks: Ranks, agreement: Agreement) -> None:

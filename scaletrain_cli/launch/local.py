@@ -28,6 +28,7 @@ from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.spec import RunSpec
 
 _ENGINE_NEEDS = ("torch", "deepspeed", "numpy", "tokenizers")  # looked up, not imported
@@ -84,6 +85,8 @@ class LocalScheduler:
         job_id, nodes = str(supervisor.process.pid), (supervisor.hostname,)
         if not supervisor.is_here:
             return Job(job_id, "unknown", f"was started on {supervisor.hostname}; ask there", nodes)
+        if supervisor.process.is_alive() and (before := run_to_wait_for(run)) is not None:
+            return Job(job_id, "queued", f"waits for {before.run_id}, which is before it in its sweep", nodes)
         if supervisor.process.is_alive():
             return Job(job_id, "running", "the supervisor runs", nodes)
         if living_agents(run):
@@ -144,6 +147,16 @@ def write_supervisor(run: RunDir, process: ProcessIdentity) -> None:
     """Make this process known as the run's supervisor."""
     data = {"hostname": socket.gethostname(), "pid": process.pid, "start_ticks": process.start_ticks}
     write_document(run.path / "supervisor.json", data)
+
+
+def run_to_wait_for(run: RunDir) -> RunDir | None:
+    """The run before this one in its lane of a sweep, as long as that is active and this one has not begun."""
+    place = read_sweep_place(run)
+    if place is None or place.after is None or run.attempts():
+        return None
+    before = RunDir(run.path.parent / place.after)
+    supervisor = read_supervisor(before)
+    return before if (supervisor is not None and supervisor.is_alive) or living_agents(before) else None
 
 
 def living_agents(run: RunDir) -> list[ProcessIdentity]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.launch.attempts import Decision, begin_attempt
 from scaletrain_cli.launch.conclusion import conclude_abandoned, conclude_attempt, conclude_run
-from scaletrain_cli.launch.local import living_agents, write_supervisor
+from scaletrain_cli.launch.local import living_agents, run_to_wait_for, write_supervisor
 from scaletrain_cli.launch.node_agent import HEARD
 from scaletrain_cli.launch.ports import free_port
 from scaletrain_cli.launch.processes import adopt_orphans, die_with_parent, kill_descendants, own_identity, reap
@@ -80,6 +80,8 @@ class Supervision:
         while living_agents(self.run) and not self.told_to_stop:
             self._listen(timeout=_WAIT_SECONDS)  # of a supervisor that was killed: its agent is saving the state
         conclude_abandoned(self.run, self.record)
+        while run_to_wait_for(self.run) is not None and not (self.told_to_stop or self.run.is_told_to_stop):
+            self._listen(timeout=_WAIT_SECONDS)
         # Whoever submits anew grants new budgets, so earlier attempts do not count against them.
         first = max(self.run.attempts(), default=0) + 1
         while True:

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,8 @@ from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.launch.node_agent import AgentOptions
-from scaletrain_cli.launch.node_check import problems_of_node, usable_cores
+from scaletrain_cli.launch.node_check import usable_cores
+from scaletrain_cli.launch.node_inspection import inspect_node, write_inspection
 from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, announce_failure, write_node_record
 from scaletrain_cli.launch.processes import adopt_orphans, die_with_parent, kill_descendants, own_identity
 from scaletrain_cli.launch.ranks import Gang, NodePlace, rank_command, rank_environment
@@ -51,9 +53,13 @@ def run_node(options: AgentOptions) -> int:
         started=time.time(),
     )
     _claim(run, options.attempt, node)
-    problems = problems_of_node(record.spec.cluster, os.environ)
-    if problems:
-        _refuse(run, options.attempt, node, "; ".join(problems))
+    found = inspect_node(run, record, node.node, os.environ)
+    with contextlib.suppress(OSError):  # for people; the verdict stands in the failure
+        write_inspection(run, options.attempt, found)
+    for note in found.notes:
+        print(f"{node.node}: {note}", file=sys.stderr, flush=True)
+    if found.problems:
+        _refuse(run, options.attempt, node, "; ".join(found.problems))
     gang = Gang()
     try:
         try:

@@ -11,14 +11,19 @@ from pathlib import Path
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.exclusion import Exclusion
 from scaletrain_cli.launch.scheduler import Job, JobState
+from scaletrain_cli.launch.shared_folder import unshared_notes
 from scaletrain_cli.launch.slurm_commands import call_slurm, node_names
 from scaletrain_cli.launch.slurm_nodes import exclude_option, exclusion_for, record_exclusion
+from scaletrain_cli.launch.slurm_preemption import preemption_rule
+from scaletrain_cli.launch.slurm_preflight import judge
 from scaletrain_cli.launch.slurm_script import job_script, sbatch_options
+from scaletrain_cli.launch.slurm_site import ask_site
 from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.spec import RunSpec
 
 _QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED", "STOPPED"}
@@ -29,11 +34,21 @@ class SlurmScheduler:
     """Jobs of the cluster that this machine's Slurm commands talk to."""
 
     def preflight(self, spec: RunSpec, plan: RunPlan) -> list[str]:
-        """Let Slurm judge the request without queueing it. Raises SchedulerError with its own words."""
+        """Whether Slurm can ever run it, what would make it wait, and Slurm's own estimate of its start.
+
+        Raises SchedulerError with every reason why it can not, or with Slurm's own words where there is no better one.
+        """
         _check_path(runs_root())
+        site = ask_site(spec.cluster, spec.secret_env)
+        verdict = judge(site, spec, lambda hosts: node_names(hosts, spec.secret_env))
+        if verdict.problems:
+            raise SchedulerError(
+                "Slurm can never run this job as it is asked for. Nothing was queued.", verdict.problems
+            )
         script = "\n".join(["#!/bin/bash", *(f"#SBATCH --{option}" for option in sbatch_options(spec, "preflight"))])
         answer = call_slurm(["sbatch", "--test-only"], text=script + "\ntrue\n", without=spec.secret_env)
-        return [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
+        said = [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
+        return [*verdict.notes, *unshared_notes(runs_root(), spec.cluster.nodes), *said]
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return self._script(run, record, exclusion_for(run, record.spec))
@@ -59,14 +74,22 @@ class SlurmScheduler:
         script.write_text(self._script(run, record, excluded), encoding="utf-8")
         # From the run directory: the log's name needs no path then, which may hold blanks and quotes.
         answer = call_slurm(
-            ["sbatch", "--parsable", f"--comment={comment}", script.name], folder=run.path, without=secrets
+            ["sbatch", "--parsable", f"--comment={comment}", *_dependency(run), script.name],
+            folder=run.path,
+            without=secrets,
         )
         if excluded.nodes or excluded.spared:
             record_exclusion(run, excluded)
         return answer.stdout.strip().split(";")[0]  # "id" or "id;cluster"
 
     def _script(self, run: RunDir, record: RunRecord, excluded: Exclusion) -> str:
-        return job_script(record.spec, record.run_id, run.path, exclude=exclude_option(record.spec, excluded))
+        return job_script(
+            record.spec,
+            record.run_id,
+            run.path,
+            exclude=exclude_option(record.spec, excluded),
+            preemption=_preemption(record.spec),
+        )
 
     def job(self, run: RunDir, record: RunRecord) -> Job:
         submission = read_submission(run)
@@ -99,6 +122,23 @@ def job_state(slurm_state: str) -> JobState:
     if slurm_state in _QUEUED:
         return "queued"
     return "running" if slurm_state in _RUNNING else "ended"
+
+
+def _preemption(spec: RunSpec) -> str:
+    """The site's rule in words; nothing where Slurm cannot be asked, as in a dry run on a laptop."""
+    try:
+        return preemption_rule(ask_site(spec.cluster, spec.secret_env), spec.cluster)
+    except SchedulerError:
+        return ""
+
+
+def _dependency(run: RunDir) -> list[str]:
+    """Of a sweep's run, on the job before it in its lane. Not when it is resumed: its turn has come once."""
+    place = read_sweep_place(run)
+    if place is None or place.after is None or read_submission(run) is not None:
+        return []
+    before = read_submission(RunDir(run.path.parent / place.after))
+    return [f"--dependency=afterany:{before.job_id}"] if before is not None else []
 
 
 def _check_path(path: Path) -> None:

@@ -12,17 +12,17 @@ from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
 
 _TIMEOUT_SECONDS = 120
 # The job gets these of the submitter's environment and no others: the rest may hold secrets, which Slurm would store.
-_PASSED_ON = {
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "SLURM_CONF"),
-    *("LD_LIBRARY_PATH", "CUDA_HOME", "VIRTUAL_ENV", "PYTHONPATH", "SSL_CERT_FILE", "XDG_CACHE_HOME"),
-}
+PASSED_ON = frozenset(
+    "PATH HOME USER LOGNAME SHELL LANG LC_ALL TZ TMPDIR SLURM_CONF LD_LIBRARY_PATH CUDA_HOME VIRTUAL_ENV PYTHONPATH "
+    "SSL_CERT_FILE XDG_CACHE_HOME MODULEPATH MODULESHOME LMOD_PKG".split()
+)
 
 
-def node_names(nodes: str) -> tuple[str, ...]:
+def node_names(nodes: str, without: Sequence[str] = ()) -> tuple[str, ...]:
     """Slurm's ``n[1-3]`` as names. Asks no controller."""
     if not nodes:
         return ()
-    return tuple(call_slurm(["scontrol", "show", "hostnames", nodes]).stdout.split())
+    return tuple(call_slurm(["scontrol", "show", "hostnames", nodes], without=without).stdout.split())
 
 
 def call_slurm(
@@ -62,5 +62,5 @@ def passed_on(without: Sequence[str] = ()) -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if (name in _PASSED_ON or name.startswith("SCALETRAIN_")) and name not in without
+        if (name in PASSED_ON or name.startswith("SCALETRAIN_")) and name not in without
     }

@@ -12,12 +12,12 @@ from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.exclusion import Exclusion, exclusion
 from scaletrain_cli.launch.slurm_commands import call_slurm, node_names
 from scaletrain_cli.launch.slurm_script import lead_seconds
+from scaletrain_cli.launch.slurm_tables import is_usable, limit_seconds, moment
 from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
-_UNUSABLE = ("down", "drain", "drng", "err", "fail", "futr", "inval", "maint", "reboot", "unk")
 _EARLY_SECONDS = 60.0  # Slurm may send --signal that much before the lead that was asked for
 
 
@@ -57,7 +57,7 @@ def usable_nodes(cluster: ClusterSpec) -> set[str]:
     chosen = [f"--partition={partition}"] if partition else []
     answer = call_slurm(["sinfo", "--noheader", "--Node", "--format=%N|%t|%P", *chosen])
     rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 2]
-    return {name for name, state, of in rows if _is_usable(state) and (partition or of.strip().endswith("*"))}
+    return {name for name, state, of in rows if is_usable(state) and (partition or of.strip().endswith("*"))}
 
 
 def down_nodes(names: tuple[str, ...]) -> frozenset[str]:
@@ -84,19 +84,7 @@ def _end_by_limit(job_id: str) -> float | None:
     command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%S|%l"]
     try:
         start, _, limit = call_slurm(command, accept=("Invalid job id",)).stdout.strip().partition("|")
-        return time.mktime(time.strptime(start, "%Y-%m-%dT%H:%M:%S")) + _limit_seconds(limit)
-    except (SchedulerError, ValueError):  # no answer, N/A, or UNLIMITED
+    except SchedulerError:
         return None
-
-
-def _limit_seconds(text: str) -> float:
-    """``1-02:03:04``, ``02:03:04`` or ``03:04``. Raises ValueError."""
-    days, _, clock = text.rpartition("-")
-    seconds = 0
-    for part in clock.split(":"):
-        seconds = 60 * seconds + int(part)
-    return 86400.0 * int(days or 0) + seconds
-
-
-def _is_usable(state: str) -> bool:
-    return not state.startswith(_UNUSABLE) and not state.endswith("*")  # the star: it does not respond
+    began, lasts = moment(start), limit_seconds(limit)  # None for N/A and UNLIMITED
+    return began + lasts if began is not None and lasts is not None else None

@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from scaletrain_cli.launch.slurm_container import agent_words, srun_words
+from scaletrain_cli.launch.slurm_environment import environment_lines, module_lines
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 # How long the other nodes may take to end by themselves once one agent has ended.
@@ -23,17 +26,30 @@ _OWN_VARIABLES = frozenset({"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"})
 
 
 def job_script(
-    spec: RunSpec, run_id: str, run_folder: Path, python: str = sys.executable, *, exclude: str | None = None
+    spec: RunSpec,
+    run_id: str,
+    run_folder: Path,
+    python: str = sys.executable,
+    *,
+    exclude: str | None = None,
+    preemption: str = "",
 ) -> str:
     """What sbatch gets. Slurm runs it on the first node, again from the top after each requeue.
 
-    ``exclude`` is a hostlist that takes the place of the spec's own.
+    ``exclude`` is a hostlist that takes the place of the spec's own; ``preemption`` says in words which rule of the
+    site the run relies on.
     """
+    slurm = spec.cluster.slurm
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH --{option}" for option in sbatch_options(spec, run_id, exclude)),
         "",
-        f"python={shlex.quote(python)}",
+        *(f"# {line}" for line in textwrap.wrap(preemption, 116)),
+        *([""] if preemption else []),
+        *environment_lines(spec),
+        "",
+        *module_lines(spec),
+        f"python={'$(type -P python3)' if slurm.activate is not None else shlex.quote(python)}",
         f"run={shlex.quote(str(run_folder))}",
         "",
         "# The ranks get the signals from their agents; this shell only has to outlive them and judge the end.",
@@ -47,11 +63,12 @@ def job_script(
         'read -r attempt address port <<<"$began"',
         "",
         "# env, not export: no variable of the run can change this shell or its own commands.",
-        "env \\",
+        'env "${dropped[@]}" \\',
         *(f"    {name}={shlex.quote(value)} \\" for name, value in spec.env.items() if name not in _OWN_VARIABLES),
         '    MASTER_ADDR="$address" MASTER_PORT="$port" \\',
-        f"    {_srun(spec.cluster)} \\",
-        '    "$python" -m scaletrain_cli.launch.node_agent "$run" --attempt "$attempt" &',
+        f"    {_srun(spec.cluster, run_folder)} \\",
+        f"    {' '.join(agent_words(spec.cluster, run_folder))} -m scaletrain_cli.launch.node_agent "
+        '"$run" --attempt "$attempt" &',
         "step=$!",
         'while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal ends wait early',
         'wait "$step"',
@@ -93,12 +110,15 @@ def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None) -> It
         yield f"gpus-per-node={kind}{cluster.gpus_per_node}"
     if (cores := cores_per_node(cluster)) is not None:
         yield f"cpus-per-task={cores}"
-    for name in ("partition", "account", "qos", "reservation", "constraint", "exclude", "nodelist"):
+    for name in ("partition", "account", "qos", "reservation", "constraint", "exclude", "nodelist", "licenses"):
         value = getattr(slurm, name)
         if name == "exclude" and exclude is not None:
             value = exclude
         if value is not None:
             yield f"{name}={value}"
+    if slurm.switches is not None:
+        wait = f"@{_minutes_seconds(slurm.switches_wait)}" if slurm.switches_wait is not None else ""
+        yield f"switches={slurm.switches}{wait}"
     if slurm.time is not None:
         yield f"time={_minutes_seconds(slurm.time)}"
     if slurm.memory_per_node is not None:
@@ -125,13 +145,14 @@ def cores_per_node(cluster: ClusterSpec) -> int | None:
     return cluster.gpus_per_node if cluster.gpu == "cpu" else None
 
 
-def _srun(cluster: ClusterSpec) -> str:
+def _srun(cluster: ClusterSpec, run_folder: Path) -> str:
     # An agent that ends with 75 is no reason to kill the others, which end with 75 too: hence --wait, not
     # --kill-on-bad-exit. Since 22.05 srun does not inherit --cpus-per-task from the job.
     cores = cores_per_node(cluster)
     options = ["--export=ALL", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={_STRAGGLER_SECONDS}"]
     if cores is not None:
         options.append(f"--cpus-per-task={cores}")
+    options += srun_words(cluster, run_folder)
     return " ".join(['"$(type -P srun)"', *options])  # found before PATH may become the run's
 
 

@@ -17,6 +17,7 @@ from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
 from scaletrain_cli.rundir.measured import Measured, read_measured
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place
 
 RunState = Literal["queued", "running", "preempted", "finished", "failed", "cancelled", "unknown"]
 # The newest line with a validation loss is at most this many logged steps back, or not worth looking for.
@@ -48,13 +49,15 @@ class RunStatus:
     measured: Measured | None  # of the newest attempt that got so far
     goodput: Goodput | None  # where the time went, over all attempts
     straggler: str = ""  # the rank that is slower than the others, in words
+    sweep: SweepPlace | None = None  # of which sweep it is a point
 
     def to_json(self) -> dict[str, Any]:
         """The stable JSON object."""
         measured = None if self.measured is None else self.measured.to_json()
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         goodput = None if self.goodput is None else self.goodput.to_json()
-        return {"schema": "scaletrain.status/v1", **plain, "measured": measured, "goodput": goodput}
+        sweep = None if self.sweep is None else dataclasses.asdict(self.sweep)
+        return {"schema": "scaletrain.status/v1", **plain, "measured": measured, "goodput": goodput, "sweep": sweep}
 
 
 def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
@@ -87,6 +90,7 @@ def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
         measured=read_measured(run),
         goodput=run_goodput(run),
         straggler=_straggler(run),
+        sweep=read_sweep_place(run),
     )
 
 

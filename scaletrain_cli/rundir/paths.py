@@ -14,8 +14,12 @@ _ATTEMPT = re.compile(r"\d{4,}")
 
 
 def runs_root() -> Path:
-    """``$SCALETRAIN_RUNS``, or ``./runs``."""
-    return Path(os.environ.get("SCALETRAIN_RUNS") or "runs").absolute()
+    """``$SCALETRAIN_RUNS``, else what the user's clusters.yaml says, else ``./runs``."""
+    if named := os.environ.get("SCALETRAIN_RUNS"):
+        return Path(named).absolute()
+    from scaletrain_cli.spec.clusters import configured_runs_root
+
+    return (configured_runs_root() or Path("runs")).absolute()
 
 
 @dataclass(frozen=True)

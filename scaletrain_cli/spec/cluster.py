@@ -1,17 +1,15 @@
 """The cluster section: which scheduler, how many nodes of which accelerator, and on what terms."""
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PlainValidator, StringConstraints, Tag, WithJsonSchema
+from pydantic import Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from scaletrain_cli.spec.quantities import (
     AutoBytesPerSecond,
     AutoWhole,
-    Bytes,
     BytesPerSecond,
     FlopsPerSecond,
     PositiveBytes,
@@ -21,20 +19,7 @@ from scaletrain_cli.spec.quantities import (
     or_word,
 )
 from scaletrain_cli.spec.section import LEFT_OUT, Section
-
-_SLURM_WORD = r"[A-Za-z0-9_.,:=/@%+*\[\]\-&|!()]{1,256}"
-
-
-def _slurm_word(value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch(_SLURM_WORD, value):
-        raise PydanticCustomError(
-            "slurm_word", "must be one word of letters, digits and _.,:=/@%+*[]-&|!() that goes into a #SBATCH line"
-        )
-    return value
-
-
-def _slurm_value(value: Any) -> str | int | bool:
-    return value if isinstance(value, int) else _slurm_word(value)
+from scaletrain_cli.spec.slurm import SlurmSpec
 
 
 def _price(value: Any) -> float:
@@ -43,47 +28,11 @@ def _price(value: Any) -> float:
     return float(value)
 
 
-# One word for a `#SBATCH` line: no blank, quote, backslash or control character can reach the script.
-SlurmWord = Annotated[
-    str, PlainValidator(_slurm_word), WithJsonSchema({"type": "string", "pattern": f"^{_SLURM_WORD}$"})
-]
 Price = Annotated[
     float | Literal["auto"],
     or_word("auto", _price),
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"const": "auto"}]}),
 ]
-SlurmOption = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9\-]{0,63}$")]
-SlurmValue = Annotated[
-    str | int | bool, PlainValidator(_slurm_value), WithJsonSchema({"type": ["string", "integer", "boolean"]})
-]
-
-# Options that the launcher itself sets, or that would break its contract with the run directory.
-SLURM_OWN_OPTIONS = frozenset(
-    "array chdir cpus-per-task error export gpus gpus-per-node gres input job-name kill-on-invalid-dep no-requeue "
-    "nodes ntasks ntasks-per-node open-mode output parsable requeue signal test-only wait wrap partition account qos "
-    "time reservation constraint exclude nodelist mem".split()
-)
-
-
-class SlurmSpec(Section):
-    """Options of the Slurm job. ``extra`` takes any further long option of sbatch, without its dashes."""
-
-    partition: SlurmWord | None = None
-    account: SlurmWord | None = None
-    qos: SlurmWord | None = None
-    time: PositiveSeconds | None = None
-    reservation: SlurmWord | None = None
-    constraint: SlurmWord | None = None
-    exclude: SlurmWord | None = None
-    nodelist: SlurmWord | None = None
-    memory_per_node: Bytes | None = None
-    gres_type: SlurmWord | None = Field(default=None, description="type in --gpus-per-node=TYPE:N, e.g. h100")
-    extra: dict[SlurmOption, SlurmValue] = {}
-
-    def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for each extra option that the launcher sets itself."""
-        for name in sorted(SLURM_OWN_OPTIONS & self.extra.keys()):
-            yield f"extra.{name}", "is set by the launcher or by a field of its own; remove it from extra."
 
 
 class AcceleratorSpec(Section):

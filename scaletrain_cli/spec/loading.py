@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from scaletrain_cli.errors import Problem, SpecError
 from scaletrain_cli.spec.architecture_source import DERIVED_FROM, SourceError, complete, presets
+from scaletrain_cli.spec.clusters import Cluster, choose_cluster
 from scaletrain_cli.spec.problems import contradictions, field_problem, in_file, nearest
 from scaletrain_cli.spec.run import MODELS, RunSpec, model_kind
 from scaletrain_cli.spec.source import Source, apply_override, parse_yaml, shown
@@ -19,8 +20,12 @@ from scaletrain_cli.spec.vision_source import vision_presets
 _LARGEST_FILE_BYTES = 1_000_000  # a spec has two thousand; whatever is larger was named by mistake
 
 
-def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
-    """Read, complete and validate a run spec. Raises SpecError with all problems at once."""
+def load_spec(path: Path, overrides: Sequence[str] = (), *, cluster: str | None = None) -> RunSpec:
+    """Read, complete and validate a run spec. Raises SpecError with all problems at once.
+
+    ``cluster`` names one of the user's clusters, which stands above what the spec says; without it the user's default
+    one, if there is one, fills in what the spec leaves open.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(_LARGEST_FILE_BYTES + 1)
@@ -31,14 +36,19 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else _reason(error)
         hint = "Give the path of a YAML file; `scaletrain init` writes one."
         raise SpecError(f"cannot read the run spec {shown(str(path))}: {reason}. {hint}") from error
-    return parse_spec(text, file=str(path), base_dir=path.parent, overrides=overrides)
+    chosen = choose_cluster(cluster)
+    return parse_spec(text, file=str(path), base_dir=path.parent, overrides=overrides, cluster=chosen)
 
 
-def parse_spec(text: str, *, file: str, base_dir: Path, overrides: Sequence[str] = ()) -> RunSpec:
+def parse_spec(
+    text: str, *, file: str, base_dir: Path, overrides: Sequence[str] = (), cluster: Cluster | None = None
+) -> RunSpec:
     """The same for text at hand; ``file`` is the name that errors show. Raises SpecError."""
     source = Source(file)
     # An empty top-level key is as good as none; so are empty sections further down (see Section).
     raw = {key: value for key, value in parse_yaml(text, source).items() if value is not None}
+    if cluster is not None:
+        cluster.apply_to(raw, source)
     problems = [problem for override in overrides for problem in apply_override(raw, override, source)]
     incomplete = _complete_model(raw, base_dir, source)
     spec, found = _validate(raw, source, model_is_known=not incomplete)

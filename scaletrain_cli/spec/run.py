@@ -111,11 +111,15 @@ class SpikeSpec(Section):
 
 
 class GuardSpec(Section):
-    """What ends or mends a run that goes wrong. ``hang`` is how long a rank may be silent in a step."""
+    """What ends or mends a run that goes wrong. ``hang`` is how long a rank may be silent in a step.
+
+    ``preflight``: whether ranks measure their devices and links before step 1; ``auto`` does on GPUs.
+    """
 
     nan: Literal["stop", "rollback"] = "stop"
     spike: SpikeSpec = LEFT_OUT
     hang: AutoSeconds = "auto"
+    preflight: Literal["auto", "always", "never"] = "auto"
 
 
 class RestartsSpec(Section):

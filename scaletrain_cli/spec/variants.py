@@ -12,23 +12,24 @@ OPTION = "--vary"
 _MOST_VARIANTS = 24  # side by side, nobody compares more
 
 
-def variants(settings: Sequence[str]) -> list[tuple[str, ...]]:
+def variants(settings: Sequence[str], option: str = OPTION, most: int = _MOST_VARIANTS) -> list[tuple[str, ...]]:
     """All combinations of ``KEY=A,B,C`` settings, each a tuple of overrides ``KEY=A``; one empty tuple without any.
 
-    Commas inside brackets, braces or quotes belong to the value. Raises UsageError.
+    Commas inside brackets, braces or quotes belong to the value; ``option`` is who is to blame. Raises UsageError.
     """
-    found = list(itertools.islice(itertools.product(*map(_one_setting, settings)), _MOST_VARIANTS + 1))
-    if len(found) > _MOST_VARIANTS:
-        raise UsageError(f"{OPTION} makes more than {_MOST_VARIANTS} variants. Give fewer values, or fewer keys.")
+    lists = [_one_setting(setting, option) for setting in settings]
+    found = list(itertools.islice(itertools.product(*lists), most + 1))
+    if len(found) > most:
+        raise UsageError(f"{option} makes more than {most} variants. Give fewer values, or fewer keys.")
     return found
 
 
-def _one_setting(setting: str) -> list[str]:
+def _one_setting(setting: str, option: str) -> list[str]:
     key, equals, text = setting.partition("=")
     values = _split(text)
     if not equals or not key.strip() or not all(value.strip() for value in values):
         message = f"must look like section.key=value,value, as in layout.zero_stage=1,2,3, not {shown(setting)}."
-        raise UsageError(f"{OPTION} is not understood", (Problem(OPTION, "", message),))
+        raise UsageError(f"{option} is not understood", (Problem(option, "", message),))
     return [f"{key.strip()}={value.strip()}" for value in dict.fromkeys(values)]
 
 

@@ -18,11 +18,13 @@ _TITLES = ("run", "state", "step", "loss", "attempts", "submitted")
 
 
 def show_runs(rows: Sequence[tuple[RunDir, RunStatus | UsageError]]) -> None:
-    """Newest first, as given."""
+    """Newest first, as given. Which point of its sweep a run is stands there where one is; the sweep begins its id."""
+    of_sweeps = any(not isinstance(status, UsageError) and status.sweep is not None for _, status in rows)
+    titles = (*_TITLES, "of sweep") if of_sweeps else _TITLES
     table = Table.grid(padding=(0, 2, 0, 0))
-    for title in _TITLES:
+    for title in titles:
         table.add_column(justify="right" if title in ("step", "loss", "attempts") else "left", no_wrap=True)
-    table.add_row(*(Text(title, "dim") for title in _TITLES))
+    table.add_row(*(Text(title, "dim") for title in titles))
     for run, status in rows:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.record.stat().st_mtime))
         if isinstance(status, UsageError):
@@ -35,5 +37,6 @@ def show_runs(rows: Sequence[tuple[RunDir, RunStatus | UsageError]]) -> None:
             "" if status.loss is None else f"{status.loss:.4f}",
             str(status.attempt),
             created,
+            *([] if status.sweep is None else [f"{status.sweep.number} of {status.sweep.points}"]),
         )
     show(answer(), table)

@@ -9,6 +9,7 @@ import string
 from dataclasses import asdict
 from pathlib import Path
 
+from dev_slurm import accounting
 from dev_slurm.processes import freezer_writable
 from dev_slurm.settings import Cluster, conf_path
 
@@ -30,6 +31,8 @@ def write(cluster: Cluster) -> None:
     conf_path(directory).write_text(slurm_conf(cluster))
     (etc / "gres.conf").write_text(gres_conf(cluster))
     (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainDevices=no\n")
+    if cluster.accounting:
+        accounting.write(cluster)
     hosts = {node: cluster.node_address(node)[0] for node in cluster.node_names}
     hosts = {"localhost": "127.0.0.1", socket.gethostname(): cluster.controller_address} | hosts
     (etc / "hosts").write_text("".join(f"{address} {name}\n" for name, address in hosts.items()))
@@ -42,6 +45,9 @@ def slurm_conf(cluster: Cluster) -> str:
         **asdict(cluster),
         "controller_host": socket.gethostname(),
         "controller_address": cluster.controller_address,
+        "accounting_conf": (
+            accounting.slurm_conf(cluster) if cluster.accounting else "AccountingStorageType=accounting_storage/none"
+        ),
         "extra": "\n".join(cluster.conf),
         "first_job_id": cluster.job_ids.start,
         "memory_per_cpu_mb": cluster.memory_mb // cluster.cpus,
@@ -55,7 +61,8 @@ def slurm_conf(cluster: Cluster) -> str:
 def node_line(cluster: Cluster, node: str) -> str:
     address, port = cluster.node_address(node)
     host = node if cluster.netns else socket.gethostname()
-    gres = f" Gres=gpu:{cluster.gpus}" if cluster.gpus else ""
+    kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
+    gres = f" Gres=gpu:{kind}{cluster.gpus}" if cluster.gpus else ""
     return (
         f"NodeName={node} NodeHostname={host} NodeAddr={address} Port={port} "
         f"CPUs={cluster.cpus} RealMemory={cluster.memory_mb}{gres} State=UNKNOWN"
@@ -72,4 +79,5 @@ def gres_conf(cluster: Cluster) -> str:
             os.mknod(f"{prefix}{index}", 0o020666, os.makedev(1, 3))
     except PermissionError:
         prefix = "/dev/tty"
-    return f"NodeName=n[1-{cluster.nodes}] Name=gpu File={prefix}[0-{cluster.gpus - 1}]\n"
+    kind = f"Type={cluster.gpu_type} " if cluster.gpu_type else ""
+    return f"NodeName=n[1-{cluster.nodes}] Name=gpu {kind}File={prefix}[0-{cluster.gpus - 1}]\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 from dev_slurm import network
 from dev_slurm.settings import Cluster, ClusterError, conf_path
 
-COMMANDS = {"munged", "slurmctld", "slurmd", "slurmstepd"}
+COMMANDS = {"munged", "slurmctld", "slurmd", "slurmstepd", "slurmdbd", "mariadbd"}
 FREEZER = Path("/sys/fs/cgroup/freezer")
 NODE_MARK = "SCALETRAIN_DEV_NODE"
 

@@ -30,9 +30,11 @@ class Cluster:
     dir: str
     nodes: int
     gpus: int
+    gpu_type: str  # empty: GPUs without a type
     cpus: int
     memory_mb: int
     netns: bool
+    accounting: bool
     subnet: str  # first three bytes, "198.18.7"; empty without netns
     port: int
     grace_seconds: int

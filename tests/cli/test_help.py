@@ -17,7 +17,19 @@ VERBS = [verb.name for verbs in GROUPS.values() for verb in verbs]
 IN_GROUPS = {"data": ("prepare",), "nodes": ("list", "clear"), "checkpoint": ("list", "verify", "export", "prune")}
 COMMANDS = [[verb, word] for verb, words in IN_GROUPS.items() for word in words]
 COMMANDS += [[verb] for verb in VERBS if verb not in IN_GROUPS]
-WITH_JSON = {*IN_GROUPS, "validate", "plan", "status", "list", "doctor", "submit", "resume", "drill"}
+WITH_JSON = {
+    *IN_GROUPS,
+    "validate",
+    "plan",
+    "status",
+    "explain",
+    "preflight",
+    "list",
+    "doctor",
+    "submit",
+    "resume",
+    "drill",
+}
 
 
 def test_the_help_lists_every_verb() -> None:

@@ -11,6 +11,8 @@
 #SBATCH --constraint=h100&nvlink
 #SBATCH --exclude=gpu[13-14]
 #SBATCH --nodelist=gpu[01-40]
+#SBATCH --licenses=matlab:1,sim@db:2
+#SBATCH --switches=1@30:00
 #SBATCH --time=1440:00
 #SBATCH --mem=488282M
 #SBATCH --signal=USR1@300
@@ -19,9 +21,28 @@
 #SBATCH --output=slurm-%j.log
 #SBATCH --comment=scaletrain
 #SBATCH --exclusive
-#SBATCH --switches=1
 
-python=/opt/st/bin/python
+# Preemption: by partition tier. gpu: PreemptMode=REQUEUE, GraceTime 120 s.
+
+# Of the environment that came with the job only this goes on; the ranks get what the spec names beside it.
+dropped=()
+while IFS='=' read -r -d '' name _; do
+    case "$name" in
+    SLURM_*|SLURMD_*|SRUN_*|SCALETRAIN_*|CUDA_*|NVIDIA_*|NCCL_*|UCX_*|FI_*|GLOO_*|ROCR_VISIBLE_DEVICES|\
+    HIP_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK|KRB5CCNAME|PWD|CUDA_HOME|HOME|LANG|LC_ALL|\
+    LD_LIBRARY_PATH|LMOD_PKG|LOGNAME|MODULEPATH|MODULESHOME|PATH|PYTHONPATH|SHELL|SLURM_CONF|SSL_CERT_FILE|\
+    TMPDIR|TZ|USER|VIRTUAL_ENV|XDG_CACHE_HOME) continue ;;
+    esac
+    unset -v "$name" 2>/dev/null || dropped+=("--unset=$name") # a function, or no name that a shell knows
+done < <(env -0)
+
+# A batch shell is no login shell: it may not know `module` yet.
+for init in "${MODULESHOME:-}/init/bash" /etc/profile.d/modules.sh /etc/profile.d/lmod.sh /etc/profile.d/z00_lmod.sh; do
+    type module >/dev/null 2>&1 || { [ -r "$init" ] && . "$init"; }
+done
+module load cuda/12.4 nccl/2.21 || { echo 'cluster.slurm.modules could not be loaded' >&2; exit 4; }
+. '/opt/it'"'"'s venv/bin/activate' || { echo 'cluster.slurm.activate could not be sourced' >&2; exit 4; }
+python=$(type -P python3)
 run=/data/runs/llama-7b-h100-1
 
 # The ranks get the signals from their agents; this shell only has to outlive them and judge the end.
@@ -35,7 +56,7 @@ began=$("$python" -m scaletrain_cli.launch.slurm_job begin "$run") || exit
 read -r attempt address port <<<"$began"
 
 # env, not export: no variable of the run can change this shell or its own commands.
-env \
+env "${dropped[@]}" \
     NCCL_DEBUG=WARN \
     NOTE='it'"'"'s $(not) run' \
     MASTER_ADDR="$address" MASTER_PORT="$port" \

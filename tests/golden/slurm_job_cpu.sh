@@ -8,6 +8,18 @@
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.log
 
+# Of the environment that came with the job only this goes on; the ranks get what the spec names beside it.
+dropped=()
+while IFS='=' read -r -d '' name _; do
+    case "$name" in
+    SLURM_*|SLURMD_*|SRUN_*|SCALETRAIN_*|CUDA_*|NVIDIA_*|NCCL_*|UCX_*|FI_*|GLOO_*|ROCR_VISIBLE_DEVICES|\
+    HIP_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK|KRB5CCNAME|PWD|CUDA_HOME|HOME|LANG|LC_ALL|\
+    LD_LIBRARY_PATH|LMOD_PKG|LOGNAME|MODULEPATH|MODULESHOME|PATH|PYTHONPATH|SHELL|SLURM_CONF|SSL_CERT_FILE|\
+    TMPDIR|TZ|USER|VIRTUAL_ENV|XDG_CACHE_HOME) continue ;;
+    esac
+    unset -v "$name" 2>/dev/null || dropped+=("--unset=$name") # a function, or no name that a shell knows
+done < <(env -0)
+
 python=/opt/st/bin/python
 run='/home/ada/my runs/a-1'
 
@@ -22,7 +34,7 @@ began=$("$python" -m scaletrain_cli.launch.slurm_job begin "$run") || exit
 read -r attempt address port <<<"$began"
 
 # env, not export: no variable of the run can change this shell or its own commands.
-env \
+env "${dropped[@]}" \
     MASTER_ADDR="$address" MASTER_PORT="$port" \
     "$(type -P srun)" --export=ALL --mpi=none --kill-on-bad-exit=0 --wait=30 --cpus-per-task=1 \
     "$python" -m scaletrain_cli.launch.node_agent "$run" --attempt "$attempt" &

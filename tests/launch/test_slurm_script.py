@@ -16,10 +16,11 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from scaletrain_cli.errors import SchedulerError, SpecError
 from scaletrain_cli.launch.slurm_script import job_script, sbatch_options
 from scaletrain_cli.launch.submission import new_run_id
 from scaletrain_cli.spec import load_spec
-from scaletrain_cli.spec.cluster import SlurmSpec
+from scaletrain_cli.spec.slurm import ContainerSpec, SlurmSpec
 from tests.cli.command_line import scaletrain
 from tests.launch.conftest import PROJECT, make_spec
 
@@ -34,11 +35,32 @@ EVERY_OPTION = (
     "cluster.slurm.nodelist=gpu[01-40]",
     "cluster.slurm.memory_per_node=512GB",
     "cluster.slurm.gres_type=h100",
-    "cluster.slurm.extra={switches: 1, exclusive: true, comment: scaletrain, spread-job: false}",
+    "cluster.slurm.licenses=matlab:1,sim@db:2",
+    "cluster.slurm.switches=1",
+    "cluster.slurm.switches_wait=30m",
+    "cluster.slurm.modules=[cuda/12.4, nccl/2.21]",
+    "cluster.slurm.activate=/opt/it's venv/bin/activate",
+    "cluster.slurm.extra={exclusive: true, comment: scaletrain, spread-job: false}",
     "cluster.cpus_per_gpu=12",
     'env={NCCL_DEBUG: WARN, NOTE: "it\'s $(not) run", MASTER_ADDR: ignored}',
 )
 SECRET = "hf_0123456789"
+PREEMPTION = "Preemption: by partition tier. gpu: PreemptMode=REQUEUE, GraceTime 120 s."
+PYXIS = ["--container-image={image}", "--container-mounts={root}:{root},/data:/d:ro"]
+PYXIS += ["--container-env=MASTER_ADDR,MASTER_PORT", "/opt/my python"]
+BINDS = ["--bind", "{root}:{root}", "--bind", "/data:/d:ro", "{image}", "/opt/my python"]
+# What a site's plugins, or who runs sbatch by hand, may have left in the environment of a job.
+STRAY = {
+    "HF_TOKEN": SECRET,
+    "SCALETRAIN_TOKEN": SECRET,
+    "name": SECRET,
+    "AWS_SECRET_ACCESS_KEY": SECRET,
+    "two\nlines": SECRET,
+    "dotted.name": SECRET,
+    "BASH_FUNC_ls%%": "() { echo hidden; }",
+    "OMP_NUM_THREADS": "64",
+}
+WANTED = {"NCCL_SOCKET_IFNAME": "ib0", "CUDA_VISIBLE_DEVICES": "0,1", "SLURM_NODEID": "3", "TMPDIR": "/scratch/a b"}
 
 # Any text that an environment value or a path may hold: no NUL, and nothing that UTF-8 cannot encode.
 characters = st.characters(blacklist_characters="\0", blacklist_categories=("Cs",))
@@ -102,9 +124,10 @@ class Recorded:
 
 def test_the_script_of_a_gpu_run_with_every_option_is_as_accepted(golden: Callable[[str, str], None]) -> None:
     spec = load_spec(GPU_RECIPE, EVERY_OPTION)
-    golden(
-        "slurm_job.sh", job_script(spec, "llama-7b-h100-1", Path("/data/runs/llama-7b-h100-1"), "/opt/st/bin/python")
+    script = job_script(
+        spec, "llama-7b-h100-1", Path("/data/runs/llama-7b-h100-1"), "/opt/st/bin/python", preemption=PREEMPTION
     )
+    golden("slurm_job.sh", script)
 
 
 def test_the_script_of_a_cpu_run_is_as_accepted(golden: Callable[[str, str], None]) -> None:
@@ -143,6 +166,94 @@ def test_bash_hands_every_value_on_unchanged_and_runs_nothing_else(
         wanted = {"FAKE": "{}"} | env | {"MASTER_ADDR": "node-a", "MASTER_PORT": "23456"}
         assert {name: step[2].get(name) for name in wanted} == wanted
         assert all(environment["PATH"] == base["PATH"] for _, _, environment in (begin, end, requeue))
+
+
+@pytest.mark.parametrize("more", [(), ("secret_env=[HF_TOKEN, SCALETRAIN_TOKEN]",)], ids=["no secrets", "secrets"])
+def test_of_the_jobs_own_environment_only_what_is_allowed_reaches_the_ranks(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    recorded, python = Recorded(tmp_path), tmp_path / "opt" / "python"
+    recorded.program(python)
+    script = tmp_path / "job.sh"
+    script.write_text(job_script(make_spec(*more, env={"NOTE": "named in the spec"}), "r", tmp_path / "r", str(python)))
+    base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42", "HOME": str(tmp_path)}
+    stray = STRAY if more else {name: value for name, value in STRAY.items() if name != "SCALETRAIN_TOKEN"}
+    subprocess.run(["bash", script], env=base | WANTED | stray, cwd=tmp_path, check=False)
+    (environment,) = [environment for program, _, environment in recorded.calls if program == "srun"]
+    given = {"NOTE", "FAKE", "MASTER_ADDR", "MASTER_PORT"}
+    assert environment.keys() - {"_", "SHLVL", "PWD", "OLDPWD", "LC_CTYPE"} == base.keys() | WANTED.keys() | given
+    assert {name: environment[name] for name in WANTED} == WANTED
+    assert SECRET not in "".join(environment.values())
+
+
+def test_modules_and_an_activation_come_before_anything_of_ours(tmp_path: Path) -> None:
+    recorded = Recorded(tmp_path)
+    recorded.program(tmp_path / "it's venv" / "python3")
+    activate = tmp_path / "it's venv" / "activate"
+    activate.write_text(f'export PATH={str(activate.parent)!r}:"$PATH" MKLROOT="$MKLROOT:activated"\n')
+    init = tmp_path / "modules" / "init" / "bash"
+    init.parent.mkdir(parents=True)
+    init.write_text('module() { [ "$1 $2" = "load mkl/1" ] && export MKLROOT="$2"; }\n')
+    spec = make_spec("cluster.slurm.modules=[mkl/1]", f"cluster.slurm.activate={json.dumps(str(activate))}")
+    script = tmp_path / "job.sh"
+    script.write_text(job_script(spec, "r", tmp_path / "r", "/nowhere/python"))
+    base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42", "MODULESHOME": str(init.parent.parent)}
+    subprocess.run(["bash", script], env=base | {"MKLROOT": "of the submitter"}, cwd=tmp_path, check=False)
+    begin, step, *_ = recorded.calls
+    assert begin[0] == "python3"
+    assert step[1][-6] == str(activate.parent / "python3")
+    assert step[2]["MKLROOT"] == "mkl/1:activated"
+
+
+def test_a_module_that_cannot_be_loaded_ends_the_job_before_an_attempt(tmp_path: Path) -> None:
+    recorded = Recorded(tmp_path)
+    script = tmp_path / "job.sh"
+    script.write_text(job_script(make_spec("cluster.slurm.modules=[none/0]"), "r", tmp_path / "r", "/nowhere/python"))
+    base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42"}
+    done = subprocess.run(["bash", script], env=base, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 4
+    assert "cluster.slurm.modules" in done.stderr
+    assert not (tmp_path / "record").exists()
+
+
+@pytest.mark.parametrize(
+    ("runtime", "gpu", "wanted"),
+    [
+        ("pyxis", "h100-sxm-80gb", PYXIS),
+        ("apptainer", "h100-sxm-80gb", ["apptainer", "exec", "--nv", *BINDS]),
+        ("apptainer", "cpu", ["apptainer", "exec", *BINDS]),
+    ],
+)
+def test_the_agent_runs_in_the_image_where_one_is_given(
+    tmp_path: Path, runtime: str, gpu: str, wanted: list[str]
+) -> None:
+    recorded, root, image = Recorded(tmp_path), tmp_path / "the 'runs'", "docker://nvcr.io#nvidia/it's:24"
+    recorded.program(tmp_path / "python")
+    spec = make_spec(f"cluster.gpu={gpu}")
+    container = ContainerSpec(image=image, mounts=["/data:/d:ro"], runtime=runtime, python="/opt/my python")
+    slurm = spec.cluster.slurm.model_copy(update={"container": container})
+    spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"slurm": slurm})})
+    script = tmp_path / "job.sh"
+    script.write_text(job_script(spec, "r", root / "r", str(tmp_path / "python")))
+    base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42", "PYTHONPATH": "/of/this/machine"}
+    subprocess.run(["bash", script], env=base, cwd=tmp_path, check=False)
+    begin, step, *_ = recorded.calls
+    assert begin[0] == "python"
+    agent = ["-m", "scaletrain_cli.launch.node_agent", str(root / "r"), "--attempt", "7"]
+    words = [word.format(image=image, root=root) for word in wanted]
+    assert step[1][-len(agent) - len(words) :] == [*words, *agent]
+    assert "PYTHONPATH" not in step[2]
+
+
+def test_a_runs_root_that_a_list_of_mounts_cannot_name_is_refused() -> None:
+    spec = make_spec("cluster.slurm.container={image: a.sqsh}")
+    with pytest.raises(SchedulerError, match="SCALETRAIN_RUNS"):
+        job_script(spec, "r", Path("/data/a,b/r"))
+
+
+def test_waiting_for_switches_without_switches_is_an_error() -> None:
+    with pytest.raises(SpecError, match="has nothing to wait for"):
+        make_spec("cluster.slurm.switches_wait=30m")
 
 
 @given(

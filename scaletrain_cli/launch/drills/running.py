@@ -15,15 +15,14 @@ from scaletrain_cli.launch.drills.kinds import DrillKind
 from scaletrain_cli.launch.drills.verdict import Course, course_of
 from scaletrain_cli.launch.resumption import resume
 from scaletrain_cli.launch.scheduler import Scheduler
-from scaletrain_cli.launch.status import RunStatus, exit_code_of, is_over, run_status
+from scaletrain_cli.launch.status import RunStatus, exit_code_of
 from scaletrain_cli.launch.submission import create_run, submit_run
+from scaletrain_cli.launch.waiting import wait_for_end
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import RunDir, runs_root
-from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec import RunSpec, override_spec
 
 FEWEST_STEPS = 12
-_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -91,30 +90,10 @@ def run_drill(place: Range, kind: DrillKind, on_look: Callable[[RunStatus], None
     spec = override_spec(place.spec, settings, file="the drills' spec")
     made = create_run(spec, place.plan, kind.name, root=place.folder)
     submit_run(made.run, made.record, place.scheduler)
-    status = _wait(place, made.run, on_look)
+    status = wait_for_end(made.run, place.scheduler, place.timeout_seconds, on_look)
     stopped = status.state == "failed" and exit_code_of(made.run, status) == ExitCode.DO_NOT_REQUEUE
     by_hand = stopped and kind.ending == "stopped"
     if by_hand:
         resume(made.run, scheduler=place.scheduler)
-        status = _wait(place, made.run, on_look)
+        status = wait_for_end(made.run, place.scheduler, place.timeout_seconds, on_look)
     return made.run, course_of(made.run, status, resumed_by_hand=by_hand)
-
-
-def _wait(place: Range, run: RunDir, on_look: Callable[[RunStatus], None]) -> RunStatus:
-    deadline, cancelled = time.monotonic() + place.timeout_seconds, False
-    try:
-        while True:
-            status = run_status(run, place.scheduler)
-            on_look(status)
-            # Its processes and its job go a moment later; they must not meet those of the next drill.
-            if is_over(run, status) and not place.scheduler.job(run, read_record(run)).is_active:
-                return status
-            if time.monotonic() > deadline:
-                if cancelled:
-                    return status
-                place.scheduler.cancel(run, read_record(run))
-                deadline, cancelled = time.monotonic() + place.spec.cluster.grace_seconds + 60, True
-            time.sleep(_POLL_SECONDS)
-    except KeyboardInterrupt:
-        place.scheduler.cancel(run, read_record(run))
-        raise

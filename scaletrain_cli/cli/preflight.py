@@ -1,0 +1,61 @@
+"""`scaletrain preflight`: are the nodes what the plan takes them for? Measured on them, without training anything."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes
+from scaletrain_cli.errors import ExitCode, UsageError
+
+EXIT_CODES = (
+    *(ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES),
+)
+
+
+def command(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    cluster: ClusterName = None,
+    timeout: Annotated[
+        str, typer.Option("--timeout", metavar="TIME", help="For the job, its wait in the queue included.")
+    ] = "30m",
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Queue a job of the planned size whose ranks measure their devices and links, and say what stands out.
+
+    Each node looks at its GPUs, memory, /dev/shm and clock; all ranks time a matrix product, exchanges between pairs
+    of nodes and an all-reduce. A training run does the same before its first step (guard.preflight).
+    """
+    from scaletrain_cli.cli.confirmation import confirm
+    from scaletrain_cli.launch.preflight_alone import run_preflight
+    from scaletrain_cli.launch.scheduler import scheduler_for
+    from scaletrain_cli.launch.submittable import plan_for_engine
+    from scaletrain_cli.spec import load_spec
+    from scaletrain_cli.spec.quantities import parse_seconds
+    from scaletrain_cli.ui.live import StatusLine
+    from scaletrain_cli.ui.messages import warn
+
+    try:
+        seconds = parse_seconds(timeout)
+    except ValueError as error:
+        raise UsageError(f"--timeout {timeout}: {error}.") from error
+    run_spec = load_spec(spec, overrides or (), cluster=cluster)
+    plan, scheduler = plan_for_engine(run_spec, spec), scheduler_for(run_spec.cluster.scheduler)
+    for note in scheduler.preflight(run_spec, plan):
+        warn(note)
+    where = f"{run_spec.cluster.nodes} x {run_spec.cluster.gpus_per_node} on {run_spec.cluster.scheduler}"
+    confirm(f"Queue a job of a minute or two, {where}?", yes)
+    with StatusLine() as line:
+        found = run_preflight(run_spec, plan, scheduler, seconds, line.update)
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json(found.to_json())
+    else:
+        from scaletrain_cli.ui.preflight_view import show_preflight
+
+        show_preflight(found)
+    raise typer.Exit(found.exit_code)

@@ -1,0 +1,109 @@
+"""`scaletrain submit --sweep`: plan and check every point, show them, ask once, hand over all or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.sweep import Point
+    from scaletrain_cli.plan import RunPlan
+    from scaletrain_cli.spec import RunSpec
+
+OPTION = "--sweep"
+
+
+def submit_points(
+    spec: Path,
+    overrides: Sequence[str],
+    points: Sequence[tuple[str, ...]],
+    *,
+    cluster: str | None,
+    run_id: str | None,
+    max_concurrent: int | None,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Prints the run ids on stdout, one a line."""
+    from scaletrain_cli.cli.confirmation import confirm
+    from scaletrain_cli.launch.scheduler import scheduler_for
+    from scaletrain_cli.launch.shared_folder import room_notes
+    from scaletrain_cli.launch.submission import make_record
+    from scaletrain_cli.launch.sweep import cap_of, submit_sweep
+    from scaletrain_cli.rundir.paths import RunDir, runs_root
+
+    sweep, planned = _planned(spec, overrides, points, cluster, run_id)
+    section = planned[0].spec.cluster
+    scheduler = scheduler_for(section.scheduler)
+    cap = cap_of(section, max_concurrent, len(planned))
+    if dry_run:
+        for point in planned:
+            typer.echo(f"# {point.run_id}: {', '.join(point.overrides)}")
+            record = make_record(point.spec, point.plan, point.run_id)
+            typer.echo(scheduler.render(RunDir(runs_root() / point.run_id), record))
+        return
+
+    from scaletrain_cli.ui.messages import say, warn
+
+    notes: dict[str, None] = {}
+    asked = {point.spec.cluster.model_dump_json(): point for point in planned}  # the same question once
+    for point in asked.values():
+        notes |= dict.fromkeys(scheduler.preflight(point.spec, point.plan))
+    largest = max(planned, key=lambda point: point.plan.durability.checkpoint_bytes)
+    for note in [*notes, *room_notes(largest.spec, largest.plan, runs_root(), runs=len(planned))]:
+        warn(note)
+    if not as_json:
+        from scaletrain_cli.ui.sweep_view import show_points
+
+        show_points(planned)
+    at_once = "all at once" if cap == len(planned) else f"{cap} at a time"
+    confirm(f"Submit {len(planned)} runs to {section.scheduler}, {at_once}?", yes)
+    done = submit_sweep(sweep, planned, scheduler, cap)
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        rows = [
+            {"run_id": one.run.run_id, "run_dir": str(one.run.path), "job_id": one.submission.job_id}
+            | {"created": one.created, "overrides": list(point.overrides)}
+            for one, point in zip(done, planned, strict=True)
+        ]
+        print_json({"sweep": sweep, "scheduler": section.scheduler, "max_concurrent": cap, "runs": rows})
+        return
+    new = sum(one.created for one in done)
+    before = f"; {len(done) - new} were submitted before" if new < len(done) else ""
+    say(f"submitted {new} runs of the sweep {sweep}, {at_once}{before}; `scaletrain list` shows them")
+    for one in done:
+        typer.echo(one.run.run_id)
+
+
+def _planned(
+    spec: Path,
+    overrides: Sequence[str],
+    variants: Sequence[tuple[str, ...]],
+    cluster: str | None,
+    run_id: str | None,
+) -> tuple[str, list[Point]]:
+    """The sweep's name and its points. Raises for the first one that cannot be, and says which."""
+    import time
+
+    from scaletrain_cli.cli.varied import load_varied
+    from scaletrain_cli.errors import InfeasibleError, SpecError
+    from scaletrain_cli.launch.submission import new_run_id
+    from scaletrain_cli.launch.submittable import plan_for_engine
+    from scaletrain_cli.launch.sweep import Point, point_ids
+
+    found: list[tuple[RunSpec, RunPlan]] = []
+    for varied in variants:
+        try:
+            one = load_varied(spec, overrides, varied, OPTION, cluster)
+            found.append((one, plan_for_engine(one, spec)))
+        except (SpecError, InfeasibleError) as error:
+            error.message = f"{', '.join(varied)}: {error.message}"
+            raise
+    sweep = run_id if run_id is not None else new_run_id(found[0][0].name, time.time())
+    named = zip(point_ids(sweep, variants), variants, found, strict=True)
+    return sweep, [Point(name, varied, one, plan) for name, varied, (one, plan) in named]

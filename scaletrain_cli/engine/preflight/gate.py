@@ -1,0 +1,79 @@
+"""Before step 1: measure, compare, write attempts/NNNN/preflight.json, and keep the job off a node that is bad."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+
+import torch
+
+from scaletrain_cli.engine.preflight.judging import Expected, Finding, RankMeasures, judge
+from scaletrain_cli.engine.preflight.measuring import REDUCED_BYTES, all_reduce_seconds, measure
+from scaletrain_cli.engine.process_group import Agreement, Ranks
+from scaletrain_cli.engine.telling import say
+from scaletrain_cli.errors import WrongNodesError
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.catalogue.networks import cluster_link
+from scaletrain_cli.rundir.documents import write_document
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+
+SCHEMA = "scaletrain.preflight/v1"
+ONLY = "SCALETRAIN_ONLY"  # what `scaletrain preflight` sets: nothing is trained
+
+
+def is_wanted(record: RunRecord) -> bool:
+    """By default on GPUs alone: the ranks of a CPU run share their cores, and say nothing of each other."""
+    wanted = record.spec.guard.preflight
+    return wanted == "always" or (wanted == "auto" and record.spec.cluster.gpu != "cpu")
+
+
+def check_together(
+    run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, agreement: Agreement, device: torch.device
+) -> None:
+    """Collective. Raises WrongNodesError on the ranks that the findings are about; the others learn of it by them."""
+    cluster = record.spec.cluster
+    free = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+    own = measure(ranks, cluster.gpus_per_node, device, agreement, _node_name(), free)
+    reduced = all_reduce_seconds(device)
+    gathered = agreement.gather(own)
+    findings: list[Finding] = []
+    if gathered is not None:
+        link = cluster_link(cluster, find_accelerator(cluster))
+        planned = link.reduce(REDUCED_BYTES[device.type], ranks.world_size) if device.type == "cuda" else 0.0
+        findings = judge(gathered, Expected(record.plan.memory.peak, planned, reduced))
+        _write(run, attempt, gathered, findings, reduced, planned)
+        for finding in findings:
+            say("preflight", **dataclasses.asdict(finding))
+    findings = agreement.follow_rank_zero(findings)
+    bad = [finding for finding in findings if finding.keeps_off]
+    mine = [finding.message for finding in bad if finding.rank == ranks.rank]
+    if mine:
+        raise WrongNodesError(f"rank {ranks.rank}: {'; '.join(mine)}")
+    if bad:
+        agreement.barrier()  # until the agents end this attempt: they have been told by those who raised
+
+
+def _node_name() -> str:
+    return os.environ.get("SLURMD_NODENAME") or os.environ.get("SCALETRAIN_NODE_NAME") or socket.gethostname()
+
+
+def _write(
+    run: RunDir,
+    attempt: int,
+    measures: list[RankMeasures],
+    findings: list[Finding],
+    reduced: float,
+    planned: float,
+) -> None:
+    write_document(
+        run.attempt(attempt) / "preflight.json",
+        {
+            "schema": SCHEMA,
+            "all_reduce_seconds": reduced,
+            "all_reduce_planned_seconds": planned,
+            "ranks": [dataclasses.asdict(one) for one in measures],
+            "findings": [dataclasses.asdict(finding) for finding in findings],
+        },
+    )

@@ -1,0 +1,99 @@
+"""A cluster at a glance, the same for every scheduler: GPUs by type, nodes by state, quotas, the queue. Types alone.
+
+Each scheduler's own module fills it; view_of() finds that module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+from scaletrain_cli.errors import SchedulerError
+
+SCHEMA = "scaletrain.cluster/v1"
+
+
+@dataclass(frozen=True)
+class GpuRow:
+    """GPUs of one type; ``out_of_order`` are on nodes that run nothing now and count as neither free nor used."""
+
+    type: str
+    total: int
+    used: int
+    free: int
+    out_of_order: int
+    nodes: int
+    free_nodes: int  # with all their GPUs free: what a gang of whole nodes can have
+
+
+@dataclass(frozen=True)
+class NodesRow:
+    """Nodes in one state, in the scheduler's own word."""
+
+    state: str
+    count: int
+
+
+@dataclass(frozen=True)
+class QuotaRow:
+    """What may be held at once, or in one job where ``used`` is None."""
+
+    owner: str
+    limit: str  # the scheduler's own name of it
+    resource: str
+    allowed: float
+    used: float | None
+
+
+@dataclass(frozen=True)
+class QueueRow:
+    """One of my jobs. ``ahead``: jobs that the scheduler looks at before it; None for one that runs."""
+
+    job_id: str
+    name: str
+    state: str  # running | queued
+    queue: str
+    nodes: int
+    gpus: int | None
+    ahead: int | None
+    reason: str
+    start: float | None  # when it began, or the scheduler's estimate; seconds since the epoch
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """``others_*``: jobs of other people."""
+
+    scheduler: str
+    cluster: str
+    gpus: tuple[GpuRow, ...] = ()
+    nodes: tuple[NodesRow, ...] = ()
+    quotas: tuple[QuotaRow, ...] = ()
+    queue: tuple[QueueRow, ...] = ()
+    others_running: int = 0
+    others_queued: int = 0
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The stable JSON object."""
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+
+
+def usual_scheduler() -> str:
+    """The cluster that this machine's commands talk to, else this machine."""
+    return "slurm" if shutil.which("sinfo") else "local"
+
+
+def view_of(scheduler: str) -> ClusterView:
+    """Ask a scheduler for all of it. Raises SchedulerError when it cannot be reached."""
+    if scheduler == "slurm":
+        from scaletrain_cli.launch.slurm_cluster_view import slurm_view
+
+        return slurm_view()
+    if scheduler == "local":
+        from scaletrain_cli.launch.local_cluster_view import local_view
+
+        return local_view()
+    raise SchedulerError(f"{scheduler} has no view of the cluster in this version. Use local or slurm.")

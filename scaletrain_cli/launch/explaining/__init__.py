@@ -1,0 +1,1 @@
+"""Why a run waits, or why it ended: the evidence first, then what to do."""

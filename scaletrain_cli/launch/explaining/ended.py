@@ -1,0 +1,107 @@
+"""Why the last attempt of a run ended, from what it left in the run directory. Asks no scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome, read_attempts
+from scaletrain_cli.launch.explaining.endings import ENDINGS
+from scaletrain_cli.launch.explaining.finding import Evidence, Finding
+from scaletrain_cli.launch.explaining.log_tails import last_error
+from scaletrain_cli.launch.node_record import read_node_records
+from scaletrain_cli.rundir.failures import read_failures
+from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+
+# These are told by one rank, whose last words are the best evidence there is.
+_OF_A_RANK = ("crash", "killed", "oom", "host-oom", "nan", "usage", "disk-full", "communication", "hardware")
+_MOST_FAILURES = 4
+
+
+def why_it_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord) -> Finding:
+    """The end of ``attempt``, or how it looks where whoever watched it vanished."""
+    reason, message = attempt.reason, attempt.message
+    if reason is None:
+        outcome = attempt_outcome(run, record.spec, attempt.number, cancelled=run.is_told_to_stop)
+        reason, message = outcome.reason, f"left without who watched it: {outcome.message}"
+    ending = ENDINGS[reason]
+    return Finding(
+        cause=reason,
+        headline=f"attempt {attempt.number} ended: {ending.meaning}",
+        evidence=(
+            Evidence(_attempt_file(attempt), message),
+            *_failures(run, attempt),
+            *_last_words(run, attempt, reason),
+            *_memory_report(run, attempt, reason),
+            *_stacks(run, attempt, reason),
+            *_history(run, attempt),
+            *_decision(attempt),
+        ),
+        actions=tuple(action.format(run=run.run_id) for action in _actions(attempt, ending.actions)),
+    )
+
+
+def _actions(attempt: AttemptRecord, usual: tuple[str, ...]) -> Iterator[str]:
+    yield from usual
+    goes_on = attempt.decision is not None and attempt.decision.requeue
+    if attempt.reason != "done" and not goes_on and not any("scaletrain resume" in action for action in usual):
+        yield "scaletrain resume {run} goes on from the newest sound checkpoint"
+
+
+def _failures(run: RunDir, attempt: AttemptRecord) -> Iterator[Evidence]:
+    """What ranks and nodes said themselves, but for what the attempt's own message repeats."""
+    told = [failure for failure in read_failures(run, attempt.number) if failure.message not in attempt.message]
+    for failure in told[:_MOST_FAILURES]:
+        who = failure.node if failure.rank is None else f"rank {failure.rank}"
+        yield Evidence(f"{_folder(attempt)}/failures", f"{who}: {failure.message}")
+    if len(told) > _MOST_FAILURES:
+        yield Evidence(f"{_folder(attempt)}/failures", f"and {len(told) - _MOST_FAILURES} more")
+
+
+def _last_words(run: RunDir, attempt: AttemptRecord, reason: str) -> Iterator[Evidence]:
+    """The error in the log of the rank that failed first."""
+    if reason not in _OF_A_RANK:
+        return
+    nodes = [node for node in read_node_records(run, attempt.number) if node.first_failure is not None]
+    for node in sorted(nodes, key=lambda node: node.ended or 0.0)[:1]:
+        for path in (run.attempt(attempt.number) / "logs").glob(f"*-{node.first_failure:05d}.log"):
+            if words := last_error(path):
+                yield Evidence(f"{_folder(attempt)}/logs/{path.name}", words)
+
+
+def _memory_report(run: RunDir, attempt: AttemptRecord, reason: str) -> Iterator[Evidence]:
+    if reason == "oom":
+        for path in sorted((run.attempt(attempt.number) / "memory").glob("rank-*.json"))[:1]:
+            yield Evidence(f"{_folder(attempt)}/memory/{path.name}", "what each part held, beside the plan")
+
+
+def _stacks(run: RunDir, attempt: AttemptRecord, reason: str) -> Iterator[Evidence]:
+    folder = run.attempt(attempt.number) / "stacks"
+    if reason == "hang" and folder.is_dir():
+        yield Evidence(f"{_folder(attempt)}/stacks", f"{len(list(folder.iterdir()))} files, one for each rank")
+
+
+def _history(run: RunDir, attempt: AttemptRecord) -> Iterator[Evidence]:
+    """How the attempts before it ended, and whether the run comes forward at all."""
+    earlier = [other for other in read_attempts(run) if other.number < attempt.number]
+    if earlier:
+        shown = ", ".join(
+            f"{other.number} {other.reason or 'unfinished'} at step {other.last_step or 0}" for other in earlier[-5:]
+        )
+        lost = sum(event.get("lost_steps", 0) for event in read_events(run))
+        yield Evidence("attempts before it", f"{shown}; {lost} steps were trained twice so far")
+
+
+def _decision(attempt: AttemptRecord) -> Iterator[Evidence]:
+    if attempt.decision is not None and attempt.reason != "done":
+        goes_on = "another attempt follows by itself" if attempt.decision.requeue else "no attempt follows by itself"
+        yield Evidence("decided", f"{attempt.decision.why}; {goes_on}")
+
+
+def _folder(attempt: AttemptRecord) -> str:
+    return f"attempts/{attempt.number:04d}"
+
+
+def _attempt_file(attempt: AttemptRecord) -> str:
+    return f"{_folder(attempt)}/attempt.json"

@@ -1,0 +1,73 @@
+"""Why a run is where it is: from its directory, and from one scheduler that may be silent or have forgotten it.
+
+Changes nothing. What a scheduler knows is asked in slurm_jobs; what an end means is in endings.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
+from scaletrain_cli.launch.explaining.ended import why_it_ended
+from scaletrain_cli.launch.explaining.finding import Evidence, Explanation, Finding
+from scaletrain_cli.launch.status import RunStatus, run_status
+from scaletrain_cli.rundir.journal import read_lines_backwards
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, read_record
+
+
+def explain(run: RunDir) -> Explanation:
+    """Raises UsageError when run.json is damaged."""
+    record, status = read_record(run), run_status(run)
+    attempts = read_attempts(run)
+    last = attempts[-1] if attempts else None
+    return Explanation(run.run_id, status.state, tuple(_findings(run, record, status, last)))
+
+
+def _findings(run: RunDir, record: RunRecord, status: RunStatus, last: AttemptRecord | None) -> Iterator[Finding]:
+    if status.state == "queued" or (status.state == "preempted" and status.job_id):
+        yield from _waiting(run, status)
+    if status.state == "running" and last is not None and last.ended is None:
+        yield _running(run, status)
+        return
+    if last is not None:
+        yield why_it_ended(run, record, last)
+    elif status.state not in ("queued", "running"):
+        yield _never_began(run, status)
+
+
+def _waiting(run: RunDir, status: RunStatus) -> Iterator[Finding]:
+    if status.scheduler != "slurm":
+        return
+    from scaletrain_cli.launch.explaining.slurm_jobs import why_it_waits
+
+    try:
+        yield why_it_waits(status.job_id, run.run_id)
+    except SchedulerError as error:
+        evidence = (Evidence("the scheduler", error.message),)
+        yield Finding("unknown", "Slurm does not say why the job waits", evidence, ("scaletrain doctor",))
+
+
+def _running(run: RunDir, status: RunStatus) -> Finding:
+    """How it comes forward, by the last line that was logged."""
+    newest = next(read_lines_backwards(run.metrics), {})
+    evidence = [Evidence("metrics.jsonl", f"step {status.step} of {status.total_steps}")]
+    if "time" in newest:
+        age = max(0.0, time.time() - float(newest["time"]))
+        evidence.append(Evidence("metrics.jsonl", f"the last line is {age:.0f} s old"))
+    if status.straggler:
+        evidence.append(Evidence("events.jsonl", status.straggler))
+    actions = (f"scaletrain logs {run.run_id} --follow",)
+    return Finding("running", f"attempt {status.attempt} runs", tuple(evidence), actions)
+
+
+def _never_began(run: RunDir, status: RunStatus) -> Finding:
+    evidence = [Evidence("the scheduler", status.why)] if status.why else []
+    if status.scheduler == "slurm" and status.job_id:
+        from scaletrain_cli.launch.explaining.slurm_jobs import how_it_ended
+
+        evidence += how_it_ended(status.job_id, run.path / f"slurm-{status.job_id}.log")
+    again = f"scaletrain resume {run.run_id} submits it again"
+    return Finding("never-began", "its job ended before an attempt began", tuple(evidence), (again,))

@@ -1,0 +1,128 @@
+"""What a node is like as an attempt begins on it: attempts/NNNN/preflight/<node>.json, for people and for later.
+
+Asked by the agent before it starts a rank, so that a bad node costs seconds. What can only be measured by ranks
+together is the engine's. Knows no scheduler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaletrain_cli.launch.gpu_health import GpuHealth, NodeHealth, ask_driver, gpu_notes, gpu_problems, visible_gpus
+from scaletrain_cli.launch.host_memory import available_bytes
+from scaletrain_cli.launch.node_check import problems_of_node, usable_cores
+from scaletrain_cli.rundir.documents import write_document
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+
+SCHEMA = "scaletrain.node-inspection/v1"
+_SHM = Path("/dev/shm")
+# What NCCL takes there for each pair of GPUs of a node, and torch's data workers; Docker and Kubernetes give 64 MB.
+_SHM_BYTES_PER_GPU = 128 * 2**20
+_CLOCK_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class NodeInspection:
+    """Bytes and seconds; None for what cannot be read. ``problems`` keep ranks off the node, ``notes`` do not."""
+
+    node: str
+    driver: str
+    gpus: tuple[GpuHealth, ...]
+    cores: int
+    memory_available_bytes: int | None
+    shm_free_bytes: int | None
+    run_free_bytes: int | None
+    clock_ahead_seconds: float | None  # of the clock of the run directory's file system
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def inspect_node(run: RunDir, record: RunRecord, node: str, environment: Mapping[str, str]) -> NodeInspection:
+    """Look at this node. Raises nothing: what cannot be read is None."""
+    health = None if record.spec.cluster.gpu == "cpu" else ask_driver()
+    gpus = () if health is None else visible_gpus(health, environment)
+    memory, shm = available_bytes(), _free(_SHM)
+    ahead = _clock_ahead(run.path)
+    return NodeInspection(
+        node=node,
+        driver="" if health is None else health.driver,
+        gpus=gpus,
+        cores=usable_cores(),
+        memory_available_bytes=memory,
+        shm_free_bytes=shm,
+        run_free_bytes=_free(run.path),
+        clock_ahead_seconds=ahead,
+        problems=tuple(_problems(record, environment, health, gpus, memory)),
+        notes=tuple(_notes(record, gpus, shm, ahead)),
+    )
+
+
+def write_inspection(run: RunDir, attempt: int, found: NodeInspection) -> None:
+    """Raises OSError."""
+    folder = run.attempt(attempt) / "preflight"
+    folder.mkdir(exist_ok=True)
+    write_document(folder / f"{found.node}.json", {"schema": SCHEMA, **dataclasses.asdict(found)})
+
+
+def host_bytes_needed(record: RunRecord) -> int:
+    """Of a node's memory: the copy that checkpoints are written from, and what is offloaded."""
+    return record.plan.durability.copy_bytes_per_node + record.plan.memory.host * record.spec.cluster.gpus_per_node
+
+
+def _problems(
+    record: RunRecord,
+    environment: Mapping[str, str],
+    health: NodeHealth | None,
+    gpus: tuple[GpuHealth, ...],
+    memory: int | None,
+) -> Iterator[str]:
+    yield from problems_of_node(record.spec.cluster, environment)
+    if health is not None:
+        yield from gpu_problems(health, gpus, record.plan.memory.peak)
+    needed = host_bytes_needed(record)
+    if memory is not None and memory < needed:
+        yield (
+            f"{memory / 1e9:.1f} GB of memory are left for this job on the node, and the copy that checkpoints are "
+            f"written from and what is offloaded take {needed / 1e9:.1f} GB"
+        )
+
+
+def _notes(record: RunRecord, gpus: tuple[GpuHealth, ...], shm: int | None, ahead: float | None) -> Iterator[str]:
+    yield from gpu_notes(gpus)
+    cluster = record.spec.cluster
+    wanted = _SHM_BYTES_PER_GPU * cluster.gpus_per_node
+    if cluster.gpu != "cpu" and cluster.gpus_per_node > 1 and shm is not None and shm < wanted:
+        yield (
+            f"{_SHM} has {shm / 1e6:.0f} MB of room; NCCL may want {wanted / 1e6:.0f} MB and then fails with 'No space "
+            "left on device'. Give the container more (cluster.kubernetes.shm_size, docker --shm-size)"
+        )
+    if ahead is not None and abs(ahead) > _CLOCK_SECONDS:
+        side = "ahead of" if ahead > 0 else "behind"
+        yield f"its clock is {abs(ahead):.0f} s {side} that of the run directory's file system: times in logs will lie"
+
+
+def _free(path: Path) -> int | None:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
+
+
+def _clock_ahead(folder: Path) -> float | None:
+    """By the time that the file system gives to a file that is made now: a server's own, on a shared one."""
+    probe = folder / f".clock-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        before = time.time()
+        probe.touch()
+        made = probe.stat().st_mtime
+        probe.unlink()
+    except OSError:
+        return None
+    return round((before + time.time()) / 2 - made, 3)

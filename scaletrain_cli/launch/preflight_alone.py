@@ -1,0 +1,89 @@
+"""The preflight without a training run: a job of the planned size whose ranks measure their devices and links, and go.
+
+A run like any other as far as schedulers know, in a hidden folder of the runs root that goes with it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.scheduler import Scheduler
+from scaletrain_cli.launch.status import RunStatus, exit_code_of
+from scaletrain_cli.launch.submission import create_run, submit_run
+from scaletrain_cli.launch.waiting import wait_for_end
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.spec import RunSpec, override_spec
+
+_SETTINGS = (
+    "name=preflight",
+    "guard.preflight=always",
+    "env.SCALETRAIN_ONLY=preflight",
+    "restarts={preemption: 0, node: 0, crash: 0, oom: 0}",
+    "tracking.wandb.mode=disabled",
+)
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What came of it: the exit code of the run, its reason, and the documents of its one attempt."""
+
+    exit_code: int
+    why: str
+    ranks: tuple[dict[str, Any], ...]
+    findings: tuple[dict[str, Any], ...]
+    nodes: tuple[dict[str, Any], ...]
+    all_reduce_seconds: float | None
+    all_reduce_planned_seconds: float | None
+    folder: Path | None  # where it failed: left for who wants to look
+
+    def to_json(self) -> dict[str, Any]:
+        """The stable JSON object."""
+        told = {**vars(self), "folder": None if self.folder is None else str(self.folder)}
+        return {"schema": "scaletrain.preflight-report/v1", **told}
+
+
+def run_preflight(
+    spec: RunSpec, plan: RunPlan, scheduler: Scheduler, timeout_seconds: float, on_look: Callable[[RunStatus], None]
+) -> Preflight:
+    """Wait for it. Raises SchedulerError when the job is refused, UsageError where the runs root cannot be written."""
+    folder = runs_root() / f".preflight-{secrets.token_hex(4)}"  # the dot hides it from `scaletrain list`
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"the runs root {folder.parent} cannot be written here: {error}") from error
+    kept = False
+    try:
+        alone = override_spec(spec, _SETTINGS, file="the preflight's spec")
+        made = create_run(alone, plan, "preflight", root=folder)
+        submit_run(made.run, made.record, scheduler)
+        status = wait_for_end(made.run, scheduler, timeout_seconds, on_look)
+        code = exit_code_of(made.run, status)
+        kept = code != 0
+        return _report(made.run, status, code, folder if kept else None)
+    finally:
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _report(run: RunDir, status: RunStatus, code: int, folder: Path | None) -> Preflight:
+    attempt = run.attempt(max(run.attempts(), default=1))
+    together = read_document(attempt / "preflight.json") or {}
+    inspected = (read_document(path) for path in sorted((attempt / "preflight").glob("[!.]*.json")))
+    return Preflight(
+        exit_code=code,
+        why="" if code == 0 else status.why,
+        ranks=tuple(together.get("ranks", ())),
+        findings=tuple(together.get("findings", ())),
+        nodes=tuple(node for node in inspected if node is not None),
+        all_reduce_seconds=together.get("all_reduce_seconds"),
+        all_reduce_planned_seconds=together.get("all_reduce_planned_seconds"),
+        folder=folder,
+    )

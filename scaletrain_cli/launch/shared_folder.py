@@ -1,0 +1,84 @@
+"""Whether other machines can see a folder, and whether it has room for a run's checkpoints, as far as it shows here.
+
+Looks at this machine's mounts and free space alone; the nodes themselves are asked by the probe.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from scaletrain_cli.errors import Problem, SchedulerError
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.spec import RunSpec
+
+# Of the file systems that people keep runs on, these are on drives or in memory of one machine.
+_LOCAL = frozenset("ext2 ext3 ext4 xfs btrfs zfs tmpfs ramfs overlay f2fs jfs reiserfs apfs vfat exfat".split())
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+
+
+def unshared_notes(folder: Path, nodes: int, mounts: str | None = None) -> list[str]:
+    """A warning where the folder's file system is one that only this machine has, by its type."""
+    kind = file_system(folder, _mounts() if mounts is None else mounts)
+    if nodes < 2 or kind not in _LOCAL:
+        return []
+    return [
+        f"the runs root {folder} is on {kind}, which the nodes see only if this machine exports it. "
+        "Put it on a file system that they share ($SCALETRAIN_RUNS), or ask the nodes with --probe."
+    ]
+
+
+def file_system(folder: Path, mounts: str) -> str:
+    """The type of the file system that holds the folder; ``mounts`` as in /proc/self/mounts."""
+    found, longest = "", -1
+    for line in mounts.splitlines():
+        fields = line.split(" ")
+        if len(fields) < 3:
+            continue
+        point = Path(_ESCAPE.sub(lambda match: chr(int(match[1], 8)), fields[1]))
+        if folder.is_relative_to(point) and len(point.parts) >= longest:  # of two at one place the later one counts
+            found, longest = fields[2], len(point.parts)
+    return found
+
+
+def room_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1) -> list[str]:
+    """A warning where the checkpoints that are kept do not fit. Raises SchedulerError where not even one does.
+
+    ``runs``: so many like this one.
+    """
+    if spec.checkpoint.dir != "auto":
+        folder = Path(spec.checkpoint.dir).expanduser()
+    one, kept = plan.durability.checkpoint_bytes * runs, spec.checkpoint.keep + 1  # the next comes before the last goes
+    free = _free_bytes(folder)
+    if free is None or free >= one * kept:
+        return []
+    has, each = f"{folder} has room for {free / 1e9:.1f} GB", f" of each of {runs} runs" if runs > 1 else ""
+    if free < one:
+        message = f"{has}, and one checkpoint{each} takes {one / 1e9:.1f} GB."
+        hint = "Make room, or set checkpoint.dir to another file system."
+        raise SchedulerError(
+            "The run could not save anything. Nothing was queued.",
+            (Problem(spec.where("checkpoint.dir"), "checkpoint.dir", message, str(spec.checkpoint.dir), hint),),
+        )
+    return [
+        f"{has}, and {kept} checkpoints{each} (checkpoint.keep, and the one in the making) "
+        f"take {one * kept / 1e9:.1f} GB."
+    ]
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Of the nearest parent that is there; None where it cannot be told."""
+    there = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    try:
+        usage = os.statvfs(there) if there is not None else None
+    except OSError:
+        return None
+    return usage.f_bavail * usage.f_frsize if usage is not None else None
+
+
+def _mounts() -> str:
+    try:
+        return Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

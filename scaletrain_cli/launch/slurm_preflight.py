@@ -1,0 +1,274 @@
+"""Whether a site can ever run a job as the spec asks for it, told apart from what only makes it wait. Pure.
+
+Every problem at once, each with what was given, what is allowed and what to do. Slurm itself accepts much of this and
+leaves the job pending for ever.
+"""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from scaletrain_cli.errors import Problem
+from scaletrain_cli.launch.slurm_limits import GPU, Limit, fit
+from scaletrain_cli.launch.slurm_preemption import preemption_notes
+from scaletrain_cli.launch.slurm_script import cores_per_node
+from scaletrain_cli.launch.slurm_site import Site
+from scaletrain_cli.launch.slurm_tables import Node, Partition
+from scaletrain_cli.spec import RunSpec
+
+_WHEN = "%Y-%m-%d %H:%M"
+_REFUSING_STATES = ("DRAIN", "INACTIVE")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What can never work, and what only waits or should be known."""
+
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+
+def judge(site: Site, spec: RunSpec, expand: Callable[[str], Collection[str]]) -> Verdict:
+    """``expand`` turns a hostlist into names."""
+    return _Judge(site, spec, expand).verdict()
+
+
+@dataclass
+class _Judge:
+    site: Site
+    spec: RunSpec
+    expand: Callable[[str], Collection[str]]
+
+    def verdict(self) -> Verdict:
+        partitions = self.site.partitions_of(self.spec.cluster)
+        notes: list[str] = []
+        problems = [*self._no_partition(partitions), *self._who()]
+        by_partition = [list(self._of_partition(partition, notes)) for partition in partitions]
+        if all(by_partition):  # Slurm takes the first of a list of partitions that can
+            problems += [one for found in by_partition for one in found]
+        problems += self._quotas(partitions, notes)
+        problems += self._reservation()
+        notes += preemption_notes(self.site, self.spec.cluster)
+        return Verdict(tuple(dict.fromkeys(problems)), tuple(dict.fromkeys(notes)))
+
+    def _problem(self, key: str, message: str, given: object, hint: str) -> Problem:
+        return Problem(self.spec.where(key), key, message, str(given), hint)
+
+    def _no_partition(self, found: list[Partition]) -> Iterator[Problem]:
+        wanted = self.spec.cluster.slurm.partition
+        names = [partition.name for partition in self.site.partitions]
+        if wanted is None and not found and names:
+            hint = f"Set it to one of {', '.join(names)}."
+            yield self._problem("cluster.slurm.partition", "this cluster has no default partition.", "null", hint)
+        elif wanted is not None and names:
+            for name in wanted.split(","):
+                if name not in names:
+                    near = difflib.get_close_matches(name, names, n=1)
+                    hint = f"Did you mean {near[0]}?" if near else "Use one of these."
+                    message = f"this cluster has the partitions {', '.join(names)}."
+                    yield self._problem("cluster.slurm.partition", message, name, hint)
+
+    def _who(self) -> Iterator[Problem]:
+        site, slurm = self.site, self.spec.cluster.slurm
+        accounts = sorted({one.account for one in site.associations})
+        if site.enforces("associations") and accounts and slurm.account and slurm.account not in accounts:
+            message = f"{site.user} may charge {', '.join(accounts)}."
+            yield self._problem(
+                "cluster.slurm.account", message, slurm.account, "Use one of these, or ask to be added."
+            )
+        allowed = sorted({qos for one in site.associations if one.account == site.account for qos in one.qos})
+        if site.enforces("qos") and allowed and slurm.qos and slurm.qos not in allowed:
+            message = f"{site.user} may use {', '.join(allowed)} in account {site.account}."
+            yield self._problem("cluster.slurm.qos", message, slurm.qos, "Use one of these, or another account.")
+
+    def _of_partition(self, partition: Partition, notes: list[str]) -> Iterator[Problem]:
+        cluster, slurm, name = self.spec.cluster, self.spec.cluster.slurm, partition.name
+        key = "cluster.slurm.partition"
+        if partition.state in _REFUSING_STATES:
+            yield self._problem(key, f"is {partition.state} and takes no jobs.", name, "Use another, or wait.")
+        elif partition.state != "UP":
+            notes.append(f"partition {name} is {partition.state}: jobs wait until it is UP again.")
+        if (wanted := slurm.time) is not None and partition.max_seconds is not None and wanted > partition.max_seconds:
+            most = _duration(partition.max_seconds)
+            yield self._problem(
+                "cluster.slurm.time",
+                f"jobs of {name} may last {most} (MaxTime).",
+                _duration(wanted),
+                f"Set it to {most} or less: a run that is requeued goes on from its last checkpoint.",
+            )
+        if partition.max_nodes is not None and cluster.nodes > partition.max_nodes:
+            message = f"a job of {name} may have {partition.max_nodes} nodes (MaxNodes)."
+            yield self._problem("cluster.nodes", message, cluster.nodes, "Ask for fewer, or in another partition.")
+        if cluster.nodes < partition.min_nodes:
+            message = f"a job of {name} must have {partition.min_nodes} nodes (MinNodes)."
+            yield self._problem("cluster.nodes", message, cluster.nodes, "Ask for more, or in another partition.")
+        for what, mine, allowed, denied in (
+            ("account", self.site.account, partition.allowed_accounts, partition.denied_accounts),
+            ("qos", self.site.qos, partition.allowed_qos, partition.denied_qos),
+        ):
+            if mine and (mine in denied or (allowed is not None and mine not in allowed)):
+                among = f"only {', '.join(sorted(allowed))}" if allowed is not None else f"not {mine}"
+                hint = f"Set cluster.slurm.{what} or cluster.slurm.partition."
+                yield self._problem(f"cluster.slurm.{what}", f"partition {name} admits {among}.", mine, hint)
+        yield from self._nodes_of(partition, notes)
+
+    def _nodes_of(self, partition: Partition, notes: list[str]) -> Iterator[Problem]:
+        """Whether so many nodes of that kind are there at all, in whatever state; and how many are out of order."""
+        cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
+        here = [node for node in self.site.nodes if partition.name in node.partitions]
+        excluded = set(self.expand(slurm.exclude)) if slurm.exclude else set()
+        pinned = set(self.expand(slurm.nodelist)) if slurm.nodelist else set()
+        if here and pinned - {node.name for node in here}:
+            strange = ", ".join(sorted(pinned - {node.name for node in here}))
+            message = f"{strange} not in partition {partition.name}."
+            yield self._problem("cluster.slurm.nodelist", message, slurm.nodelist, "Name nodes of that partition.")
+            return
+        offered = [node for node in here if node.name not in excluded]
+        fitting = [node for node in offered if not list(self._too_small(node))]
+        if not here or len(fitting) >= cluster.nodes:
+            usable = sum(node.is_usable for node in fitting)
+            if here and usable < cluster.nodes:
+                down = ", ".join(f"{node.name} {node.state}" for node in fitting if not node.is_usable)
+                notes.append(
+                    f"{usable} of {len(fitting)} nodes of {partition.name} that fit the job are in order ({down}): "
+                    f"it waits until {cluster.nodes} are."
+                )
+            else:
+                notes.extend(self._reserved(partition, fitting))
+            return
+        if fitting or not offered:
+            kind = "that fit the job" if len(fitting) < len(here) else "in all"
+            less = f", beside those in exclude ({slurm.exclude})" if excluded else ""
+            message = f"partition {partition.name} has {len(fitting)} nodes {kind}{less}."
+            yield self._problem("cluster.nodes", message, cluster.nodes, f"Ask for {max(1, len(fitting))} at most.")
+            return
+        reasons = [dict(self._too_small(node)) for node in offered]
+        for key in sorted(set.intersection(*(set(found) for found in reasons)) or {key for r in reasons for key in r}):
+            yield self._none_is_large_enough(partition, offered, key)
+
+    def _too_small(self, node: Node) -> Iterator[tuple[str, str]]:
+        """Keys of the spec that ask for more than the node has at all."""
+        cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
+        if cluster.gpu != "cpu":
+            if slurm.gres_type is not None and not node.gpus.get(slurm.gres_type):
+                yield "cluster.slurm.gres_type", ""
+            elif self._gpus(node) < cluster.gpus_per_node:
+                yield "cluster.gpus_per_node", ""
+        if node.cpus and (cores_per_node(cluster) or 0) > node.cpus:
+            yield "cluster.cpus_per_gpu", ""
+        if node.memory_mib and (slurm.memory_per_node or 0) > node.memory_mib * 2**20:
+            yield "cluster.slurm.memory_per_node", ""
+
+    def _gpus(self, node: Node) -> int:
+        kind = self.spec.cluster.slurm.gres_type
+        return node.gpus.get(kind, 0) if kind is not None else sum(node.gpus.values())
+
+    def _none_is_large_enough(self, partition: Partition, nodes: list[Node], key: str) -> Problem:
+        cluster, slurm, name = self.spec.cluster, self.spec.cluster.slurm, partition.name
+        kinds = sorted({kind for node in nodes for kind, count in node.gpus.items() if count})
+        if key == "cluster.slurm.gres_type":
+            there = (
+                f"there are {', '.join(kind or 'GPUs without a type' for kind in kinds)}" if kinds else "it has none"
+            )
+            message = f"no node of partition {name} has GPUs of this type; {there}."
+            hint = "Use one of these, or another partition." if kinds else "Use another partition."
+            return self._problem(key, message, slurm.gres_type, hint)
+        if key == "cluster.gpus_per_node":
+            most = max(map(self._gpus, nodes))
+            hint = f"Ask for {most} per node and more nodes." if most else "Use another partition."
+            return self._problem(key, f"nodes of partition {name} have {most} GPUs.", cluster.gpus_per_node, hint)
+        if key == "cluster.cpus_per_gpu":
+            most = max(node.cpus for node in nodes)
+            message = (
+                f"nodes of partition {name} have {most} CPUs, and the job wants {cores_per_node(cluster)} on each."
+            )
+            return self._problem(key, message, cluster.cpus_per_gpu, f"Set it to {most // cluster.gpus_per_node}.")
+        most = max(node.memory_mib for node in nodes)
+        return self._problem(
+            key, f"nodes of partition {name} have {most} MiB.", slurm.memory_per_node, f"Set it to {most}MiB or less."
+        )
+
+    def _quotas(self, partitions: list[Partition], notes: list[str]) -> Iterator[Problem]:
+        """Against what the account and QOS may hold at once: never, or not now."""
+        cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
+        if not self.site.enforces("limits"):
+            return
+        request: dict[str, float] = {"node": cluster.nodes}
+        if cluster.gpu != "cpu":
+            request[GPU] = cluster.nodes * cluster.gpus_per_node
+            if slurm.gres_type is not None:
+                request[f"{GPU}:{slurm.gres_type}"] = request[GPU]
+        if (cores := cores_per_node(cluster)) is not None:
+            request["cpu"] = cluster.nodes * cores
+        if slurm.memory_per_node is not None:
+            request["mem"] = cluster.nodes * slurm.memory_per_node / 2**20
+        found = fit(self.site.limits, request, slurm.time)
+        for limit in found.never:
+            yield self._beyond(limit, request)
+        for limit in found.busy:
+            used, allowed = f"{limit.used:g}", f"{limit.allowed:g}"
+            if limit.kind == "GrpTRESMins":
+                notes.append(f"{limit.owner} has used up its {allowed} minutes of {limit.in_words} ({limit.kind}).")
+            else:
+                notes.append(
+                    f"{limit.owner} has {used} of its {allowed} {limit.in_words} in use ({limit.kind}): "
+                    f"the job waits for {request.get(limit.resource, 1):g}."
+                )
+
+    def _beyond(self, limit: Limit, request: dict[str, float]) -> Problem:
+        at_once = "in a job" if limit.used is None else "at once"
+        elsewhere = "or use another account or QOS."
+        if limit.resource == "seconds":
+            most = _duration(limit.allowed)
+            given = _duration(self.spec.cluster.slurm.time or 0)
+            message = f"{limit.owner} allows jobs of {most} ({limit.kind})."
+            return self._problem("cluster.slurm.time", message, given, f"Set it to {most} or less, {elsewhere}")
+        key = {"mem": "cluster.slurm.memory_per_node", "cpu": "cluster.cpus_per_gpu"}.get(
+            limit.resource, "cluster.nodes"
+        )
+        message = f"{limit.owner} may hold {limit.allowed:g} {limit.in_words} {at_once} ({limit.kind})."
+        given = f"{request.get(limit.resource, 1):g} {limit.in_words} over all nodes"
+        return self._problem(key, message, given, f"Ask for less, {elsewhere}")
+
+    def _reservation(self) -> Iterator[Problem]:
+        wanted = self.spec.cluster.slurm.reservation
+        names = [one.name for one in self.site.reservations]
+        if wanted is not None and wanted not in names:
+            there = f"this cluster has {', '.join(names)}." if names else "this cluster has none now."
+            yield self._problem("cluster.slurm.reservation", there, wanted, "Use one of these, or none.")
+
+    def _reserved(self, partition: Partition, fitting: list[Node]) -> Iterator[str]:
+        """Reservations that the job cannot end before, where too few nodes are left beside them."""
+        slurm, now = self.spec.cluster.slurm, self.site.now
+        lasts = slurm.time or partition.default_seconds or partition.max_seconds or float("inf")
+        in_the_way = [
+            one
+            for one in self.site.reservations
+            if one.name != slurm.reservation and one.start < now + lasts and one.end > now
+        ]
+        taken = {name for one in in_the_way for name in one.nodes}
+        if sum(node.is_usable and node.name not in taken for node in fitting) >= self.spec.cluster.nodes:
+            return
+        for one in sorted(in_the_way, key=lambda one: one.start):
+            hit = sorted(one.nodes & {node.name for node in fitting})
+            if not hit:
+                continue
+            what = "maintenance" if one.is_maintenance else "reservation"
+            began, until = (time.strftime(_WHEN, time.localtime(moment)) for moment in (one.start, one.end))
+            before = ""
+            if one.start - now > 600:
+                before = f", unless cluster.slurm.time lets it end before that (at most {_duration(one.start - now)})"
+            yield (
+                f"{what} {one.name} takes {len(hit)} nodes of {partition.name} from {began} to {until}: "
+                f"the job waits until it is over{before}."
+            )
+
+
+def _duration(seconds: float) -> str:
+    minutes = int(seconds // 60)
+    days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
+    parts = [f"{days}d"] * bool(days) + [f"{hours}h"] * bool(hours) + [f"{minutes}m"] * bool(minutes)
+    return "".join(parts) or f"{seconds:g}s"

@@ -1,0 +1,113 @@
+"""A sweep: one run per combination of values, all of them handed over or none.
+
+The cap on how many run at once is kept in lanes: with a cap of three, the fourth run waits for the end of the first,
+the fifth for that of the second. A run that is preempted keeps its place in its lane, since its job has not ended, and
+each run has its own job, requeues, checkpoints and `scaletrain resume`. An array would share one script and one life,
+and its throttle would not know a resumed run.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scaletrain_cli.errors import ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.launch.scheduler import Scheduler
+from scaletrain_cli.launch.submission import CreatedRun, Submission, create_run, read_submission, submit_run
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.sweeps import SweepPlace, write_sweep_place
+from scaletrain_cli.spec import ClusterSpec, RunSpec
+
+MOST_POINTS = 500
+_LONGEST_ID = 100
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run to be: its id, what of the sweep made it, and its spec and plan."""
+
+    run_id: str
+    overrides: tuple[str, ...]
+    spec: RunSpec
+    plan: RunPlan
+
+
+@dataclass(frozen=True)
+class SubmittedPoint:
+    """What became of a point. ``created`` is False where an equal run stood there already."""
+
+    run: RunDir
+    submission: Submission
+    created: bool
+
+
+def point_ids(sweep: str, variants: Sequence[tuple[str, ...]]) -> list[str]:
+    """``SWEEP-lr-1e-4_seed-2``: named after the values, by number where that is too long or not unique."""
+    named = [f"{sweep}-{'_'.join(map(_slug, overrides))}" for overrides in variants]
+    if len(set(named)) == len(named) and all(len(name) <= _LONGEST_ID for name in named):
+        return named
+    digits = len(str(len(named)))
+    return [f"{sweep}-{number:0{digits}d}" for number in range(1, len(named) + 1)]
+
+
+def cap_of(cluster: ClusterSpec, wanted: int | None, points: int) -> int:
+    """How many runs at once. Raises UsageError where this machine could not keep them apart."""
+    if cluster.scheduler != "local":
+        return min(points, wanted or points)
+    if (wanted or 1) > 1 and cluster.gpu != "cpu":
+        raise UsageError(
+            f"--max-concurrent {wanted}: local runs all begin at GPU 0 of this machine and would share it. Leave the "
+            "option out, and they run one after the other; or use cluster.scheduler = slurm."
+        )
+    return min(points, wanted or 1)
+
+
+def submit_sweep(sweep: str, points: Sequence[Point], scheduler: Scheduler, cap: int) -> list[SubmittedPoint]:
+    """Hand over every point, or take back those that were. Raises what the scheduler or the file system refused."""
+    done: list[tuple[CreatedRun, Submission]] = []
+    for index, point in enumerate(points):
+        after = points[index - cap].run_id if index >= cap else None
+        try:
+            made = create_run(point.spec, point.plan, point.run_id)
+            if made.created:
+                write_sweep_place(made.run, SweepPlace(sweep, index + 1, len(points), point.overrides, after))
+            done.append((made, submit_run(made.run, made.record, scheduler)))
+        except ScaletrainError as error:
+            silent = isinstance(error, SchedulerSilentError)
+            left = _take_back([made for made, _ in done], scheduler)
+            if not silent:
+                _remove_unsubmitted(RunDir(runs_root() / point.run_id))
+            told = f"{point.run_id} ({', '.join(point.overrides)}) could not be submitted, so none is: {error.message}"
+            if silent:
+                told += f" Whether its job was taken is not known: look at {point.run_id} with scaletrain status."
+            if left:
+                told += f" These could not be taken back: {', '.join(left)}. Use scaletrain cancel."
+            raise type(error)(told, error.problems) from error
+    return [SubmittedPoint(made.run, submission, made.created) for made, submission in done]
+
+
+def _take_back(made: Sequence[CreatedRun], scheduler: Scheduler) -> list[str]:
+    """Cancel what was handed over just now, the last first: none of a lane may start meanwhile. Who resisted."""
+    left = []
+    for one in reversed([one for one in made if one.created]):
+        try:
+            scheduler.cancel(one.run, one.record)
+            if not one.run.attempts() and not scheduler.job(one.run, one.record).may_be_active:
+                shutil.rmtree(one.run.path)  # as if it had never been: the same sweep can be submitted again
+        except SchedulerError:
+            left.append(one.run.run_id)
+    return left
+
+
+def _remove_unsubmitted(run: RunDir) -> None:
+    if run.record.exists() and read_submission(run) is None and not run.attempts():
+        shutil.rmtree(run.path)
+
+
+def _slug(override: str) -> str:
+    """``training.optimizer.lr=1e-4`` as ``lr-1e-4``."""
+    key, _, value = override.partition("=")
+    return f"{key.rpartition('.')[2]}-{re.sub(r'[^A-Za-z0-9.+-]+', '-', value).strip('-') or 'empty'}".replace("+", "")

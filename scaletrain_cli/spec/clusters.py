@@ -1,0 +1,125 @@
+"""The user's clusters, ``~/.config/scaletrain/clusters.yaml``: by name, what a spec's cluster section need not say.
+
+    default: lab
+    runs: /shared/runs
+    clusters:
+      lab: {scheduler: slurm, gpu: h100-sxm-80gb, gpus_per_node: 8, slurm: {account: team-a, partition: gpu}}
+      cloud: {scheduler: kubernetes, kubernetes: {context: gke-1, namespace: ml, queue: team-a}}
+
+The default cluster fills in what a spec leaves open; one that was asked for by name stands above the spec, and --set
+above both. Knows no fields of the section: what is wrong with them is found where the spec is validated.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.errors import Problem, SpecError, UsageError
+from scaletrain_cli.spec.problems import nearest
+from scaletrain_cli.spec.source import Key, Source, parse_yaml, shown
+
+OPTION = "--cluster"
+_KEYS = ("default", "runs", "clusters")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One cluster's entries, as plain data, and where each stands. ``above`` the spec, or only below what it says."""
+
+    name: str
+    entries: dict[str, Any]
+    source: Source
+    above: bool
+
+    def apply_to(self, raw: dict[str, Any], source: Source) -> None:
+        """Put the entries into the cluster section of a spec that is not validated yet, with their places."""
+        section = raw.setdefault("cluster", {})
+        if not isinstance(section, dict):
+            return  # which validation will say
+        other = section.get("scheduler", self.entries.get("scheduler"))
+        if self.above or other == self.entries.get("scheduler", other):
+            self._merge(self.entries, section, (), source)
+
+    def _merge(self, entries: dict[str, Any], section: dict[str, Any], key: Key, source: Source) -> None:
+        for name, value in entries.items():
+            inner = (*key, name)
+            given = section.get(name)
+            if isinstance(value, dict) and isinstance(given, dict):
+                self._merge(value, given, inner, source)
+            elif self.above or given is None:
+                section[name] = copy.deepcopy(value)
+                self._take_places(inner, source)
+
+    def _take_places(self, key: Key, source: Source) -> None:
+        here, there = ("cluster", *key), ("clusters", self.name, *key)
+        source.places = {place: text for place, text in source.places.items() if place[: len(here)] != here}
+        for place, text in self.source.places.items():
+            if place[: len(there)] == there:
+                moved: Key = ("cluster", *place[2:])
+                source.places[moved] = text
+
+
+def clusters_file() -> Path:
+    """``$SCALETRAIN_CLUSTERS``, or ``scaletrain/clusters.yaml`` in the user's configuration folder."""
+    if named := os.environ.get("SCALETRAIN_CLUSTERS"):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "scaletrain" / "clusters.yaml"
+
+
+def choose_cluster(name: str | None) -> Cluster | None:
+    """The cluster of that name; without a name the default one, if there is one. Raises SpecError or UsageError."""
+    file = clusters_file()
+    if name is None and not file.exists():
+        return None
+    data, source = _read(file)
+    sections = data["clusters"]
+    chosen = name if name is not None else data["default"]
+    if chosen is None:
+        return None
+    if chosen not in sections:
+        known = f"It knows {', '.join(sections)}." if sections else "It names none."
+        where = OPTION if name is not None else f"{source.place(('default',))} default"
+        raise UsageError(f"{where} = {shown(chosen)}: no such cluster in {file}. {nearest(chosen, sections)}{known}")
+    return Cluster(chosen, sections[chosen], source, above=name is not None)
+
+
+def configured_runs_root() -> Path | None:
+    """Where the file says that runs are to be; None without such a word. Raises SpecError."""
+    file = clusters_file()
+    if not file.exists():
+        return None
+    runs = _read(file)[0]["runs"]
+    return Path(runs).expanduser() if runs is not None else None
+
+
+def _read(file: Path) -> tuple[dict[str, Any], Source]:
+    source = Source(str(file))
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UsageError(f"cannot read {file}: {why}.") from error
+    says_anything = any(line.strip() and not line.lstrip().startswith("#") for line in text.splitlines())
+    data = parse_yaml(text, source) if says_anything else {}
+    problems = [
+        Problem(source.place((key,)), shown(key), f"is not a key of this file. Use {', '.join(_KEYS)}.")
+        for key in data.keys() - set(_KEYS)
+    ]
+    sections = data.get("clusters") or {}
+    if not isinstance(sections, dict):
+        problems.append(Problem(source.place(("clusters",)), "clusters", "must hold a section for each cluster."))
+        sections = {}
+    for name, entries in sections.items():
+        if not isinstance(entries, dict):
+            what = "must be a section with keys of a spec's cluster section."
+            problems.append(Problem(source.place(("clusters", name)), f"clusters.{name}", what, shown(entries)))
+    for key in ("default", "runs"):
+        if not isinstance(data.get(key), str | None):
+            problems.append(Problem(source.place((key,)), key, "must be text.", shown(data[key])))
+    if problems:
+        raise SpecError(f"{file} does not describe clusters", tuple(problems))
+    return {"default": data.get("default"), "runs": data.get("runs"), "clusters": sections}, source

@@ -1,0 +1,84 @@
+"""The Slurm options of the cluster section: each value one word of a `#SBATCH` line, or quoted where bash reads it."""
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, StringConstraints, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from scaletrain_cli.spec.quantities import Bytes, PositiveSeconds
+from scaletrain_cli.spec.section import Section
+
+_SLURM_WORD = r"[A-Za-z0-9_.,:=/@%+*\[\]\-&|!()]{1,256}"
+
+
+def _slurm_word(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(_SLURM_WORD, value):
+        raise PydanticCustomError(
+            "slurm_word", "must be one word of letters, digits and _.,:=/@%+*[]-&|!() that goes into a #SBATCH line"
+        )
+    return value
+
+
+def _slurm_value(value: Any) -> str | int | bool:
+    return value if isinstance(value, int) else _slurm_word(value)
+
+
+# One word for a `#SBATCH` line: no blank, quote, backslash or control character can reach the script.
+SlurmWord = Annotated[
+    str, PlainValidator(_slurm_word), WithJsonSchema({"type": "string", "pattern": f"^{_SLURM_WORD}$"})
+]
+SlurmOption = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9\-]{0,63}$")]
+SlurmValue = Annotated[
+    str | int | bool, PlainValidator(_slurm_value), WithJsonSchema({"type": ["string", "integer", "boolean"]})
+]
+AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/[^\x00\n]*$", max_length=4096)]
+Mount = Annotated[str, StringConstraints(pattern=r"^/[^\x00\n,]*$", max_length=4096)]
+Image = Annotated[str, StringConstraints(pattern=r"^[^\-\x00\n][^\x00\n]*$", max_length=4096)]
+Module = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+/\-]{0,255}$")]
+
+# Options that the launcher itself sets, or that would break its contract with the run directory.
+SLURM_OWN_OPTIONS = frozenset(
+    "array chdir cpus-per-task dependency error export gpus gpus-per-node gres input job-name kill-on-invalid-dep "
+    "no-requeue nodes ntasks ntasks-per-node open-mode output parsable requeue signal test-only wait wrap partition "
+    "account qos time reservation constraint exclude nodelist mem licenses switches".split()
+)
+
+
+class ContainerSpec(Section):
+    """The image that the ranks run in. The launcher's own first and last word of a job run outside it."""
+
+    image: Image
+    mounts: list[Mount] = Field(default=[], description="SOURCE[:TARGET[:OPTIONS]]; the runs root is mounted anyway")
+    runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    python: AbsolutePath | Literal["python3"] = Field(default="python3", description="in the image, with this package")
+
+
+class SlurmSpec(Section):
+    """Options of the Slurm job. ``extra`` takes any further long option of sbatch, without its dashes."""
+
+    partition: SlurmWord | None = None
+    account: SlurmWord | None = None
+    qos: SlurmWord | None = None
+    time: PositiveSeconds | None = None
+    reservation: SlurmWord | None = None
+    constraint: SlurmWord | None = None
+    exclude: SlurmWord | None = None
+    nodelist: SlurmWord | None = None
+    licenses: SlurmWord | None = None
+    switches: Annotated[int, Field(strict=True, ge=1, le=10_000)] | None = None
+    switches_wait: PositiveSeconds | None = Field(default=None, description="then any nodes will do")
+    memory_per_node: Bytes | None = None
+    gres_type: SlurmWord | None = Field(default=None, description="type in --gpus-per-node=TYPE:N, e.g. h100")
+    modules: list[Module] = []
+    activate: AbsolutePath | None = Field(default=None, description="a script to source, as /opt/venv/bin/activate")
+    container: ContainerSpec | None = None
+    extra: dict[SlurmOption, SlurmValue] = {}
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """(key, message) for what contradicts another setting, or is the launcher's own to set."""
+        if self.switches_wait is not None and self.switches is None:
+            yield "switches_wait", "has nothing to wait for. Set slurm.switches, the most leaf switches to span."
+        for name in sorted(SLURM_OWN_OPTIONS & self.extra.keys()):
+            yield f"extra.{name}", "is set by the launcher or by a field of its own; remove it from extra."

@@ -1,0 +1,92 @@
+"""A cluster at a glance: the same rows from a real Slurm's answers and from this machine's runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.cluster_view import GpuRow, NodesRow, view_of
+from scaletrain_cli.launch.local_cluster_view import local_view
+from scaletrain_cli.launch.slurm_cluster_view import make_view
+from scaletrain_cli.launch.slurm_limits import limits_of
+from scaletrain_cli.ui.cluster_view import show_cluster
+from tests.launch.conftest import MadeRun
+from tests.launch.test_slurm_preflight import SITE
+from tests.launch.test_slurm_tables import answer
+
+LIMITS = limits_of(answer("assoc_mgr"), user="root", uid=0, account="lab", qos="normal")
+VIEW = make_view(dataclasses.replace(SITE, limits=LIMITS), answer("queue"), "root")
+
+
+def test_gpus_are_counted_by_type_and_those_out_of_order_are_not_free() -> None:
+    assert VIEW.gpus == (GpuRow("h100", total=24, used=8, free=8, out_of_order=8, nodes=3, free_nodes=1),)
+    assert VIEW.nodes == (NodesRow("mix", 1), NodesRow("idle", 1), NodesRow("drain", 1))
+    assert VIEW.notes == ("out of order: n3 drain",)
+
+
+def test_my_jobs_stand_with_how_many_are_ahead_and_why_they_wait() -> None:
+    running, first, second = VIEW.queue
+    assert (running.job_id, running.state, running.gpus, running.ahead) == ("2400011", "running", 8, None)
+    assert (first.name, first.gpus, first.ahead, first.reason) == ("mine2", 16, 0, "AssocGrpGRES")
+    assert (second.ahead, second.start, second.reason[:24]) == (1, None, "Nodes required for job a")
+
+
+def test_jobs_of_others_are_counted_and_come_before_mine_by_priority() -> None:
+    lines = (
+        answer("queue") + "9|ada|PENDING|Priority|5000|1|N/A|N/A|main|x\n8|ada|PENDING|Priority|10|1|N/A|N/A|main|y\n"
+    )
+    lines += "7|ada|RUNNING|None|1|1|N/A|N/A|main|z\n6|ada|PENDING|Priority|9999|1|N/A|N/A|high|w\n"
+    view = make_view(SITE, lines, "root")
+    assert (view.others_running, view.others_queued) == (1, 3)
+    assert [row.ahead for row in view.queue if row.state == "queued"] == [1, 2]
+    assert len(view.queue) == 3
+
+
+def test_a_name_with_bars_does_not_move_the_columns() -> None:
+    (row,) = make_view(SITE, "1|root|PENDING|None|1|2|gres:gpu:4|N/A|main|a|b\n", "root").queue
+    assert (row.name, row.gpus, row.queue) == ("a|b", 8, "main")
+
+
+def test_quotas_stand_with_what_is_used() -> None:
+    rows = {(row.owner, row.limit): row for row in VIEW.quotas}
+    gpus = rows["account lab", "GrpTRES"]
+    assert (gpus.resource, gpus.allowed, gpus.used) == ("GPUs", 16.0, 8.0)
+
+
+def test_the_json_is_the_same_for_every_scheduler() -> None:
+    local = local_view().to_json()
+    assert local["schema"] == "scaletrain.cluster/v1"
+    assert local.keys() == VIEW.to_json().keys()
+    assert local["gpus"][0].keys() == VIEW.to_json()["gpus"][0].keys()
+
+
+def test_this_machine_has_gpus_as_its_driver_calls_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    card = tmp_path / "0000:00:04.0" / "information"
+    card.parent.mkdir()
+    card.write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 17\n")
+    (row,) = local_view(tmp_path).gpus
+    assert (row.type, row.total, row.free) == ("NVIDIA H100 80GB HBM3", 2, 2)
+
+
+def test_a_local_run_that_has_ended_holds_nothing(make_run: Callable[..., MadeRun]) -> None:
+    make_run()
+    assert local_view().queue == ()
+
+
+def test_the_table_fits_eighty_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scaletrain_cli.ui.console._PIPED", 80)
+    show_cluster(VIEW, now=0.0)
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines()[:12])) <= 80
+    assert "h100     8     8             8     24      3            1" in shown
+    assert "account lab                  8     8       16  GPUs (GrpTRES)" in shown
+
+
+def test_a_scheduler_without_a_view_is_refused_openly() -> None:
+    with pytest.raises(SchedulerError, match="kubernetes has no view"):
+        view_of("kubernetes")

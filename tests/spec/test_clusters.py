@@ -1,0 +1,149 @@
+"""The user's clusters file: what it fills in, what it overrides, and what is said of its mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import SpecError, UsageError
+from scaletrain_cli.rundir.paths import runs_root
+from scaletrain_cli.spec import RunSpec, load_spec
+from scaletrain_cli.spec.clusters import clusters_file
+from tests.cli.command_line import scaletrain
+
+SPEC = """
+schema: scaletrain/v1
+name: a
+model: {preset: llama-7b}
+data: {source: data/*.jsonl, tokenizer: {vocab_size: 32000}}
+training: {global_batch_size: 1024, steps: 100}
+cluster:
+  nodes: 4
+  slurm: {qos: high}
+"""
+CLUSTERS = """
+default: lab
+runs: ~/shared/runs
+clusters:
+  lab:
+    scheduler: slurm
+    gpu: h100-sxm-80gb
+    gpus_per_node: 8
+    slurm: {partition: gpu, account: team-a, qos: normal}
+  other:
+    scheduler: slurm
+    nodes: 2
+    gpus_per_node: 4
+    gpu: a100-sxm-80gb
+    slurm: {qos: low}
+"""
+
+
+@pytest.fixture
+def configured() -> Path:
+    return write(CLUSTERS)
+
+
+def write(text: str) -> Path:
+    file = clusters_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def load(tmp_path: Path, *overrides: str, cluster: str | None = None, spec: str = SPEC) -> RunSpec:
+    path = tmp_path / "a.yaml"
+    path.write_text(spec)
+    return load_spec(path, overrides, cluster=cluster)
+
+
+def test_the_default_cluster_fills_in_what_the_spec_leaves_open(configured: Path, tmp_path: Path) -> None:
+    cluster = load(tmp_path).cluster
+    assert (cluster.scheduler, cluster.nodes, cluster.gpu, cluster.gpus_per_node) == ("slurm", 4, "h100-sxm-80gb", 8)
+    assert (cluster.slurm.partition, cluster.slurm.account, cluster.slurm.qos) == ("gpu", "team-a", "high")
+
+
+def test_a_cluster_that_is_asked_for_stands_above_the_spec_and_set_above_both(configured: Path, tmp_path: Path) -> None:
+    cluster = load(tmp_path, "cluster.nodes=3", cluster="other").cluster
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.slurm.qos, cluster.slurm.partition) == (3, 4, "low", None)
+
+
+def test_a_spec_of_another_scheduler_is_left_alone_by_the_default(configured: Path, tmp_path: Path) -> None:
+    here = load(tmp_path, spec=SPEC.replace("nodes: 4", "scheduler: local")).cluster
+    assert (here.scheduler, here.gpu, here.slurm.partition) == ("local", "cpu", None)
+
+
+def test_without_a_file_a_spec_is_what_it_says(tmp_path: Path) -> None:
+    assert load(tmp_path, "cluster.nodes=1").cluster.scheduler == "local"
+
+
+def test_without_a_cluster_section_there_is_the_default_one(configured: Path, tmp_path: Path) -> None:
+    assert load(tmp_path, spec=SPEC.partition("cluster:")[0]).cluster.slurm.account == "team-a"
+
+
+def test_an_error_names_the_line_of_the_file_that_is_wrong(tmp_path: Path) -> None:
+    file = write(
+        CLUSTERS.replace("partition: gpu", "partitoin: gpu").replace("gpus_per_node: 8", "gpus_per_node: many")
+    )
+    with pytest.raises(SpecError) as error:
+        load(tmp_path)
+    told = {(problem.where, problem.key) for problem in error.value.problems}
+    assert told == {(f"{file}:8", "cluster.gpus_per_node"), (f"{file}:9", "cluster.slurm.partitoin")}
+
+
+def test_an_error_in_the_spec_still_names_the_line_of_the_spec(configured: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as error:
+        load(tmp_path, spec=SPEC.replace("nodes: 4", "nodes: none"))
+    assert [problem.where for problem in error.value.problems] == [f"{tmp_path}/a.yaml:8"]
+
+
+def test_a_name_that_is_not_there_is_refused_with_the_nearest(configured: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--cluster = labb: no such cluster .*Did you mean lab.*lab, other"):
+        load(tmp_path, cluster="labb")
+    file = write(CLUSTERS.replace("default: lab", "default: nowhere"))
+    with pytest.raises(UsageError, match=f"{file}:2 default = nowhere: no such cluster"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("clusters: {lab: 3}", "clusters.lab"),
+        ("clusters: [lab]", "must hold a section for each"),
+        ("cluster: {}", "is not a key of this file. Use default, runs, clusters"),
+        ("default: 3", "must be text"),
+        ("runs: [a]", "must be text"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_a_file_that_describes_no_clusters_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    write(text)
+    with pytest.raises(SpecError) as error:
+        load(tmp_path)
+    assert words in f"{error.value} {error.value.problems}"
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet\n", "clusters:\n", "default:\n"])
+def test_an_empty_file_is_none(text: str, tmp_path: Path) -> None:
+    write(text)
+    assert load(tmp_path, "cluster.nodes=1").cluster.scheduler == "local"
+
+
+def test_the_runs_are_where_the_file_says_unless_the_environment_does(
+    configured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert runs_root() != Path.home() / "shared" / "runs"
+    monkeypatch.delenv("SCALETRAIN_RUNS")
+    assert runs_root() == Path.home() / "shared" / "runs"
+    write("clusters: {}")
+    assert runs_root() == Path.cwd() / "runs"
+
+
+def test_verbs_take_the_name_of_a_cluster(configured: Path, tmp_path: Path) -> None:
+    load(tmp_path)
+    path = tmp_path / "a.yaml"
+    assert scaletrain("validate", path, "--cluster", "other", "--json").data["spec"]["cluster"]["nodes"] == 2
+    assert scaletrain("plan", path, "--cluster", "other", "--json").data["layout"]["world_size"] == 8
+    assert "--gpus-per-node=4" in scaletrain("submit", path, "--cluster", "other", "--dry-run").out
+    assert scaletrain("plan", path, "--cluster", "nowhere").code == 2
