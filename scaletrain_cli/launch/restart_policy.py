@@ -68,6 +68,11 @@ def decide(
     return Decision(False, ExitCode.CRASHED, f"{reason}: restarts.{name} = {allowed} is used up")
 
 
+def is_taken_away(reason: Reason) -> bool:
+    """Whether the restart after such an end costs the run nothing: its nodes were wanted for something else."""
+    return reason == "time-limit" or _BUDGET.get(reason) == "preemption"
+
+
 def attempts_without_progress(history: Sequence[AttemptRecord]) -> int:
     """How many of the latest attempts failed without a newer checkpoint; preempted ones neither count nor excuse."""
     return sum(attempt.reason not in _NEUTRAL for attempt in _since_progress(history))

@@ -41,6 +41,7 @@ def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Undi
                 patch.setenv("SCALETRAIN_RUNS", str(tmp_path_factory.mktemp("undisturbed")))
                 finished[key] = submit_drill(dataset, **overrides)
             finished[key].wait_for_end()
+            assert finished[key].events("finished"), f"{finished[key].events()}; log: {finished[key].log()[-3000:]}"
         return finished[key]
 
     return run

@@ -21,6 +21,7 @@ from scaletrain_cli.launch.node_agent import HEARD, AgentOptions
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.attempts import Decision
+    from scaletrain_cli.launch.judgement import Reason
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
 
@@ -180,6 +181,7 @@ def _join(options: PodOptions) -> tuple[RunDir, int] | int:
 
 def _judge(options: PodOptions, run: RunDir, record: RunRecord, number: int, code: int) -> int:
     """Pod 0's last word, once the other nodes have ended or had time to."""
+    from scaletrain_cli.launch.attempts import read_attempt
     from scaletrain_cli.launch.conclusion import conclude_attempt, conclude_run
     from scaletrain_cli.launch.next_attempt import first_attempt_of_job
     from scaletrain_cli.launch.node_record import read_node_records
@@ -192,10 +194,11 @@ def _judge(options: PodOptions, run: RunDir, record: RunRecord, number: int, cod
         time.sleep(_POLL_SECONDS)
     first = first_attempt_of_job(run, options.workload, number)
     decision = conclude_attempt(run, record, number, first_attempt=first, launcher_exit_code=code)
+    ended = read_attempt(run, number)
     if not decision.requeue:
         conclude_run(run, decision)
     print(f"attempt {number} ended: {decision.why}", flush=True)
-    return exit_code_for(decision)
+    return exit_code_for(decision, ended.reason if ended is not None else None)
 
 
 def _verdict(run: RunDir, number: int, code: int) -> int:
@@ -206,20 +209,23 @@ def _verdict(run: RunDir, number: int, code: int) -> int:
     while time.monotonic() < deadline:
         attempt = read_attempt(run, number)
         if attempt is not None and attempt.decision is not None:
-            return exit_code_for(attempt.decision)
+            return exit_code_for(attempt.decision, attempt.reason)
         time.sleep(_POLL_SECONDS)
     return code
 
 
-def exit_code_for(decision: Decision) -> int:
+def exit_code_for(decision: Decision, reason: Reason | None = None) -> int:
     """What a container ends with so that Kubernetes does what was decided, whose policies see nothing but this code."""
     from scaletrain_cli.errors import ExitCode
+    from scaletrain_cli.launch.restart_policy import is_taken_away
 
     code = decision.exit_code
     if code == ExitCode.DONE or code in (ExitCode.USAGE, ExitCode.INFEASIBLE):
         return code
     if not decision.requeue:
         return ExitCode.DO_NOT_REQUEUE  # whatever ended it: 1 and 75 would bring it back
+    if reason is not None and is_taken_away(reason):
+        return ExitCode.PREEMPTED  # also where its state could not be saved in time: it is not the run's fault
     return code if code in (ExitCode.PREEMPTED, ExitCode.WRONG_NODES) else ExitCode.CRASHED
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.launch.attempts import Decision
-from scaletrain_cli.launch.kubernetes.pod_agent import exit_code_for
+from scaletrain_cli.launch.kubernetes.pod import AGENT_SECONDS
+from scaletrain_cli.launch.kubernetes.pod_agent import VERDICT_SECONDS, exit_code_for
+from scaletrain_cli.launch.watch import UNKILLABLE_SECONDS
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.record import add_revision, documents_of, place_documents, read_record
 from tests.launch.conftest import MadeRun, make_plan
@@ -148,3 +150,13 @@ def test_the_newest_revision_reaches_a_volume_that_has_none(make_run: MakeRun, t
 )
 def test_the_exit_code_alone_says_whether_kubernetes_may_try_again(decision: Decision, code: int) -> None:
     assert exit_code_for(decision) == code
+
+
+def test_nodes_that_are_taken_away_cost_nothing_even_where_no_time_was_left_to_save() -> None:
+    assert exit_code_for(Decision(True, 1, ""), "out-of-grace") == 75
+    assert exit_code_for(Decision(True, 1, ""), "crash") == 1
+    assert exit_code_for(Decision(False, 1, ""), "out-of-grace") == 93
+
+
+def test_kubernetes_leaves_the_pods_the_time_that_their_agents_take() -> None:
+    assert AGENT_SECONDS >= UNKILLABLE_SECONDS + VERDICT_SECONDS
