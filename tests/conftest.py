@@ -37,12 +37,13 @@ def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     A test that talks to a cluster of its own sets that cluster's variables itself, after this.
     """
-    outside = ("SCALETRAIN_", "SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "WANDB_")
+    outside = ("SCALETRAIN_", "SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "WANDB_", "KUBERNETES_")
     launched = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     for name in list(os.environ):
         if name.startswith(outside) or name in launched:
             monkeypatch.delenv(name)
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "no-kubeconfig"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 

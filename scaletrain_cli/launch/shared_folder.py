@@ -47,6 +47,8 @@ def room_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1) -> lis
 
     ``runs``: so many like this one.
     """
+    if spec.cluster.scheduler == "kubernetes":
+        return []  # the pods save on a volume of theirs, which need not be this one
     if spec.checkpoint.dir != "auto":
         folder = Path(spec.checkpoint.dir).expanduser()
     one, kept = plan.durability.checkpoint_bytes * runs, spec.checkpoint.keep + 1  # the next comes before the last goes

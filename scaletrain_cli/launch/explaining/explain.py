@@ -5,6 +5,7 @@ Changes nothing. What a scheduler knows is asked in slurm_jobs; what an end mean
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -27,8 +28,10 @@ def explain(run: RunDir) -> Explanation:
 
 
 def _findings(run: RunDir, record: RunRecord, status: RunStatus, last: AttemptRecord | None) -> Iterator[Finding]:
-    if status.state == "queued" or (status.state == "preempted" and status.job_id):
-        yield from _waiting(run, status)
+    stuck = _stuck_in_kubernetes(run, record, status)
+    yield from stuck
+    if not stuck and (status.state == "queued" or (status.state == "preempted" and status.job_id)):
+        yield from _waiting(run, record, status)
     if status.state == "running" and last is not None and last.ended is None:
         yield _running(run, status)
         return
@@ -38,7 +41,22 @@ def _findings(run: RunDir, record: RunRecord, status: RunStatus, last: AttemptRe
         yield _never_began(run, status)
 
 
-def _waiting(run: RunDir, status: RunStatus) -> Iterator[Finding]:
+def _stuck_in_kubernetes(run: RunDir, record: RunRecord, status: RunStatus) -> list[Finding]:
+    """What keeps a job there that nothing but a person can end."""
+    if status.scheduler != "kubernetes" or status.state not in ("queued", "running", "preempted"):
+        return []
+    from scaletrain_cli.launch.explaining.kubernetes_jobs import what_never_ends
+
+    with contextlib.suppress(SchedulerError):  # status has told of that already
+        return list(what_never_ends(run, record))
+    return []
+
+
+def _waiting(run: RunDir, record: RunRecord, status: RunStatus) -> Iterator[Finding]:
+    if status.scheduler == "kubernetes":
+        from scaletrain_cli.launch.explaining import kubernetes_jobs
+
+        yield kubernetes_jobs.why_it_waits(run, record, status)
     if status.scheduler != "slurm":
         return
     from scaletrain_cli.launch.explaining.slurm_jobs import why_it_waits
@@ -69,5 +87,8 @@ def _never_began(run: RunDir, status: RunStatus) -> Finding:
         from scaletrain_cli.launch.explaining.slurm_jobs import how_it_ended
 
         evidence += how_it_ended(status.job_id, run.path / f"slurm-{status.job_id}.log")
+    if status.scheduler == "kubernetes":  # whose attempts may be on a volume that is not seen here
+        actions = (f"scaletrain logs {run.run_id}", f"scaletrain resume {run.run_id} goes on")
+        return Finding(status.state, f"its job is over: {status.state}", tuple(evidence), actions)
     again = f"scaletrain resume {run.run_id} submits it again"
     return Finding("never-began", "its job ended before an attempt began", tuple(evidence), (again,))

@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.kubernetes.kinds import EVENT, POD, Kind, Object, kind_of
+from scaletrain_cli.launch.kubernetes.refusals import NotServedError, RefusedError, refusal
 
 FIELD_MANAGER = "scaletrain"
 _CONNECT_SECONDS = 5.0
@@ -25,28 +25,6 @@ _SILENCE_SECONDS = 10.0
 _PAGE = 500
 _MOST_CONNECTIONS = 300  # every log that is followed holds one
 _IN_CLUSTER_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
-_RBAC = re.compile(r'cannot (\S+) resource "([^"]+)" in API group "([^"]*)"')
-
-
-class RefusedError(SchedulerError):
-    """The API server answered, and not as hoped. ``status`` is HTTP's; ``said`` the server's own words."""
-
-    def __init__(self, message: str, status: int, said: str, problems: tuple[Problem, ...] = ()) -> None:
-        super().__init__(message, problems)
-        self.status, self.said = status, said
-
-    @property
-    def is_rights(self) -> bool:
-        """Whether the user lacks a right, as opposed to an object that breaks a rule or a quota."""
-        return self.status == 403 and _RBAC.search(self.said) is not None
-
-
-class NotServedError(RefusedError):
-    """The cluster has no such resource: its CRD is missing, or of another version."""
-
-    def __init__(self, message: str, kind: Kind) -> None:
-        super().__init__(message, 404, message)
-        self.kind = kind
 
 
 class Cluster:
@@ -158,7 +136,7 @@ class Cluster:
             if not follow:  # one that is followed may go silent, or its node away; who follows asks again
                 raise
         finally:
-            response.release_conn()
+            response.close()  # whatever was not read would be the answer to the next question
 
     def serves(self, kind: Kind) -> bool:
         """Whether the cluster has this kind, in this version."""
@@ -172,11 +150,20 @@ class Cluster:
 
     def version(self, patience_seconds: float = _READ_SECONDS) -> str:
         """The server's version, as ``v1.36.2``. The cheapest question that shows whether it answers."""
-        answer = json.loads(self._send("get", None, "/version", read_seconds=patience_seconds).data)
+        answer = self._parsed(self._send("get", None, "/version", read_seconds=patience_seconds).data)
         return str(answer.get("gitVersion", "of unknown version"))
 
     def _json(self, method: str, kind: Kind, path: str, **options: Any) -> Object:
-        answer: Object = json.loads(self._send(method, kind, path, **options).data)
+        return self._parsed(self._send(method, kind, path, **options).data)
+
+    def _parsed(self, data: bytes) -> Object:
+        try:
+            answer = json.loads(data)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            text = " ".join(data[:200].decode(errors="replace").split())
+            raise RefusedError(f"{self.where} answers, but not as Kubernetes does: {text!r}. Is it a proxy?", 200, text)
         return answer
 
     def _send(
@@ -190,38 +177,13 @@ class Cluster:
         try:
             return self._client.request(method, path, serialize=False, _request_timeout=timeout, **options)
         except ApiException as error:
-            raise self._refusal(method, kind, path, error) from error
+            raise refusal(self.where, method, kind, path, error) from error
         except _transport_errors() as error:
             message = f"{self.where} does not answer: {_short(error)}. Check the VPN, the server and the context."
             if method == "get":
                 self._silent_since = time.monotonic()
                 raise SchedulerError(message) from error
             raise SchedulerSilentError(f"{message} Whether it did what was asked is not known.") from error
-
-    def _refusal(self, method: str, kind: Kind | None, path: str, error: Any) -> RefusedError:
-        """The server's answer in the words of who asked."""
-        answer = _status_of(error)
-        said = str(answer.get("message") or error.reason or f"HTTP {error.status}").strip()
-        subject = f"{self.where}: {path.rpartition('/')[2] if kind is None else kind.name}"
-        if error.status == 0:  # how the client tells of a certificate
-            return RefusedError(f"{self.where}: no trusted connection: {said}. Check the CA of the context.", 0, said)
-        if error.status == 401:
-            advice = "Log in again: the credentials of the context are missing, wrong or out of date."
-            return RefusedError(f"{self.where} does not know you (401). {advice}", 401, said)
-        if (lacks := _RBAC.search(said)) is not None:
-            verb, resource, group = lacks.groups()
-            right = f"{verb} {resource}" + (f".{group}" if group else "")
-            advice = f"Ask an administrator for the right to {right}: k8s/rbac.yaml has all that is needed."
-            return RefusedError(f"{self.where} forbids it (403): {said}. {advice}", error.status, said)
-        if error.status == 404 and kind is not None and not answer.get("details", {}).get("name"):
-            how = f" Install it: {kind.install}" if kind.install else ""
-            return NotServedError(f"{self.where} has no {kind.name} of {kind.api_version}.{how}", kind)
-        problems = tuple(
-            Problem(kind.name if kind else path, str(cause.get("field", "")), str(cause.get("message", "")))
-            for cause in answer.get("details", {}).get("causes") or ()
-        )
-        verb = {"get": "cannot be read", "delete": "cannot be deleted"}.get(method, "is refused")
-        return RefusedError(f"{subject} {verb} ({error.status}): {said}", error.status, said, problems)
 
 
 def connect(context: str | None, namespace: str) -> Cluster:
@@ -275,15 +237,6 @@ def _transport_errors() -> tuple[type[BaseException], ...]:
     import urllib3.exceptions
 
     return (urllib3.exceptions.HTTPError, OSError)
-
-
-def _status_of(error: Any) -> Object:
-    """The Status object in a refusal; what is not the API server's own (a proxy's page) has none."""
-    try:
-        answer = json.loads(error.body)
-    except (TypeError, ValueError):
-        return {}
-    return answer if isinstance(answer, dict) else {}
 
 
 def _lines(pieces: Iterator[bytes]) -> Iterator[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scaletrain_cli.launch.kubernetes.api import Cluster, RefusedError
+from scaletrain_cli.launch.kubernetes.api import Cluster
 from scaletrain_cli.launch.kubernetes.kinds import CLAIM, PRIORITY_CLASS, SECRET, SERVICE_ACCOUNT, WORKLOAD_PRIORITY
 from scaletrain_cli.launch.kubernetes.obstacles import Found, missing, names_shown, problem
+from scaletrain_cli.launch.kubernetes.refusals import RefusedError
 from scaletrain_cli.spec import RunSpec
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.exclusion import Exclusion, exclusion
 from scaletrain_cli.launch.kubernetes.kinds import NODE, Object
-from scaletrain_cli.launch.kubernetes.quantities import as_number
+from scaletrain_cli.launch.kubernetes.quantities import as_number, shown
 from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec
@@ -47,7 +47,7 @@ def misfits(
             return f"label {key}={value}"
     for resource, amount in wanted.items():
         if as_number(has.get(resource, 0)) < as_number(amount):
-            return f"{resource} of {amount}"
+            return f"{shown(as_number(amount))} {resource}"
     if spec.get("unschedulable"):
         return "being schedulable"
     if tolerations is not None:

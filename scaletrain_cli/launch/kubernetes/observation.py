@@ -17,6 +17,7 @@ from scaletrain_cli.launch.kubernetes.kinds import (
     Object,
 )
 from scaletrain_cli.launch.kubernetes.names import NODE as CONTAINER
+from scaletrain_cli.launch.kubernetes.refusals import RefusedError
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.kubernetes.api import Cluster
@@ -94,8 +95,6 @@ def own_container(pod: Object) -> Object:
 
 def _allowed(ask: Callable[[], list[Object]]) -> list[Object] | None:
     """The answer; None where the user lacks the right to ask."""
-    from scaletrain_cli.launch.kubernetes.api import RefusedError
-
     try:
         return ask()
     except RefusedError as error:

@@ -20,6 +20,7 @@ from scaletrain_cli.launch.kubernetes.kinds import POD, Object
 from scaletrain_cli.launch.kubernetes.names import NODE
 from scaletrain_cli.launch.kubernetes.observation import index_of, own_container
 from scaletrain_cli.launch.kubernetes.pod_lines import rank_of, read_beginning
+from scaletrain_cli.launch.kubernetes.refusals import RefusedError
 from scaletrain_cli.launch.kubernetes.whereabouts import Whereabouts, shares_volume
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
@@ -51,11 +52,17 @@ class PodLogs:
         self._streams: dict[str, threading.Thread] = {}
 
     def bring(self) -> None:
-        """Fetch what is new in every pod that the API server still has. Raises SchedulerError."""
+        """Fetch what is new in every pod that the API server still has. Raises SchedulerError, after the last pod."""
+        trouble: RefusedError | None = None
         with self._alone() as alone:
-            if alone:
-                for pod in self._pods():
+            for pod in self._pods() if alone else ():
+                try:
                     self._read(pod, follow=False)
+                except RefusedError as error:  # a node that is silent must not hide what the others said
+                    gone = error.status == 404
+                    trouble = trouble if gone or trouble is not None else error
+        if trouble is not None:
+            raise trouble
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from scaletrain_cli.errors import Problem, SchedulerError
-from scaletrain_cli.launch.kubernetes.api import Cluster, NotServedError, RefusedError
+from scaletrain_cli.launch.kubernetes.api import Cluster
 from scaletrain_cli.launch.kubernetes.capacity import namespace_room, node_room, queue_room
 from scaletrain_cli.launch.kubernetes.children import children
 from scaletrain_cli.launch.kubernetes.existence import claims, pod_priority, priority, secrets, service_account
 from scaletrain_cli.launch.kubernetes.kinds import LOCAL_QUEUE, NAMESPACE, VOLCANO_QUEUE, Kind, Object, kind_of
 from scaletrain_cli.launch.kubernetes.manifest import Manifest
 from scaletrain_cli.launch.kubernetes.obstacles import Found, problem
+from scaletrain_cli.launch.kubernetes.refusals import NotServedError, RefusedError
 from scaletrain_cli.spec import RunSpec
 
 

@@ -22,3 +22,10 @@ def as_number(quantity: str | int | float) -> Fraction:
     if exponent is not None:
         return Fraction(number) * Fraction(10) ** int(exponent)
     return Fraction(number) * (_FACTORS[suffix] if suffix else 1)
+
+
+def shown(amount: Fraction) -> str:
+    """For people: ``16``, or ``512.0Gi`` of what is counted in bytes."""
+    if amount.denominator == 1 and amount < 10**6:
+        return str(amount.numerator)
+    return f"{float(amount) / 2**30:.1f}Gi" if amount >= 2**30 else f"{float(amount):g}"

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from scaletrain_cli.launch.kubernetes.kinds import Object
 from scaletrain_cli.launch.kubernetes.nodes import tolerated
-from scaletrain_cli.launch.kubernetes.quantities import as_number
+from scaletrain_cli.launch.kubernetes.quantities import as_number, shown
 
 Amounts = Mapping[str, Fraction]
 # A site may tell Kueue to leave these out of every quota (resources.excludeResourcePrefixes), which nobody can see.
@@ -101,7 +101,7 @@ def _too_little(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Am
     for name, amount in wanted.items():
         most = _most(queue, flavor, cohort, name)
         if most is not None and amount > most:
-            return f"the job needs {_shown(amount)} {name}, and there are {_shown(most)} at the most"
+            return f"the job needs {shown(amount)} {name}, and there are {shown(most)} at the most"
     return ""
 
 
@@ -110,7 +110,7 @@ def _busy(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Amounts)
     for name, amount in wanted.items():
         most, taken = _most(queue, flavor, cohort, name), _reserved(queue, flavor["name"], name)
         if most is not None and amount > most - taken:
-            return f"{_shown(taken)} of {_shown(most)} {name} are taken, and the job needs {_shown(amount)}"
+            return f"{shown(taken)} of {shown(most)} {name} are taken, and the job needs {shown(amount)}"
     return ""
 
 
@@ -157,9 +157,3 @@ def _resource(flavor: Object, name: str) -> Object | None:
 
 def _name(item: Object) -> str:
     return str(item["metadata"]["name"])
-
-
-def _shown(amount: Fraction) -> str:
-    if amount.denominator == 1 and amount < 10**6:
-        return str(amount.numerator)
-    return f"{float(amount) / 2**30:.1f}Gi" if amount >= 2**30 else f"{float(amount):g}"

@@ -117,13 +117,12 @@ class KubernetesScheduler:
         if workload is not None and not workload["metadata"].get("deletionTimestamp"):
             kind, uid = BACKENDS[parse_id(place.job_id)[0]], workload["metadata"]["uid"]
             _refuse_another_run(cluster, workload, record)
-            if not shares_volume(run):
-                with contextlib.suppress(SchedulerError):  # what they have printed; to stop them matters more
-                    self._logs(run, record, place, cluster).bring()
             # The pods may not see the stop file; whoever looks at the object sees that it was no preemption.
             stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             cluster.annotate(kind, place.namespace, place.name, {CANCELLED: stamp})
             cluster.delete(kind, place.namespace, place.name, uid=uid)
+            with contextlib.suppress(SchedulerError):  # the pods take their output along when they go
+                self._logs(run, record, place, cluster).bring()
         if not (seen.pods and shares_volume(run)):  # else the first pod records it, once all have saved
             record_event(run, "cancelled", job_id=place.job_id)
 

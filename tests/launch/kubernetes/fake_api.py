@@ -43,7 +43,7 @@ class FakeApi:
         self.asked: list[str] = []  # every method and path with its query
         self.deletions: list[tuple[str, Object]] = []
         self.page: int | None = None
-        self.silent = threading.Event()
+        self.silent_pods: set[str] = set()  # their kubelet does not answer
         self._made = 0
 
     def put(self, plural: str, body: Object, group: str = "", namespace: str = "ml") -> Object:
@@ -191,8 +191,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refused(self, verb: str, group: str, resource: str) -> bool:
         self.api.calls.add((verb, group, resource))
-        if self.api.silent.is_set():
-            time.sleep(1.0)
         refusal = self.api.refusals.get((verb, resource))
         if refusal is None and group and not any(kinds.startswith(f"{group}/") for kinds in self.api.installed):
             self._not_served()
@@ -215,6 +213,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _log(self, pod: str, query: dict[str, str]) -> None:
         if "container" not in query:
             self._answer(400, status(400, "BadRequest", "a container name must be specified"))
+            return
+        if pod in self.api.silent_pods:
+            self._answer(500, status(500, "InternalError", "Get https://10.0.0.1:10250: no route to host"))
             return
         lines = self.api.logs.get(pod, [])
         since = query.get("sinceTime", "")[:19]

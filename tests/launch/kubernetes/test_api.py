@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
-from scaletrain_cli.launch.kubernetes.api import Cluster, NotServedError, RefusedError, connect
+from scaletrain_cli.launch.kubernetes.api import Cluster, connect
 from scaletrain_cli.launch.kubernetes.kinds import CONFIG_MAP, JOB_SET, NODE, POD, VOLCANO_JOB, WORKLOAD
+from scaletrain_cli.launch.kubernetes.refusals import NotServedError, RefusedError
 from tests.launch.kubernetes.fake_api import FakeApi, status, write_kubeconfig
 
 
@@ -115,6 +117,14 @@ def test_a_page_of_a_proxy_is_an_error_too(cluster: Cluster, api: FakeApi) -> No
     api.refusals[("get", "pods")] = (502, {"html": "bad gateway"})
     with pytest.raises(RefusedError, match="502"):
         cluster.get(POD, "ml", "p")
+
+
+def test_a_login_page_is_not_taken_for_an_answer(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = SimpleNamespace(data=b"<html>log in</html>")
+    monkeypatch.setattr(cluster._client, "request", lambda *args, **options: page)
+    for ask in (cluster.version, lambda: cluster.find(POD, "ml")):
+        with pytest.raises(RefusedError, match="not as Kubernetes does: '<html>log in"):
+            ask()
 
 
 def test_a_server_that_is_not_there_is_said_to_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ def test_pods_meet_train_and_end_with_0(make_run: MakeRun, start_gang: StartGang
     assert attempt.nodes == ("gpu-0.ec2.internal", "gpu-1.ec2.internal")
     assert "rank 0: up\n" in gang.output[0]  # what ranks write to the volume is in the pods' logs too
     assert "rank 3: up\n" in gang.output[1]
+    assert "attempt 1 begins in a run directory of the pods' own\n" in gang.output[1]
 
 
 def test_pods_that_are_evicted_end_with_75_and_the_next_gang_goes_on(make_run: MakeRun, start_gang: StartGang) -> None:

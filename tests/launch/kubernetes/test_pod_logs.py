@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.kubernetes import pod_logs
 from scaletrain_cli.launch.kubernetes.pod_lines import beginning_line, progress_in, rank_of, read_beginning
@@ -96,6 +97,15 @@ def test_logs_of_a_job_that_was_seen_to_end_are_still_fetched(made: MadeRun, api
     assert KubernetesScheduler().job(made.run, made.record).state == "ended"
     bring(made)
     assert lines(made, 1, 0)[-1] == "the end"
+
+
+def test_a_pod_whose_node_is_silent_does_not_hide_the_others(made: MadeRun, api: FakeApi, name: str) -> None:
+    printed(api, pod(name, 0, node="dead"), OWN, "rank 0: a")
+    printed(api, pod(name, 1), OWN, "rank 2: c")
+    api.silent_pods.add(f"{name}-node-0-0-abcde")
+    with pytest.raises(SchedulerError, match="no route to host"):
+        bring(made)
+    assert lines(made, 1, 2) == [OWN, "c"]
 
 
 def test_pods_that_have_not_begun_are_not_asked(made: MadeRun, api: FakeApi, name: str) -> None:

@@ -219,7 +219,7 @@ def test_without_a_queue_nodes_that_could_ever_do_are_counted(
     assert "3 lack a toleration of team=b:NoSchedule" in problems(preflight, *GPU)
     for number in range(3):
         api.put("nodes", gpu_node(f"n{number}", gpus=4), namespace="")
-    assert "3 lack nvidia.com/gpu of 8" in problems(preflight, *GPU)
+    assert "3 lack 8 nvidia.com/gpu" in problems(preflight, *GPU)
     api.objects[("", "nodes", "", "n0")]["metadata"]["labels"]["karpenter.sh/nodepool"] = "gpu"
     assert any("until the node pools have grown" in note for note in preflight(*GPU))
     api.forbid("list", "nodes")

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from scaletrain_cli.launch.kubernetes.quantities import as_number
+from scaletrain_cli.launch.kubernetes.quantities import as_number, shown
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,7 @@ def test_a_quantity_is_the_number_that_it_says(text: str | int, number: Fraction
 def test_what_is_no_quantity_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no quantity"):
         as_number(text)
+
+
+def test_amounts_are_shown_as_people_count_them() -> None:
+    assert [shown(as_number(text)) for text in ("16", "512Gi", "500m", "2M")] == ["16", "512.0Gi", "0.5", "2e+06"]

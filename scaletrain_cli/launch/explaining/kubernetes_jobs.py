@@ -1,0 +1,74 @@
+"""Why a run on Kubernetes waits, or cannot end: what the cluster says of it, sorted by what helps.
+
+The words are those of status, which are the cluster's own; here they get a cause and something to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from scaletrain_cli.launch.explaining.finding import Evidence, Finding
+from scaletrain_cli.launch.kubernetes.scheduler import KubernetesScheduler
+from scaletrain_cli.launch.kubernetes.whereabouts import whereabouts_of
+from scaletrain_cli.launch.status import RunStatus
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+
+_AGAIN = "scaletrain cancel {run}, mend the spec and submit it again"
+_DESCRIBE = "kubectl -n {namespace} describe {workload}"
+_PATIENCE = "Ask for fewer nodes, or wait"
+_MEND_IMAGE = "Mend the image, the pull secret or the Secret that it names; the pods try on by themselves"
+
+
+class _Reason(NamedTuple):
+    """What stands in the detail of a job, and what that means. ``headline`` and ``actions`` as a Finding has them."""
+
+    pattern: str
+    cause: str
+    headline: str
+    actions: tuple[str, ...] = ()
+    for_ever: bool = False
+
+
+_NO_START = "cannot be pulled|name of the image|must not be pulled|is not there \\(|cannot be (made|started) \\("
+_REASONS = (  # the first that matches
+    _Reason("made no Workload", "never-satisfiable", "Kueue does not know it", (_AGAIN,), True),
+    _Reason("^held by Kueue", "held", "it is held", ("Ask who set spec.active: false on its Workload",), True),
+    _Reason("that would let it go on", "held", "it is suspended, and nobody will let it go on", (_AGAIN,), True),
+    _Reason("doesn't exist", "never-satisfiable", "its queue is not there", (_AGAIN,), True),
+    _Reason("^preempted by Kueue", "priority", "a job of higher priority has its place"),
+    _Reason("^evicted by Kueue", "resources", "its pods did not come up in time, or it lost its quota", (_DESCRIBE,)),
+    _Reason("^(waits|has its quota) in queue", "quota", "Kueue does not admit it now", (_PATIENCE,)),
+    _Reason(_NO_START, "image", "a container cannot start", (_MEND_IMAGE, _AGAIN)),
+    _Reason("FailedMount|FailedAttachVolume", "volume", "a volume cannot be mounted", (_DESCRIBE,)),
+    _Reason("FailedCreate", "quota", "the namespace refuses its pods", (_AGAIN, "Ask for a larger ResourceQuota")),
+    _Reason("no room:", "resources", "no node has room for a pod", (_PATIENCE,)),
+    _Reason("starting|being made|leaving", "starting", "its pods are being made ready"),
+)
+
+
+def why_it_waits(run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
+    """The cause of a wait in the cluster's words. Asks nobody: ``status`` has asked."""
+    evidence = (Evidence("the cluster", status.why),)
+    for reason in _REASONS:
+        if re.search(reason.pattern, status.why):
+            actions = _filled(run, record, reason.actions)
+            return Finding(reason.cause, reason.headline, evidence, actions, reason.for_ever)
+    return Finding("unknown", "the cluster does not say more", evidence, _filled(run, record, (_DESCRIBE,)))
+
+
+def what_never_ends(run: RunDir, record: RunRecord) -> Iterator[Finding]:
+    """The two cases in which Kubernetes never ends a job by itself. Raises SchedulerError."""
+    meanings = {"child-refused": "no Job can be made of it", "dead-node": "a node is dead, and Kubernetes waits for it"}
+    for finding in KubernetesScheduler().findings(run, record):
+        action, evidence = finding.text.rpartition(". ")[2], (Evidence("the cluster", finding.text),)
+        yield Finding(finding.kind, meanings[finding.kind], evidence, (action,), waits_for_ever=True)
+
+
+def _filled(run: RunDir, record: RunRecord, actions: tuple[str, ...]) -> tuple[str, ...]:
+    place = whereabouts_of(run, record)
+    namespace = place.namespace if place else record.spec.cluster.kubernetes.namespace
+    workload = place.job_id.replace("volcano/", "jobs.batch.volcano.sh/") if place else "pods"
+    return tuple(action.format(run=run.run_id, namespace=namespace, workload=workload) for action in actions)
