@@ -47,6 +47,8 @@ def room_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1) -> lis
 
     ``runs``: so many like this one.
     """
+    if spec.cluster.scheduler == "kubernetes":  # on a volume that this machine need not see
+        return []
     if spec.checkpoint.dir != "auto":
         folder = Path(spec.checkpoint.dir).expanduser()
     one, kept = plan.durability.checkpoint_bytes * runs, spec.checkpoint.keep + 1  # the next comes before the last goes
