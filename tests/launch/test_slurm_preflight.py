@@ -135,7 +135,7 @@ def test_a_partition_that_is_down_only_makes_the_job_wait() -> None:
 
 
 def test_a_quota_that_can_never_fit_is_told_from_one_that_is_used_up() -> None:
-    limits = limits_of(answer("assoc_mgr"), user="root", uid=0, account="lab", qos="normal")
+    limits = limits_of(answer("assoc_mgr"), user="root", uid=0, account="lab", qos=["normal"])
     site = dataclasses.replace(SITE, limits=limits)
     (problem,) = verdict(site=site, nodes=3).problems
     assert problem.key == "cluster.nodes"
