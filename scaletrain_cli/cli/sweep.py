@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from scaletrain_cli.errors import InfeasibleError, SpecError, UsageError
+
 if TYPE_CHECKING:
     from scaletrain_cli.launch.sweep import Point
     from scaletrain_cli.plan import RunPlan
@@ -38,6 +40,8 @@ def submit_points(
 
     sweep, planned = _planned(spec, overrides, points, cluster, run_id)
     section = planned[0].spec.cluster
+    if len({point.spec.cluster.scheduler for point in planned}) > 1:
+        raise UsageError(f"{OPTION} cluster.scheduler: one sweep goes to one scheduler. Submit one for each.")
     scheduler = scheduler_for(section.scheduler)
     cap = cap_of(section, max_concurrent, len(planned))
     if dry_run:
@@ -91,7 +95,6 @@ def _planned(
     import time
 
     from scaletrain_cli.cli.varied import load_varied
-    from scaletrain_cli.errors import InfeasibleError, SpecError
     from scaletrain_cli.launch.submission import new_run_id
     from scaletrain_cli.launch.submittable import plan_for_engine
     from scaletrain_cli.launch.sweep import Point, point_ids

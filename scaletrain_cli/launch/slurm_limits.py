@@ -40,11 +40,15 @@ class Fit:
     busy: tuple[Limit, ...]
 
 
-def limits_of(text: str, *, user: str, uid: int, account: str, qos: str) -> tuple[Limit, ...]:
-    """Those that a job of the user meets. What a QOS says of a resource sets aside what associations say of it."""
-    found = list(_of_qos(text, qos, uid, account))
-    said = {(limit.kind, limit.resource) for limit in found}
-    found += [limit for limit in _of_associations(text, user, account) if (limit.kind, limit.resource) not in said]
+def limits_of(text: str, *, user: str, uid: int, account: str, qos: Sequence[str]) -> tuple[Limit, ...]:
+    """Those that a job of the user meets. ``qos``: of its partition, where that has one, then its own.
+
+    What the first says of a resource sets aside what the next ones, and at last associations, say of it.
+    """
+    found: list[Limit] = []
+    for limits in (*(_of_qos(text, name, uid, account) for name in qos), _of_associations(text, user, account)):
+        said = {(limit.kind, limit.resource) for limit in found}
+        found += [limit for limit in limits if (limit.kind, limit.resource) not in said]
     return tuple(found)
 
 

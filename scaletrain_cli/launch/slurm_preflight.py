@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import Problem
+from scaletrain_cli.launch.slurm_capacity import shortages, too_small
 from scaletrain_cli.launch.slurm_limits import GPU, Limit, fit
 from scaletrain_cli.launch.slurm_preemption import preemption_notes
 from scaletrain_cli.launch.slurm_script import cores_per_node
@@ -127,7 +128,7 @@ class _Judge:
             yield self._problem("cluster.slurm.nodelist", message, slurm.nodelist, "Name nodes of that partition.")
             return
         offered = [node for node in here if node.name not in excluded]
-        fitting = [node for node in offered if not list(self._too_small(node))]
+        fitting = [node for node in offered if not any(too_small(cluster, node))]
         if not here or len(fitting) >= cluster.nodes:
             usable = sum(node.is_usable for node in fitting)
             if here and usable < cluster.nodes:
@@ -145,51 +146,7 @@ class _Judge:
             message = f"partition {partition.name} has {len(fitting)} nodes {kind}{less}."
             yield self._problem("cluster.nodes", message, cluster.nodes, f"Ask for {max(1, len(fitting))} at most.")
             return
-        reasons = [dict(self._too_small(node)) for node in offered]
-        for key in sorted(set.intersection(*(set(found) for found in reasons)) or {key for r in reasons for key in r}):
-            yield self._none_is_large_enough(partition, offered, key)
-
-    def _too_small(self, node: Node) -> Iterator[tuple[str, str]]:
-        """Keys of the spec that ask for more than the node has at all."""
-        cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
-        if cluster.gpu != "cpu":
-            if slurm.gres_type is not None and not node.gpus.get(slurm.gres_type):
-                yield "cluster.slurm.gres_type", ""
-            elif self._gpus(node) < cluster.gpus_per_node:
-                yield "cluster.gpus_per_node", ""
-        if node.cpus and (cores_per_node(cluster) or 0) > node.cpus:
-            yield "cluster.cpus_per_gpu", ""
-        if node.memory_mib and (slurm.memory_per_node or 0) > node.memory_mib * 2**20:
-            yield "cluster.slurm.memory_per_node", ""
-
-    def _gpus(self, node: Node) -> int:
-        kind = self.spec.cluster.slurm.gres_type
-        return node.gpus.get(kind, 0) if kind is not None else sum(node.gpus.values())
-
-    def _none_is_large_enough(self, partition: Partition, nodes: list[Node], key: str) -> Problem:
-        cluster, slurm, name = self.spec.cluster, self.spec.cluster.slurm, partition.name
-        kinds = sorted({kind for node in nodes for kind, count in node.gpus.items() if count})
-        if key == "cluster.slurm.gres_type":
-            there = (
-                f"there are {', '.join(kind or 'GPUs without a type' for kind in kinds)}" if kinds else "it has none"
-            )
-            message = f"no node of partition {name} has GPUs of this type; {there}."
-            hint = "Use one of these, or another partition." if kinds else "Use another partition."
-            return self._problem(key, message, slurm.gres_type, hint)
-        if key == "cluster.gpus_per_node":
-            most = max(map(self._gpus, nodes))
-            hint = f"Ask for {most} per node and more nodes." if most else "Use another partition."
-            return self._problem(key, f"nodes of partition {name} have {most} GPUs.", cluster.gpus_per_node, hint)
-        if key == "cluster.cpus_per_gpu":
-            most = max(node.cpus for node in nodes)
-            message = (
-                f"nodes of partition {name} have {most} CPUs, and the job wants {cores_per_node(cluster)} on each."
-            )
-            return self._problem(key, message, cluster.cpus_per_gpu, f"Set it to {most // cluster.gpus_per_node}.")
-        most = max(node.memory_mib for node in nodes)
-        return self._problem(
-            key, f"nodes of partition {name} have {most} MiB.", slurm.memory_per_node, f"Set it to {most}MiB or less."
-        )
+        yield from shortages(self.spec, partition.name, offered)
 
     def _quotas(self, partitions: list[Partition], notes: list[str]) -> Iterator[Problem]:
         """Against what the account and QOS may hold at once: never, or not now."""

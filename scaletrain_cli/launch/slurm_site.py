@@ -75,8 +75,7 @@ class Site:
 
     def partitions_of(self, cluster: ClusterSpec) -> list[Partition]:
         """Those that the job may run in, of those that are there."""
-        names = (cluster.slurm.partition or "").split(",")
-        return [one for one in self.partitions if one.name in names or (names == [""] and one.is_default)]
+        return _chosen(self.partitions, cluster)
 
 
 def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
@@ -98,6 +97,7 @@ def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
     rules: tuple[QosRule, ...] = ()
     limits: tuple[Limit, ...] = ()
     account, qos = slurm.account or "", slurm.qos or ""
+    there = partitions(told("scontrol", "-o", "show", "partition"))
     if config.get("AccountingStorageType", "").endswith("slurmdbd"):
         mine = ["where", f"user={user}", f"cluster={config.get('ClusterName', '')}", "format=account,qos,defaultqos"]
         associations = read_associations(told("sacctmgr", "-nP", "show", "associations", *mine))
@@ -105,12 +105,14 @@ def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
         account = account or told("sacctmgr", "-nP", "show", "user", user, "format=defaultaccount").strip()
         qos = qos or _default_qos(associations, account)
         managed = told("scontrol", "-o", "show", "assoc_mgr", "flags=assoc,qos", f"users={user}")
-        limits = limits_of(managed, user=user, uid=os.getuid(), account=account, qos=qos)
+        chosen = {partition.qos for partition in _chosen(there, cluster)}
+        binding = [*(chosen if len(chosen) == 1 else ()), qos]  # which of several partitions it will be, nobody knows
+        limits = limits_of(managed, user=user, uid=os.getuid(), account=account, qos=binding)
     return Site(
         user=user,
         now=time.time(),
         config=config,
-        partitions=partitions(told("scontrol", "-o", "show", "partition")),
+        partitions=there,
         nodes=nodes(told("sinfo", "--noheader", "--Node", "--all", f"--Format={NODES}")),
         reservations=reservations(
             told("scontrol", "-o", "show", "reservation"), lambda hosts: node_names(hosts, without)
@@ -121,6 +123,11 @@ def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
         qos=qos,
         limits=limits,
     )
+
+
+def _chosen(partitions: Sequence[Partition], cluster: ClusterSpec) -> list[Partition]:
+    names = (cluster.slurm.partition or "").split(",")
+    return [one for one in partitions if one.name in names or (names == [""] and one.is_default)]
 
 
 def read_associations(text: str) -> tuple[Association, ...]:

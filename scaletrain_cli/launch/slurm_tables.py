@@ -35,6 +35,7 @@ class Partition:
     preempt_mode: str
     grace_seconds: float
     tier: int
+    qos: str = ""  # whose limits bind every job in it
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ def _partition(record: Mapping[str, str]) -> Partition:
         preempt_mode=mode,
         grace_seconds=float(_whole(record.get("GraceTime", "")) or 0),
         tier=_whole(record.get("PriorityTier", "")) or 0,
+        qos=_given(record.get("QoS", "")) or "",
     )
 
 

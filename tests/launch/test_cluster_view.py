@@ -18,7 +18,7 @@ from tests.launch.conftest import MadeRun
 from tests.launch.test_slurm_preflight import SITE
 from tests.launch.test_slurm_tables import answer
 
-LIMITS = limits_of(answer("assoc_mgr"), user="root", uid=0, account="lab", qos="normal")
+LIMITS = limits_of(answer("assoc_mgr"), user="root", uid=0, account="lab", qos=["normal"])
 VIEW = make_view(dataclasses.replace(SITE, limits=LIMITS), answer("queue"), "root")
 
 

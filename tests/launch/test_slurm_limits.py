@@ -8,8 +8,8 @@ from tests.launch.test_slurm_tables import answer
 ASSOCIATIONS = answer("assoc_mgr")
 
 
-def limits(account: str = "lab", qos: str = "normal") -> dict[tuple[str, str], Limit]:
-    found = limits_of(ASSOCIATIONS, user="root", uid=0, account=account, qos=qos)
+def limits(account: str = "lab", qos: str = "normal", partition_qos: str = "") -> dict[tuple[str, str], Limit]:
+    found = limits_of(ASSOCIATIONS, user="root", uid=0, account=account, qos=[partition_qos, qos])
     return {(limit.owner, limit.kind): limit for limit in found}
 
 
@@ -56,4 +56,10 @@ def test_a_budget_of_gpu_minutes_that_is_used_up_is_told() -> None:
 
 
 def test_a_slurm_without_accounting_has_no_limits() -> None:
-    assert limits_of("Current Association Manager state\n", user="a", uid=1, account="", qos="") == ()
+    assert limits_of("Current Association Manager state\n", user="a", uid=1, account="", qos=[""]) == ()
+
+
+def test_the_qos_of_a_partition_binds_every_job_in_it() -> None:
+    found = limits(partition_qos="capped")
+    assert ("account lab", "GrpTRES") not in found
+    assert found["QOS capped", "GrpTRES"].allowed == 16.0

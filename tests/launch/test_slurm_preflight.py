@@ -72,7 +72,7 @@ def test_a_job_that_fits_has_no_problem_and_no_note() -> None:
         ([], {"gpus": 16}, "cluster.gpus_per_node", "16: nodes of partition main have 8 GPUs. Ask for 8 per node"),
         (["cluster.slurm.gres_type=a100"], {}, "cluster.slurm.gres_type", "no node of partition main has GPUs of this"),
         (["cluster.slurm.gres_type=a100"], {}, "cluster.slurm.gres_type", "there are h100"),
-        (["cluster.cpus_per_gpu=12"], {}, "cluster.cpus_per_gpu", "have 4 CPUs, and the job wants 96 on each"),
+        (["cluster.cpus_per_gpu=12"], {}, "cluster.cpus_per_gpu", "have 4 CPUs; the job wants 96 on each"),
         (["cluster.slurm.memory_per_node=1TiB"], {}, "cluster.slurm.memory_per_node", "have 8000 MiB"),
         (["cluster.slurm.nodelist=n1,n9"], {}, "cluster.slurm.nodelist", "n9 not in partition main"),
         (["cluster.slurm.account=guests"], {}, "cluster.slurm.account", "root may charge lab, root"),
@@ -135,7 +135,7 @@ def test_a_partition_that_is_down_only_makes_the_job_wait() -> None:
 
 
 def test_a_quota_that_can_never_fit_is_told_from_one_that_is_used_up() -> None:
-    limits = limits_of(answer("assoc_mgr"), user="root", uid=0, account="lab", qos="normal")
+    limits = limits_of(answer("assoc_mgr"), user="root", uid=0, account="lab", qos=["normal"])
     site = dataclasses.replace(SITE, limits=limits)
     (problem,) = verdict(site=site, nodes=3).problems
     assert problem.key == "cluster.nodes"

@@ -45,20 +45,20 @@ class DevCluster:
 
     @classmethod
     @contextlib.contextmanager
-    def running(cls, *, conf: Sequence[str] = (), **options: int) -> Iterator[DevCluster]:
-        """A cluster from now to the end of the block; `conf` and `options` as for `start`."""
+    def running(cls, *words: str, conf: Sequence[str] = (), **options: int) -> Iterator[DevCluster]:
+        """A cluster from now to the end of the block; `words`, `conf` and `options` as for `start`."""
         remove_abandoned()
         port = free_port()
         cluster = cls(PARENT / f"{PREFIX}{os.getpid()}-{port}", port)
         try:
-            cluster.start(conf=conf, **options)
+            cluster.start(*words, conf=conf, **options)
             yield cluster
         finally:
             cluster.stop()
 
-    def start(self, *, conf: Sequence[str] = (), **options: int) -> None:
-        """`start(nodes=2, grace_seconds=10, conf=["MaxJobCount=9"])`: the options of `dev_cluster.py start`."""
-        arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    def start(self, *words: str, conf: Sequence[str] = (), **options: int) -> None:
+        """`start("--accounting", nodes=2, conf=["MaxJobCount=9"])`: the options of `dev_cluster.py start`."""
+        arguments = [*words, *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
         arguments += [f"--conf={line}" for line in conf]
         done = self.control("start", f"--port={self.port}", "--netns", *arguments, check=False)
         if done.returncode == MACHINE_LACKS:

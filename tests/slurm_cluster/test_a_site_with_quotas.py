@@ -1,0 +1,169 @@
+"""A real Slurm with accounting, typed GPUs and quotas: what submit says of it beforehand, and what a sweep does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.launch.slurm_tables import NODES, nodes, partitions
+from tests.slurm_cluster.cluster import DevCluster
+
+pytestmark = pytest.mark.slurm
+PROJECT = Path(__file__).parents[2]
+SMALL = PROJECT / "tests" / "cli" / "small.yaml"
+ON_GPUS = (
+    *("cluster.scheduler=slurm", "cluster.gpu=h100-sxm-80gb", "cluster.gpus_per_node=8", "cluster.cpus_per_gpu=1"),
+    *("cluster.slurm={gres_type: h100, time: 30m}", "training.global_batch_size=192", "training.micro_batch_size=auto"),
+)
+ON_CPUS = ("cluster.scheduler=slurm", "cluster.gpus_per_node=2")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[DevCluster]:
+    with DevCluster.running("--gpu-type=h100", "--accounting", nodes=3, gpus=8, cpus=16) as cluster:
+        for words in (
+            "add qos scavenger PreemptMode=requeue GraceTime=10",
+            "add qos capped MaxTRESPerJob=gres/gpu=8",
+            "modify account lab set QOS+=scavenger,capped GrpTRES=gres/gpu=16",
+        ):
+            cluster.run("sacctmgr", "-i", *words.split())
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def runs(cluster: DevCluster, tmp_path: Path) -> Path:
+    root = tmp_path / "runs"
+    cluster.environment |= {"SCALETRAIN_RUNS": str(root), "PYTHONPATH": str(PROJECT)}
+    return root
+
+
+def scaletrain(cluster: DevCluster, *arguments: object, sets: tuple[str, ...] = ()) -> Any:
+    overrides = [word for override in sets for word in ("--set", override)]
+    words = [sys.executable, "-m", "scaletrain_cli", *map(str, arguments), *overrides]
+    return cluster.run(*words, check=False)
+
+
+def submit(cluster: DevCluster, spec: Path, *sets: str) -> Any:
+    return scaletrain(cluster, "submit", spec, "--yes", sets=sets)
+
+
+def test_what_this_slurm_prints_is_what_the_parsers_read(cluster: DevCluster) -> None:
+    found = nodes(cluster.run("sinfo", "--noheader", "--Node", "--all", f"--Format={NODES}").stdout)
+    assert [(node.name, node.gpus, node.cpus) for node in found] == [(f"n{n}", {"h100": 8}, 16) for n in (1, 2, 3)]
+    names = [one.name for one in partitions(cluster.run("scontrol", "-o", "show", "partition").stdout)]
+    assert names == ["main", "spot", "spot0", "high"]
+
+
+def test_every_reason_why_a_job_can_never_run_is_told_at_once_and_nothing_is_queued(
+    cluster: DevCluster, runs: Path
+) -> None:
+    refused = submit(
+        cluster,
+        SMALL,
+        *ON_GPUS,
+        "cluster.nodes=4",
+        "cluster.slurm.gres_type=a100",
+        "cluster.slurm.qos=capped",
+        "cluster.slurm.account=guests",
+    )
+    assert refused.returncode == 4
+    for said in ("root may charge lab", "GPUs of this type; there are h100", "QOS capped may hold 8 GPUs in a job"):
+        assert said in refused.stderr
+    assert not runs.exists()
+    assert cluster.run("squeue", "--noheader").stdout == ""
+
+
+def test_a_quota_that_is_used_up_is_a_note_and_one_that_is_too_small_a_refusal(cluster: DevCluster) -> None:
+    holder = cluster.submit("sleep 300", "-A", "lab", "-N1", "--gpus-per-node=h100:8", "-o/dev/null")
+    cluster.wait_for_state(holder, "RUNNING")
+    waits = submit(cluster, SMALL, *ON_GPUS, "cluster.nodes=2")
+    run_id = waits.stdout.strip()
+    shown = scaletrain(cluster, "status", "--cluster", "--json").stdout
+    beyond = submit(cluster, SMALL, *ON_GPUS, "cluster.nodes=3")
+    cluster.run("scancel", "-u", "root")
+    assert waits.returncode == 0, waits.stderr
+    assert "account lab has 8 of its 16 GPUs in use (GrpTRES): the job waits for 16." in waits.stderr
+    assert beyond.returncode == 4
+    assert "24 GPUs over all nodes: account lab may hold 16 GPUs at once" in beyond.stderr
+    view = json.loads(shown)
+    (row,) = view["gpus"]
+    assert (row["type"], row["total"], row["used"], row["free_nodes"]) == ("h100", 24, 8, 2)
+    assert ["account lab", 16.0, 8.0] in [[one["owner"], one["allowed"], one["used"]] for one in view["quotas"]]
+    mine = {row["name"]: row for row in view["queue"]}
+    assert (mine[run_id]["state"], mine[run_id]["gpus"], mine[run_id]["ahead"]) == ("queued", 16, 0)
+
+
+def test_maintenance_that_is_in_the_way_is_told_with_its_times(cluster: DevCluster) -> None:
+    words = "starttime=now+900 duration=60 flags=maint,ignore_jobs nodes=ALL users=root reservationname=work"
+    cluster.run("scontrol", "create", "reservation", *words.split())
+    told = submit(cluster, SMALL, *ON_GPUS, "cluster.nodes=1")
+    cluster.run("scancel", "-u", "root")
+    cluster.run("scontrol", "delete", "reservationname=work")
+    assert told.returncode == 0, told.stderr
+    assert "maintenance work takes 3 nodes of main from " in told.stderr
+    assert "(at most 1" in told.stderr
+
+
+def test_the_script_says_which_rule_of_the_site_preempts(cluster: DevCluster) -> None:
+    shown = scaletrain(cluster, "submit", SMALL, "--dry-run", sets=(*ON_GPUS, "cluster.slurm.partition=spot"))
+    assert (
+        "# Preemption: by the tiers of partitions. spot loses nodes to main, high: PreemptMode=REQUEUE" in shown.stdout
+    )
+
+
+def test_the_cap_of_a_sweep_is_kept_through_a_requeue_and_a_refused_sweep_leaves_nothing(
+    cluster: DevCluster, runs: Path
+) -> None:
+    """Held, so that no engine starts: what matters is who waits for whom."""
+    held = ("cluster.slurm.extra={hold: true}", *ON_CPUS)
+    cap = ("--max-concurrent", "1", "--sweep", "training.seed=1,2,3")
+    done = scaletrain(cluster, "submit", SMALL, "--yes", "--json", "--run-id", "s", *cap, sets=held)
+    assert done.returncode == 0, done.stderr
+    jobs = [run["job_id"] for run in json.loads(done.stdout)["runs"]]
+    depends = [cluster.job(job)["Dependency"] for job in jobs]
+    cluster.run("scancel", *jobs)
+    assert depends == ["(null)", f"afterany:{jobs[0]}(unfulfilled)", f"afterany:{jobs[1]}(unfulfilled)"]
+
+    cluster.run("sacctmgr", "-i", "modify", "user", "root", "where", "account=lab", "set", "MaxSubmitJobs=2")
+    refused = scaletrain(cluster, "submit", SMALL, "--yes", "--run-id", "t", *cap, sets=held)
+    cluster.run("sacctmgr", "-i", "modify", "user", "root", "where", "account=lab", "set", "MaxSubmitJobs=-1")
+    assert refused.returncode == 4
+    assert "t-seed-3 (training.seed=3) could not be submitted, so none is" in refused.stderr
+    assert sorted(path.name for path in runs.iterdir()) == ["s-seed-1", "s-seed-2", "s-seed-3"]
+    assert cluster.run("squeue", "--noheader").stdout == ""
+
+
+def test_a_lane_waits_for_a_job_that_is_requeued(cluster: DevCluster) -> None:
+    first = cluster.submit("sleep 300", "--requeue", "-N1", "-o/dev/null")
+    second = cluster.submit("true", f"--dependency=afterany:{first}", "-N1", "-o/dev/null")
+    cluster.wait_for_state(first, "RUNNING")
+    cluster.run("scontrol", "requeue", first)
+    cluster.wait_for(first, lambda job: job["Restarts"] == "1" and job["JobState"] == "RUNNING")
+    assert cluster.job(second)["Reason"] == "Dependency"
+    cluster.run("scancel", first)
+    cluster.wait_for_state(second, "COMPLETED")
+
+
+def test_what_a_job_finds_in_its_environment_is_what_is_allowed(cluster: DevCluster, tmp_path: Path) -> None:
+    """The rendered script by hand, with everything of this shell: the agent's place is taken by env."""
+    shown = scaletrain(cluster, "submit", SMALL, "--dry-run", sets=(*ON_CPUS, "env={NOTE: of the spec}")).stdout
+    lines = shown[: shown.index("# The ranks get the signals")].splitlines()
+    step = '"$(type -P srun)" --export=ALL --mpi=none'
+    lines += [f'env "${{dropped[@]}}" NOTE="of the spec" {step} env -0 >{tmp_path}/environment']
+    script = tmp_path / "job.sh"
+    script.write_text("\n".join(lines))
+    stray = {"HF_TOKEN": "hf_1", "dotted.name": "hf_2", "BASH_FUNC_ls%%": "() { true; }", "NCCL_DEBUG": "WARN"}
+    before = dict(cluster.environment)
+    cluster.environment |= stray
+    job = cluster.run("sbatch", "--parsable", "--export=ALL", "-o/dev/null", str(script)).stdout.strip()
+    cluster.environment = before
+    cluster.wait_for_state(job, "COMPLETED")
+    pairs = (tmp_path / "environment").read_text().split("\0")[:-1]
+    found = dict(pair.partition("=")[::2] for pair in pairs)
+    assert (found["NOTE"], found["NCCL_DEBUG"], found["SLURM_JOB_ID"]) == ("of the spec", "WARN", job)
+    assert not stray.keys() & found.keys() - {"NCCL_DEBUG"}

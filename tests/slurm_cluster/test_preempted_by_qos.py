@@ -1,0 +1,56 @@
+"""A site that preempts by QOS: the script says so, and a run that loses its nodes to a higher QOS goes on by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm_cluster.cluster import DevCluster
+from tests.slurm_cluster.test_a_run_on_slurm import HOSTILE, ON_SLURM, RECIPE, TINY, Login, ends
+
+pytestmark = pytest.mark.slurm
+BY_QOS = (*ON_SLURM, *TINY, "cluster.slurm.partition=main", "cluster.slurm.qos=scavenger", "cluster.grace_seconds=40")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[DevCluster]:
+    conf = ["PreemptType=preempt/qos", "PriorityWeightQOS=1000"]
+    with DevCluster.running("--accounting", nodes=3, kill_wait_seconds=20, conf=conf) as cluster:
+        for words in (
+            "add qos scavenger Priority=0 PreemptMode=requeue GraceTime=40",
+            "add qos prod Priority=1000 Preempt=scavenger",
+            "modify account lab set QOS+=scavenger,prod",
+        ):
+            cluster.run("sacctmgr", "-i", *words.split())
+        yield cluster
+
+
+@pytest.fixture
+def login(cluster: DevCluster, tmp_path: Path) -> Login:
+    return Login(cluster, tmp_path / HOSTILE)
+
+
+@pytest.mark.drill
+@pytest.mark.long
+def test_a_run_that_a_higher_qos_preempts_goes_on_without_a_lost_step(login: Login) -> None:
+    run_id = login.submit(*BY_QOS)
+    before = login.wait_for_steps(run_id, 1)
+    script = (Path(before["run_dir"]) / "job.sh").read_text()
+    assert "# Preemption: by QOS. scavenger loses nodes to prod: PreemptMode=REQUEUE, SIGTERM to the agents" in script
+    urgent = login.cluster.submit("sleep 600", "-q", "prod", "-A", "lab", "-N", "3", "--exclusive", "-o/dev/null")
+    login.cluster.wait_for_state(urgent, "RUNNING", seconds=120)
+    login.cluster.run("scancel", urgent)
+    after = login.wait_for_steps(run_id, 2)
+    assert (after["job_id"], after["steps_lost_total"]) == (before["job_id"], 0)
+    login.scaletrain("cancel", run_id, "--yes")
+    cancelled = login.wait(run_id, lambda now: now["state"] == "cancelled", "cancelled")
+    assert ends(cancelled["run_dir"]) == [(75, "preempted"), (75, "cancelled")]
+
+
+def test_a_grace_time_that_the_qos_does_not_give_is_told(login: Login) -> None:
+    sets = (*BY_QOS, "cluster.grace_seconds=300", "cluster.slurm.time=1h", "cluster.slurm.extra={hold: true}")
+    told = login.scaletrain("submit", str(RECIPE), "--yes", sets=sets)
+    login.cluster.run("scancel", "-u", "root")
+    assert "cluster.grace_seconds = 300, but QOS scavenger gives a preempted job 40 s (GraceTime)" in told.stderr
