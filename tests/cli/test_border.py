@@ -27,7 +27,7 @@ def test_a_reader_that_leaves_early_is_no_error_to_talk_about() -> None:
 
 
 def test_ctrl_c_ends_with_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*arguments: object) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("scaletrain_cli.spec.load_spec", interrupt)
