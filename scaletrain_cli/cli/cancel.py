@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
 from scaletrain_cli.cli.options import RunName, Yes
-from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from scaletrain_cli.rundir.paths import RunDir
+    from scaletrain_cli.rundir.record import RunRecord
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.SCHEDULER)
 
 
-def command(run: RunName, yes: Yes = False) -> None:
+def command(
+    run: RunName,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Kubernetes: also remove pods of dead nodes. Only where these are known to be off.",
+        ),
+    ] = False,
+    yes: Yes = False,
+) -> None:
     """Stop a run for good. It saves a checkpoint first, and `scaletrain resume` can still bring it back."""
     from scaletrain_cli.cli.confirmation import confirm
     from scaletrain_cli.launch.scheduler import scheduler_for
@@ -19,12 +37,24 @@ def command(run: RunName, yes: Yes = False) -> None:
 
     found = find_run(run)
     record, status = read_record(found), run_status(found)
+    if force and record.spec.cluster.scheduler != "kubernetes":
+        raise UsageError(f"--force removes pods, and {found.run_id} is on {record.spec.cluster.scheduler}.")
     if status.state in ("finished", "failed", "cancelled"):
         say(f"{found.run_id} is not running: it {_ENDS[status.state]}. Nothing was done.")
         return
     confirm(f"Stop {found.run_id}, which is {status.state} at step {status.step} of {status.total_steps}?", yes)
     scheduler_for(record.spec.cluster.scheduler).cancel(found, record)
+    if force:
+        _remove_pods(found, record)
     say(f"cancelled {found.run_id}; it saves its state and stops. `scaletrain resume {found.run_id}` continues it.")
+
+
+def _remove_pods(run: RunDir, record: RunRecord) -> None:
+    from scaletrain_cli.launch.kubernetes.scheduler import KubernetesScheduler
+    from scaletrain_cli.ui.messages import say
+
+    removed = KubernetesScheduler().force(run, record)
+    say(f"removed {', '.join(removed)}" if removed else "no pod is on a node that is dead; none was removed.")
 
 
 _ENDS = {"finished": "has finished", "failed": "has failed", "cancelled": "was cancelled before"}

@@ -79,8 +79,8 @@ def _dead_nodes(seen: Observation, now: float) -> Iterator[Finding]:
             "dead-node",
             f"node {name} {state} and {_list(pods)} on it cannot end, so the gang waits for ever. Once the node is "
             f"surely off: delete it (kubectl delete node {name}), or taint it "
-            "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute, or remove the pod alone: "
-            f"kubectl delete pod {' '.join(pods)} --force",
+            "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute, or remove its pods: "
+            "`scaletrain cancel --force`, or kubectl delete pod --force",
             "force-delete",
             tuple(pods),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.kubernetes.pod_lines import beginning_line
 from tests.cli.command_line import SMALL, Ended, scaletrain
+from tests.launch.conftest import MadeRun
 from tests.launch.kubernetes.conftest import SETTINGS, condition, ended, pod
 from tests.launch.kubernetes.fake_api import FakeApi
 
@@ -125,3 +127,22 @@ def test_the_doctor_asks_the_cluster_where_a_context_is_configured(
     assert kubernetes()["state"] == "warn"
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none-such"))
     assert kubernetes()["state"] == "none"
+
+
+def test_cancel_by_force_removes_the_pods_of_a_dead_node_and_no_others(ready: FakeApi) -> None:
+    submit()
+    dead = pod("r1-s1", 0, node="n0", metadata={"deletionTimestamp": "2026-11-21T10:00:00Z"})
+    put_pods(ready, dead, pod("r1-s1", 1, node="n1"))
+    well = {"conditions": [condition("Ready")]}
+    ready.put("nodes", {"metadata": {"name": "n1"}, "status": well}, namespace="")
+    assert "node n0 is unreachable" in scaletrain("status", "r1").out.replace("\n", " ")
+    told = scaletrain("cancel", "r1", "--yes", "--force")
+    assert told.code == ExitCode.DONE, told.err
+    assert f"removed {dead['metadata']['name']}" in told.err
+    assert [path.rpartition("/")[2] for path, _ in ready.deletions] == ["r1-s1", dead["metadata"]["name"]]
+
+
+def test_force_is_for_kubernetes_alone(make_run: Callable[..., MadeRun]) -> None:
+    told = scaletrain("cancel", make_run().run.run_id, "--yes", "--force")
+    assert told.code == ExitCode.USAGE
+    assert "is on local" in told.err
