@@ -66,6 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int:
     """Claim the next attempt and print where its ranks meet; print nothing when the run must not go on."""
     job_id = environment["SLURM_JOB_ID"]
+    given, planned = environment.get("SLURM_JOB_NUM_NODES"), record.spec.cluster.nodes
+    if given is not None and int(given) != planned:
+        # Brought back by hand after a resize. Another job has the run, so nothing is written here.
+        print(
+            f"job {job_id} has {given} nodes and the run goes on with {planned} since it was resized", file=sys.stderr
+        )
+        return ExitCode.USAGE
     conclude_abandoned(run, record)  # of this job, which Slurm took off its nodes before it could say its last word
     refusal = why_not_begin(run, record, job_id)
     if refusal is not None:

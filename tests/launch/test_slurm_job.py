@@ -102,3 +102,15 @@ def test_another_job_of_the_run_has_budgets_of_its_own(made: MadeRun) -> None:
         begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="41", nodes=())
         close(made, 1, "node")
     assert begin(made.run, made.record, JOB) == 0
+
+
+def test_a_job_of_before_a_resize_that_is_requeued_by_hand_touches_nothing(
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
+    before = sorted(made.run.path.rglob("*"))
+    assert say(made, "begin") == 2
+    assert "job 42 has 4 nodes and the run goes on with 1" in capsys.readouterr().err
+    assert sorted(made.run.path.rglob("*")) == before
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    assert say(made, "begin") == 0
