@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from scaletrain_cli.launch.code_hash import code_hash
 from scaletrain_cli.launch.gpu_health import GpuHealth, NodeHealth, ask_driver, gpu_notes, gpu_problems, visible_gpus
 from scaletrain_cli.launch.host_memory import available_bytes
 from scaletrain_cli.launch.node_check import problems_of_node, usable_cores
@@ -35,6 +36,7 @@ class NodeInspection:
     node: str
     driver: str
     gpus: tuple[GpuHealth, ...]
+    code_hash: str  # of this package as it is installed here
     cores: int
     memory_available_bytes: int | None
     shm_free_bytes: int | None
@@ -49,18 +51,19 @@ def inspect_node(run: RunDir, record: RunRecord, node: str, environment: Mapping
     health = None if record.spec.cluster.gpu == "cpu" else ask_driver()
     gpus = () if health is None else visible_gpus(health, environment)
     memory, shm = available_bytes(), _free(_SHM)
-    ahead = _clock_ahead(run.path)
+    ahead, code = _clock_ahead(run.path), code_hash()
     return NodeInspection(
         node=node,
         driver="" if health is None else health.driver,
         gpus=gpus,
+        code_hash=code,
         cores=usable_cores(),
         memory_available_bytes=memory,
         shm_free_bytes=shm,
         run_free_bytes=_free(run.path),
         clock_ahead_seconds=ahead,
         problems=tuple(_problems(record, environment, health, gpus, memory)),
-        notes=tuple(_notes(record, gpus, shm, ahead)),
+        notes=tuple(_notes(record, gpus, shm, ahead, code)),
     )
 
 
@@ -94,7 +97,14 @@ def _problems(
         )
 
 
-def _notes(record: RunRecord, gpus: tuple[GpuHealth, ...], shm: int | None, ahead: float | None) -> Iterator[str]:
+def _notes(
+    record: RunRecord, gpus: tuple[GpuHealth, ...], shm: int | None, ahead: float | None, code: str
+) -> Iterator[str]:
+    if code != record.code_hash:
+        yield (
+            f"scaletrain here is {code[:12]}, and the run was made with {record.code_hash[:12]}: another version, image "
+            "or checkout"
+        )
     yield from gpu_notes(gpus)
     cluster = record.spec.cluster
     wanted = _SHM_BYTES_PER_GPU * cluster.gpus_per_node

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import platform
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from scaletrain_cli import __version__
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.code_hash import code_hash
 from scaletrain_cli.launch.scheduler import Scheduler
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.documents import read_document, write_document
@@ -74,7 +74,7 @@ def make_record(spec: RunSpec, plan: RunPlan, run_id: str | None = None) -> RunR
         spec=spec,
         plan=plan,
         versions=_versions(),
-        code_hash=_code_hash(),
+        code_hash=code_hash(),
         wandb_run_id="".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8)),
         working_folder=str(Path.cwd()),
     )
@@ -171,13 +171,3 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-def _code_hash() -> str:
-    """SHA-256 over the source of this package: names and contents of its Python files."""
-    package = Path(__file__).parent.parent
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package)}\0".encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()

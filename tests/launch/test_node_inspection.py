@@ -113,3 +113,12 @@ def test_the_agent_writes_what_it_found_and_starts_no_rank_on_a_bad_node(
     assert failure.reason == "wrong-nodes"
     assert "GPU is lost" in failure.message
     assert read_node_records(made.run, 1)[0].ranks == ()
+
+
+def test_another_version_of_this_package_than_the_run_was_made_with_is_a_note(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_run()
+    older = MadeRun(made.run, dataclasses.replace(made.record, code_hash="0" * 64))
+    (note,) = inspected(older, monkeypatch).notes
+    assert f"scaletrain here is {made.record.code_hash[:12]}, and the run was made with 000000000000" in note
