@@ -102,8 +102,8 @@ def _notes(
 ) -> Iterator[str]:
     if code != record.code_hash:
         yield (
-            f"scaletrain here is {code[:12]}, and the run was made with {record.code_hash[:12]}: another version, image "
-            "or checkout"
+            f"scaletrain here is {code[:12]}, the run was made with {record.code_hash[:12]}: another version, image or "
+            "checkout"
         )
     yield from gpu_notes(gpus)
     cluster = record.spec.cluster

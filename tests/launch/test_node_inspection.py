@@ -121,4 +121,4 @@ def test_another_version_of_this_package_than_the_run_was_made_with_is_a_note(
     made = make_run()
     older = MadeRun(made.run, dataclasses.replace(made.record, code_hash="0" * 64))
     (note,) = inspected(older, monkeypatch).notes
-    assert f"scaletrain here is {made.record.code_hash[:12]}, and the run was made with 000000000000" in note
+    assert f"scaletrain here is {made.record.code_hash[:12]}, the run was made with 000000000000" in note
