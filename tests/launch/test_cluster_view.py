@@ -14,6 +14,7 @@ from scaletrain_cli.launch.local_cluster_view import local_view
 from scaletrain_cli.launch.slurm_cluster_view import make_view
 from scaletrain_cli.launch.slurm_limits import limits_of
 from scaletrain_cli.ui.cluster_view import show_cluster
+from tests.cli.command_line import scaletrain
 from tests.launch.conftest import MadeRun
 from tests.launch.test_slurm_preflight import SITE
 from tests.launch.test_slurm_tables import answer
@@ -90,3 +91,19 @@ def test_the_table_fits_eighty_columns(capsys: pytest.CaptureFixture[str], monke
 def test_a_scheduler_without_a_view_is_refused_openly() -> None:
     with pytest.raises(SchedulerError, match="kubernetes has no view"):
         view_of("kubernetes")
+
+
+def test_the_verb_shows_the_cluster_that_is_asked_for() -> None:
+    shown = scaletrain("status", "--cluster", "--scheduler", "local", "--json")
+    assert (shown.code, shown.data["scheduler"]) == (0, "local")
+    titles = scaletrain("status", "--cluster", "--scheduler", "local").out.splitlines()[2]
+    assert titles.split()[:3] == [
+        "GPUs",
+        "free",
+        "used",
+    ]
+
+
+@pytest.mark.parametrize("words", [("--cluster", "r1"), ("--cluster", "--wait", "1s"), ("--scheduler", "slurm")])
+def test_words_that_have_no_sense_together_are_refused(words: tuple[str, ...]) -> None:
+    assert scaletrain("status", *words).code == 2
