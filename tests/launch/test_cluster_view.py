@@ -20,7 +20,7 @@ from tests.launch.test_slurm_preflight import SITE
 from tests.launch.test_slurm_tables import answer
 
 LIMITS = limits_of(answer("assoc_mgr"), user="root", uid=0, account="lab", qos=["normal"])
-VIEW = make_view(dataclasses.replace(SITE, limits=LIMITS), answer("queue"), "root")
+VIEW = make_view(dataclasses.replace(SITE, limits=LIMITS), answer("queue"))
 
 
 def test_gpus_are_counted_by_type_and_those_out_of_order_are_not_free() -> None:
@@ -41,14 +41,14 @@ def test_jobs_of_others_are_counted_and_come_before_mine_by_priority() -> None:
         answer("queue") + "9|ada|PENDING|Priority|5000|1|N/A|N/A|main|x\n8|ada|PENDING|Priority|10|1|N/A|N/A|main|y\n"
     )
     lines += "7|ada|RUNNING|None|1|1|N/A|N/A|main|z\n6|ada|PENDING|Priority|9999|1|N/A|N/A|high|w\n"
-    view = make_view(SITE, lines, "root")
+    view = make_view(SITE, lines)
     assert (view.others_running, view.others_queued) == (1, 3)
     assert [row.ahead for row in view.queue if row.state == "queued"] == [1, 2]
     assert len(view.queue) == 3
 
 
 def test_a_name_with_bars_does_not_move_the_columns() -> None:
-    (row,) = make_view(SITE, "1|root|PENDING|None|1|2|gres:gpu:4|N/A|main|a|b\n", "root").queue
+    (row,) = make_view(SITE, "1|root|PENDING|None|1|2|gres:gpu:4|N/A|main|a|b\n").queue
     assert (row.name, row.gpus, row.queue) == ("a|b", 8, "main")
 
 
