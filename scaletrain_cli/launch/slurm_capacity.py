@@ -50,7 +50,8 @@ def _shortage(spec: RunSpec, partition: str, nodes: Sequence[Node], key: str) ->
         most = max(node.cpus for node in nodes)
         asked = cores_per_node(cluster)
         given, message = cluster.cpus_per_gpu, f"nodes of {partition} have {most} CPUs; the job wants {asked} on each."
-        hint = f"Set it to {max(1, most // cluster.gpus_per_node)}."
+        enough = most // cluster.gpus_per_node
+        hint = f"Set it to {enough}." if enough else "Leave it out, or ask for fewer ranks per node."
     else:
         most = max(node.memory_mib for node in nodes)
         given, message = slurm.memory_per_node, f"nodes of partition {partition} have {most} MiB."

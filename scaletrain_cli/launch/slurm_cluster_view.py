@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -23,13 +22,13 @@ def slurm_view() -> ClusterView:
     """Raises SchedulerError when the controller is silent."""
     states = "--states=PENDING,RUNNING,CONFIGURING,COMPLETING"
     text = call_slurm(["squeue", "--noheader", "--all", states, f"--format={QUEUE}"]).stdout
-    return make_view(ask_site(ClusterSpec(scheduler="slurm")), text, getpass.getuser())
+    return make_view(ask_site(ClusterSpec(scheduler="slurm")), text)
 
 
-def make_view(site: Site, queue: str, user: str) -> ClusterView:
+def make_view(site: Site, queue: str) -> ClusterView:
     """The view of what has been asked."""
     rows = [line.split("|", 9) for line in queue.splitlines() if line.count("|") >= 9]
-    others = [row for row in rows if row[1] != user]
+    others = [row for row in rows if row[1] != site.user]
     down = [f"{node.name} {node.state}" for node in site.nodes if not node.is_usable]
     return ClusterView(
         scheduler="slurm",
@@ -37,7 +36,7 @@ def make_view(site: Site, queue: str, user: str) -> ClusterView:
         gpus=_gpu_rows(site.nodes),
         nodes=tuple(NodesRow(state, count) for state, count in Counter(node.state for node in site.nodes).items()),
         quotas=_quotas(site.limits),
-        queue=_mine(rows, user),
+        queue=_mine(rows, site.user),
         others_running=sum(row[2] in _RUNNING for row in others),
         others_queued=sum(row[2] == "PENDING" for row in others),
         notes=(f"out of order: {', '.join(down)}",) if down else (),

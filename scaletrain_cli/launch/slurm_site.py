@@ -5,8 +5,9 @@ Every question may stay without an answer, since sites hide things from users: w
 
 from __future__ import annotations
 
-import getpass
+import contextlib
 import os
+import pwd
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
 
     ``without`` names variables that no Slurm command must see.
     """
-    user, slurm = getpass.getuser(), cluster.slurm
+    user, slurm = _user(), cluster.slurm
     config = settings(call_slurm(["scontrol", "show", "config"], without=without).stdout)
 
     def told(*command: str) -> str:
@@ -144,6 +145,13 @@ def read_qos_rules(text: str) -> tuple[QosRule, ...]:
         for row in rows
         if len(row) == 4
     )
+
+
+def _user() -> str:
+    """Whom Slurm takes this process for; $USER may say anything."""
+    with contextlib.suppress(KeyError):  # an id that no user database knows, as in a container
+        return pwd.getpwuid(os.getuid()).pw_name
+    return str(os.getuid())
 
 
 def _default_qos(associations: Sequence[Association], account: str) -> str:

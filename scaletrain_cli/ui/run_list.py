@@ -23,7 +23,8 @@ def show_runs(rows: Sequence[tuple[RunDir, RunStatus | UsageError]]) -> None:
     titles = (*_TITLES, "of sweep") if of_sweeps else _TITLES
     table = Table.grid(padding=(0, 2, 0, 0))
     for title in titles:
-        table.add_column(justify="right" if title in ("step", "loss", "attempts") else "left", no_wrap=True)
+        right = title in ("step", "loss", "attempts")
+        table.add_column(justify="right" if right else "left", no_wrap=title != "run", overflow="fold")
     table.add_row(*(Text(title, "dim") for title in titles))
     for run, status in rows:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.record.stat().st_mtime))

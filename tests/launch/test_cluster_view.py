@@ -14,12 +14,13 @@ from scaletrain_cli.launch.local_cluster_view import local_view
 from scaletrain_cli.launch.slurm_cluster_view import make_view
 from scaletrain_cli.launch.slurm_limits import limits_of
 from scaletrain_cli.ui.cluster_view import show_cluster
+from tests.cli.command_line import scaletrain
 from tests.launch.conftest import MadeRun
 from tests.launch.test_slurm_preflight import SITE
 from tests.launch.test_slurm_tables import answer
 
 LIMITS = limits_of(answer("assoc_mgr"), user="root", uid=0, account="lab", qos=["normal"])
-VIEW = make_view(dataclasses.replace(SITE, limits=LIMITS), answer("queue"), "root")
+VIEW = make_view(dataclasses.replace(SITE, limits=LIMITS), answer("queue"))
 
 
 def test_gpus_are_counted_by_type_and_those_out_of_order_are_not_free() -> None:
@@ -40,14 +41,14 @@ def test_jobs_of_others_are_counted_and_come_before_mine_by_priority() -> None:
         answer("queue") + "9|ada|PENDING|Priority|5000|1|N/A|N/A|main|x\n8|ada|PENDING|Priority|10|1|N/A|N/A|main|y\n"
     )
     lines += "7|ada|RUNNING|None|1|1|N/A|N/A|main|z\n6|ada|PENDING|Priority|9999|1|N/A|N/A|high|w\n"
-    view = make_view(SITE, lines, "root")
+    view = make_view(SITE, lines)
     assert (view.others_running, view.others_queued) == (1, 3)
     assert [row.ahead for row in view.queue if row.state == "queued"] == [1, 2]
     assert len(view.queue) == 3
 
 
 def test_a_name_with_bars_does_not_move_the_columns() -> None:
-    (row,) = make_view(SITE, "1|root|PENDING|None|1|2|gres:gpu:4|N/A|main|a|b\n", "root").queue
+    (row,) = make_view(SITE, "1|root|PENDING|None|1|2|gres:gpu:4|N/A|main|a|b\n").queue
     assert (row.name, row.gpus, row.queue) == ("a|b", 8, "main")
 
 
@@ -90,3 +91,19 @@ def test_the_table_fits_eighty_columns(capsys: pytest.CaptureFixture[str], monke
 def test_a_scheduler_without_a_view_is_refused_openly() -> None:
     with pytest.raises(SchedulerError, match="kubernetes has no view"):
         view_of("kubernetes")
+
+
+def test_the_verb_shows_the_cluster_that_is_asked_for() -> None:
+    shown = scaletrain("status", "--cluster", "--scheduler", "local", "--json")
+    assert (shown.code, shown.data["scheduler"]) == (0, "local")
+    titles = scaletrain("status", "--cluster", "--scheduler", "local").out.splitlines()[2]
+    assert titles.split()[:3] == [
+        "GPUs",
+        "free",
+        "used",
+    ]
+
+
+@pytest.mark.parametrize("words", [("--cluster", "r1"), ("--cluster", "--wait", "1s"), ("--scheduler", "slurm")])
+def test_words_that_have_no_sense_together_are_refused(words: tuple[str, ...]) -> None:
+    assert scaletrain("status", *words).code == 2

@@ -72,7 +72,12 @@ def test_a_job_that_fits_has_no_problem_and_no_note() -> None:
         ([], {"gpus": 16}, "cluster.gpus_per_node", "16: nodes of partition main have 8 GPUs. Ask for 8 per node"),
         (["cluster.slurm.gres_type=a100"], {}, "cluster.slurm.gres_type", "no node of partition main has GPUs of this"),
         (["cluster.slurm.gres_type=a100"], {}, "cluster.slurm.gres_type", "there are h100"),
-        (["cluster.cpus_per_gpu=12"], {}, "cluster.cpus_per_gpu", "have 4 CPUs; the job wants 96 on each"),
+        (
+            ["cluster.cpus_per_gpu=12"],
+            {},
+            "cluster.cpus_per_gpu",
+            "have 4 CPUs; the job wants 96 on each. Leave it out",
+        ),
         (["cluster.slurm.memory_per_node=1TiB"], {}, "cluster.slurm.memory_per_node", "have 8000 MiB"),
         (["cluster.slurm.nodelist=n1,n9"], {}, "cluster.slurm.nodelist", "n9 not in partition main"),
         (["cluster.slurm.account=guests"], {}, "cluster.slurm.account", "root may charge lab, root"),

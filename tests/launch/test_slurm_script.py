@@ -245,6 +245,42 @@ def test_the_agent_runs_in_the_image_where_one_is_given(
     assert "PYTHONPATH" not in step[2]
 
 
+@settings(max_examples=20)
+@given(
+    st.sampled_from(["pyxis", "apptainer"]),
+    texts.filter(lambda text: text[:1] not in ("", "-") and "\n" not in text),
+    texts.filter(lambda text: not set(text) & set(",\n")),
+    texts.filter(lambda text: "\n" not in text),
+)
+@example("apptainer", "it's $(touch canary)", "a 'b' `touch canary`", "$HOME \\")
+def test_an_image_its_mounts_and_an_activation_of_any_name_reach_srun_unchanged(
+    runtime: str, image: str, mount: str, activate: str
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recorded, script, ran = Recorded(folder), folder / "job.sh", folder / "ran"
+        recorded.program(recorded.bin / "python3")
+        container = {"image": image, "mounts": [f"/{mount}"], "runtime": runtime, "python": f"/{activate}"}
+        slurm = SlurmSpec.model_validate({"container": container, "activate": f"/{activate}"})
+        spec = make_spec()
+        spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"slurm": slurm})})
+        text = job_script(spec, "r", folder / "runs" / "r", "/nowhere/python")
+        # The activation is what this test can see of it: the word that bash sources.
+        script.write_text(f'sourced() {{ printf %s "$1" >{ran}; }}\n' + text.replace("\n. ", "\nsourced ", 1))
+        base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42"}
+        done = subprocess.run(["bash", script], env=base, cwd=folder, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (75, "")
+        assert ran.read_bytes().decode() == f"/{activate}"
+        assert not (folder / "canary").exists()
+        step = next(arguments for program, arguments, _ in recorded.calls if program == "srun")
+        assert f"/{activate}" in step
+        if runtime == "pyxis":
+            assert f"--container-image={image}" in step
+            assert f"--container-mounts={folder / 'runs'}:{folder / 'runs'},/{mount}" in step
+        else:
+            assert step[step.index("apptainer") :][5:7] == [f"/{mount}", image]
+
+
 def test_a_runs_root_that_a_list_of_mounts_cannot_name_is_refused() -> None:
     spec = make_spec("cluster.slurm.container={image: a.sqsh}")
     with pytest.raises(SchedulerError, match="SCALETRAIN_RUNS"):

@@ -10,7 +10,7 @@ import pytest
 from tests.slurm_cluster.cluster import DevCluster
 from tests.slurm_cluster.test_a_run_on_slurm import HOSTILE, ON_SLURM, RECIPE, TINY, Login, ends
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]  # a cluster with a database of its own
 BY_QOS = (*ON_SLURM, *TINY, "cluster.slurm.partition=main", "cluster.slurm.qos=scavenger", "cluster.grace_seconds=40")
 
 
@@ -33,7 +33,6 @@ def login(cluster: DevCluster, tmp_path: Path) -> Login:
 
 
 @pytest.mark.drill
-@pytest.mark.long
 def test_a_run_that_a_higher_qos_preempts_goes_on_without_a_lost_step(login: Login) -> None:
     run_id = login.submit(*BY_QOS)
     before = login.wait_for_steps(run_id, 1)
