@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from scaletrain_cli.errors import ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.scheduler import Scheduler
-from scaletrain_cli.launch.submission import CreatedRun, Submission, create_run, read_submission, submit_run
+from scaletrain_cli.launch.submission import CreatedRun, Submission, create_run, submit_run
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.sweeps import SweepPlace, write_sweep_place
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
@@ -70,6 +70,7 @@ def submit_sweep(sweep: str, points: Sequence[Point], scheduler: Scheduler, cap:
     done: list[tuple[CreatedRun, Submission]] = []
     for index, point in enumerate(points):
         after = points[index - cap].run_id if index >= cap else None
+        made: CreatedRun | None = None
         try:
             made = create_run(point.spec, point.plan, point.run_id)
             if made.created:
@@ -78,8 +79,8 @@ def submit_sweep(sweep: str, points: Sequence[Point], scheduler: Scheduler, cap:
         except ScaletrainError as error:
             silent = isinstance(error, SchedulerSilentError)
             left = _take_back([made for made, _ in done], scheduler)
-            if not silent:
-                _remove_unsubmitted(RunDir(runs_root() / point.run_id))
+            if made is not None and made.created and not silent:
+                shutil.rmtree(made.run.path)
             told = f"{point.run_id} ({', '.join(point.overrides)}) could not be submitted, so none is: {error.message}"
             if silent:
                 told += f" Whether its job was taken is not known: look at {point.run_id} with scaletrain status."
@@ -100,11 +101,6 @@ def _take_back(made: Sequence[CreatedRun], scheduler: Scheduler) -> list[str]:
         except SchedulerError:
             left.append(one.run.run_id)
     return left
-
-
-def _remove_unsubmitted(run: RunDir) -> None:
-    if run.record.exists() and read_submission(run) is None and not run.attempts():
-        shutil.rmtree(run.path)
 
 
 def _slug(override: str) -> str:

@@ -16,6 +16,7 @@ from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.local import LocalScheduler
 from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.launch.slurm_script import job_script
+from scaletrain_cli.launch.submission import create_run
 from scaletrain_cli.launch.sweep import Point, cap_of, point_ids, submit_sweep
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import RunDir, list_runs, runs_root
@@ -129,6 +130,15 @@ def test_what_was_there_before_is_not_taken_back() -> None:
         submit_sweep("s", points(1, 2), queue, cap=2)
     assert list(queue.jobs) == ["s-seed-1"]
     assert [run.run_id for run in list_runs()] == ["s-seed-1"]
+
+
+def test_a_run_of_the_name_of_a_point_that_somebody_is_about_to_submit_is_left_alone() -> None:
+    (mine,) = points(1)
+    other = make_spec("training.seed=7")
+    theirs = create_run(other, make_plan(other), mine.run_id).run
+    with pytest.raises(UsageError, match="exists with another spec"):
+        submit_sweep("s", [mine], Queue(), cap=1)
+    assert theirs.record.exists()
 
 
 def test_on_this_machine_one_runs_at_a_time_and_gpus_are_not_shared() -> None:
