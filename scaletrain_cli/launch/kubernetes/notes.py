@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 
 from scaletrain_cli.launch.kubernetes.pod import OWN_VARIABLES
 from scaletrain_cli.spec import RunSpec
 
 # A spot node on GKE has 30 s in all, and the kubelet leaves pods that are not the system's about half of them.
 _GKE_SPOT_SECONDS = 15
+_CORPUS = "python-stdlib"  # comes with every image
 
 
 def notes(spec: RunSpec) -> Iterator[str]:
@@ -35,10 +37,35 @@ def notes(spec: RunSpec) -> Iterator[str]:
             "cluster.kubernetes.host_network: the pods use ports of their nodes, so no other run may share a node; a "
             "namespace with the baseline pod security refuses them."
         )
+    yield from _about_files(spec)
     yield from _about_gangs(spec)
     yield from _about_leaving(spec)
     if ignored := sorted(OWN_VARIABLES & spec.env.keys()):
         yield f"env: {', '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} set by the launcher and ignored here."
+
+
+def _about_files(spec: RunSpec) -> Iterator[str]:
+    """Paths that mean something else in a pod than here, or nothing."""
+    kubernetes = spec.cluster.kubernetes
+    mounted = [kubernetes.runs.path, *(volume.path for volume in kubernetes.volumes)]
+    paths = {
+        "data.source": None if spec.data.source == _CORPUS else spec.data.source,
+        "data.tokenizer.path": spec.data.tokenizer.path,
+        "checkpoint.dir": None if spec.checkpoint.dir == "auto" else spec.checkpoint.dir,
+    }
+    for key, path in paths.items():
+        if path is None:
+            continue
+        if not PurePosixPath(path).is_absolute():
+            yield (
+                f"{key} = {path}: pods look for it in the working folder of the image, not in this one. Give an "
+                f"absolute path on a volume: {', '.join(mounted)}."
+            )
+        elif not any(PurePosixPath(path).is_relative_to(folder) for folder in mounted):
+            yield (
+                f"{key} = {path}: no volume is mounted there, so it must be in the image. These are: "
+                f"{', '.join(mounted)} (cluster.kubernetes.runs and volumes)."
+            )
 
 
 def _about_gangs(spec: RunSpec) -> Iterator[str]:

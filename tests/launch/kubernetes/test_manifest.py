@@ -382,3 +382,21 @@ def test_objects_that_break_a_rule_never_leave(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(SpecError, match="no cluster can run") as caught:
         rendered_recipe(SPOT)
     assert any("lower-case" in problem.message for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("data.source=text/*.jsonl", "pods look for it in the working folder of the image"),
+        ("data.source=/corpus/*.jsonl", "no volume is mounted there, so it must be in the image"),
+        ("checkpoint.dir=/scratch", "no volume is mounted there"),
+        ("data.source=/data/*.jsonl", ""),
+        ("data.source=python-stdlib", ""),
+        ("checkpoint.dir=/runs/checkpoints", ""),
+    ],
+)
+def test_a_path_that_pods_do_not_see_is_told(setting: str, words: str) -> None:
+    volumes = "cluster.kubernetes.volumes=[{claim: text, path: /data}]"
+    told = [note for note in rendered_recipe(SMALL, volumes, setting).notes if "volume" in note or "folder" in note]
+    assert len(told) == bool(words)
+    assert words in "".join(told)
