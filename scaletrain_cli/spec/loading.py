@@ -61,7 +61,7 @@ def load_cluster(name: str | None = None) -> ClusterSpec | None:
     else:
         problems = list(contradictions(section, ("cluster",), source))
     if problems:
-        raise SpecError(f"cluster {chosen.name} is no cluster section", tuple(problems))
+        raise SpecError(f"cluster {chosen.name} is not a cluster section", tuple(problems))
     return section
 
 
