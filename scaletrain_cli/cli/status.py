@@ -44,7 +44,9 @@ def command(
     scheduler: Annotated[
         str | None,
         typer.Option(
-            "--scheduler", metavar="NAME", help="With --cluster: slurm, kubernetes or local; else what is here."
+            "--scheduler",
+            metavar="NAME",
+            help="With --cluster: slurm, kubernetes or local; else what clusters.yaml or this machine has.",
         ),
     ] = None,
     as_json: AsJson = False,
