@@ -14,6 +14,7 @@ from scaletrain_cli.errors import ExitCode, UsageError
 if TYPE_CHECKING:
     from scaletrain_cli.launch.status import RunStatus
     from scaletrain_cli.rundir.paths import RunDir
+    from scaletrain_cli.spec import ClusterSpec
 
 EXIT_CODES = (
     ExitCode.DONE,
@@ -26,7 +27,12 @@ _POLL_SECONDS = 2.0
 
 def command(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Run id or directory; else the newest.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="Run id or directory; else the newest. With --cluster: which of your clusters.yaml; else its default.",
+            show_default=False,
+        ),
     ] = None,
     wait: Annotated[
         str | None,
@@ -37,7 +43,11 @@ def command(
     ] = False,
     scheduler: Annotated[
         str | None,
-        typer.Option("--scheduler", metavar="NAME", help="With --cluster: slurm or local; else what is here."),
+        typer.Option(
+            "--scheduler",
+            metavar="NAME",
+            help="With --cluster: slurm, kubernetes or local; else what clusters.yaml or this machine has.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -46,9 +56,9 @@ def command(
     With --wait the exit code is the run's own, and 124 when it did not end in time; without, 0.
     """
     if cluster:
-        if run is not None or wait is not None:
-            raise UsageError("--cluster is about the cluster: give no run and no --wait with it.")
-        _show_cluster(scheduler, as_json)
+        if wait is not None:
+            raise UsageError("--cluster is about the cluster: give no --wait with it.")
+        _show_cluster(run, scheduler, as_json)
         return
     if scheduler is not None:
         raise UsageError("--scheduler says whose view --cluster shows. Give both, or neither.")
@@ -73,10 +83,10 @@ def command(
     raise typer.Exit(code)
 
 
-def _show_cluster(scheduler: str | None, as_json: bool) -> None:
-    from scaletrain_cli.launch.cluster_view import usual_scheduler, view_of
+def _show_cluster(name: str | None, scheduler: str | None, as_json: bool) -> None:
+    from scaletrain_cli.launch.cluster_view import view_of
 
-    view = view_of(scheduler or usual_scheduler())
+    view = view_of(_cluster(name, scheduler))
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
@@ -85,6 +95,22 @@ def _show_cluster(scheduler: str | None, as_json: bool) -> None:
         from scaletrain_cli.ui.cluster_view import show_cluster
 
         show_cluster(view)
+
+
+def _cluster(name: str | None, scheduler: str | None) -> ClusterSpec:
+    """The user's cluster of that name, or the default one, unless another scheduler was asked for."""
+    from scaletrain_cli.launch.cluster_view import usual_scheduler
+    from scaletrain_cli.spec import ClusterSpec, load_cluster
+
+    section = load_cluster(name)
+    if name is not None and section is not None and scheduler not in (None, section.scheduler):
+        raise UsageError(f"--scheduler {scheduler}: cluster {name} is one of {section.scheduler}. Give the name alone.")
+    if section is not None and scheduler in (None, section.scheduler):
+        return section
+    match scheduler or usual_scheduler():
+        case ("local" | "slurm" | "kubernetes") as known:
+            return ClusterSpec(scheduler=known)
+    raise UsageError(f"--scheduler {scheduler}: use slurm, kubernetes or local.")
 
 
 def _wait(run: RunDir, seconds: float) -> tuple[RunStatus, int]:

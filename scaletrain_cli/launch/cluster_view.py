@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from scaletrain_cli.errors import SchedulerError
+if TYPE_CHECKING:
+    from scaletrain_cli.spec import ClusterSpec
 
 SCHEMA = "scaletrain.cluster/v1"
 
@@ -49,7 +50,10 @@ class QuotaRow:
 
 @dataclass(frozen=True)
 class QueueRow:
-    """One of my jobs. ``ahead``: jobs that the scheduler looks at before it; None for one that runs."""
+    """One of my jobs. ``ahead``: jobs that the scheduler looks at before it; None for one that runs or where none says.
+
+    On Kubernetes, where a job is its namespace's, mine are the runs in it.
+    """
 
     job_id: str
     name: str
@@ -81,19 +85,21 @@ class ClusterView:
         return {"schema": SCHEMA, **dataclasses.asdict(self)}
 
 
-def usual_scheduler() -> str:
+def usual_scheduler() -> Literal["local", "slurm"]:
     """The cluster that this machine's commands talk to, else this machine."""
     return "slurm" if shutil.which("sinfo") else "local"
 
 
-def view_of(scheduler: str) -> ClusterView:
-    """Ask a scheduler for all of it. Raises SchedulerError when it cannot be reached."""
-    if scheduler == "slurm":
+def view_of(cluster: ClusterSpec) -> ClusterView:
+    """Ask the scheduler that the section names for all of it. Raises SchedulerError when it cannot be reached."""
+    if cluster.scheduler == "slurm":
         from scaletrain_cli.launch.slurm_cluster_view import slurm_view
 
-        return slurm_view()
-    if scheduler == "local":
-        from scaletrain_cli.launch.local_cluster_view import local_view
+        return slurm_view(cluster)
+    if cluster.scheduler == "kubernetes":
+        from scaletrain_cli.launch.kubernetes.cluster_view import kubernetes_view
 
-        return local_view()
-    raise SchedulerError(f"{scheduler} has no view of the cluster in this version. Use local or slurm.")
+        return kubernetes_view(cluster.kubernetes)
+    from scaletrain_cli.launch.local_cluster_view import local_view
+
+    return local_view()

@@ -18,11 +18,11 @@ QUEUE = "%A|%u|%T|%r|%Q|%D|%b|%S|%P|%j"
 _RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING")
 
 
-def slurm_view() -> ClusterView:
-    """Raises SchedulerError when the controller is silent."""
+def slurm_view(cluster: ClusterSpec) -> ClusterView:
+    """With the quotas of the section's account and QOS. Raises SchedulerError when the controller is silent."""
     states = "--states=PENDING,RUNNING,CONFIGURING,COMPLETING"
     text = call_slurm(["squeue", "--noheader", "--all", states, f"--format={QUEUE}"]).stdout
-    return make_view(ask_site(ClusterSpec(scheduler="slurm")), text)
+    return make_view(ask_site(cluster), text)
 
 
 def make_view(site: Site, queue: str) -> ClusterView:

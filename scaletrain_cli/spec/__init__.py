@@ -4,7 +4,7 @@ from scaletrain_cli.spec.architecture_export import to_hugging_face
 from scaletrain_cli.spec.architecture_source import presets
 from scaletrain_cli.spec.cluster import AcceleratorSpec, ClusterSpec
 from scaletrain_cli.spec.json_schema import json_schema
-from scaletrain_cli.spec.loading import changed_keys, load_spec, override_spec, parse_spec
+from scaletrain_cli.spec.loading import changed_keys, load_cluster, load_spec, override_spec, parse_spec
 from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.run import SCHEMA, DataSpec, RunSpec
 from scaletrain_cli.spec.starting_spec import starting_spec
@@ -26,6 +26,7 @@ __all__ = [
     "VitSpec",
     "changed_keys",
     "json_schema",
+    "load_cluster",
     "load_spec",
     "override_spec",
     "parse_spec",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from scaletrain_cli.errors import Problem, SpecError
 from scaletrain_cli.spec.architecture_source import DERIVED_FROM, SourceError, complete, presets
+from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.clusters import Cluster, choose_cluster
 from scaletrain_cli.spec.problems import contradictions, field_problem, in_file, nearest
 from scaletrain_cli.spec.run import MODELS, RunSpec, model_kind
@@ -38,6 +40,29 @@ def load_spec(path: Path, overrides: Sequence[str] = (), *, cluster: str | None 
         raise SpecError(f"cannot read the run spec {shown(str(path))}: {reason}. {hint}") from error
     chosen = choose_cluster(cluster)
     return parse_spec(text, file=str(path), base_dir=path.parent, overrides=overrides, cluster=chosen)
+
+
+def load_cluster(name: str | None = None) -> ClusterSpec | None:
+    """The cluster section that one of the user's clusters makes; without a name the default one, if there is one.
+
+    Raises SpecError or UsageError.
+    """
+    chosen = choose_cluster(name)
+    if chosen is None:
+        return None
+    raw: dict[str, Any] = {}
+    source = Source(chosen.source.file)
+    dataclasses.replace(chosen, above=True).apply_to(raw, source)
+    try:
+        section = ClusterSpec.model_validate(raw["cluster"])
+    except ValidationError as error:
+        details = [{**detail, "loc": ("cluster", *detail["loc"])} for detail in error.errors(include_url=False)]
+        problems = [field_problem(detail, source) for detail in details]
+    else:
+        problems = list(contradictions(section, ("cluster",), source))
+    if problems:
+        raise SpecError(f"cluster {chosen.name} is not a cluster section", tuple(problems))
+    return section
 
 
 def parse_spec(

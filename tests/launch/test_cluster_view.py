@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.cluster_view import GpuRow, NodesRow, view_of
+from scaletrain_cli.launch.cluster_view import GpuRow, NodesRow
 from scaletrain_cli.launch.local_cluster_view import local_view
 from scaletrain_cli.launch.slurm_cluster_view import make_view
 from scaletrain_cli.launch.slurm_limits import limits_of
@@ -88,11 +87,6 @@ def test_the_table_fits_eighty_columns(capsys: pytest.CaptureFixture[str], monke
     assert "account lab                  8     8       16  GPUs (GrpTRES)" in shown
 
 
-def test_a_scheduler_without_a_view_is_refused_openly() -> None:
-    with pytest.raises(SchedulerError, match="kubernetes has no view"):
-        view_of("kubernetes")
-
-
 def test_the_verb_shows_the_cluster_that_is_asked_for() -> None:
     shown = scaletrain("status", "--cluster", "--scheduler", "local", "--json")
     assert (shown.code, shown.data["scheduler"]) == (0, "local")
@@ -107,3 +101,19 @@ def test_the_verb_shows_the_cluster_that_is_asked_for() -> None:
 @pytest.mark.parametrize("words", [("--cluster", "r1"), ("--cluster", "--wait", "1s"), ("--scheduler", "slurm")])
 def test_words_that_have_no_sense_together_are_refused(words: tuple[str, ...]) -> None:
     assert scaletrain("status", *words).code == 2
+
+
+def test_a_scheduler_that_is_unknown_is_refused_with_those_that_are_known() -> None:
+    refused = scaletrain("status", "--cluster", "--scheduler", "pbs")
+    assert (refused.code, "use slurm, kubernetes or local" in refused.err) == (2, True)
+
+
+def test_a_cluster_of_the_users_is_shown_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "clusters.yaml"
+    file.write_text("clusters:\n  here: {scheduler: local}\n  typo: {scheduler: locale}\n")
+    monkeypatch.setenv("SCALETRAIN_CLUSTERS", str(file))
+    assert scaletrain("status", "--cluster", "here", "--json").data["scheduler"] == "local"
+    assert "cluster here is one of local" in scaletrain("status", "--cluster", "here", "--scheduler", "slurm").err
+    refused = scaletrain("status", "--cluster", "typo")
+    assert (refused.code, "clusters.yaml:3 cluster.scheduler = locale" in refused.err) == (2, True)
+    assert scaletrain("status", "--cluster", "there").code == 2

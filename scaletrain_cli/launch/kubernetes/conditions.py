@@ -157,7 +157,7 @@ def _evicted_words(queued: Object, evicted: Object) -> str:
 def _of_pods(seen: Observation, job_id: str, nodes: tuple[str, ...]) -> Job:
     """A workload that may run: how far its pods are."""
     assert seen.workload is not None
-    wanted, restarts = _size(seen.workload), _restarts(seen)
+    wanted, restarts = size_of(seen.workload), _restarts(seen)
     current = [pod for pod in seen.pods if not pod["metadata"].get("deletionTimestamp") and not _has_ended(pod)]
     running = [pod for pod in current if pod.get("status", {}).get("phase") == "Running"]
     again = f" (restart {restarts})" if restarts else ""
@@ -215,7 +215,7 @@ def _group_words(group: Object | None) -> str:
     return f"Volcano: {_message(waits)}" if waits else ""
 
 
-def _size(workload: Object) -> int:
+def size_of(workload: Object) -> int:
     """How many pods make the gang."""
     spec = workload.get("spec", {})
     if "tasks" in spec:

@@ -30,8 +30,8 @@ class Kind:
         return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
 
     def path(self, namespace: str, name: str = "", part: str = "") -> str:
-        """The path of one object, or of all of them; ``part`` is a subresource, as ``log``."""
-        middle = f"/namespaces/{quote(namespace, safe='')}" if self.namespaced else ""
+        """The path of one object, or of all (in any namespace for ``""``); ``part`` is a subresource, as ``log``."""
+        middle = f"/namespaces/{quote(namespace, safe='')}" if self.namespaced and namespace else ""
         end = f"/{quote(name, safe='')}" if name else ""
         return f"{self.root}{middle}/{self.plural}{end}" + (f"/{part}" if part else "")
 

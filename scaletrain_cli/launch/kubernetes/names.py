@@ -20,6 +20,7 @@ REVISION_ANNOTATION = "scaletrain.dev/revision"
 SUBMISSION_ANNOTATION = "scaletrain.dev/submission"
 DOCUMENTS_ANNOTATION = "scaletrain.dev/documents-sha256"
 INSTANCE_LABEL = "app.kubernetes.io/instance"
+MANAGED = f"app.kubernetes.io/managed-by={MANAGER}"  # selects what this launcher has made
 
 LONGEST_POD_NAME = 63
 _LONGEST_READABLE = 40

@@ -64,14 +64,14 @@ def observe(cluster: Cluster, namespace: str, job_id: str, run_label: str) -> Ob
     if QUEUE_LABEL in workload["metadata"].get("labels", {}):
         owner = f"{_OWNER_LABEL}={workload['metadata'].get('uid', '')}"
         queues = _allowed(lambda: cluster.find(WORKLOAD, namespace, labels=owner))
-        queued, queue_known = _owned_by(workload, queues or []), queues is not None
+        queued, queue_known = owned_by(workload, queues or []), queues is not None
     groups = _allowed(lambda: cluster.find(POD_GROUP, namespace)) if is_volcano else None
     return Observation(
         workload,
         tuple(sorted(pods, key=index_of)),
         tuple(jobs),
         queued,
-        _owned_by(workload, groups or []),
+        owned_by(workload, groups or []),
         tuple(_allowed(lambda: _events(cluster, namespace, name, jobs, pods)) or ()),
         nodes,
         nodes_known,
@@ -103,7 +103,7 @@ def _allowed(ask: Callable[[], list[Object]]) -> list[Object] | None:
         return None
 
 
-def _owned_by(owner: Object, candidates: Iterable[Object]) -> Object | None:
+def owned_by(owner: Object, candidates: Iterable[Object]) -> Object | None:
     """The one that a controller has made for ``owner``: Kueue's Workload, Volcano's PodGroup."""
     uid = owner["metadata"].get("uid")
     for found in candidates:

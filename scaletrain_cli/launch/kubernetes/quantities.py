@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import Any
 
 _QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))(?:[eE]([+-]?\d+)|([numkMGTPE]|[KMGTPE]i)?)")
 _BINARY = {f"{letter}i": Fraction(1024**power) for power, letter in enumerate("KMGTPE", start=1)}
@@ -22,6 +23,16 @@ def as_number(quantity: str | int | float) -> Fraction:
     if exponent is not None:
         return Fraction(number) * Fraction(10) ** int(exponent)
     return Fraction(number) * (_FACTORS[suffix] if suffix else 1)
+
+
+def requested(pod: dict[str, Any], resource: str) -> Fraction:
+    """What a pod with this spec holds of a resource that cannot be overcommitted: of GPUs, the limit is the request."""
+
+    def held(key: str) -> list[Fraction]:
+        found = [container.get("resources", {}) for container in pod.get(key) or ()]
+        return [as_number({**each.get("limits", {}), **each.get("requests", {})}.get(resource, 0)) for each in found]
+
+    return max(sum(held("containers"), Fraction(0)), *held("initContainers"), Fraction(0))
 
 
 def shown(amount: Fraction) -> str:

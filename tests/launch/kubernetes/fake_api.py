@@ -203,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         found = [
             body
             for (of, kind, where, _), body in sorted(self.api.objects.items())
-            if (of, kind) == (group, plural) and where == namespace and _selected(body, query)
+            if (of, kind) == (group, plural) and namespace in ("", where) and _selected(body, query)
         ]
         start = int(query.get("continue", "0"))
         size = self.api.page or len(found)
@@ -272,7 +272,10 @@ _INSTANCE = "app.kubernetes.io/instance"
 def _selected(body: Object, query: dict[str, str]) -> bool:
     labels = body["metadata"].get("labels", {})
     wanted = dict(part.split("=", 1) for part in query.get("labelSelector", "").split(",") if part)
-    fields = dict(part.split("=", 1) for part in query.get("fieldSelector", "").split(",") if part)
+    wanted_fields = [part for part in query.get("fieldSelector", "").split(",") if part]
+    if any(part == f"status.phase!={body.get('status', {}).get('phase')}" for part in wanted_fields):
+        return False
+    fields = dict(part.split("=", 1) for part in wanted_fields if "!=" not in part)
     return all(labels.get(key) == value for key, value in wanted.items()) and all(
         body.get("involvedObject", {}).get(key.rpartition(".")[2]) == value for key, value in fields.items()
     )

@@ -11,6 +11,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.kubernetes.api import connect
+from scaletrain_cli.launch.kubernetes.cluster_view import look
 from scaletrain_cli.launch.kubernetes.scheduler import KubernetesScheduler
 from scaletrain_cli.launch.submission import submit_run
 from tests.launch.conftest import MadeRun
@@ -97,6 +99,7 @@ def calls(api: FakeApi, make_run: Callable[..., MadeRun]) -> set[tuple[str, str,
     put_queue(api)
     api.put("persistentvolumeclaims", pending)
     live(api, make_run(*SETTINGS, *BACKENDS["jobset"], run_id="queued"))
+    look(connect(None, "ml"), "ml")
     return api.calls - NOT_GRANTED
 
 
@@ -109,4 +112,4 @@ def test_a_submitter_may_do_what_is_done_for_it_and_no_more(calls: set[tuple[str
 def test_what_has_no_namespace_is_granted_for_the_cluster_and_only_to_be_read() -> None:
     cluster_wide = granted("ClusterRole")
     assert {verb for verb, _, _ in cluster_wide} <= {"get", "list"}
-    assert not granted("Role") & cluster_wide
+    assert granted("Role") & cluster_wide == {("list", "", "pods")}, "pods of others hold GPUs, too"
