@@ -43,10 +43,11 @@ def command(
     from scaletrain_cli.launch.resizing import replan
     from scaletrain_cli.launch.resumption import inspect_resume, refuse, resume
     from scaletrain_cli.launch.scheduler import scheduler_for
+    from scaletrain_cli.launch.sent import changes_since_sent
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record
     from scaletrain_cli.ui.messages import say, suggest, warn
-    from scaletrain_cli.ui.resume_view import resume_json, show_resize, show_resume
+    from scaletrain_cli.ui.resume_view import resume_json, show_changes, show_resize, show_resume
 
     found = find_run(run)
     sizes = {"cluster.nodes": nodes, "cluster.gpus_per_node": gpus_per_node}
@@ -60,9 +61,12 @@ def command(
     refuse(found, report, from_scratch=from_scratch, resize=resize)
     record = resize.after if resize is not None else read_record(found)
     scheduler = scheduler_for(record.spec.cluster.scheduler)
-    told = resume_json(found, report, resize)
+    text = scheduler.render(found, record)
+    changed = changes_since_sent(found, text)
+    told = resume_json(found, report, resize) | {"changes_since_sent": changed}
+    if not as_json and changed is not None:
+        show_changes(changed)
     if dry_run:
-        text = scheduler.render(found, record)
         _print(told | {"would_send": text}) if as_json else typer.echo(text, nl=False)
         return
     if resize is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,6 +26,10 @@ def command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the exact text that would be sent. Creates and sends nothing.")
     ] = False,
+    output: Annotated[
+        Literal["script", "yaml", "json"] | None,
+        typer.Option("--output", help="As --dry-run, in this form: a script for Slurm, YAML for Kubernetes, or JSON."),
+    ] = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="First ask as many nodes as planned whether they fit the plan (Slurm).")
     ] = False,
@@ -51,6 +55,9 @@ def command(
     With --sweep every point is planned and checked before any is queued, and all of them are, or none. Each is a run of
     its own, named after its values.
     """
+    dry_run = dry_run or output is not None
+    if output is not None and sweep:
+        raise UsageError("--output is about one run. Use --sweep with --dry-run, which prints every text.")
     if max_concurrent is not None and not sweep:
         raise UsageError("--max-concurrent is about the runs of a --sweep. Give both, or neither.")
     if sweep:
@@ -77,6 +84,7 @@ def command(
         overrides = [*(overrides or ()), *points[0]]  # a sweep of one value is a plain run
     from scaletrain_cli.cli.confirmation import confirm
     from scaletrain_cli.launch.scheduler import scheduler_for
+    from scaletrain_cli.launch.sent import in_format
     from scaletrain_cli.launch.shared_folder import room_notes
     from scaletrain_cli.launch.submission import create_run, make_record, submit_run
     from scaletrain_cli.launch.submittable import plan_for_engine
@@ -90,7 +98,8 @@ def command(
     scheduler = scheduler_for(run_spec.cluster.scheduler)
     if dry_run:
         record = make_record(run_spec, plan, run_id)
-        typer.echo(scheduler.render(RunDir(runs_root() / record.run_id), record), nl=False)
+        text = scheduler.render(RunDir(runs_root() / record.run_id), record)
+        typer.echo(in_format(run_spec.cluster.scheduler, text, output) if output else text, nl=False)
         return
 
     from scaletrain_cli.ui.messages import say, suggest, warn

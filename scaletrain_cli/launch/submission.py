@@ -25,6 +25,7 @@ from scaletrain_cli import __version__
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.code_hash import code_hash
 from scaletrain_cli.launch.scheduler import Scheduler
+from scaletrain_cli.launch.sent import keep_sent
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.journal import record_event
@@ -114,7 +115,9 @@ def submit_run(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submissi
 def hand_over(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submission:
     """Submit now, whatever was before. For holders of submit_lock()."""
     first_attempt = max(run.attempts(), default=0) + 1
+    text = scheduler.render(run, record)
     job_id = scheduler.submit(run, record)
+    keep_sent(run, text)
     submission = Submission(record.spec.cluster.scheduler, job_id, time.time(), first_attempt, record.revision)
     data = dataclasses.asdict(submission)
     write_document(_submission_path(run), data)

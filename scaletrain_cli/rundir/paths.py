@@ -54,6 +54,11 @@ class RunDir:
         return self.path / "secrets.json"
 
     @property
+    def sent(self) -> Path:
+        """What the scheduler was sent last: a script, a manifest, a command."""
+        return self.path / "sent.txt"
+
+    @property
     def stop_file(self) -> Path:
         """Written by ``scaletrain cancel``: no further attempt may start."""
         return self.path / "cancelled"
