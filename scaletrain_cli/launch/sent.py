@@ -12,6 +12,7 @@ from typing import Any
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.spec.source import read_documents
 
 FORMATS = {"local": "script", "slurm": "script", "kubernetes": "yaml"}
 # A workload on Kubernetes is numbered by submission; that alone is no change.
@@ -49,6 +50,4 @@ def _as_json(scheduler: str, text: str) -> dict[str, Any]:
     """A List that kubectl and the API read, or the script as one string."""
     if FORMATS[scheduler] == "script":
         return {"schema": "scaletrain.sent/v1", "scheduler": scheduler, "script": text}
-    from ruamel.yaml import YAML
-
-    return {"apiVersion": "v1", "kind": "List", "items": list(YAML(typ="safe", pure=True).load_all(text))}
+    return {"apiVersion": "v1", "kind": "List", "items": read_documents(text)}

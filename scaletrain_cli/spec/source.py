@@ -51,6 +51,13 @@ def parse_yaml(text: str, source: Source) -> dict[str, Any]:
     return plain
 
 
+def read_documents(text: str) -> list[Any]:
+    """Plain data of each YAML document in a text that this package has written."""
+    from ruamel.yaml import YAML
+
+    return list(YAML(typ="safe", pure=True).load_all(text))
+
+
 def apply_override(raw: dict[str, Any], override: str, source: Source) -> Iterator[Problem]:
     """Set one ``a.b=c``; the value is read as YAML. Yields a problem instead of raising."""
     name, equals, text = override.partition("=")
