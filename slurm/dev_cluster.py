@@ -70,8 +70,20 @@ def start_controller(cluster: Cluster) -> None:
         network.create(cluster)
     if cluster.accounting:
         accounting.start(cluster)
-    processes.spawn(directory, "slurmctld", ["slurmctld", "-D", "-c"])
+    controller_up(directory, "-c")
+
+
+def controller_up(directory: Path, *options: str) -> None:
+    """With the state that it left; ``-c`` forgets that."""
+    processes.spawn(directory, "slurmctld", ["slurmctld", "-D", *options])
     processes.wait_for(directory, "slurmctld", lambda: " UP" in processes.query(directory, "scontrol", "ping"))
+
+
+def controller_down(directory: Path) -> None:
+    """SIGKILL, as a machine that fails: jobs go on, and no command of Slurm is answered."""
+    pid, _ = processes.daemons(directory)["slurmctld"]
+    processes.forget(directory, "slurmctld")
+    processes.kill_all(lambda: {pid} if processes.start_ticks(pid) is not None else set())
 
 
 def start_node(cluster: Cluster, node: str) -> None:
@@ -89,6 +101,13 @@ def nodes_up(directory: Path, node: str = "") -> int:
     """How many nodes, of all or of the one, the controller can use. It marks those it cannot reach with a `*`."""
     states = processes.query(directory, "sinfo", "-h", "-N", "-p", "main", "-o", "%t", *(["-n", node] if node else []))
     return sum(state in {"idle", "mix", "alloc", "comp"} for state in states.split())
+
+
+def show_status(directory: Path) -> None:
+    load(directory)
+    for name, (pid, ticks) in processes.daemons(directory).items():
+        print(f"{name:12} {'alive' if processes.start_ticks(pid) == ticks else 'dead'}")
+    print(processes.query(directory, "sinfo") or "slurmctld does not answer\n", end="")
 
 
 def stop(directory: Path, *, keep: bool = False) -> None:
@@ -164,6 +183,9 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("node")
     sub.add_argument("--cut", action="store_true", help="only cut its network; its processes go on")
     command("node-up", "bring a node back after node-down").add_argument("node")
+    command("controller-down", "kill slurmctld; jobs go on")
+    command("controller-up", "start slurmctld again, with its state")
+    command("status", "print the nodes, and which daemons are alive")
     return top
 
 
@@ -188,6 +210,14 @@ def run(arguments: argparse.Namespace) -> None:
         node_down(directory, arguments.node, cut=arguments.cut)
     elif arguments.command == "node-up":
         node_up(directory, arguments.node)
+    elif arguments.command == "controller-down":
+        controller_down(directory)
+    elif arguments.command == "controller-up":
+        controller_up(directory)
+        alive = set(load(directory).node_names) & processes.daemons(directory).keys()
+        processes.wait_for(directory, "nodes", lambda: nodes_up(directory) == len(alive))
+    elif arguments.command == "status":
+        show_status(directory)
     if arguments.command in {"start", "env"}:
         load(directory)
         print(f"export SLURM_CONF={shlex.quote(str(conf_path(directory)))}")

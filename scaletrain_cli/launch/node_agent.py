@@ -60,7 +60,8 @@ def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str
     parser.add_argument("--master-addr", default=address, required=address is None)
     parser.add_argument("--master-port", type=int, default=port, required=port is None)
     parser.add_argument("--parent-pid", type=int, help="preempt the ranks when this parent dies")
-    parser.add_argument("--engine", default="scaletrain_cli.engine", help=argparse.SUPPRESS)
+    engine = environment.get("SCALETRAIN_ENGINE", "scaletrain_cli.engine")  # a stand-in, for tests of everything else
+    parser.add_argument("--engine", default=engine, help=argparse.SUPPRESS)
     return AgentOptions(**vars(parser.parse_args(arguments)))
 
 

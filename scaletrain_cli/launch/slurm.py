@@ -28,6 +28,7 @@ from scaletrain_cli.spec import RunSpec
 
 _QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED", "STOPPED"}
 _RUNNING = {"RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT"}
+_LOOK_SECONDS = 15.0
 
 
 class SlurmScheduler:
@@ -97,7 +98,8 @@ class SlurmScheduler:
             return Job("", "unknown", "never submitted")
         job_id = submission.job_id
         command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T|%r|%N"]
-        answer = call_slurm(command, accept=("Invalid job id",))
+        # A controller that is down keeps squeue trying for a minute; who looks at a run has its directory meanwhile.
+        answer = call_slurm(command, accept=("Invalid job id",), seconds=_LOOK_SECONDS)
         fields = answer.stdout.strip().split("|")
         if len(fields) != 3:
             return Job(job_id, "ended", "Slurm no longer knows the job")

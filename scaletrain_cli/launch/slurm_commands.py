@@ -32,6 +32,7 @@ def call_slurm(
     folder: Path | None = None,
     accept: Sequence[str] = (),
     without: Sequence[str] = (),
+    seconds: float = _TIMEOUT_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     """Run one Slurm command. Raises SchedulerError when it fails, unless it says one of ``accept``.
 
@@ -47,10 +48,10 @@ def call_slurm(
             env=passed_on(without),
             text=True,
             capture_output=True,
-            timeout=_TIMEOUT_SECONDS,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired as error:
-        raise SchedulerSilentError(f"{command[0]} did not answer within {_TIMEOUT_SECONDS} s.") from error
+        raise SchedulerSilentError(f"{command[0]} did not answer within {seconds:.0f} s.") from error
     if answer.returncode and not any(phrase in answer.stderr for phrase in accept):
         said = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
         raise SchedulerError(f"{' '.join(command[:2])} refused: {said}")
