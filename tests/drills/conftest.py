@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.engine.dataset import prepare_dataset
+from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.spec import DataSpec
 
 pytest.register_assert_rewrite("tests.drills.training_runs")
@@ -39,6 +40,7 @@ def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Undi
         if key not in finished:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("SCALETRAIN_RUNS", str(tmp_path_factory.mktemp("undisturbed")))
+                patch.delenv(VARIABLE, raising=False)  # of the drill that asks for it first
                 finished[key] = submit_drill(dataset, **overrides)
             finished[key].wait_for_end()
             assert finished[key].events("finished"), f"{finished[key].events()}; log: {finished[key].log()[-3000:]}"

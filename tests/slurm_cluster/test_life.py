@@ -135,6 +135,7 @@ def test_a_run_that_ends_while_the_controller_is_down_is_requeued_once_it_is_bac
     site.nothing_is_left(run_id)
 
 
+@pytest.mark.long
 def test_a_controller_that_is_down_at_submission_is_said_so_and_nothing_is_left(site: Site) -> None:
     site.cluster.control("controller-down")
     refused = site.submit(FOREVER, run_id="refused", check=False)
@@ -191,6 +192,7 @@ def test_a_run_that_is_preempted_by_its_partition_goes_on_elsewhere_with_no_step
     assert again["steps_lost_total"] == 0
 
 
+@pytest.mark.long
 def test_a_node_that_is_powered_off_is_left_out_and_the_run_goes_on(site: Site) -> None:
     run_id = site.submit(FOREVER)
     off = site.trains(run_id)["nodes"][-1]
