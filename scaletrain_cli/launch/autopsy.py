@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.launch.logs import end_of
 from scaletrain_cli.launch.memory_kills import memory_kills
 from scaletrain_cli.launch.node_record import RankRecord
 from scaletrain_cli.rundir.evidence import reason_in
 from scaletrain_cli.rundir.failures import Failure
 
-_TAIL_BYTES = 1 << 16
 _ABORTS = ("SIGABRT", "SIGBUS", "SIGSEGV")  # NCCL's watchdog, a library's assertion, memory that went away
 
 
@@ -26,19 +25,10 @@ class Autopsies:
         if rank.signal == "SIGKILL" and (memory_kills() or 0) > self._kills_before:
             why = "killed by the kernel: the host, or the job's share of it, was out of memory"
             return _failure(rank, "host-oom", node, why)
-        if rank.signal in _ABORTS and (reason := reason_in(_tail(log))) is not None:
+        if rank.signal in _ABORTS and (reason := reason_in(end_of(log))) is not None:
             return _failure(rank, reason, node, f"ended by {rank.signal}; the end of {log.name} says why")
         return None
 
 
 def _failure(rank: RankRecord, reason: str, node: str, why: str) -> Failure:
     return Failure(rank.rank, reason, f"rank {rank.rank} on {node}: {why}", int(ExitCode.CRASHED), node)
-
-
-def _tail(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""

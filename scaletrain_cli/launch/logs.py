@@ -5,6 +5,7 @@ Text only: knows nothing of how it is shown.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.paths import RunDir
+
+_END_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,16 @@ def read_logs(
         with file.path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
             for line in deque(lines, maxlen=last_lines):
                 yield LogLine(file, line.rstrip("\r\n"))
+
+
+def end_of(path: Path) -> str:
+    """The last 64 KiB of a log, in which whoever ended badly has said why; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 class LogFollower:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
-_TAIL_BYTES = 1 << 16
+from scaletrain_cli.launch.logs import end_of
+
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'\s*File "(?P<path>[^"]+)", line \d+, in ')
 _SIGN = re.compile(r"error|exception|fatal|killed|abort|out of memory|refused|cannot|no such", re.I)
@@ -17,7 +17,7 @@ def last_error(path: Path) -> str:
     """The exception of the last traceback with the innermost frame that is not a library's; else the last lines that
     speak of an error; else the very last lines. Empty for an empty or missing file.
     """
-    lines = _tail(path).splitlines()
+    lines = end_of(path).splitlines()
     lines = [line.rstrip() for line in lines if line.strip()]
     starts = [index for index, line in enumerate(lines) if line.strip().endswith(_TRACEBACK)]
     if starts:
@@ -34,12 +34,3 @@ def _of_traceback(lines: list[str]) -> list[str]:
     own = [index for index in before if "site-packages" not in lines[index] and "/lib/python" not in lines[index]]
     shown = (own or before)[-1:]
     return [line.strip() for index in shown for line in lines[index : index + 2] if line not in message] + message
-
-
-def _tail(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
