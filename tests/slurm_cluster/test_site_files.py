@@ -1,0 +1,85 @@
+"""What slurm/ hands to administrators, on a real Slurm: quotas as they are loaded, the prolog as it drains a node."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import PROJECT, wait_until
+from tests.slurm_cluster.cluster import DevCluster
+
+pytestmark = pytest.mark.slurm
+SLURM = PROJECT / "slurm"
+NO_HOLD = "SchedulerParameters=batch_sched_delay=1,sched_interval=1,bf_interval=1,bf_continue,nohold_on_prolog_fail"
+SICK = 'echo "    Remapped Rows"; echo "        Pending                           : Yes"'
+WELL = 'echo "        Pending                           : No"'
+
+
+@pytest.fixture
+def accounting() -> Iterator[DevCluster]:
+    with DevCluster.running("--accounting", nodes=1, gpus=2) as cluster:
+        yield cluster
+
+
+def test_the_quotas_load_and_are_what_the_file_says(accounting: DevCluster) -> None:
+    for _ in range(2):  # whoever has changed a number runs it again
+        accounting.run("bash", str(SLURM / "qos.example.sh"))
+    listed = accounting.run("sacctmgr", "-nP", "show", "qos", "format=name,priority,gracetime,preempt,flags").stdout
+    rows = {row[0]: row[1:] for row in (line.split("|") for line in listed.splitlines())}
+    assert rows["spot"][:2] == ["1", "00:02:00"]
+    assert rows["prod"][2:] == ["spot", "DenyOnLimit"]
+    teams = accounting.run("sacctmgr", "-nP", "show", "assoc", "format=account,grptres,fairshare,qos").stdout
+    assert re.search(r"^language\|gres/gpu=128\|50\|normal,prod,spot$", teams, re.MULTILINE)
+
+
+@pytest.fixture
+def prolog(tmp_path: Path) -> Iterator[tuple[DevCluster, Path]]:
+    """A cluster whose nodes run the prolog with a stand-in for nvidia-smi, there being no GPU."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    wrapper = tmp_path / "prolog.sh"
+    wrapper.write_text(
+        f"#!/bin/sh\nPATH={tool.parent}:$PATH exec {SLURM / 'prolog_health_check.sh'}\n", encoding="utf-8"
+    )
+    wrapper.chmod(0o755)
+    say(tool, WELL)
+    with DevCluster.running(nodes=2, conf=[f"Prolog={wrapper}", "PrologFlags=Alloc", NO_HOLD]) as cluster:
+        yield cluster, tool
+
+
+def say(tool: Path, words: str) -> None:
+    tool.write_text(f"#!/bin/sh\n{words}\n", encoding="utf-8")
+    tool.chmod(0o755)
+
+
+def test_the_prolog_drains_a_node_that_is_sick_and_its_job_goes_elsewhere(prolog: tuple[DevCluster, Path]) -> None:
+    cluster, tool = prolog
+    well = cluster.submit("true", "-w", "n2")
+    cluster.wait_for_state(well, "COMPLETED")
+    say(tool, f'case "$SLURMD_NODENAME" in n1) {SICK} ;; *) {WELL} ;; esac')
+    job = cluster.submit("sleep 1; true", "--requeue")
+    wait_until(lambda: "drain" in state(cluster, "n1") or done(cluster, job), "n1 is looked at", 60)
+    if "drain" not in state(cluster, "n1"):  # the job was put on n2 at once
+        cluster.submit("true", "-w", "n1")
+        wait_until(lambda: "drain" in state(cluster, "n1"), "n1 is drained", 60)
+    reason = cluster.run("sinfo", "-h", "-n", "n1", "-o", "%E").stdout
+    assert "health check: a GPU waits for a reset" in reason
+    wait_until(lambda: done(cluster, job), "the job ends on the other node", 90)
+    assert cluster.job(job)["NodeList"] == "n2"
+
+
+def state(cluster: DevCluster, node: str) -> str:
+    return cluster.run("sinfo", "-h", "-n", node, "-o", "%T").stdout.split("\n")[0]
+
+
+def done(cluster: DevCluster, job: str) -> bool:
+    return cluster.job(job)["JobState"] == "COMPLETED"
+
+
+@pytest.mark.parametrize("name", ["qos.example.sh", "prolog_health_check.sh"])
+def test_the_scripts_are_bash(name: str) -> None:
+    subprocess.run(["bash", "-n", str(SLURM / name)], check=True)
