@@ -50,14 +50,16 @@ def ask_driver() -> NodeHealth | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
+    process = subprocess.Popen([program, "-q", "-x"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        answer = subprocess.run([program, "-q", "-x"], capture_output=True, text=True, timeout=_SECONDS)
+        said, _ = process.communicate(timeout=_SECONDS)
     except subprocess.TimeoutExpired:
+        process.kill()  # and no wait for it: what hangs in the driver does not die
         return NodeHealth(trouble=f"nvidia-smi did not answer within {_SECONDS:.0f} s: a GPU or its driver hangs")
-    if answer.returncode:
-        said = " ".join(f"{answer.stdout} {answer.stderr}".split())[:300]
-        return NodeHealth(trouble=f"nvidia-smi ended with {answer.returncode}: {said}")
-    return read_health(answer.stdout)
+    found = read_health(said)
+    if process.returncode and not found.gpus:
+        return NodeHealth(trouble=f"nvidia-smi ended with {process.returncode}: {' '.join(said.split())[:300]}")
+    return found  # also with another code than 0, by which it warns
 
 
 def read_health(text: str) -> NodeHealth:
@@ -92,8 +94,6 @@ def gpu_problems(health: NodeHealth, gpus: Sequence[GpuHealth], needed_bytes: in
             yield f"GPU {gpu.index} has broken memory that its spare rows cannot replace (remapped_row_failure)"
         elif gpu.waits_for_reset:
             yield f"GPU {gpu.index} has broken memory and waits for a reset to take it out of use"
-        elif gpu.uncorrected_errors:
-            yield f"GPU {gpu.index} has had {gpu.uncorrected_errors} uncorrected ECC errors since its driver was loaded"
         if gpu.memory_bytes is not None and gpu.used_bytes is not None:
             free = gpu.memory_bytes - gpu.used_bytes
             if gpu.memory_bytes >= needed_bytes > free:
@@ -110,8 +110,10 @@ def gpu_problems(health: NodeHealth, gpus: Sequence[GpuHealth], needed_bytes: in
 
 
 def gpu_notes(gpus: Sequence[GpuHealth]) -> Iterator[str]:
-    """What costs speed."""
+    """What costs speed, or may come again."""
     for gpu in gpus:
+        if gpu.uncorrected_errors:
+            yield f"GPU {gpu.index} has had {gpu.uncorrected_errors} uncorrected ECC errors since its driver was loaded"
         for reason in gpu.held_down_by:
             yield f"GPU {gpu.index} is held down by {reason.replace('_', ' ')}"
 

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB", re.MULTILINE)
-_INACTIVE = re.compile(r"^(?:total_)?inactive_file (\d+)", re.MULTILINE)  # page cache, given back when it is wanted
+# Page cache and what the kernel keeps of files: given back when it is wanted. Version 1 has ``total_`` for the group
+# and all below it.
+_GIVEN_BACK = ("active_file", "inactive_file", "slab_reclaimable")
 _FILES = {
     2: ("memory.max", "memory.current", "memory.stat"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
@@ -32,8 +34,12 @@ def _left_by_groups(root: Path) -> Iterator[int]:
     for folder, version in _folders(root):
         limit, usage, statistics = (_text(folder / name) for name in _FILES[version])
         if limit.strip().isdigit() and usage.strip().isdigit():  # "max": no limit here
-            inactive = _INACTIVE.search(statistics)
-            yield max(0, int(limit) - int(usage) + (int(inactive[1]) if inactive else 0))
+            yield max(0, int(limit) - int(usage) + _given_back(statistics))
+
+
+def _given_back(statistics: str) -> int:
+    told = dict(line.split(maxsplit=1) for line in statistics.splitlines() if " " in line)
+    return sum(int(told.get(f"total_{name}", told.get(name, "0"))) for name in _GIVEN_BACK)
 
 
 def _folders(root: Path) -> Iterator[tuple[Path, int]]:

@@ -67,7 +67,6 @@ def test_healthy_gpus_are_no_problem() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"dram": "2", "sram": "1"}, "GPU 1 has had 3 uncorrected ECC errors"),
         ({"pending": "Yes"}, "GPU 1 has broken memory and waits for a reset"),
         ({"retirement": "Yes"}, "GPU 1 has broken memory and waits for a reset"),
         ({"failure": "Yes", "pending": "Yes"}, "GPU 1 has broken memory that its spare rows cannot replace"),
@@ -91,6 +90,12 @@ def test_a_smaller_gpu_than_planned_is_named_for_what_it_is() -> None:
 def test_clocks_that_are_held_down_are_a_note_under_the_older_name_too() -> None:
     for text in (gpu(thermal="Active"), gpu(thermal="Active").replace("clocks_event", "clocks_throttle")):
         assert list(gpu_notes(health(text).gpus)) == ["GPU 0 is held down by hw thermal slowdown"]
+
+
+def test_errors_that_were_dealt_with_are_a_note() -> None:
+    found = health(gpu(0), gpu(1, dram="2", sram="1"))
+    assert list(gpu_problems(found, found.gpus, GB)) == []
+    assert list(gpu_notes(found.gpus)) == ["GPU 1 has had 3 uncorrected ECC errors since its driver was loaded"]
 
 
 @pytest.mark.parametrize(
@@ -124,3 +129,12 @@ def test_a_driver_that_is_broken_is_the_problem(tmp_path: Path, monkeypatch: pyt
 def test_a_node_without_nvidia_smi_has_nothing_to_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert ask_driver() is None
+
+
+def test_a_warning_beside_what_it_says_is_no_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    xml = tmp_path / "said.xml"
+    xml.write_text(f"<nvidia_smi_log>{gpu(0)}</nvidia_smi_log>")
+    program(tmp_path, f"cat {xml}; exit 14", monkeypatch)
+    found = ask_driver()
+    assert found is not None
+    assert (len(found.gpus), found.trouble) == (1, "")

@@ -38,7 +38,7 @@ def test_what_is_left_is_the_least_of_the_machine_and_the_groups(tmp_path: Path)
         proc__self__cgroup="0::/job/step\n",
         sys__fs__cgroup__job__memory_dot_max="4000000000\n",
         sys__fs__cgroup__job__memory_dot_current="1000000000\n",
-        sys__fs__cgroup__job__memory_dot_stat="anon 7\ninactive_file 250000000\n",
+        sys__fs__cgroup__job__memory_dot_stat="anon 7\ninactive_file 150000000\nactive_file 100000000\n",
         sys__fs__cgroup__job__step__memory_dot_max="max\n",
         sys__fs__cgroup__job__step__memory_dot_current="1000000000\n",
     )
@@ -49,8 +49,9 @@ def test_what_is_left_is_the_least_of_the_machine_and_the_groups(tmp_path: Path)
         proc__self__cgroup="5:cpu:/x\n4:memory:/slurm/job_7/step_0\n",
         sys__fs__cgroup__memory__slurm__job_7__memory_dot_limit_in_bytes="2000000000\n",
         sys__fs__cgroup__memory__slurm__job_7__memory_dot_usage_in_bytes="500000000\n",
+        sys__fs__cgroup__memory__slurm__job_7__memory_dot_stat="inactive_file 1\ntotal_inactive_file 100000000\n",
     )
-    assert available_bytes(one) == 1_500_000_000
+    assert available_bytes(one) == 1_600_000_000
     assert available_bytes(tmp_path / "nothing") is None
     here = available_bytes()
     assert here is not None
@@ -82,7 +83,7 @@ def test_broken_gpus_little_memory_and_a_small_shm_are_told_apart(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = on_gpus(make_run())
-    gpus = (GpuHealth(0, "GPU-a", "H100", 85 * GB, 0), GpuHealth(1, "GPU-b", "H100", 85 * GB, 0, uncorrected_errors=1))
+    gpus = (GpuHealth(0, "GPU-a", "H100", 85 * GB, 0), GpuHealth(1, "GPU-b", "H100", 85 * GB, 0, waits_for_reset=True))
     monkeypatch.setattr(node_inspection, "available_bytes", lambda: 8 * GB)
     monkeypatch.setattr(node_inspection, "_free", lambda path: 64 * 2**20)
     monkeypatch.setattr(node_inspection, "_clock_ahead", lambda path: -90.0)

@@ -16,6 +16,7 @@ from scaletrain_cli.errors import WrongNodesError
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.catalogue.networks import cluster_link
 from scaletrain_cli.rundir.documents import write_document
+from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 
@@ -35,14 +36,16 @@ def check_together(
     """Collective. Raises WrongNodesError on the ranks that the findings are about; the others learn of it by them."""
     cluster = record.spec.cluster
     free = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
-    own = measure(ranks, cluster.gpus_per_node, device, agreement, _node_name(), free)
+    # First of all: NCCL makes a group's communicator at its first operation, for which it needs every rank of it.
     reduced = all_reduce_seconds(device)
+    own = measure(ranks, cluster.gpus_per_node, device, agreement, _node_name(), free)
     gathered = agreement.gather(own)
     findings: list[Finding] = []
     if gathered is not None:
         link = cluster_link(cluster, find_accelerator(cluster))
         planned = link.reduce(REDUCED_BYTES[device.type], ranks.world_size) if device.type == "cuda" else 0.0
-        findings = judge(gathered, Expected(record.plan.memory.peak, planned, reduced))
+        found = judge(gathered, Expected(record.plan.memory.peak, planned, reduced))
+        findings = found if _may_be_moved(run, record) else [_as_a_word(finding) for finding in found]
         _write(run, attempt, gathered, findings, reduced, planned)
         for finding in findings:
             say("preflight", **dataclasses.asdict(finding))
@@ -50,9 +53,20 @@ def check_together(
     bad = [finding for finding in findings if finding.keeps_off]
     mine = [finding.message for finding in bad if finding.rank == ranks.rank]
     if mine:
-        raise WrongNodesError(f"rank {ranks.rank}: {'; '.join(mine)}")
+        raise WrongNodesError(f"rank {ranks.rank}: {'; '.join(mine)} (guard.preflight: never leaves this out)")
     if bad:
         agreement.barrier()  # until the agents end this attempt: they have been told by those who raised
+
+
+def _may_be_moved(run: RunDir, record: RunRecord) -> bool:
+    """Whether another attempt could have better nodes: once the run has been moved in vain, slow is what there is."""
+    ended = (event for event in read_events(run) if event["event"] == "attempt-ended")
+    return record.spec.cluster.scheduler != "local" and not any(event["reason"] == "wrong-nodes" for event in ended)
+
+
+def _as_a_word(finding: Finding) -> Finding:
+    """What only costs speed no longer keeps the job off."""
+    return dataclasses.replace(finding, keeps_off=finding.keeps_off and not finding.costs_speed)
 
 
 def _node_name() -> str:

@@ -46,12 +46,16 @@ class Expected:
 
 @dataclass(frozen=True)
 class Finding:
-    """``keeps_off``: no attempt should run on that node; else it is worth a word. ``rank`` -1: of no rank alone."""
+    """``keeps_off``: no attempt should run on that node; else it is worth a word. ``rank`` -1: of no rank alone.
+
+    ``costs_speed``: the job would run all the same, slower.
+    """
 
     rank: int
     node: str
     message: str
     keeps_off: bool
+    costs_speed: bool = False
 
 
 def judge(measures: Sequence[RankMeasures], expected: Expected) -> list[Finding]:
@@ -84,7 +88,7 @@ def _devices(measures: Sequence[RankMeasures]) -> Iterator[Finding]:
     for one in measures:
         if one.flops < _SLOW_DEVICE * usual:
             message = f"{one.device} multiplies {one.flops / 1e12:.3g} TFLOP/s, the others {usual / 1e12:.3g}"
-            yield Finding(one.rank, one.node, message, keeps_off=True)
+            yield Finding(one.rank, one.node, message, keeps_off=True, costs_speed=True)
 
 
 def _links(measures: Sequence[RankMeasures]) -> Iterator[Finding]:
@@ -96,7 +100,7 @@ def _links(measures: Sequence[RankMeasures]) -> Iterator[Finding]:
     for one in measures:
         if one.rank in best and best[one.rank] < _SLOW_NODE * usual:
             message = f"its network moves {best[one.rank] / 1e9:.3g} GB/s, that of the other nodes {usual / 1e9:.3g}"
-            yield Finding(one.rank, one.node, message, keeps_off=True)
+            yield Finding(one.rank, one.node, message, keeps_off=True, costs_speed=True)
 
 
 def _versions(measures: Sequence[RankMeasures]) -> Iterator[Finding]:

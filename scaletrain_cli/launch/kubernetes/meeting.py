@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import select
+import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from scaletrain_cli.errors import ScaletrainError, WrongNodesError
+from scaletrain_cli.errors import ExitCode, ScaletrainError
 
 _POLL_SECONDS = 0.5
 _LONGEST_LINE = 65536
 Word = dict[str, Any]
 
 
-class InterruptedMeetingError(ScaletrainError):
+class NoMeetingError(ScaletrainError):
+    """The gang did not come together: no attempt began, so nothing was lost and nothing is charged for it."""
+
+    exit_code = ExitCode.PREEMPTED
+
+
+class InterruptedMeetingError(NoMeetingError):
     """This pod was told to leave before all had come."""
 
 
@@ -41,14 +47,14 @@ class Host:
     def gather(self, seconds: float, interrupted: Callable[[], bool]) -> dict[int, Word]:
         """What each has said of itself, by number, once all are there.
 
-        Raises WrongNodesError when somebody is missing after ``seconds``, InterruptedMeetingError when told to leave.
+        Raises NoMeetingError when somebody is missing after ``seconds``, InterruptedMeetingError when told to leave.
         """
         for _ in _until(seconds, interrupted):
             if len(self._guests) == self._others:
                 return {number: said for number, (_, said) in sorted(self._guests.items())}
             self._listen()
         missing = sorted(set(range(1, self._others + 1)) - self._guests.keys())
-        raise WrongNodesError(
+        raise NoMeetingError(
             f"pods {', '.join(map(str, missing))} did not come to pod 0 within {seconds:.0f} s. Their events say why "
             "they wait: no room, an image that cannot be pulled, a volume that cannot be mounted."
         )
@@ -67,8 +73,7 @@ class Host:
         self._listener.close()
 
     def _listen(self) -> None:
-        ready, _, _ = select.select([self._listener, *self._silent], [], [], _POLL_SECONDS)
-        for one in ready:
+        for one in _readable([self._listener, *self._silent]):
             if one is self._listener:
                 with contextlib.suppress(OSError):  # who has hung up again already
                     connection, _ = self._listener.accept()
@@ -94,7 +99,7 @@ def attend(
 ) -> Word:
     """The word of the first pod, to which this one, ``number``, has said what it is.
 
-    Raises WrongNodesError when there is none after ``seconds``, InterruptedMeetingError when told to leave.
+    Raises NoMeetingError when there is none after ``seconds``, InterruptedMeetingError when told to leave.
     """
     trouble = "no answer"
     for _ in _until(seconds, interrupted):
@@ -102,7 +107,7 @@ def attend(
             with socket.create_connection((address, port), timeout=_POLL_SECONDS) as connection:
                 connection.sendall(_line({**said, "gang": gang, "number": number}))
                 for _ in _until(seconds, interrupted):
-                    ready, _, _ = select.select([connection], [], [], _POLL_SECONDS)
+                    ready = _readable([connection])
                     if ready and (word := _read_line(connection)):
                         return word
                     if ready:  # hung up: it is not the one, or gone
@@ -110,7 +115,16 @@ def attend(
         except OSError as error:  # its name is not known yet, or nobody listens yet
             trouble = str(error)
         time.sleep(_POLL_SECONDS)
-    raise WrongNodesError(f"pod 0 at {address}:{port} gave no word within {seconds:.0f} s: {trouble}")
+    raise NoMeetingError(f"pod 0 at {address}:{port} gave no word within {seconds:.0f} s: {trouble}")
+
+
+def _readable(connections: Iterable[socket.socket]) -> list[socket.socket]:
+    """Those that have something to say, after a while at most. Not select(), which knows no more than 1024 files."""
+    with selectors.DefaultSelector() as selector:
+        for one in connections:
+            selector.register(one, selectors.EVENT_READ)
+        ready = [key.fileobj for key, _ in selector.select(_POLL_SECONDS)]
+    return [one for one in ready if isinstance(one, socket.socket)]
 
 
 def _until(seconds: float, interrupted: Callable[[], bool]) -> Iterator[None]:

@@ -52,14 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Be this pod's agent; the exit code of the container."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     options = parse_options(arguments, os.environ)
-    from scaletrain_cli.errors import ExitCode, ScaletrainError
-    from scaletrain_cli.launch.kubernetes.meeting import InterruptedMeetingError
+    from scaletrain_cli.errors import ScaletrainError
 
     try:
         return run_pod(options)
-    except InterruptedMeetingError as error:
-        print(f"{options.pod_name}: {error}", file=sys.stderr, flush=True)
-        return ExitCode.PREEMPTED
     except ScaletrainError as error:
         print(f"{options.pod_name} on {options.node_name}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -115,7 +111,10 @@ def run_pod(options: PodOptions) -> int:
         engine=options.engine,
     )
     try:
-        with PodOutput(run.attempt(number) / "logs", options.node_name):
+        record = read_record(run)
+        first, count = options.node_rank * record.spec.cluster.gpus_per_node, record.spec.cluster.gpus_per_node
+        names = [f"{options.node_name}-{rank:05d}.log" for rank in range(first, first + count)]
+        with PodOutput([run.attempt(number) / "logs" / name for name in names]):
             code = run_node(agent)
     except Exception as error:  # pod 0 must judge whatever happened here
         code = _code_of(error)
@@ -192,6 +191,9 @@ def _judge(options: PodOptions, run: RunDir, record: RunRecord, number: int, cod
         if len(nodes) == record.spec.cluster.nodes and all(node.ended is not None for node in nodes):
             break
         time.sleep(_POLL_SECONDS)
+    if number < max(run.attempts(), default=number):
+        print(f"attempt {number} was followed by another one already; this is not the run's end", file=sys.stderr)
+        return code
     first = first_attempt_of_job(run, options.workload, number)
     decision = conclude_attempt(run, record, number, first_attempt=first, launcher_exit_code=code)
     ended = read_attempt(run, number)

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -19,11 +20,11 @@ _RANK = re.compile(r"-(\d+)\.log$")
 
 
 class PodOutput:
-    """Follows the logs of one node in a folder while it is entered; says the rest on leaving."""
+    """Follows the logs of this pod's ranks while it is entered; says the rest on leaving."""
 
-    def __init__(self, folder: Path, node_name: str, stream: int | None = None) -> None:
-        """``stream`` is a file descriptor; else that of the standard output."""
-        self._folder, self._pattern = folder, f"{node_name}-*.log"
+    def __init__(self, paths: Sequence[Path], stream: int | None = None) -> None:
+        """``stream`` is a file descriptor; else that of the standard output. A path need not be there yet."""
+        self._paths = paths
         self._stream = sys.stdout.fileno() if stream is None else stream
         self._read: dict[Path, int] = {}
         self._over = threading.Event()
@@ -46,7 +47,7 @@ class PodOutput:
 
     def _say_news(self, *, whole_lines: bool) -> None:
         with contextlib.suppress(OSError):  # the volume is away for a moment, or nobody reads: the files have it all
-            for path in sorted(self._folder.glob(self._pattern)):
+            for path in filter(Path.exists, self._paths):
                 while piece := self._piece(path, whole_lines):
                     self._say(path, piece)
 

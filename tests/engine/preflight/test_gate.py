@@ -16,6 +16,7 @@ from scaletrain_cli.engine.process_group import Agreement, Ranks
 from scaletrain_cli.errors import WrongNodesError
 from scaletrain_cli.launch.submission import create_run
 from scaletrain_cli.plan import make_plan
+from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 from tests.drills.training_runs import drill_spec
@@ -36,10 +37,10 @@ def test_in_every_round_who_has_a_partner_is_that_ones_partner_and_no_two_meet_t
         met |= pairs
 
 
-def checked(path: Path, slow_rank: int | None) -> str:
+def checked(path: Path, slow_rank: int | None, scheduler: str) -> str:
     run, ranks = RunDir(path), Ranks.from_environment()
     record = read_record(run)
-    cluster = record.spec.cluster.model_copy(update={"nodes": 4, "gpus_per_node": 1})
+    cluster = record.spec.cluster.model_copy(update={"nodes": 4, "gpus_per_node": 1, "scheduler": scheduler})
     record = replace(record, spec=record.spec.model_copy(update={"cluster": cluster}))
     if ranks.rank == slow_rank:
         measuring._flops = lambda device: 1.0  # type: ignore[assignment]
@@ -63,7 +64,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_ranks_measure_themselves_and_each_other(run: RunDir) -> None:
-    assert on_ranks(4, checked, run.path, None) == ["", "", "", ""]
+    assert on_ranks(4, checked, run.path, None, "slurm") == ["", "", "", ""]
     told = json.loads((run.attempt(1) / "preflight.json").read_text())
     assert told["all_reduce_seconds"] > 0
     assert [len(rank["links"]) for rank in told["ranks"]] == [3, 3, 3, 3]
@@ -72,8 +73,19 @@ def test_ranks_measure_themselves_and_each_other(run: RunDir) -> None:
 
 
 def test_a_rank_whose_device_is_slow_says_so_and_leaves(run: RunDir) -> None:
-    told = on_ranks(4, checked, run.path, 2)
+    told = on_ranks(4, checked, run.path, 2, "slurm")
     assert told[2].startswith("rank 2: CPU process 2 multiplies 1e-12 TFLOP/s")
     assert all(word.startswith("lost") for rank, word in enumerate(told) if rank != 2)
     (finding,) = json.loads((run.attempt(1) / "preflight.json").read_text())["findings"]
     assert (finding["rank"], finding["keeps_off"]) == (2, True)
+
+
+def test_where_there_are_no_other_nodes_a_slow_device_is_a_word(run: RunDir) -> None:
+    assert on_ranks(4, checked, run.path, 2, "local") == ["", "", "", ""]
+    (finding,) = json.loads((run.attempt(1) / "preflight.json").read_text())["findings"]
+    assert (finding["rank"], finding["keeps_off"], finding["costs_speed"]) == (2, False, True)
+
+
+def test_a_run_that_was_moved_before_is_not_moved_again_for_speed(run: RunDir) -> None:
+    record_event(run, "attempt-ended", attempt=1, reason="wrong-nodes")
+    assert on_ranks(4, checked, run.path, 2, "slurm") == ["", "", "", ""]

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.errors import WrongNodesError
-from scaletrain_cli.launch.kubernetes.meeting import Host, InterruptedMeetingError, attend
+from scaletrain_cli.launch.kubernetes.meeting import Host, InterruptedMeetingError, NoMeetingError, attend
 from scaletrain_cli.launch.ports import free_port
 
 PORT = free_port("127.0.0.1")
@@ -31,7 +30,7 @@ def attending(number: int, words: dict[int, Any], gang: str = "gang", seconds: f
     def be_there() -> None:
         try:
             words[number] = attend("127.0.0.1", PORT, gang, number, {"node": f"n{number}"}, seconds, never)
-        except WrongNodesError as error:
+        except NoMeetingError as error:
             words[number] = error
 
     thread = threading.Thread(target=be_there)
@@ -55,7 +54,7 @@ def test_strangers_are_not_counted(host: Host) -> None:
     threads = [attending(1, words, "an older gang", seconds=1), attending(7, words, seconds=1)]
     with socket.create_connection(("127.0.0.1", PORT)) as scan:
         scan.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        with pytest.raises(WrongNodesError, match="pods 1, 2 did not come"):
+        with pytest.raises(NoMeetingError, match="pods 1, 2 did not come"):
             host.gather(2, never)
     for thread in threads:
         thread.join()
@@ -67,7 +66,7 @@ def test_a_pod_that_went_and_came_again_counts_once(host: Host) -> None:
     with socket.create_connection(("127.0.0.1", PORT)) as gone:
         gone.sendall(b'{"gang": "gang", "number": 1, "node": "old"}\n')
         threads = [attending(1, words)]
-        with pytest.raises(WrongNodesError, match="pods 2 did not come"):
+        with pytest.raises(NoMeetingError, match="pods 2 did not come"):
             host.gather(2, never)
     threads.append(attending(2, words))
     assert host.gather(20, never)[1]["node"] == "n1"
