@@ -22,6 +22,7 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.spec import RunSpec, override_spec
 
+_KUBERNETES_SETTINGS = ("cluster.kubernetes.ttl_seconds_after_finished=10m",)
 _SETTINGS = (
     "name=preflight",
     "guard.preflight=always",
@@ -54,23 +55,28 @@ def run_preflight(
     spec: RunSpec, plan: RunPlan, scheduler: Scheduler, timeout_seconds: float, on_look: Callable[[RunStatus], None]
 ) -> Preflight:
     """Wait for it. Raises SchedulerError when the job is refused, UsageError where the runs root cannot be written."""
-    folder = runs_root() / f".preflight-{secrets.token_hex(4)}"  # the dot hides it from `scaletrain list`
+    name = f"preflight-{secrets.token_hex(4)}"
+    # Pods know the run by the runs root and its name; elsewhere a dot hides it from `scaletrain list`.
+    folder = runs_root() if spec.cluster.scheduler == "kubernetes" else runs_root() / f".{name}"
     try:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"the runs root {folder.parent} cannot be written here: {error}") from error
     kept = False
     try:
-        alone = override_spec(spec, _SETTINGS, file="the preflight's spec")
-        made = create_run(alone, plan, "preflight", root=folder)
+        settings = [*_SETTINGS, *(_KUBERNETES_SETTINGS if spec.cluster.scheduler == "kubernetes" else ())]
+        alone = override_spec(spec, settings, file="the preflight's spec")
+        made = create_run(alone, plan, name, root=folder)
         submit_run(made.run, made.record, scheduler)
         status = wait_for_end(made.run, scheduler, timeout_seconds, on_look)
         code = exit_code_of(made.run, status)
         kept = code != 0
-        return _report(made.run, status, code, folder if kept else None)
+        return _report(made.run, status, code, made.run.path if kept else None)
     finally:
         if not kept:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder / name, ignore_errors=True)
+            if folder != runs_root():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _report(run: RunDir, status: RunStatus, code: int, folder: Path | None) -> Preflight:

@@ -98,7 +98,7 @@ def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
     rules: tuple[QosRule, ...] = ()
     limits: tuple[Limit, ...] = ()
     account, qos = slurm.account or "", slurm.qos or ""
-    there = partitions(told("scontrol", "-o", "show", "partition"))
+    there = partitions(told("scontrol", "--all", "-o", "show", "partition"))
     if config.get("AccountingStorageType", "").endswith("slurmdbd"):
         mine = ["where", f"user={user}", f"cluster={config.get('ClusterName', '')}", "format=account,qos,defaultqos"]
         associations = read_associations(told("sacctmgr", "-nP", "show", "associations", *mine))

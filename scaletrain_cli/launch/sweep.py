@@ -55,6 +55,11 @@ def point_ids(sweep: str, variants: Sequence[tuple[str, ...]]) -> list[str]:
 
 def cap_of(cluster: ClusterSpec, wanted: int | None, points: int) -> int:
     """How many runs at once. Raises UsageError where this machine could not keep them apart."""
+    if cluster.scheduler == "kubernetes" and wanted is not None:
+        raise UsageError(
+            f"--max-concurrent {wanted}: on Kubernetes a queue's quota is what keeps runs apart. Leave the option "
+            "out, and name a queue that holds as many as are to run at once."
+        )
     if cluster.scheduler != "local":
         return min(points, wanted or points)
     if (wanted or 1) > 1 and cluster.gpu != "cpu":

@@ -34,7 +34,13 @@ def show_preflight(found: Preflight) -> None:
         mark = ("bad   ", "bold red") if finding["keeps_off"] else ("note  ", "yellow")
         who = f"rank {finding['rank']} on {finding['node']}: " if finding["rank"] >= 0 else ""
         line(console, Text.assemble(mark, words(f"{who}{finding['message']}")))
-    if found.exit_code == 0:
+    if found.exit_code == 0 and not found.ranks:
+        line(
+            console,
+            "nothing keeps this plan off the nodes; the figures are on the pods' volume, not seen here",
+            "green",
+        )
+    elif found.exit_code == 0:
         line(console, f"nodes {len(found.nodes)}, ranks {len(found.ranks)}: nothing keeps this plan off them", "green")
     else:
         line(console, found.why, "bold red")

@@ -19,6 +19,8 @@ from scaletrain_cli.launch.kubernetes.refusals import NotServedError, RefusedErr
 
 FIELD_MANAGER = "scaletrain"
 _CONNECT_SECONDS = 5.0
+_MAY_HAVE_DONE_IT = (502, 503, 504)  # of something between here and the server
+_TIMED_OUT = "request timed out"  # etcd's word: committed or not
 _READ_SECONDS = 30.0
 _FOLLOW_SECONDS = 300.0  # of silence, after which a followed log is asked for again
 _SILENCE_SECONDS = 10.0
@@ -177,6 +179,9 @@ class Cluster:
         try:
             return self._client.request(method, path, serialize=False, _request_timeout=timeout, **options)
         except ApiException as error:
+            if method != "get" and (error.status in _MAY_HAVE_DONE_IT or _TIMED_OUT in str(error.body)):
+                message = f"{self.where} failed at it ({error.status} {error.reason})."
+                raise SchedulerSilentError(f"{message} Whether it did what was asked is not known.") from error
             raise refusal(self.where, method, kind, path, error) from error
         except _transport_errors() as error:
             message = f"{self.where} does not answer: {_short(error)}. Check the VPN, the server and the context."

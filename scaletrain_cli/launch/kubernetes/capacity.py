@@ -21,7 +21,7 @@ from scaletrain_cli.launch.kubernetes.kinds import (
     VOLCANO_QUEUE,
     Object,
 )
-from scaletrain_cli.launch.kubernetes.nodes import misfits
+from scaletrain_cli.launch.kubernetes.nodes import CORDONED, misfits
 from scaletrain_cli.launch.kubernetes.obstacles import Found, missing, problem
 from scaletrain_cli.launch.kubernetes.quantities import as_number
 from scaletrain_cli.launch.kubernetes.quota import Cohort, judge_quota, takes_namespace
@@ -129,17 +129,29 @@ def node_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
     nodes = cluster.find(NODE, "")
     one = {name: amount / spec.cluster.nodes for name, amount in _needed(spec, pod).items()}
     why: dict[str, int] = {}
-    fits = 0
+    fits = cordoned = 0
     for node in nodes:
         misfit = misfits(node, one, pod.get("nodeSelector", {}), pod.get("tolerations", ()))
-        fits += not misfit
         if misfit:
             why[misfit] = why.get(misfit, 0) + 1
+        if not misfit:
+            fits += _pods_on(node, one)
+        elif misfit == CORDONED:
+            cordoned += _pods_on(node, one)
     if fits >= spec.cluster.nodes:
         return
+    if fits + cordoned >= spec.cluster.nodes:
+        yield f"{why[CORDONED]} nodes that would do take no pods now (cordoned): the job waits until they do"
+        return
     lacks = ", ".join(f"{count} lack {reason}" for reason, count in sorted(why.items(), key=lambda item: -item[1]))
-    text = f"{fits} of {len(nodes)} nodes can ever run a pod of it, and {spec.cluster.nodes} are needed ({lacks})"
+    text = f"the {len(nodes)} nodes can ever run {fits} pods of it, and {spec.cluster.nodes} are needed ({lacks})"
     if any(label in node["metadata"].get("labels", {}) for node in nodes for label in _GROWING):
         yield f"{text}; the job waits until the node pools have grown"
     else:
         yield Problem(spec.where("cluster.nodes"), "cluster.nodes", f"{text}.", str(spec.cluster.nodes))
+
+
+def _pods_on(node: Object, one: dict[str, Fraction]) -> int:
+    """How many such pods have room on the node when nothing else is there; nothing keeps two of a gang apart."""
+    has = node.get("status", {}).get("allocatable", {})
+    return min((int(as_number(has.get(name, 0)) // amount) for name, amount in one.items() if amount), default=1)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.kubernetes.api import Cluster
 
 # Which Kubernetes itself puts on nodes that are not well; the job's own tolerations of them are for its last seconds.
+CORDONED = "being schedulable"  # for now: the last thing that is looked at
 _UNWELL = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable", "node.kubernetes.io/unschedulable")
 
 
@@ -48,13 +49,13 @@ def misfits(
     for resource, amount in wanted.items():
         if as_number(has.get(resource, 0)) < as_number(amount):
             return f"{shown(as_number(amount))} {resource}"
-    if spec.get("unschedulable"):
-        return "being schedulable"
     if tolerations is not None:
         given = list(tolerations)
         for taint in spec.get("taints", ()):
             if not tolerated(taint, given):
                 return f"a toleration of {taint['key']}={taint.get('value', '')}:{taint['effect']}"
+    if spec.get("unschedulable"):
+        return CORDONED
     return ""
 
 

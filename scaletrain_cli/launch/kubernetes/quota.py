@@ -15,8 +15,9 @@ from scaletrain_cli.launch.kubernetes.nodes import tolerated
 from scaletrain_cli.launch.kubernetes.quantities import as_number, shown
 
 Amounts = Mapping[str, Fraction]
-# A site may tell Kueue to leave these out of every quota (resources.excludeResourcePrefixes), which nobody can see.
-_MAY_BE_EXCLUDED = ("rdma/",)
+# What every quota of a training cluster is of. Anything else a site may have told Kueue to leave out of all quotas
+# (resources.excludeResourcePrefixes), which nobody can see.
+_NEVER_EXCLUDED = ("cpu", "memory")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def judge_quota(
     groups = queue["spec"].get("resourceGroups", ())
     covered = {resource for group in groups for resource in group["coveredResources"]}
     missing = [resource for resource in needed if resource not in covered]
-    uncovered = tuple(name for name in missing if name.startswith(_MAY_BE_EXCLUDED))
+    uncovered = tuple(name for name in missing if name not in _NEVER_EXCLUDED)
     never = [f"no flavor has any {name}" for name in missing if name not in uncovered]
     busy = ""
     for group in groups:

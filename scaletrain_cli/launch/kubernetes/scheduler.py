@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,7 +65,8 @@ class KubernetesScheduler:
         """
         from scaletrain_cli.launch.kubernetes.preflight import check
 
-        record = make_record(spec, plan, "preflight")
+        # A name that nobody has: the server judges the objects as if they were to be made now.
+        record = make_record(spec, plan, f"preflight-{secrets.token_hex(4)}")
         rendered = manifest(record, {"run.json": "{}"})
         return [*rendered.notes, *check(self._cluster(spec), spec, rendered)]
 
@@ -192,7 +194,8 @@ def _apply(cluster: Cluster, rendered: Manifest, found: Object | None) -> None:
     owner = {key: whole[key] for key in ("apiVersion", "kind")}
     owner |= {key: whole["metadata"][key] for key in ("name", "uid")}
     for body in others:
-        cluster.apply({**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}})
+        with contextlib.suppress(SchedulerError):  # the job is there; without an owner they only stay behind it
+            cluster.apply({**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}})
 
 
 def _refuse_anothers(cluster: Cluster, found: Object, rendered: Manifest) -> None:

@@ -212,7 +212,7 @@ def test_without_a_queue_nodes_that_could_ever_do_are_counted(
     preflight: Callable[..., list[str]], api: FakeApi
 ) -> None:
     text = problems(preflight, *GPU, "cluster.kubernetes.gpu_product=B200")
-    assert "0 of 4 nodes can ever run a pod of it, and 2 are needed (4 lack label nvidia.com/gpu.product=B200)" in text
+    assert "the 4 nodes can ever run 0 pods of it, and 2 are needed (4 lack label nvidia.com/gpu.product=B200)" in text
     taint = {"key": "team", "value": "b", "effect": "NoSchedule"}
     for number in range(3):
         api.put("nodes", gpu_node(f"n{number}", taints=[taint]), namespace="")
