@@ -74,6 +74,11 @@ class Site:
         implied = {"associations": {"limits", "qos", "safe"}, "limits": {"safe"}, "qos": set[str]()}[what]
         return self.has_accounting and bool(told & ({what, "all"} | implied))
 
+    @property
+    def may_rewrite_jobs(self) -> bool:
+        """Whether a plugin of the site sees each job first, which may give it another partition, account or QOS."""
+        return self.config.get("JobSubmitPlugins", "(null)") not in ("", "(null)")
+
     def partitions_of(self, cluster: ClusterSpec) -> list[Partition]:
         """Those that the job may run in, of those that are there."""
         return _chosen(self.partitions, cluster)

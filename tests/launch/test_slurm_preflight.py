@@ -182,6 +182,14 @@ def test_a_site_that_tells_nothing_is_not_held_against_the_job() -> None:
     assert preemption_rule(silent, ask().cluster) == ""
 
 
+def test_where_a_plugin_may_rename_what_jobs_ask_for_names_are_a_word_alone() -> None:
+    site = dataclasses.replace(SITE, config={**SITE.config, "JobSubmitPlugins": "lua"})
+    told = verdict("cluster.slurm.partition=regular", site=site)
+    assert told.problems == ()
+    assert any("regular" in note and "plugin of the site" in note for note in told.notes)
+    assert verdict("cluster.slurm.partition=regular").problems
+
+
 def test_the_rule_of_preemption_is_told_for_each_kind_of_site() -> None:
     def rule(*overrides: str, **config: str) -> str:
         site = dataclasses.replace(SITE, config={**SITE.config, **config})
