@@ -132,7 +132,8 @@ def _start_ranks(gang: Gang, run: RunDir, record: RunRecord, options: AgentOptio
             _remove_swap(folder)  # of an attempt whose agent was killed, or is taken for lost
     place = NodePlace(options.attempt, options.node_rank, options.master_addr, options.master_port)
     secrets = read_document(run.secrets) or {}
-    missing = set(record.spec.secret_env) - secrets.keys() - os.environ.keys()  # pods get them in their environment
+    in_pod = record.spec.cluster.scheduler == "kubernetes"  # Kubernetes puts them into the environment
+    missing = set(record.spec.secret_env) - secrets.keys() - (os.environ.keys() if in_pod else set())
     if missing:
         raise UsageError(f"{run.secrets} does not hold {', '.join(sorted(missing))}, which secret_env names.")
     cores = usable_cores()
