@@ -83,6 +83,7 @@ def command(
             return
         overrides = [*(overrides or ()), *points[0]]  # a sweep of one value is a plain run
     from scaletrain_cli.cli.confirmation import confirm
+    from scaletrain_cli.launch.code_snapshot import take_snapshot
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.sent import in_format
     from scaletrain_cli.launch.shared_folder import room_notes
@@ -95,9 +96,9 @@ def command(
     if probe and (dry_run or run_spec.cluster.scheduler != "slurm"):
         raise UsageError("--probe runs a job on the nodes: it needs cluster.scheduler = slurm, and no --dry-run.")
     plan = plan_for_engine(run_spec, spec)
-    scheduler = scheduler_for(run_spec.cluster.scheduler)
+    scheduler, snapshot = scheduler_for(run_spec.cluster.scheduler), take_snapshot(run_spec)
     if dry_run:
-        record = make_record(run_spec, plan, run_id)
+        record = make_record(run_spec, plan, run_id, snapshot)
         text = scheduler.render(RunDir(runs_root() / record.run_id), record)
         typer.echo(in_format(run_spec.cluster.scheduler, text, output) if output else text, nl=False)
         return
@@ -116,7 +117,7 @@ def command(
 
         show_probe(probe_nodes(run_spec, plan))
     confirm(f"Submit to {run_spec.cluster.scheduler}?", yes)
-    made = create_run(run_spec, plan, run_id)
+    made = create_run(run_spec, plan, run_id, snapshot=snapshot)
     submission = submit_run(made.run, made.record, scheduler)
     if as_json:
         from scaletrain_cli.ui.json import print_json

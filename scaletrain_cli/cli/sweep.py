@@ -32,6 +32,7 @@ def submit_points(
 ) -> None:
     """Prints the run ids on stdout, one a line."""
     from scaletrain_cli.cli.confirmation import confirm
+    from scaletrain_cli.launch.code_snapshot import take_snapshot
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.shared_folder import room_notes
     from scaletrain_cli.launch.submission import make_record
@@ -47,7 +48,7 @@ def submit_points(
     if dry_run:
         for point in planned:
             typer.echo(f"# {point.run_id}: {', '.join(point.overrides)}")
-            record = make_record(point.spec, point.plan, point.run_id)
+            record = make_record(point.spec, point.plan, point.run_id, take_snapshot(point.spec))
             typer.echo(scheduler.render(RunDir(runs_root() / point.run_id), record))
         return
 

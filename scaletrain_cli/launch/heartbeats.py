@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-_START_SECONDS = 1800.0  # for the first beat: an interpreter that starts off a slow shared disk
+START_SECONDS = 1800.0  # for the first beat: an interpreter that starts off a slow shared disk
 _READ_BYTES = 1 << 16
 # Between two looks of an agent that is not stopped itself, by the scheduler or a debugger, with all its ranks.
 _LONGEST_PAUSE_SECONDS = 10.0
@@ -50,13 +50,16 @@ def come_to_a_stand(beats: Mapping[int, Beat], now: float) -> int | None:
 
 
 class Channel:
-    """What one rank and its agent share: a pipe for beats, and a file in memory for stacks."""
+    """What one rank and its agent share: a pipe for beats, and a file in memory for stacks.
 
-    def __init__(self) -> None:
+    ``start_seconds``: until the first beat; infinite for a program that may never send one.
+    """
+
+    def __init__(self, start_seconds: float = START_SECONDS) -> None:
         self._reads, self._writes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stacks = os.memfd_create("stacks", os.MFD_CLOEXEC)
         self._rest = b""
-        self.beat = Beat(0, "start", _START_SECONDS, time.monotonic())
+        self.beat = Beat(0, "start", start_seconds, time.monotonic())
 
     @contextlib.contextmanager
     def inherited(self) -> Iterator[dict[str, str]]:

@@ -65,7 +65,8 @@ class LocalScheduler:
             raise SchedulerError(
                 f"this machine cannot run the job: {'; '.join(problems)}. Change cluster.gpus_per_node."
             )
-        missing = [name for name in _ENGINE_NEEDS if self.engine == ENGINE_MODULE and find_spec(name) is None]
+        ours = self.engine == ENGINE_MODULE and spec.code.engine is None
+        missing = [name for name in _ENGINE_NEEDS if ours and find_spec(name) is None]
         if missing:
             raise SchedulerError(f"{', '.join(missing)} not installed here. Run pip install 'scaletrain[train]'.")
         return []

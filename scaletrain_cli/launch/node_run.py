@@ -7,6 +7,7 @@ Knows no scheduler, and of the engine only its exit codes.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError, WrongNodesError
+from scaletrain_cli.launch.code_on_node import code_environment, place_code, unpacked_folder
 from scaletrain_cli.launch.node_agent import AgentOptions
 from scaletrain_cli.launch.node_check import usable_cores
 from scaletrain_cli.launch.node_inspection import inspect_node, write_inspection
@@ -60,7 +62,7 @@ def run_node(options: AgentOptions) -> int:
         print(f"{node.node}: {note}", file=sys.stderr, flush=True)
     if found.problems:
         _refuse(run, options.attempt, node, "; ".join(found.problems))
-    gang = Gang()
+    gang = Gang(math.inf) if record.spec.code.engine else Gang()  # a program of the user's may know no heartbeat
     try:
         try:
             _start_ranks(gang, run, record, options)
@@ -68,6 +70,7 @@ def run_node(options: AgentOptions) -> int:
             verdict = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
             failure = Failure(None, "crash", f"{node.node}: {error}", int(verdict), node.node)
             _give_up(run, options.attempt, node, failure)
+            _remove(*_own_folders(record, options))
             raise
         write_node_record(run, options.attempt, replace(node, ranks=tuple(gang.ranks)))
         Watch(run, options, node.node, gang, record.spec.cluster).run_to_end()
@@ -77,7 +80,7 @@ def run_node(options: AgentOptions) -> int:
     code = node_exit_code(gang.ranks, gang.first_failure)
     ended = replace(node, ranks=tuple(gang.ranks), ended=time.time(), exit_code=code, first_failure=gang.first_failure)
     write_node_record(run, options.attempt, ended)
-    _remove_swap(_swap_folder(record, options))
+    _remove(*_own_folders(record, options))
     return code
 
 
@@ -112,24 +115,33 @@ def _give_up(run: RunDir, attempt: int, node: NodeRecord, failure: Failure) -> N
     write_node_record(run, attempt, replace(node, ended=time.time(), exit_code=failure.exit_code))
 
 
-def _swap_folder(record: RunRecord, options: AgentOptions) -> Path:
-    return swap_folder(record.run_id, options.attempt, options.node_rank, {**os.environ, **record.spec.env})
+def _own_folders(record: RunRecord, options: AgentOptions) -> tuple[Path, Path]:
+    """What this node has beside the run directory, for this attempt alone: offloaded states, and the user's code."""
+    place = (record.run_id, options.attempt, options.node_rank)
+    return (
+        swap_folder(*place, {**os.environ, **record.spec.env}),
+        unpacked_folder(record, options.attempt, options.node_rank, os.environ),
+    )
 
 
-def _remove_swap(folder: Path) -> None:
-    """Several times the model, and of no use to anyone."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):  # another node of the run may be on this machine
-        folder.parent.rmdir()
+def _remove(*folders: Path) -> None:
+    """Of no use to anyone any more; the states may be several times the model."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another node of the run may be on this machine
+            folder.parent.rmdir()
 
 
 def _start_ranks(gang: Gang, run: RunDir, record: RunRecord, options: AgentOptions) -> None:
     # Relative paths in the spec mean the same whoever starts the attempt, and from where.
     if os.path.isdir(record.working_folder):
         os.chdir(record.working_folder)
-    for folder in _swap_folder(record, options).parent.glob("attempt-*"):
+    own = _own_folders(record, options)
+    for folder in (found for mine in own for found in mine.parent.glob("attempt-*")):
         if not folder.name.startswith(f"attempt-{options.attempt:04d}-"):
-            _remove_swap(folder)  # of an attempt whose agent was killed, or is taken for lost
+            _remove(folder)  # of an attempt whose agent was killed, or is taken for lost
+    code = place_code(run, record, own[1])
+    command = rank_command(record.spec.code.engine or options.engine, run.path, only_kept_code=code is not None)
     place = NodePlace(options.attempt, options.node_rank, options.master_addr, options.master_port)
     secrets = read_document(run.secrets) or {}
     in_pod = record.spec.cluster.scheduler == "kubernetes"  # Kubernetes puts them into the environment
@@ -141,5 +153,7 @@ def _start_ranks(gang: Gang, run: RunDir, record: RunRecord, options: AgentOptio
     for local_rank in range(per_node):
         rank = options.node_rank * per_node + local_rank
         environment = rank_environment(record.spec, place, local_rank, base=os.environ, secrets=secrets, cores=cores)
+        if code is not None:
+            environment |= code_environment(record, code, environment)
         log = run.attempt(options.attempt) / "logs" / f"{options.node_name}-{rank:05d}.log"
-        gang.start(rank, rank_command(options.engine, run.path), environment, log)
+        gang.start(rank, command, environment, log)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaletrain_cli.launch.heartbeats import Beat, Channel
+from scaletrain_cli.launch.heartbeats import START_SECONDS, Beat, Channel
 from scaletrain_cli.launch.node_record import RankRecord
 from scaletrain_cli.spec import RunSpec
 
@@ -23,6 +23,11 @@ ENGINE_MODULE = "scaletrain_cli.engine"
 # (docs.pytorch.org/docs/stable/notes/cuda.html). torch reads the older of the two names first.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _ALLOCATOR_SETTINGS = "expandable_segments:True"
+# `python -P` by other means, which Python has since 3.11.
+_WITHOUT_THIS_FOLDER = (
+    "import runpy, sys; sys.path[:] = filter(None, sys.path); "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
 # Blocked in every rank when it starts: the engine unblocks them once its handlers stand, so that none is ever lost.
 BLOCKED_IN_RANKS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _DEFAULT_IN_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE)
@@ -38,9 +43,13 @@ class NodePlace:
     master_port: int
 
 
-def rank_command(engine: str, run_folder: Path) -> list[str]:
-    """The program of every rank."""
-    return [sys.executable, "-m", engine, str(run_folder)]
+def rank_command(engine: str, run_folder: Path, *, only_kept_code: bool = False) -> list[str]:
+    """The program of every rank. With ``only_kept_code`` it imports nothing from the folder that it starts in.
+
+    That is the submitter's, where ``python -m`` would find the tree as it has become since.
+    """
+    program = ["-c", _WITHOUT_THIS_FOLDER, engine] if only_kept_code else ["-m", engine]
+    return [sys.executable, *program, str(run_folder)]
 
 
 def rank_environment(
@@ -75,7 +84,8 @@ def rank_environment(
 class Gang:
     """The ranks of this node while they live. The caller waits for children and tells of each with ended()."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_seconds: float = START_SECONDS) -> None:
+        self.start_seconds = start_seconds
         self.ranks: list[RankRecord] = []
         self.first_failure: int | None = None
         self.channels: dict[int, Channel] = {}
@@ -88,7 +98,7 @@ class Gang:
             (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ]
-        channel = self.channels[rank] = Channel()
+        channel = self.channels[rank] = Channel(self.start_seconds)
         with channel.inherited() as variables:
             pid = os.posix_spawn(
                 command[0],

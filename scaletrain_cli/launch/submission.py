@@ -24,6 +24,7 @@ from pathlib import Path
 from scaletrain_cli import __version__
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.code_hash import code_hash
+from scaletrain_cli.launch.code_snapshot import Snapshot, take_snapshot, write_snapshot
 from scaletrain_cli.launch.scheduler import Scheduler
 from scaletrain_cli.launch.sent import keep_sent
 from scaletrain_cli.plan.result import RunPlan
@@ -63,7 +64,7 @@ def new_run_id(name: str, now: float) -> str:
     return f"{slug}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(2)}"
 
 
-def make_record(spec: RunSpec, plan: RunPlan, run_id: str | None = None) -> RunRecord:
+def make_record(spec: RunSpec, plan: RunPlan, run_id: str | None = None, snapshot: Snapshot | None = None) -> RunRecord:
     """The record that create_run would write. Raises UsageError for an id that is no file name."""
     now = time.time()
     run_id = run_id if run_id is not None else new_run_id(spec.name, now)
@@ -78,15 +79,27 @@ def make_record(spec: RunSpec, plan: RunPlan, run_id: str | None = None) -> RunR
         code_hash=code_hash(),
         wandb_run_id="".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8)),
         working_folder=str(Path.cwd()),
+        code=None if snapshot is None else snapshot.record,
     )
 
 
-def create_run(spec: RunSpec, plan: RunPlan, run_id: str | None = None, *, root: Path | None = None) -> CreatedRun:
-    """Make the run directory, or return the one that holds the same spec under this id. Raises UsageError otherwise."""
-    record = make_record(spec, plan, run_id)
+def create_run(
+    spec: RunSpec,
+    plan: RunPlan,
+    run_id: str | None = None,
+    *,
+    root: Path | None = None,
+    snapshot: Snapshot | None = None,
+) -> CreatedRun:
+    """Make the run directory, or return the one that holds the same spec and code under this id.
+
+    The user's code is taken as it is now, unless a ``snapshot`` of it is given. Raises UsageError.
+    """
+    snapshot = snapshot or take_snapshot(spec)
+    record = make_record(spec, plan, run_id, snapshot)
     run = RunDir((root or runs_root()) / record.run_id)
     if run.record.exists():
-        return _existing(run, spec)
+        return _existing(run, record)
     values = _secret_values(spec)
     run.path.parent.mkdir(parents=True, exist_ok=True)
     draft = RunDir(run.path.with_name(f".{record.run_id}.{secrets.token_hex(4)}"))
@@ -94,13 +107,15 @@ def create_run(spec: RunSpec, plan: RunPlan, run_id: str | None = None, *, root:
     try:
         if values:
             _write_private(draft.secrets, values)
+        if snapshot is not None:
+            write_snapshot(draft, snapshot)
         write_record(draft, record)
         # A folder takes the place of an empty one only, so of two submitters one fails here.
         draft.path.rename(run.path)
     except OSError as error:
         shutil.rmtree(draft.path)
         if run.record.exists():
-            return _existing(run, spec)
+            return _existing(run, record)
         raise UsageError(f"the run directory {run.path} cannot be made: {error}") from error
     return CreatedRun(run, record, created=True)
 
@@ -139,12 +154,17 @@ def submit_lock(run: RunDir) -> Iterator[None]:
         yield
 
 
-def _existing(run: RunDir, spec: RunSpec) -> CreatedRun:
+def _existing(run: RunDir, wanted: RunRecord) -> CreatedRun:
     first = read_first_record(run)  # what was submitted; a resize since then does not make it another run
-    if first.spec != spec:
-        differing = [f"{key} was {old}, now {new}" for key, (old, new) in changed_keys(first.spec, spec).items()]
+    if first.spec != wanted.spec:
+        differing = [f"{key} was {old}, now {new}" for key, (old, new) in changed_keys(first.spec, wanted.spec).items()]
         shown = "; ".join(differing[:3]) + (f"; and {len(differing) - 3} more." if len(differing) > 3 else ".")
         raise UsageError(f"run {run.run_id} exists with another spec: {shown} Use another run id.")
+    if first.code is not None and wanted.code is not None and first.code.sha256 != wanted.code.sha256:
+        raise UsageError(
+            f"run {run.run_id} exists with other code: it was {first.code.name}, now {wanted.code.name}. Use another "
+            f"run id, or give the run the new code with `scaletrain resume {run.run_id} --new-code`."
+        )
     return CreatedRun(run, read_record(run), created=False)
 
 

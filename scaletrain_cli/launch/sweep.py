@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.launch.code_snapshot import take_snapshot
 from scaletrain_cli.launch.scheduler import Scheduler
 from scaletrain_cli.launch.submission import CreatedRun, Submission, create_run, submit_run
 from scaletrain_cli.plan.result import RunPlan
@@ -73,11 +74,12 @@ def cap_of(cluster: ClusterSpec, wanted: int | None, points: int) -> int:
 def submit_sweep(sweep: str, points: Sequence[Point], scheduler: Scheduler, cap: int) -> list[SubmittedPoint]:
     """Hand over every point, or take back those that were. Raises what the scheduler or the file system refused."""
     done: list[tuple[CreatedRun, Submission]] = []
+    code = {point.spec.code: take_snapshot(point.spec) for point in points}  # before any: the tree may change meanwhile
     for index, point in enumerate(points):
         after = points[index - cap].run_id if index >= cap else None
         made: CreatedRun | None = None
         try:
-            made = create_run(point.spec, point.plan, point.run_id)
+            made = create_run(point.spec, point.plan, point.run_id, snapshot=code[point.spec.code])
             if made.created:
                 write_sweep_place(made.run, SweepPlace(sweep, index + 1, len(points), point.overrides, after))
             done.append((made, submit_run(made.run, made.record, scheduler)))

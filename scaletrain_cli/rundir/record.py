@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.code import CodeRecord, code_file
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec
@@ -40,6 +42,7 @@ class RunRecord:
     wandb_run_id: str
     working_folder: str = ""  # of the submitter: relative paths in the spec mean the same in every attempt
     revision: int = 0
+    code: CodeRecord | None = None  # the user's own, where there is any
 
 
 def checkpoint_folder(run: RunDir, spec: RunSpec) -> Path:
@@ -73,15 +76,24 @@ def revisions(run: RunDir) -> list[int]:
     return sorted(int(match[1]) for entry in folder.iterdir() if (match := _REVISION.fullmatch(entry.name)))
 
 
-def add_revision(run: RunDir, record: RunRecord, spec: RunSpec, plan: RunPlan, overrides: Sequence[str]) -> RunRecord:
-    """Put a new spec and plan in the place of those in ``record``, the newest; appears whole or not at all."""
+def add_revision(
+    run: RunDir,
+    record: RunRecord,
+    spec: RunSpec,
+    plan: RunPlan,
+    overrides: Sequence[str],
+    *,
+    code: CodeRecord | None = None,
+) -> RunRecord:
+    """Put a new spec and plan, and ``code`` if given, in the place of those in ``record``; whole or not at all."""
     number = record.revision + 1
     path = revision_path(run, number)
     assert not path.exists(), f"revision {number} of {run.run_id} is there: the submit lock was not held"
     path.parent.mkdir(exist_ok=True)
     head = {"schema": REVISION_SCHEMA, "revision": number, "created": time.time(), "overrides": list(overrides)}
-    write_document(path, {**head, **_decided(spec, plan)})
-    return dataclasses.replace(record, spec=spec, plan=plan, revision=number)
+    revised = dataclasses.replace(record, spec=spec, plan=plan, revision=number, code=code or record.code)
+    write_document(path, {**head, **_decided(revised)})
+    return revised
 
 
 def withdraw_revision(run: RunDir, number: int) -> None:
@@ -95,20 +107,20 @@ def revision_path(run: RunDir, number: int) -> Path:
 
 
 def documents_of(run: RunDir, record: RunRecord) -> dict[str, str]:
-    """run.json and the newest revision as texts by file name, for pods whose volume the submitter does not see.
+    """run.json and the newest revision by file name, for pods whose volume the submitter does not see.
 
     The run directory need not exist, nor the revision: a record that was only made is its own then.
     """
     documents = {"run.json": json.dumps(_read(run.record, SCHEMA) if run.record.exists() else _whole(record))}
     if record.revision:
         path = revision_path(run, record.revision)
-        made = {"schema": REVISION_SCHEMA, "revision": record.revision, **_decided(record.spec, record.plan)}
+        made = {"schema": REVISION_SCHEMA, "revision": record.revision, **_decided(record)}
         documents[path.name] = json.dumps(_read(path, REVISION_SCHEMA) if path.exists() else made)
     return documents
 
 
 def place_documents(folder: Path, root: Path) -> tuple[RunDir, RunRecord]:
-    """Make the run directory under ``root`` from the texts of documents_of(), or complete the one that is there.
+    """Make the run directory under ``root`` from documents_of() and the code, or complete the one that is there.
 
     Raises UsageError where that one is another run's.
     """
@@ -124,7 +136,16 @@ def place_documents(folder: Path, root: Path) -> tuple[RunDir, RunRecord]:
         if match is not None and not (revised := revision_path(run, int(match[1]))).exists():
             revised.parent.mkdir(exist_ok=True)
             write_document(revised, _read(path, REVISION_SCHEMA))
-    return run, read_record(run)
+    record = read_record(run)
+    if record.code is not None:
+        for suffix in ("sha256", "tar.gz"):
+            placed = code_file(run, record.code, suffix)
+            if (folder / placed.name).is_file() and not placed.exists():
+                placed.parent.mkdir(exist_ok=True)
+                draft = placed.with_name(f".{placed.name}.tmp")
+                shutil.copy(folder / placed.name, draft)
+                draft.replace(placed)
+    return run, record
 
 
 def _whole(record: RunRecord) -> dict[str, Any]:
@@ -132,7 +153,7 @@ def _whole(record: RunRecord) -> dict[str, Any]:
         "schema": SCHEMA,
         "run_id": record.run_id,
         "created": record.created,
-        **_decided(record.spec, record.plan),
+        **_decided(record),
         "versions": record.versions,
         "code_hash": record.code_hash,
         "wandb_run_id": record.wandb_run_id,
@@ -140,8 +161,12 @@ def _whole(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _decided(spec: RunSpec, plan: RunPlan) -> dict[str, Any]:
-    return {"spec": spec.model_dump(mode="json", by_alias=True), "plan": plan.to_json()}
+def _decided(record: RunRecord) -> dict[str, Any]:
+    return {
+        "spec": record.spec.model_dump(mode="json", by_alias=True),
+        "plan": record.plan.to_json(),
+        "code": None if record.code is None else dataclasses.asdict(record.code),
+    }
 
 
 def _read(path: Path, schema: str) -> dict[str, Any]:
@@ -171,6 +196,7 @@ def _with_decided(run: RunDir, data: dict[str, Any], revision: int) -> RunRecord
             wandb_run_id=data["wandb_run_id"],
             working_folder=data["working_folder"],
             revision=revision,
+            code=None if decided.get("code") is None else CodeRecord(**decided["code"]),
         )
     except (ValueError, KeyError, TypeError, ValidationError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error

@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag, 
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.cluster import ClusterSpec
+from scaletrain_cli.spec.code import CodeSpec
 from scaletrain_cli.spec.layout import LayoutSpec
 from scaletrain_cli.spec.model import ModelSpec, divisors
 from scaletrain_cli.spec.quantities import (
@@ -175,6 +176,7 @@ class RunSpec(Section):
     restarts: RestartsSpec = LEFT_OUT
     tracking: TrackingSpec = LEFT_OUT
     planner: PlannerSpec = LEFT_OUT
+    code: CodeSpec = LEFT_OUT
     env: dict[EnvName, EnvValue] = {}
     secret_env: list[EnvName] = Field(default=[], description="names only; values come from the submitter's shell")
     _source: Source | None = PrivateAttr(default=None)

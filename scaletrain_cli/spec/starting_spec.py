@@ -100,6 +100,7 @@ restarts: {preemption: unlimited, node: 10, crash: 3}
 tracking:
   log_every: 1
   wandb: {mode: disabled}  # online or offline mirrors the metrics to Weights & Biases
+# code: {path: ., engine: train}  # your own program out of a git working tree, in place of this engine
 # env: {NCCL_DEBUG: WARN}
 # secret_env: [WANDB_API_KEY]  # names; the values come from your environment and stand in no file of the run
 """

@@ -23,6 +23,7 @@ from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec, parse_spec
+from tests.launch.working_tree import WorkingTree
 
 PROJECT = Path(__file__).parent.parent.parent
 ENGINE = "tests.launch.fake_engine"
@@ -163,3 +164,10 @@ def start_agent() -> Iterator[Callable[..., Agent]]:
     yield start
     for agent in agents:
         agent.end()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> WorkingTree:
+    folder = tmp_path / "it's a tree"
+    folder.mkdir()
+    return WorkingTree(folder)

@@ -1,10 +1,11 @@
 """Everything that is sent for one submission, as objects and as text. Pure: asks no cluster and touches no file.
 
-`documents` are run.json and its newest revision by file name; they reach the pods in a ConfigMap.
+`documents` are what the pods need of the run directory, by file name; they reach the pods in a ConfigMap.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Manifest:
 
 
 def manifest(
-    record: RunRecord, documents: Mapping[str, str], submission: int = 1, avoid: Sequence[str] = ()
+    record: RunRecord, documents: Mapping[str, str | bytes], submission: int = 1, avoid: Sequence[str] = ()
 ) -> Manifest:
     """The objects of a submission; ``avoid`` are nodes to keep off. Raises SpecError for what cannot run."""
     spec = record.spec
@@ -91,14 +92,12 @@ def _missing(kubernetes: KubernetesSpec) -> Iterator[tuple[str, str]]:
         )
 
 
-def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str]) -> Object:
-    size = sum(len(text.encode()) for text in documents.values())
-    if size > _LARGEST_DOCUMENTS_BYTES:
-        raise UsageError(
-            f"the run's record takes {size:,} bytes; a ConfigMap, by which pods get it, has room for "
-            f"{_LARGEST_DOCUMENTS_BYTES:,}. Shorten env or data.skip."
-        )
-    digest = hashlib.sha256("\0".join(f"{name}\0{documents[name]}" for name in sorted(documents)).encode()).hexdigest()
+def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str | bytes]) -> Object:
+    texts = {name: text for name, text in documents.items() if isinstance(text, str)}
+    files = {name: content for name, content in documents.items() if isinstance(content, bytes)}
+    contents = {name: text.encode() for name, text in texts.items()} | files
+    _require_room({name: len(content) for name, content in contents.items()})
+    digest = hashlib.sha256(b"\0".join(name.encode() + b"\0" + contents[name] for name in sorted(contents))).hexdigest()
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -109,5 +108,20 @@ def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str])
             "annotations": workload.annotations | {DOCUMENTS_ANNOTATION: digest},
         },
         "immutable": True,
-        "data": dict(documents),
+        "data": texts,
+        **({"binaryData": {name: base64.b64encode(files[name]).decode() for name in files}} if files else {}),
     }
+
+
+def _require_room(sizes: Mapping[str, int]) -> None:
+    if sum(sizes.values()) <= _LARGEST_DOCUMENTS_BYTES:
+        return
+    packed = sum(size for name, size in sizes.items() if name.endswith(".tar.gz"))
+    what, cure = f"the run's record takes {sum(sizes.values()):,} bytes", "Shorten env or data.skip."
+    if packed:
+        what = f"the run's record and code take {sum(sizes.values()):,} bytes, {packed:,} of them the packed code"
+        cure = (
+            "Name what the run does not need in .scaletrainignore, or bring the tree into the image or onto a volume "
+            "and say where it is: code.on_nodes."
+        )
+    raise UsageError(f"{what}; a ConfigMap, by which pods get it, has room for {_LARGEST_DOCUMENTS_BYTES:,}. {cure}")

@@ -42,7 +42,7 @@ OWN_VARIABLES = frozenset(
 
 
 def pod_template(
-    spec: RunSpec, plan: RunPlan, workload: Workload, documents: Mapping[str, str], avoid: Sequence[str] = ()
+    spec: RunSpec, plan: RunPlan, workload: Workload, documents: Mapping[str, str | bytes], avoid: Sequence[str] = ()
 ) -> dict[str, Any]:
     """``metadata`` and ``spec`` of every pod. ``avoid``: node names that must not be used."""
     kubernetes = spec.cluster.kubernetes
@@ -148,7 +148,7 @@ def _claims(spec: RunSpec) -> dict[str, str]:
     return {claim: "runs" if not index else f"volume-{index}" for index, claim in enumerate(dict.fromkeys(claims))}
 
 
-def _volumes(spec: RunSpec, workload: Workload, documents: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _volumes(spec: RunSpec, workload: Workload, documents: Mapping[str, str | bytes]) -> Iterator[dict[str, Any]]:
     yield {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": quantity(shm_bytes(spec))}}
     items = [{"key": name, "path": name} for name in sorted(documents)]
     yield {"name": "documents", "configMap": {"name": workload.config_map, "items": items}}

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.launch.code_snapshot import take_snapshot
 from scaletrain_cli.launch.exclusion import Exclusion
 from scaletrain_cli.launch.kubernetes.api import Cluster, connect
 from scaletrain_cli.launch.kubernetes.conditions import CANCELLED, job_of
+from scaletrain_cli.launch.kubernetes.documents import documents_for
 from scaletrain_cli.launch.kubernetes.kinds import BACKENDS, CONFIG_MAP, Object, kind_of
 from scaletrain_cli.launch.kubernetes.manifest import Manifest, manifest
 from scaletrain_cli.launch.kubernetes.names import (
@@ -44,8 +46,8 @@ from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.launch.submission import make_record, read_submission
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.journal import record_event
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord, documents_of
+from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec
 
 _NUMBER = re.compile(r"-s(\d+)$")
@@ -66,8 +68,8 @@ class KubernetesScheduler:
         from scaletrain_cli.launch.kubernetes.preflight import check
 
         # A name that nobody has: the server judges the objects as if they were to be made now.
-        record = make_record(spec, plan, f"preflight-{secrets.token_hex(4)}")
-        rendered = manifest(record, {"run.json": "{}"})
+        record = make_record(spec, plan, f"preflight-{secrets.token_hex(4)}", take_snapshot(spec))
+        rendered = manifest(record, documents_for(RunDir(runs_root() / record.run_id), record))
         return [*rendered.notes, *check(self._cluster(spec), spec, rendered)]
 
     def render(self, run: RunDir, record: RunRecord) -> str:
@@ -164,7 +166,7 @@ class KubernetesScheduler:
     def _manifest(self, run: RunDir, record: RunRecord, reach: Callable[[], Cluster]) -> tuple[Manifest, Exclusion]:
         excluded = exclusion_for(run, record.spec, reach)
         number = _next_number(run)
-        return manifest(record, documents_of(run, record), number, excluded.nodes), excluded
+        return manifest(record, documents_for(run, record), number, excluded.nodes), excluded
 
 
 def _next_number(run: RunDir) -> int:

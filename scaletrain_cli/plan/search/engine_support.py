@@ -170,7 +170,7 @@ def _other_architecture(model: AnyModel) -> Iterator[tuple[str, str]]:
 
 def submittable(spec: RunSpec, plan: RunPlan) -> list[str]:
     """Why the planned run may not be submitted, one line each; empty when it may."""
-    found = unsupported(spec, plan.layout)
+    found = [] if spec.code.engine else unsupported(spec, plan.layout)  # what another engine can is not ours to say
     if not plan.memory.fits:
         gigabytes = f"{plan.memory.peak / 1e9:,.1f} GB of {plan.memory.capacity / 1e9:,.1f} GB"
         found.insert(0, f"the layout does not fit: one rank needs {gigabytes}. See `scaletrain plan`.")

@@ -1,0 +1,82 @@
+"""The user's code on a node: unpacked for this attempt alone, or there already, and compared to the byte.
+
+What was changed since the submission, in the run directory, in an image or by a disk, starts no rank.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.rundir.code import CodeRecord, code_file, differences, hash_of
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+
+_NAMED = 5  # files that a message names
+
+
+def unpacked_folder(record: RunRecord, attempt: int, node_rank: int, environment: Mapping[str, str]) -> Path:
+    """Where an attempt's code is on this node: with other temporary files, a folder for each attempt."""
+    parent = Path(environment.get("TMPDIR") or "/tmp").absolute()
+    return parent / f"scaletrain-code-{record.run_id}" / f"attempt-{attempt:04d}-node-{node_rank:04d}"
+
+
+def place_code(run: RunDir, record: RunRecord, folder: Path) -> Path | None:
+    """The folder that holds the code of ``code.engine``: ``folder``, made anew, or ``code.on_nodes``; else None.
+
+    Raises UsageError where it is not what was submitted, and OSError.
+    """
+    code = record.code
+    if code is None or record.spec.code.engine is None:  # kept for people; this engine imports none of it
+        return None
+    expected = _listing(run, code)
+    there = record.spec.code.on_nodes
+    if there is None:
+        _unpack(code_file(run, code, "tar.gz"), folder)
+    place = folder if there is None else Path(there)
+    differing = differences(place, expected)
+    if differing:
+        named = ", ".join(differing[:_NAMED]) + (f" and {len(differing) - _NAMED} more" * (len(differing) > _NAMED))
+        cure = "Bring the tree that is submitted there." if there else "Submit it as a new run."
+        raise UsageError(f"the code in {place} is not what was submitted ({code.name}): {named}. {cure}")
+    return place
+
+
+def code_environment(record: RunRecord, place: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """What makes a rank import from ``place`` before anything else, and nothing from the folder that it starts in."""
+    root = os.path.normpath(place / record.spec.code.import_root)
+    beside = environment.get("PYTHONPATH")
+    return {"PYTHONPATH": f"{root}{os.pathsep}{beside}" if beside else root, "SCALETRAIN_CODE": str(place)}
+
+
+def _listing(run: RunDir, code: CodeRecord) -> str:
+    path = code_file(run, code, "sha256")
+    try:
+        text = path.read_bytes().decode("utf-8", "surrogateescape")
+    except FileNotFoundError as error:
+        raise UsageError(f"{path}, which names the files of the run's code, is missing. Submit it anew.") from error
+    if hash_of(text) != code.sha256:
+        raise UsageError(f"{path} is not the one that was submitted. Restore it, or submit the run anew.")
+    return text
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # of an agent that was killed
+    folder.mkdir(parents=True)
+    try:
+        with tarfile.open(archive, "r:gz") as packed:
+            for entry in packed:  # plain files alone; each is compared afterwards
+                path = folder / entry.name
+                if entry.isfile() and path.resolve().is_relative_to(folder.resolve()):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    content = packed.extractfile(entry)
+                    assert content is not None, "a regular file has content"
+                    with path.open("wb") as file:
+                        shutil.copyfileobj(content, file)
+                    path.chmod(entry.mode & 0o755)
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise UsageError(f"the run's code cannot be unpacked from {archive}: {error}") from error

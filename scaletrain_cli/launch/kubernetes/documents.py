@@ -1,0 +1,27 @@
+"""What pods get in the ConfigMap of their run: its record, and the user's code unless that is on the nodes already.
+
+The run directory need not exist: what would be in it is made then.
+"""
+
+from __future__ import annotations
+
+from scaletrain_cli.launch.code_snapshot import take_snapshot
+from scaletrain_cli.rundir.code import code_file
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, documents_of
+
+
+def documents_for(run: RunDir, record: RunRecord) -> dict[str, str | bytes]:
+    """Texts and bytes by file name. Raises UsageError where the code can no longer be had."""
+    documents: dict[str, str | bytes] = {**documents_of(run, record)}
+    code = record.code
+    if code is None:
+        return documents
+    suffixes = ("sha256", "tar.gz") if record.spec.code.on_nodes is None else ("sha256",)
+    files = {suffix: code_file(run, code, suffix) for suffix in suffixes}
+    if all(path.is_file() for path in files.values()):
+        return documents | {path.name: path.read_bytes() for path in files.values()}
+    snapshot = take_snapshot(record.spec)
+    assert snapshot is not None, "a record with code is of a spec that names it"
+    contents = {"sha256": snapshot.listing.encode("utf-8", "surrogateescape"), "tar.gz": snapshot.archive}
+    return documents | {files[suffix].name: contents[suffix] for suffix in suffixes}

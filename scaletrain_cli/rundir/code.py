@@ -1,0 +1,71 @@
+"""The user's code in a run directory: what run.json says of a snapshot, and the files that hold it.
+
+``code/<name>.tar.gz`` is the tree, ``.sha256`` one line per file as sha256sum writes it, ``.patch`` what was not
+committed. All carry the first digits of the hash over those lines: a run that is resumed with newer code keeps both.
+Knows nothing of git.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaletrain_cli.rundir.paths import RunDir
+
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class CodeRecord:
+    """A snapshot as run.json has it. ``sha256`` is of the lines of listing(); ``uncommitted`` counts files."""
+
+    commit: str
+    uncommitted: int
+    sha256: str
+    files: int
+    bytes: int
+
+    @property
+    def name(self) -> str:
+        """Of its files, without their suffixes."""
+        return self.sha256[:12]
+
+
+def code_file(run: RunDir, code: CodeRecord, suffix: str) -> Path:
+    """``tar.gz``, ``sha256`` or ``patch`` of a snapshot in this run directory, there or not."""
+    return run.path / "code" / f"{code.name}.{suffix}"
+
+
+def listing(hashes: Mapping[str, str]) -> str:
+    """SHA-256 by path as ``sha256sum --check`` reads it, sorted. Paths hold no line break."""
+    return "".join(f"{hashes[path]}  {path}\n" for path in sorted(hashes))
+
+
+def hash_of(text: str) -> str:
+    """Of a listing: the hash that names the whole snapshot."""
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def differences(folder: Path, text: str) -> list[str]:
+    """Files of the listing that are missing below ``folder`` or differ there, each with which of the two."""
+    found = []
+    for line in filter(None, text.split("\n")):
+        wanted, _, path = line.partition("  ")
+        try:
+            differs = file_hash(folder / path) != wanted
+        except OSError:
+            found.append(f"{path} is missing")
+        else:
+            found += [f"{path} differs"] * differs
+    return found
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file's bytes. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

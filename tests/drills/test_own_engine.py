@@ -1,0 +1,53 @@
+"""The example of a training program of one's own keeps what it promises: nothing lost, and nothing newer run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.launch.local import LocalScheduler
+from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
+from scaletrain_cli.rundir.paths import find_run
+from tests.cli.command_line import PROJECT, scaletrain
+from tests.drills.training_runs import Drill
+from tests.launch.working_tree import WorkingTree
+
+pytestmark = pytest.mark.drill
+SHORT = ("--set", "training.steps=60", "--set", "checkpoint.every=20", "--yes")
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkingTree:
+    """The example as the repository of somebody who stands in it."""
+    shutil.copytree(PROJECT / "recipes/own-engine", tmp_path / "mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    return WorkingTree(tmp_path / "mine")
+
+
+def submitted(name: str) -> Drill:
+    done = scaletrain("submit", "run.yaml", "--run-id", name, *SHORT)
+    assert done.code == 0, done.err
+    return Drill(find_run(name), LocalScheduler())
+
+
+def test_a_preempted_run_of_it_goes_on_from_its_checkpoint_with_the_code_it_was_submitted_with(
+    repository: WorkingTree,
+) -> None:
+    undisturbed = submitted("undisturbed")
+    undisturbed.wait_for_end()
+    assert undisturbed.events("finished"), undisturbed.log()
+
+    drill = submitted("mine")
+    drill.wait_for_step(25)
+    repository.write("train.py", "raise SystemExit('not what was submitted')")
+    drill.preempt()
+    drill.wait_for_end()  # the supervisor brings it back by itself
+    left = drill.events("preempted")[0]["step"]
+    assert [event["step"] for event in drill.beginnings()] == [0, left]
+    assert drill.events("finished"), drill.log()
+    assert drill.losses() == undisturbed.losses()
+    assert len(drill.losses()) == 60
+    assert all(verify(checkpoint) == [] for checkpoint in list_checkpoints(drill.run.checkpoints))
+    assert not list(Path("/tmp").glob("scaletrain-code-mine/*"))

@@ -1,0 +1,36 @@
+"""A user's repository, small and real, for what is kept of it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+class WorkingTree:
+    """A small repository of a user's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.git("init", "--quiet", "--initial-branch=main")
+        self.write("train.py", "print('one')\n")
+        self.write("src/my_model/__init__.py", "")
+        self.write("run.sh", "#!/bin/sh\n", mode=0o755)
+        self.write(".gitignore", "data/\n*.pyc\n")
+        self.write("data/huge.bin", "not of the code")
+        self.commit()
+
+    def git(self, *arguments: str, sent: bytes = b"") -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+        command = ["git", "-C", str(self.folder), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, input=sent).stdout.decode()
+
+    def write(self, name: str, text: str, mode: int = 0o644) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        path.chmod(mode)
+
+    def commit(self) -> str:
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--message=work")
+        return self.git("rev-parse", "HEAD").strip()
