@@ -24,6 +24,8 @@ from scaletrain_cli.spec import RunSpec
 
 IGNORE_FILE = ".scaletrainignore"
 _NAMED = 5  # files that a message names
+# Whatever the user's own configuration of diff is: a patch that git apply takes.
+_PLAIN = "--no-color --no-ext-diff --no-textconv --no-relative --src-prefix=a/ --dst-prefix=b/".split()
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,7 @@ class _Tree:
             if there:
                 add = ("add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")
                 self._git(*add, environment=aside, sent=b"\0".join(map(os.fsencode, there)))
-            diff = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD", "--", *literal)
-            return self._git(*diff, environment=aside)
+            return self._git("diff", *_PLAIN, "--binary", "HEAD", "--", *literal, environment=aside)
 
     def _paths(self, *arguments: str) -> set[str]:
         command, *rest = arguments

@@ -75,6 +75,8 @@ def test_what_is_not_committed_goes_along_and_the_patch_makes_it_of_the_commit(
     tree.write("train.py", "print('two')\n")
     tree.write("new file.py", "import this\n")
     (tree.folder / "run.sh").unlink()
+    tree.git("config", "diff.noprefix", "true")
+    tree.git("config", "color.ui", "always")
     taken = snapshot(tree)
     assert files_in(taken.archive).keys() == {"train.py", "new file.py", "src/my_model/__init__.py", ".gitignore"}
     assert files_in(taken.archive)["train.py"] == "print('two')\n"

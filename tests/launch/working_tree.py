@@ -1,4 +1,4 @@
-"""A user's repository, small and real, for what is kept of it."""
+"""A user's repository, small and real, for what is kept of it. An empty folder is given a few files first."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ class WorkingTree:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.git("init", "--quiet", "--initial-branch=main")
-        self.write("train.py", "print('one')\n")
-        self.write("src/my_model/__init__.py", "")
-        self.write("run.sh", "#!/bin/sh\n", mode=0o755)
-        self.write(".gitignore", "data/\n*.pyc\n")
-        self.write("data/huge.bin", "not of the code")
+        if list(folder.iterdir()) == [folder / ".git"]:
+            self.write("train.py", "print('one')\n")
+            self.write("src/my_model/__init__.py", "")
+            self.write("run.sh", "#!/bin/sh\n", mode=0o755)
+            self.write(".gitignore", "data/\n*.pyc\n")
+            self.write("data/huge.bin", "not of the code")
         self.commit()
 
     def git(self, *arguments: str, sent: bytes = b"") -> str:

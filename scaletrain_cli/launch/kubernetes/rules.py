@@ -124,7 +124,7 @@ def _reference_findings(one: Object, known: Sequence[Object]) -> Iterator[Findin
                 )
                 continue
             for item in reference.get("items", []):
-                if item.get("key") not in config_map.get("data", {}):
+                if item.get("key") not in {**config_map.get("data", {}), **config_map.get("binaryData", {})}:
                     yield Finding(f"volumes.{volume.get('name')}", item.get("key"), "is no key of the ConfigMap.")
         group = pod.get("schedulingGroup", {}).get("podGroupName")
         if group is not None and _named(known, "PodGroup", group) is None:

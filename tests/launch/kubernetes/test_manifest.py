@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Callable
 
+import kubernetes_validate
 import pytest
 
 from scaletrain_cli.errors import SpecError, UsageError
@@ -16,6 +18,7 @@ from scaletrain_cli.spec import load_spec, parse_spec
 from tests.launch.conftest import PROJECT, make_spec
 from tests.launch.kubernetes.rendering import (
     BACKENDS,
+    DOCUMENTS,
     EVERY_OPTION,
     NEEDED,
     RECIPES,
@@ -346,6 +349,25 @@ def test_the_record_reaches_the_pods_in_an_object_that_cannot_change() -> None:
 def test_a_record_that_no_object_can_hold_is_refused_in_words() -> None:
     with pytest.raises(UsageError, match="ConfigMap"):
         rendered_recipe(SPOT, documents={"run.json": "x" * 1_000_001})
+
+
+def test_code_that_is_too_large_for_an_object_is_refused_with_what_to_do_about_it() -> None:
+    packed = {**DOCUMENTS, "0123456789ab.tar.gz": bytes(1_000_000)}
+    with pytest.raises(UsageError, match=r"1,000,000 of them the packed code; .*\.scaletrainignore.*code\.on_nodes"):
+        rendered_recipe("llama-7b-h100", documents=packed)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_code_reaches_the_pods_byte_for_byte(backend: str) -> None:
+    content = bytes(range(256))
+    named = {**DOCUMENTS, "0123456789ab.tar.gz": content}
+    made = rendered_recipe("llama-7b-h100", f"cluster.kubernetes.backend={backend}", documents=named)
+    config_map = made.objects[0]
+    assert config_map["data"].keys() == {"run.json"}
+    assert base64.b64decode(config_map["binaryData"]["0123456789ab.tar.gz"]) == content
+    volumes = {volume["name"]: volume for volume in template_of(made)["spec"]["volumes"]}
+    assert {"key": "0123456789ab.tar.gz", "path": "0123456789ab.tar.gz"} in volumes["documents"]["configMap"]["items"]
+    kubernetes_validate.validate(config_map, "1.36", strict=True)
 
 
 def test_what_only_a_submission_needs_is_named_all_at_once_and_where_it_belongs() -> None:
