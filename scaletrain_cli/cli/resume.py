@@ -24,6 +24,9 @@ def command(
     from_scratch: Annotated[
         bool, typer.Option("--from-scratch", help="Train anew where no checkpoint can be loaded any more.")
     ] = False,
+    new_code: Annotated[
+        bool, typer.Option("--new-code", help="Go on with the code of code.path as it is now, not as it was submitted.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the exact text that would be sent. Writes and sends nothing.")
     ] = False,
@@ -52,7 +55,7 @@ def command(
     found = find_run(run)
     sizes = {"cluster.nodes": nodes, "cluster.gpus_per_node": gpus_per_node}
     given = [*(overrides or ()), *(f"{key}={size}" for key, size in sizes.items() if size is not None)]
-    resize = replan(found, given) if given else None
+    resize = replan(found, given, new_code=new_code) if given or new_code else None
     report = inspect_resume(found)
     if not as_json:
         show_resume(found.run_id, report)

@@ -38,12 +38,15 @@ class Snapshot:
     patch: bytes  # empty where everything is committed
 
 
-def take_snapshot(spec: RunSpec) -> Snapshot | None:
-    """The tree that ``code.path`` names; None where it names none. Raises UsageError, one for all files in the way."""
+def take_snapshot(spec: RunSpec, working_folder: str = "") -> Snapshot | None:
+    """The tree that ``code.path`` names, seen from here or from a run's own working folder; None where it names none.
+
+    Raises UsageError, one for all files in the way.
+    """
     code = spec.code
     if code.path is None:
         return None
-    tree = _Tree(Path(code.path).expanduser().absolute(), spec.where("code.path"))
+    tree = _Tree(Path(working_folder, Path(code.path).expanduser()).absolute(), spec.where("code.path"))
     commit = tree.commit()
     kept, changed = tree.kept(), tree.changed()
     uncommitted = sorted(path for path in changed if path in kept or not os.path.lexists(tree.folder / path))

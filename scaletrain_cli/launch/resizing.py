@@ -1,4 +1,4 @@
-"""A run on other nodes or in another layout: its spec with overrides, planned anew and held against what it trains.
+"""A run on other nodes, in another layout or with newer code: planned anew and held against what it trains.
 
 Everything is checked here, before anything is queued. Reads the record and writes nothing.
 """
@@ -6,10 +6,12 @@ Everything is checked here, before anything is queued. Reads the record and writ
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
+from scaletrain_cli.launch.code_snapshot import Snapshot, take_snapshot
 from scaletrain_cli.launch.submittable import plan_for_engine
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import RunDir
@@ -18,7 +20,9 @@ from scaletrain_cli.spec import RunSpec, changed_keys, override_spec
 
 # What may change from one attempt to the next, as the beginning of a key or the whole of it. Anything else would make
 # another run of it: other data, another model, other steps.
-MAY_CHANGE = ("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "env", "training.micro_batch_size")
+MAY_CHANGE = (
+    *("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "code", "env", "training.micro_batch_size"),
+)
 # Degrees that a user may have pinned; `auto` leaves them to the planner.
 _PINS = (
     *("layout.data_parallel", "layout.tensor_parallel", "layout.pipeline_parallel", "layout.sequence_parallel"),
@@ -33,23 +37,29 @@ _SHARDING = (
 
 @dataclass(frozen=True)
 class Resize:
-    """The run as it is (``before``), and the spec and plan that the overrides make of it."""
+    """The run as it is (``before``), the spec and plan that the overrides make of it, and its code where taken anew."""
 
     before: RunRecord
     spec: RunSpec
     plan: RunPlan
     overrides: tuple[str, ...]
+    snapshot: Snapshot | None = None
 
     @property
     def changes(self) -> dict[str, tuple[str, str]]:
-        """Keys of the spec that differ, with both values; without any there is nothing to revise."""
-        return changed_keys(self.before.spec, self.spec)
+        """Keys of the spec that differ, and the code, with both values; without any there is nothing to revise."""
+        found = changed_keys(self.before.spec, self.spec)
+        old, new = self.before.code, self.snapshot.record if self.snapshot is not None else None
+        if new is not None and (old is None or old.sha256 != new.sha256):
+            found["code"] = (json.dumps(None if old is None else old.shown), json.dumps(new.shown))
+        return found
 
     @property
     def after(self) -> RunRecord:
         """The record as the next attempt would read it."""
         number = self.before.revision + bool(self.changes)
-        return dataclasses.replace(self.before, spec=self.spec, plan=self.plan, revision=number)
+        code = self.before.code if self.snapshot is None else self.snapshot.record
+        return dataclasses.replace(self.before, spec=self.spec, plan=self.plan, revision=number, code=code)
 
     @property
     def cuts_states_anew(self) -> bool:
@@ -58,10 +68,11 @@ class Resize:
         return any(getattr(old, field) != getattr(new, field) for field in _SHARDING)
 
 
-def replan(run: RunDir, overrides: Sequence[str]) -> Resize:
+def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False) -> Resize:
     """Plan the run anew with ``overrides`` (``cluster.nodes=2``); the global batch stays, accumulation follows.
 
-    Raises UsageError for an override that would change what is trained, InfeasibleError for a run that does not fit.
+    ``new_code`` takes the user's tree as it is now, as does an override of what of it is kept. Raises UsageError for an
+    override that would change what is trained, InfeasibleError for a run that does not fit.
     """
     before = read_record(run)
     file = str(revision_path(run, before.revision) if before.revision else run.record)
@@ -70,17 +81,24 @@ def replan(run: RunDir, overrides: Sequence[str]) -> Resize:
     problems = [problem for key, values in changes.items() if (problem := _objection(key, *values)) is not None]
     if problems:
         raise UsageError(f"{run.run_id} would no longer be the same run", tuple(problems))
+    snapshot = None
+    if new_code or any(key.startswith("code.") for key in changes):
+        snapshot = take_snapshot(spec, before.working_folder)
+    if snapshot is None and new_code:
+        raise UsageError(f"{run.run_id} has no code of yours to take anew. Name it: --set code.path=FOLDER.")
     if not changes:
-        return Resize(before, before.spec, before.plan, tuple(overrides))
+        return Resize(before, before.spec, before.plan, tuple(overrides), snapshot)
     try:
         plan = plan_for_engine(spec, run.run_id)
     except InfeasibleError as error:
         error.problems = (*map(_for_a_resume, error.problems), *_pins_in_the_way(spec))
         raise
-    return Resize(before, spec, plan, tuple(overrides))
+    return Resize(before, spec, plan, tuple(overrides), snapshot)
 
 
 def _objection(key: str, was: str, given: str) -> Problem | None:
+    if key == "code.path" and given == "null":
+        return Problem("--set", key, f"was {was}, and a run keeps its code.", given, "Leave it as it is.")
     if key == "checkpoint.dir":
         return Problem("--set", key, f"the run's checkpoints are in {was}.", given, "Leave it as it is.")
     if any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):

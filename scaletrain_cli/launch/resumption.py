@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome, read_attempts
+from scaletrain_cli.launch.code_snapshot import write_snapshot
 from scaletrain_cli.launch.resizing import Resize
 from scaletrain_cli.launch.scheduler import Scheduler, scheduler_for
 from scaletrain_cli.launch.submission import Submission, hand_over, read_submission, submit_lock
@@ -167,11 +168,14 @@ def _revised(run: RunDir, record: RunRecord, resize: Resize | None) -> Iterator[
     if resize is None or not resize.changes:
         yield record
         return
-    revised = add_revision(run, record, resize.spec, resize.plan, resize.overrides)
+    made = [] if resize.snapshot is None else write_snapshot(run, resize.snapshot)
+    revised = add_revision(run, record, resize.spec, resize.plan, resize.overrides, code=resize.after.code)
     try:
         yield revised
     except SchedulerSilentError:  # it may have the job, which would read this
         raise
     except SchedulerError:
         withdraw_revision(run, revised.revision)
+        for path in made:
+            path.unlink()
         raise

@@ -136,7 +136,8 @@ def hand_over(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submissio
     submission = Submission(record.spec.cluster.scheduler, job_id, time.time(), first_attempt, record.revision)
     data = dataclasses.asdict(submission)
     write_document(_submission_path(run), data)
-    record_event(run, "submitted", **{key: value for key, value in data.items() if key != "submitted"})
+    code = {} if record.code is None else {"code": record.code.name}
+    record_event(run, "submitted", **{key: value for key, value in data.items() if key != "submitted"}, **code)
     return submission
 
 

@@ -32,6 +32,12 @@ class CodeRecord:
         """Of its files, without their suffixes."""
         return self.sha256[:12]
 
+    @property
+    def shown(self) -> str:
+        """In a few words, for people."""
+        beside = f" and {self.uncommitted} uncommitted" if self.uncommitted else ""
+        return f"{self.name} (commit {self.commit[:10]}{beside}, {self.files} files, {self.bytes:,} bytes)"
+
 
 def code_file(run: RunDir, code: CodeRecord, suffix: str) -> Path:
     """``tar.gz``, ``sha256`` or ``patch`` of a snapshot in this run directory, there or not."""

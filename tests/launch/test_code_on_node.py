@@ -12,14 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.code_on_node import unpacked_folder
 from scaletrain_cli.launch.heartbeats import come_to_a_stand
 from scaletrain_cli.launch.ranks import Gang
+from scaletrain_cli.launch.resizing import replan
+from scaletrain_cli.launch.resumption import resume
 from scaletrain_cli.launch.submission import create_run
 from scaletrain_cli.rundir.code import code_file
 from scaletrain_cli.rundir.record import place_documents, read_record
 from tests.launch.conftest import Agent, MadeRun, make_plan, make_spec
+from tests.launch.test_resizing import Refusing
+from tests.launch.test_resumption import Cluster
 from tests.launch.working_tree import WorkingTree
 
 PROGRAM = """
@@ -189,3 +193,54 @@ def test_a_program_that_knows_no_heartbeat_is_never_taken_for_hung() -> None:
         gang.kill()
         pid, status = os.waitpid(gang.ranks[0].pid, 0)
         gang.ended(pid, os.waitstatus_to_exitcode(status))
+
+
+def test_a_resume_goes_on_with_the_code_it_had_unless_it_is_asked_for_the_new(
+    program: WorkingTree, start_agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = submit(program)
+    program.write("src/my_model/__init__.py", "VERSION = 'mended'\n")
+    monkeypatch.chdir("/")
+    assert replan(made.run, ["cluster.grace_seconds=30"]).after.code == made.record.code
+
+    resize = replan(made.run, [], new_code=True)
+    assert resize.changes.keys() == {"code"}
+    resume(made.run, resize=resize, scheduler=Cluster())
+    record = read_record(made.run)
+    assert (record.revision, record.code) == (1, resize.after.code)
+    agent = start_agent(MadeRun(made.run, record))
+    assert agent.wait() == 0, agent.errors
+    assert "version mended" in made.log(1, 0)
+    assert {path.suffix for path in (made.run.path / "code").iterdir()} == {".gz", ".sha256", ".patch"}
+    assert len(list((made.run.path / "code").iterdir())) == 5
+
+
+def test_code_that_has_not_changed_makes_no_revision(program: WorkingTree) -> None:
+    made = submit(program)
+    resume(made.run, resize=replan(made.run, [], new_code=True), scheduler=Cluster())
+    assert read_record(made.run).revision == 0
+
+
+def test_a_scheduler_that_refuses_leaves_no_new_code_behind(program: WorkingTree) -> None:
+    made = submit(program)
+    before = {path.name for path in (made.run.path / "code").iterdir()}
+    program.write("src/my_model/__init__.py", "VERSION = 'mended'\n")
+    with pytest.raises(SchedulerError):
+        resume(made.run, resize=replan(made.run, [], new_code=True), scheduler=Refusing())
+    assert {path.name for path in (made.run.path / "code").iterdir()} == before
+    assert read_record(made.run) == made.record
+
+
+def test_another_part_of_the_tree_is_taken_when_the_run_is_told_so(program: WorkingTree) -> None:
+    made = submit(program)
+    resize = replan(made.run, [f"code.path={program.folder / 'src'}", "code.import_root=."])
+    assert resize.changes.keys() == {"code", "code.path", "code.import_root"}
+
+
+def test_a_run_keeps_its_code_and_one_without_has_none_to_renew(
+    program: WorkingTree, make_run: Callable[..., MadeRun]
+) -> None:
+    with pytest.raises(UsageError, match="a run keeps its code"):
+        replan(submit(program).run, ["code.path=null", "code.import_root=."])
+    with pytest.raises(UsageError, match=r"no code of yours to take anew.*code\.path=FOLDER"):
+        replan(make_run().run, [], new_code=True)
