@@ -6,6 +6,7 @@ pod 0 is looked for on this machine.
 
 from __future__ import annotations
 
+import base64
 import os
 import subprocess
 import sys
@@ -16,13 +17,14 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.launch.attempts import read_attempts
+from scaletrain_cli.launch.kubernetes.documents import documents_for
 from scaletrain_cli.launch.kubernetes.manifest import Manifest, manifest
 from scaletrain_cli.launch.kubernetes.pod import DOCUMENTS_PATH
 from scaletrain_cli.launch.ports import free_port
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import documents_of
 from tests.launch.conftest import ENGINE, MadeRun
 from tests.launch.kubernetes.rendering import BACKENDS, NEEDED, container_of
+from tests.launch.working_tree import WorkingTree
 
 OPTIONS = (
     *NEEDED,
@@ -77,6 +79,21 @@ def start_pod(made: Manifest, backend: str, number: int, folder: Path, port: int
     )
 
 
+def run_pods(made: Manifest, backend: str, folder: Path) -> list[str]:
+    """Run both to a good end; what each printed."""
+    (folder / "documents").mkdir()
+    config: dict[str, Any] = made.objects[0]
+    for name, text in config["data"].items():
+        (folder / "documents" / name).write_text(text)
+    for name, text in config.get("binaryData", {}).items():
+        (folder / "documents" / name).write_bytes(base64.b64decode(text))
+    port = free_port("127.0.0.1")
+    pods = [start_pod(made, backend, number, folder, port) for number in (0, 1)]
+    output = [pod.communicate(timeout=60)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], output
+    return output
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_pods_of_a_manifest_train_the_run_that_it_was_made_of(
     backend: str, make_run: Callable[..., MadeRun], tmp_path: Path
@@ -84,17 +101,22 @@ def test_the_pods_of_a_manifest_train_the_run_that_it_was_made_of(
     note = 'it\'s $(HOME) $$5 \\ "and" so on'
     options = (*OPTIONS, f"cluster.kubernetes.backend={backend}")
     made_run = make_run(*options, env={"NOTE": note}, echo=["NOTE", "HF_TOKEN"])
-    made = manifest(made_run.record, documents_of(made_run.run, made_run.record))
-    (tmp_path / "documents").mkdir()
-    config: dict[str, Any] = made.objects[0]
-    for name, text in config["data"].items():
-        (tmp_path / "documents" / name).write_text(text)
-    port = free_port("127.0.0.1")
-    pods = [start_pod(made, backend, number, tmp_path, port) for number in (0, 1)]
-    output = [pod.communicate(timeout=60)[0] for pod in pods]
-    assert [pod.returncode for pod in pods] == [0, 0], output
+    made = manifest(made_run.record, documents_for(made_run.run, made_run.record))
+    output = run_pods(made, backend, tmp_path)
     (attempt,) = read_attempts(RunDir(tmp_path / "volume" / made_run.run.run_id))
     assert (attempt.job_id, attempt.reason, attempt.nodes) == (made.workload.id, "done", ("gpu-0", "gpu-1"))
     assert f"rank 0: NOTE={note!r}" in output[0]
     assert "rank 2: HF_TOKEN='hf_0123'" in output[1]
     assert "hf_0123" not in str(made.objects)
+
+
+def test_pods_that_see_no_file_of_the_submitters_run_the_code_that_was_submitted(
+    tree: WorkingTree, make_run: Callable[..., MadeRun], tmp_path: Path
+) -> None:
+    tree.write("train.py", "import os\nprint('submitted, as', os.environ['RANK'])\n")
+    made_run = make_run(*OPTIONS, f"code.path={tree.folder}", "code.engine=train")
+    made = manifest(made_run.record, documents_for(made_run.run, made_run.record))
+    tree.write("train.py", "raise SystemExit('newer')\n")
+    output = run_pods(made, "jobset", tmp_path)
+    assert "rank 0: submitted, as 0" in output[0]
+    assert "rank 3: submitted, as 3" in output[1]
