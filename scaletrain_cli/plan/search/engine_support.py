@@ -82,7 +82,17 @@ def opened(spec: RunSpec) -> RunSpec:
 
 
 def unsupported(spec: RunSpec, layout: Layout) -> list[str]:
-    """One line per thing that this engine cannot run, with what to do; empty when it can run the layout."""
+    """One line per thing that cannot be run, with what to do; empty when the layout can.
+
+    What an engine of the user's own (``code.engine``) can run is not ours to say.
+    """
+    found = [] if spec.code.engine else _beyond_this_engine(spec, layout)
+    if spec.checkpoint.dir != "auto" and not Path(spec.checkpoint.dir).expanduser().is_absolute():
+        found.append(f"checkpoint.dir = {spec.checkpoint.dir}: must be absolute, because nodes do not start here.")
+    return found
+
+
+def _beyond_this_engine(spec: RunSpec, layout: Layout) -> list[str]:
     found = [
         f"layout.{axis} = {getattr(layout, axis)}: this engine runs {ENGINE.runs} parallelism with ZeRO. Use 1 or auto."
         for axis in AXES
@@ -98,8 +108,6 @@ def unsupported(spec: RunSpec, layout: Layout) -> list[str]:
         found.append("training.cross_entropy = liger: its kernel needs a GPU. Use chunked or auto.")
     if spec.layout.tensor_sequence_parallel is True and layout.tensor_parallel > 1:
         found.append("layout.tensor_sequence_parallel = true: this engine keeps norms whole. Use false or auto.")
-    if spec.checkpoint.dir != "auto" and not Path(spec.checkpoint.dir).expanduser().is_absolute():
-        found.append(f"checkpoint.dir = {spec.checkpoint.dir}: must be absolute, because nodes do not start here.")
     if spec.planner.framework != "deepspeed":
         found.append(f"planner.framework = {spec.planner.framework}: for comparison only. Use deepspeed to submit.")
     return found
@@ -170,7 +178,7 @@ def _other_architecture(model: AnyModel) -> Iterator[tuple[str, str]]:
 
 def submittable(spec: RunSpec, plan: RunPlan) -> list[str]:
     """Why the planned run may not be submitted, one line each; empty when it may."""
-    found = [] if spec.code.engine else unsupported(spec, plan.layout)  # what another engine can is not ours to say
+    found = unsupported(spec, plan.layout)
     if not plan.memory.fits:
         gigabytes = f"{plan.memory.peak / 1e9:,.1f} GB of {plan.memory.capacity / 1e9:,.1f} GB"
         found.insert(0, f"the layout does not fit: one rank needs {gigabytes}. See `scaletrain plan`.")

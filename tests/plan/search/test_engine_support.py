@@ -108,6 +108,12 @@ def test_the_search_proposes_only_what_the_engine_runs(preset: str, overrides: d
     assert all(unsupported(spec, other.layout) == [] for other in plan.alternatives)
 
 
+def test_what_an_engine_of_ones_own_can_run_is_not_ours_to_say() -> None:
+    spec = spec_of(planner__framework="fsdp", code__engine="mine.train", checkpoint__dir="scratch")
+    (only,) = unsupported(spec, make_plan(spec).layout)
+    assert only.startswith("checkpoint.dir = scratch: must be absolute")
+
+
 def test_the_search_stays_within_the_declaration_unless_it_is_asked_for_more() -> None:
     assert capabilities(spec_of()) is ENGINE
     assert capabilities(spec_of(planner__search="everything")).axes == set(AXES)
