@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from scaletrain_cli.errors import SpecError
 from scaletrain_cli.launch.kubernetes.names import Workload
 from scaletrain_cli.launch.submittable import plan_for_engine
 from scaletrain_cli.spec import load_spec
@@ -91,17 +92,23 @@ def test_kueue_gives_back_the_nodes_of_a_gang_that_cannot_start() -> None:
     configuration = YAML(typ="safe").load(values["managerConfig"]["controllerManagerConfigYaml"])
     assert configuration["apiVersion"] == "config.kueue.x-k8s.io/v1beta2"
     assert {"timeout", "recoveryTimeout"} <= configuration["waitForPodsReady"].keys()
+    assert configuration["waitForPodsReady"]["blockAdmission"] is False
     assert {"jobset.x-k8s.io/jobset", "trainer.kubeflow.org/trainjob"} <= {*configuration["integrations"]["frameworks"]}
 
 
 def test_the_smoke_run_uses_what_these_files_set_up() -> None:
-    spec = load_spec(KUBERNETES / "smoke.yaml")
+    spec = load_spec(KUBERNETES / "smoke.yaml", ("cluster.kubernetes.image=registry.example/scaletrain:0.1.0",))
     kubernetes = spec.cluster.kubernetes
     assert ("Namespace", kubernetes.namespace) in objects()
     assert ("LocalQueue", kubernetes.queue) in objects()
     assert ("WorkloadPriorityClass", kubernetes.priority) in objects()
     assert ("PersistentVolumeClaim", kubernetes.runs.claim) in objects()
     assert plan_for_engine(spec, "smoke.yaml").memory.fits
+
+
+def test_the_smoke_run_asks_for_an_image_before_anything_is_sent() -> None:
+    with pytest.raises(SpecError, match=r"cluster\.kubernetes\.image = REGISTRY/"):
+        load_spec(KUBERNETES / "smoke.yaml")
 
 
 def test_pods_of_runs_are_the_ones_that_the_network_policy_lets_talk() -> None:

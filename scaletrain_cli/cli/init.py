@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,6 +12,7 @@ from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
 _USUAL_GPU = "h100-sxm-80gb"
 _MOST_NODES = 1024
+Scheduler = Literal["local", "slurm", "kubernetes"]
 
 
 def command(
@@ -27,6 +28,9 @@ def command(
     nodes: Annotated[
         int | None, typer.Option("--nodes", metavar="N", min=1, max=100_000, help="Nodes; else the fewest that fit.")
     ] = None,
+    scheduler: Annotated[
+        Scheduler | None, typer.Option("--scheduler", help="Else slurm with a preset or several nodes, or local.")
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it; - prints it.")
     ] = Path("run.yaml"),
@@ -34,14 +38,15 @@ def command(
     """Write a complete, commented run spec that validates and plans as it stands.
 
     Without options: a Llama of 10 million parameters that trains on two CPU processes in minutes.
-    With --preset: that model on Slurm, on as few nodes as it fits. An existing file is never overwritten.
+    With --preset: that model on Slurm, on as few nodes as it fits. With --scheduler kubernetes: a spec to which only
+    your namespace, queue and image are to be added. An existing file is never overwritten.
     """
     from scaletrain_cli.ui.messages import say, suggest
 
     to_stdout = str(output) == "-"
     if not to_stdout and output.exists():
         raise UsageError(f"{output} exists and is not overwritten. Give another name with --output.")
-    text = _fitting_spec(preset, gpu, gpus_per_node, nodes)
+    text = _fitting_spec(preset, gpu, gpus_per_node, nodes, scheduler)
     if to_stdout:
         typer.echo(text, nl=False)
         return
@@ -51,10 +56,14 @@ def command(
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror}.") from error
     say(f"wrote {output}")
+    if scheduler == "kubernetes":
+        say("its namespace, queue and image are yours to put in: the lines below `kubernetes:`")
     suggest({"see what it takes": f"scaletrain plan {output}", "start it": f"scaletrain submit {output}"})
 
 
-def _fitting_spec(preset: str | None, gpu: str | None, gpus_per_node: int | None, nodes: int | None) -> str:
+def _fitting_spec(
+    preset: str | None, gpu: str | None, gpus_per_node: int | None, nodes: int | None, scheduler: Scheduler | None
+) -> str:
     """The spec with the fewest nodes on which it can be planned, unless ``nodes`` says how many."""
     from scaletrain_cli.plan import make_plan
     from scaletrain_cli.spec import parse_spec, presets, starting_spec
@@ -64,8 +73,10 @@ def _fitting_spec(preset: str | None, gpu: str | None, gpus_per_node: int | None
             f"no preset {preset}",
             (Problem("--preset", "", "is not known.", preset, f"Known: {', '.join(presets())}."),),
         )
-    gpu = gpu or ("cpu" if preset is None else _USUAL_GPU)
-    scheduler = "local" if preset is None and nodes in (None, 1) else "slurm"
+    gpu = gpu or ("cpu" if preset is None and scheduler != "kubernetes" else _USUAL_GPU)
+    scheduler = scheduler or ("local" if preset is None and nodes in (None, 1) else "slurm")
+    if scheduler == "local" and nodes not in (None, 1):
+        raise UsageError(f"--nodes {nodes} is for slurm and kubernetes: local is this machine alone.")
     per_node = gpus_per_node or (2 if gpu == "cpu" else 1 if scheduler == "local" else 8)
     count = nodes or 1
     while True:
@@ -73,7 +84,7 @@ def _fitting_spec(preset: str | None, gpu: str | None, gpus_per_node: int | None
         try:
             make_plan(parse_spec(text, file="the starting spec", base_dir=Path()))
         except InfeasibleError:
-            if nodes is None and scheduler == "slurm" and count < _MOST_NODES:
+            if nodes is None and scheduler != "local" and count < _MOST_NODES:
                 count *= 2
                 continue
             raise

@@ -26,7 +26,9 @@ _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"
 _QUALIFIED = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _DIGEST = r"@sha256:[0-9a-f]{64}"
-_REPOSITORY = r"([A-Za-z0-9.-]+(:[0-9]{1,5})?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*"
+# Capitals are for hosts alone, and a host has a dot or a port: REGISTRY/name would be no image to any kubelet.
+_HOST = r"([A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+(:[0-9]{1,5})?|[A-Za-z0-9-]+:[0-9]{1,5})"
+_REPOSITORY = rf"({_HOST}/)?[a-z0-9]+([._/-]+[a-z0-9]+)*"
 _IMAGE = re.compile(rf"(?P<name>{_REPOSITORY})(:(?P<tag>[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}}))?(?P<digest>{_DIGEST})?")
 
 _LONGEST_TTL_SECONDS = 3650 * 86400.0  # 32 bits hold 24855 days

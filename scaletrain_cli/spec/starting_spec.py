@@ -69,7 +69,7 @@ layout:  # how the job is cut over the devices
 
 _LOCAL_CLUSTER = """\
 cluster:
-  scheduler: local  # this machine; or slurm, for a cluster
+  scheduler: local  # this machine; or slurm, kubernetes: a cluster
   nodes: 1
   gpus_per_node: $gpus_per_node
   gpu: $gpu  # cpu: each rank is a CPU process; or a device, such as h100-sxm-80gb
@@ -77,9 +77,9 @@ cluster:
 
 """
 
-_SLURM_CLUSTER = """\
+_CLUSTER_OF_NODES = """\
 cluster:
-  scheduler: slurm  # or local, for this machine
+  scheduler: $scheduler  # slurm | kubernetes | local, for this machine
   nodes: $nodes
   gpus_per_node: $gpus_per_node
   gpu: $gpu
@@ -87,10 +87,25 @@ cluster:
   spot: false  # true: nodes can be taken away at any time
   # mean_time_between_interruptions: 12h
   grace_seconds: 120  # from the warning of a preemption to the end
+"""
+
+_SLURM = """\
   slurm:
     time: 24h
     # partition: gpu
     # account: lab
+
+"""
+
+_KUBERNETES = """\
+  kubernetes:
+    namespace: default  # your team's
+    # queue: team-a  # a LocalQueue of Kueue there; without one nothing keeps the pods of a run together
+    # priority: training-normal  # a WorkloadPriorityClass
+    # image: registry.example/scaletrain:0.1.0  # submit needs it, best by digest; k8s/README.md builds one
+    runs: {claim: runs}  # a PersistentVolumeClaim that many nodes can mount: checkpoints, logs
+    # rdma_resource: rdma/hca_shared_devices_a  # what the network's device plugin calls its devices
+    # secrets: {WANDB_API_KEY: {secret: wandb, key: api-key}}  # a key of a Secret; your environment is not sent
 
 """
 
@@ -102,18 +117,27 @@ tracking:
   wandb: {mode: disabled}  # online or offline mirrors the metrics to Weights & Biases
 # code: {path: ., engine: train}  # your own program out of a git working tree, in place of this engine
 # env: {NCCL_DEBUG: WARN}
+"""
+
+_SECRETS = """\
 # secret_env: [WANDB_API_KEY]  # names; the values come from your environment and stand in no file of the run
 """
+
+_CLUSTERS = {
+    "local": _LOCAL_CLUSTER,
+    "slurm": _CLUSTER_OF_NODES + _SLURM,
+    "kubernetes": _CLUSTER_OF_NODES + _KUBERNETES,
+}
 
 
 def starting_spec(
     *, preset: str | None = None, gpu: str = "cpu", scheduler: str = "local", nodes: int = 1, gpus_per_node: int = 2
 ) -> str:
-    """The text of a spec for this model and hardware; without a preset, a model for a laptop. Nodes are for slurm."""
+    """The text of a spec for this model and hardware; without a preset, a model for a laptop, which is one node."""
     small, on_cpu = preset is None, gpu == "cpu"
     vocabulary = 4096 if preset is None else min(int(presets()[preset]["vocab_size"]), 32000)
     text = _HEAD + (_SMALL_MODEL if small else _PRESET_MODEL) + _TRAINING
-    text += (_LOCAL_CLUSTER if scheduler == "local" else _SLURM_CLUSTER) + _TAIL
+    text += _CLUSTERS[scheduler] + _TAIL + ("" if scheduler == "kubernetes" else _SECRETS)
     filled = Template(text).substitute(
         **({} if preset is None else _preset(preset)),
         name="llama-10m" if preset is None else preset,
@@ -128,6 +152,7 @@ def starting_spec(
         evaluate_every=40 if small else 500,
         evaluation_batches=4 if small else 20,
         zero_stage=2 if small else "auto",
+        scheduler=scheduler,
         gpus_per_node=gpus_per_node,
         nodes=nodes,
         gpu=gpu,

@@ -43,6 +43,27 @@ def test_init_does_as_it_is_told_or_refuses() -> None:
     assert not Path("run.yaml").exists()
 
 
+def test_init_for_kubernetes_waits_only_for_a_namespace_a_queue_and_an_image() -> None:
+    ended = scaletrain("init", "--scheduler", "kubernetes", "--preset", "llama-7b")
+    assert ended.code == 0
+    assert "namespace, queue and image" in ended.err
+    assert scaletrain("plan", "run.yaml").code == 0
+    refused = scaletrain("submit", "run.yaml", "--dry-run")
+    assert refused.code == ExitCode.USAGE
+    assert "cluster.kubernetes.image: is missing." in refused.err
+    text = Path("run.yaml").read_text().replace("namespace: default", "namespace: ml")
+    Path("run.yaml").write_text(text.replace("# queue:", "queue:").replace("# image:", "image:"))
+    rendered = scaletrain("submit", "run.yaml", "--dry-run")
+    assert rendered.code == 0
+    assert "kueue.x-k8s.io/queue-name: team-a" in rendered.out
+
+
+def test_init_has_one_node_where_there_is_one_machine() -> None:
+    ended = scaletrain("init", "--scheduler", "local", "--nodes", "2")
+    assert ended.code == ExitCode.USAGE
+    assert "--nodes 2 is for slurm and kubernetes" in ended.err
+
+
 def test_init_overwrites_nothing() -> None:
     Path("run.yaml").write_text("precious")
     ended = scaletrain("init")

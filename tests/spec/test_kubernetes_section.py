@@ -38,7 +38,9 @@ def test_an_image_that_could_be_any_is_refused(image: str) -> None:
     assert "must say which image: by digest" in complaint(f"image={image}")
 
 
-@pytest.mark.parametrize("image", ["Scale Train:1", "scaletrain@sha256:abc", "reg/Name:1", "'-x:1'", "https://r/n:1"])
+@pytest.mark.parametrize(
+    "image", ["Scale Train:1", "scaletrain@sha256:abc", "reg/Name:1", "REGISTRY/name:1", "'-x:1'", "https://r/n:1"]
+)
 def test_a_text_that_is_no_image_is_refused(image: str) -> None:
     assert "must be the reference of an image" in complaint(f"image={image}")
 

@@ -12,7 +12,7 @@ from tests.spec.samples import load
 
 @pytest.mark.parametrize("preset", [None, *presets()])
 @pytest.mark.parametrize("gpu", ["cpu", "h100-sxm-80gb"])
-@pytest.mark.parametrize("scheduler", ["local", "slurm"])
+@pytest.mark.parametrize("scheduler", ["local", "slurm", "kubernetes"])
 def test_every_starting_spec_loads(preset: str | None, gpu: str, scheduler: str) -> None:
     spec = load(starting_spec(preset=preset, gpu=gpu, scheduler=scheduler, gpus_per_node=4))
     assert (spec.cluster.gpu, spec.cluster.scheduler, spec.world_size) == (gpu, scheduler, 4)
@@ -33,6 +33,15 @@ def test_lines_that_are_commented_out_are_right_once_they_are_not() -> None:
     assert spec.cluster.slurm.partition == "gpu"
     assert spec.secret_env == ["WANDB_API_KEY"]
     assert spec.model == load(text).model
+
+
+def test_a_starting_spec_for_kubernetes_is_right_with_every_line() -> None:
+    text = starting_spec(preset="llama-3-8b", gpu="h100-sxm-80gb", scheduler="kubernetes", nodes=2, gpus_per_node=8)
+    kubernetes = load(re.sub(r"^( *)# (?=\w+: )", r"\1", text, flags=re.MULTILINE)).cluster.kubernetes
+    assert (kubernetes.queue, kubernetes.priority) == ("team-a", "training-normal")
+    assert kubernetes.image is not None
+    assert kubernetes.rdma_resource is not None
+    assert "WANDB_API_KEY" in kubernetes.secrets
 
 
 def test_every_section_is_shown() -> None:

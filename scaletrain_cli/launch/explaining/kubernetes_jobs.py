@@ -19,6 +19,8 @@ from scaletrain_cli.rundir.record import RunRecord
 _AGAIN = "scaletrain cancel {run}, mend the spec and submit it again"
 _DESCRIBE = "kubectl -n {namespace} describe {workload}"
 _PATIENCE = "Ask for fewer nodes, or wait"
+_QUOTAS = "Compare with `scaletrain status --cluster`: a flavor that it fits may only be busy"
+_ASK_ADMIN = "Ask who keeps the queue; kubectl -n {namespace} describe localqueues,clusterqueues says why"
 _MEND_IMAGE = "Mend the image, the pull secret or the Secret that it names; the pods try on by themselves"
 
 
@@ -35,14 +37,25 @@ class _Reason(NamedTuple):
 _NO_START = "cannot be pulled|name of the image|must not be pulled|is not there \\(|cannot be (made|started) \\("
 _REASONS = (  # the first that matches
     _Reason("made no Workload", "never-satisfiable", "Kueue does not know it", (_AGAIN,), True),
+    _Reason("^held by Kueue.*DeactivatedDueTo", "held", "Kueue gave it up", (_DESCRIBE, _AGAIN), True),
     _Reason("^held by Kueue", "held", "it is held", ("Ask who set spec.active: false on its Workload",), True),
     _Reason("that would let it go on", "held", "it is suspended, and nobody will let it go on", (_AGAIN,), True),
     _Reason("doesn't exist", "never-satisfiable", "its queue is not there", (_AGAIN,), True),
+    _Reason("^preempted by Kueue.*(?i:within the cohort)", "quota", "another team took back quota that it had lent"),
     _Reason("^preempted by Kueue", "priority", "a job of higher priority has its place"),
+    _Reason("^evicted by Kueue \\((Local|Cluster)QueueStopped", "held", "its queue was stopped", (_ASK_ADMIN,)),
+    _Reason(
+        "^evicted by Kueue \\(NodeFailures", "resources", "no node takes the place of one that failed", (_PATIENCE,)
+    ),
     _Reason("^evicted by Kueue", "resources", "its pods did not come up in time, or it lost its quota", (_DESCRIBE,)),
+    _Reason("is inactive", "held", "its queue takes no jobs now", (_ASK_ADMIN,)),
+    _Reason("unavailable in ClusterQueue", "never-satisfiable", "its queue has no quota for it", (_AGAIN,), True),
+    # Not never: Kueue may name the flavors that it tried last alone.
+    _Reason("> maximum capacity", "quota", "it is too large for a flavor of its queue", (_QUOTAS, _PATIENCE)),
     _Reason("^(waits|has its quota) in queue", "quota", "Kueue does not admit it now", (_PATIENCE,)),
     _Reason(_NO_START, "image", "a container cannot start", (_MEND_IMAGE, _AGAIN)),
     _Reason("FailedMount|FailedAttachVolume", "volume", "a volume cannot be mounted", (_DESCRIBE,)),
+    _Reason("CreationFailed:", "starting", "what is made of it is refused for now", (_DESCRIBE,)),
     _Reason("FailedCreate", "quota", "the namespace refuses its pods", (_AGAIN, "Ask for a larger ResourceQuota")),
     _Reason("no room:", "resources", "no node has room for a pod", (_PATIENCE,)),
     _Reason("starting|being made|leaving", "starting", "its pods are being made ready"),

@@ -18,13 +18,15 @@ from scaletrain_cli.launch.kubernetes.kinds import (
     NAMESPACE,
     NODE,
     RESOURCE_QUOTA,
+    TOPOLOGY,
     VOLCANO_QUEUE,
     Object,
 )
 from scaletrain_cli.launch.kubernetes.nodes import CORDONED, misfits
 from scaletrain_cli.launch.kubernetes.obstacles import Found, missing, problem
-from scaletrain_cli.launch.kubernetes.quantities import as_number
-from scaletrain_cli.launch.kubernetes.quota import Cohort, judge_quota, takes_namespace
+from scaletrain_cli.launch.kubernetes.quantities import as_number, shown
+from scaletrain_cli.launch.kubernetes.quota import Cohort, Nearness, judge_quota, takes_namespace
+from scaletrain_cli.launch.kubernetes.refusals import RefusedError
 from scaletrain_cli.spec import RunSpec
 
 # Node pools that a cloud can make larger: that a node is not there now does not mean that it cannot come.
@@ -44,6 +46,8 @@ def queue_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
             yield missing(spec, "queue", kubernetes.queue, "Volcano queue", cluster.find(VOLCANO_QUEUE, ""))
         elif queue.get("status", {}).get("state", "Open") != "Open":
             yield problem(spec, "queue", f"is {queue['status']['state']}, and takes no jobs.", kubernetes.queue)
+        else:
+            yield from _capability(spec, queue, pod)
         return
     local = cluster.get(LOCAL_QUEUE, kubernetes.namespace, kubernetes.queue)
     if local is None:
@@ -62,6 +66,22 @@ def queue_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
         text = f"ClusterQueue {name} takes no jobs of namespace {kubernetes.namespace} (its namespaceSelector)."
         yield problem(spec, "queue", text, kubernetes.queue)
     yield from _quota(cluster, spec, whole, pod)
+
+
+def _capability(spec: RunSpec, queue: Object, pod: Object) -> Iterator[Found]:
+    """What a queue of Volcano may hold at the most; a gang that needs more is never enqueued."""
+    given = spec.cluster.kubernetes.queue
+    taken = queue.get("status", {}).get("allocated", {})
+    for name, amount in _needed(spec, pod).items():
+        limit = queue.get("spec", {}).get("capability", {}).get(name)
+        if limit is None:
+            continue
+        most = as_number(limit)
+        if amount > most:
+            text = f"can never hold it: the job needs {shown(amount)} {name}, and its capability is {limit}."
+            yield problem(spec, "queue", text, given)
+        elif amount > most - as_number(taken.get(name, 0)):
+            yield f"queue {given} is busy: {taken[name]} of {limit} {name} are taken; the job will wait"
 
 
 def _activity(spec: RunSpec, queue: Object, given: str) -> Iterator[Found]:
@@ -83,7 +103,8 @@ def _quota(cluster: Cluster, spec: RunSpec, queue: Object, pod: Object) -> Itera
         own = cluster.get(COHORT, "", name)
         others = [other for other in cluster.find(CLUSTER_QUEUE, "") if other["spec"].get("cohortName") == name]
         cohort = Cohort(others, own, bounded=own is None or not own.get("spec", {}).get("parentName"))
-    answer = judge_quota(queue, flavors, cohort, _needed(spec, pod), pod)
+    needed = _needed(spec, pod) | {"pods": Fraction(spec.cluster.nodes)}
+    answer = judge_quota(queue, flavors, cohort, needed, pod, _nearness(cluster, spec))
     given = spec.cluster.kubernetes.queue
     for reason in answer.never:
         yield problem(spec, "queue", f"ClusterQueue {queue['metadata']['name']} can never admit it: {reason}.", given)
@@ -91,6 +112,20 @@ def _quota(cluster: Cluster, spec: RunSpec, queue: Object, pod: Object) -> Itera
         yield f"queue {given} is busy: {answer.busy}; the job will wait"
     for resource in answer.uncovered:
         yield f"no quota of queue {given} covers {resource}: the job waits for ever unless Kueue is told to exclude it"
+
+
+def _nearness(cluster: Cluster, spec: RunSpec) -> Nearness | None:
+    topology = spec.cluster.kubernetes.topology
+    if topology is None:
+        return None
+    try:
+        known = cluster.find(TOPOLOGY, "")
+    except RefusedError as error:
+        if not error.is_rights:
+            raise
+        known = []
+    levels = {item["metadata"]["name"]: [level["nodeLabel"] for level in item["spec"]["levels"]] for item in known}
+    return Nearness(topology.key, levels)
 
 
 def _needed(spec: RunSpec, pod: Object) -> dict[str, Fraction]:

@@ -15,7 +15,7 @@ Object = dict[str, Any]
 
 
 def children(objects: Iterable[Object]) -> list[Object]:
-    """What would be made of a submission's objects: JobSets of TrainJobs, Jobs of JobSets, pods of Volcano's tasks."""
+    """What would be made of a submission's objects: JobSets of TrainJobs, Jobs of JobSets, the first pod of all."""
     known = list(objects)
     found: list[Object] = []
     for one in known:
@@ -25,7 +25,7 @@ def children(objects: Iterable[Object]) -> list[Object]:
         elif _is_volcano(one):
             found += child_pods(one)
     jobs = [child for one in (*known, *found) if one.get("kind") == "JobSet" for child in child_jobs(one)]
-    return [*found, *jobs]
+    return [*found, *jobs, *map(child_pod, jobs)]
 
 
 def child_job(jobset: Object) -> Object:
@@ -62,6 +62,29 @@ def child_jobs(jobset: Object) -> Iterator[Object]:
             "metadata": {"name": own_name, "namespace": namespace, **job["metadata"]},
             "spec": {**job["spec"], "suspend": bool(spec.get("suspend", False))},
         }
+
+
+def child_pod(job: Object) -> Object:
+    """The first pod of an Indexed batch/v1 Job, whose random letters are all x.
+
+    A Job is not held to the namespace's security level, limits and priority classes; its pods are.
+    """
+    metadata = job["metadata"]
+    template = copy.deepcopy(job["spec"]["template"])
+    inner, first = template.get("metadata", {}), f"{metadata['name']}-0"
+    index = {"batch.kubernetes.io/job-completion-index": "0"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            **inner,
+            "name": f"{first}-xxxxx",
+            "namespace": metadata["namespace"],
+            "labels": {**inner.get("labels", {}), **index, "batch.kubernetes.io/job-name": metadata["name"]},
+            "annotations": {**inner.get("annotations", {}), **index},
+        },
+        "spec": {**template.get("spec", {}), "hostname": first},
+    }
 
 
 def child_jobset(runtime: Object, trainjob: Object) -> Object:

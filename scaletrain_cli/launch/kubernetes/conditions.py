@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from scaletrain_cli.launch.kubernetes.kinds import Object
 from scaletrain_cli.launch.kubernetes.observation import QUEUE_LABEL, Observation, own_container
-from scaletrain_cli.launch.kubernetes.watchdog import never_ends_by_itself
+from scaletrain_cli.launch.kubernetes.watchdog import CHILD_REFUSED, never_ends_by_itself
 from scaletrain_cli.launch.scheduler import Job
 
 CANCELLED = "scaletrain.dev/cancelled"  # an annotation: when, by `scaletrain cancel`
@@ -25,7 +25,8 @@ _STUCK = {
     "CreateContainerError": "the container cannot be made",
     "RunContainerError": "the container cannot be started",
 }
-_MOUNTING = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
+# Events of pods that cannot start, and of controllers that cannot make them.
+_TROUBLE = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox", "FailedCreate", *CHILD_REFUSED)
 
 
 def job_of(seen: Observation, job_id: str, now: float) -> Job:
@@ -53,7 +54,9 @@ def job_of(seen: Observation, job_id: str, now: float) -> Job:
     if stuck:
         return Job(job_id, "running" if seen.pods else "queued", "; ".join(stuck), nodes)
     if _is_suspended(workload):
-        return Job(job_id, "queued", _why_suspended(workload, seen), nodes)
+        left = [pod for pod in seen.pods if not _has_ended(pod)]  # Kueue suspends; the pods have their grace period
+        saving = f"; {_pods(len(left))} still saving and leaving" if left else ""
+        return Job(job_id, "queued", f"{_why_suspended(workload, seen)}{saving}", nodes)
     return _of_pods(seen, job_id, nodes)
 
 
@@ -132,7 +135,9 @@ def _why_suspended(workload: Object, seen: Observation) -> str:
             f"{workload['kind']}s. It will wait for ever; `kubectl get workloadpriorityclasses` shows the classes"
         )
     if queued.get("spec", {}).get("active") is False:
-        return f"held by Kueue: spec.active of Workload {queued['metadata']['name']} is false"
+        evicted = _condition(queued, "Evicted")
+        why = f" ({_reason_words(evicted)})" if evicted is not None else ""
+        return f"held by Kueue: spec.active of Workload {queued['metadata']['name']} is false{why}"
     waits = _condition(queued, "QuotaReserved", "False") or _condition(queued, "Admitted", "False")
     words = f"waits in queue {queue}: {_message(waits)}" if waits and _message(waits) else f"waits in queue {queue}"
     evicted = _condition(queued, "Evicted")
@@ -197,7 +202,7 @@ def _why_pods_wait(pods: Sequence[Object], seen: Observation) -> str:
             group = _group_words(seen.group)
             return f"no room: {_message(scheduled) or 'unschedulable'}{f'; {group}' if group else ''}"
     for event in reversed(seen.events):
-        if event.get("type") == "Warning" and event.get("reason") in (*_MOUNTING, "FailedCreate"):
+        if event.get("type") == "Warning" and event.get("reason") in _TROUBLE:
             about = event.get("involvedObject", {})
             what = f"{about.get('kind', 'object').lower()} {about.get('name', '')}"
             return f"{what}: {event['reason']}: {' '.join(str(event.get('message', '')).split())}"

@@ -42,7 +42,10 @@ _JOBSET = (
 _KUEUE = (
     "kubectl apply --server-side -f https://github.com/kubernetes-sigs/kueue/releases/latest/download/manifests.yaml"
 )
-_VOLCANO = "helm install volcano volcano-sh/volcano -n volcano-system --create-namespace"
+_VOLCANO = (
+    "helm repo add volcano-sh https://volcano-sh.github.io/helm-charts && "
+    "helm install volcano volcano-sh/volcano -n volcano-system --create-namespace"
+)
 _TRAINER = "Kubeflow Trainer 2, as https://www.kubeflow.org/docs/components/trainer says"
 
 CONFIG_MAP = Kind("ConfigMap", "", "v1", "configmaps")
@@ -71,6 +74,7 @@ LOCAL_QUEUE = Kind("LocalQueue", *_KUEUE_GROUP, "localqueues", install=_KUEUE)
 CLUSTER_QUEUE = Kind("ClusterQueue", *_KUEUE_GROUP, "clusterqueues", namespaced=False, install=_KUEUE)
 FLAVOR = Kind("ResourceFlavor", *_KUEUE_GROUP, "resourceflavors", namespaced=False, install=_KUEUE)
 COHORT = Kind("Cohort", *_KUEUE_GROUP, "cohorts", namespaced=False, install=_KUEUE)
+TOPOLOGY = Kind("Topology", *_KUEUE_GROUP, "topologies", namespaced=False, install=_KUEUE)
 WORKLOAD_PRIORITY = Kind(
     "WorkloadPriorityClass", *_KUEUE_GROUP, "workloadpriorityclasses", namespaced=False, install=_KUEUE
 )

@@ -17,6 +17,7 @@ from scaletrain_cli.launch.kubernetes.kinds import LOCAL_QUEUE, NAMESPACE, VOLCA
 from scaletrain_cli.launch.kubernetes.manifest import Manifest
 from scaletrain_cli.launch.kubernetes.obstacles import Found, problem
 from scaletrain_cli.launch.kubernetes.refusals import NotServedError, RefusedError
+from scaletrain_cli.launch.kubernetes.trainjob import misses_runtime
 from scaletrain_cli.spec import RunSpec
 
 
@@ -101,6 +102,8 @@ def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Found]:
     except RefusedError as error:
         if error.status == 0 or error.status >= 500:
             raise
+        if body["kind"] == "TrainJob" and misses_runtime(error.said):
+            return  # a dry run makes none; what becomes of the two is judged below
         what = f"{body['kind']} as it would be sent"
         if not error.problems:
             yield problem(spec, "", f"{what}: {error.message}")
@@ -120,6 +123,18 @@ def _dry_run_child(cluster: Cluster, spec: RunSpec, child: Object) -> Iterator[F
             return
         if error.status == 0 or error.status >= 500:
             raise
+        if child["kind"] == "Pod" and (note := _may_pass(error.said)):
+            yield note
+            return
         for cause in error.problems or (Problem("", "", error.said),):
             words = f"the {child['kind']} that would be made of it is refused: {cause.key} {cause.message}"
             yield problem(spec, "", " ".join(words.split()))
+
+
+def _may_pass(said: str) -> str:
+    """What refuses a pod now and may not refuse those of the job, in words; empty for a refusal that is certain."""
+    if "exceeded quota" in said:
+        return f"the namespace has no room for a pod of the job now, and the job waits for it: {said}"
+    if "admission webhook" in said:
+        return f"an admission webhook refuses such a pod, perhaps only because no Job owns it: {said}"
+    return ""

@@ -18,6 +18,7 @@ Amounts = Mapping[str, Fraction]
 # What every quota of a training cluster is of. Anything else a site may have told Kueue to leave out of all quotas
 # (resources.excludeResourcePrefixes), which nobody can see.
 _NEVER_EXCLUDED = ("cpu", "memory")
+_COUNT = "pods"  # a resource that Kueue counts where a queue covers it
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,16 @@ class QuotaAnswer:
     never: tuple[str, ...] = ()
     busy: str = ""
     uncovered: tuple[str, ...] = ()  # asked for, not in the quota, and perhaps not meant to be
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """What the pods ask of Kueue's placement. ``level`` is a node label, None for any; ``known`` the levels of each
+    Topology by name, as far as the user may look.
+    """
+
+    level: str | None
+    known: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -53,12 +64,19 @@ def takes_namespace(queue: Object, labels: Mapping[str, str]) -> bool:
 
 
 def judge_quota(
-    queue: Object, flavors: Mapping[str, Object], cohort: Cohort | None, needed: Amounts, pod: Object
+    queue: Object,
+    flavors: Mapping[str, Object],
+    cohort: Cohort | None,
+    needed: Amounts,
+    pod: Object,
+    near: Nearness | None = None,
 ) -> QuotaAnswer:
-    """``needed`` is of the whole gang; ``pod`` is the spec of one of its pods."""
+    """``needed`` is of the whole gang, ``pods`` among it; ``pod`` is the spec of one of its pods."""
     groups = queue["spec"].get("resourceGroups", ())
     covered = {resource for group in groups for resource in group["coveredResources"]}
-    missing = [resource for resource in needed if resource not in covered]
+    missing = [resource for resource in needed if resource not in covered and resource != _COUNT]
+    named = [flavors.get(flavor["name"], {}) for group in groups for flavor in group["flavors"]]
+    placed = all("topologyName" in flavor.get("spec", {}) for flavor in named)  # then no pod need ask for it
     uncovered = tuple(name for name in missing if name not in _NEVER_EXCLUDED)
     never = [f"no flavor has any {name}" for name in missing if name not in uncovered]
     busy = ""
@@ -68,7 +86,8 @@ def judge_quota(
             continue
         reasons, waits = [], []
         for flavor in group["flavors"]:
-            why = _misfit(flavors.get(flavor["name"]), pod) or _too_little(queue, flavor, cohort, wanted)
+            found = flavors.get(flavor["name"])
+            why = _misfit(found, pod) or _misplaced(found, near, placed) or _too_little(queue, flavor, cohort, wanted)
             if why:
                 reasons.append(f"flavor {flavor['name']}: {why}")
             else:
@@ -95,6 +114,20 @@ def _misfit(flavor: Object | None, pod: Object) -> str:
     for key, value in pod.get("nodeSelector", {}).items():
         if spec.get("nodeLabels", {}).get(key, value) != value:
             return f"its nodes have {key}={spec['nodeLabels'][key]}, and the pods ask for {value}"
+    return ""
+
+
+def _misplaced(flavor: Object | None, near: Nearness | None, placed: bool) -> str:
+    """Why Kueue's placement takes no such pods for the flavor; its own words name another flavor's quota instead."""
+    topology = (flavor or {}).get("spec", {}).get("topologyName")
+    if near is None:
+        lacks = topology is not None and not placed
+        return "it takes only pods that ask for a topology (cluster.kubernetes.topology)" if lacks else ""
+    if topology is None:
+        return "it has no Topology, for which the job asks (cluster.kubernetes.topology)"
+    levels = near.known.get(topology)
+    if levels is not None and near.level is not None and near.level not in levels:
+        return f"its Topology {topology} has no level {near.level}; it has {', '.join(levels)}"
     return ""
 
 

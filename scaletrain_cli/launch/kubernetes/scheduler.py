@@ -33,6 +33,8 @@ from scaletrain_cli.launch.kubernetes.nodes import exclusion_for
 from scaletrain_cli.launch.kubernetes.observation import Observation, index_of, observe
 from scaletrain_cli.launch.kubernetes.pod_lines import progress_in
 from scaletrain_cli.launch.kubernetes.pod_logs import PodLogs
+from scaletrain_cli.launch.kubernetes.refusals import RefusedError
+from scaletrain_cli.launch.kubernetes.trainjob import misses_runtime
 from scaletrain_cli.launch.kubernetes.watchdog import Finding, force_delete, never_ends_by_itself
 from scaletrain_cli.launch.kubernetes.whereabouts import (
     Whereabouts,
@@ -52,6 +54,8 @@ from scaletrain_cli.spec import RunSpec
 
 _NUMBER = re.compile(r"-s(\d+)$")
 _LINES_LOOKED_AT = 200  # of pod 0, for the newest step
+_RUNTIME_SECONDS = 15.0  # until webhooks, which read from caches, have seen a runtime that was just made
+_RETRY_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ def _apply(cluster: Cluster, rendered: Manifest, found: Object | None) -> None:
         for body in others:
             cluster.apply(body)
             made.append(body)
-        whole = found if found is not None else cluster.apply(workload)
+        whole = found if found is not None else _apply_workload(cluster, workload)
     except SchedulerSilentError:
         raise  # the server may have it all; the next submit finds out
     except SchedulerError:
@@ -198,6 +202,18 @@ def _apply(cluster: Cluster, rendered: Manifest, found: Object | None) -> None:
     for body in others:
         with contextlib.suppress(SchedulerError):  # the job is there; without an owner they only stay behind it
             cluster.apply({**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}})
+
+
+def _apply_workload(cluster: Cluster, workload: Object) -> Object:
+    """Make it; a TrainJob once its runtime is known to all who are asked for their consent."""
+    deadline = time.monotonic() + _RUNTIME_SECONDS
+    while True:
+        try:
+            return cluster.apply(workload)
+        except RefusedError as error:
+            if not misses_runtime(error.said) or time.monotonic() > deadline:
+                raise
+        time.sleep(_RETRY_SECONDS)
 
 
 def _refuse_anothers(cluster: Cluster, found: Object, rendered: Manifest) -> None:

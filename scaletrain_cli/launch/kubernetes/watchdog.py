@@ -6,6 +6,7 @@ Pure but for force_delete(). Says what is wrong and what to do; does nothing una
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.kubernetes.api import Cluster
     from scaletrain_cli.launch.kubernetes.observation import Observation
 
+# What JobSet and Trainer tell of a child that they could not make. They try again for ever.
+CHILD_REFUSED = ("JobCreationFailed", "TrainJobResourcesCreationFailed")
+# The child itself is wrong. A used-up quota, a webhook that is away or a name that is still taken will pass.
+_FOR_EVER = re.compile(r"\binvalid\b|denied the request|\bforbidden\b(?!.*exceeded quota)", re.DOTALL)
 _PATIENCE_SECONDS = 30.0  # past the pod's deadline: a kubelet that lives needs some for the container and its volumes
 
 
@@ -35,7 +40,10 @@ def never_ends_by_itself(seen: Observation, now: float) -> list[Finding]:
 
 
 def force_delete(cluster: Cluster, namespace: str, seen: Observation, now: float) -> list[str]:
-    """Remove the pods of dead nodes from the API, so that the job goes on or goes away; returns their names.
+    """Remove the pods of dead nodes from the API, so that a job that was deleted goes away; returns their names.
+
+    A pod of a Job that is not deleted stays, without its grace period: podReplacementPolicy Failed keeps the Job's
+    finalizer on it until somebody says that it failed, as a deleted node or the out-of-service taint does.
 
     Only for who knows that the node is off or cut from storage: a pod that lives on would write beside its successor.
     """
@@ -49,15 +57,18 @@ def _refused_child(seen: Observation) -> Iterator[Finding]:
     if seen.workload is None or seen.jobs or seen.pods:
         return
     for event in reversed(seen.events):
-        if event.get("reason") == "JobCreationFailed":
-            said = " ".join(str(event.get("message", "")).split())
+        if event.get("reason") not in CHILD_REFUSED:
+            continue
+        said = " ".join(str(event.get("message", "")).split())
+        if _FOR_EVER.search(said):
+            what = "Job" if event["reason"] == "JobCreationFailed" else "JobSet"
             yield Finding(
                 "child-refused",
-                f"it will never start: the API server refuses the Job made of it ({said}). Cancel the run, mend the "
+                f"it will never start: the API server refuses the {what} made of it ({said}). Cancel the run, mend the "
                 "spec and submit again",
                 "scaletrain cancel",
             )
-            return
+        return
 
 
 def _dead_nodes(seen: Observation, now: float) -> Iterator[Finding]:
@@ -79,8 +90,7 @@ def _dead_nodes(seen: Observation, now: float) -> Iterator[Finding]:
             "dead-node",
             f"node {name} {state} and {_list(pods)} on it cannot end, so the gang waits for ever. Once the node is "
             f"surely off: delete it (kubectl delete node {name}), or taint it "
-            "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute, or remove its pods: "
-            "`scaletrain cancel --force`, or kubectl delete pod --force",
+            "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute; or end the run: `scaletrain cancel --force`",
             "force-delete",
             tuple(pods),
         )

@@ -1,7 +1,8 @@
 """An API server that keeps what it is given, over HTTP on 127.0.0.1, for how this launcher calls and reads one.
 
-It validates nothing, admits everything, runs no controller, and is no evidence of what a real server does. What it
-answers where it matters (a Status, a page of a list, a log with times) has the shape of what a real one answers.
+It validates nothing, runs no controller, and is no evidence of what a real server does. What it answers where it
+matters (a Status, a page of a list, a log with times) has the shape of what a real one answers. Of all webhooks it has
+one, Trainer's: it decides in which order, and how patiently, objects must be sent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Object = dict[str, Any]
 _PATH = re.compile(r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>[^/]+)(?P<rest>/.*)?")
 _INSTALLED = {
     "jobset.x-k8s.io/v1alpha2": ("jobsets",),
-    "kueue.x-k8s.io/v1beta2": ("workloads", "localqueues", "clusterqueues"),
+    "kueue.x-k8s.io/v1beta2": ("workloads", "localqueues", "clusterqueues", "topologies"),
     "batch.volcano.sh/v1alpha1": ("jobs",),
     "trainer.kubeflow.org/v1alpha1": ("trainjobs", "trainingruntimes"),
     "scheduling.volcano.sh/v1beta1": ("queues", "podgroups"),
@@ -44,6 +45,7 @@ class FakeApi:
         self.deletions: list[tuple[str, Object]] = []
         self.page: int | None = None
         self.silent_pods: set[str] = set()  # their kubelet does not answer
+        self.stale = 0  # how often the webhook does not yet see a runtime that is there
         self._made = 0
 
     def put(self, plural: str, body: Object, group: str = "", namespace: str = "ml") -> Object:
@@ -144,6 +146,9 @@ class _Handler(BaseHTTPRequestHandler):
         if there is None and not is_apply:
             self._missing(plural, name)
             return
+        if there is None and plural == "trainjobs" and not self._sees_runtime(namespace, body):
+            self._answer(403, status(403, "Forbidden", _NO_RUNTIME.format(**body["spec"]["runtimeRef"])))
+            return
         merged = _merged(there or {}, body)
         if query.get("dryRun") == "All":
             self._answer(200, merged)
@@ -198,6 +203,12 @@ class _Handler(BaseHTTPRequestHandler):
         if refusal is not None:
             self._answer(*refusal)
         return refusal is not None
+
+    def _sees_runtime(self, namespace: str, trainjob: Object) -> bool:
+        """As Trainer's webhook: by a cache, which lags behind; what a dry run would make is in none."""
+        key = ("trainer.kubeflow.org", "trainingruntimes", namespace, trainjob["spec"]["runtimeRef"]["name"])
+        self.api.stale, is_stale = max(0, self.api.stale - 1), self.api.stale > 0
+        return key in self.api.objects and not is_stale
 
     def _list(self, group: str, plural: str, namespace: str, query: dict[str, str]) -> None:
         found = [
@@ -267,6 +278,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 _INSTANCE = "app.kubernetes.io/instance"
+_NO_RUNTIME = (
+    'admission webhook "validator.trainjob.trainer.kubeflow.org" denied the request: spec.runtimeRef: Invalid value: '
+    '{{"name":"{name}","apiGroup":"{apiGroup}","kind":"{kind}"}}: {kind}.{apiGroup} "{name}" not found: specified '
+    "trainingRuntime must be created before the TrainJob is created"
+)
 
 
 def _selected(body: Object, query: dict[str, str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scaletrain_cli.launch.kubernetes.children import child_job, children
+from scaletrain_cli.launch.kubernetes.children import child_job, child_pod, children
 from tests.launch.kubernetes.rendering import environment_of, rendered_recipe, template_of
 
 RECIPE = "llama-7b-h100"
@@ -15,7 +15,16 @@ def test_a_jobset_becomes_a_job_whose_pods_find_one_another() -> None:
     assert job["metadata"]["name"] == "demo-1-s1-node-0"
     address = f"{job['metadata']['name']}-0.{job['spec']['template']['spec']['subdomain']}"
     assert environment_of(made)["MASTER_ADDR"] == address
-    assert children(made.objects) == [job]
+    assert children(made.objects) == [job, child_pod(job)]
+
+
+def test_a_job_becomes_pods_that_know_their_number_and_answer_to_the_name_of_the_first() -> None:
+    made = rendered_recipe(RECIPE)
+    pod = child_pod(child_job(made.workload_object))
+    assert f"{pod['spec']['hostname']}.{pod['spec']['subdomain']}" == environment_of(made)["MASTER_ADDR"]
+    path = environment_of(made)["SCALETRAIN_NODE_RANK"]["fieldRef"]["fieldPath"]
+    assert any(path == f"metadata.annotations['{name}']" for name in pod["metadata"]["annotations"])
+    assert len(pod["metadata"]["name"]) == len(pod["spec"]["hostname"]) + 6
 
 
 def test_the_label_that_tells_gangs_apart_is_on_the_pods() -> None:
@@ -43,7 +52,7 @@ def test_a_task_of_volcano_becomes_pods_with_its_number() -> None:
 
 
 def test_a_trainjob_becomes_the_jobset_that_would_have_been_sent_without_it() -> None:
-    jobset, job = children(rendered_recipe(RECIPE, "cluster.kubernetes.backend=trainjob").objects)
+    jobset, job, _ = children(rendered_recipe(RECIPE, "cluster.kubernetes.backend=trainjob").objects)
     plain = rendered_recipe(RECIPE).workload_object
     for one in (jobset, plain):
         for entry in one["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["env"]:

@@ -144,6 +144,23 @@ def test_a_preempted_job_says_by_whom_it_was_and_what_it_waits_for() -> None:
     assert job.detail.endswith("waits in queue team-a: insufficient unused quota")
 
 
+def test_a_preempted_gang_that_still_saves_is_said_so() -> None:
+    """Kueue suspends the JobSet; its pods have their grace period and end with 75, which restarts the gang for free."""
+    waiting = workload(condition("Evicted", "True", "Preempted", "to accommodate a workload"))
+    saving = pod(NAME, 0, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
+    job = judged(jobset(queue="q", suspend=True), saving, ended(NAME, 1, 75), queued=waiting)
+    assert job.state == "queued"
+    assert job.detail.endswith("; 1 pod still saving and leaving")
+
+
+def test_a_job_that_kueue_gave_up_says_why() -> None:
+    gone = condition("Evicted", "True", "DeactivatedDueToRequeuingLimitExceeded", "exceeding the maximum of requeues")
+    held = workload(gone, spec={"active": False})
+    detail = judged(jobset(queue="q", suspend=True), queued=held).detail
+    assert detail.startswith("held by Kueue")
+    assert "(DeactivatedDueToRequeuingLimitExceeded: exceeding the maximum of requeues)" in detail
+
+
 def test_an_eviction_for_pods_that_did_not_come_up_says_when_it_is_tried_again() -> None:
     waiting = workload(
         condition("Evicted", "True", "PodsReadyTimeout", "Exceeded the PodsReady timeout ml/x"),
@@ -274,6 +291,28 @@ def test_a_child_that_the_server_refuses_never_starts() -> None:
     assert judged(jobset(), pod(NAME, 0), pod(NAME, 1), events=(refused,)).state == "running"  # it was mended since
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        'object is being deleted: jobs.batch "llama-s1-node-0" already exists',
+        'Internal error occurred: failed calling webhook "mjob.kb.io": connection refused',
+        'jobs.batch "llama-s1-node-0" is forbidden: exceeded quota: q, requested: count/jobs.batch=1',
+    ],
+)
+def test_a_child_that_is_refused_for_now_may_still_start(said: str) -> None:
+    """JobSet tells of every attempt alike, and tries again."""
+    refused = event("JobCreationFailed", said)
+    assert not never_ends_by_itself(Observation(jobset(), events=(refused,)), NOW)
+    assert said in judged(jobset(), events=(refused,)).detail
+
+
+def test_a_trainjob_of_which_no_jobset_can_be_made_never_starts() -> None:
+    said = 'TrainJob resources reconciliation failed: admission webhook "vjobset.kb.io" denied the request: name'
+    refused = event("TrainJobResourcesCreationFailed", said, "TrainJob")
+    (finding,) = never_ends_by_itself(Observation(jobset(), events=(refused,)), NOW)
+    assert "refuses the JobSet made of it" in finding.text
+
+
 def node(name: str, ready: str) -> dict[str, Any]:
     return {"metadata": {"name": name}, "status": {"conditions": [condition("Ready", ready, "NodeStatusUnknown")]}}
 
@@ -285,6 +324,7 @@ def test_a_dead_node_whose_object_stays_is_named_with_what_to_do() -> None:
     assert finding.pods == (overdue["metadata"]["name"],)
     assert "kubectl delete node n2" in finding.text
     assert "out-of-service" in finding.text
+    assert "delete pod" not in finding.text, "the Job's finalizer would keep it"
     assert "node n2 is unreachable" in job_of(seen, "jobset/llama-s1", NOW).detail
 
 

@@ -77,7 +77,7 @@ def test_a_job_that_can_run_has_no_problem_and_every_object_was_judged(
 ) -> None:
     assert not [note for note in preflight(*GPU) if "not checked" in note]
     dry = [asked for asked in api.asked if "dryRun=All" in asked]
-    for kind in ("configmaps", "jobsets", "batch/v1/namespaces/ml/jobs"):
+    for kind in ("configmaps", "jobsets", "batch/v1/namespaces/ml/jobs", "api/v1/namespaces/ml/pods"):
         assert any(kind in asked for asked in dry), kind
     assert len(dry) == len([asked for asked in api.asked if asked.startswith("PATCH")])
 
@@ -266,8 +266,109 @@ def test_every_backend_is_judged(preflight: Callable[..., list[str]], api: FakeA
     assert "pod_priority = no" in text
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        'admission webhook "validator.trainjob.trainer.kubeflow.org" denied the request: spec.runtimeRef: Invalid '
+        'value: {}: TrainingRuntime.trainer.kubeflow.org "x" not found: specified trainingRuntime must be created '
+        "before the TrainJob is created",
+        "admission webhook \"vtrainjob.kb.io\" denied the request: runtime 'x' not found",
+    ],
+    ids=["Trainer", "Kueue"],
+)
+def test_a_trainjob_is_not_refused_for_the_runtime_that_a_dry_run_does_not_make(
+    preflight: Callable[..., list[str]], api: FakeApi, said: str
+) -> None:
+    """Both webhooks look for the runtime among what is there; a dry run leaves nothing there."""
+    api.refusals[("create", "trainjobs")] = (403, status(403, "Forbidden", said))
+    preflight(*GPU, "cluster.kubernetes.backend=trainjob")
+    api.refusals[("create", "trainjobs")] = (403, status(403, "Forbidden", "webhook denied the request: name"))
+    assert "webhook denied the request: name" in problems(preflight, *GPU, "cluster.kubernetes.backend=trainjob")
+
+
+def test_a_pod_that_the_namespace_never_takes_is_a_problem_before_anything_is_sent(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    """The API server takes a Job whose pods break the namespace's security level, and refuses each pod of it."""
+    said = 'pods "x" is forbidden: violates PodSecurity "restricted:latest": unrestricted capabilities (IPC_LOCK)'
+    api.refusals[("create", "pods")] = (403, status(403, "Forbidden", said))
+    assert f"the Pod that would be made of it is refused: {said}" in problems(preflight, *GPU)
+    api.forbid("create", "pods")
+    assert any("not checked whether the Pod" in note for note in preflight(*GPU))
+
+
+@pytest.mark.parametrize(
+    ("said", "note"),
+    [
+        ('pods "x" is forbidden: exceeded quota: q, requested: pods=1, used: pods=8', "and the job waits for it"),
+        ('admission webhook "policy.example" denied the request: no naked pods', "perhaps only because no Job owns it"),
+    ],
+)
+def test_a_pod_that_is_refused_for_now_is_a_note(
+    preflight: Callable[..., list[str]], api: FakeApi, said: str, note: str
+) -> None:
+    api.refusals[("create", "pods")] = (403, status(403, "Forbidden", said))
+    assert any(note in told and said in told for told in preflight(*GPU))
+
+
+def put_topology(api: FakeApi) -> None:
+    levels = [{"nodeLabel": "topology.example/block"}, {"nodeLabel": "kubernetes.io/hostname"}]
+    api.put("topologies", {"metadata": {"name": "racks"}, "spec": {"levels": levels}}, KUEUE, "")
+
+
+def test_a_topology_that_no_flavor_has_is_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    """Kueue never admits such a job, and its message may name only another flavor's quota."""
+    put_queue(api)
+    put_topology(api)
+    flavor = api.objects[(KUEUE, "resourceflavors", "", "h100")]
+    rack = (*QUEUE, "cluster.kubernetes.topology={kind: required, key: topology.example/rack}")
+    assert "flavor h100: it has no Topology, for which the job asks" in problems(preflight, *rack)
+    flavor["spec"]["topologyName"] = "racks"
+    found = problems(preflight, *rack)
+    assert "has no level topology.example/rack; it has topology.example/block, kubernetes.io/hostname" in found
+    preflight(*QUEUE, "cluster.kubernetes.topology={kind: required, key: topology.example/block}")
+    preflight(*QUEUE, "cluster.kubernetes.topology={kind: unconstrained}")
+    api.forbid("list", "topologies", KUEUE)
+    preflight(*rack)  # what may not be seen is for Kueue to judge
+
+
+def test_a_job_without_a_topology_has_no_flavor_with_one_unless_all_have(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    whole = put_queue(api, gpus=8)
+    (group,) = whole["spec"]["resourceGroups"]
+    large = [resource | {"nominalQuota": "16"} for resource in group["flavors"][0]["resources"]]
+    group["flavors"].append({"name": "placed", "resources": [*large[:1], *group["flavors"][0]["resources"][1:]]})
+    spec = {"nodeLabels": {PRODUCT: "H100"}, "topologyName": "racks"}
+    api.put("resourceflavors", {"metadata": {"name": "placed"}, "spec": spec}, KUEUE, "")
+    assert "flavor placed: it takes only pods that ask for a topology" in problems(preflight, *QUEUE)
+    api.objects[(KUEUE, "resourceflavors", "", "h100")]["spec"]["topologyName"] = "racks"
+    preflight(*QUEUE)
+
+
+def test_pods_are_counted_where_a_queue_counts_them(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    whole = put_queue(api)
+    (group,) = whole["spec"]["resourceGroups"]
+    group["coveredResources"].append("pods")
+    group["flavors"][0]["resources"].append({"name": "pods", "nominalQuota": "1"})
+    assert "the job needs 2 pods, and there are 1 at the most" in problems(preflight, *QUEUE)
+
+
 def test_a_volcano_queue_must_be_open(preflight: Callable[..., list[str]], api: FakeApi) -> None:
     volcano = (*GPU, "cluster.kubernetes.backend=volcano", "cluster.kubernetes.queue=q")
     assert "no such Volcano queue" in problems(preflight, *volcano)
     api.put("queues", {"metadata": {"name": "q"}, "status": {"state": "Closed"}}, "scheduling.volcano.sh", "")
     assert "is Closed, and takes no jobs" in problems(preflight, *volcano)
+
+
+def test_a_volcano_queue_that_can_never_hold_the_gang_is_told_from_one_that_is_busy(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    volcano = (*GPU, "cluster.kubernetes.backend=volcano", "cluster.kubernetes.queue=q")
+    queue: dict[str, Any] = {"metadata": {"name": "q"}, "spec": {"capability": {"nvidia.com/gpu": "8"}}}
+    api.put("queues", queue, "scheduling.volcano.sh", "")
+    assert "needs 16 nvidia.com/gpu, and its capability is 8" in problems(preflight, *volcano)
+    queue["spec"]["capability"]["nvidia.com/gpu"] = "16"
+    assert not [note for note in preflight(*volcano) if "busy" in note]
+    queue["status"] = {"state": "Open", "allocated": {"nvidia.com/gpu": "8"}}
+    assert any("8 of 16 nvidia.com/gpu are taken; the job will wait" in note for note in preflight(*volcano))

@@ -98,7 +98,8 @@ def calls(api: FakeApi, make_run: Callable[..., MadeRun]) -> set[tuple[str, str,
         live(api, make_run(*SETTINGS, *NAMED, *more, run_id=name))  # with no queue there, its like are listed
     put_queue(api)
     api.put("persistentvolumeclaims", pending)
-    live(api, make_run(*SETTINGS, *BACKENDS["jobset"], run_id="queued"))
+    near = "cluster.kubernetes.topology={kind: unconstrained}"
+    live(api, make_run(*SETTINGS, *BACKENDS["jobset"], near, run_id="queued"))
     look(connect(None, "ml"), "ml")
     return api.calls - NOT_GRANTED
 

@@ -104,6 +104,29 @@ def test_a_refused_workload_leaves_nothing_behind(made: MadeRun, api: FakeApi) -
     assert read_submission(made.run) is None
 
 
+def test_a_trainjob_is_sent_again_until_the_webhooks_know_its_runtime(
+    make_run: Callable[..., MadeRun], api: FakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read runtimes from a cache: one that was made a moment ago is not there yet."""
+    monkeypatch.setattr("scaletrain_cli.launch.kubernetes.scheduler._RETRY_SECONDS", 0.0)
+    trained = make_run(*SETTINGS, "cluster.kubernetes.backend=trainjob")
+    api.stale = 3
+    submit(trained)
+    (runtime,) = api.all("trainingruntimes")
+    (whole,) = api.all("trainjobs")
+    assert runtime["metadata"]["ownerReferences"][0]["uid"] == whole["metadata"]["uid"]
+
+
+def test_a_trainjob_whose_runtime_is_never_seen_leaves_nothing_behind(
+    make_run: Callable[..., MadeRun], api: FakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scaletrain_cli.launch.kubernetes.scheduler._RUNTIME_SECONDS", 0.0)
+    api.stale = 1000
+    with pytest.raises(SchedulerError, match="must be created before the TrainJob"):
+        submit(make_run(*SETTINGS, "cluster.kubernetes.backend=trainjob"))
+    assert not api.objects
+
+
 def test_nodes_that_are_known_to_be_bad_are_kept_away_from(made: MadeRun, api: FakeApi) -> None:
     for name in ("a", "b", "c", "d"):
         api.put("nodes", {"metadata": {"name": name}, "status": {"allocatable": {}}}, namespace="")
