@@ -22,6 +22,7 @@ _CONNECT_SECONDS = 5.0
 _MAY_HAVE_DONE_IT = (502, 503, 504)  # of something between here and the server
 _TIMED_OUT = "request timed out"  # etcd's word: committed or not
 _READ_SECONDS = 30.0
+_LOG_SECONDS = 10.0  # to the first line, for which the server asks the pod's node: that may be dead
 _FOLLOW_SECONDS = 300.0  # of silence, after which a followed log is asked for again
 _SILENCE_SECONDS = 10.0
 _PAGE = 500
@@ -125,18 +126,21 @@ class Cluster:
         last_lines: int | None = None,
         follow: bool = False,
     ) -> Iterator[str]:
-        """A container's lines, each beginning with its time; from second ``since`` on (RFC 3339)."""
+        """A container's lines, each beginning with its time; from second ``since`` on (RFC 3339).
+
+        Raises RefusedError for a node that does not answer, too.
+        """
         query = [("container", container), ("timestamps", "true"), ("follow", "true" if follow else "false")]
         query += [("sinceTime", since)] if since else []
         query += [("tailLines", str(last_lines))] if last_lines is not None else []
-        read_seconds = _FOLLOW_SECONDS if follow else _READ_SECONDS
+        read_seconds = _FOLLOW_SECONDS if follow else _LOG_SECONDS
         path = POD.path(namespace, pod, "log")
-        response = self._send("get", POD, path, query_params=query, read_seconds=read_seconds)
+        response = self._send("get", POD, path, query_params=query, read_seconds=read_seconds, by_node_of=pod)
         try:
             yield from _lines(response.stream(1 << 16))
-        except _transport_errors():
+        except _transport_errors() as error:
             if not follow:  # one that is followed may go silent, or its node away; who follows asks again
-                raise
+                raise self._silent_node(pod, error) from error
         finally:
             response.close()  # whatever was not read would be the answer to the next question
 
@@ -168,8 +172,19 @@ class Cluster:
             raise RefusedError(f"{self.where} answers, but not as Kubernetes does: {text!r}. Is it a proxy?", 200, text)
         return answer
 
+    def _silent_node(self, pod: str, error: BaseException) -> RefusedError:
+        said = f"the node of pod {pod} does not answer: {_short(error)}"
+        return RefusedError(f"{self.where}: {said}", 504, said)
+
     def _send(
-        self, method: str, kind: Kind | None, path: str, *, read_seconds: float = _READ_SECONDS, **options: Any
+        self,
+        method: str,
+        kind: Kind | None,
+        path: str,
+        *,
+        read_seconds: float = _READ_SECONDS,
+        by_node_of: str = "",
+        **options: Any,
     ) -> Any:
         from kubernetes.client.exceptions import ApiException
 
@@ -184,6 +199,8 @@ class Cluster:
                 raise SchedulerSilentError(f"{message} Whether it did what was asked is not known.") from error
             raise refusal(self.where, method, kind, path, error) from error
         except _transport_errors() as error:
+            if by_node_of and _is_late(error):  # the server itself may be well, and others ask it at this moment
+                raise self._silent_node(by_node_of, error) from error
             message = f"{self.where} does not answer: {_short(error)}. Check the VPN, the server and the context."
             if method == "get":
                 self._silent_since = time.monotonic()
@@ -242,6 +259,13 @@ def _transport_errors() -> tuple[type[BaseException], ...]:
     import urllib3.exceptions
 
     return (urllib3.exceptions.HTTPError, OSError)
+
+
+def _is_late(error: BaseException) -> bool:
+    """Whether there was a connection, and nothing came."""
+    import urllib3.exceptions
+
+    return isinstance(error, urllib3.exceptions.ReadTimeoutError)
 
 
 def _lines(pieces: Iterator[bytes]) -> Iterator[str]:

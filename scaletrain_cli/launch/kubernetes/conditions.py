@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from scaletrain_cli.launch.kubernetes.kinds import Object
-from scaletrain_cli.launch.kubernetes.observation import QUEUE_LABEL, Observation, own_container
+from scaletrain_cli.launch.kubernetes.observation import QUEUE_LABEL, Observation, is_heard_of, own_container
 from scaletrain_cli.launch.kubernetes.watchdog import CHILD_REFUSED, never_ends_by_itself
 from scaletrain_cli.launch.scheduler import Job
 
@@ -67,7 +67,7 @@ def _end(workload: Object, seen: Observation) -> tuple[int | None, str] | None:
         phase, message = status.get("state", {}).get("phase", ""), _state_words(status.get("state", {}))
         if phase == "Completed":
             return 0, "completed"
-        if phase in ("Failed", "Aborted", "Terminated"):
+        if phase in ("Failed", "Aborting", "Aborted", "Terminating", "Terminated"):
             return _code(seen.pods, message), _with_pod(f"{phase.lower()}{message}", seen.pods)
         return None
     done = _condition(workload, "Completed") or _condition(workload, "Complete")
@@ -124,7 +124,10 @@ def _why_suspended(workload: Object, seen: Observation) -> str:
     queued = seen.queued
     queue = workload["metadata"].get("labels", {}).get(QUEUE_LABEL)
     if not queue:
-        return "suspended, and in no queue that would let it go on; set spec.suspend to false"
+        return (
+            "suspended, and in no queue that would let it go on: where Kueue holds all jobs, name one "
+            "(cluster.kubernetes.queue); elsewhere set spec.suspend to false"
+        )
     if not seen.queue_known:
         return f"waits in queue {queue}; why, you may not see: it takes the right to list workloads.kueue.x-k8s.io"
     if queued is None:
@@ -180,8 +183,7 @@ def _of_pods(seen: Observation, job_id: str, nodes: tuple[str, ...]) -> Job:
 
 
 def _silent(running: Sequence[Object]) -> str:
-    """Nodes that do not report: nothing else makes a pod without probes unready."""
-    lost = {pod["spec"]["nodeName"] for pod in running if _condition(pod, "Ready", "False") is not None}
+    lost = {pod["spec"]["nodeName"] for pod in running if not is_heard_of(pod)}
     return f"; no word from node {', '.join(sorted(lost))}, whose pods will be evicted" if lost else ""
 
 

@@ -93,6 +93,12 @@ def own_container(pod: Object) -> Object:
     return next((container for container in containers if container.get("name") == CONTAINER), {})
 
 
+def is_heard_of(pod: Object) -> bool:
+    """Whether the pod's node reports: nothing else makes a pod without probes unready."""
+    found = pod.get("status", {}).get("conditions", ())
+    return not any(condition.get("type") == "Ready" and condition.get("status") == "False" for condition in found)
+
+
 def _allowed(ask: Callable[[], list[Object]]) -> list[Object] | None:
     """The answer; None where the user lacks the right to ask."""
     try:

@@ -30,7 +30,7 @@ from scaletrain_cli.launch.kubernetes.names import (
     run_label,
 )
 from scaletrain_cli.launch.kubernetes.nodes import exclusion_for
-from scaletrain_cli.launch.kubernetes.observation import Observation, index_of, observe
+from scaletrain_cli.launch.kubernetes.observation import Observation, index_of, is_heard_of, observe
 from scaletrain_cli.launch.kubernetes.pod_lines import progress_in
 from scaletrain_cli.launch.kubernetes.pod_logs import PodLogs
 from scaletrain_cli.launch.kubernetes.refusals import RefusedError
@@ -245,7 +245,8 @@ def _refuse_another_run(cluster: Cluster, workload: Object, record: RunRecord) -
 
 def _progress(cluster: Cluster, place: Whereabouts, seen: Observation) -> dict[str, float]:
     """How far the run is, by what pod 0 printed last; nothing where that cannot be read."""
-    first = [pod for pod in seen.pods if index_of(pod) == 0 and pod.get("status", {}).get("phase") == "Running"]
+    running = [pod for pod in seen.pods if index_of(pod) == 0 and pod.get("status", {}).get("phase") == "Running"]
+    first = [pod for pod in running if is_heard_of(pod)]  # a dead node would be waited for
     if not first:
         return {}
     with contextlib.suppress(SchedulerError):

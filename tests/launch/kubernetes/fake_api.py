@@ -45,6 +45,8 @@ class FakeApi:
         self.deletions: list[tuple[str, Object]] = []
         self.page: int | None = None
         self.silent_pods: set[str] = set()  # their kubelet does not answer
+        self.dead_pods: set[str] = set()  # their node is never heard of, and the server waits for it
+        self.over = threading.Event()
         self.stale = 0  # how often the webhook does not yet see a runtime that is there
         self._made = 0
 
@@ -86,6 +88,7 @@ def serve(api: FakeApi) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         api.living.clear()
+        api.over.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -228,6 +231,8 @@ class _Handler(BaseHTTPRequestHandler):
         if pod in self.api.silent_pods:
             self._answer(500, status(500, "InternalError", "Get https://10.0.0.1:10250: no route to host"))
             return
+        if pod in self.api.dead_pods:
+            self.api.over.wait()
         lines = self.api.logs.get(pod, [])
         since = query.get("sinceTime", "")[:19]
         sent = [line for line in lines if line[:19] >= since]

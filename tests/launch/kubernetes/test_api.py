@@ -152,6 +152,17 @@ def _never(request: Any) -> Any:
     return silent
 
 
+def test_a_dead_node_is_not_taken_for_a_silent_server(
+    cluster: Cluster, api: FakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server asks the node for a log and waits for it; a list of runs must not stop at the first dead node."""
+    monkeypatch.setattr("scaletrain_cli.launch.kubernetes.api._LOG_SECONDS", 0.05)
+    api.dead_pods.add("p")
+    with pytest.raises(RefusedError, match="the node of pod p does not answer"):
+        list(cluster.log("ml", "p", "node"))
+    assert cluster.version() == "v1.36.2"
+
+
 def test_a_context_that_is_not_there_names_the_file(api: FakeApi, tmp_path: Path) -> None:
     with pytest.raises(
         SchedulerError, match=r"context other of the kubeconfig \(.*kubeconfig\) cannot be used"

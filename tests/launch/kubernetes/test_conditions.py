@@ -258,6 +258,13 @@ def test_a_volcano_job_ends_by_its_phase(phase: str, state: str, code: int | Non
     assert (job.state, job.exit_code) == (state, code)
 
 
+def test_a_volcano_job_that_is_being_ended_is_not_called_queued() -> None:
+    """An exit code that no retry cures: Volcano is Terminating until the last pod is gone, and then Terminated."""
+    leaving = pod(NAME, 1, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
+    job = judged(volcano("Terminating"), ended(NAME, 0, 93), leaving)
+    assert (job.state, "1 pod still ending" in job.detail) == ("running", True)
+
+
 def test_a_volcano_gang_that_waits_has_its_schedulers_words() -> None:
     said = "4/4 tasks in gang unschedulable: pod group is not ready, 4 Pending, 4 minAvailable"
     group = {"status": {"phase": "Pending", "conditions": [condition("Unschedulable", message=said)]}}

@@ -151,6 +151,14 @@ def test_a_run_on_a_volume_that_is_not_seen_here_has_its_state_from_the_cluster(
     assert found.nodes == ("node-a",)
 
 
+def test_the_log_of_a_dead_node_is_not_waited_for(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    lost = pod(name, 0, conditions=[condition("Ready", "False", "NodeNotReady")])
+    put_pods(api, made, name, lost, pod(name, 1))
+    assert "no word from node node-a" in run_status(made.run).why
+    assert not any("/log" in asked for asked in api.asked)
+
+
 @pytest.mark.parametrize(
     ("kind", "code", "state"), [("Completed", 0, "finished"), ("Failed", 93, "failed"), ("Failed", 75, "preempted")]
 )
