@@ -298,7 +298,7 @@ def test_a_trainjob_brings_its_own_runtime_before_it() -> None:
     kinds = [one["kind"] for one in made.objects]
     assert kinds == ["ConfigMap", "TrainingRuntime", "TrainJob"]
     assert made.workload_object["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
-    jobset, job = children(made.objects)
+    jobset, job, _ = children(made.objects)
     assert (jobset["kind"], job["kind"]) == ("JobSet", "Job")
     assert jobset["spec"]["failurePolicy"] == rendered_recipe(SPOT).workload_object["spec"]["failurePolicy"]
 
