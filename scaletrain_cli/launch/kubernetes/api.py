@@ -20,6 +20,7 @@ from scaletrain_cli.launch.kubernetes.refusals import NotServedError, RefusedErr
 FIELD_MANAGER = "scaletrain"
 _CONNECT_SECONDS = 5.0
 _MAY_HAVE_DONE_IT = (502, 503, 504)  # of something between here and the server
+_BUSY, _BUSY_PAUSES_SECONDS = 429, (1.0, 2.0, 4.0)
 _TIMED_OUT = "request timed out"  # etcd's word: committed or not
 _READ_SECONDS = 30.0
 _LOG_SECONDS = 10.0  # to the first line, for which the server asks the pod's node: that may be dead
@@ -192,7 +193,7 @@ class Cluster:
         if self._silent_since is not None and time.monotonic() - self._silent_since < _SILENCE_SECONDS:
             raise SchedulerError(f"{self.where} did not answer just now.")  # or a list of runs would wait for each
         try:
-            return self._client.request(method, path, serialize=False, _request_timeout=timeout, **options)
+            return self._ask(method, path, serialize=False, _request_timeout=timeout, **options)
         except ApiException as error:
             if method != "get" and (error.status in _MAY_HAVE_DONE_IT or _TIMED_OUT in str(error.body)):
                 message = f"{self.where} failed at it ({error.status} {error.reason})."
@@ -206,6 +207,19 @@ class Cluster:
                 self._silent_since = time.monotonic()
                 raise SchedulerError(message) from error
             raise SchedulerSilentError(f"{message} Whether it did what was asked is not known.") from error
+
+    def _ask(self, method: str, path: str, **options: Any) -> Any:
+        """Again while the server has too much to do, which it says before it does anything."""
+        from kubernetes.client.exceptions import ApiException
+
+        for pause in _BUSY_PAUSES_SECONDS:
+            try:
+                return self._client.request(method, path, **options)
+            except ApiException as error:
+                if error.status != _BUSY:
+                    raise
+                time.sleep(pause)
+        return self._client.request(method, path, **options)
 
 
 def connect(context: str | None, namespace: str) -> Cluster:

@@ -113,6 +113,19 @@ def test_other_refusals_keep_the_servers_words(
     assert caught.value.said == "the server's words"
 
 
+def test_a_server_that_has_too_much_to_do_is_asked_again_a_few_times(
+    cluster: Cluster, api: FakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.refusals[("create", "configmaps")] = (429, status(429, "TooManyRequests", "please try again later"))
+    waited: list[float] = []
+    monkeypatch.setattr("scaletrain_cli.launch.kubernetes.api.time.sleep", waited.append)
+    with pytest.raises(RefusedError, match="please try again later"):
+        cluster.apply(config_map())
+    assert waited == [1.0, 2.0, 4.0]
+    monkeypatch.setattr("scaletrain_cli.launch.kubernetes.api.time.sleep", lambda seconds: api.refusals.clear())
+    assert cluster.apply(config_map())["metadata"]["name"] == "c"
+
+
 def test_a_page_of_a_proxy_is_an_error_too(cluster: Cluster, api: FakeApi) -> None:
     api.refusals[("get", "pods")] = (502, {"html": "bad gateway"})
     with pytest.raises(RefusedError, match="502"):
