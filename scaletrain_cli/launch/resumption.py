@@ -1,8 +1,9 @@
 """Resuming a run by hand: why it ended, what it would go on from and at what loss; then a new submission.
 
 Reads checkpoints in full, since only one that verifies is worth starting ranks for. A job may start before submit()
-has returned, so a new revision stands, and the stop file is gone, before the hand-over; a scheduler that refuses finds
-both put back. A crash in between leaves a revision without a job, with which the next resume goes on.
+has returned, so a new revision stands, the decision to start over is written and the stop file is gone before the
+hand-over; a scheduler that refuses finds all of it put back. A crash in between leaves a revision without a job, with
+which the next resume goes on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from scaletrain_cli.launch.resizing import Resize
 from scaletrain_cli.launch.scheduler import Scheduler, scheduler_for
 from scaletrain_cli.launch.submission import Submission, hand_over, read_submission, submit_lock
 from scaletrain_cli.rundir.checkpoints import Checkpoint, newest_that_verifies
-from scaletrain_cli.rundir.journal import has_committed, last_logged_step, record_event
+from scaletrain_cli.rundir.journal import has_committed, last_logged_step, record_event, withdraw_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import (
     RunRecord,
@@ -88,11 +89,9 @@ def resume(
         refuse(run, report, from_scratch=from_scratch, resize=resize)
         if resize is not None and resize.before.revision != record.revision:
             raise UsageError(f"{run.run_id} was resized by someone else meanwhile. Look again, and resume it then.")
-        if from_scratch:
-            record_event(run, "from-scratch")
         spec = record.spec if resize is None else resize.spec
         scheduler = scheduler or scheduler_for(spec.cluster.scheduler)
-        with _revised(run, record, resize) as revised, _stop_lifted(run):
+        with _revised(run, record, resize) as revised, _started_over(run, from_scratch), _stop_lifted(run):
             return Resumption(report, hand_over(run, revised, scheduler))
 
 
@@ -139,6 +138,22 @@ def _refuse_to_cut_blocks(run: RunDir, resize: Resize) -> None:
             f"{run.run_id} cannot go on in another layout: {name} keeps its states quantised in blocks that follow the "
             "layout, and cutting them anew would change them. Resume it on as many GPUs and in the layout it had."
         )
+
+
+@contextlib.contextmanager
+def _started_over(run: RunDir, from_scratch: bool) -> Iterator[None]:
+    """With the event that lets ranks train without a checkpoint; gone again if the scheduler refuses."""
+    if not from_scratch:
+        yield
+        return
+    record_event(run, "from-scratch")
+    try:
+        yield
+    except SchedulerSilentError:
+        raise
+    except SchedulerError:
+        withdraw_event(run, "from-scratch")
+        raise
 
 
 @contextlib.contextmanager

@@ -79,6 +79,20 @@ def record_event(run: RunDir, event: str, **details: Any) -> None:
     append_line(run.events, {"time": round(time.time(), 3), "event": event, **details})
 
 
+def withdraw_event(run: RunDir, event: str) -> None:
+    """Remove the newest event if it is of this name: of a job that nobody took, before anybody else could write."""
+    descriptor = os.open(run.events, os.O_RDWR)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        start = data.rstrip(b"\n").rfind(b"\n") + 1
+        if any(last.get("event") == event for last in _objects([data[start:]])):
+            os.ftruncate(descriptor, start)
+    finally:
+        os.close(descriptor)
+
+
 def read_events(run: RunDir) -> list[dict[str, Any]]:
     """All events, oldest first."""
     return list(read_lines(run.events))

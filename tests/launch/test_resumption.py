@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
 from scaletrain_cli.launch.resumption import inspect_resume, resume
 from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.launch.submission import read_submission, submit_run
 from scaletrain_cli.rundir import committing
-from scaletrain_cli.rundir.journal import append_line, record_event
+from scaletrain_cli.rundir.journal import append_line, read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from tests.launch.conftest import MadeRun
@@ -150,3 +150,30 @@ def test_a_job_that_cannot_be_asked_is_not_doubled(made: MadeRun) -> None:
     cluster.state = "unknown"
     with pytest.raises(UsageError, match="still active, or was started on a host that must be asked"):
         resume(made.run, scheduler=cluster)
+
+
+class Unwilling(Cluster):
+    """Takes no job, or says nothing; by then the run may train without a checkpoint."""
+
+    def __init__(self, error: SchedulerError) -> None:
+        super().__init__()
+        self.error = error
+
+    def submit(self, run: RunDir, record: RunRecord) -> str:
+        assert read_events(run)[-1]["event"] == "from-scratch"
+        raise self.error
+
+
+def test_a_refused_resume_from_scratch_leaves_no_decision_to_start_over(made: MadeRun) -> None:
+    commit(made, 10)
+    (made.run.checkpoints / "step-00000010" / "shard").unlink()
+    before = made.run.events.read_bytes()
+    with pytest.raises(SchedulerError):
+        resume(made.run, from_scratch=True, scheduler=Unwilling(SchedulerError("no such partition")))
+    assert made.run.events.read_bytes() == before
+
+
+def test_a_scheduler_that_gives_no_answer_may_have_the_job_so_the_decision_stands(made: MadeRun) -> None:
+    with pytest.raises(SchedulerSilentError):
+        resume(made.run, from_scratch=True, scheduler=Unwilling(SchedulerSilentError("no answer")))
+    assert len(made.events("from-scratch")) == 1

@@ -17,6 +17,7 @@ from scaletrain_cli.rundir.journal import (
     read_lines_backwards,
     read_metrics,
     record_event,
+    withdraw_event,
 )
 from scaletrain_cli.rundir.paths import RunDir
 
@@ -119,3 +120,19 @@ def test_what_was_rolled_back_is_no_longer_in_the_metrics(tmp_path: Path) -> Non
     append_line(run.metrics, {"step": 20, "loss": 3.0, "time": time.time() + 5})
     assert [line["step"] for line in read_metrics(run)] == [10, 20]
     assert "validation_loss" not in read_metrics(run)[1]
+
+
+def test_only_the_newest_event_of_that_name_can_be_withdrawn(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for event in ("submitted", "from-scratch"):
+        record_event(run, event)
+    before = run.events.read_bytes()
+    withdraw_event(run, "submitted")
+    assert run.events.read_bytes() == before
+    withdraw_event(run, "from-scratch")
+    assert [event["event"] for event in read_events(run)] == ["submitted"]
+    withdraw_event(run, "submitted")
+    assert run.events.read_bytes() == b""
+    withdraw_event(run, "submitted")
+    record_event(run, "again")
+    assert len(read_events(run)) == 1

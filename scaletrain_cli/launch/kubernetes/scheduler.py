@@ -38,10 +38,10 @@ from scaletrain_cli.launch.kubernetes.trainjob import misses_runtime
 from scaletrain_cli.launch.kubernetes.watchdog import Finding, force_delete, never_ends_by_itself
 from scaletrain_cli.launch.kubernetes.whereabouts import (
     Whereabouts,
+    heading_for,
     remember_end,
     shares_volume,
     whereabouts_of,
-    write_whereabouts,
 )
 from scaletrain_cli.launch.kubernetes.yaml_text import to_yaml
 from scaletrain_cli.launch.scheduler import Job
@@ -87,8 +87,8 @@ class KubernetesScheduler:
         found = cluster.get(kind_of(rendered.workload_object), spec.namespace, workload.name)
         if found is not None:
             _refuse_anothers(cluster, found, rendered)
-        write_whereabouts(run, Whereabouts(workload.id, spec.namespace, spec.context))
-        _apply(cluster, rendered, found)
+        with heading_for(run, Whereabouts(workload.id, spec.namespace, spec.context)):
+            _apply(cluster, rendered, found)
         if excluded.nodes or excluded.spared:
             record_event(run, "nodes-excluded", nodes=excluded.nodes, spared=excluded.spared, why=excluded.why)
         return workload.id

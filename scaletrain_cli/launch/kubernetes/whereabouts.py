@@ -5,9 +5,12 @@ The spec alone would not do: a later revision may name another namespace than th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.launch.submission import read_submission
@@ -43,8 +46,26 @@ def whereabouts_of(run: RunDir, record: RunRecord) -> Whereabouts | None:
     return Whereabouts(submission.job_id, cluster.namespace, cluster.context)
 
 
+@contextlib.contextmanager
+def heading_for(run: RunDir, place: Whereabouts) -> Iterator[None]:
+    """Written before the job is handed over: afterwards might be too late. A refusal puts back what was there."""
+    path = run.path / "kubernetes.json"
+    before = read_document(path)
+    write_whereabouts(run, place)
+    try:
+        yield
+    except SchedulerSilentError:
+        raise
+    except SchedulerError:
+        if before is None:
+            path.unlink()
+        else:
+            write_document(path, before)
+        raise
+
+
 def write_whereabouts(run: RunDir, place: Whereabouts) -> None:
-    """Before the job is handed over: afterwards might be too late."""
+    """Replace what is known of it."""
     write_document(run.path / "kubernetes.json", dataclasses.asdict(place))
 
 

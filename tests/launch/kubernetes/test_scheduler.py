@@ -279,6 +279,19 @@ def test_a_resumed_run_is_a_new_workload_once_the_old_one_has_ended(made: MadeRu
         resume(made.run)
 
 
+def test_a_refused_resume_does_not_forget_how_the_last_job_ended(made: MadeRun, api: FakeApi) -> None:
+    put_pods(api, made, name := submit(made), ended(name, 0, 75), ended(name, 1, 75))
+    finish(api, name, "Failed")
+    run_status(made.run)  # sees the end, and remembers it
+    before = run_status(made.run)
+    remembered = (made.run.path / "kubernetes.json").read_bytes()
+    api.refusals[("create", "jobsets")] = (403, status(403, "Forbidden", "the webhook says no"))
+    with pytest.raises(SchedulerError, match="the webhook says no"):
+        resume(made.run)
+    assert (made.run.path / "kubernetes.json").read_bytes() == remembered
+    assert run_status(made.run) == before
+
+
 def test_pods_that_a_lost_workload_has_left_keep_a_second_gang_away(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     put_pods(api, made, name, pod(name, 0))
