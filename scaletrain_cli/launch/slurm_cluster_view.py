@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from scaletrain_cli.launch.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow, QuotaRow
 from scaletrain_cli.launch.slurm_commands import call_slurm
-from scaletrain_cli.launch.slurm_limits import Limit, resource_in_words
+from scaletrain_cli.launch.slurm_limits import AT_LEAST, Limit, resource_in_words
 from scaletrain_cli.launch.slurm_site import Site, ask_site
 from scaletrain_cli.launch.slurm_tables import Node, gpus, moment
 from scaletrain_cli.spec import ClusterSpec
@@ -76,6 +76,7 @@ def _quotas(limits: Sequence[Limit]) -> tuple[QuotaRow, ...]:
             limit.used,
         )
         for limit in limits
+        if limit.kind != AT_LEAST
     )
 
 

@@ -5,6 +5,7 @@ Reads ``scontrol -o show assoc_mgr``: what is allowed stands there beside what i
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ _AMOUNT = re.compile(r"([\w/:.\-]+)=(N|[\d.]+)(?:\(([\d.]+)\))?")
 _SCALAR = re.compile(r"(N|[\d.]+)(?:\(([\d.]+)\))?")
 _NAMES = {"gres/gpu": "GPUs", "node": "nodes", "cpu": "CPUs", "mem": "MiB of memory", "jobs": "jobs"}
 GPU = "gres/gpu"
+AT_LEAST = "MinTRESPJ"  # the only limit from below: a job that asks for less pends until it is changed
+PER_NODE = "MaxTRESPN"
 
 
 @dataclass(frozen=True)
@@ -40,27 +43,42 @@ class Fit:
     busy: tuple[Limit, ...]
 
 
-def limits_of(text: str, *, user: str, uid: int, account: str, qos: Sequence[str]) -> tuple[Limit, ...]:
-    """Those that a job of the user meets. ``qos``: of its partition, where that has one, then its own.
+def limits_of(
+    text: str, *, user: str, uid: int, account: str, qos: Sequence[str], factor: float = 1.0
+) -> tuple[Limit, ...]:
+    """Those that a job of the user meets. ``qos``: the one that counts first, then the other, where there are two.
 
-    What the first says of a resource sets aside what the next ones, and at last associations, say of it.
+    What the first says of a resource sets aside what the next ones, and at last associations, say of it; ``factor`` is
+    what a QOS multiplies the associations' amounts with (LimitFactor).
     """
     found: list[Limit] = []
-    for limits in (*(_of_qos(text, name, uid, account) for name in qos), _of_associations(text, user, account)):
+    for limits in (_of_qos(text, name, uid, account) for name in qos):
         said = {(limit.kind, limit.resource) for limit in found}
         found += [limit for limit in limits if (limit.kind, limit.resource) not in said]
+    # What an association says of a user's jobs counts where no QOS says so much of a user's or an account's.
+    said = {(_SET_ASIDE.get(limit.kind, limit.kind), limit.resource) for limit in found}
+    for limit in _of_associations(text, user, account):
+        if (limit.kind, limit.resource) not in said:
+            scaled = limit.kind in ("GrpTRES", "MaxTRESPJ")
+            found.append(dataclasses.replace(limit, allowed=limit.allowed * factor) if scaled else limit)
     return tuple(found)
 
 
-def fit(limits: Sequence[Limit], request: Mapping[str, float], seconds: float | None) -> Fit:
-    """``request``: of each resource, over the whole job; ``seconds``: its time limit, where there is one."""
+def fit(limits: Sequence[Limit], request: Mapping[str, float], seconds: float | None, nodes: int = 1) -> Fit:
+    """``request``: of each resource, over the whole job of so many nodes; ``seconds``: its time limit, if any."""
     never, busy = [], []
     for limit in limits:
         asked = seconds if limit.resource == "seconds" else 1.0 if limit.resource == "jobs" else None
         asked = request.get(limit.resource, asked)
         if asked is None:
             continue
-        if limit.kind == "GrpTRESMins":  # a budget of minutes that is used up, whatever one job asks for
+        if limit.kind == AT_LEAST:
+            if asked < limit.allowed:
+                never.append(limit)
+        elif limit.kind == PER_NODE:
+            if asked / nodes > limit.allowed:
+                never.append(limit)
+        elif limit.kind == "GrpTRESMins":  # a budget of minutes that is used up, whatever one job asks for
             if limit.used is not None and limit.used >= limit.allowed:
                 busy.append(limit)
         elif asked > limit.allowed:
@@ -98,7 +116,7 @@ def _of_qos(text: str, qos: str, uid: int, account: str) -> Iterator[Limit]:
         head, _, rest = line.partition("Account Limits=")
         accounts, _, users = rest.partition("User Limits=")
         (record,) = records(head)
-        yield from _limits(f"QOS {qos}", record, _GROUP | _PER_JOB)
+        yield from _limits(f"QOS {qos}", record, _GROUP | _PER_JOB | {AT_LEAST: ""})
         for owner, key, block in ((f"each account in QOS {qos}", account, accounts), ("", str(uid), users)):
             if match := re.search(rf"(?<!\S){re.escape(key)}=\{{(.*?)\}}", block):
                 (record,) = list(records(match[1])) or [{}]
@@ -107,9 +125,10 @@ def _of_qos(text: str, qos: str, uid: int, account: str) -> Iterator[Limit]:
 
 # Which fields hold which resource: "" is one of each, by name.
 _GROUP = {"GrpTRES": "", "GrpTRESMins": "", "GrpJobs": "jobs", "GrpSubmitJobs": "jobs"}
-_PER_JOB = {"MaxTRESPJ": "", "MaxWallPJ": "seconds"}
+_PER_JOB = {"MaxTRESPJ": "", PER_NODE: "", "MaxWallPJ": "seconds"}
 _OWN = {"MaxJobs": "jobs", "MaxSubmitJobs": "jobs"}
 _SHARES = {f"{kind}P{of}": resource for of in "UA" for kind, resource in (("MaxTRES", ""), *_OWN.items())}
+_SET_ASIDE = {f"{kind}P{of}": kind for of in "UA" for kind in _OWN}
 
 
 def _limits(owner: str, record: Mapping[str, str], fields: Mapping[str, str]) -> Iterator[Limit]:
@@ -125,4 +144,4 @@ def _limits(owner: str, record: Mapping[str, str], fields: Mapping[str, str]) ->
 
 
 def _used(text: str | None, kind: str) -> float | None:
-    return None if text is None or kind in _PER_JOB else float(text)
+    return None if text is None or kind in _PER_JOB or kind == AT_LEAST else float(text)

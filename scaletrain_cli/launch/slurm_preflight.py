@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.launch.slurm_capacity import shortages, too_small
-from scaletrain_cli.launch.slurm_limits import GPU, Limit, fit
+from scaletrain_cli.launch.slurm_limits import AT_LEAST, GPU, PER_NODE, Limit, fit
 from scaletrain_cli.launch.slurm_preemption import preemption_notes
 from scaletrain_cli.launch.slurm_script import cores_per_node
 from scaletrain_cli.launch.slurm_site import Site
@@ -54,8 +54,13 @@ class _Judge:
         if all(by_partition):  # Slurm takes the first of a list of partitions that can
             problems += [one for found in by_partition for one in found]
         problems += self._quotas(partitions, notes)
-        problems += self._reservation()
+        problems += self._reservation(notes)
         notes += preemption_notes(self.site, self.spec.cluster)
+        if self.site.qos_says("NoReserve") and self.spec.cluster.nodes > 1:
+            notes.append(
+                f"QOS {self.site.qos} sets no nodes aside for a job that waits (NoReserve): smaller jobs may keep "
+                f"taking those that get free, until {self.spec.cluster.nodes} are free at once."
+            )
         return Verdict(tuple(dict.fromkeys(problems)), tuple(dict.fromkeys(notes)))
 
     def _problem(self, key: str, message: str, given: object, hint: str) -> Problem:
@@ -95,18 +100,20 @@ class _Judge:
             yield self._problem(key, f"is {partition.state} and takes no jobs.", name, "Use another, or wait.")
         elif partition.state != "UP":
             notes.append(f"partition {name} is {partition.state}: jobs wait until it is UP again.")
-        if (wanted := slurm.time) is not None and partition.max_seconds is not None and wanted > partition.max_seconds:
-            most = _duration(partition.max_seconds)
+        longest = None if self.site.qos_may_lift("PartitionTimeLimit") else partition.max_seconds
+        if (wanted := slurm.time) is not None and longest is not None and wanted > longest:
+            most = _duration(longest)
             yield self._problem(
                 "cluster.slurm.time",
                 f"jobs of {name} may last {most} (MaxTime).",
                 _duration(wanted),
                 f"Set it to {most} or less: a run that is requeued goes on from its last checkpoint.",
             )
-        if partition.max_nodes is not None and cluster.nodes > partition.max_nodes:
+        most_nodes = None if self.site.qos_may_lift("PartitionMaxNodes") else partition.max_nodes
+        if most_nodes is not None and cluster.nodes > most_nodes:
             message = f"a job of {name} may have {partition.max_nodes} nodes (MaxNodes)."
             yield self._problem("cluster.nodes", message, cluster.nodes, "Ask for fewer, or in another partition.")
-        if cluster.nodes < partition.min_nodes:
+        if cluster.nodes < partition.min_nodes and not self.site.qos_may_lift("PartitionMinNodes"):
             message = f"a job of {name} must have {partition.min_nodes} nodes (MinNodes)."
             yield self._problem("cluster.nodes", message, cluster.nodes, "Ask for more, or in another partition.")
         for what, mine, allowed, denied in (
@@ -165,7 +172,7 @@ class _Judge:
             request["cpu"] = cluster.nodes * cores
         if slurm.memory_per_node is not None:
             request["mem"] = cluster.nodes * slurm.memory_per_node / 2**20
-        found = fit(self.site.limits, request, slurm.time)
+        found = fit(self.site.limits, request, slurm.time, cluster.nodes)
         for limit in found.never:
             yield self._beyond(limit, request)
         for limit in found.busy:
@@ -179,8 +186,12 @@ class _Judge:
                 )
 
     def _beyond(self, limit: Limit, request: dict[str, float]) -> Problem:
-        at_once = "in a job" if limit.used is None else "at once"
+        at_once = "on each node" if limit.kind == PER_NODE else "in a job" if limit.used is None else "at once"
         elsewhere = "or use another account or QOS."
+        if limit.kind == AT_LEAST:
+            message = f"a job of {limit.owner} must ask for {limit.allowed:g} {limit.in_words} ({limit.kind})."
+            given = f"{request[limit.resource]:g} {limit.in_words} over all nodes"
+            return self._problem("cluster.nodes", message, given, f"Ask for more, {elsewhere}")
         if limit.resource == "seconds":
             most = _duration(limit.allowed)
             given = _duration(self.spec.cluster.slurm.time or 0)
@@ -193,10 +204,22 @@ class _Judge:
         given = f"{request.get(limit.resource, 1):g} {limit.in_words} over all nodes"
         return self._problem(key, message, given, f"Ask for less, {elsewhere}")
 
-    def _reservation(self) -> Iterator[Problem]:
-        wanted = self.spec.cluster.slurm.reservation
-        names = [one.name for one in self.site.reservations]
-        if wanted is not None and wanted not in names:
+    def _reservation(self, notes: list[str]) -> Iterator[Problem]:
+        """The one that is asked for. What Slurm does not show may be there: then sbatch --test-only is the judge."""
+        wanted, site = self.spec.cluster.slurm.reservation, self.site
+        if site.qos_says("RequiresReservation") and wanted is None:
+            message = f"QOS {site.qos} is for jobs in a reservation alone (RequiresReservation)."
+            yield self._problem("cluster.slurm.reservation", message, "null", "Name one, or use another QOS.")
+        names = [one.name for one in site.reservations or ()]
+        if site.reservations is None:
+            what = f"reservation {wanted} is there, or maintenance" if wanted is not None else "maintenance is"
+            notes.append(f"whether {what} ahead is not known: scontrol show reservation has no answer.")
+        elif wanted is not None and wanted not in names and site.hides_reservations:
+            notes.append(
+                f"whether reservation {wanted} is there is not known: Slurm shows you those alone that you may use "
+                "(PrivateData). It judges itself."
+            )
+        elif wanted is not None and wanted not in names:
             there = f"this cluster has {', '.join(names)}." if names else "this cluster has none now."
             yield self._problem("cluster.slurm.reservation", there, wanted, "Use one of these, or none.")
 
@@ -206,7 +229,7 @@ class _Judge:
         lasts = slurm.time or partition.default_seconds or partition.max_seconds or float("inf")
         in_the_way = [
             one
-            for one in self.site.reservations
+            for one in self.site.reservations or ()
             if one.name != slurm.reservation and one.start < now + lasts and one.end > now
         ]
         taken = {name for one in in_the_way for name in one.nodes}

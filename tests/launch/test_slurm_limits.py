@@ -35,6 +35,19 @@ def test_a_qos_sets_aside_what_the_account_says_of_the_same() -> None:
     assert found["each user in QOS capped", "MaxJobsPU"].used == 1.0
 
 
+def test_what_a_qos_says_of_a_users_jobs_sets_aside_what_the_association_says_of_them() -> None:
+    assert ("user root in account lab", "MaxJobs") in limits()
+    assert ("user root in account lab", "MaxJobs") not in limits(qos="capped")  # it has MaxJobsPU
+
+
+def test_a_qos_may_multiply_what_associations_allow_and_nothing_of_its_own() -> None:
+    found = limits_of(ASSOCIATIONS, user="root", uid=0, account="lab", qos=["normal"], factor=2.0)
+    by_kind = {(limit.owner, limit.kind): limit.allowed for limit in found}
+    assert (by_kind["account lab", "GrpTRES"], by_kind["user root in account lab", "MaxJobs"]) == (32.0, 5.0)
+    own = limits_of(ASSOCIATIONS, user="root", uid=0, account="lab", qos=["capped"], factor=2.0)
+    assert next(limit.allowed for limit in own if limit.owner == "QOS capped") == 16.0
+
+
 def test_a_job_that_no_quota_could_ever_hold_is_told_from_one_that_waits() -> None:
     found = tuple(limits().values())
     assert fit(found, {"gres/gpu": 8.0}, None).busy == ()

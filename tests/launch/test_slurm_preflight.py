@@ -10,7 +10,7 @@ import pytest
 from scaletrain_cli.launch.slurm_limits import Limit, limits_of
 from scaletrain_cli.launch.slurm_preemption import preemption_rule
 from scaletrain_cli.launch.slurm_preflight import Verdict, judge
-from scaletrain_cli.launch.slurm_site import QosRule, Site, read_associations, read_qos_rules
+from scaletrain_cli.launch.slurm_site import QosRule, Site, binding_qos, limit_factor, read_associations, read_qos_rules
 from scaletrain_cli.launch.slurm_tables import Partition, Reservation, nodes, partitions, settings
 from scaletrain_cli.spec import RunSpec
 from tests.launch.conftest import make_spec
@@ -116,6 +116,64 @@ def test_what_a_partition_does_not_admit_is_refused(changes: dict[str, Any], ove
     assert said in str(problem)
 
 
+def with_qos(*flags: str, **changes: Any) -> Site:
+    """The site where the job's QOS, normal, has these flags, and a partition with these limits."""
+    rules = (QosRule("normal", frozenset(), "cluster", 0.0, frozenset(flag.lower() for flag in flags)),)
+    return dataclasses.replace(SITE, qos_rules=rules, partitions=partition(**changes))
+
+
+@pytest.mark.parametrize(
+    ("flag", "changes", "overrides"),
+    [
+        ("PartitionTimeLimit", {"max_seconds": HOUR}, ["cluster.slurm.time=24h"]),
+        ("PartitionMaxNodes", {"max_nodes": 1}, []),
+        ("PartitionMinNodes", {"min_nodes": 3}, []),
+    ],
+)
+def test_a_qos_that_lifts_a_limit_of_partitions_lifts_that_one_alone(
+    flag: str, changes: dict[str, Any], overrides: list[str]
+) -> None:
+    assert verdict(*overrides, site=with_qos(flag, **changes)).problems == ()
+    others = {"PartitionTimeLimit", "PartitionMaxNodes", "PartitionMinNodes"} - {flag}
+    assert len(verdict(*overrides, site=with_qos(*others, **changes)).problems) == 1
+
+
+def test_a_qos_that_the_site_hides_may_lift_every_limit_of_partitions() -> None:
+    hidden = dataclasses.replace(SITE, qos_rules=(), partitions=partition(max_nodes=1))
+    assert verdict(site=hidden).problems == ()
+
+
+def test_a_qos_for_reservations_alone_needs_one() -> None:
+    (problem,) = verdict(site=with_qos("RequiresReservation")).problems
+    assert "QOS normal is for jobs in a reservation alone" in str(problem)
+
+
+def test_a_qos_that_sets_no_nodes_aside_is_told_of_a_gang() -> None:
+    (note,) = verdict(site=with_qos("NoReserve")).notes
+    assert "sets no nodes aside for a job that waits (NoReserve)" in note
+    assert verdict(site=with_qos("NoReserve"), nodes=1).notes == ()
+
+
+def test_the_qos_of_a_partition_counts_first_unless_that_of_the_job_is_above_it() -> None:
+    rules = read_qos_rules("normal||cluster|00:00:00|DenyOnLimit,OverPartQOS|\nslow||cluster|00:00:00||2.000000\n")
+    assert binding_qos(rules, ["part"], "slow") == ["part", "slow"]
+    assert binding_qos(rules, ["part"], "normal") == ["normal", "part"]
+    assert binding_qos(rules, [""], "normal") == ["normal"]
+    assert binding_qos(rules, ["part", "other"], "slow") == ["slow"]  # which it will be, nobody knows
+    assert (limit_factor(rules, ["part", "slow"]), limit_factor(rules, ["normal"])) == (2.0, 1.0)
+
+
+def test_a_reservation_that_slurm_does_not_show_is_not_known_rather_than_not_there() -> None:
+    wanted = "cluster.slurm.reservation=week-7"
+    told = verdict(wanted, site=dataclasses.replace(SITE, reservations=None))
+    assert (told.problems, "whether reservation week-7 is there" in told.notes[0]) == ((), True)
+    private = dataclasses.replace(SITE, user="ada", config={**SITE.config, "PrivateData": "jobs,reservations"})
+    told = verdict(wanted, site=private)
+    assert (told.problems, "is not known: Slurm shows you those alone that you may use" in told.notes[0]) == ((), True)
+    assert verdict(site=private) == Verdict((), ())
+    assert len(verdict(wanted).problems) == 1  # root is shown all of them
+
+
 def test_all_problems_are_told_at_once() -> None:
     site = dataclasses.replace(SITE, partitions=partition(max_seconds=HOUR, max_nodes=1))
     found = verdict("cluster.slurm.time=24h", "cluster.slurm.qos=urgent", "cluster.slurm.gres_type=a100", site=site)
@@ -149,6 +207,16 @@ def test_a_quota_that_can_never_fit_is_told_from_one_that_is_used_up() -> None:
     assert waits.problems == ()
     assert "account lab has 8 of its 16 GPUs in use (GrpTRES): the job waits for 16." in waits.notes
     assert verdict(site=site, nodes=1) == Verdict((), ())
+
+
+def test_a_job_that_asks_for_less_than_a_qos_takes_or_more_on_a_node_never_runs() -> None:
+    few = dataclasses.replace(SITE, limits=(Limit("QOS big", "MinTRESPJ", "gres/gpu", 32, None),))
+    (problem,) = verdict(site=few).problems
+    assert "16 GPUs over all nodes: a job of QOS big must ask for 32 GPUs (MinTRESPJ). Ask for more" in str(problem)
+    each = dataclasses.replace(SITE, limits=(Limit("QOS thin", "MaxTRESPN", "gres/gpu", 4, None),))
+    assert "QOS thin may hold 4 GPUs on each node (MaxTRESPN)" in str(verdict(site=each).problems[0])
+    enough = dataclasses.replace(SITE, limits=(Limit("QOS thin", "MaxTRESPN", "gres/gpu", 8, None),))
+    assert verdict(site=enough) == Verdict((), ())
 
 
 def test_limits_that_the_site_does_not_enforce_are_no_limits() -> None:
