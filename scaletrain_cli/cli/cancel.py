@@ -1,4 +1,4 @@
-"""`scaletrain cancel`: stop a run for good, with its state saved."""
+"""`scaletrain cancel`: stop a run, or all runs of a sweep, for good, with their states saved."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import RunName, Yes
+from scaletrain_cli.cli.options import Yes
 from scaletrain_cli.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -17,7 +17,14 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.SCHEDULER)
 
 
 def command(
-    run: RunName,
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="Run id, the beginning of one, or a run directory; or a sweep, for all of its runs.",
+            show_default=False,
+        ),
+    ],
     force: Annotated[
         bool,
         typer.Option(
@@ -27,15 +34,23 @@ def command(
     ] = False,
     yes: Yes = False,
 ) -> None:
-    """Stop a run for good. It saves a checkpoint first, and `scaletrain resume` can still bring it back."""
+    """Stop a run for good. It saves a checkpoint first, and `scaletrain resume` can still bring it back.
+
+    Of a sweep, stop every run that is not over yet; asks once. Where one cannot be stopped, the others still are.
+    """
     from scaletrain_cli.cli.confirmation import confirm
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.status import run_status
-    from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record
+    from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
     from scaletrain_cli.ui.messages import say
 
-    found = find_run(run)
+    found = find_run_or_sweep(run)
+    if isinstance(found, Sweep):
+        from scaletrain_cli.cli.sweep_life import cancel_sweep
+
+        cancel_sweep(found, force=force, yes=yes)
+        return
     record, status = read_record(found), run_status(found)
     if force and record.spec.cluster.scheduler != "kubernetes":
         raise UsageError(f"--force removes pods, and {found.run_id} is on {record.spec.cluster.scheduler}.")

@@ -84,14 +84,17 @@ def _drill(
     from scaletrain_cli.ui.drill_view import show_verdicts, verdicts_json
     from scaletrain_cli.ui.live import StatusLine
     from scaletrain_cli.ui.messages import say, warn
+    from scaletrain_cli.ui.queueing_view import show_start
 
     small = drill_spec(base, steps)
     plan = plan_for_engine(small, "the drills' spec")
     cluster, scheduler = small.cluster, scheduler_for(small.cluster.scheduler)
-    for note in scheduler.preflight(small, plan):
+    outlook = scheduler.preflight(small, plan)
+    for note in outlook.notes:
         warn(note)
     device = cluster.gpu if isinstance(cluster.gpu, str) else cluster.gpu.name
     size = f"{cluster.nodes} x {cluster.gpus_per_node} {device} on {cluster.scheduler}"
+    show_start(outlook.start)
     confirm(f"Train {len(kinds) + 1} runs of {steps} steps, one after another, {size}?", yes)
     folder, verdicts = make_folder(), []
     with StatusLine() as line:

@@ -20,12 +20,17 @@ def command(
     limit: Annotated[
         int, typer.Option("--limit", "-n", metavar="N", min=0, help="How many of the newest; 0 for all.")
     ] = 20,
+    sweep: Annotated[
+        str | None, typer.Option("--sweep", metavar="NAME", help="Only the runs of this sweep; else those of all.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the runs under the runs root ($SCALETRAIN_RUNS, your clusters.yaml, or ./runs), newest first."""
     from scaletrain_cli.rundir.paths import list_runs, runs_root
+    from scaletrain_cli.rundir.sweeps import find_sweep
 
-    runs = sorted(list_runs(), key=lambda run: run.record.stat().st_mtime, reverse=True)
+    chosen = list_runs() if sweep is None else find_sweep(sweep).runs
+    runs = sorted(chosen, key=lambda run: run.record.stat().st_mtime, reverse=True)
     shown = runs[:limit] if limit else runs
     found = [(run, _status(run)) for run in shown]
     if as_json:

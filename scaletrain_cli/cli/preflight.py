@@ -37,6 +37,7 @@ def command(
     from scaletrain_cli.spec.quantities import parse_seconds
     from scaletrain_cli.ui.live import StatusLine
     from scaletrain_cli.ui.messages import warn
+    from scaletrain_cli.ui.queueing_view import show_start
 
     try:
         seconds = parse_seconds(timeout)
@@ -44,8 +45,10 @@ def command(
         raise UsageError(f"--timeout {timeout}: {error}.") from error
     run_spec = load_spec(spec, overrides or (), cluster=cluster)
     plan, scheduler = plan_for_engine(run_spec, spec), scheduler_for(run_spec.cluster.scheduler)
-    for note in scheduler.preflight(run_spec, plan):
+    outlook = scheduler.preflight(run_spec, plan)
+    for note in outlook.notes:
         warn(note)
+    show_start(outlook.start)
     where = f"{run_spec.cluster.nodes} x {run_spec.cluster.gpus_per_node} on {run_spec.cluster.scheduler}"
     confirm(f"Queue a job of a minute or two, {where}?", yes)
     with StatusLine() as line:

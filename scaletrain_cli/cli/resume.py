@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from scaletrain_cli.cli.options import AsJson, Overrides, RunName, Yes
 from scaletrain_cli.errors import ExitCode
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.outlook import Prospect
+    from scaletrain_cli.launch.resumption import ResumeReport
+    from scaletrain_cli.launch.scheduler import Scheduler
+    from scaletrain_cli.rundir.paths import RunDir
+    from scaletrain_cli.rundir.record import RunRecord
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
 
@@ -36,7 +43,8 @@ def command(
     """Continue a run from its newest sound checkpoint, with fresh restart budgets.
 
     Says why the last attempt ended, which checkpoint it takes, how many steps are trained again and which damaged
-    checkpoints it passed over. Prints the run id on stdout.
+    checkpoints it passed over; then asks the scheduler, as submit does, whether the job can run, and when.
+    Prints the run id on stdout.
 
     With --nodes, --gpus-per-node or --set it is planned anew before anything is queued: the same samples at every
     step and the same global batch, in a layout that fits. What is trained cannot be changed.
@@ -50,7 +58,8 @@ def command(
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record
     from scaletrain_cli.ui.messages import say, suggest, warn
-    from scaletrain_cli.ui.resume_view import resume_json, show_changes, show_resize, show_resume
+    from scaletrain_cli.ui.queueing_view import show_before_resuming, show_changes
+    from scaletrain_cli.ui.resume_view import resume_json, show_resize, show_resume
 
     found = find_run(run)
     sizes = {"cluster.nodes": nodes, "cluster.gpus_per_node": gpus_per_node}
@@ -67,22 +76,40 @@ def command(
     text = scheduler.render(found, record)
     changed = changes_since_sent(found, text)
     told = resume_json(found, report, resize) | {"changes_since_sent": changed}
-    if not as_json and changed is not None:
-        show_changes(changed)
     if dry_run:
-        _print(told | {"would_send": text}) if as_json else typer.echo(text, nl=False)
+        if as_json:
+            _print(told | {"would_send": text})
+        else:
+            show_changes(changed)
+            typer.echo(text, nl=False)
         return
-    if resize is not None:
-        for note in scheduler.preflight(record.spec, record.plan):
-            warn(note)
+    prospect = _prospect(found, record, report, scheduler)
+    for note in prospect.notes:
+        warn(note)
+    if not as_json:
+        show_before_resuming(prospect, changed)
     confirm("Resume?", yes)
     submission = resume(found, from_scratch=from_scratch, resize=resize).submission
     if as_json:
-        _print(told | {"scheduler": submission.scheduler, "job_id": submission.job_id})
+        _print(told | prospect.to_json() | {"scheduler": submission.scheduler, "job_id": submission.job_id})
         return
     say(f"resumed: job {submission.job_id} in {found.path}")
     suggest(useful_commands(found.run_id, found.path))
     typer.echo(found.run_id)
+
+
+def _prospect(run: RunDir, record: RunRecord, report: ResumeReport, scheduler: Scheduler) -> Prospect:
+    """The same questions as before a first submission. Raises SchedulerError before anything has changed."""
+    from scaletrain_cli.launch.outlook import Prospect
+    from scaletrain_cli.launch.shared_folder import room_notes
+    from scaletrain_cli.rundir.checkpoints import committed_folders
+    from scaletrain_cli.rundir.record import checkpoint_folder
+
+    spec, plan = record.spec, record.plan
+    outlook = scheduler.preflight(spec, plan, run)
+    room = room_notes(spec, plan, run.path.parent, there=len(committed_folders(checkpoint_folder(run, spec))))
+    step = report.checkpoint.step if report.checkpoint is not None else 0
+    return Prospect(spec, plan, outlook.start, step, (*outlook.notes, *room))
 
 
 def _print(data: dict[str, object]) -> None:

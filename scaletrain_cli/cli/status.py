@@ -1,4 +1,4 @@
-"""`scaletrain status`: how a run is doing and how its attempts ended; or how the cluster is doing."""
+"""`scaletrain status`: how a run or a sweep is doing and how attempts ended; or how the cluster is doing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def command(
         str | None,
         typer.Argument(
             metavar="[RUN]",
-            help="Run id or directory; else the newest. With --cluster: which of your clusters.yaml; else its default.",
+            help="Run id or directory, or a sweep; else the newest run. With --cluster: which of your clusters.yaml; "
+            "else its default.",
             show_default=False,
         ),
     ] = None,
@@ -53,7 +54,8 @@ def command(
 ) -> None:
     """Show how a run is doing, and how its attempts ended; or with --cluster what the cluster has, and for me.
 
-    With --wait the exit code is the run's own, and 124 when it did not end in time; without, 0.
+    Of a sweep, how each of its runs is doing. With --wait the exit code is the run's own, and 124 when it did not end
+    in time; of a sweep it is that of the first run that has not finished. Without, 0.
     """
     if cluster:
         if wait is not None:
@@ -64,9 +66,13 @@ def command(
         raise UsageError("--scheduler says whose view --cluster shows. Give both, or neither.")
     from scaletrain_cli.launch.attempts import read_attempts
     from scaletrain_cli.launch.status import run_status
-    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
 
-    found = find_run(run) if run is not None else _newest()
+    found = find_run_or_sweep(run) if run is not None else _newest()
+    if isinstance(found, Sweep):
+        from scaletrain_cli.cli.sweep_life import show_status_of_sweep
+
+        raise typer.Exit(show_status_of_sweep(found, None if wait is None else _seconds(wait), as_json))
     if wait is None:
         status, code = run_status(found), int(ExitCode.DONE)
     else:

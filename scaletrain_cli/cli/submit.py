@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes
 from scaletrain_cli.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.submission import CreatedRun, Submission
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES)
 
@@ -84,6 +88,7 @@ def command(
         overrides = [*(overrides or ()), *points[0]]  # a sweep of one value is a plain run
     from scaletrain_cli.cli.confirmation import confirm
     from scaletrain_cli.launch.code_snapshot import take_snapshot
+    from scaletrain_cli.launch.outlook import Prospect
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.sent import in_format
     from scaletrain_cli.launch.shared_folder import room_notes
@@ -103,14 +108,22 @@ def command(
         typer.echo(in_format(run_spec.cluster.scheduler, text, output) if output else text, nl=False)
         return
 
-    from scaletrain_cli.ui.messages import say, suggest, warn
+    from scaletrain_cli.ui.messages import warn
 
-    for note in [*scheduler.preflight(run_spec, plan), *room_notes(run_spec, plan, runs_root())]:
+    if run_id is not None and (earlier := _submitted_before(run_id)) is not None:
+        _tell(
+            create_run(run_spec, plan, run_id, snapshot=snapshot), earlier, {}, as_json
+        )  # or says how the spec differs
+        return
+    outlook = scheduler.preflight(run_spec, plan)
+    notes = (*outlook.notes, *room_notes(run_spec, plan, runs_root()))
+    prospect = Prospect(run_spec, plan, outlook.start, notes=notes)
+    for note in notes:
         warn(note)
     if not as_json:
-        from scaletrain_cli.ui.plan_view import show_plan_summary
+        from scaletrain_cli.ui.queueing_view import show_before_submission
 
-        show_plan_summary(run_spec, plan)
+        show_before_submission(prospect, run_id)
     if probe:
         from scaletrain_cli.launch.slurm_probe import probe_nodes
         from scaletrain_cli.ui.probe_view import show_probe
@@ -118,19 +131,26 @@ def command(
         show_probe(probe_nodes(run_spec, plan))
     confirm(f"Submit to {run_spec.cluster.scheduler}?", yes)
     made = create_run(run_spec, plan, run_id, snapshot=snapshot)
-    submission = submit_run(made.run, made.record, scheduler)
-    if as_json:
-        from scaletrain_cli.ui.json import print_json
+    _tell(made, submit_run(made.run, made.record, scheduler), prospect.to_json(), as_json)
 
-        print_json(
-            {
-                "run_id": made.run.run_id,
-                "run_dir": str(made.run.path),
-                "scheduler": submission.scheduler,
-                "job_id": submission.job_id,
-                "created": made.created,
-            }
-        )
+
+def _submitted_before(run_id: str) -> Submission | None:
+    """Of this very run: there is nothing to ask the scheduler, or the user, then."""
+    from scaletrain_cli.launch.submission import read_submission
+    from scaletrain_cli.rundir.paths import RunDir, runs_root
+
+    run = RunDir(runs_root() / run_id)
+    # os.path, unlike Path, answers False for a name that no file can have.
+    return read_submission(run) if os.path.isfile(run.record) else None
+
+
+def _tell(made: CreatedRun, submission: Submission, told_before: dict[str, object], as_json: bool) -> None:
+    from scaletrain_cli.ui.json import print_json
+    from scaletrain_cli.ui.messages import say, suggest
+
+    if as_json:
+        answer = {"run_id": made.run.run_id, "run_dir": str(made.run.path), "created": made.created}
+        print_json(answer | {"scheduler": submission.scheduler, "job_id": submission.job_id} | told_before)
         return
     say(f"{'submitted' if made.created else 'was submitted before'}: job {submission.job_id} in {made.run.path}")
     suggest(useful_commands(made.run.run_id, made.run.path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,17 +55,18 @@ def submit_points(
 
     from scaletrain_cli.ui.messages import say, warn
 
-    notes: dict[str, None] = {}
-    asked = {point.spec.cluster.model_dump_json(): point for point in planned}  # the same question once
-    for point in asked.values():
-        notes |= dict.fromkeys(scheduler.preflight(point.spec, point.plan))
+    asked: dict[str, Point] = {}  # the same question once
+    for point in planned:
+        asked.setdefault(point.spec.cluster.model_dump_json(), point)
+    outlooks = [scheduler.preflight(point.spec, point.plan) for point in asked.values()]
+    notes = dict.fromkeys(note for outlook in outlooks for note in outlook.notes)
     largest = max(planned, key=lambda point: point.plan.durability.checkpoint_bytes)
     for note in [*notes, *room_notes(largest.spec, largest.plan, runs_root(), runs=len(planned))]:
         warn(note)
     if not as_json:
         from scaletrain_cli.ui.sweep_view import show_points
 
-        show_points(planned)
+        show_points(planned, outlooks[0].start, cap)
     at_once = "all at once" if cap == len(planned) else f"{cap} at a time"
     confirm(f"Submit {len(planned)} runs to {section.scheduler}, {at_once}?", yes)
     done = submit_sweep(sweep, planned, scheduler, cap)
@@ -76,7 +78,8 @@ def submit_points(
             | {"created": one.created, "overrides": list(point.overrides)}
             for one, point in zip(done, planned, strict=True)
         ]
-        print_json({"sweep": sweep, "scheduler": section.scheduler, "max_concurrent": cap, "runs": rows})
+        head = {"sweep": sweep, "scheduler": section.scheduler, "max_concurrent": cap}
+        print_json(head | {"start": dataclasses.asdict(outlooks[0].start), "notes": [*notes], "runs": rows})
         return
     new = sum(one.created for one in done)
     before = f"; {len(done) - new} were submitted before" if new < len(done) else ""

@@ -47,7 +47,7 @@ def command(
 
     run_spec = load_spec(spec, [*(overrides or ()), "cluster.scheduler=local"])
     plan = plan_for_engine(run_spec, spec)
-    for note in scheduler_for("local").preflight(run_spec, plan):
+    for note in scheduler_for("local").preflight(run_spec, plan).notes:
         warn(note)
     show_plan_summary(run_spec, plan)
     made = create_run(run_spec, plan, run_id)

@@ -20,6 +20,7 @@ from pathlib import Path
 from scaletrain_cli.errors import ExitCode, SchedulerError
 from scaletrain_cli.launch.node_check import problems_of_node
 from scaletrain_cli.launch.node_record import read_node_records
+from scaletrain_cli.launch.outlook import Outlook, Start
 from scaletrain_cli.launch.processes import ProcessIdentity, send_signal
 from scaletrain_cli.launch.ranks import ENGINE_MODULE
 from scaletrain_cli.launch.scheduler import Job
@@ -59,7 +60,7 @@ class LocalScheduler:
 
     engine: str = ENGINE_MODULE
 
-    def preflight(self, spec: RunSpec, plan: RunPlan) -> list[str]:
+    def preflight(self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None) -> Outlook:
         problems = problems_of_node(spec.cluster, os.environ)
         if problems:
             raise SchedulerError(
@@ -69,7 +70,7 @@ class LocalScheduler:
         missing = [name for name in _ENGINE_NEEDS if ours and find_spec(name) is None]
         if missing:
             raise SchedulerError(f"{', '.join(missing)} not installed here. Run pip install 'scaletrain[train]'.")
-        return []
+        return Outlook(Start(time.time(), "this machine has no queue"))
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return shlex.join(supervisor_command(run, self.engine)) + "\n"

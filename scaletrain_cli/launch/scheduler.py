@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.outlook import Outlook
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -43,8 +44,11 @@ class Job:
 class Scheduler(Protocol):
     """Every method raises SchedulerError when the scheduler refuses or cannot be reached."""
 
-    def preflight(self, spec: RunSpec, plan: RunPlan) -> list[str]:
-        """Ask whether the job could run at all; returns what is worth telling. Leaves nothing behind."""
+    def preflight(self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None) -> Outlook:
+        """Ask whether the job could run at all, and when; returns what is worth telling. Leaves nothing behind.
+
+        ``run``: the one that is to go on, with what is kept of it; None for one that is yet to be made.
+        """
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         """The exact text that submit() would hand over. Holds no secret and touches no file."""

@@ -42,16 +42,17 @@ def file_system(folder: Path, mounts: str) -> str:
     return found
 
 
-def room_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1) -> list[str]:
+def room_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1, there: int = 0) -> list[str]:
     """A warning where the checkpoints that are kept do not fit. Raises SchedulerError where not even one does.
 
-    ``runs``: so many like this one.
+    ``runs``: so many like this one; ``there``: so many checkpoints of it have been saved.
     """
     if spec.cluster.scheduler == "kubernetes":
         return []  # the pods save on a volume of theirs, which need not be this one
     if spec.checkpoint.dir != "auto":
         folder = Path(spec.checkpoint.dir).expanduser()
-    one, kept = plan.durability.checkpoint_bytes * runs, spec.checkpoint.keep + 1  # the next comes before the last goes
+    # The next one comes before the last of those kept goes.
+    one, kept = plan.durability.checkpoint_bytes * runs, max(1, spec.checkpoint.keep + 1 - there)
     free = _free_bytes(folder)
     if free is None or free >= one * kept:
         return []
@@ -64,7 +65,7 @@ def room_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1) -> lis
             (Problem(spec.where("checkpoint.dir"), "checkpoint.dir", message, str(spec.checkpoint.dir), hint),),
         )
     return [
-        f"{has}, and {kept} checkpoints{each} (checkpoint.keep, and the one in the making) "
+        f"{has}, and {kept}{' more' if there else ''} checkpoints{each} (checkpoint.keep, and the one in the making) "
         f"take {one * kept / 1e9:.1f} GB."
     ]
 

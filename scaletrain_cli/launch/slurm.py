@@ -10,6 +10,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.exclusion import Exclusion
+from scaletrain_cli.launch.outlook import Outlook, Start
 from scaletrain_cli.launch.scheduler import Job, JobState
 from scaletrain_cli.launch.shared_folder import unshared_notes
 from scaletrain_cli.launch.slurm_commands import call_slurm, node_names
@@ -18,6 +19,7 @@ from scaletrain_cli.launch.slurm_preemption import preemption_rule
 from scaletrain_cli.launch.slurm_preflight import judge
 from scaletrain_cli.launch.slurm_script import job_script, sbatch_options
 from scaletrain_cli.launch.slurm_site import ask_site
+from scaletrain_cli.launch.slurm_start import start_and_rest
 from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.journal import record_event
@@ -34,7 +36,7 @@ _LOOK_SECONDS = 15.0
 class SlurmScheduler:
     """Jobs of the cluster that this machine's Slurm commands talk to."""
 
-    def preflight(self, spec: RunSpec, plan: RunPlan) -> list[str]:
+    def preflight(self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None) -> Outlook:
         """Whether Slurm can ever run it, what would make it wait, and Slurm's own estimate of its start.
 
         Raises SchedulerError with every reason why it can not, or with Slurm's own words where there is no better one.
@@ -46,10 +48,15 @@ class SlurmScheduler:
             raise SchedulerError(
                 "Slurm can never run this job as it is asked for. Nothing was queued.", verdict.problems
             )
-        script = "\n".join(["#!/bin/bash", *(f"#SBATCH --{option}" for option in sbatch_options(spec, "preflight"))])
+        excluded = None if run is None else exclude_option(spec, exclusion_for(run, spec))
+        options = sbatch_options(spec, "preflight", excluded)
+        script = "\n".join(["#!/bin/bash", *(f"#SBATCH --{option}" for option in options)])
         answer = call_slurm(["sbatch", "--test-only"], text=script + "\ntrue\n", without=spec.secret_env)
         said = [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
-        return [*verdict.notes, *unshared_notes(runs_root(), spec.cluster.nodes), *said]
+        start, rest = start_and_rest(said, site.now, reservations_hidden=site.hides_reservations)
+        if spec.cluster.slurm.extra.get("hold") is True:
+            start = Start(None, "it is queued on hold (cluster.slurm.extra), until `scontrol release`")
+        return Outlook(start, (*verdict.notes, *unshared_notes(runs_root(), spec.cluster.nodes), *rest))
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return self._script(run, record, exclusion_for(run, record.spec))

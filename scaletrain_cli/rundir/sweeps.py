@@ -1,4 +1,7 @@
-"""sweep.json: which sweep a run belongs to, and which run its first submission has to wait for. Written once."""
+"""sweep.json: which sweep a run belongs to, and which run its first submission has to wait for. Written once.
+
+A sweep has no folder of its own: it is the runs under the runs root whose files name it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.documents import read_document, write_document
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, find_run, list_runs, runs_root
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,15 @@ class SweepPlace:
         return {"schema": "scaletrain.sweep/v1", **dataclasses.asdict(self)}
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """The runs of a sweep that are there, in the order in which they were submitted; ``points`` were made."""
+
+    name: str
+    points: int
+    runs: tuple[RunDir, ...]
+
+
 def write_sweep_place(run: RunDir, place: SweepPlace) -> None:
     """Before the run is handed over: its scheduler reads it."""
     write_document(run.path / "sweep.json", place.to_json())
@@ -36,3 +49,49 @@ def read_sweep_place(run: RunDir) -> SweepPlace | None:
     if data is None:
         return None
     return SweepPlace(data["sweep"], data["number"], data["points"], tuple(data["overrides"]), data["after"])
+
+
+def list_sweeps() -> dict[str, Sweep]:
+    """Every sweep with a run under the runs root, by name."""
+    found: dict[str, list[tuple[SweepPlace, RunDir]]] = {}
+    for run in list_runs():
+        place = read_sweep_place(run)
+        if place is not None:
+            found.setdefault(place.sweep, []).append((place, run))
+    return {
+        name: Sweep(name, members[0][0].points, tuple(run for _, run in sorted(members, key=_by_number)))
+        for name, members in found.items()
+    }
+
+
+def find_sweep(name: str) -> Sweep:
+    """The sweep of this name, or the only one that begins so. Raises UsageError."""
+    sweeps = list_sweeps()
+    begun = [sweep for sweep in sweeps if name and sweep.startswith(name)]
+    if name in sweeps or len(begun) == 1:
+        return sweeps.get(name) or sweeps[begun[0]]
+    if begun:
+        raise UsageError(f"{name} matches {len(begun)} sweeps: {', '.join(begun)}. Give more of it.")
+    known = f"There are: {', '.join(sweeps)}." if sweeps else "There is none."
+    raise UsageError(f"no sweep {name[:200]!r} under {runs_root()}. {known}")
+
+
+def find_run_or_sweep(name: str) -> RunDir | Sweep:
+    """As find_run(); but a sweep where its whole name is given, or a beginning that it alone shares with its runs."""
+    runs = list_runs()
+    if name in {run.run_id for run in runs}:
+        return find_run(name)
+    begun = {run.run_id for run in runs if name and run.run_id.startswith(name)}
+    if len(begun) < 2 and not any(run.startswith(f"{name}-") for run in begun):
+        return find_run(name)
+    sweeps = list_sweeps()
+    if name in sweeps:
+        return sweeps[name]
+    of = [sweep for key, sweep in sweeps.items() if key.startswith(name)]
+    if len(of) == 1 and begun <= {run.run_id for run in of[0].runs}:
+        return of[0]
+    return find_run(name)
+
+
+def _by_number(member: tuple[SweepPlace, RunDir]) -> int:
+    return member[0].number

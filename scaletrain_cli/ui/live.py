@@ -45,13 +45,11 @@ class StatusLine:
     def update(self, status: RunStatus) -> None:
         """Show where the run stands now."""
         state = f"{status.state} {status.step}/{status.total_steps}"
-        self._progress.update(
-            self._task,
-            completed=status.step,
-            total=status.total_steps or None,
-            state=state,
-            measures=measures_text(status),
-        )
+        self.show(state, status.step, status.total_steps, measures_text(status))
+
+    def show(self, state: str, done: int, total: int, measures: str) -> None:
+        """Show any count of things that are done, of so many."""
+        self._progress.update(self._task, completed=done, total=total or None, state=state, measures=measures)
 
     def note_event(self, event: Mapping[str, Any]) -> None:
         """A line that stays: one event of the run, with its details as they stand in events.jsonl."""

@@ -12,13 +12,13 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.ui.bars import AMOUNT, PART
 from scaletrain_cli.ui.console import answer, plain, show, speaks_unicode, talk, words
+from scaletrain_cli.ui.labelled import LABEL_WIDTH, Row, labelled
 from scaletrain_cli.ui.plan_layout_view import alternatives_view, layout_view, rejected_view
 from scaletrain_cli.ui.plan_memory_view import VERDICT_STYLES, memory_total, memory_view
 from scaletrain_cli.ui.plan_run_view import cost_text, cost_view, durability_view, sanity_view
 from scaletrain_cli.ui.plan_time_view import time_total, time_view, whole_run
 from scaletrain_cli.ui.units import bytes_text, count_text
 
-_LABEL = 11
 _LONGEST_BAR = 48
 _FEW_ALTERNATIVES = 5
 _FEW_REASONS = 3
@@ -29,21 +29,27 @@ _MANY_WARNINGS = 3
 def show_plan(spec: RunSpec, plan: RunPlan, *, everything: bool = False, console: Console | None = None) -> None:
     """The whole plan; ``everything`` adds every layout considered and every assumption."""
     console = console or answer()
-    show(console, Group(headline(spec, plan), "", _labelled(_sections(spec, plan, console, everything))))
+    show(console, Group(headline(spec, plan), "", labelled(_sections(spec, plan, console, everything))))
 
 
 def show_plan_summary(spec: RunSpec, plan: RunPlan) -> None:
-    """The plan in five lines, on stderr: what is about to be submitted."""
-    rows: list[tuple[str, RenderableType]] = [
+    """The plan in five lines, on stderr: what is about to run."""
+    cost: list[Row] = [("Cost", words(cost_text(plan)))] if plan.cost.price_per_gpu_hour is not None else []
+    show(talk(), Group(headline(spec, plan), labelled([*summary_rows(spec, plan), *cost, *warning_rows(plan)])))
+
+
+def summary_rows(spec: RunSpec, plan: RunPlan) -> list[Row]:
+    """Layout, memory and time, a line or two each."""
+    return [
         ("Layout", layout_view(plan.layout, samples(spec))),
         ("Memory", memory_total(plan)),
         ("Time", Group(time_total(spec, plan.time), whole_run(spec, plan.time))),
     ]
-    if plan.cost.price_per_gpu_hour is not None:
-        rows.append(("Cost", words(cost_text(plan))))
-    if plan.warnings:
-        rows.append(("Warnings", _bullets(condensed(plan.warnings), "yellow")))
-    show(talk(), Group(headline(spec, plan), _labelled(rows)))
+
+
+def warning_rows(plan: RunPlan) -> list[Row]:
+    """One row, or none."""
+    return [("Warnings", _bullets(condensed(plan.warnings), "yellow"))] if plan.warnings else []
 
 
 def headline(spec: RunSpec, plan: RunPlan) -> Text:
@@ -84,17 +90,8 @@ def condensed(warnings: Sequence[str]) -> tuple[str, ...]:
     return (f"{CANNOT_RUN}{things}.", *(warning for warning in warnings if warning not in same))
 
 
-def _labelled(rows: Iterator[tuple[str, RenderableType]] | list[tuple[str, RenderableType]]) -> Table:
-    table = Table.grid(padding=(0, 0, 0, 0), expand=False)
-    table.add_column(width=_LABEL, style="bold")
-    table.add_column(ratio=1, overflow="fold")
-    for label, content in rows:
-        table.add_row(label, content)
-    return table
-
-
-def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) -> Iterator[tuple[str, RenderableType]]:
-    bar = min(_LONGEST_BAR, console.width - _LABEL - PART - AMOUNT - 3)
+def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) -> Iterator[Row]:
+    bar = min(_LONGEST_BAR, console.width - LABEL_WIDTH - PART - AMOUNT - 3)
     unicode = speaks_unicode(console)
     yield "Layout", layout_view(plan.layout, samples(spec))
     yield "Memory", memory_view(plan, bar, unicode)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,8 +14,6 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.ui.console import show, talk, words
 from scaletrain_cli.ui.units import bytes_text, seconds_text, whole_text
-
-_MOST_LINES, _LONGEST_LINE = 20, 110
 
 
 def show_resume(run_id: str, report: ResumeReport) -> None:
@@ -55,19 +52,6 @@ def show_resize(resize: Resize) -> None:
     for key, (was, now) in resize.changes.items():
         if not key.startswith(("cluster.nodes", "cluster.gpus_per_node")):
             show(talk(), words(f"{key} was {was}, now {now}"))
-
-
-def show_changes(changed: Sequence[str]) -> None:
-    """How what is sent differs from what the scheduler got last, on stderr."""
-    if not changed:
-        show(talk(), words("what is sent is what was sent last", "dim"))
-        return
-    show(talk(), words("what is sent differs from what was sent last:", "dim"))
-    for line in changed[:_MOST_LINES]:
-        short = line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}..."
-        show(talk(), words(f"  {short}", "green" if line.startswith("+") else "red"))
-    if len(changed) > _MOST_LINES:
-        show(talk(), words(f"  and {len(changed) - _MOST_LINES} lines more; --dry-run prints the whole", "dim"))
 
 
 def resume_json(run: RunDir, report: ResumeReport, resize: Resize | None) -> dict[str, Any]:

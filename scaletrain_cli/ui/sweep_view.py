@@ -1,19 +1,25 @@
-"""The points of a sweep before they are submitted: what differs, how long each takes, and what all of them cost."""
+"""A sweep for people: its points before they are submitted, with what all of them cost; and how its runs stand."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from rich.table import Table
 from rich.text import Text
 
+from scaletrain_cli.launch.outlook import Start
 from scaletrain_cli.launch.sweep import Point
-from scaletrain_cli.ui.console import line, show, talk, words
+from scaletrain_cli.launch.sweep_life import SweepStatus
+from scaletrain_cli.ui.console import answer, line, plain, show, talk, words
+from scaletrain_cli.ui.labelled import labelled
+from scaletrain_cli.ui.queueing_view import sweep_rows
+from scaletrain_cli.ui.status_view import STYLES, measures_text
 from scaletrain_cli.ui.units import dollars_text, seconds_text
 
 
-def show_points(points: Sequence[Point]) -> None:
-    """On stderr: it is about to be asked for."""
+def show_points(points: Sequence[Point], start: Start, at_once: int) -> None:
+    """On stderr: it is about to be asked for. ``start`` is that of the first ones."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for title in ("point", "step", "to train", "cost"):
         table.add_column(justify="left" if title == "point" else "right", no_wrap=title != "point", overflow="fold")
@@ -24,6 +30,33 @@ def show_points(points: Sequence[Point]) -> None:
         price = dollars_text(cost) if cost is not None else ""
         table.add_row(words(", ".join(point.overrides)), seconds_text(time.step), seconds_text(time.to_train), price)
     show(talk(), table)
-    known = [cost for cost in costs if cost is not None]
-    if known and len(known) == len(costs):
-        line(talk(), f"{len(points)} runs, {dollars_text(sum(known))} together", "dim")
+    show(talk(), labelled(sweep_rows([(point.spec, point.plan) for point in points], start, at_once)))
+
+
+def show_sweep(status_of_all: SweepStatus) -> None:
+    """How each of its runs stands, on stdout."""
+    console, sweep, members = answer(), status_of_all.sweep, status_of_all.members
+    gone = sweep.points - len(members)
+    missing = f"; {gone} of the {sweep.points} are not here any more" if gone > 0 else ""
+    counted = f"  {len(members)} runs: {status_of_all.states_in_words}{missing}"
+    line(console, Text.assemble((plain(sweep.name), "bold"), counted))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    titles = ("  run", "state", "step", "job", "what it measured last, or why it stands so")
+    for title in titles:
+        justify: Literal["left", "right"] = "right" if title == "step" else "left"
+        table.add_column(justify=justify, no_wrap=title != titles[-1], overflow="fold")
+    table.add_row(*(Text(title, "dim") for title in titles))
+    for member in members:
+        status = member.status
+        if status is None:
+            table.add_row(words(f"  {member.run.run_id}"), Text("damaged", "red"), "", "", words(member.error, "dim"))
+            continue
+        measured = status.state in ("running", "finished")
+        table.add_row(
+            words(f"  {status.run_id}"),
+            Text(status.state, STYLES.get(status.state, "")),
+            f"{status.step}/{status.total_steps}",
+            words(status.job_id),
+            words(measures_text(status)) if measured else words(status.why, "dim"),
+        )
+    show(console, table)

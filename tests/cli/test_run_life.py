@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.errors import ExitCode, SchedulerError
 from scaletrain_cli.launch.local import LocalScheduler, run_in_foreground
+from scaletrain_cli.launch.outlook import Outlook
+from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.spec import RunSpec
 from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
 
 ENGINE = "tests.launch.fake_engine"
@@ -79,6 +82,7 @@ def test_submitting_again_under_the_same_id_does_nothing() -> None:
     again = submit("submit", "r1", "--json", steps=1)
     assert (again.code, again.data["created"], again.data["job_id"]) == (0, False, first["job_id"])
     assert len(ended().data["attempts"]) == 1
+    assert submit(steps=1).err.startswith("was submitted before: job ")  # nothing is planned aloud, nothing asked
     other = submit(steps=2)
     assert other.code == ExitCode.USAGE
     assert "exists with another spec" in other.err
@@ -171,6 +175,68 @@ def test_a_run_goes_on_with_fewer_processes_once_it_is_planned_anew() -> None:
     assert ended().data["state"] == "finished"
 
     assert len(list((runs_root() / "r1" / "attempts" / "0002" / "logs").iterdir())) == 1
+
+
+def test_a_resume_that_the_scheduler_would_refuse_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit("submit", "r1", "--set", "restarts.crash=0", steps=9, checkpoint_every=2, die={"1:*": 9}, die_at=7)
+    ended()
+    folder = runs_root() / "r1"
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+    def refuse(self: LocalScheduler, spec: RunSpec, plan: RunPlan, run: RunDir | None = None) -> Outlook:
+        raise SchedulerError("the quota can never hold it.")
+
+    monkeypatch.setattr(LocalScheduler, "preflight", refuse)
+    for more in ([], ["--gpus-per-node", "1"]):
+        refused = scaletrain("resume", "r1", "--yes", *more)
+        assert (refused.code, refused.out) == (ExitCode.SCHEDULER, "")
+        assert "the quota can never hold it." in refused.err
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_what_is_queued_is_shown_in_one_block_with_its_cost_and_start() -> None:
+    price = ("--set", "cluster.price_per_gpu_hour=3")
+    dies = {"checkpoint_every": 2, "die": {"1:*": 9}, "die_at": 7}
+    submitted = submit("submit", "r1", *price, "--set", "restarts.crash=0", steps=9, **dies)
+    shown = [" ".join(row.split()) for row in submitted.err.splitlines()]
+    assert "Job r1: 1 node with 2 CPU processes on this machine" in shown
+    assert any(row.startswith("Cost $") and "$6.00 per hour ($3.00 per GPU and hour: " in row for row in shown)
+    assert "Start now: this machine has no queue" in shown
+    ended()
+    resumed = scaletrain("resume", "r1", "--yes")
+    shown = [" ".join(row.split()) for row in resumed.err.splitlines()]
+    assert any(
+        row.startswith("Cost $") and " expected for the " in row and " steps that are left" in row for row in shown
+    )
+    assert "Changed nothing: what is sent is what was sent last" in shown
+    ended()
+
+
+def test_programs_are_told_the_same() -> None:
+    told = submit("submit", "r1", "--json", "--set", "cluster.price_per_gpu_hour=3", steps=1).data
+    assert (told["start"]["why"], told["notes"]) == ("this machine has no queue", [])
+    assert (told["cost"]["usd_per_hour"], told["cost"]["steps"]) == (6.0, 100)
+    ended()
+
+
+def test_a_sweep_is_followed_and_cancelled_as_one() -> None:
+    sweep = ("--sweep", "training.seed=1,2,3", "--yes")
+    submitted = submit("submit", "s", *sweep, steps=400, step_seconds=0.05)
+    assert submitted.out.split() == ["s-seed-1", "s-seed-2", "s-seed-3"], submitted.err
+    shown = [" ".join(row.split()) for row in submitted.err.splitlines()]
+    assert "Jobs 3 runs, 1 at a time, 1 node with 2 CPU processes each on this machine" in shown
+    wait_for_step("s-seed-1", 1)
+    told = scaletrain("status", "s", "--json").data
+    assert (told["sweep"], told["points"], told["states"]) == ("s", 3, {"queued": 2, "running": 1})
+    assert scaletrain("status", "s").out.startswith("s  3 runs: 2 queued, 1 running\n")
+    assert scaletrain("status", "s", "--wait", "0.1s").code == 124
+    cancelled = scaletrain("cancel", "s", "--yes")
+    assert (cancelled.code, cancelled.out) == (0, ""), cancelled.err
+    assert "cancelled 3 runs of the sweep s" in cancelled.err
+    waited = scaletrain("status", "s", "--wait", "60s", "--json")
+    assert (waited.code, waited.data["states"]) == (ExitCode.PREEMPTED, {"cancelled": 3})
+    again = scaletrain("cancel", "s", "--yes")
+    assert (again.code, "(3 cancelled). Nothing was done." in again.err) == (0, True)
 
 
 def test_train_runs_here_and_ends_as_the_run_does() -> None:

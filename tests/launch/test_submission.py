@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.errors import SchedulerError, UsageError
+from scaletrain_cli.launch.outlook import Outlook, Start
 from scaletrain_cli.launch.scheduler import Job, scheduler_for
 from scaletrain_cli.launch.submission import create_run, make_record, new_run_id, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
@@ -30,8 +31,8 @@ class CountingScheduler:
         self.submitted = 0
         self._pause = threading.Event()
 
-    def preflight(self, spec: RunSpec, plan: RunPlan) -> list[str]:
-        return []
+    def preflight(self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None) -> Outlook:
+        return Outlook(Start(None, "nobody knows"))
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return ""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.local import LocalScheduler
+from scaletrain_cli.launch.outlook import Outlook, Start
 from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.launch.slurm_script import job_script
 from scaletrain_cli.launch.submission import create_run
@@ -37,8 +38,8 @@ class Queue:
         self.jobs: dict[str, str] = {}
         self.cancelled: list[str] = []
 
-    def preflight(self, spec: RunSpec, plan: RunPlan) -> list[str]:
-        return []
+    def preflight(self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None) -> Outlook:
+        return Outlook(Start(None, "nobody knows"))
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return ""

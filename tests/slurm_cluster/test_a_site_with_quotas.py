@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,84 @@ def test_a_quota_that_is_used_up_is_a_note_and_one_that_is_too_small_a_refusal(c
     assert ["account lab", 16.0, 8.0] in [[one["owner"], one["allowed"], one["used"]] for one in view["quotas"]]
     mine = {row["name"]: row for row in view["queue"]}
     assert (mine[run_id]["state"], mine[run_id]["gpus"], mine[run_id]["ahead"]) == ("queued", 16, 0)
+
+
+def test_the_question_has_slurms_own_estimate_of_the_start(cluster: DevCluster) -> None:
+    free = submit(cluster, SMALL, *ON_GPUS, "cluster.nodes=1")
+    cluster.run("scancel", "-u", "root")
+    assert "Start      now: Slurm's estimate (sbatch --test-only) on n" in free.stderr
+    holder = cluster.submit("sleep 900", "-A", "lab", "-N3", "--ntasks-per-node=1", "-c16", "-t60", "-o/dev/null")
+    cluster.wait_for_state(holder, "RUNNING")
+    waits = scaletrain(cluster, "submit", SMALL, "--yes", "--json", sets=(*ON_GPUS, "cluster.nodes=1"))
+    cluster.run("scancel", "-u", "root")
+    assert waits.returncode == 0, waits.stderr
+    told = json.loads(waits.stdout)["start"]
+    assert 0.8 * 3600 < told["at"] - time.time() < 1.2 * 3600
+    assert "warning: Job" not in waits.stderr
+
+
+def test_a_resume_that_the_quota_can_no_longer_hold_is_refused_and_leaves_nothing(
+    cluster: DevCluster, runs: Path
+) -> None:
+    held = (*ON_GPUS, "cluster.nodes=2", "cluster.slurm.extra={hold: true}")
+    done = scaletrain(cluster, "submit", SMALL, "--yes", "--run-id", "r", sets=held)
+    assert done.returncode == 0, done.stderr
+    assert scaletrain(cluster, "cancel", "r", "--yes").returncode == 0
+    before = {path: path.read_bytes() for path in (runs / "r").rglob("*") if path.is_file()}
+    cluster.run("sacctmgr", "-i", "modify", "account", "lab", "set", "GrpTRES=gres/gpu=8")
+    refused = scaletrain(cluster, "resume", "r", "--yes")
+    left = {path: path.read_bytes() for path in (runs / "r").rglob("*") if path.is_file()}
+    fewer = scaletrain(cluster, "resume", "r", "--yes", "--nodes", "1")
+    cluster.run("sacctmgr", "-i", "modify", "account", "lab", "set", "GrpTRES=gres/gpu=16")
+    cluster.run("scancel", "-u", "root")
+    assert refused.returncode == 4
+    assert "16 GPUs over all nodes: account lab may hold 8 GPUs at once" in refused.stderr
+    assert left == before
+    assert (fewer.returncode, fewer.stdout) == (0, "r\n"), fewer.stderr
+    assert "+#SBATCH --nodes=1" in fewer.stderr
+
+
+def test_flags_of_a_qos_count_as_they_do_for_slurm(cluster: DevCluster) -> None:
+    """What Slurm holds for ever is refused; what a job may do because of a flag is taken, and Slurm runs it."""
+    for words in (
+        "add qos partcap MaxTRESPerJob=gres/gpu=8",
+        "add qos over Flags=OverPartQOS MaxTRESPerJob=gres/gpu=16",
+        "add qos long Flags=PartitionTimeLimit,PartitionMaxNodes",
+        "add qos big MinTRESPerJob=gres/gpu=16",
+        "add qos booked Flags=RequiresReservation",
+        "modify account lab set QOS+=partcap,over,long,big,booked",
+    ):
+        cluster.run("sacctmgr", "-i", *words.split())
+    cluster.run("scontrol", "update", "partitionname=main", "qos=partcap", "maxtime=60", "maxnodes=2")
+    two = ("-A", "lab", "-N2", "--gpus-per-node=h100:8", "-t30", "-o/dev/null")
+    long = ("-A", "lab", "-N1", "--gpus-per-node=h100:8", "--qos=long", "-t120", "-o/dev/null")
+    try:
+        held = cluster.submit("sleep 300", *two)
+        cluster.wait_for(held, lambda job: job["Reason"] == "QOSMaxGRESPerJob")
+        for said, *sets in (
+            ("QOS partcap may hold 8 GPUs in a job", "cluster.nodes=2"),
+            ("a job of main may have 2 nodes (MaxNodes)", "cluster.nodes=3", "cluster.slurm.qos=over"),
+            ("jobs of main may last 1h (MaxTime)", "cluster.nodes=1", "cluster.slurm.time=2h"),
+            ("a job of QOS big must ask for 16 GPUs", "cluster.nodes=1", "cluster.slurm.qos=big"),
+            ("QOS booked is for jobs in a reservation alone", "cluster.nodes=1", "cluster.slurm.qos=booked"),
+        ):
+            refused = submit(cluster, SMALL, *ON_GPUS, *sets)
+            assert refused.returncode == 4, refused.stderr
+            assert said in " ".join(refused.stderr.split())
+        for options, *sets in (
+            (two, "cluster.nodes=2", "cluster.slurm.qos=over"),
+            (long, "cluster.nodes=1", "cluster.slurm.qos=long", "cluster.slurm.time=2h"),
+        ):
+            qos = next(one.partition("qos=")[2] for one in sets if "qos" in one)
+            taken = submit(cluster, SMALL, *ON_GPUS, "cluster.slurm.extra={hold: true}", *sets)
+            assert taken.returncode == 0, taken.stderr
+            job = cluster.submit("sleep 300", *options, f"--qos={qos}")
+            cluster.wait_for_state(job, "RUNNING")
+            cluster.run("scancel", "-u", "root")
+            cluster.wait_for_state(job, "CANCELLED")
+    finally:
+        cluster.run("scancel", "-u", "root")
+        cluster.run("scontrol", "update", "partitionname=main", "qos=", "maxtime=UNLIMITED", "maxnodes=UNLIMITED")
 
 
 def test_maintenance_that_is_in_the_way_is_told_with_its_times(cluster: DevCluster) -> None:

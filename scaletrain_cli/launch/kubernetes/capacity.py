@@ -5,6 +5,7 @@ That there is no room now is a note: jobs wait. That there never will be is a pr
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -27,6 +28,7 @@ from scaletrain_cli.launch.kubernetes.obstacles import Found, missing, problem
 from scaletrain_cli.launch.kubernetes.quantities import as_number, shown
 from scaletrain_cli.launch.kubernetes.quota import Cohort, Nearness, judge_quota, takes_namespace
 from scaletrain_cli.launch.kubernetes.refusals import RefusedError
+from scaletrain_cli.launch.outlook import Start
 from scaletrain_cli.spec import RunSpec
 
 # Node pools that a cloud can make larger: that a node is not there now does not mean that it cannot come.
@@ -88,6 +90,7 @@ def _activity(spec: RunSpec, queue: Object, given: str) -> Iterator[Found]:
     what = f"{queue['kind']} {queue['metadata']['name']}"
     if queue["spec"].get("stopPolicy", "None") != "None":
         yield f"{what} is held (stopPolicy {queue['spec']['stopPolicy']}): the job waits until it is let go"
+        yield Start(None, f"{what} is held")
         return
     for condition in queue.get("status", {}).get("conditions", ()):
         if condition["type"] == "Active" and condition["status"] == "False":
@@ -110,6 +113,7 @@ def _quota(cluster: Cluster, spec: RunSpec, queue: Object, pod: Object) -> Itera
         yield problem(spec, "queue", f"ClusterQueue {queue['metadata']['name']} can never admit it: {reason}.", given)
     if answer.busy and not answer.never:
         yield f"queue {given} is busy: {answer.busy}; the job will wait"
+    yield _start(queue, str(given), busy=bool(answer.busy))
     for resource in answer.uncovered:
         yield f"no quota of queue {given} covers {resource}: the job waits for ever unless Kueue is told to exclude it"
 
@@ -126,6 +130,19 @@ def _nearness(cluster: Cluster, spec: RunSpec) -> Nearness | None:
         known = []
     levels = {item["metadata"]["name"]: [level["nodeLabel"] for level in item["spec"]["levels"]] for item in known}
     return Nearness(topology.key, levels)
+
+
+def _start(queue: Object, given: str, *, busy: bool) -> Start:
+    """Kueue tells of no time. Whether a job that waits is of a lower priority than this one, only Kueue knows."""
+    waiting = int(queue.get("status", {}).get("pendingWorkloads", 0))
+    before = f", with {waiting} jobs before it at the most" if waiting else ""
+    if busy:
+        return Start(None, f"queue {given} has to get quota back first{before}; Kueue tells no time")
+    if waiting:
+        return Start(None, f"queue {given} has quota free{before}; Kueue tells no time")
+    return Start(
+        time.time(), f"queue {given} has quota free and nothing waits for it (Kueue); pods and image take more"
+    )
 
 
 def _needed(spec: RunSpec, pod: Object) -> dict[str, Fraction]:

@@ -1,4 +1,4 @@
-"""What a preflight finds: problems by the key of the spec, and notes. Knows no cluster."""
+"""What a preflight finds: problems by the key of the spec, notes, and when the job could start. Knows no cluster."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.launch.kubernetes.kinds import Object
+from scaletrain_cli.launch.outlook import Start
 from scaletrain_cli.spec import RunSpec
 
-Found = Problem | str  # a problem, or a note that is worth telling
+Found = Problem | str | Start  # a problem, a note that is worth telling, or what is known of the start
 _SECTION = "cluster.kubernetes"
 _NAMES_SHOWN = 8
 

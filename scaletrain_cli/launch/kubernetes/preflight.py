@@ -18,11 +18,12 @@ from scaletrain_cli.launch.kubernetes.manifest import Manifest
 from scaletrain_cli.launch.kubernetes.obstacles import Found, problem
 from scaletrain_cli.launch.kubernetes.refusals import NotServedError, RefusedError
 from scaletrain_cli.launch.kubernetes.trainjob import misses_runtime
+from scaletrain_cli.launch.outlook import Outlook, Start
 from scaletrain_cli.spec import RunSpec
 
 
-def check(cluster: Cluster, spec: RunSpec, rendered: Manifest) -> list[str]:
-    """Notes. Raises SchedulerError that lists every problem, or that says why the server cannot be asked."""
+def check(cluster: Cluster, spec: RunSpec, rendered: Manifest) -> Outlook:
+    """Raises SchedulerError that lists every problem, or that says why the server cannot be asked."""
     version = cluster.version()
     namespace = spec.cluster.kubernetes.namespace
     _require_namespace(cluster, namespace, spec)
@@ -45,7 +46,9 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest) -> list[str]:
     if problems:
         count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise SchedulerError(f"{cluster.where}, {version}: {count} would keep the job from starting", problems)
-    return list(dict.fromkeys(finding for finding in found if isinstance(finding, str)))
+    notes = tuple(dict.fromkeys((*rendered.notes, *(finding for finding in found if isinstance(finding, str)))))
+    starts = [finding for finding in found if isinstance(finding, Start)]
+    return Outlook(starts[0] if starts else _unplanned(spec), notes)
 
 
 def pod_spec(objects: Iterable[Object]) -> Object:
@@ -58,6 +61,17 @@ def pod_spec(objects: Iterable[Object]) -> Object:
         for task in spec.get("tasks", ()):
             return dict(task["template"]["spec"])
     return {}
+
+
+def _unplanned(spec: RunSpec) -> Start:
+    """Of a job that no quota admits, or whose quota may not be looked at."""
+    if spec.cluster.kubernetes.kueue:
+        return Start(None, f"the quota of queue {spec.cluster.kubernetes.queue} cannot be looked at")
+    if spec.cluster.kubernetes.queue is not None:
+        room = f"queue {spec.cluster.kubernetes.queue} and the nodes have room for all of it"
+        return Start(None, f"Volcano tells no time: the gang is placed once {room}")
+    pods = "its pod is" if spec.cluster.nodes == 1 else f"its {spec.cluster.nodes} pods are"
+    return Start(None, f"no quota plans ahead: {pods} placed once nodes have room (`scaletrain status --cluster`)")
 
 
 def _asked(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Found]:

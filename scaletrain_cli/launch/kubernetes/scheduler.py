@@ -44,12 +44,13 @@ from scaletrain_cli.launch.kubernetes.whereabouts import (
     whereabouts_of,
 )
 from scaletrain_cli.launch.kubernetes.yaml_text import to_yaml
+from scaletrain_cli.launch.outlook import Outlook
 from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.launch.submission import make_record, read_submission
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
-from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.spec import RunSpec
 
 _NUMBER = re.compile(r"-s(\d+)$")
@@ -64,7 +65,7 @@ class KubernetesScheduler:
 
     connect: Callable[[str | None, str], Cluster] = connect
 
-    def preflight(self, spec: RunSpec, plan: RunPlan) -> list[str]:
+    def preflight(self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None) -> Outlook:
         """Look for everything that would keep the job from starting, and let the server judge each object.
 
         Raises SchedulerError with all problems at once.
@@ -72,9 +73,15 @@ class KubernetesScheduler:
         from scaletrain_cli.launch.kubernetes.preflight import check
 
         # A name that nobody has: the server judges the objects as if they were to be made now.
-        record = make_record(spec, plan, f"preflight-{secrets.token_hex(4)}", take_snapshot(spec))
-        rendered = manifest(record, documents_for(RunDir(runs_root() / record.run_id), record))
-        return [*rendered.notes, *check(self._cluster(spec), spec, rendered)]
+        name = f"preflight-{secrets.token_hex(4)}"
+        if run is None:
+            record = make_record(spec, plan, name, take_snapshot(spec))
+            documents = documents_for(RunDir(runs_root() / name), record)
+        else:  # the code is that which is kept with it, whatever has become of the tree
+            record = dataclasses.replace(read_record(run), run_id=name, spec=spec, plan=plan)
+            documents = documents_for(run, record)
+        rendered = manifest(record, documents)
+        return check(self._cluster(spec), spec, rendered)
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return to_yaml(self._manifest(run, record, lambda: self._cluster(record.spec))[0].objects)

@@ -9,6 +9,7 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.kubernetes.scheduler import KubernetesScheduler
+from scaletrain_cli.launch.outlook import Outlook
 from tests.launch.conftest import MadeRun
 from tests.launch.kubernetes.conftest import SETTINGS, condition
 from tests.launch.kubernetes.fake_api import FakeApi, status
@@ -20,14 +21,20 @@ QUEUE = (*GPU, "cluster.kubernetes.queue=team-a")
 
 
 @pytest.fixture
-def preflight(make_run: Callable[..., MadeRun], api: FakeApi) -> Callable[..., list[str]]:
+def preflight(outlook: Callable[..., Outlook]) -> Callable[..., list[str]]:
     """Checks a spec against the server; returns its notes."""
+    return lambda *settings: list(outlook(*settings).notes)
+
+
+@pytest.fixture
+def outlook(make_run: Callable[..., MadeRun], api: FakeApi) -> Callable[..., Outlook]:
+    """Checks a spec against a server that has room for it."""
     api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
     api.put("persistentvolumeclaims", claim("runs"))
     for number in range(4):
         api.put("nodes", gpu_node(f"n{number}"), namespace="")
 
-    def check(*settings: str) -> list[str]:
+    def check(*settings: str) -> Outlook:
         record = make_run(*SETTINGS, *settings).record
         before = dict(api.objects)
         try:
@@ -121,6 +128,26 @@ def test_a_quota_that_can_never_fit_is_told_apart_from_one_that_is_busy(
     whole["status"]["flavorsReservation"] = taken
     (note,) = [note for note in preflight(*QUEUE) if "busy" in note]
     assert "8 of 16 nvidia.com/gpu are taken, and the job needs 16; the job will wait" in note
+
+
+def test_the_start_is_now_where_quota_is_free_and_else_not_known_and_why(
+    outlook: Callable[..., Outlook], api: FakeApi
+) -> None:
+    assert (outlook(*GPU).start.at, outlook(*GPU).start.why[:20]) == (None, "no quota plans ahead")
+    whole = put_queue(api)
+    start = outlook(*QUEUE).start
+    assert start.at is not None
+    assert "queue team-a has quota free and nothing waits for it" in start.why
+    whole["status"]["pendingWorkloads"] = 3
+    start = outlook(*QUEUE).start
+    assert (start.at, "quota free, with 3 jobs before it at the most" in start.why) == (None, True)
+    taken = [{"name": "h100", "resources": [{"name": "nvidia.com/gpu", "total": "8"}]}]
+    whole["status"]["flavorsReservation"] = taken
+    assert "team-a has to get quota back first, with 3 jobs before it at the most" in outlook(*QUEUE).start.why
+    whole["spec"]["stopPolicy"] = "Hold"
+    assert outlook(*QUEUE).start.why == "ClusterQueue training is held"
+    api.forbid("get", "clusterqueues", KUEUE)
+    assert outlook(*QUEUE).start.why == "the quota of queue team-a cannot be looked at"
 
 
 def test_what_can_be_borrowed_counts(preflight: Callable[..., list[str]], api: FakeApi) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from tests.cli.command_line import SMALL, Ended, scaletrain
 from tests.launch.conftest import MadeRun
 from tests.launch.kubernetes.conftest import SETTINGS, condition, ended, pod
 from tests.launch.kubernetes.fake_api import FakeApi
+from tests.launch.working_tree import WorkingTree
 
 GROUP = "jobset.x-k8s.io"
 
@@ -80,6 +83,36 @@ def test_a_preflight_that_fails_leaves_no_run(ready: FakeApi, tmp_path: Path) ->
     assert "there is no such PriorityClass" in refused.err
     assert not list(tmp_path.glob("runs/*"))
     assert not ready.all("jobsets")
+
+
+def test_a_resume_that_could_never_start_is_refused_and_changes_nothing(ready: FakeApi, tmp_path: Path) -> None:
+    submit("--yes")
+    ready.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition("Failed")]}
+    scaletrain("status", "r1")
+    del ready.objects[("", "persistentvolumeclaims", "ml", "runs")]
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    asked = len(ready.objects)
+    refused = scaletrain("resume", "r1", "--yes")
+    assert refused.code == ExitCode.SCHEDULER, refused.err
+    assert "runs.claim = runs" in refused.err
+    assert {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()} == before
+    assert len(ready.objects) == asked
+
+
+def test_a_resume_asks_about_the_code_that_is_kept_and_not_about_the_tree(ready: FakeApi, tree: WorkingTree) -> None:
+    sent = submit("--yes", "--set", f"code.path={json.dumps(str(tree.folder))}")
+    assert sent.code == ExitCode.DONE, sent.err
+    ready.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition("Failed")]}
+    shutil.rmtree(tree.folder)
+    resumed = scaletrain("resume", "r1", "--yes")
+    assert resumed.code == ExitCode.DONE, resumed.err
+
+
+def test_the_question_says_what_is_sent_where_and_when_it_could_start(ready: FakeApi) -> None:
+    shown = [" ".join(row.split()) for row in submit("--yes").err.splitlines()]
+    assert "Job r1: 2 nodes × 2 CPU processes = 4 on kubernetes, namespace ml" in shown
+    assert "sent as objects for the API server; --dry-run prints it whole" in shown
+    assert any(row.startswith("Start not known: no quota plans ahead: its 2 pods are placed once") for row in shown)
 
 
 def test_what_a_pod_said_before_any_attempt_is_shown(ready: FakeApi) -> None:

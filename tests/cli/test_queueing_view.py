@@ -1,0 +1,78 @@
+"""What stands before the question: size, price and start in words, on every scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+
+from scaletrain_cli.launch.outlook import Prospect, Start
+from scaletrain_cli.plan.result import Cost
+from scaletrain_cli.ui.queueing_view import cost_text, show_before_resuming, size_text, start_text, sweep_rows
+from tests.launch.conftest import make_plan, make_spec
+
+NOW = time.mktime((2026, 11, 22, 14, 0, 0, 0, 0, -1))
+HOUR = 3600.0
+SLURM = ("cluster.scheduler=slurm", "cluster.gpu=h100-sxm-80gb", "cluster.nodes=4", "cluster.gpus_per_node=8")
+
+
+def prospect(*overrides: str, cost: Cost | None = None, start: Start | None = None, step: int = 0) -> Prospect:
+    spec = make_spec(*overrides)
+    plan = make_plan(spec)
+    plan = dataclasses.replace(plan, cost=cost if cost is not None else plan.cost)
+    return Prospect(spec, plan, start if start is not None else Start(None, "nobody knows"), step)
+
+
+@pytest.mark.parametrize(
+    ("at", "words"),
+    [
+        (None, "not known"),
+        (NOW - HOUR, "now"),
+        (NOW + 60, "now"),
+        (NOW + 2 * HOUR, "today 16:00, in 2 h"),
+        (NOW + 12 * HOUR, "tomorrow 02:00, in 12 h"),
+        (NOW + 72 * HOUR, "2026-11-25 14:00, in 3 d"),
+    ],
+)
+def test_a_start_is_a_time_and_how_long_that_is(at: float | None, words: str) -> None:
+    assert start_text(Start(at, ""), NOW) == words
+
+
+def test_a_size_counts_nodes_and_devices() -> None:
+    assert size_text(make_spec(*SLURM, "training.global_batch_size=32").cluster) == "4 nodes × 8 GPUs = 32"
+    assert size_text(make_spec("cluster.gpus_per_node=1").cluster) == "1 node with 1 CPU process"
+
+
+def test_a_cost_is_of_what_is_left_and_by_the_hour() -> None:
+    cost = Cost(3.0, "list price", 100.0, None, 1200.0)
+    told = "$1,200 expected for the whole run, $6.00 per hour ($3.00 per GPU and hour: list price)"
+    assert cost_text(prospect(cost=cost)) == told
+    assert cost_text(prospect(cost=cost, step=15)).startswith("$300 expected for the 5 steps that are left, ")
+    never = dataclasses.replace(cost, expected_usd=None)
+    assert cost_text(prospect(cost=never)).startswith("without end, ")
+    assert cost_text(prospect(cost=Cost(None, "unknown: set a price", None, None, None))) == "unknown: set a price"
+
+
+def test_a_resume_shows_job_cost_start_and_what_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("cluster.slurm.partition=gpu", "cluster.slurm.qos=high", "cluster.slurm.time=24h")
+    one = prospect(*SLURM, "training.global_batch_size=32", *asked, start=Start(None, "sbatch gave no time"))
+    show_before_resuming(one, ["-#SBATCH --nodes=2", "+#SBATCH --nodes=4"])
+    shown = [" ".join(row.split()) for row in capsys.readouterr().err.splitlines()]
+    assert shown[0] == "Job 4 nodes × 8 GPUs = 32 on slurm, partition gpu, QOS high, requeued after 24 h"
+    assert shown[1] == "sent as a batch script for sbatch; --dry-run prints it whole"
+    assert "Start not known: sbatch gave no time" in shown
+    assert shown[-3:] == [
+        "Changed what is sent differs from what was sent last:",
+        "-#SBATCH --nodes=2",
+        "+#SBATCH --nodes=4",
+    ]
+
+
+def test_of_a_sweep_an_hour_costs_what_may_run_at_once() -> None:
+    cost = Cost(3.0, "list price", 100.0, None, 1200.0)
+    points = [(one.spec, one.plan) for one in [prospect(cost=cost)] * 3]
+    rows = {label: str(content) for label, content in sweep_rows(points, Start(None, "nobody knows"), 2)}
+    assert rows["Jobs"] == "3 runs, 2 at a time, 1 node with 2 CPU processes each on this machine"
+    assert rows["Cost"] == "$3,600 expected for all of them, $12.00 per hour"
+    assert rows["Start"] == "not known: nobody knows (of the first; the others follow as these end)"
