@@ -109,7 +109,7 @@ def _prospect(run: RunDir, record: RunRecord, report: ResumeReport, scheduler: S
     outlook = scheduler.preflight(spec, plan, run)
     room = room_notes(spec, plan, run.path.parent, there=len(committed_folders(checkpoint_folder(run, spec))))
     step = report.checkpoint.step if report.checkpoint is not None else 0
-    return Prospect(spec, plan, outlook.start, step, (*outlook.notes, *room))
+    return Prospect(spec, plan, outlook.start, step, (*outlook.notes, *room), record.code)
 
 
 def _print(data: dict[str, object]) -> None:

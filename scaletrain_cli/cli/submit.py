@@ -111,13 +111,12 @@ def command(
     from scaletrain_cli.ui.messages import warn
 
     if run_id is not None and (earlier := _submitted_before(run_id)) is not None:
-        _tell(
-            create_run(run_spec, plan, run_id, snapshot=snapshot), earlier, {}, as_json
-        )  # or says how the spec differs
+        made = create_run(run_spec, plan, run_id, snapshot=snapshot)  # or says how the spec or the code differs
+        _tell(made, earlier, {}, as_json)
         return
     outlook = scheduler.preflight(run_spec, plan)
     notes = (*outlook.notes, *room_notes(run_spec, plan, runs_root()))
-    prospect = Prospect(run_spec, plan, outlook.start, notes=notes)
+    prospect = Prospect(run_spec, plan, outlook.start, notes=notes, code=None if snapshot is None else snapshot.record)
     for note in notes:
         warn(note)
     if not as_json:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.rundir.code import CodeRecord, code_file, hash_of, listing
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.spec import RunSpec
 
 IGNORE_FILE = ".scaletrainignore"
@@ -38,17 +38,18 @@ class Snapshot:
     patch: bytes  # empty where everything is committed
 
 
-def take_snapshot(spec: RunSpec, working_folder: str = "") -> Snapshot | None:
+def take_snapshot(spec: RunSpec, working_folder: str = "", runs: Path | None = None) -> Snapshot | None:
     """The tree that ``code.path`` names, seen from here or from a run's own working folder; None where it names none.
 
-    Raises UsageError, one for all files in the way.
+    ``runs`` below it stay out, whether git ignores them or not: the folder that a run is in, or the runs root. Raises
+    UsageError, one for all files in the way.
     """
     code = spec.code
     if code.path is None:
         return None
     tree = _Tree(Path(working_folder, Path(code.path).expanduser()).absolute(), spec.where("code.path"))
     commit = tree.commit()
-    kept, changed = tree.kept(), tree.changed()
+    kept, changed = tree.kept(but=runs or runs_root()), tree.changed()
     uncommitted = sorted(path for path in changed if path in kept or not os.path.lexists(tree.folder / path))
     if uncommitted and code.uncommitted == "refuse":
         raise _refusal(
@@ -109,14 +110,16 @@ class _Tree:
         tracked = self._paths("diff", "--name-only", "--relative", "--no-ext-diff", "HEAD", "--", ".")
         return tracked | self._paths("ls-files", "--others", "--exclude-standard")
 
-    def kept(self) -> set[str]:
+    def kept(self, *, but: Path) -> set[str]:
         """Paths below the folder that belong to the snapshot. Raises UsageError for what no archive could hold."""
         known = self._paths("ls-files", "--cached") | self._paths("ls-files", "--others", "--exclude-standard")
         if (self.folder / IGNORE_FILE).is_file():
             for kind in ("--cached", "--others"):
                 known -= self._paths("ls-files", kind, "--ignored", f"--exclude-from={IGNORE_FILE}")
+        inside, out = self.folder.resolve(), but.resolve()
         there = {path for path in known if os.path.lexists(self.folder / path)}
-        inside = self.folder.resolve()
+        if out.is_relative_to(inside):
+            there = {path for path in there if not (inside / path).is_relative_to(out)}
         problems = [why for path in sorted(there) if (why := self._obstacle(path, inside)) is not None]
         if problems:
             raise _refusal(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.spec import RunSpec
 
 
@@ -41,6 +42,7 @@ class Prospect:
     start: Start
     step: int = 0
     notes: tuple[str, ...] = ()
+    code: CodeRecord | None = None  # the user's own, where there is any
 
     @property
     def steps_left(self) -> int:

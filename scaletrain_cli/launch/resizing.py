@@ -83,7 +83,7 @@ def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False) -> 
         raise UsageError(f"{run.run_id} would no longer be the same run", tuple(problems))
     snapshot = None
     if new_code or any(key.startswith("code.") for key in changes):
-        snapshot = take_snapshot(spec, before.working_folder)
+        snapshot = take_snapshot(spec, before.working_folder, run.path.parent)
     if snapshot is None and new_code:
         raise UsageError(f"{run.run_id} has no code of yours to take anew. Name it: --set code.path=FOLDER.")
     if not changes:

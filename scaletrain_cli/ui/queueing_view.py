@@ -51,6 +51,7 @@ def job_rows(prospect: Prospect, run_id: str | None = None) -> list[Row]:
     named = f"{run_id}: " if run_id is not None else ""
     return [
         ("Job", Group(words(f"{named}{size_text(cluster)} {_where(cluster)}"), words(sent, "dim"))),
+        *([("Code", words(prospect.code.shown))] if prospect.code is not None else []),
         ("Cost", words(cost_text(prospect))),
         ("Start", start_view(prospect.start)),
     ]

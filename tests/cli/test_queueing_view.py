@@ -9,7 +9,15 @@ import pytest
 
 from scaletrain_cli.launch.outlook import Prospect, Start
 from scaletrain_cli.plan.result import Cost
-from scaletrain_cli.ui.queueing_view import cost_text, show_before_resuming, size_text, start_text, sweep_rows
+from scaletrain_cli.rundir.code import CodeRecord
+from scaletrain_cli.ui.queueing_view import (
+    cost_text,
+    show_before_resuming,
+    show_before_submission,
+    size_text,
+    start_text,
+    sweep_rows,
+)
 from tests.launch.conftest import make_plan, make_spec
 
 NOW = time.mktime((2026, 11, 22, 14, 0, 0, 0, 0, -1))
@@ -67,6 +75,14 @@ def test_a_resume_shows_job_cost_start_and_what_changed(capsys: pytest.CaptureFi
         "-#SBATCH --nodes=2",
         "+#SBATCH --nodes=4",
     ]
+
+
+def test_the_code_that_goes_along_is_shown_by_its_hash_and_commit(capsys: pytest.CaptureFixture[str]) -> None:
+    code = CodeRecord("0123456789abcdef", 2, "f" * 64, 41, 123_456)
+    show_before_submission(dataclasses.replace(prospect(), code=code), "mine")
+    shown = capsys.readouterr().err
+    assert "Code" in shown
+    assert "ffffffffffff (commit 0123456789 and 2 uncommitted, 41 files, 123,456 bytes)" in shown
 
 
 def test_of_a_sweep_an_hour_costs_what_may_run_at_once() -> None:

@@ -127,6 +127,19 @@ def test_the_ignore_file_keeps_files_out_that_git_knows_and_their_changes_too(tr
     assert taken.record.uncommitted == 1  # the ignore file itself
 
 
+def test_runs_that_are_kept_within_the_tree_are_no_part_of_it(
+    tree: WorkingTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = snapshot(tree)
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tree.folder / "runs"))
+    tree.write("runs/llama-1/checkpoints/step-00000010/rank-0.safetensors", "0" * 100)
+    tree.write("runs.py", "import this\n")
+    after = snapshot(tree)
+    assert files_in(after.archive).keys() - files_in(before.archive).keys() == {"runs.py"}
+    assert after.record.uncommitted == 1
+    assert b"safetensors" not in after.patch
+
+
 def test_a_folder_of_a_repository_is_kept_alone(tree: WorkingTree) -> None:
     tree.write("train.py", "print('two')\n")
     taken = take_snapshot(make_spec(f"code.path={tree.folder / 'src'}"))
