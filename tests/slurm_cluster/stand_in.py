@@ -1,0 +1,126 @@
+"""A user of a test cluster whose runs train with a stand-in for the engine; all else about these runs is real.
+
+The stand-in keeps the engine's contract and commits real checkpoints. What is asked of a run here is what its user
+would ask: how it ended, whether each attempt went on from what was committed before it, whether a process is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.launch.conftest import PROJECT
+from tests.slurm_cluster.cluster import DevCluster
+
+FOREVER = {"steps": 100_000, "step_seconds": 0.05, "checkpoint_every": 5}
+
+
+class Site:
+    """The user; each run takes one rank on each of two nodes."""
+
+    def __init__(self, cluster: DevCluster, runs: Path) -> None:
+        self.cluster, self.runs = cluster, runs
+        cluster.environment |= {"SCALETRAIN_RUNS": str(runs), "PYTHONPATH": str(PROJECT)}
+
+    @classmethod
+    @contextlib.contextmanager
+    def visiting(cls, cluster: DevCluster, runs: Path) -> Iterator[Site]:
+        """Until the end of the block, which no job outlives."""
+        yield cls(cluster, runs)
+        cluster.run("scancel", "--me")
+        deadline = time.monotonic() + 60
+        while cluster.run("squeue", "-h", "--me").stdout:
+            assert time.monotonic() < deadline, cluster.run("squeue").stdout
+            time.sleep(0.3)
+
+    def scaletrain(self, *arguments: str, check: bool = True) -> Any:
+        done = self.cluster.run(sys.executable, "-m", "scaletrain_cli", *arguments, check=check)
+        return json.loads(done.stdout) if "--json" in arguments and check else done
+
+    def submit(self, fake: dict[str, Any], *settings: str, run_id: str = "life") -> str:
+        done = self.try_to_submit(fake, *settings, run_id=run_id)
+        assert done.returncode == 0, done.stderr
+        return str(json.loads(done.stdout)["run_id"])
+
+    def try_to_submit(self, fake: dict[str, Any], *settings: str, run_id: str = "life") -> Any:
+        pairs = (
+            *("cluster.scheduler=slurm", "cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.grace_seconds=15"),
+            *("training.micro_batch_size=1", "env.SCALETRAIN_ENGINE=tests.launch.fake_engine"),
+            f"env.FAKE={json.dumps(json.dumps(fake))}",
+            *settings,
+        )
+        sets = [word for pair in pairs for word in ("--set", pair)]
+        spec = str(PROJECT / "tests" / "cli" / "small.yaml")
+        return self.scaletrain("submit", spec, "--run-id", run_id, "--yes", "--json", *sets, check=False)
+
+    def status(self, run_id: str) -> dict[str, Any]:
+        return dict(self.scaletrain("status", run_id, "--json"))
+
+    def wait(
+        self, run_id: str, reached: Callable[[dict[str, Any]], bool], what: str, seconds: float = 90
+    ) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        while not reached(now := self.status(run_id)):
+            assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}; {now}"
+            time.sleep(0.3)
+        return now
+
+    def trains(self, run_id: str, attempt: int = 1) -> dict[str, Any]:
+        """Once the attempt has committed something of its own."""
+        return self.wait(
+            run_id,
+            lambda now: now["attempt"] == attempt and (now["last_checkpoint_step"] or 0) > self.began_at(run_id),
+            f"attempt {attempt} saves",
+        )
+
+    def began_at(self, run_id: str) -> int:
+        """The newest checkpoint that the newest attempt found."""
+        attempts = self.attempts(run_id)
+        return (attempts[-1]["checkpoint_at_start"] or 0) if attempts else 0
+
+    def attempts(self, run_id: str) -> list[dict[str, Any]]:
+        found = sorted((self.runs / run_id / "attempts").glob("*/attempt.json"))
+        return [json.loads(path.read_text()) for path in found]
+
+    def events(self, run_id: str, name: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in (self.runs / run_id / "events.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["event"] == name]
+
+    def ends(self, run_id: str) -> list[tuple[int, str]]:
+        return [(event["exit_code"], event["reason"]) for event in self.events(run_id, "attempt-ended")]
+
+    def committed(self, run_id: str) -> set[str]:
+        return {path.name for path in (self.runs / run_id / "checkpoints").glob("step-????????")}
+
+    def cancel(self, run_id: str) -> None:
+        """And see that it saves its last step first, and that nothing was lost until then."""
+        self.scaletrain("cancel", run_id, "--yes")
+        ended = self.wait(run_id, lambda now: now["state"] == "cancelled", "it is cancelled")
+        assert ended["last_checkpoint_step"] == ended["step"], ended
+        self.nothing_is_lost(run_id)
+
+    def nothing_is_lost(self, run_id: str) -> None:
+        """No committed step of any attempt, and no step at all where there was time to save; nor is a process left."""
+        commits = self.events(run_id, "checkpoint")
+        for attempt in self.attempts(run_id):
+            before = [commit["step"] for commit in commits if commit["time"] < attempt["started"]]
+            assert (attempt["checkpoint_at_start"] or 0) >= max(before, default=0), (attempt, commits)
+            assert attempt["exit_code"] != 75 or attempt["last_checkpoint_step"] == attempt["last_step"], attempt
+        assert {f"step-{commit['step']:08d}" for commit in commits} <= self.committed(run_id)
+        self.nothing_is_left(run_id)
+
+    def processes(self, run_id: str) -> list[str]:
+        """Of the run, on all nodes: they are this machine's."""
+        found = self.cluster.run("pgrep", "-f", "--", f"(node_agent|fake_engine) .*{run_id}", check=False)
+        return str(found.stdout).split()
+
+    def nothing_is_left(self, run_id: str) -> None:
+        deadline = time.monotonic() + 30
+        while self.processes(run_id):
+            assert time.monotonic() < deadline, self.cluster.run("pgrep", "-fa", run_id, check=False).stdout
+            time.sleep(0.2)

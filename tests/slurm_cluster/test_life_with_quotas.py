@@ -1,0 +1,71 @@
+"""Runs of a stand-in for the engine on a real Slurm with accounting: preempted by a QOS, beyond a quota, behind one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm_cluster.cluster import DevCluster
+from tests.slurm_cluster.stand_in import FOREVER, Site
+
+pytestmark = pytest.mark.slurm
+CAPPED = "cluster.slurm.qos=capped"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[DevCluster]:
+    conf = ["PreemptType=preempt/qos", "PriorityWeightQOS=1000"]
+    with DevCluster.running("--accounting", nodes=4, kill_wait_seconds=10, conf=conf) as cluster:
+        for words in (
+            "add qos scavenger Priority=0 PreemptMode=requeue GraceTime=20",
+            "add qos prod Priority=1000 Preempt=scavenger",
+            "add qos capped GrpTRES=node=2",
+            "modify account lab set QOS+=scavenger,prod,capped",
+        ):
+            cluster.run("sacctmgr", "-i", *words.split())
+        yield cluster
+
+
+@pytest.fixture
+def site(shared: DevCluster, tmp_path: Path) -> Iterator[Site]:
+    with Site.visiting(shared, tmp_path / "runs") as site:
+        yield site
+
+
+def test_a_run_that_a_higher_qos_preempts_goes_on_without_a_lost_step(site: Site) -> None:
+    run_id = site.submit(FOREVER, "cluster.slurm.qos=scavenger")
+    before = site.trains(run_id)
+    script = (site.runs / run_id / "job.sh").read_text()
+    assert "# Preemption: by QOS. scavenger loses nodes to prod: PreemptMode=REQUEUE, SIGTERM to the agents" in script
+    urgent = site.cluster.submit("sleep 300", "-q", "prod", "-A", "lab", "-N", "4", "--exclusive", "-o/dev/null")
+    site.cluster.wait_for_state(urgent, "RUNNING", seconds=90)
+    site.cluster.run("scancel", urgent)
+    after = site.trains(run_id, attempt=2)
+    assert after["job_id"] == before["job_id"]
+    site.cancel(run_id)
+    assert site.ends(run_id) == [(75, "preempted"), (75, "cancelled")]
+
+
+def test_a_quota_that_is_too_small_is_a_refusal_and_nothing_is_left(site: Site) -> None:
+    refused = site.try_to_submit(FOREVER, CAPPED, "cluster.nodes=3", run_id="refused")
+    assert refused.returncode == 4, refused.stderr
+    assert "3 nodes over all nodes: QOS capped may hold 2 nodes at once" in refused.stderr
+    assert not site.runs.exists()
+    assert site.cluster.run("squeue", "-h", "--me").stdout == ""
+    assert not site.processes("refused")
+
+
+def test_a_quota_that_is_busy_is_a_note_and_the_run_trains_once_it_is_free(site: Site) -> None:
+    holder = site.cluster.submit("sleep 300", "-A", "lab", "-q", "capped", "-N", "1", "-o/dev/null")
+    site.cluster.wait_for_state(holder, "RUNNING")
+    waits = site.try_to_submit({"steps": 20, "checkpoint_every": 5}, CAPPED)
+    assert waits.returncode == 0, waits.stderr
+    assert "QOS capped has 1 of its 2 nodes in use (GrpTRES): the job waits for 2." in waits.stderr
+    assert site.status("life")["state"] == "queued"
+    assert not site.processes("life")
+    site.cluster.run("scancel", holder)
+    done = site.wait("life", lambda now: now["state"] == "finished", "it finishes")
+    assert (done["attempt"], done["last_checkpoint_step"], site.ends("life")) == (1, 20, [(0, "done")])
+    site.nothing_is_lost("life")
