@@ -21,6 +21,8 @@ from scaletrain_cli.spec.quantities import (
 from scaletrain_cli.spec.section import LEFT_OUT, Section
 from scaletrain_cli.spec.slurm import SlurmSpec
 
+MOST_NODES = 100_000
+
 
 def _price(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e6:
@@ -73,7 +75,7 @@ class ClusterSpec(Section):
     """
 
     scheduler: Literal["local", "slurm", "kubernetes"] = "local"
-    nodes: Annotated[int, Field(strict=True, ge=1, le=100_000)] = 1
+    nodes: Annotated[int, Field(strict=True, ge=1, le=MOST_NODES)] = 1
     gpus_per_node: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1
     cpus_per_gpu: AutoWhole = "auto"
     gpu: Accelerator = "cpu"

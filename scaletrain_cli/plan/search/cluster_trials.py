@@ -13,7 +13,7 @@ from scaletrain_cli.plan.planning import plan_or_refuse
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.cluster_choice import ClusterLimits, Considered
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
-from scaletrain_cli.plan.search.node_choice import least_step_seconds, likeliest
+from scaletrain_cli.plan.search.node_choice import least_step_seconds, likeliest, most_nodes
 from scaletrain_cli.spec import RunSpec
 
 # So many more clusters are planned at most, after the first pass.
@@ -102,7 +102,7 @@ def _chances(
     known = [each for each in tried if each.row.seconds and each.row.step_seconds]
     if not known:
         return [], 0
-    most = limits.max_gpus // spec.cluster.gpus_per_node
+    most = most_nodes(spec, limits.max_gpus)
     aim = best.gpus if best else limits.max_gpus
     thriftiest = min(known, key=lambda each: (each.row.seconds or 0.0) * each.row.gpus).row
     nearest = min(known, key=lambda each: abs(each.row.gpus - aim))

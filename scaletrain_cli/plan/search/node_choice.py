@@ -12,6 +12,7 @@ from scaletrain_cli.plan.search.rejections import Tally
 from scaletrain_cli.plan.search.rule import divisors
 from scaletrain_cli.plan.search.search_space import axes_to_try, groups
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.cluster import MOST_NODES
 
 # In the coarse pass, node counts closer than this say the same twice; large clusters, which take longest to plan, are
 # looked at more coarsely, since the pass after it looks closely where it matters.
@@ -22,10 +23,15 @@ _LARGE = 16
 _MOST_BOUNDED = 48
 
 
+def most_nodes(spec: RunSpec, max_gpus: int) -> int:
+    """Of so many GPUs; never more than a spec may name, whatever limit was given."""
+    return min(max_gpus // spec.cluster.gpus_per_node, MOST_NODES)
+
+
 def node_counts(spec: RunSpec, max_gpus: int) -> list[int]:
     """Node counts of the coarse pass, ascending: powers of two, counts that divide the batch, and the spec's own."""
     per_node = spec.cluster.gpus_per_node
-    most = max_gpus // per_node
+    most = most_nodes(spec, max_gpus)
     if spec.cluster.scheduler == "local":
         return [1]
     wanted = {1 << power for power in range(most.bit_length())}

@@ -13,6 +13,7 @@ from scaletrain_cli.plan.search.cluster_trials import try_cluster
 from scaletrain_cli.plan.search.node_choice import node_counts
 from scaletrain_cli.plan.search.sizing import Sizing, SizingError, scaling_curve, size_cluster
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.cluster import MOST_NODES
 from tests.plan.specs import DATA_ALONE, spec_of
 
 DAY = 86400.0
@@ -155,6 +156,11 @@ def test_this_machine_has_one_node() -> None:
     assert node_counts(spec, 64) == [1]
     assert not size_cluster(spec, "time").notes
     assert "local is one node" in size_cluster(spec, "time", max_gpus=64).notes[0]
+
+
+def test_a_limit_beyond_every_cluster_ends_at_the_largest_that_a_spec_may_name() -> None:
+    assert max(node_counts(run(), 10**20)) <= MOST_NODES
+    assert chosen(size_cluster(run(), "time", max_gpus=10**20)).gpus == 1024  # the batch has no more to share out
 
 
 def test_the_answer_is_json_and_the_same_each_time() -> None:
