@@ -66,7 +66,7 @@ def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
     attempts = read_attempts(run)
     last = attempts[-1] if attempts else None
     submission = read_submission(run)
-    job = _ask(run, record, scheduler)
+    job = _ask(run, record, last, scheduler)
     measured = {**job.progress, **_newest_measures(run)}
     return RunStatus(
         run_id=record.run_id,
@@ -114,7 +114,9 @@ def exit_code_of(run: RunDir, status: RunStatus) -> int:
     return last.exit_code or ExitCode.CRASHED
 
 
-def _ask(run: RunDir, record: RunRecord, scheduler: Scheduler | None) -> Job:
+def _ask(run: RunDir, record: RunRecord, last: AttemptRecord | None, scheduler: Scheduler | None) -> Job:
+    if last is not None and last.reason == "done":  # nothing can follow; of many runs most are, and squeue costs
+        return Job("", "ended", "finished")
     try:
         return (scheduler or scheduler_for(record.spec.cluster.scheduler)).job(run, record)
     except SchedulerError as error:  # the run directory still tells most of it

@@ -84,6 +84,17 @@ def test_a_scheduler_that_does_not_answer_leaves_the_state_unknown_and_the_rest_
     assert (found.state, found.step, found.why) == ("unknown", 4, "squeue: connection refused")
 
 
+def test_of_a_run_that_is_done_no_scheduler_is_asked(made: MadeRun) -> None:
+    class NotToBeAsked(Cluster):
+        def job(self, run: RunDir, record: RunRecord) -> Job:
+            raise AssertionError("nothing can follow, and two hundred questions to a controller are too many")
+
+    submit_run(made.run, made.record, Cluster())
+    attempt(made, 0, "done")
+    found = run_status(made.run, NotToBeAsked())
+    assert (found.state, found.job_id) == ("finished", "7")
+
+
 def test_figures_come_from_the_newest_lines_that_have_them(made: MadeRun) -> None:
     submit_run(made.run, made.record, Cluster())
     append_line(made.run.metrics, {"step": 1, "loss": 3.0, "validation_loss": 3.1, "tokens_per_second": 10.0})
