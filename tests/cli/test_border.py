@@ -95,7 +95,12 @@ def test_the_command_line_asks_only_on_a_terminal(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_costs_little_cpu_beyond_its_arithmetic() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "limit_seconds"),
+    [(["plan"], PLAN_CPU_LIMIT_SECONDS), (["submit", "--dry-run", "--set", "cluster.scheduler=slurm"], 0.6)],
+    ids=["plan", "submit"],
+)
+def test_planning_verbs_cost_little_cpu_beyond_the_arithmetic(arguments: list[str], limit_seconds: float) -> None:
     program = (
         "import resource, sys\n"
         "from scaletrain_cli.__main__ import main\n"
@@ -116,12 +121,16 @@ def test_a_plan_costs_little_cpu_beyond_its_arithmetic() -> None:
         "finally:\n"
         "    print(cpu() - sum(spent), file=sys.stderr)\n"
     )
-    command = [sys.executable, "-c", program, "plan", str(SMALL)]
-    runs = [subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True) for _ in range(5)]
-    helped = [sys.executable, "-c", program, "--help"]
-    base = min(float(subprocess.run(helped, cwd=PROJECT, capture_output=True, text=True).stderr) for _ in range(3))
-    best = min(float(run.stderr) for run in runs)
-    assert best - base <= PLAN_CPU_LIMIT_SECONDS, f"{best:.3f} s of CPU, --help {base:.3f} s"
+
+    def cpu_seconds(*words: str) -> float:
+        command = [sys.executable, "-c", program, *words]
+        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
+        return float(done.stderr.splitlines()[-1])
+
+    base = min(cpu_seconds("--help") for _ in range(2))
+    most = base + limit_seconds
+    # The least of some: whoever else is on the machine only adds to it.
+    assert any(cpu_seconds(*arguments, str(SMALL)) <= most for _ in range(5)), f"{most:.3f} s, --help {base:.3f} s"
 
 
 def on_a_terminal(command: list[str], columns: int = 80, answer: str = "", env: dict[str, str] | None = None) -> str:
