@@ -8,6 +8,8 @@ PYTHON ?= python3
 TORCH ?= auto
 # More for pytest, as in: make test ARGS='-k planner -x'
 ARGS ?=
+# Tests at a time, by files. Some start several ranks, and some wait for Slurm, so it need not be the number of cores.
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,7 +42,7 @@ check: setup ## Lint, format and types
 	$(BIN)/mypy
 
 test: setup slurm-packages ## Run the tests, with a real Slurm where the machine can have one, and the drills' short form
-	$(BIN)/python -m pytest -m 'not long' $(ARGS)
+	$(BIN)/python -m pytest -m 'not long' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-long: setup slurm-packages ## Run the tests that `make test` leaves out: drills that take their time
 	$(BIN)/python -m pytest -m long $(ARGS)

@@ -13,7 +13,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-GOLDEN_FOLDER = Path(__file__).parent / "golden"
+TESTS = Path(__file__).parent
+# The folders that take longest, first: two at a time, the last file should be a short one.
+LONGEST = ("slurm_cluster", "drills", "engine")
+GOLDEN_FOLDER = TESTS / "golden"
 
 # No deadline: on a shared machine a slow example says nothing. In CI the same examples every time.
 hypothesis.settings.register_profile("local", deadline=None)
@@ -29,6 +32,17 @@ hypothesis.settings.load_profile("ci" if in_ci() else "local")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept-goldens", action="store_true", help="write the golden files instead of comparing")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not hasattr(config, "workerinput"):  # of pytest-xdist; one at a time they stay in their order
+        return
+
+    def turn(item: pytest.Item) -> int:
+        folder = item.path.relative_to(TESTS).parts[0]
+        return LONGEST.index(folder) if folder in LONGEST else len(LONGEST)
+
+    items.sort(key=turn)
 
 
 @pytest.fixture(autouse=True)

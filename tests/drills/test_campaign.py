@@ -19,6 +19,7 @@ from tests.drills.training_runs import drill_spec
 pytestmark = pytest.mark.drill
 
 
+@pytest.mark.long  # test_nothing_is_lost kills a run, too; this is about the campaign that `make drills` prints
 def test_kills_at_random_moments_lose_nothing(dataset: Path, chance: random.Random) -> None:
     found = kill(dataset, 3, chance, stages=(2,))
     assert found.kills >= 3

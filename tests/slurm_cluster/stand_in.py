@@ -116,7 +116,7 @@ class Site:
 
     def processes(self, run_id: str) -> list[str]:
         """Of the run, on all nodes: they are this machine's."""
-        found = self.cluster.run("pgrep", "-f", "--", f"(node_agent|fake_engine) .*{run_id}", check=False)
+        found = self.cluster.run("pgrep", "-f", "--", f"(node_agent|fake_engine) .*{self.runs}/{run_id}", check=False)
         return str(found.stdout).split()
 
     def nothing_is_left(self, run_id: str) -> None:

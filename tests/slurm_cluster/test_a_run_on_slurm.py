@@ -109,11 +109,13 @@ def curves(run_dir: str) -> dict[tuple[int, str], float]:
 
 def test_a_preempted_run_goes_on_elsewhere_and_equals_the_local_run(login: Login) -> None:
     """Preempted by a job of higher priority that keeps the nodes; no step lost, not a bit different."""
-    short = ("model.num_hidden_layers=4", "training.steps=16", "evaluation.every=8", "checkpoint.every=10")
-    run_id = login.submit(*ON_SLURM, *short)
+    short = (*TINY, "training.steps=60", "evaluation.every=20", "checkpoint.every=25")
+    # Slow until it is preempted, so that there is time for it.
+    run_id = login.submit(*ON_SLURM, *short, "env.SCALETRAIN_FAULT=slow-rank seconds=0.3 attempt=1")
     before = login.wait(run_id, lambda now: now["step"] >= 4)
     assert len(before["nodes"]) == 2
     urgent = login.cluster.submit("sleep 600", "-p", "high", "-N", "2", "--exclusive", "-w", ",".join(before["nodes"]))
+    local = login.submit("cluster.gpus_per_node=2", *short)  # meanwhile
     after = login.wait(run_id, lambda now: now["attempt"] == 2 and bool(now["nodes"]))
     assert not set(after["nodes"]) & set(before["nodes"])
     done = login.wait(run_id, lambda now: now["state"] == "finished", "finished")
@@ -121,10 +123,9 @@ def test_a_preempted_run_goes_on_elsewhere_and_equals_the_local_run(login: Login
     assert done["steps_lost_total"] == 0
     assert done["restarts"] == 1
 
-    local = login.submit("cluster.gpus_per_node=2", *short)
     undisturbed = login.wait(local, lambda now: now["state"] == "finished", "finished")
     assert curves(done["run_dir"]) == curves(undisturbed["run_dir"])
-    assert {(16, "loss"), (16, "validation_loss")} <= curves(done["run_dir"]).keys()
+    assert {(60, "loss"), (60, "validation_loss")} <= curves(done["run_dir"]).keys()
 
 
 @pytest.mark.long
@@ -173,6 +174,7 @@ def test_whatever_slurm_does_to_a_run_costs_no_step_that_was_saved(login: Login)
     assert not list(Path(cancelled["run_dir"]).rglob("canary*")) + list(Path().glob("canary*"))
 
 
+@pytest.mark.long  # test_life shows it with a stand-in for the engine
 def test_a_rank_killed_on_one_node_ends_the_other_and_the_run_restarts(login: Login) -> None:
     fault = "env.SCALETRAIN_FAULT=sigkill rank=1 step=8 attempt=1"
     run_id = login.submit(*ON_SLURM, *TINY, "training.steps=14", "checkpoint.every=5", fault)
