@@ -74,6 +74,8 @@ def make_runs(root: Path, count: int) -> None:
     spec = load_spec(RECIPES / "llama-10m-cpu.yaml")
     plan = make_plan(spec)
     lines = [{"step": step, "attempt": 1, "loss": 9.0 - step / STEPS_PER_RUN} for step in range(1, STEPS_PER_RUN + 1)]
+    for line in lines[CHECKPOINT_EVERY - 1 :: CHECKPOINT_EVERY]:
+        line["validation_loss"] = line["loss"] + 0.1
     metrics = "".join(f"{json.dumps(line)}\n" for line in lines)
     for number in range(count):
         run = create_run(spec, plan, f"run-{number:03d}", root=root).run

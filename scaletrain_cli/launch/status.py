@@ -67,7 +67,7 @@ def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
     last = attempts[-1] if attempts else None
     submission = read_submission(run)
     job = _ask(run, record, last, scheduler)
-    measured = {**job.progress, **_newest_measures(run)}
+    measured = {**job.progress, **_newest_measures(run, evaluates=record.spec.evaluation.every > 0)}
     return RunStatus(
         run_id=record.run_id,
         name=record.spec.name,
@@ -157,7 +157,7 @@ def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -
     return why
 
 
-def _newest_measures(run: RunDir) -> dict[str, Any]:
+def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:
     """The newest training line of metrics.jsonl, with the newest validation loss, which stands in lines of its own."""
     newest: dict[str, Any] = {}
     validation: dict[str, Any] = {}
@@ -166,7 +166,7 @@ def _newest_measures(run: RunDir) -> dict[str, Any]:
             newest = newest or line
         if "validation_loss" in line:
             validation = {"validation_loss": line["validation_loss"]}
-        if (newest and validation) or count > _LINES_SEARCHED:
+        if (newest and (validation or not evaluates)) or count > _LINES_SEARCHED:
             break
     return {**newest, **validation}
 
