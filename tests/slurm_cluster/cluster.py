@@ -12,14 +12,16 @@ that starts other programs hands them `cluster.environment`. Knows nothing of Sc
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,9 @@ DEV_CLUSTER = Path(__file__).parents[2] / "slurm" / "dev_cluster.py"
 # cluster is in the name, so that the next run can remove what a killed one left.
 PARENT = Path("/tmp")
 PREFIX = "scaletrain-slurm-"
+LOCK = PARENT / "scaletrain-slurm.lock"
+# Lost nodes are noticed, and a controller that is down is given up, in a third of the time.
+HASTY: Mapping[str, Any] = {"slurmd_timeout_seconds": 3, "conf": ["MessageTimeout=5"]}
 # What dev_cluster.py exits with where the machine lacks something: packages, root, namespaces.
 MACHINE_LACKS = 4
 
@@ -48,13 +53,18 @@ class DevCluster:
     def running(cls, *words: str, conf: Sequence[str] = (), **options: int) -> Iterator[DevCluster]:
         """A cluster from now to the end of the block; `words`, `conf` and `options` as for `start`."""
         remove_abandoned()
-        port = free_port()
-        cluster = cls(PARENT / f"{PREFIX}{os.getpid()}-{port}", port)
+        with LOCK.open("w") as lock:  # against tests that run beside these
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            port = free_port()
+            cluster = cls(PARENT / f"{PREFIX}{os.getpid()}-{port}", port)
+            cluster.directory.mkdir()
         try:
             cluster.start(*words, conf=conf, **options)
             yield cluster
         finally:
             cluster.stop()
+            with contextlib.suppress(FileNotFoundError):  # there still, if no cluster came of it
+                cluster.directory.rmdir()
 
     def start(self, *words: str, conf: Sequence[str] = (), **options: int) -> None:
         """`start("--accounting", nodes=2, conf=["MaxJobCount=9"])`: the options of `dev_cluster.py start`."""
@@ -122,10 +132,11 @@ class DevCluster:
 def free_port() -> int:
     """The first of a range of ports that no other dev cluster has; they are 200 apart.
 
-    Tests that run beside others look in other places: a port is taken long after it was found.
+    A cluster binds its own seconds after it was found; until then its directory, which bears the port, stands for it.
     """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    for port in (*range(17000 + 3000 * (worker % 5), 32000, 200), *range(17000, 32000, 200)):
+    for port in range(17000, 32000, 200):
+        if any(PARENT.glob(f"{PREFIX}*-{port}")):
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port

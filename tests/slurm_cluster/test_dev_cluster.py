@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm_cluster.cluster import DevCluster
+from tests.slurm_cluster.cluster import HASTY, DevCluster
 
 pytestmark = pytest.mark.slurm
 
@@ -60,7 +60,7 @@ while wait $!; code=$?; kill -0 $! 2>/dev/null; do true; done
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[DevCluster]:
-    with DevCluster.running(nodes=3, slurmd_timeout_seconds=4) as cluster:
+    with DevCluster.running(nodes=3, **HASTY) as cluster:
         yield cluster
 
 

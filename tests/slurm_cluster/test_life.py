@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm_cluster.cluster import DevCluster
+from tests.slurm_cluster.cluster import HASTY, DevCluster
 from tests.slurm_cluster.stand_in import FOREVER, Site
 
 pytestmark = pytest.mark.slurm
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slurm
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[DevCluster]:
-    with DevCluster.running(nodes=4, grace_seconds=20, kill_wait_seconds=10, slurmd_timeout_seconds=5) as cluster:
+    with DevCluster.running(nodes=4, grace_seconds=20, kill_wait_seconds=10, **HASTY) as cluster:
         yield cluster
 
 

@@ -21,7 +21,7 @@ def shared() -> Iterator[DevCluster]:
         for words in (
             "add qos scavenger Priority=0 PreemptMode=requeue GraceTime=20",
             "add qos prod Priority=1000 Preempt=scavenger",
-            "add qos capped GrpTRES=node=2",
+            "add qos capped GrpTRES=cpu=2",
             "modify account lab set QOS+=scavenger,prod,capped",
         ):
             cluster.run("sacctmgr", "-i", *words.split())
@@ -49,9 +49,9 @@ def test_a_run_that_a_higher_qos_preempts_goes_on_without_a_lost_step(site: Site
 
 
 def test_a_quota_that_is_too_small_is_a_refusal_and_nothing_is_left(site: Site) -> None:
-    refused = site.try_to_submit(FOREVER, CAPPED, "cluster.nodes=3", run_id="refused")
+    refused = site.try_to_submit(FOREVER, CAPPED, "cluster.nodes=4", run_id="refused")
     assert refused.returncode == 4, refused.stderr
-    assert "3 nodes over all nodes: QOS capped may hold 2 nodes at once" in refused.stderr
+    assert "4 CPUs over all nodes: QOS capped may hold 2 CPUs at once" in refused.stderr
     assert not site.runs.exists()
     assert site.cluster.run("squeue", "-h", "--me").stdout == ""
     assert not site.processes("refused")
@@ -62,7 +62,7 @@ def test_a_quota_that_is_busy_is_a_note_and_the_run_trains_once_it_is_free(site:
     site.cluster.wait_for_state(holder, "RUNNING")
     waits = site.try_to_submit({"steps": 20, "checkpoint_every": 5}, CAPPED)
     assert waits.returncode == 0, waits.stderr
-    assert "QOS capped has 1 of its 2 nodes in use (GrpTRES): the job waits for 2." in waits.stderr
+    assert "QOS capped has 1 of its 2 CPUs in use (GrpTRES): the job waits for 2." in waits.stderr
     assert site.status("life")["state"] == "queued"
     assert not site.processes("life")
     site.cluster.run("scancel", holder)
