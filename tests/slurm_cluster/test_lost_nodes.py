@@ -1,0 +1,58 @@
+"""Nodes that a run of a stand-in for the engine loses on a real Slurm: switched off, or cut off and still at work.
+
+A cluster of its own, which gives up its nodes sooner than is good for one whose controller restarts: what a node cannot
+tell the controller within MessageTimeout is lost, and its job completes for minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm_cluster.cluster import HASTY, DevCluster
+from tests.slurm_cluster.stand_in import FOREVER, Site
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[DevCluster]:
+    with DevCluster.running(nodes=4, kill_wait_seconds=10, **HASTY) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def site(shared: DevCluster, tmp_path: Path) -> Iterator[Site]:
+    with Site.visiting(shared, tmp_path / "runs") as site:
+        yield site
+
+
+def test_a_node_whose_network_is_cut_cannot_touch_the_checkpoints_of_the_next_attempt(site: Site) -> None:
+    run_id = site.submit(FOREVER)
+    before = site.trains(run_id)
+    cut = before["nodes"][-1]
+    first = set(site.processes(run_id))
+    site.cluster.cut_node(cut)
+    after = site.trains(run_id, attempt=2)
+    lost = first & set(site.processes(run_id))  # goes on behind the cut, as on a machine that lost its network
+    assert cut not in after["nodes"]
+    assert site.ends(run_id)[0] == (1, "node")
+    folders = {path.name for path in (site.runs / run_id / "checkpoints").glob("attempt-*")}
+    assert "attempt-0001.tmp" not in folders
+    site.cluster.node_up(cut)
+    site.cancel(run_id)
+    assert not lost & set(site.processes(run_id))
+
+
+def test_a_node_that_is_powered_off_is_left_out_and_the_run_goes_on(site: Site) -> None:
+    run_id = site.submit(FOREVER)
+    off = site.trains(run_id)["nodes"][-1]
+    site.cluster.node_down(off)
+    again = site.trains(run_id, attempt=2)
+    site.cluster.node_up(off)
+    assert off not in again["nodes"]
+    assert site.ends(run_id)[0] == (1, "node")
+    assert [node["node"] for node in site.scaletrain("nodes", "list", "--json")["nodes"]] == [off]
+    site.cancel(run_id)
