@@ -114,6 +114,15 @@ class Site:
         assert {f"step-{commit['step']:08d}" for commit in commits} <= self.committed(run_id)
         self.nothing_is_left(run_id)
 
+    def controller_down(self, run_id: str) -> None:
+        """Kill slurmctld, once it has written down that the run runs: of what it has not, it will know nothing."""
+        saved = self.cluster.directory / "state" / "job_state"
+        deadline = time.monotonic() + 30
+        while saved.stat().st_mtime < self.attempts(run_id)[-1]["started"]:
+            assert time.monotonic() < deadline, "slurmctld saves its state every five seconds"
+            time.sleep(0.1)
+        self.cluster.control("controller-down")
+
     def processes(self, run_id: str) -> list[str]:
         """Of the run, on all nodes: they are this machine's."""
         found = self.cluster.run("pgrep", "-f", "--", f"(node_agent|fake_engine) .*{self.runs}/{run_id}", check=False)

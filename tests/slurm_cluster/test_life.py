@@ -31,9 +31,9 @@ def site(shared: DevCluster, tmp_path: Path) -> Iterator[Site]:
 
 
 def test_a_controller_that_restarts_costs_nothing_and_the_end_is_told(site: Site) -> None:
-    run_id = site.submit({"steps": 150, "step_seconds": 0.05, "checkpoint_every": 5})
+    run_id = site.submit({"steps": 240, "step_seconds": 0.05, "checkpoint_every": 5})
     site.trains(run_id)
-    site.cluster.control("controller-down")
+    site.controller_down(run_id)
     silent = site.status(run_id)
     assert silent["state"] in ("unknown", "running")
     assert silent["step"] > 0
@@ -46,10 +46,10 @@ def test_a_controller_that_restarts_costs_nothing_and_the_end_is_told(site: Site
 def test_a_rank_killed_while_the_controller_is_down_ends_the_other_node_and_the_run_is_requeued_later(
     site: Site,
 ) -> None:
-    fake = {"steps": 40, "step_seconds": 0.05, "checkpoint_every": 5, "die": {"1:1": -9}, "die_at": 12}
+    fake = {"steps": 240, "step_seconds": 0.05, "checkpoint_every": 5, "die": {"1:1": -9}, "die_at": 200}
     run_id = site.submit(fake, "cluster.slurm.partition=main")
     site.trains(run_id)
-    site.cluster.control("controller-down")
+    site.controller_down(run_id)
     deadline = time.monotonic() + 60
     while not site.ends(run_id):
         assert time.monotonic() < deadline
