@@ -92,7 +92,7 @@ def test_of_a_run_that_is_done_no_scheduler_is_asked(made: MadeRun) -> None:
     submit_run(made.run, made.record, Cluster())
     attempt(made, 0, "done")
     found = run_status(made.run, NotToBeAsked())
-    assert (found.state, found.job_id) == ("finished", "7")
+    assert (found.state, found.job_id) == ("finished", "job-1")
 
 
 def test_figures_come_from_the_newest_lines_that_have_them(made: MadeRun) -> None:
