@@ -86,6 +86,11 @@ def _drill(
     from scaletrain_cli.ui.messages import say, warn
     from scaletrain_cli.ui.queueing_view import show_start
 
+    if base.code.engine is not None:
+        raise UsageError(
+            f"code.engine = {base.code.engine}: the drills hurt this engine from within, and no other program. Add "
+            "--set code={} to drill the cluster with it."
+        )
     small = drill_spec(base, steps)
     plan = plan_for_engine(small, "the drills' spec")
     cluster, scheduler = small.cluster, scheduler_for(small.cluster.scheduler)

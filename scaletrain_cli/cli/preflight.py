@@ -43,7 +43,8 @@ def command(
         seconds = parse_seconds(timeout)
     except ValueError as error:
         raise UsageError(f"--timeout {timeout}: {error}.") from error
-    run_spec = load_spec(spec, overrides or (), cluster=cluster)
+    # It is this engine that measures, whatever program is to train afterwards.
+    run_spec = load_spec(spec, [*(overrides or ()), "code={}"], cluster=cluster)
     plan, scheduler = plan_for_engine(run_spec, spec), scheduler_for(run_spec.cluster.scheduler)
     outlook = scheduler.preflight(run_spec, plan)
     for note in outlook.notes:

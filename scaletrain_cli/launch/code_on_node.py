@@ -5,13 +5,16 @@ What was changed since the submission, in the run directory, in an image or by a
 
 from __future__ import annotations
 
+import gzip
 import os
 import shutil
+import stat
 import tarfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import UsageError, WrongNodesError
 from scaletrain_cli.rundir.code import CodeRecord, code_file, differences, hash_of
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -28,7 +31,7 @@ def unpacked_folder(record: RunRecord, attempt: int, node_rank: int, environment
 def place_code(run: RunDir, record: RunRecord, folder: Path) -> Path | None:
     """The folder that holds the code of ``code.engine``: ``folder``, made anew, or ``code.on_nodes``; else None.
 
-    Raises UsageError where it is not what was submitted, and OSError.
+    Raises UsageError where it is not what was submitted, WrongNodesError where this node cannot read or keep it.
     """
     code = record.code
     if code is None or record.spec.code.engine is None:  # kept for people; this engine imports none of it
@@ -47,27 +50,42 @@ def place_code(run: RunDir, record: RunRecord, folder: Path) -> Path | None:
 
 
 def code_environment(record: RunRecord, place: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """What makes a rank import from ``place`` before anything else, and nothing from the folder that it starts in."""
-    root = os.path.normpath(place / record.spec.code.import_root)
-    beside = environment.get("PYTHONPATH")
-    return {"PYTHONPATH": f"{root}{os.pathsep}{beside}" if beside else root, "SCALETRAIN_CODE": str(place)}
+    """What makes a rank import from ``place`` before anything else, and nothing from the tree that was submitted."""
+    tree = os.path.normpath(Path(record.working_folder, Path(record.spec.code.path or ".").expanduser()))
+    paths = [os.path.normpath(place / record.spec.code.import_root)]
+    for entry in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
+        meant = os.path.normpath(Path(record.working_folder, entry))
+        inside = Path(meant).is_relative_to(tree)
+        paths.append(os.path.normpath(place / os.path.relpath(meant, tree)) if inside else meant)
+    return {"PYTHONPATH": os.pathsep.join(paths), "SCALETRAIN_CODE": str(place)}
 
 
 def _listing(run: RunDir, code: CodeRecord) -> str:
     path = code_file(run, code, "sha256")
     try:
         text = path.read_bytes().decode("utf-8", "surrogateescape")
-    except FileNotFoundError as error:
-        raise UsageError(f"{path}, which names the files of the run's code, is missing. Submit it anew.") from error
+    except OSError as error:
+        raise WrongNodesError(f"the list of the files of the run's code cannot be read here: {error}") from error
     if hash_of(text) != code.sha256:
         raise UsageError(f"{path} is not the one that was submitted. Restore it, or submit the run anew.")
     return text
 
 
-def _unpack(archive: Path, folder: Path) -> None:
+def _make_own(folder: Path) -> None:
+    """Make it empty, within a folder that nobody else can look or write into. Raises WrongNodesError and OSError."""
+    parent = folder.parent
+    parent.parent.mkdir(parents=True, exist_ok=True)
+    parent.mkdir(mode=0o700, exist_ok=True)
+    found = parent.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise WrongNodesError(f"{parent} is there and not this user's alone; somebody could change the code in it.")
     shutil.rmtree(folder, ignore_errors=True)  # of an agent that was killed
-    folder.mkdir(parents=True)
+    folder.mkdir()
+
+
+def _unpack(archive: Path, folder: Path) -> None:
     try:
+        _make_own(folder)
         with tarfile.open(archive, "r:gz") as packed:
             for entry in packed:  # plain files alone; each is compared afterwards
                 path = folder / entry.name
@@ -78,5 +96,9 @@ def _unpack(archive: Path, folder: Path) -> None:
                     with path.open("wb") as file:
                         shutil.copyfileobj(content, file)
                     path.chmod(entry.mode & 0o755)
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise UsageError(f"the run's code cannot be unpacked from {archive}: {error}") from error
+    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise UsageError(
+            f"{archive} is not the archive that was submitted: {error}. Submit it as a new run."
+        ) from error
+    except OSError as error:
+        raise WrongNodesError(f"the run's code cannot be unpacked from {archive} here: {error}") from error

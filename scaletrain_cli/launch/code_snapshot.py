@@ -1,18 +1,15 @@
 """A snapshot of the user's working tree: the files that git knows or would take, read as they are now.
 
 git says which files; nothing is written into its repository. The same files make the same bytes, whoever packs them.
+What only a run with code needs is imported where it is used: every submission comes by here.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import io
 import os
+import re
 import shutil
-import subprocess
-import tarfile
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +22,8 @@ from scaletrain_cli.spec import RunSpec
 IGNORE_FILE = ".scaletrainignore"
 _NAMED = 5  # files that a message names
 # Whatever the user's own configuration of diff is: a patch that git apply takes.
-_PLAIN = "--no-color --no-ext-diff --no-textconv --no-relative --src-prefix=a/ --dst-prefix=b/".split()
+_PLAIN = "-U3 --no-renames --no-color --no-ext-diff --no-textconv --no-relative --src-prefix=a/ --dst-prefix=b/".split()
+_PATHS_AT_A_TIME = 500  # on a command line, which has room for two megabytes
 
 
 @dataclass(frozen=True)
@@ -107,20 +105,19 @@ class _Tree:
 
     def changed(self) -> set[str]:
         """Paths below the folder that differ from HEAD, are new, or are gone."""
-        tracked = self._paths("diff", "--name-only", "--relative", "--no-ext-diff", "HEAD", "--", ".")
+        named = ("--name-only", "--relative", "--no-ext-diff", "--no-renames")
+        tracked = self._paths("diff", *named, "HEAD", "--", ".")
         return tracked | self._paths("ls-files", "--others", "--exclude-standard")
 
     def kept(self, *, but: Path) -> set[str]:
         """Paths below the folder that belong to the snapshot. Raises UsageError for what no archive could hold."""
         known = self._paths("ls-files", "--cached") | self._paths("ls-files", "--others", "--exclude-standard")
-        if (self.folder / IGNORE_FILE).is_file():
-            for kind in ("--cached", "--others"):
-                known -= self._paths("ls-files", kind, "--ignored", f"--exclude-from={IGNORE_FILE}")
-        inside, out = self.folder.resolve(), but.resolve()
-        there = {path for path in known if os.path.lexists(self.folder / path)}
-        if out.is_relative_to(inside):
-            there = {path for path in there if not (inside / path).is_relative_to(out)}
-        problems = [why for path in sorted(there) if (why := self._obstacle(path, inside)) is not None]
+        for kind in ("--cached", "--others"):
+            known -= self._paths("ls-files", kind, "--ignored", f"--exclude-per-directory={IGNORE_FILE}")
+        inside = self.folder.resolve()
+        there = self._without_runs({path for path in known if os.path.lexists(self.folder / path)}, inside, but)
+        unwatched = {entry[2:] for entry in self._paths("ls-files", "-v") if entry[0] == "S" or entry[0].islower()}
+        problems = [why for path in sorted(there) if (why := self._obstacle(path, inside, unwatched)) is not None]
         if problems:
             raise _refusal(
                 self.where,
@@ -130,13 +127,28 @@ class _Tree:
             )
         return there
 
-    def _obstacle(self, path: str, inside: Path) -> str | None:
-        place = self.folder / path
+    def _without_runs(self, paths: set[str], inside: Path, runs: Path) -> set[str]:
+        """Runs hold secrets and checkpoints: none is code, nor a link to where they are."""
+        out = runs.resolve()
+        folders = {path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] == "run.json"}
+        known = [self.folder / folder for folder in folders if _is_run(self.folder / folder / "run.json")]
+        found = {path for path in paths if not any((self.folder / path).is_relative_to(run) for run in known)}
+        if inside.is_relative_to(out):
+            return found
+        return {path for path in found if not (self.folder / path).resolve().is_relative_to(out)}
+
+    def _obstacle(self, path: str, inside: Path, unwatched: set[str]) -> str | None:
+        place, target = self.folder / path, (self.folder / path).resolve()
         if "\n" in path or "\r" in path:
             return f"{path!r} (a line break in a name)"
-        if place.is_symlink() and not (place.is_file() and place.resolve().is_relative_to(inside)):
+        if path in unwatched:
+            again = "--no-assume-unchanged --no-skip-worktree"
+            return f"{path} (git was told not to look at it, so nobody knows what it is: git update-index {again})"
+        if place.is_symlink() and not (
+            place.is_file() and target.is_relative_to(inside) and ".git" not in target.parts
+        ):
             return f"{path} (a link to {os.readlink(place)}, which is no file of this folder)"
-        if place.is_dir():
+        if (place / ".git").exists():
             return f"{path} (a repository within this one: install it in the nodes' environment)"
         return None if place.is_file() else f"{path} (neither a file nor a link to one)"
 
@@ -147,40 +159,54 @@ class _Tree:
         """What makes of HEAD these files as they are, for ``git apply``; new ones too."""
         if not paths:
             return b""
+        import tempfile
+
         index = Path(os.fsdecode(self._git("rev-parse", "--path-format=absolute", "--git-path", "index")).strip())
         objects = os.fsdecode(self._git("rev-parse", "--path-format=absolute", "--git-path", "objects")).strip()
         with tempfile.TemporaryDirectory() as scratch:
             # New files must be in an index to be in a diff: in a copy of it, and with a place for objects of its own.
             if index.exists():
                 shutil.copy(index, f"{scratch}/index")
+            Path(scratch, "info").mkdir()
+            Path(scratch, "info", "alternates").write_bytes(os.fsencode(f"{objects}\n"))
             aside = {"GIT_INDEX_FILE": f"{scratch}/index", "GIT_OBJECT_DIRECTORY": scratch}
-            aside |= {"GIT_ALTERNATE_OBJECT_DIRECTORIES": objects}
             literal = [f":(literal){path}" for path in paths]
             there = [named for path, named in zip(paths, literal, strict=True) if os.path.lexists(self.folder / path)]
             if there:
                 add = ("add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")
                 self._git(*add, environment=aside, sent=b"\0".join(map(os.fsencode, there)))
-            return self._git("diff", *_PLAIN, "--binary", "HEAD", "--", *literal, environment=aside)
+            diff = ("diff", *_PLAIN, "--binary", "HEAD", "--")
+            few = [literal[start : start + _PATHS_AT_A_TIME] for start in range(0, len(literal), _PATHS_AT_A_TIME)]
+            return b"".join(self._git(*diff, *some, environment=aside) for some in few)
 
     def _paths(self, *arguments: str) -> set[str]:
         command, *rest = arguments
         return {os.fsdecode(path) for path in self._git(command, "-z", *rest).split(b"\0") if path}
 
     def _git(self, *arguments: str, environment: Mapping[str, str] | None = None, sent: bytes = b"") -> bytes:
+        import subprocess
+
+        # Of a hook or an alias that this runs in: they would mean another repository, or other paths.
+        own = {name: value for name, value in os.environ.items() if not re.match("GIT_(?!CONFIG)", name)}
         done = subprocess.run(
             ["git", "-C", str(self.folder), *arguments],
-            env={**os.environ, **(environment or {}), "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"},
+            env={**own, **(environment or {}), "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"},
             input=sent,
             capture_output=True,
         )
         if done.returncode:
-            said = done.stderr.decode(errors="replace").strip().partition("\n")[0]
-            hint = "Make it a git working tree with one commit (git init, git add, git commit)."
-            raise _refusal(self.where, f"cannot be snapshotted: git says {said!r}.", self.folder, hint)
+            said = " ".join(done.stderr.decode(errors="replace").split())
+            new = "not a git repository" in said or arguments[-1] == "HEAD"
+            hint = "Make it a git working tree with one commit (git init, git add, git commit)." if new else None
+            raise _refusal(self.where, f"cannot be snapshotted: git {arguments[0]} says: {said}", self.folder, hint)
         return done.stdout
 
 
 def _pack(contents: Mapping[str, bytes], executable: set[str]) -> bytes:
+    import gzip
+    import io
+    import tarfile
+
     packed = io.BytesIO()
     # No time and no owner in it: the same files are the same archive.
     with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as outer, tarfile.open(fileobj=outer, mode="w") as archive:
@@ -191,7 +217,16 @@ def _pack(contents: Mapping[str, bytes], executable: set[str]) -> bytes:
     return packed.getvalue()
 
 
-def _refusal(where: str, message: str, given: Path | None, hint: str, *, key: str = "code.path") -> UsageError:
+def _is_run(record: Path) -> bool:
+    """Whether a file called run.json is a run's record."""
+    try:
+        with record.open("rb") as file:
+            return b'"scaletrain.run/' in file.read(200)
+    except OSError:
+        return False
+
+
+def _refusal(where: str, message: str, given: Path | None, hint: str | None, *, key: str = "code.path") -> UsageError:
     problem = Problem(where, key, message, None if given is None else str(given), hint)
     return UsageError("the code cannot be kept with the run", (problem,))
 

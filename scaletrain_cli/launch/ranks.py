@@ -25,7 +25,7 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _ALLOCATOR_SETTINGS = "expandable_segments:True"
 # `python -P` by other means, which Python has since 3.11.
 _WITHOUT_THIS_FOLDER = (
-    "import runpy, sys; sys.path[:] = filter(None, sys.path); "
+    "import sys; sys.path[:] = filter(None, sys.path); import runpy; "
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
 # Blocked in every rank when it starts: the engine unblocks them once its handlers stand, so that none is ever lost.

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.errors import ScaletrainError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome, read_attempts
 from scaletrain_cli.launch.code_snapshot import write_snapshot
 from scaletrain_cli.launch.resizing import Resize
@@ -151,7 +151,7 @@ def _started_over(run: RunDir, from_scratch: bool) -> Iterator[None]:
         yield
     except SchedulerSilentError:
         raise
-    except SchedulerError:
+    except ScaletrainError:
         withdraw_event(run, "from-scratch")
         raise
 
@@ -168,7 +168,7 @@ def _stop_lifted(run: RunDir) -> Iterator[None]:
         yield
     except SchedulerSilentError:
         raise
-    except SchedulerError:
+    except ScaletrainError:
         for file, lifted in aside.items():
             with contextlib.suppress(FileNotFoundError):
                 lifted.rename(file)
@@ -189,7 +189,7 @@ def _revised(run: RunDir, record: RunRecord, resize: Resize | None) -> Iterator[
         yield revised
     except SchedulerSilentError:  # it may have the job, which would read this
         raise
-    except SchedulerError:
+    except ScaletrainError:
         withdraw_revision(run, revised.revision)
         for path in made:
             path.unlink()

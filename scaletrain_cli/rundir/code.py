@@ -1,8 +1,8 @@
 """The user's code in a run directory: what run.json says of a snapshot, and the files that hold it.
 
-``code/<name>.tar.gz`` is the tree, ``.sha256`` one line per file as sha256sum writes it, ``.patch`` what was not
-committed. All carry the first digits of the hash over those lines: a run that is resumed with newer code keeps both.
-Knows nothing of git.
+``code/<name>.tar.gz`` is the tree, ``.sha256`` one line per file as sha256sum writes it, ``<name>-<commit>.patch`` what
+was not committed. The name is the first digits of the hash over those lines: a run that is resumed with newer code
+keeps both. Knows nothing of git.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class CodeRecord:
 
 def code_file(run: RunDir, code: CodeRecord, suffix: str) -> Path:
     """``tar.gz``, ``sha256`` or ``patch`` of a snapshot in this run directory, there or not."""
-    return run.path / "code" / f"{code.name}.{suffix}"
+    name = f"{code.name}-{code.commit[:12]}" if suffix == "patch" else code.name  # the same files, of another commit
+    return run.path / "code" / f"{name}.{suffix}"
 
 
 def listing(hashes: Mapping[str, str]) -> str:

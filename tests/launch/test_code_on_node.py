@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.errors import SchedulerError, UsageError
-from scaletrain_cli.launch.code_on_node import unpacked_folder
+from scaletrain_cli.launch.code_on_node import code_environment, unpacked_folder
 from scaletrain_cli.launch.heartbeats import come_to_a_stand
+from scaletrain_cli.launch.kubernetes.documents import documents_for
 from scaletrain_cli.launch.ranks import Gang
 from scaletrain_cli.launch.resizing import replan
 from scaletrain_cli.launch.resumption import resume
 from scaletrain_cli.launch.submission import create_run
 from scaletrain_cli.rundir.code import code_file
-from scaletrain_cli.rundir.record import place_documents, read_record
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, place_documents, read_record
 from tests.launch.conftest import Agent, MadeRun, make_plan, make_spec
 from tests.launch.test_resizing import Refusing
 from tests.launch.test_resumption import Cluster
@@ -87,7 +89,8 @@ def test_a_folder_left_by_an_agent_that_was_killed_goes_with_the_next_attempt(
 ) -> None:
     made = submit(program)
     left = unpacked(made)
-    left.mkdir(parents=True)
+    left.parent.mkdir(mode=0o700)
+    left.mkdir()
     (left / "my_model.py").write_text("VERSION = 'left over'", encoding="utf-8")
     start_agent(made).wait()
     start_agent(made).wait()
@@ -114,7 +117,7 @@ def test_code_that_is_not_what_was_submitted_starts_no_rank(
         assert other.record.code is not None
         shutil.copy(code_file(other.run, other.record.code, suffix), path)
     agent = start_agent(made)
-    assert agent.wait() == 2
+    assert agent.wait() == (5 if damage == "missing" else 2), agent.errors
     assert str(path) in agent.errors or "src/my_model/__init__.py differs" in agent.errors
     assert made.log(1, 0) == ""
     assert not unpacked(made).parent.exists()
@@ -160,8 +163,6 @@ def test_a_rank_that_runs_this_engine_imports_nothing_of_a_tree_that_is_only_kep
 
 
 def test_pods_put_the_code_of_their_config_map_into_the_run_directory(program: WorkingTree, tmp_path: Path) -> None:
-    from scaletrain_cli.launch.kubernetes.documents import documents_for
-
     made = submit(program)
     documents = documents_for(made.run, made.record)
     mounted = tmp_path / "mounted"
@@ -176,8 +177,6 @@ def test_pods_put_the_code_of_their_config_map_into_the_run_directory(program: W
 
 
 def test_what_a_dry_run_would_send_holds_the_same_code_as_the_run_that_follows(program: WorkingTree) -> None:
-    from scaletrain_cli.launch.kubernetes.documents import documents_for
-
     made = submit(program)
     before = documents_for(made.run, made.record)
     shutil.rmtree(made.run.path / "code")
@@ -244,3 +243,52 @@ def test_a_run_keeps_its_code_and_one_without_has_none_to_renew(
         replan(submit(program).run, ["code.path=null", "code.import_root=."])
     with pytest.raises(UsageError, match=r"no code of yours to take anew.*code\.path=FOLDER"):
         replan(make_run().run, [], new_code=True)
+
+
+def test_a_node_that_has_no_room_for_the_code_is_left_and_not_the_run(
+    program: WorkingTree, start_agent: Callable[..., Agent], tmp_path: Path
+) -> None:
+    made = submit(program)
+    (tmp_path / "full").write_text("no folder", encoding="utf-8")
+    agent = start_agent(made, {"TMPDIR": str(tmp_path / "full")})
+    assert agent.wait() == 5
+    assert "cannot be unpacked" in agent.errors
+
+
+def test_code_is_unpacked_where_nobody_else_can_change_it(
+    program: WorkingTree, start_agent: Callable[..., Agent]
+) -> None:
+    made = submit(program)
+    unpacked(made).parent.mkdir(mode=0o755)
+    agent = start_agent(made)
+    assert agent.wait() == 5
+    assert "not this user's alone" in agent.errors
+
+
+def test_a_path_of_the_users_into_the_tree_leads_into_what_was_kept(program: WorkingTree, tmp_path: Path) -> None:
+    made = submit(program)
+    live = program.folder
+    told = {"PYTHONPATH": f"{live}/src:{live}::/opt/lib:{tmp_path}/elsewhere"}
+    found = code_environment(made.record, Path("/kept"), told)
+    assert found["PYTHONPATH"] == f"/kept/src:/kept/src:/kept:/opt/lib:{tmp_path}/elsewhere"
+
+
+def test_code_that_is_gone_from_the_run_is_not_replaced_by_what_the_tree_has_become(program: WorkingTree) -> None:
+    made = submit(program)
+    shutil.rmtree(made.run.path / "code")
+    program.write("src/my_model/__init__.py", "VERSION = 'newer'\n")
+    with pytest.raises(UsageError, match=r"does not hold the code.*--new-code"):
+        documents_for(made.run, made.record)
+
+
+def test_an_error_at_the_hand_over_that_is_nobodys_refusal_leaves_nothing_either(program: WorkingTree) -> None:
+    class Confused(Cluster):
+        def render(self, run: RunDir, record: RunRecord) -> str:
+            raise UsageError("a ConfigMap has no room for it")
+
+    made = submit(program)
+    program.write("src/my_model/__init__.py", "VERSION = 'mended'\n")
+    with pytest.raises(UsageError, match="no room"):
+        resume(made.run, resize=replan(made.run, [], new_code=True), scheduler=Confused())
+    assert read_record(made.run) == made.record
+    assert len(list((made.run.path / "code").iterdir())) == 2

@@ -193,7 +193,7 @@ def test_a_folder_that_is_no_working_tree_is_one_clear_error(tmp_path: Path) -> 
 
 def test_a_repository_without_a_commit_is_one_clear_error(tmp_path: Path) -> None:
     subprocess.run(["git", "-C", tmp_path, "init", "--quiet"], check=True)
-    with pytest.raises(UsageError, match=r"cannot be snapshotted: git says .*git commit"):
+    with pytest.raises(UsageError, match=r"cannot be snapshotted: git rev-parse says.*git commit"):
         take_snapshot(make_spec(f"code.path={tmp_path}"))
 
 
@@ -209,3 +209,84 @@ def test_a_repository_without_a_commit_is_one_clear_error(tmp_path: Path) -> Non
 def test_a_setting_that_nothing_would_read_is_refused(override: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make_spec(override)
+
+
+def test_runs_of_another_root_are_no_code_and_their_secrets_stay_where_they_are(tree: WorkingTree) -> None:
+    tree.write("old/mine/run.json", '{\n "schema": "scaletrain.run/v1"}')
+    tree.write("old/mine/secrets.json", '{"TOKEN": "hush"}')
+    tree.write("data.d/run.json", '{"of": "the user"}')
+    taken = snapshot(tree)
+    assert files_in(taken.archive).keys() & {"old/mine/run.json", "old/mine/secrets.json", "data.d/run.json"} == {
+        "data.d/run.json"
+    }
+    assert b"hush" not in taken.patch
+
+
+def test_a_link_to_where_runs_are_kept_is_in_nobodys_way(
+    tree: WorkingTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tree.folder / "runs").symlink_to(tmp_path / "scratch")
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tree.folder / "runs"))
+    assert "runs" not in files_in(snapshot(tree).archive)
+
+
+def test_the_ignore_file_of_a_folder_counts_from_there(tree: WorkingTree) -> None:
+    tree.write("src/.scaletrainignore", "/big.bin\n")
+    tree.write("src/big.bin", "0")
+    tree.write("src/my_model/big.bin", "0")
+    taken = take_snapshot(make_spec(f"code.path={tree.folder / 'src'}"))
+    assert taken is not None
+    assert files_in(taken.archive).keys() == {".scaletrainignore", "my_model/__init__.py", "my_model/big.bin"}
+    assert "src/big.bin" not in files_in(snapshot(tree).archive)
+
+
+def test_a_file_that_was_renamed_is_gone_under_its_old_name(tree: WorkingTree, tmp_path: Path) -> None:
+    tree.git("mv", "train.py", "training.py")
+    taken = snapshot(tree)
+    assert taken.record.uncommitted == 2
+    elsewhere = tmp_path / "elsewhere"
+    subprocess.run(["git", "clone", "--quiet", tree.folder, elsewhere], check=True)
+    subprocess.run(["git", "-C", elsewhere, "apply"], input=taken.patch, check=True)
+    assert not (elsewhere / "train.py").exists()
+
+
+@pytest.mark.parametrize("mark", ["--assume-unchanged", "--skip-worktree"])
+def test_a_file_that_git_was_told_not_to_look_at_is_refused_by_name(tree: WorkingTree, mark: str) -> None:
+    tree.git("update-index", mark, "train.py")
+    tree.write("train.py", "print('two')\n")
+    with pytest.raises(UsageError, match=r"train\.py \(git was told not to look at it"):
+        snapshot(tree)
+
+
+def test_many_files_that_are_not_committed_fit_into_a_patch(tree: WorkingTree, tmp_path: Path) -> None:
+    for number in range(1200):
+        tree.write(f"many/{number:04d}-{'x' * 100}.txt", f"{number}")
+    taken = snapshot(tree)
+    assert taken.record.uncommitted == 1200
+    elsewhere = tmp_path / "elsewhere"
+    subprocess.run(["git", "clone", "--quiet", tree.folder, elsewhere], check=True)
+    subprocess.run(["git", "-C", elsewhere, "apply"], input=taken.patch, check=True)
+    assert differences(elsewhere, taken.listing) == []
+
+
+def test_a_repository_whose_path_has_a_colon_has_a_patch_too(tmp_path: Path) -> None:
+    folder = tmp_path / "a:b"
+    folder.mkdir()
+    odd = WorkingTree(folder)
+    odd.write("train.py", "print('two')\n")
+    odd.write("new.py", "")
+    assert b"print('two')" in snapshot(odd).patch
+
+
+def test_variables_of_a_hook_do_not_lead_to_another_repository(
+    tree: WorkingTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    other = WorkingTree(tmp_path / "other")
+    other.write("more.py", "")
+    other.commit()
+    expected = snapshot(tree)
+    monkeypatch.setenv("GIT_DIR", str(other.folder / ".git"))
+    monkeypatch.setenv("GIT_LITERAL_PATHSPECS", "1")
+    assert snapshot(tree) == expected

@@ -94,9 +94,9 @@ def own_container(pod: Object) -> Object:
 
 
 def is_heard_of(pod: Object) -> bool:
-    """Whether the pod's node reports: nothing else makes a pod without probes unready."""
-    found = pod.get("status", {}).get("conditions", ())
-    return not any(condition.get("type") == "Ready" and condition.get("status") == "False" for condition in found)
+    """Whether the pod's node reports: nothing else makes a pod unready whose containers are ready."""
+    found = {each.get("type"): each.get("status") for each in pod.get("status", {}).get("conditions", ())}
+    return found.get("Ready") != "False" or found.get("ContainersReady") == "False"
 
 
 def _allowed(ask: Callable[[], list[Object]]) -> list[Object] | None:

@@ -149,6 +149,6 @@ def _may_pass(said: str) -> str:
     """What refuses a pod now and may not refuse those of the job, in words; empty for a refusal that is certain."""
     if "exceeded quota" in said:
         return f"the namespace has no room for a pod of the job now, and the job waits for it: {said}"
-    if "admission webhook" in said:
-        return f"an admission webhook refuses such a pod, perhaps only because no Job owns it: {said}"
+    if "admission webhook" in said or "ValidatingAdmissionPolicy" in said:
+        return f"an admission policy refuses such a pod, perhaps only because no Job owns it: {said}"
     return ""
