@@ -81,6 +81,7 @@ def test_the_kinds_are_listed_without_starting_any() -> None:
         (["--timeout", "soon"], ExitCode.USAGE, "--timeout soon: must be a duration"),
         (["--gpus-per-node", "3"], ExitCode.INFEASIBLE, "must be a multiple of 3 data-parallel ranks"),
         (["--set", "training.nonsense=1"], ExitCode.USAGE, "training.nonsense"),
+        (["--set", "code.engine=mine.train"], ExitCode.USAGE, "Add --set code={} to drill the cluster"),
     ],
 )
 def test_what_cannot_be_drilled_is_refused_before_anything_starts(
