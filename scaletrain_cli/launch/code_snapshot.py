@@ -1,29 +1,21 @@
-"""A snapshot of the user's working tree: the files that git knows or would take, read as they are now.
+"""A snapshot of the user's code: the files of a working tree as they are now, packed, and what is recorded of them.
 
-git says which files; nothing is written into its repository. The same files make the same bytes, whoever packs them.
-What only a run with code needs is imported where it is used: every submission comes by here.
+The same files make the same bytes, whoever packs them. What only a run with code needs is imported where it is used:
+every submission comes by here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.launch.working_tree import IGNORE_FILE, WorkingTree, count, refusal, some
 from scaletrain_cli.rundir.code import CodeRecord, code_file, hash_of, listing
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.spec import RunSpec
-
-IGNORE_FILE = ".scaletrainignore"
-_NAMED = 5  # files that a message names
-# Whatever the user's own configuration of diff is: a patch that git apply takes.
-_PLAIN = "-U3 --no-renames --no-color --no-ext-diff --no-textconv --no-relative --src-prefix=a/ --dst-prefix=b/".split()
-_PATHS_AT_A_TIME = 500  # on a command line, which has room for two megabytes
 
 
 @dataclass(frozen=True)
@@ -45,33 +37,38 @@ def take_snapshot(spec: RunSpec, working_folder: str = "", runs: Path | None = N
     code = spec.code
     if code.path is None:
         return None
-    tree = _Tree(Path(working_folder, Path(code.path).expanduser()).absolute(), spec.where("code.path"))
+    tree = WorkingTree(Path(working_folder, Path(code.path).expanduser()).absolute(), spec.where("code.path"))
     commit = tree.commit()
     kept, changed = tree.kept(but=runs or runs_root()), tree.changed()
     uncommitted = sorted(path for path in changed if path in kept or not os.path.lexists(tree.folder / path))
     if uncommitted and code.uncommitted == "refuse":
-        raise _refusal(
+        raise refusal(
             tree.where,
-            f"has {_count(uncommitted)} that are not committed: {_some(uncommitted)}.",
+            f"has {count(uncommitted)} that are not committed: {some(uncommitted)}.",
             tree.folder,
             "Commit or stash them, or set code.uncommitted: patch.",
         )
-    sizes = tree.sizes(kept)
-    if sum(sizes.values()) > code.max_size:
-        largest = sorted(sizes, key=lambda path: -sizes[path])
-        raise _refusal(
-            spec.where("code.max_size"),
-            f"is {code.max_size:,} bytes, and {_count(kept)} of {tree.folder} take {sum(sizes.values()):,}; the "
-            f"largest are {_some([f'{path} ({sizes[path]:,})' for path in largest])}.",
-            None,
-            f"Name what a run does not need in {IGNORE_FILE}, or raise it.",
-            key="code.max_size",
-        )
+    _require_size(spec, tree.sizes(kept))
     contents = {path: (tree.folder / path).read_bytes() for path in sorted(kept)}
     text = listing({path: hashlib.sha256(content).hexdigest() for path, content in contents.items()})
     record = CodeRecord(commit, len(uncommitted), hash_of(text), len(contents), sum(map(len, contents.values())))
     executable = {path for path in contents if os.access(tree.folder / path, os.X_OK)}
     return Snapshot(record, text, _pack(contents, executable), tree.patch(uncommitted))
+
+
+def _require_size(spec: RunSpec, sizes: Mapping[str, int]) -> None:
+    whole, most = sum(sizes.values()), spec.code.max_size
+    if whole <= most:
+        return
+    largest = sorted(sizes, key=lambda path: -sizes[path])
+    raise refusal(
+        spec.where("code.max_size"),
+        f"is {most:,} bytes, and {count(sizes)} of {spec.code.path} take {whole:,}; the largest are "
+        f"{some([f'{path} ({sizes[path]:,})' for path in largest])}.",
+        None,
+        f"Name what a run does not need in {IGNORE_FILE}, or raise it.",
+        key="code.max_size",
+    )
 
 
 def write_snapshot(run: RunDir, snapshot: Snapshot) -> list[Path]:
@@ -89,119 +86,6 @@ def write_snapshot(run: RunDir, snapshot: Snapshot) -> list[Path]:
     return made
 
 
-class _Tree:
-    """A folder of a git working tree. Raises UsageError for one that is not, or where there is no git."""
-
-    def __init__(self, folder: Path, where: str) -> None:
-        self.folder, self.where = folder, where
-        if not folder.is_dir():
-            raise _refusal(where, "is no folder here.", folder, "Give the folder of a git working tree.")
-        if shutil.which("git") is None:
-            raise _refusal(where, "needs git, which is not installed here.", folder, "Install it, or leave code.path.")
-        self._git("rev-parse", "--show-toplevel")
-
-    def commit(self) -> str:
-        return self._git("rev-parse", "--verify", "HEAD").decode().strip()
-
-    def changed(self) -> set[str]:
-        """Paths below the folder that differ from HEAD, are new, or are gone."""
-        named = ("--name-only", "--relative", "--no-ext-diff", "--no-renames")
-        tracked = self._paths("diff", *named, "HEAD", "--", ".")
-        return tracked | self._paths("ls-files", "--others", "--exclude-standard")
-
-    def kept(self, *, but: Path) -> set[str]:
-        """Paths below the folder that belong to the snapshot. Raises UsageError for what no archive could hold."""
-        known = self._paths("ls-files", "--cached") | self._paths("ls-files", "--others", "--exclude-standard")
-        for kind in ("--cached", "--others"):
-            known -= self._paths("ls-files", kind, "--ignored", f"--exclude-per-directory={IGNORE_FILE}")
-        inside = self.folder.resolve()
-        there = self._without_runs({path for path in known if os.path.lexists(self.folder / path)}, inside, but)
-        unwatched = {entry[2:] for entry in self._paths("ls-files", "-v") if entry[0] == "S" or entry[0].islower()}
-        problems = [why for path in sorted(there) if (why := self._obstacle(path, inside, unwatched)) is not None]
-        if problems:
-            raise _refusal(
-                self.where,
-                f"holds what a snapshot cannot: {_some(problems)}.",
-                self.folder,
-                f"Name it in {IGNORE_FILE} if the run does not need it.",
-            )
-        return there
-
-    def _without_runs(self, paths: set[str], inside: Path, runs: Path) -> set[str]:
-        """Runs hold secrets and checkpoints: none is code, nor a link to where they are."""
-        out = runs.resolve()
-        folders = {path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] == "run.json"}
-        known = [self.folder / folder for folder in folders if _is_run(self.folder / folder / "run.json")]
-        found = {path for path in paths if not any((self.folder / path).is_relative_to(run) for run in known)}
-        if inside.is_relative_to(out):
-            return found
-        return {path for path in found if not (self.folder / path).resolve().is_relative_to(out)}
-
-    def _obstacle(self, path: str, inside: Path, unwatched: set[str]) -> str | None:
-        place, target = self.folder / path, (self.folder / path).resolve()
-        if "\n" in path or "\r" in path:
-            return f"{path!r} (a line break in a name)"
-        if path in unwatched:
-            again = "--no-assume-unchanged --no-skip-worktree"
-            return f"{path} (git was told not to look at it, so nobody knows what it is: git update-index {again})"
-        if place.is_symlink() and not (
-            place.is_file() and target.is_relative_to(inside) and ".git" not in target.parts
-        ):
-            return f"{path} (a link to {os.readlink(place)}, which is no file of this folder)"
-        if (place / ".git").exists():
-            return f"{path} (a repository within this one: install it in the nodes' environment)"
-        return None if place.is_file() else f"{path} (neither a file nor a link to one)"
-
-    def sizes(self, paths: set[str]) -> dict[str, int]:
-        return {path: (self.folder / path).stat().st_size for path in paths}
-
-    def patch(self, paths: Sequence[str]) -> bytes:
-        """What makes of HEAD these files as they are, for ``git apply``; new ones too."""
-        if not paths:
-            return b""
-        import tempfile
-
-        index = Path(os.fsdecode(self._git("rev-parse", "--path-format=absolute", "--git-path", "index")).strip())
-        objects = os.fsdecode(self._git("rev-parse", "--path-format=absolute", "--git-path", "objects")).strip()
-        with tempfile.TemporaryDirectory() as scratch:
-            # New files must be in an index to be in a diff: in a copy of it, and with a place for objects of its own.
-            if index.exists():
-                shutil.copy(index, f"{scratch}/index")
-            Path(scratch, "info").mkdir()
-            Path(scratch, "info", "alternates").write_bytes(os.fsencode(f"{objects}\n"))
-            aside = {"GIT_INDEX_FILE": f"{scratch}/index", "GIT_OBJECT_DIRECTORY": scratch}
-            literal = [f":(literal){path}" for path in paths]
-            there = [named for path, named in zip(paths, literal, strict=True) if os.path.lexists(self.folder / path)]
-            if there:
-                add = ("add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")
-                self._git(*add, environment=aside, sent=b"\0".join(map(os.fsencode, there)))
-            diff = ("diff", *_PLAIN, "--binary", "HEAD", "--")
-            few = [literal[start : start + _PATHS_AT_A_TIME] for start in range(0, len(literal), _PATHS_AT_A_TIME)]
-            return b"".join(self._git(*diff, *some, environment=aside) for some in few)
-
-    def _paths(self, *arguments: str) -> set[str]:
-        command, *rest = arguments
-        return {os.fsdecode(path) for path in self._git(command, "-z", *rest).split(b"\0") if path}
-
-    def _git(self, *arguments: str, environment: Mapping[str, str] | None = None, sent: bytes = b"") -> bytes:
-        import subprocess
-
-        # Of a hook or an alias that this runs in: they would mean another repository, or other paths.
-        own = {name: value for name, value in os.environ.items() if not re.match("GIT_(?!CONFIG)", name)}
-        done = subprocess.run(
-            ["git", "-C", str(self.folder), *arguments],
-            env={**own, **(environment or {}), "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"},
-            input=sent,
-            capture_output=True,
-        )
-        if done.returncode:
-            said = " ".join(done.stderr.decode(errors="replace").split())
-            new = "not a git repository" in said or arguments[-1] == "HEAD"
-            hint = "Make it a git working tree with one commit (git init, git add, git commit)." if new else None
-            raise _refusal(self.where, f"cannot be snapshotted: git {arguments[0]} says: {said}", self.folder, hint)
-        return done.stdout
-
-
 def _pack(contents: Mapping[str, bytes], executable: set[str]) -> bytes:
     import gzip
     import io
@@ -215,26 +99,3 @@ def _pack(contents: Mapping[str, bytes], executable: set[str]) -> bytes:
             entry.size, entry.mode = len(content), 0o755 if path in executable else 0o644
             archive.addfile(entry, io.BytesIO(content))
     return packed.getvalue()
-
-
-def _is_run(record: Path) -> bool:
-    """Whether a file called run.json is a run's record."""
-    try:
-        with record.open("rb") as file:
-            return b'"scaletrain.run/' in file.read(200)
-    except OSError:
-        return False
-
-
-def _refusal(where: str, message: str, given: Path | None, hint: str | None, *, key: str = "code.path") -> UsageError:
-    problem = Problem(where, key, message, None if given is None else str(given), hint)
-    return UsageError("the code cannot be kept with the run", (problem,))
-
-
-def _count(paths: Sequence[str] | set[str]) -> str:
-    return "1 file" if len(paths) == 1 else f"{len(paths)} files"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

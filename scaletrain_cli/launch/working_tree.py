@@ -1,0 +1,158 @@
+"""What of a folder of a git working tree belongs to a snapshot, and what of it is not committed.
+
+git says which files; nothing is written into its repository. Knows nothing of runs but that they are no code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from scaletrain_cli.errors import Problem, UsageError
+
+IGNORE_FILE = ".scaletrainignore"
+_NAMED = 5  # files that a message names
+# Whatever the user's own configuration of diff is: a patch that git apply takes.
+_PLAIN = "-U3 --no-renames --no-color --no-ext-diff --no-textconv --no-relative --src-prefix=a/ --dst-prefix=b/".split()
+_PATHS_AT_A_TIME = 500  # on a command line, which has room for two megabytes
+
+
+class WorkingTree:
+    """A folder of a git working tree. Raises UsageError for one that is not, or where there is no git."""
+
+    def __init__(self, folder: Path, where: str) -> None:
+        self.folder, self.where = folder, where
+        if not folder.is_dir():
+            raise refusal(where, "is no folder here.", folder, "Give the folder of a git working tree.")
+        if shutil.which("git") is None:
+            raise refusal(where, "needs git, which is not installed here.", folder, "Install it, or leave code.path.")
+        self._git("rev-parse", "--show-toplevel")
+
+    def commit(self) -> str:
+        return self._git("rev-parse", "--verify", "HEAD").decode().strip()
+
+    def changed(self) -> set[str]:
+        """Paths below the folder that differ from HEAD, are new, or are gone."""
+        named = ("--name-only", "--relative", "--no-ext-diff", "--no-renames")
+        tracked = self._paths("diff", *named, "HEAD", "--", ".")
+        return tracked | self._paths("ls-files", "--others", "--exclude-standard")
+
+    def kept(self, *, but: Path) -> set[str]:
+        """Paths below the folder that belong to the snapshot. Raises UsageError for what no archive could hold."""
+        known = self._paths("ls-files", "--cached") | self._paths("ls-files", "--others", "--exclude-standard")
+        for kind in ("--cached", "--others"):
+            known -= self._paths("ls-files", kind, "--ignored", f"--exclude-per-directory={IGNORE_FILE}")
+        inside = self.folder.resolve()
+        there = self._without_runs({path for path in known if os.path.lexists(self.folder / path)}, inside, but)
+        unwatched = {entry[2:] for entry in self._paths("ls-files", "-v") if entry[0] == "S" or entry[0].islower()}
+        problems = [why for path in sorted(there) if (why := self._obstacle(path, inside, unwatched)) is not None]
+        if problems:
+            raise refusal(
+                self.where,
+                f"holds what a snapshot cannot: {some(problems)}.",
+                self.folder,
+                f"Name it in {IGNORE_FILE} if the run does not need it.",
+            )
+        return there
+
+    def _without_runs(self, paths: set[str], inside: Path, runs: Path) -> set[str]:
+        """Runs hold secrets and checkpoints: none is code, nor a link to where they are."""
+        out = runs.resolve()
+        folders = {path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] == "run.json"}
+        known = [self.folder / folder for folder in folders if _is_run(self.folder / folder / "run.json")]
+        found = {path for path in paths if not any((self.folder / path).is_relative_to(run) for run in known)}
+        if inside.is_relative_to(out):
+            return found
+        return {path for path in found if not (self.folder / path).resolve().is_relative_to(out)}
+
+    def _obstacle(self, path: str, inside: Path, unwatched: set[str]) -> str | None:
+        place, target = self.folder / path, (self.folder / path).resolve()
+        if "\n" in path or "\r" in path:
+            return f"{path!r} (a line break in a name)"
+        if path in unwatched:
+            again = "--no-assume-unchanged --no-skip-worktree"
+            return f"{path} (git was told not to look at it, so nobody knows what it is: git update-index {again})"
+        kept = target.is_relative_to(inside) and ".git" not in target.relative_to(inside).parts
+        if place.is_symlink() and not (place.is_file() and kept):
+            return f"{path} (a link to {os.readlink(place)}, which is no file of this folder)"
+        if (place / ".git").exists():
+            return f"{path} (a repository within this one: install it in the nodes' environment)"
+        return None if place.is_file() else f"{path} (neither a file nor a link to one)"
+
+    def sizes(self, paths: set[str]) -> dict[str, int]:
+        return {path: (self.folder / path).stat().st_size for path in paths}
+
+    def patch(self, paths: Sequence[str]) -> bytes:
+        """What makes of HEAD these files as they are, for ``git apply``; new ones too."""
+        if not paths:
+            return b""
+        import tempfile
+
+        index = Path(os.fsdecode(self._git("rev-parse", "--path-format=absolute", "--git-path", "index")).strip())
+        objects = os.fsdecode(self._git("rev-parse", "--path-format=absolute", "--git-path", "objects")).strip()
+        with tempfile.TemporaryDirectory() as scratch:
+            # New files must be in an index to be in a diff: in a copy of it, and with a place for objects of its own.
+            if index.exists():
+                shutil.copy(index, f"{scratch}/index")
+            Path(scratch, "info").mkdir()
+            Path(scratch, "info", "alternates").write_bytes(os.fsencode(f"{objects}\n"))
+            aside = {"GIT_INDEX_FILE": f"{scratch}/index", "GIT_OBJECT_DIRECTORY": scratch}
+            literal = [f":(literal){path}" for path in paths]
+            there = [named for path, named in zip(paths, literal, strict=True) if os.path.lexists(self.folder / path)]
+            if there:
+                add = ("add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")
+                self._git(*add, environment=aside, sent=b"\0".join(map(os.fsencode, there)))
+            diff = ("diff", *_PLAIN, "--binary", "HEAD", "--")
+            few = [literal[start : start + _PATHS_AT_A_TIME] for start in range(0, len(literal), _PATHS_AT_A_TIME)]
+            return b"".join(self._git(*diff, *some, environment=aside) for some in few)
+
+    def _paths(self, *arguments: str) -> set[str]:
+        command, *rest = arguments
+        return {os.fsdecode(path) for path in self._git(command, "-z", *rest).split(b"\0") if path}
+
+    def _git(self, *arguments: str, environment: Mapping[str, str] | None = None, sent: bytes = b"") -> bytes:
+        import subprocess
+
+        # Of a hook or an alias that this runs in: they would mean another repository, or other paths.
+        own = {name: value for name, value in os.environ.items() if not re.match("GIT_(?!CONFIG)", name)}
+        done = subprocess.run(
+            ["git", "-C", str(self.folder), *arguments],
+            env={**own, **(environment or {}), "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"},
+            input=sent,
+            capture_output=True,
+        )
+        if done.returncode:
+            said = " ".join(done.stderr.decode(errors="replace").split())
+            new = "not a git repository" in said or arguments[-1] == "HEAD"
+            hint = "Make it a git working tree with one commit (git init, git add, git commit)." if new else None
+            raise refusal(self.where, f"cannot be snapshotted: git {arguments[0]} says: {said}", self.folder, hint)
+        return done.stdout
+
+
+def _is_run(record: Path) -> bool:
+    """Whether a file called run.json is a run's record."""
+    try:
+        with record.open("rb") as file:
+            return b'"scaletrain.run/' in file.read(200)
+    except OSError:
+        return False
+
+
+def refusal(where: str, message: str, given: Path | None, hint: str | None, *, key: str = "code.path") -> UsageError:
+    """One error about a key of the code section."""
+    problem = Problem(where, key, message, None if given is None else str(given), hint)
+    return UsageError("the code cannot be kept with the run", (problem,))
+
+
+def count(paths: Collection[str]) -> str:
+    """``3 files``."""
+    return "1 file" if len(paths) == 1 else f"{len(paths)} files"
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
