@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from scaletrain_cli.launch.judgement import Outcome, Reason, judge
 from scaletrain_cli.launch.node_record import read_node_records
-from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.checkpoints import Checkpoint, committed_folders, read_checkpoint
 from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.failures import read_failures
@@ -119,9 +119,9 @@ def read_attempts(run: RunDir) -> list[AttemptRecord]:
 
 
 def newest_checkpoint_step(run: RunDir, spec: RunSpec) -> int | None:
-    """The step of the newest committed checkpoint, by its manifest alone."""
-    committed = list_checkpoints(checkpoint_folder(run, spec))
-    return committed[-1].step if committed else None
+    """The step of the newest committed checkpoint, by its manifest alone; no other is read."""
+    newest_first = map(read_checkpoint, reversed(committed_folders(checkpoint_folder(run, spec))))
+    return next((found.step for found in newest_first if isinstance(found, Checkpoint)), None)
 
 
 def attempt_outcome(
