@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes
-from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.errors import ExitCode, InfeasibleError, UsageError
 
 EXIT_CODES = (
     *(ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES),
@@ -45,7 +45,11 @@ def command(
         raise UsageError(f"--timeout {timeout}: {error}.") from error
     # It is this engine that measures, whatever program is to train afterwards.
     run_spec = load_spec(spec, [*(overrides or ()), "code={}"], cluster=cluster)
-    plan, scheduler = plan_for_engine(run_spec, spec), scheduler_for(run_spec.cluster.scheduler)
+    try:
+        plan, scheduler = plan_for_engine(run_spec, spec), scheduler_for(run_spec.cluster.scheduler)
+    except InfeasibleError as error:
+        error.message += " (it is this engine that measures nodes; one of your own is not asked)"
+        raise
     outlook = scheduler.preflight(run_spec, plan)
     for note in outlook.notes:
         warn(note)

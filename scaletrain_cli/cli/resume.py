@@ -86,8 +86,8 @@ def command(
     prospect = _prospect(found, record, report, scheduler)
     for note in prospect.notes:
         warn(note)
-    if not as_json:
-        show_before_resuming(prospect, changed)
+    if not as_json:  # of a change that the text does not hold, the table above has told
+        show_before_resuming(prospect, changed or None if resize is not None and resize.changes else changed)
     confirm("Resume?", yes)
     submission = resume(found, from_scratch=from_scratch, resize=resize).submission
     if as_json:
@@ -106,7 +106,7 @@ def _prospect(run: RunDir, record: RunRecord, report: ResumeReport, scheduler: S
     from scaletrain_cli.rundir.record import checkpoint_folder
 
     spec, plan = record.spec, record.plan
-    outlook = scheduler.preflight(spec, plan, run)
+    outlook = scheduler.preflight(spec, plan, run, record.code)
     room = room_notes(spec, plan, run.path.parent, there=len(committed_folders(checkpoint_folder(run, spec))))
     step = report.checkpoint.step if report.checkpoint is not None else 0
     return Prospect(spec, plan, outlook.start, step, (*outlook.notes, *room), record.code)

@@ -6,6 +6,7 @@ What was changed since the submission, in the run directory, in an image or by a
 from __future__ import annotations
 
 import gzip
+import hashlib
 import os
 import shutil
 import stat
@@ -22,10 +23,11 @@ from scaletrain_cli.rundir.record import RunRecord
 _NAMED = 5  # files that a message names
 
 
-def unpacked_folder(record: RunRecord, attempt: int, node_rank: int, environment: Mapping[str, str]) -> Path:
+def unpacked_folder(run: RunDir, attempt: int, node_rank: int, environment: Mapping[str, str]) -> Path:
     """Where an attempt's code is on this node: with other temporary files, a folder for each attempt."""
     parent = Path(environment.get("TMPDIR") or "/tmp").absolute()
-    return parent / f"scaletrain-code-{record.run_id}" / f"attempt-{attempt:04d}-node-{node_rank:04d}"
+    root = hashlib.sha256(os.fsencode(run.path)).hexdigest()[:8]  # a run of another root may have the same name
+    return parent / f"scaletrain-code-{run.run_id}-{root}" / f"attempt-{attempt:04d}-node-{node_rank:04d}"
 
 
 def place_code(run: RunDir, record: RunRecord, folder: Path) -> Path | None:

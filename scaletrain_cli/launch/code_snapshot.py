@@ -40,7 +40,7 @@ def take_snapshot(spec: RunSpec, working_folder: str = "", runs: Path | None = N
     tree = WorkingTree(Path(working_folder, Path(code.path).expanduser()).absolute(), spec.where("code.path"))
     commit = tree.commit()
     kept, changed = tree.kept(but=runs or runs_root()), tree.changed()
-    uncommitted = sorted(path for path in changed if path in kept or not os.path.lexists(tree.folder / path))
+    uncommitted = sorted(path for path in changed if path in kept or not tree.holds(path))
     if uncommitted and code.uncommitted == "refuse":
         raise refusal(
             tree.where,
@@ -48,6 +48,8 @@ def take_snapshot(spec: RunSpec, working_folder: str = "", runs: Path | None = N
             tree.folder,
             "Commit or stash them, or set code.uncommitted: patch.",
         )
+    if not kept:
+        raise refusal(tree.where, "holds no file that git would take.", tree.folder, "Give the folder of your code.")
     _require_size(spec, tree.sizes(kept))
     contents = {path: (tree.folder / path).read_bytes() for path in sorted(kept)}
     text = listing({path: hashlib.sha256(content).hexdigest() for path, content in contents.items()})

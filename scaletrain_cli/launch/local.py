@@ -25,6 +25,7 @@ from scaletrain_cli.launch.processes import ProcessIdentity, send_signal
 from scaletrain_cli.launch.ranks import ENGINE_MODULE
 from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
@@ -60,7 +61,9 @@ class LocalScheduler:
 
     engine: str = ENGINE_MODULE
 
-    def preflight(self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None) -> Outlook:
+    def preflight(
+        self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
+    ) -> Outlook:
         problems = problems_of_node(spec.cluster, os.environ)
         if problems:
             raise SchedulerError(

@@ -70,7 +70,7 @@ def run_node(options: AgentOptions) -> int:
             verdict = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
             failure = Failure(None, "crash", f"{node.node}: {error}", int(verdict), node.node)
             _give_up(run, options.attempt, node, failure)
-            _remove(*_own_folders(record, options))
+            _remove(*_own_folders(run, record, options))
             raise
         write_node_record(run, options.attempt, replace(node, ranks=tuple(gang.ranks)))
         Watch(run, options, node.node, gang, record.spec.cluster).run_to_end()
@@ -80,7 +80,7 @@ def run_node(options: AgentOptions) -> int:
     code = node_exit_code(gang.ranks, gang.first_failure)
     ended = replace(node, ranks=tuple(gang.ranks), ended=time.time(), exit_code=code, first_failure=gang.first_failure)
     write_node_record(run, options.attempt, ended)
-    _remove(*_own_folders(record, options))
+    _remove(*_own_folders(run, record, options))
     return code
 
 
@@ -115,12 +115,12 @@ def _give_up(run: RunDir, attempt: int, node: NodeRecord, failure: Failure) -> N
     write_node_record(run, attempt, replace(node, ended=time.time(), exit_code=failure.exit_code))
 
 
-def _own_folders(record: RunRecord, options: AgentOptions) -> tuple[Path, Path]:
+def _own_folders(run: RunDir, record: RunRecord, options: AgentOptions) -> tuple[Path, Path]:
     """What this node has beside the run directory, for this attempt alone: offloaded states, and the user's code."""
     place = (record.run_id, options.attempt, options.node_rank)
     return (
         swap_folder(*place, {**os.environ, **record.spec.env}),
-        unpacked_folder(record, options.attempt, options.node_rank, os.environ),
+        unpacked_folder(run, options.attempt, options.node_rank, os.environ),
     )
 
 
@@ -136,7 +136,7 @@ def _start_ranks(gang: Gang, run: RunDir, record: RunRecord, options: AgentOptio
     # Relative paths in the spec mean the same whoever starts the attempt, and from where.
     if os.path.isdir(record.working_folder):
         os.chdir(record.working_folder)
-    own = _own_folders(record, options)
+    own = _own_folders(run, record, options)
     for folder in (found for mine in own for found in mine.parent.glob("attempt-*")):
         if not folder.name.startswith(f"attempt-{options.attempt:04d}-"):
             _remove(folder)  # of an attempt whose agent was killed, or is taken for lost

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.outlook import Outlook
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec
@@ -44,7 +45,9 @@ class Job:
 class Scheduler(Protocol):
     """Every method raises SchedulerError when the scheduler refuses or cannot be reached."""
 
-    def preflight(self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None) -> Outlook:
+    def preflight(
+        self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
+    ) -> Outlook:
         """Ask whether the job could run at all, and when; returns what is worth telling. Leaves nothing behind.
 
         ``run``: the one that is to go on, with what is kept of it; None for one that is yet to be made.

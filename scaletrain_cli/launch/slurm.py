@@ -22,6 +22,7 @@ from scaletrain_cli.launch.slurm_site import ask_site
 from scaletrain_cli.launch.slurm_start import start_and_rest
 from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
@@ -36,7 +37,9 @@ _LOOK_SECONDS = 15.0
 class SlurmScheduler:
     """Jobs of the cluster that this machine's Slurm commands talk to."""
 
-    def preflight(self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None) -> Outlook:
+    def preflight(
+        self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
+    ) -> Outlook:
         """Whether Slurm can ever run it, what would make it wait, and Slurm's own estimate of its start.
 
         Raises SchedulerError with every reason why it can not, or with Slurm's own words where there is no better one.

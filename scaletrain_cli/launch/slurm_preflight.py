@@ -209,6 +209,9 @@ class _Judge:
         wanted, site = self.spec.cluster.slurm.reservation, self.site
         if site.qos_says("RequiresReservation") and wanted is None:
             message = f"QOS {site.qos} is for jobs in a reservation alone (RequiresReservation)."
+            if site.may_rewrite_jobs:
+                notes.append(f"{message} A plugin of the site may name one.")
+                return
             yield self._problem("cluster.slurm.reservation", message, "null", "Name one, or use another QOS.")
         names = [one.name for one in site.reservations or ()]
         if site.reservations is None:

@@ -172,9 +172,9 @@ def binding_qos(rules: Sequence[QosRule], partitions: Sequence[str], own: str) -
 
 
 def limit_factor(rules: Sequence[QosRule], binding: Sequence[str]) -> float:
-    """What associations' amounts are multiplied with: the factor of the first of these QOS that has one."""
+    """What associations' amounts are multiplied with: the factor above 0 of the first of these QOS that has one."""
     factors = {rule.name: rule.limit_factor for rule in rules}
-    return next((factor for name in binding if (factor := factors.get(name)) is not None), 1.0)
+    return next((factor for name in binding if (factor := factors.get(name))), 1.0)
 
 
 def _chosen(partitions: Sequence[Partition], cluster: ClusterSpec) -> list[Partition]:

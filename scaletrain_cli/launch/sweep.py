@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from scaletrain_cli.errors import ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.code_snapshot import take_snapshot
 from scaletrain_cli.launch.scheduler import Scheduler
-from scaletrain_cli.launch.submission import CreatedRun, Submission, create_run, submit_run
+from scaletrain_cli.launch.submission import CreatedRun, Submission, create_run, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.sweeps import SweepPlace, write_sweep_place
+from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place, write_sweep_place
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 MOST_POINTS = 500
@@ -80,7 +80,7 @@ def submit_sweep(sweep: str, points: Sequence[Point], scheduler: Scheduler, cap:
         made: CreatedRun | None = None
         try:
             made = create_run(point.spec, point.plan, point.run_id, snapshot=code[point.spec.code])
-            if made.created:
+            if made.created or (read_submission(made.run) is None and read_sweep_place(made.run) is None):
                 write_sweep_place(made.run, SweepPlace(sweep, index + 1, len(points), point.overrides, after))
             done.append((made, submit_run(made.run, made.record, scheduler)))
         except ScaletrainError as error:

@@ -46,7 +46,7 @@ class WorkingTree:
         for kind in ("--cached", "--others"):
             known -= self._paths("ls-files", kind, "--ignored", f"--exclude-per-directory={IGNORE_FILE}")
         inside = self.folder.resolve()
-        there = self._without_runs({path for path in known if os.path.lexists(self.folder / path)}, inside, but)
+        there = self._without_runs(set(filter(self.holds, known)), inside, but)
         unwatched = {entry[2:] for entry in self._paths("ls-files", "-v") if entry[0] == "S" or entry[0].islower()}
         problems = [why for path in sorted(there) if (why := self._obstacle(path, inside, unwatched)) is not None]
         if problems:
@@ -58,11 +58,16 @@ class WorkingTree:
             )
         return there
 
+    def holds(self, path: str) -> bool:
+        """A folder may have taken the place of a file that git knows: then it is that which is there."""
+        place = self.folder / path
+        return os.path.lexists(place) and (place.is_symlink() or not place.is_dir() or (place / ".git").exists())
+
     def _without_runs(self, paths: set[str], inside: Path, runs: Path) -> set[str]:
         """Runs hold secrets and checkpoints: none is code, nor a link to where they are."""
         out = runs.resolve()
         folders = {path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] == "run.json"}
-        known = [self.folder / folder for folder in folders if _is_run(self.folder / folder / "run.json")]
+        known = [self.folder / folder for folder in folders if folder and _is_run(self.folder / folder / "run.json")]
         found = {path for path in paths if not any((self.folder / path).is_relative_to(run) for run in known)}
         if inside.is_relative_to(out):
             return found
@@ -95,15 +100,15 @@ class WorkingTree:
         objects = os.fsdecode(self._git("rev-parse", "--path-format=absolute", "--git-path", "objects")).strip()
         with tempfile.TemporaryDirectory() as scratch:
             # New files must be in an index to be in a diff: in a copy of it, and with a place for objects of its own.
-            if index.exists():
-                shutil.copy(index, f"{scratch}/index")
+            if index.exists():  # with its time, by which git knows whose changes are too young to show in theirs
+                shutil.copy2(index, f"{scratch}/index")
             Path(scratch, "info").mkdir()
             Path(scratch, "info", "alternates").write_bytes(os.fsencode(f"{objects}\n"))
             aside = {"GIT_INDEX_FILE": f"{scratch}/index", "GIT_OBJECT_DIRECTORY": scratch}
             literal = [f":(literal){path}" for path in paths]
             there = [named for path, named in zip(paths, literal, strict=True) if os.path.lexists(self.folder / path)]
             if there:
-                add = ("add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")
+                add = ("add", "--force", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")
                 self._git(*add, environment=aside, sent=b"\0".join(map(os.fsencode, there)))
             diff = ("diff", *_PLAIN, "--binary", "HEAD", "--")
             few = [literal[start : start + _PATHS_AT_A_TIME] for start in range(0, len(literal), _PATHS_AT_A_TIME)]

@@ -44,11 +44,14 @@ def write_sweep_place(run: RunDir, place: SweepPlace) -> None:
 
 
 def read_sweep_place(run: RunDir) -> SweepPlace | None:
-    """None for a run of its own."""
+    """None for a run of its own, and where the file does not say whose it is."""
     data = read_document(run.path / "sweep.json")
     if data is None:
         return None
-    return SweepPlace(data["sweep"], data["number"], data["points"], tuple(data["overrides"]), data["after"])
+    try:
+        return SweepPlace(data["sweep"], data["number"], data["points"], tuple(data["overrides"]), data["after"])
+    except (KeyError, TypeError):
+        return None
 
 
 def list_sweeps() -> dict[str, Sweep]:

@@ -14,6 +14,7 @@ from scaletrain_cli.errors import ExitCode, SchedulerError
 from scaletrain_cli.launch.local import LocalScheduler, run_in_foreground
 from scaletrain_cli.launch.outlook import Outlook
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.spec import RunSpec
 from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
@@ -183,7 +184,7 @@ def test_a_resume_that_the_scheduler_would_refuse_changes_nothing(monkeypatch: p
     folder = runs_root() / "r1"
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
-    def refuse(self: LocalScheduler, spec: RunSpec, plan: RunPlan, run: RunDir | None = None) -> Outlook:
+    def refuse(self: LocalScheduler, spec: RunSpec, plan: RunPlan, run: RunDir, code: CodeRecord | None) -> Outlook:
         raise SchedulerError("the quota can never hold it.")
 
     monkeypatch.setattr(LocalScheduler, "preflight", refuse)

@@ -33,8 +33,10 @@ def submitted(name: str) -> Drill:
 
 
 def test_a_preempted_run_of_it_goes_on_from_its_checkpoint_with_the_code_it_was_submitted_with(
-    repository: WorkingTree,
+    repository: WorkingTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     undisturbed = submitted("undisturbed")
     undisturbed.wait_for_end()
     assert undisturbed.events("finished"), undisturbed.log()
@@ -50,4 +52,4 @@ def test_a_preempted_run_of_it_goes_on_from_its_checkpoint_with_the_code_it_was_
     assert drill.losses() == undisturbed.losses()
     assert len(drill.losses()) == 60
     assert all(verify(checkpoint) == [] for checkpoint in list_checkpoints(drill.run.checkpoints))
-    assert not list(Path("/tmp").glob("scaletrain-code-mine/*"))
+    assert not list((tmp_path / "scratch").iterdir())

@@ -51,7 +51,7 @@ def submit(tree: WorkingTree, *overrides: str, run_id: str | None = None) -> Mad
 
 
 def unpacked(made: MadeRun, attempt: int = 1) -> Path:
-    return unpacked_folder(made.record, attempt, 0, os.environ)
+    return unpacked_folder(made.run, attempt, 0, os.environ)
 
 
 def test_ranks_run_what_was_submitted_and_not_what_the_tree_has_become(
@@ -292,3 +292,8 @@ def test_an_error_at_the_hand_over_that_is_nobodys_refusal_leaves_nothing_either
         resume(made.run, resize=replan(made.run, [], new_code=True), scheduler=Confused())
     assert read_record(made.run) == made.record
     assert len(list((made.run.path / "code").iterdir())) == 2
+
+
+def test_runs_of_one_name_under_two_roots_share_no_folder_on_a_node(tmp_path: Path) -> None:
+    one, other = (unpacked_folder(RunDir(tmp_path / root / "mine"), 1, 0, {}) for root in ("a", "b"))
+    assert one.parent != other.parent

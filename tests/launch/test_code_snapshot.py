@@ -88,6 +88,15 @@ def test_what_is_not_committed_goes_along_and_the_patch_makes_it_of_the_commit(
     assert not (elsewhere / "run.sh").exists()
 
 
+def test_a_change_of_the_same_length_in_the_instant_of_the_commit_is_in_the_patch(tree: WorkingTree) -> None:
+    for number in range(10, 20):
+        tree.write("train.py", f"print({number})\n")
+        tree.commit()
+        tree.write("train.py", f"print({number + 50})\n")
+        os.utime(tree.folder / "train.py", ns=(0, (tree.folder / ".git/index").stat().st_mtime_ns))
+        assert f"+print({number + 50})".encode() in snapshot(tree).patch
+
+
 def test_a_staged_change_is_a_change_that_is_not_committed(tree: WorkingTree) -> None:
     tree.write("train.py", "print('two')\n")
     tree.git("add", "train.py")
@@ -290,3 +299,24 @@ def test_variables_of_a_hook_do_not_lead_to_another_repository(
     monkeypatch.setenv("GIT_DIR", str(other.folder / ".git"))
     monkeypatch.setenv("GIT_LITERAL_PATHSPECS", "1")
     assert snapshot(tree) == expected
+
+
+def test_a_file_that_was_added_in_spite_of_gitignore_is_in_the_patch(tree: WorkingTree) -> None:
+    tree.write("data/keep.py", "1\n")
+    tree.git("add", "--force", "data/keep.py")
+    tree.commit()
+    tree.write("data/keep.py", "2\n")
+    assert b"+2" in snapshot(tree).patch
+
+
+def test_a_folder_in_the_place_of_a_file_that_git_knows_is_kept_with_what_is_in_it(tree: WorkingTree) -> None:
+    (tree.folder / "train.py").unlink()
+    tree.write("train.py/__init__.py", "")
+    taken = snapshot(tree)
+    assert "train.py/__init__.py" in files_in(taken.archive)
+    assert taken.record.uncommitted == 2
+
+
+def test_a_folder_without_anything_for_git_is_refused(tree: WorkingTree) -> None:
+    with pytest.raises(UsageError, match="holds no file that git would take"):
+        take_snapshot(make_spec(f"code.path={tree.folder / 'data'}"))

@@ -161,6 +161,8 @@ def test_the_qos_of_a_partition_counts_first_unless_that_of_the_job_is_above_it(
     assert binding_qos(rules, [""], "normal") == ["normal"]
     assert binding_qos(rules, ["part", "other"], "slow") == ["slow"]  # which it will be, nobody knows
     assert (limit_factor(rules, ["part", "slow"]), limit_factor(rules, ["normal"])) == (2.0, 1.0)
+    idle = [QosRule("idle", frozenset(), "", 0.0, limit_factor=0.0)]
+    assert limit_factor(idle, ["idle"]) == 1.0
 
 
 def test_a_reservation_that_slurm_does_not_show_is_not_known_rather_than_not_there() -> None:

@@ -18,6 +18,7 @@ from scaletrain_cli.launch.outlook import Outlook, Start
 from scaletrain_cli.launch.scheduler import Job, scheduler_for
 from scaletrain_cli.launch.submission import create_run, make_record, new_run_id, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, find_run, list_runs, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.spec import RunSpec
@@ -31,7 +32,9 @@ class CountingScheduler:
         self.submitted = 0
         self._pause = threading.Event()
 
-    def preflight(self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None) -> Outlook:
+    def preflight(
+        self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
+    ) -> Outlook:
         return Outlook(Start(None, "nobody knows"))
 
     def render(self, run: RunDir, record: RunRecord) -> str:

@@ -20,6 +20,7 @@ from scaletrain_cli.launch.slurm_script import job_script
 from scaletrain_cli.launch.submission import create_run
 from scaletrain_cli.launch.sweep import Point, cap_of, point_ids, submit_sweep
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, list_runs, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.rundir.sweeps import read_sweep_place
@@ -38,7 +39,9 @@ class Queue:
         self.jobs: dict[str, str] = {}
         self.cancelled: list[str] = []
 
-    def preflight(self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None) -> Outlook:
+    def preflight(
+        self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
+    ) -> Outlook:
         return Outlook(Start(None, "nobody knows"))
 
     def render(self, run: RunDir, record: RunRecord) -> str:
@@ -131,6 +134,15 @@ def test_what_was_there_before_is_not_taken_back() -> None:
         submit_sweep("s", points(1, 2), queue, cap=2)
     assert list(queue.jobs) == ["s-seed-1"]
     assert [run.run_id for run in list_runs()] == ["s-seed-1"]
+
+
+def test_a_point_that_a_crash_left_without_its_place_gets_it_when_the_sweep_is_submitted_again() -> None:
+    first, second = points(1, 2)
+    create_run(second.spec, second.plan, second.run_id)
+    done = submit_sweep("s", [first, second], Queue(), cap=1)
+    place = read_sweep_place(done[1].run)
+    assert place is not None
+    assert (place.number, place.after) == (2, first.run_id)
 
 
 def test_a_run_of_the_name_of_a_point_that_somebody_is_about_to_submit_is_left_alone() -> None:

@@ -101,3 +101,11 @@ def test_a_sweep_that_is_not_there_is_an_error_with_those_that_are(make: Make) -
     with pytest.raises(UsageError, match="There are: s-1st, s-2nd"):
         find_sweep("t")
     assert find_sweep("s-1").name == "s-1st"
+
+
+def test_a_file_that_does_not_say_whose_it_is_hides_no_other_sweep(make: Make) -> None:
+    sound, damaged = make("s-1", "s", 1), make("t-1", "t", 1)
+    (damaged.path / "sweep.json").write_text('{"sweep": "t"}')
+    assert read_sweep_place(damaged) is None
+    assert list_sweeps().keys() == {"s"}
+    assert find_sweep("s").runs == (sound,)

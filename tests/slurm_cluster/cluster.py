@@ -52,9 +52,9 @@ class DevCluster:
     @contextlib.contextmanager
     def running(cls, *words: str, conf: Sequence[str] = (), **options: int) -> Iterator[DevCluster]:
         """A cluster from now to the end of the block; `words`, `conf` and `options` as for `start`."""
-        remove_abandoned()
         with LOCK.open("w") as lock:  # against tests that run beside these
             fcntl.flock(lock, fcntl.LOCK_EX)
+            remove_abandoned()
             port = free_port()
             cluster = cls(PARENT / f"{PREFIX}{os.getpid()}-{port}", port)
             cluster.directory.mkdir()

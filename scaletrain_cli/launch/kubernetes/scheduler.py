@@ -48,6 +48,7 @@ from scaletrain_cli.launch.outlook import Outlook
 from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.launch.submission import make_record, read_submission
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_record
@@ -65,7 +66,9 @@ class KubernetesScheduler:
 
     connect: Callable[[str | None, str], Cluster] = connect
 
-    def preflight(self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None) -> Outlook:
+    def preflight(
+        self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
+    ) -> Outlook:
         """Look for everything that would keep the job from starting, and let the server judge each object.
 
         Raises SchedulerError with all problems at once.
@@ -78,7 +81,7 @@ class KubernetesScheduler:
             record = make_record(spec, plan, name, take_snapshot(spec))
             documents = documents_for(RunDir(runs_root() / name), record)
         else:  # the code is that which is kept with it, whatever has become of the tree
-            record = dataclasses.replace(read_record(run), run_id=name, spec=spec, plan=plan)
+            record = dataclasses.replace(read_record(run), run_id=name, spec=spec, plan=plan, code=code)
             documents = documents_for(run, record)
         rendered = manifest(record, documents)
         return check(self._cluster(spec), spec, rendered)
