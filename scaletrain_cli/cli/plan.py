@@ -39,7 +39,8 @@ def command(
         typer.Option("--objective", help="Choose the number of GPUs: soonest done, cheapest, or fewest."),
     ] = None,
     max_gpus: Annotated[
-        int | None, typer.Option("--max-gpus", metavar="N", min=1, help="Take no more GPUs; else as many as the spec.")
+        int | None,
+        typer.Option("--max-gpus", metavar="N", min=1, help="Maximum number of GPUs (default: as in the spec)."),
     ] = None,
     deadline: Annotated[
         str | None, typer.Option("--deadline", metavar="TIME", help="Be done in this time, as in 30d.")
@@ -70,7 +71,8 @@ def command(
     Several specs, or --vary, are shown side by side, each against the first; --json is then a list. The exit code is 3
     only if none of them can run.
 
-    --objective, --max-gpus, --deadline and --budget choose the number of GPUs. A deadline alone asks for the fewest.
+    --objective, --max-gpus, --deadline and --budget choose the number of GPUs. A deadline alone asks for the
+    fewest GPUs that keep it, also beyond those of the spec.
     """
     from scaletrain_cli.plan.search.limits import parse_limits
     from scaletrain_cli.spec.variants import variants

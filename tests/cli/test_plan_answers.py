@@ -223,7 +223,9 @@ def test_a_deadline_that_no_cluster_keeps_ends_with_3_and_the_table() -> None:
     ended = scaletrain("plan", RECIPE, "--deadline", "1h")
     assert ended.code == ExitCode.INFEASIBLE
     assert "done in" in ended.out.splitlines()[0]
-    assert "out of reach with at most 32 GPUs" in ended.err
+    assert "out of reach with at most 512 GPUs" in ended.err  # sixteen times those of the spec
+    within = scaletrain("plan", RECIPE, "--deadline", "1h", "--max-gpus", "64")
+    assert "out of reach with at most 64 GPUs" in within.err
     as_json = scaletrain("plan", RECIPE, "--deadline", "1h", "--json")
     assert as_json.code == ExitCode.INFEASIBLE
     assert not any(row["chosen"] for row in as_json.data["sizing"]["considered"])

@@ -85,19 +85,27 @@ def size_cluster(
     """The cluster that ends soonest (``time``), costs least (``cost``) or has fewest GPUs (``gpus``) within the limits.
 
     Wall-clock time counts interruptions: time to train over the expected goodput. ``max_gpus``: those of the spec
-    where not given. ``gpus``: names in the catalogue to compare; none means the spec's own. The global batch stays as
-    it is, so node counts over which it does not divide are listed with that reason. Raises SizingError with the
-    closest miss when no cluster will do, and UsageError for an unknown objective or GPU, a limit below one node, or a
-    question about dollars where no price is known.
+    where not given, but for the objective ``gpus``, which then asks for the number and may go beyond them. ``gpus``:
+    names in the catalogue to compare; none means the spec's own. The global batch stays as it is, so node counts over
+    which it does not divide are listed with that reason. Raises SizingError with the closest miss when no cluster will
+    do, and UsageError for an unknown objective or GPU, a limit below one node, or a question about dollars where no
+    price is known.
     """
     limits = _limits(spec, objective, max_gpus, deadline_seconds, budget_usd)
     names: list[str | None] = [None] if not gpus else list(gpus)
     tried = [try_cluster(spec, nodes, gpu) for gpu in names for nodes in node_counts(spec, limits.max_gpus)]
     further, ruled_out = refined(spec, limits, names, tried, 1)
     tried = sorted([*tried, *further], key=lambda each: (names.index(each.gpu), each.row.nodes))
+    notes = [_ONE_NODE] if _is_bound_to_one_node(spec, limits.max_gpus) else []
     if not any(meets(limits, each) for each in tried):
-        rows = [replace(each.row, why=limits.broken_by(each.row)) for each in tried]
-        raise _out_of_reach(spec, limits, rows, names)
+        found, looked_at = _beyond(spec, limits, names)
+        if objective == "gpus" and max_gpus is None and looked_at:  # how many GPUs it takes is the question
+            tried = sorted([*tried, *looked_at], key=lambda each: (names.index(each.gpu), each.row.nodes))
+            limits = replace(limits, max_gpus=found.gpus if found else max(each.row.gpus for each in tried))
+            tried = [each for each in tried if each.row.gpus <= limits.max_gpus]
+        if not any(meets(limits, each) for each in tried):
+            rows = [replace(each.row, why=limits.broken_by(each.row)) for each in tried]
+            raise _out_of_reach(spec, limits, rows, found)
     best = min((each for each in tried if meets(limits, each)), key=lambda each: limits.rank(each.row))
     told = tuple(
         replace(
@@ -108,9 +116,11 @@ def size_cluster(
         for each in tried
     )
     assert best.plan is not None
-    notes = (_ONE_NODE,) if _is_bound_to_one_node(spec, limits.max_gpus) else ()
+    if max_gpus is None and best.row.gpus > spec.world_size:
+        nodes = best.spec.cluster.nodes
+        notes.append(f"more than the {spec.world_size} GPUs of the spec; to submit it: --set cluster.nodes={nodes}")
     return Sizing(
-        best.spec, best.plan, objective, limits.max_gpus, deadline_seconds, budget_usd, told, ruled_out, notes
+        best.spec, best.plan, objective, limits.max_gpus, deadline_seconds, budget_usd, told, ruled_out, tuple(notes)
     )
 
 
@@ -151,9 +161,9 @@ def _is_bound_to_one_node(spec: RunSpec, max_gpus: int) -> bool:
 
 
 def _out_of_reach(
-    spec: RunSpec, limits: ClusterLimits, rows: list[Considered], names: Sequence[str | None]
+    spec: RunSpec, limits: ClusterLimits, rows: list[Considered], beyond: Considered | None
 ) -> InfeasibleError | UsageError:
-    """The error with the closest miss, and the fewest GPUs beyond the limit that would do."""
+    """Return the error with the closest miss, and the fewest GPUs ``beyond`` the limit that would do."""
     planned = [row for row in rows if row.seconds is not None]
     if planned and all("no price" in row.why for row in planned):
         return UsageError("cost and budget need a price: set cluster.price_per_gpu_hour.")
@@ -163,7 +173,6 @@ def _out_of_reach(
         money = "" if closest.dollars is None else f", {dollars(closest.dollars)}"
         message = f"{days(closest.seconds)}{money}; {closest.why}."
         problems.append(Problem("closest", "cluster", message, f"{closest.gpus} x {closest.gpu}"))
-    beyond = _beyond(spec, limits, names)
     if beyond is not None:
         money = "" if beyond.dollars is None else f", {dollars(beyond.dollars)}"
         message = f"{days(beyond.seconds)}{money}."
@@ -189,8 +198,13 @@ def _headline(limits: ClusterLimits, closest: Considered | None, problems: list[
     return f"{text}; {needed[0]} would do" if needed else text
 
 
-def _beyond(spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None]) -> Considered | None:
-    """The smallest cluster over the limit that would do."""
+class _Beyond(NamedTuple):
+    found: Considered | None
+    tried: list[Tried]
+
+
+def _beyond(spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None]) -> _Beyond:
+    """Return the smallest cluster over the limit that would do, and those tried on the way to it."""
     per_node = spec.cluster.gpus_per_node
     tried: list[Tried] = []
     for nodes in node_counts(spec, _BEYOND * limits.max_gpus):
@@ -200,5 +214,5 @@ def _beyond(spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None]) -
         if any(meets(limits, each) for each in tried):
             fewest = replace(limits, objective="gpus", max_gpus=(nodes - 1) * per_node)
             tried += refined(spec, fewest, names, tried, limits.max_gpus // per_node + 1)[0]
-            return min((each.row for each in tried if meets(limits, each)), key=fewest.rank)
-    return None
+            return _Beyond(min((each.row for each in tried if meets(limits, each)), key=fewest.rank), tried)
+    return _Beyond(None, tried)

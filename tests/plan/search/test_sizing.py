@@ -42,6 +42,17 @@ def test_the_fewest_gpus_that_keep_a_deadline() -> None:
     assert make_plan(sizing.spec) == sizing.plan
 
 
+def test_a_deadline_alone_may_take_more_gpus_than_the_spec_has() -> None:
+    sizing = size_cluster(run(cluster__nodes=2), "gpus", deadline_seconds=5 * DAY)
+    row = chosen(sizing)
+    assert row.gpus > 16
+    assert row.gpus == sizing.max_gpus == sizing.plan.layout.world_size
+    assert "more than the 16 GPUs of the spec" in sizing.notes[0]
+    assert row == chosen(size_cluster(run(cluster__nodes=2), "gpus", max_gpus=row.gpus, deadline_seconds=5 * DAY))
+    with pytest.raises(SizingError, match="out of reach with at most 16 GPUs"):  # the spec's are the limit here
+        size_cluster(run(cluster__nodes=2), "time", deadline_seconds=5 * DAY)
+
+
 def test_the_cheapest_and_the_fastest_within_a_budget() -> None:
     cheapest = chosen(size_cluster(run(), "cost"))
     fastest = chosen(size_cluster(run(), "time"))
@@ -104,7 +115,7 @@ def test_texts_of_a_miss_tell_the_difference_and_not_the_rounded_sum() -> None:
     seconds = size_cluster(run(cluster__nodes=1), "time").considered[0].seconds
     assert seconds is not None
     with pytest.raises(SizingError, match="2 min too late") as caught:
-        size_cluster(run(cluster__nodes=1), "gpus", deadline_seconds=seconds - 90)
+        size_cluster(run(cluster__nodes=1), "gpus", max_gpus=8, deadline_seconds=seconds - 90)
     assert str(caught.value).count("$") == 2  # the miss and what would do, each once
     rows = size_cluster(run(), "cost").considered
     least = min(row.dollars for row in rows if row.dollars)
