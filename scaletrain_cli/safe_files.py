@@ -1,0 +1,368 @@
+"""Files and folders at names that another user can predict, in folders that another user may write to.
+
+A runs root is often shared: setgid and writable by a group. Whoever can write there can plant a symbolic link, a hard
+link, a FIFO or a folder where a process of somebody else will write. These functions open nothing through a link of
+another user, truncate no existing file, wait on no FIFO and hold no other user's lock. All packages write through this
+file. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from scaletrain_cli.errors import UsageError
+
+FOLDER_MODE = 0o750  # nobody but the owner changes a run; its group may read it
+_MOST_LINKS = 40  # as the kernel counts
+_PATH_ONLY = getattr(os, "O_PATH", os.O_RDONLY)
+_QUIET = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a planted FIFO must not hold the process up
+_LOCK_POLL_SECONDS = 0.05
+
+
+# ------------------------------------------------------------------------------------------------------------ opening
+
+
+def create_file(path: Path, data: bytes | str, *, private: bool = False) -> None:
+    """Write a file that must not exist yet, durably; mode 0600 if ``private``. Raises FileExistsError and OSError."""
+    with _folder(path.parent) as folder:
+        descriptor = _create(folder, path, private=private)
+        try:
+            _write_all(descriptor, path, data)
+        except BaseException:
+            os.unlink(path.name, dir_fd=folder)
+            raise
+        finally:
+            os.close(descriptor)
+
+
+def replace_file(path: Path, data: bytes | str, *, private: bool = False, shared: bool = False) -> None:
+    """Replace a file in one step: a reader sees the old content or the new. Raises OSError; the old one is kept then.
+
+    A ``shared`` file, such as one of a runs root, may be changed by all who may change its folder; in a sticky folder,
+    where only its owner can replace it, it is rewritten in place.
+    """
+    draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
+    with _folder(path.parent) as folder:
+        descriptor = _create(folder, draft, private=private, shared=shared)
+        try:
+            _write_all(descriptor, draft, data)
+            os.replace(draft.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                os.unlink(draft.name, dir_fd=folder)
+            if not shared or not isinstance(error, PermissionError):
+                raise
+            _rewrite(path, data)
+        finally:
+            os.close(descriptor)
+
+
+def open_new(path: Path, *, private: bool = False) -> BinaryIO:
+    """Return a new file to write to; whatever had the name is removed first, never opened. Raises OSError."""
+    with _folder(path.parent) as folder:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path.name, dir_fd=folder)
+        return os.fdopen(_create(folder, path, private=private), "wb")
+
+
+def open_to_append(path: Path) -> int:
+    """Return a descriptor that reads, and writes at the end of the file, which is made if need be. Raises OSError."""
+    return _open(path, os.O_RDWR | os.O_APPEND, create=True)
+
+
+def open_to_change(path: Path) -> int:
+    """Return a descriptor to read and write an existing file. Raises FileNotFoundError and OSError."""
+    return _open(path, os.O_RDWR, create=False)
+
+
+def touch(path: Path) -> None:
+    """Make sure that a file of this name exists. Raises OSError."""
+    with _folder(path.parent) as folder:
+        try:
+            os.close(_create(folder, path))
+        except FileExistsError:
+            if not stat.S_ISREG(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
+                _refuse(path, folder)  # a link to nothing would count as no file
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, wait_seconds: float | None = None, shared: bool = False) -> Iterator[bool]:
+    """Hold an exclusive lock on the file; yield whether it was got within ``wait_seconds`` (None: wait for ever).
+
+    Only the owner can open the file of a lock that is not ``shared``, so nobody else can keep it. A file system without
+    locks counts as got: what the lock protects is replaced in one step there. Raises OSError where the file cannot be
+    opened.
+    """
+    descriptor = _open(path, os.O_RDWR, create=True, private=not shared, shared=shared)
+    try:
+        yield _lock(descriptor, wait_seconds)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, wait_seconds: float | None) -> bool:
+    deadline = None if wait_seconds is None else time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX if deadline is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if deadline is None or time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOCK_POLL_SECONDS)
+        except OSError:  # a shared file system without locks
+            return True
+
+
+def make_folder(path: Path, *, mode: int = FOLDER_MODE, exist_ok: bool = True) -> None:
+    """Make a folder, its parents included, with this mode less the umask. Raises FileExistsError and OSError."""
+    try:
+        with _folder(path.parent) as parent:
+            os.mkdir(path.name, mode, dir_fd=parent)
+    except FileNotFoundError:
+        if path.parent == path:
+            raise
+        make_folder(path.parent, mode=mode)
+        make_folder(path, mode=mode, exist_ok=exist_ok)
+    except FileExistsError:
+        if not exist_ok:
+            raise
+        with _folder(path):  # refuses a link of another user, and what is no folder
+            pass
+
+
+def make_shared_folder(path: Path) -> None:
+    """Make a folder that everybody who may write to its parent may write to, and no others. Raises OSError."""
+    with _folder(path.parent) as parent, contextlib.suppress(FileExistsError):
+        os.mkdir(path.name, 0o700, dir_fd=parent)
+        bits = os.fstat(parent)
+        umask = _umask()
+        # Who may write to the root is what its mode says; the umask of one user decides only where it is no team's.
+        wanted = stat.S_IMODE(bits.st_mode) if _is_team_folder(bits.st_mode) else 0o777 & ~umask
+        made = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        try:
+            if _is_team_folder(bits.st_mode) and os.fstat(made).st_gid != bits.st_gid:
+                os.fchown(made, -1, bits.st_gid)
+            os.fchmod(made, wanted | 0o700)
+        finally:
+            os.close(made)
+    with _folder(path):
+        pass
+
+
+def _create(folder: int, path: Path, *, private: bool = False, shared: bool = False) -> int:
+    descriptor = os.open(path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | _QUIET, 0o600, dir_fd=folder)
+    if not private:
+        about = os.fstat(folder).st_mode
+        # No more than the folder allows: what is in a folder that only its owner changes is changed by no one else.
+        mode = (about & 0o666) | 0o600 if shared else 0o640 | (about & 0o020)
+        with contextlib.suppress(OSError):  # a file system without modes
+            os.fchmod(descriptor, mode if shared else mode & ~_umask())
+    return descriptor
+
+
+def _open(path: Path, flags: int, *, create: bool, private: bool = False, shared: bool = False) -> int:
+    with _folder(path.parent) as folder:
+        while True:
+            try:
+                # Without O_CREAT first: the kernel refuses to create over another user's file in a sticky folder.
+                descriptor = os.open(path.name, flags | _QUIET, dir_fd=folder)
+            except FileNotFoundError:
+                if not create:
+                    raise
+                with contextlib.suppress(FileExistsError):
+                    return _create(folder, path, private=private, shared=shared)
+                continue
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):
+                    _refuse(path, folder)
+                if error.errno == errno.EACCES and shared and flags & os.O_ACCMODE != os.O_RDONLY:
+                    flags = os.O_RDONLY  # enough for a lock, except on NFS
+                    continue
+                raise OSError(error.errno, error.strerror, str(path)) from error
+            found = os.fstat(descriptor)
+            linked = found.st_nlink > 1 and os.fstat(folder).st_mode & 0o022  # or only its owner can have linked it
+            if not stat.S_ISREG(found.st_mode) or linked:
+                os.close(descriptor)
+                _refuse(path, folder)
+            os.set_blocking(descriptor, True)
+            return descriptor
+
+
+def _refuse(path: Path, folder: int) -> NoReturn:
+    with contextlib.suppress(FileNotFoundError):
+        found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "a hard link to a file that has another name too"
+        if not stat.S_ISLNK(found.st_mode) and not stat.S_ISREG(found.st_mode):
+            kind = "no regular file"
+        raise PermissionError(
+            errno.EPERM, f"not written to: it is {kind}, made by {user_name(found.st_uid)}. Remove it", str(path)
+        )
+    raise OSError(errno.ESTALE, "changed while it was opened", str(path))
+
+
+def _rewrite(path: Path, data: bytes | str) -> None:
+    descriptor = _open(path, os.O_RDWR, create=False)
+    try:
+        os.ftruncate(descriptor, 0)
+        _write_all(descriptor, path, data)
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, path: Path, data: bytes | str) -> None:
+    rest = memoryview(data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data)
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)  # or a power cut could leave the new name with nothing in it
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextlib.contextmanager
+def _folder(path: Path) -> Iterator[int]:
+    """Yield a descriptor of the folder; links on the way are followed as follow_link() allows, without a race."""
+    descriptor, links = os.open("/", _PATH_ONLY | os.O_DIRECTORY | os.O_CLOEXEC), 0
+    try:
+        parts = deque(path.absolute().parts[1:])
+        while parts:
+            part = parts.popleft()
+            here = descriptor
+            try:
+                flags = _PATH_ONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                descriptor = os.open(part, flags, dir_fd=here)
+            except OSError as error:
+                if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                    raise OSError(error.errno, error.strerror, str(path)) from error
+                target = _follow(here, part, path)
+                links += 1
+                if links > _MOST_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
+                parts.extendleft(reversed(Path(target).parts))
+                if not os.path.isabs(target):
+                    continue
+                parts.popleft()
+                descriptor = os.open("/", _PATH_ONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            os.close(here)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _follow(folder: int, name: str, path: Path) -> str:
+    """Return where a link in a path leads if its owner is root, this user or the owner of the folder it is in."""
+    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if not stat.S_ISLNK(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    if found.st_uid not in (0, os.geteuid(), os.fstat(folder).st_uid):
+        raise PermissionError(
+            errno.EPERM,
+            f"not used: {name} in it is a symbolic link, made by {user_name(found.st_uid)}. Remove it",
+            str(path),
+        )
+    target = os.readlink(name, dir_fd=folder)
+    again = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if (again.st_ino, again.st_uid) != (found.st_ino, found.st_uid):
+        raise OSError(errno.ESTALE, "changed while it was opened", str(path))
+    return target
+
+
+def _is_team_folder(mode: int) -> bool:
+    return bool(mode & stat.S_ISGID and mode & 0o020) or bool(mode & 0o002)
+
+
+def _umask() -> int:
+    """Return the umask of this process; read from the kernel where possible, since asking for it means setting it."""
+    try:
+        with open("/proc/self/status", "rb") as status:
+            for line in status:
+                if line.startswith(b"Umask:"):
+                    return int(line.split()[1], 8)
+    except OSError:
+        pass
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
+
+
+# ---------------------------------------------------------------------------------------------------------- ownership
+
+
+def user_name(uid: int) -> str:
+    """Return the name and number of a user for messages."""
+    import pwd
+
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
+
+
+def other_owner(path: Path) -> int | None:
+    """Return the uid that owns the file or folder, or a link of this name; None where that is this user or root."""
+    try:
+        owners = {path.lstat().st_uid, path.stat().st_uid}
+    except OSError:
+        return None
+    return next(iter(sorted(owners - {os.geteuid(), 0})), None)
+
+
+def require_own(path: Path, what: str, *, trust: bool, remedy: str) -> None:
+    """Raise UsageError where somebody else than this user or root owns ``path``, unless that is to be trusted."""
+    uid = other_owner(path)
+    if uid is not None and not trust:
+        raise UsageError(
+            f"{what} {path} belongs to {user_name(uid)}, and you are {user_name(os.geteuid())}. {remedy}, or add "
+            "--trust-owner if you trust that user with your account."
+        )
+
+
+def require_writable(folder: Path, purpose: str) -> None:
+    """Raise UsageError, with what to do, where this user cannot make files in ``folder``, or make it."""
+    existing = folder
+    while not os.path.lexists(existing) and existing.parent != existing:
+        existing = existing.parent
+    if os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
+        return
+    raise UsageError(f"{purpose}: {unwritable(existing)}")
+
+
+def unwritable(folder: Path) -> str:
+    """Return why this user cannot write to the folder, and what to do."""
+    remedy = "set SCALETRAIN_RUNS, or `runs` in clusters.yaml, to a folder that you can write to"
+    try:
+        found = folder.stat()
+        read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+    except OSError as error:
+        return f"{folder}: {error.strerror}. Remove the obstacle, or {remedy}."
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{folder} is not a folder. Remove it, or {remedy}."
+    if read_only:
+        return f"{folder} is on a file system that is mounted read-only. Mount it writable, or {remedy}."
+    group = _group_name(found.st_gid)
+    member = found.st_gid in {os.getegid(), *os.getgroups()}
+    cure = f"chmod g+rwxs {folder}" if member else f"chgrp GROUP {folder} && chmod g+rwxs {folder}"
+    return (
+        f"{folder} cannot be written to by {user_name(os.geteuid())}: it belongs to {user_name(found.st_uid)}, group "
+        f"{group}, mode {stat.S_IMODE(found.st_mode):04o}. Ask its owner to run `{cure}`"
+        f"{'' if member else ' with a group that you are in'}, or {remedy}."
+    )
+
+
+def _group_name(gid: int) -> str:
+    import grp
+
+    try:
+        return f"{grp.getgrgid(gid).gr_name} (gid {gid})"
+    except KeyError:
+        return f"gid {gid}"

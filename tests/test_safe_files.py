@@ -1,0 +1,235 @@
+"""Writing where somebody else may write too: planted links, FIFOs and folders are refused, and nothing is truncated."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli import safe_files
+from scaletrain_cli.errors import UsageError
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+PRECIOUS = "alias ll='ls -l'\n"
+
+
+@pytest.fixture(autouse=True)
+def _usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    path = tmp_path / "home" / ".bashrc"
+    path.parent.mkdir()
+    path.write_text(PRECIOUS)
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    path = tmp_path / "runs"
+    path.mkdir()
+    path.chmod(0o2775)
+    return path
+
+
+def hold_lock(path: Path) -> None:
+    with safe_files.locked(path, wait_seconds=0):
+        pass
+
+
+def hold_shared_lock(path: Path) -> None:
+    with safe_files.locked(path, wait_seconds=0, shared=True):
+        pass
+
+
+def append(path: Path) -> None:
+    descriptor = safe_files.open_to_append(path)
+    os.write(descriptor, b"line\n")
+    os.close(descriptor)
+
+
+def write_new(path: Path) -> None:
+    with safe_files.open_new(path) as file:
+        file.write(b"new\n")
+
+
+OPENERS: list[Callable[[Path], None]] = [hold_lock, hold_shared_lock, append, safe_files.touch]
+REPLACERS: list[Callable[[Path], None]] = [lambda path: safe_files.replace_file(path, "new\n"), write_new]
+
+
+@pytest.mark.parametrize("write", [*OPENERS, *REPLACERS])
+def test_a_planted_symbolic_link_leaves_its_target_as_it_was(
+    root: Path, victim: Path, write: Callable[[Path], None]
+) -> None:
+    name = root / "events.jsonl"
+    name.symlink_to(victim)
+    if write in REPLACERS:
+        write(name)
+        assert not name.is_symlink()
+        assert name.read_text() == "new\n"
+    else:
+        with pytest.raises(PermissionError, match="is a symbolic link, made by "):
+            write(name)
+    assert victim.read_text() == PRECIOUS
+
+
+@pytest.mark.parametrize("write", [*OPENERS, *REPLACERS])
+def test_a_dangling_link_creates_nothing_where_it_leads(
+    root: Path, victim: Path, write: Callable[[Path], None]
+) -> None:
+    elsewhere = victim.with_name("authorized_keys")
+    (root / "lock").symlink_to(elsewhere)
+    if write in REPLACERS:
+        write(root / "lock")
+    else:
+        with pytest.raises(PermissionError, match="symbolic link"):
+            write(root / "lock")
+    assert not elsewhere.exists()
+
+
+@pytest.mark.parametrize("write", [hold_lock, append])
+def test_a_hard_link_that_somebody_else_may_have_made_is_refused(
+    root: Path, victim: Path, write: Callable[[Path], None]
+) -> None:
+    os.link(victim, root / "lock")
+    with pytest.raises(PermissionError, match="hard link"):
+        write(root / "lock")
+    assert victim.read_text() == PRECIOUS
+
+
+def test_a_hard_link_in_a_folder_that_only_its_owner_changes_is_a_backup(root: Path) -> None:
+    root.chmod(0o750)
+    append(root / "events.jsonl")
+    os.link(root / "events.jsonl", root / "kept")
+    append(root / "events.jsonl")
+    assert (root / "events.jsonl").read_text() == "line\nline\n"
+
+
+@pytest.mark.parametrize("write", [*OPENERS, *REPLACERS])
+def test_a_planted_fifo_holds_nobody_up(root: Path, write: Callable[[Path], None]) -> None:
+    os.mkfifo(root / "log")
+    ended: list[str] = []
+
+    def attempt() -> None:
+        try:
+            write(root / "log")
+            ended.append("written")
+        except PermissionError as error:
+            ended.append(str(error))
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert ended, "it waits for a reader of the FIFO"
+    assert ended == ["written"] if write in REPLACERS else "no regular file" in ended[0]
+
+
+@needs_root
+@pytest.mark.parametrize("write", [hold_lock, append, write_new, lambda path: safe_files.replace_file(path, "new\n")])
+def test_a_folder_that_is_a_link_of_another_user_is_not_entered(
+    root: Path, victim: Path, write: Callable[[Path], None]
+) -> None:
+    run = root / "run-1"
+    run.mkdir()
+    (run / "attempts").symlink_to(victim.parent)
+    os.chown(run / "attempts", 65534, 65534, follow_symlinks=False)
+    with pytest.raises(PermissionError, match=r"attempts in it is a symbolic link, made by .*65534"):
+        write(run / "attempts" / ".bashrc")
+    assert victim.read_text() == PRECIOUS
+
+
+@needs_root
+def test_a_link_of_ones_own_and_one_of_the_folders_owner_are_followed(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "big-disk").mkdir()
+    (root / "mine").symlink_to(tmp_path / "big-disk")
+    append(root / "mine" / "events.jsonl")
+    os.chown(root, 65534, 65534)
+    (root / "theirs").symlink_to("../big-disk")
+    os.chown(root / "theirs", 65534, 65534, follow_symlinks=False)
+    append(root / "theirs" / "events.jsonl")
+    assert (tmp_path / "big-disk" / "events.jsonl").read_text() == "line\nline\n"
+
+
+def test_links_that_lead_in_a_circle_end_in_an_error(root: Path) -> None:
+    (root / "a").symlink_to(root / "b")
+    (root / "b").symlink_to(root / "a")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        append(root / "a" / "events.jsonl")
+
+
+def test_what_is_in_a_run_is_for_its_owner_to_change_and_for_its_group_to_read(root: Path) -> None:
+    for umask, folder_mode, file_mode in ((0o022, 0o750, 0o640), (0o002, 0o750, 0o640), (0o077, 0o700, 0o600)):
+        os.umask(umask)
+        run = root / f"run-{umask}"
+        safe_files.make_folder(run)
+        safe_files.create_file(run / "run.json", "{}")
+        safe_files.create_file(run / "secrets.json", "{}", private=True)
+        append(run / "events.jsonl")
+        hold_lock(run / "submit.lock")
+        assert mode(run) == folder_mode | 0o2000
+        assert run.stat().st_gid == root.stat().st_gid
+        assert mode(run / "run.json") == mode(run / "events.jsonl") == file_mode
+        assert mode(run / "secrets.json") == mode(run / "submit.lock") == 0o600
+
+
+def test_what_a_team_shares_is_as_open_as_its_root_whatever_the_umask(root: Path) -> None:
+    os.umask(0o077)
+    safe_files.make_shared_folder(root / "datasets")
+    hold_shared_lock(root / ".bad-nodes.lock")
+    safe_files.replace_file(root / "bad-nodes.json", "{}", shared=True)
+    assert mode(root / "datasets") == 0o2775
+    assert mode(root / ".bad-nodes.lock") == mode(root / "bad-nodes.json") == 0o664
+
+
+def test_a_root_of_one_user_stays_closed(root: Path) -> None:
+    root.chmod(0o755)
+    safe_files.make_shared_folder(root / "datasets")
+    safe_files.replace_file(root / "bad-nodes.json", "{}", shared=True)
+    assert mode(root / "datasets") == 0o755
+    assert mode(root / "bad-nodes.json") == 0o644
+
+
+def test_a_failed_replacement_keeps_the_old_content_and_leaves_no_draft(root: Path) -> None:
+    safe_files.replace_file(root / "plan.json", "old")
+    (root / "folder").mkdir()
+    with pytest.raises(OSError):
+        safe_files.replace_file(root / "folder", "new")
+    assert sorted(path.name for path in root.iterdir()) == ["folder", "plan.json"]
+
+
+def test_a_lock_that_is_held_is_waited_for_no_longer_than_asked(root: Path) -> None:
+    with safe_files.locked(root / "lock") as got:
+        assert got
+        began = time.monotonic()
+        with safe_files.locked(root / "lock", wait_seconds=0.1) as second:
+            assert not second
+        assert 0.1 <= time.monotonic() - began < 2
+
+
+def test_an_existing_file_is_never_created_over(root: Path) -> None:
+    safe_files.create_file(root / "run.json", "first")
+    with pytest.raises(FileExistsError):
+        safe_files.create_file(root / "run.json", "second")
+    assert (root / "run.json").read_text() == "first"
+
+
+@needs_root
+def test_a_folder_of_another_user_is_named_with_its_owner(root: Path) -> None:
+    safe_files.require_own(root, "the run", trust=False, remedy="Use another run id")
+    os.chown(root, 65534, 65534)
+    with pytest.raises(UsageError, match=r"belongs to .*65534.* --trust-owner"):
+        safe_files.require_own(root, "the run", trust=False, remedy="Use another run id")
+    safe_files.require_own(root, "the run", trust=True, remedy="Use another run id")
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
