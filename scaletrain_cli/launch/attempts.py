@@ -25,11 +25,15 @@ from scaletrain_cli.spec import RunSpec
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows from an attempt's end: another attempt, or ``exit_code`` as the run's own."""
+    """What follows from an attempt's end: another attempt, or ``exit_code`` as the run's own.
+
+    ``left_to_scheduler``: the scheduler was ending the job, and alone decides whether it brings the job back.
+    """
 
     requeue: bool
     exit_code: int
     why: str
+    left_to_scheduler: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class AttemptRecord:
     decision: Decision | None = None
     last_checkpoint_step: int | None = None
     last_step: int | None = None  # the last one logged
+
+    @property
+    def may_be_followed(self) -> bool:
+        """Whether another attempt may follow by itself: only a decision that the run stops rules that out."""
+        return self.decision is None or self.decision.requeue or self.decision.left_to_scheduler
 
     @property
     def made_progress(self) -> bool:

@@ -63,7 +63,7 @@ def conclude_attempt(
     if outcome.reason in ("preempted", "out-of-grace") and time_is_up():
         outcome = dataclasses.replace(outcome, reason="time-limit", message=f"out of time; {outcome.message}")
     if told_to_stop is not None and not cancelled and outcome.exit_code != ExitCode.DONE:
-        decision = Decision(False, outcome.exit_code, told_to_stop)
+        decision = Decision(False, outcome.exit_code, told_to_stop, left_to_scheduler=True)
     else:
         began = read_attempt(run, number)
         assert began is not None, f"attempt {number} was never begun"
@@ -84,12 +84,12 @@ def conclude_abandoned(run: RunDir, record: RunRecord) -> None:
         _record(run, attempt)
 
 
-def withdraw_restart(run: RunDir, number: int, why: str) -> Decision:
-    """Correct the decision on attempt ``number``: the restart that it promised does not come."""
+def withdraw_restart(run: RunDir, number: int, why: str, *, left_to_scheduler: bool = False) -> Decision:
+    """Correct the decision on attempt ``number``: the restart that it promised does not come, or is the scheduler's."""
     attempt = read_attempt(run, number)
     assert attempt is not None, f"attempt {number} was never begun"
     assert attempt.exit_code is not None, f"attempt {number} has not ended"
-    decision = Decision(False, attempt.exit_code, why)
+    decision = Decision(False, attempt.exit_code, why, left_to_scheduler)
     revise_decision(run, attempt, decision)
     return decision
 

@@ -152,7 +152,7 @@ def _vanished(
     names = ", ".join([*(node.node for node in missing), *([never] if unseen > 0 else [])])
     # When all have gone, it was the job that was ended, and no node of it is worse than another.
     against = (*(node.name for node in missing), *silent) if len(missing) < len(nodes) else ()
-    return Outcome(ExitCode.CRASHED, "node", f"lost without a word: {names}", against)
+    return Outcome(ExitCode.CRASHED, "node", f"lost without reporting an exit status: {names}", against)
 
 
 def _reason(stated: str, code: int) -> Reason:

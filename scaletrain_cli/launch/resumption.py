@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import ScaletrainError, SchedulerSilentError, UsageError
-from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome, read_attempts
+from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
 from scaletrain_cli.launch.code_snapshot import write_snapshot
 from scaletrain_cli.launch.resizing import Resize
-from scaletrain_cli.launch.scheduler import Scheduler, scheduler_for
+from scaletrain_cli.launch.scheduler import Job, Scheduler, scheduler_for
 from scaletrain_cli.launch.submission import Submission, hand_over, read_submission, submit_lock
+from scaletrain_cli.launch.unreported import unreported_end
 from scaletrain_cli.rundir.checkpoints import Checkpoint, newest_that_verifies
 from scaletrain_cli.rundir.journal import has_committed, last_logged_step, record_event, withdraw_event
 from scaletrain_cli.rundir.paths import RunDir
@@ -42,6 +43,7 @@ class ResumeReport:
     steps_lost: int
     finished: bool
     active: bool
+    job: Job
     had_checkpoint: bool  # one was committed at some time, whether it is still there or not
 
 
@@ -66,13 +68,14 @@ def inspect_resume(run: RunDir, scheduler: Scheduler | None = None) -> ResumeRep
     told = last is None and job.exit_code is not None  # by the scheduler, of a run whose attempts are not seen here
     return ResumeReport(
         last_attempt=last,
-        why_ended=job.detail if told else why_ended(run, record, last),
+        why_ended=job.detail if told else why_ended(run, record, last, job),
         checkpoint=checkpoint,
         passed_over=passed_over,
         last_step_logged=logged,
         steps_lost=max(0, (logged or 0) - (checkpoint.step if checkpoint else 0)),
         finished=job.exit_code == 0 if last is None else last.reason == "done",
         active=job.may_be_active,
+        job=job,
         had_checkpoint=bool(checkpoint or passed_over or has_committed(run)),
     )
 
@@ -100,9 +103,13 @@ def refuse(run: RunDir, report: ResumeReport, *, from_scratch: bool = False, res
     if report.finished:
         raise UsageError(f"{run.run_id} has finished; there is nothing to resume.")
     if report.active:
+        if report.job.state == "unknown":
+            raise UsageError(
+                f"whether {run.run_id} still runs is not known: {report.job.detail}. Resume it once that is known."
+            )
         raise UsageError(
-            f"{run.run_id} is still active, or was started on a host that must be asked. "
-            f"Wait for it, or `scaletrain cancel {run.run_id}` there first."
+            f"{run.run_id} is still active: {report.job.detail or report.job.state}. "
+            f"Wait for it, or `scaletrain cancel {run.run_id}` first."
         )
     if report.checkpoint is not None and from_scratch:
         raise UsageError(
@@ -120,13 +127,12 @@ def refuse(run: RunDir, report: ResumeReport, *, from_scratch: bool = False, res
         _refuse_to_cut_blocks(run, resize)
 
 
-def why_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord | None) -> str:
-    """The last attempt's end in words; judged by its evidence where whoever watched it vanished."""
+def why_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord | None, job: Job) -> str:
+    """Return the last attempt's end in words. Without a recorded end, ``job`` decides what may be said of it."""
     if attempt is None:
         return "no attempt began"
     if attempt.ended is None:
-        outcome = attempt_outcome(run, record.spec, attempt.number, cancelled=run.is_told_to_stop)
-        return f"attempt {attempt.number} was left without its supervisor: {outcome.message}"
+        return unreported_end(run, record, attempt, job).message
     decided = f"; {attempt.decision.why}" if attempt.decision is not None else ""
     return f"attempt {attempt.number} ended with exit code {attempt.exit_code}: {attempt.message}{decided}"
 

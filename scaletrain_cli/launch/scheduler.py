@@ -14,7 +14,10 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec
 
-JobState = Literal["queued", "running", "ended", "unknown"]
+# "suspended" keeps its nodes and does not run; "ending" waits for its last processes. Neither is over.
+JobState = Literal["queued", "running", "suspended", "ending", "ended", "unknown"]
+# What a scheduler can name as the cause of the end of a whole job.
+JobCause = Literal["cancelled", "preempted", "time-limit", "host-oom", "node"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Job:
     """A run's job as its scheduler sees it; ``detail`` is the scheduler's own word for the state.
 
     ``exit_code`` and ``progress`` (a line of metrics.jsonl) are for a run whose directory is not seen from here.
+    ``cause`` is set for an ended job where the scheduler itself names one.
     """
 
     id: str
@@ -29,12 +33,13 @@ class Job:
     detail: str = ""
     nodes: tuple[str, ...] = ()
     exit_code: int | None = None
+    cause: JobCause | None = None
     progress: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_active(self) -> bool:
-        """Whether it runs or may still start to. Unknown counts as not: who asks decides what that means."""
-        return self.state in ("queued", "running")
+        """Whether it is not over, as the scheduler says. Unknown counts as not: who asks decides what that means."""
+        return self.state in ("queued", "running", "suspended", "ending")
 
     @property
     def may_be_active(self) -> bool:

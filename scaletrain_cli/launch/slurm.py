@@ -11,7 +11,7 @@ from pathlib import Path
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.exclusion import Exclusion
 from scaletrain_cli.launch.outlook import Outlook, Start
-from scaletrain_cli.launch.scheduler import Job, JobState
+from scaletrain_cli.launch.scheduler import Job, JobCause, JobState
 from scaletrain_cli.launch.shared_folder import unshared_notes
 from scaletrain_cli.launch.slurm_commands import call_slurm, node_names
 from scaletrain_cli.launch.slurm_nodes import exclude_option, exclusion_for, record_exclusion
@@ -29,8 +29,21 @@ from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.spec import RunSpec
 
-_QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED", "STOPPED"}
-_RUNNING = {"RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT"}
+_STATES: dict[str, JobState] = {
+    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"), "queued"),
+    **dict.fromkeys(("RUNNING", "RESIZING", "SIGNALING"), "running"),
+    **dict.fromkeys(("SUSPENDED", "STOPPED"), "suspended"),
+    **dict.fromkeys(("COMPLETING", "STAGE_OUT"), "ending"),
+}
+_CAUSES: dict[str, JobCause] = {
+    "CANCELLED": "cancelled",
+    "PREEMPTED": "preempted",
+    "TIMEOUT": "time-limit",
+    "DEADLINE": "time-limit",
+    "OUT_OF_MEMORY": "host-oom",
+    "NODE_FAIL": "node",
+    "BOOT_FAIL": "node",
+}
 _LOOK_SECONDS = 15.0
 
 
@@ -115,7 +128,7 @@ class SlurmScheduler:
             return Job(job_id, "ended", "Slurm no longer knows the job")
         state, reason, nodes = fields
         detail = state if reason in ("None", "") else f"{state} ({reason})"
-        return Job(job_id, job_state(state), detail, node_names(nodes))
+        return Job(job_id, job_state(state), detail, node_names(nodes), cause=job_cause(state))
 
     def cancel(self, run: RunDir, record: RunRecord) -> None:
         """Ask the ranks to save and leave; the job's last word is slurm_job's. A queued job just goes."""
@@ -131,9 +144,12 @@ class SlurmScheduler:
 
 def job_state(slurm_state: str) -> JobState:
     """Slurm's state in the words that all schedulers share."""
-    if slurm_state in _QUEUED:
-        return "queued"
-    return "running" if slurm_state in _RUNNING else "ended"
+    return _STATES.get(slurm_state, "ended")
+
+
+def job_cause(slurm_state: str) -> JobCause | None:
+    """Return why a whole job ended, where its Slurm state names that; ``CANCELLED by 1000`` is sacct's form."""
+    return _CAUSES.get(slurm_state.partition(" ")[0])
 
 
 def _preemption(spec: RunSpec) -> str:

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return begin(run, record, os.environ)
         if options.word == "end":
             return end(run, record, options.attempt, options.srun_exit_code, os.environ, told_to_stop)
-        return conclude_run(run, withdraw_restart(run, options.attempt, told_to_stop or _NOT_REQUEUED))
+        return not_requeued(run, options.attempt, told_to_stop)
     except ScaletrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -112,8 +112,15 @@ def end(
         down=down_nodes(attempt.nodes) if attempt is not None and told_to_stop is not None else None,
     )
     print(f"requeue {_exclude_word(run, record)}".rstrip() if decision.requeue else "stop")
-    may_go_on = decision.requeue or decision.why == told_to_stop
+    may_go_on = decision.requeue or decision.left_to_scheduler
     return decision.exit_code if may_go_on else conclude_run(run, decision)
+
+
+def not_requeued(run: RunDir, number: int, told_to_stop: str | None) -> int:
+    """Withdraw the promised requeue; where Slurm is ending the job it may still bring the job back by itself."""
+    if told_to_stop is not None:
+        return withdraw_restart(run, number, told_to_stop, left_to_scheduler=True).exit_code
+    return conclude_run(run, withdraw_restart(run, number, _NOT_REQUEUED))
 
 
 def _exclude_word(run: RunDir, record: RunRecord) -> str:

@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from scaletrain_cli.errors import ExitCode, SchedulerError
 from scaletrain_cli.launch.attempts import AttemptRecord, newest_checkpoint_step, read_attempts
+from scaletrain_cli.launch.judgement import Reason
 from scaletrain_cli.launch.node_record import read_node_records
 from scaletrain_cli.launch.resumption import why_ended
 from scaletrain_cli.launch.scheduler import Job, Scheduler, scheduler_for
 from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.launch.unreported import SCHEDULERS, unreported_end
 from scaletrain_cli.rundir.goodput import Goodput, run_goodput
 from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
 from scaletrain_cli.rundir.measured import Measured, read_measured
@@ -19,14 +21,21 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place
 
-RunState = Literal["queued", "running", "preempted", "finished", "failed", "cancelled", "unknown"]
+# fmt: off
+RunState = Literal[
+    "queued", "running", "suspended", "ending", "preempted", "finished", "failed", "cancelled", "unknown",
+]
+# fmt: on
 # The newest line with a validation loss is at most this many logged steps back, or not worth looking for.
 _LINES_SEARCHED = 10_000
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run, now. Steps are optimizer steps; ``agent_pids`` are of node agents that have not ended."""
+    """One run, now. Steps are optimizer steps; ``agent_pids`` are of node agents that have not ended.
+
+    ``job`` is the scheduler's answer, or state ``unknown`` with its error as the detail; the JSON object has its state.
+    """
 
     run_id: str
     name: str
@@ -46,6 +55,7 @@ class RunStatus:
     agent_pids: tuple[int, ...]
     run_dir: str
     why: str
+    job: Job
     measured: Measured | None  # of the newest attempt that got so far
     goodput: Goodput | None  # where the time went, over all attempts
     straggler: str = ""  # the rank that is slower than the others, in words
@@ -55,6 +65,7 @@ class RunStatus:
         """The stable JSON object."""
         measured = None if self.measured is None else self.measured.to_json()
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain["job"] = {"state": self.job.state, "detail": self.job.detail}
         goodput = None if self.goodput is None else self.goodput.to_json()
         sweep = None if self.sweep is None else dataclasses.asdict(self.sweep)
         return {"schema": "scaletrain.status/v1", **plain, "measured": measured, "goodput": goodput, "sweep": sweep}
@@ -71,7 +82,7 @@ def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
     return RunStatus(
         run_id=record.run_id,
         name=record.spec.name,
-        state=_state(run, job, last),
+        state=_state(run, record, job, last),
         scheduler=record.spec.cluster.scheduler,
         job_id=job.id or (submission.job_id if submission else ""),
         attempt=last.number if last else 0,
@@ -87,6 +98,7 @@ def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
         agent_pids=_agent_pids(run, last),
         run_dir=str(run.path),
         why=_why(run, record, job, last),
+        job=job,
         measured=read_measured(run),
         goodput=run_goodput(run),
         straggler=_straggler(run),
@@ -98,7 +110,7 @@ def is_over(run: RunDir, status: RunStatus) -> bool:
     """Whether nothing more will happen by itself. A preempted run may be waiting for its next attempt."""
     if status.state != "preempted":
         return status.state in ("finished", "failed", "cancelled")
-    return not scheduler_for(status.scheduler).job(run, read_record(run)).is_active
+    return not status.job.may_be_active
 
 
 def exit_code_of(run: RunDir, status: RunStatus) -> int:
@@ -108,7 +120,7 @@ def exit_code_of(run: RunDir, status: RunStatus) -> int:
     attempts = read_attempts(run)
     last = attempts[-1] if attempts else None
     if last is None:  # none began, or none that is seen from here
-        return scheduler_for(status.scheduler).job(run, read_record(run)).exit_code or ExitCode.CRASHED
+        return status.job.exit_code or ExitCode.CRASHED
     if last.decision is not None and not last.decision.requeue:
         return last.decision.exit_code or ExitCode.CRASHED
     return last.exit_code or ExitCode.CRASHED
@@ -120,26 +132,38 @@ def _ask(run: RunDir, record: RunRecord, last: AttemptRecord | None, scheduler: 
     try:
         return (scheduler or scheduler_for(record.spec.cluster.scheduler)).job(run, record)
     except SchedulerError as error:  # the run directory still tells most of it
-        return Job("", "unknown", error.message)
+        submission = read_submission(run)
+        job_id = submission.job_id if submission is not None else last.job_id if last is not None else ""
+        return Job(job_id, "unknown", error.message.rstrip("."))
 
 
-def _state(run: RunDir, job: Job, last: AttemptRecord | None) -> RunState:
+def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -> RunState:
+    """The rule of ``unreported``: only a job that is over, as its scheduler says, can have lost anything."""
     if last is not None and last.reason == "done":
         return "finished"
+    if job.state == "suspended" or job.state == "ending":
+        return job.state
     if job.is_active:
         waiting = last is not None and last.ended is not None and last.reason == "preempted"
         if waiting:
             return "preempted"
         return "queued" if job.state == "queued" else "running"
-    to_go_on = last is None or last.ended is None or (last.decision is not None and last.decision.requeue)
-    if job.state == "unknown" and to_go_on:
+    if job.state == "unknown" and (last is None or last.ended is None or last.may_be_followed):
         return "unknown"
     if run.is_told_to_stop and not (last is None and job.exit_code == ExitCode.DONE):
         return "cancelled"
     if last is None:
         known: dict[int | None, RunState] = {ExitCode.DONE: "finished", ExitCode.PREEMPTED: "preempted"}
-        return known.get(job.exit_code, "failed")
-    return "preempted" if last.reason == "preempted" else "failed"
+        return known.get(job.exit_code, _of_cause(job.cause))
+    if last.ended is None:
+        return _of_cause(unreported_end(run, record, last, job).reason)
+    ended_by_scheduler = last.decision is not None and last.decision.left_to_scheduler and job.cause is not None
+    return _of_cause(job.cause if ended_by_scheduler else last.reason)
+
+
+def _of_cause(reason: Reason | None) -> RunState:
+    """The state of a run that is over, by why it ended."""
+    return reason if reason == "cancelled" or reason == "preempted" else "failed"
 
 
 def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -> str:
@@ -147,14 +171,25 @@ def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -
     if job.is_active and (last is None or last.ended is None):
         return job.detail
     if last is None:
-        log = f"; see slurm-{job.id}.log in the run directory" if record.spec.cluster.scheduler == "slurm" else ""
         if record.spec.cluster.scheduler == "kubernetes":  # whose attempts may be on a volume that is not seen here
             return job.detail
-        return f"{job.detail}; no attempt began{log}" if job.state == "ended" else job.detail
-    why = why_ended(run, record, last)
+        return f"{job.detail}; no attempt began{_log_of(run, job)}" if job.state == "ended" else job.detail
+    why = why_ended(run, record, last, job)
+    if last.ended is None:
+        return why
+    if job.state == "unknown":
+        return f"{why}. Whether another attempt follows is not known: {job.detail}" if last.may_be_followed else why
+    if job.state in ("suspended", "ending"):
+        return f"{why}. {SCHEDULERS.get(last.scheduler, last.scheduler)} says: {job.detail}"
     if job.state == "ended" and last.decision is not None and last.decision.requeue:
         return f"{why}. But the job is gone, so that restart will not come; `scaletrain resume` goes on"
     return why
+
+
+def _log_of(run: RunDir, job: Job) -> str:
+    """The log of a job whose batch script started; one that never did has none."""
+    log = run.path / f"slurm-{job.id}.log"
+    return f"; see {log.name} in the run directory" if log.is_file() else ""
 
 
 def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:

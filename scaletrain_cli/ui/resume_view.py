@@ -22,7 +22,7 @@ def show_resume(run_id: str, report: ResumeReport) -> None:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("run", words(run_id, "bold"))
-    table.add_row("ended", words(report.why_ended))
+    table.add_row("state" if report.active else "ended", words(report.why_ended))
     if report.finished or report.active:  # it will not be resumed, so nothing goes on or is lost
         show(talk(), table)
         return

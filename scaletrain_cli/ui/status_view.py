@@ -20,6 +20,8 @@ STYLES = {
     "finished": "bold green",
     "running": "bold cyan",
     "queued": "cyan",
+    "suspended": "yellow",
+    "ending": "cyan",
     "preempted": "yellow",
     "failed": "bold red",
     "cancelled": "yellow",

@@ -207,7 +207,7 @@ def test_after_the_supervisor_is_killed_the_ranks_save_and_a_resumed_run_goes_on
     assert LOCAL.job(made.run, made.record).state == "running"  # the agent still saves; nobody may start beside it
     wait_for_end(made)
     report = resume(made.run, scheduler=LOCAL).report
-    assert "without its supervisor: preempted" in report.why_ended
+    assert "without reporting an exit status: preempted" in report.why_ended
     assert report.checkpoint is not None
     wait_for_end(made)
     assert [attempt.reason for attempt in attempts(made)] == ["preempted", "done"]

@@ -148,7 +148,7 @@ def test_a_job_that_cannot_be_asked_is_not_doubled(made: MadeRun) -> None:
     attempt(made, 75, "preempted")
     cluster = Cluster()
     cluster.state = "unknown"
-    with pytest.raises(UsageError, match="still active, or was started on a host that must be asked"):
+    with pytest.raises(UsageError, match="still runs is not known"):
         resume(made.run, scheduler=cluster)
 
 

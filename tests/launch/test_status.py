@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 
 import pytest
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.attempts import begin_attempt
+from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
+from scaletrain_cli.launch.explaining.explain import explain
+from scaletrain_cli.launch.resumption import inspect_resume
 from scaletrain_cli.launch.scheduler import Job, JobState
-from scaletrain_cli.launch.status import RunStatus, run_status
+from scaletrain_cli.launch.status import RunStatus, is_over, run_status
 from scaletrain_cli.launch.submission import submit_run
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.measured import MODEL_STATES, Figure, Measured, StageFigures, write_measured
@@ -67,21 +70,98 @@ def test_a_run_that_was_told_to_stop_is_cancelled_unless_it_finished_first(made:
     assert status(made, "ended").state == "finished"
 
 
-def test_a_run_whose_processes_are_gone_without_a_word_has_failed(made: MadeRun) -> None:
+class Says(Cluster):
+    """Gives one answer, or raises it."""
+
+    def __init__(self, answer: Job | SchedulerError) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def job(self, run: RunDir, record: RunRecord) -> Job:
+        if isinstance(self.answer, SchedulerError):
+            raise self.answer
+        return self.answer
+
+
+SILENT = SchedulerError("squeue did not answer within 15 s.")
+# The answers of which none says that anything was lost, with the words to be shown and the state that follows.
+NOTHING_LOST = [
+    (SILENT, "squeue did not answer within 15 s", "unknown"),
+    (Job("7", "unknown", "was started on far"), "was started on far", "unknown"),
+    (Job("7", "queued", "PENDING (BeginTime)"), "PENDING (BeginTime)", "queued"),
+    (Job("7", "suspended", "SUSPENDED"), "SUSPENDED", "suspended"),
+    (Job("7", "ending", "COMPLETING"), "COMPLETING", "ending"),
+    (Job("7", "running", "RUNNING"), "RUNNING", "running"),
+    (Job("7", "ended", "CANCELLED", cause="cancelled"), "CANCELLED", "cancelled"),
+    (Job("7", "ended", "PREEMPTED", cause="preempted"), "PREEMPTED", "preempted"),
+    (Job("7", "ended", "no process is left"), "no process is left", "failed"),
+]
+
+
+@pytest.mark.parametrize(("answer", "words", "state"), NOTHING_LOST)
+def test_no_node_is_said_to_be_lost_unless_the_scheduler_says_so(
+    made: MadeRun, answer: Job | SchedulerError, words: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begin(made)
-    found = status(made, "ended")
+    found = run_status(made.run, Says(answer))
+    assert (found.state, found.job.state) == (state, getattr(answer, "state", "unknown"))
+    monkeypatch.setattr("scaletrain_cli.launch.status.scheduler_for", lambda name: Says(answer))
+    explained = explain(made.run)
+    said = [found.why, explained.state, json.dumps(explained.to_json()["findings"])]
+    with contextlib.suppress(SchedulerError):
+        said.append(inspect_resume(made.run, Says(answer)).why_ended)
+    assert all(words in text for text in said if text != state)
+    assert not [text for text in said if "lost" in text or "dministrator" in text]
+    assert ("is not known" in said[2]) == (words in ("was started on far", "no process is left") or answer is SILENT)
+    over = getattr(answer, "state", "") == "ended"
+    assert any("resume" in action for finding in explained.findings for action in finding.actions) == (
+        over or state == "suspended"
+    )
+
+
+def test_a_node_that_the_scheduler_has_lost_is_named_as_the_cause(made: MadeRun) -> None:
+    begin(made)
+    found = run_status(made.run, Says(Job("7", "ended", "NODE_FAIL", cause="node")))
     assert found.state == "failed"
-    assert "without its supervisor" in found.why
+    assert "its job lost a node" in found.why
+    assert "NODE_FAIL" in found.why
 
 
-def test_a_scheduler_that_does_not_answer_leaves_the_state_unknown_and_the_rest_told(made: MadeRun) -> None:
-    class Silent(Cluster):
-        def job(self, run: RunDir, record: RunRecord) -> Job:
-            raise SchedulerError("squeue: connection refused")
+@pytest.mark.parametrize("answer", [SILENT, Job("7", "queued", "PENDING (BeginTime)")])
+def test_an_attempt_that_the_scheduler_ended_is_not_the_end_of_its_run(
+    made: MadeRun, answer: Job | SchedulerError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="7", nodes=("n",))
+    decision = Decision(False, 1, "Slurm is ending the job", left_to_scheduler=True)
+    end_attempt(made.run, made.record.spec, number, Outcome(1, "node", "n is gone"), decision)
+    found = run_status(made.run, Says(answer))
+    assert found.state == ("unknown" if answer is SILENT else "queued")
+    monkeypatch.setattr("scaletrain_cli.launch.status.scheduler_for", lambda name: Says(answer))
+    told = json.dumps(explain(made.run).to_json())
+    follows = (
+        "whether another attempt follows is not known" if answer is SILENT else "another attempt follows by itself"
+    )
+    assert follows in told
+    assert "no attempt follows" not in told
 
+
+def test_a_preempted_run_whose_job_is_over_waits_for_nothing(made: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt(made, 75, "preempted", requeue=True)
+    gone = Says(Job("7", "ended", "Slurm no longer knows the job"))
+    status = run_status(made.run, gone)
+    assert is_over(made.run, status)
+    assert not is_over(made.run, run_status(made.run, Says(SILENT)))
+    monkeypatch.setattr("scaletrain_cli.launch.status.scheduler_for", lambda name: gone)
+    (finding,) = explain(made.run).findings
+    assert "no attempt follows by itself, since the job is over" in finding.evidence[-1].text
+    assert any(f"scaletrain resume {made.run.run_id}" in action for action in finding.actions)
+
+
+def test_a_scheduler_that_does_not_answer_leaves_the_state_unknown_and_the_rest_shown(made: MadeRun) -> None:
     append_line(made.run.metrics, {"step": 4, "loss": 2.0})
-    found = run_status(made.run, Silent())
-    assert (found.state, found.step, found.why) == ("unknown", 4, "squeue: connection refused")
+    found = run_status(made.run, Says(SILENT))
+    assert (found.state, found.step, found.why) == ("unknown", 4, "squeue did not answer within 15 s")
+    assert found.to_json()["job"] == {"state": "unknown", "detail": "squeue did not answer within 15 s"}
 
 
 def test_of_a_run_that_is_done_no_scheduler_is_asked(made: MadeRun) -> None:

@@ -1,16 +1,18 @@
-"""Why the last attempt of a run ended, from what it left in the run directory. Asks no scheduler."""
+"""Why the last attempt of a run ended, from what it left in the run directory and what its scheduler has answered."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome, read_attempts
+from scaletrain_cli.launch.attempts import AttemptRecord, newest_checkpoint_step, read_attempts
 from scaletrain_cli.launch.explaining.endings import ENDINGS
 from scaletrain_cli.launch.explaining.finding import Evidence, Finding
 from scaletrain_cli.launch.explaining.log_tails import last_error
 from scaletrain_cli.launch.node_record import read_node_records
+from scaletrain_cli.launch.scheduler import Job
+from scaletrain_cli.launch.unreported import unreported_end
 from scaletrain_cli.rundir.failures import read_failures
-from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.journal import last_logged_step, read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 
@@ -19,12 +21,14 @@ _OF_A_RANK = ("crash", "killed", "oom", "host-oom", "nan", "usage", "disk-full",
 _MOST_FAILURES = 4
 
 
-def why_it_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord) -> Finding:
-    """The end of ``attempt``, or how it looks where whoever watched it vanished."""
+def why_it_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Job) -> Finding:
+    """Return the recorded end of ``attempt``, or what is known of an end that was not recorded.
+
+    ``job`` is the scheduler's answer; call it for an attempt that may still run only once that job is over.
+    """
     reason, message = attempt.reason, attempt.message
     if reason is None:
-        outcome = attempt_outcome(run, record.spec, attempt.number, cancelled=run.is_told_to_stop)
-        reason, message = outcome.reason, f"left without who watched it: {outcome.message}"
+        return _unreported(run, record, attempt, job)
     ending = ENDINGS[reason]
     return Finding(
         cause=reason,
@@ -36,17 +40,45 @@ def why_it_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord) -> Find
             *_memory_report(run, attempt, reason),
             *_stacks(run, attempt, reason),
             *_history(run, attempt),
-            *_decision(attempt),
+            *_decision(attempt, job),
         ),
-        actions=tuple(action.format(run=run.run_id) for action in _actions(attempt, ending.actions)),
+        actions=tuple(action.format(run=run.run_id) for action in _actions(attempt, job, ending.actions)),
     )
 
 
-def _actions(attempt: AttemptRecord, usual: tuple[str, ...]) -> Iterator[str]:
+def _unreported(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Job) -> Finding:
+    """No agent and no supervisor recorded the end, so nothing is claimed of what was saved but what is there."""
+    end = unreported_end(run, record, attempt, job)
+    newest, logged = newest_checkpoint_step(run, record.spec), last_logged_step(run) or 0
+    saved = "no checkpoint was committed" if newest is None else f"the newest checkpoint is of step {newest}"
+    return Finding(
+        cause=end.reason or "not-known",
+        headline=end.message,
+        evidence=(
+            Evidence("checkpoints", f"{saved}; {logged} steps were logged"),
+            *_failures(run, attempt),
+            *(_last_words(run, attempt, end.reason) if end.reason is not None else ()),
+            *_history(run, attempt),
+        ),
+        actions=(_LOOK.format(run=run.run_id), _RESUME.format(run=run.run_id)),
+    )
+
+
+_LOOK = "scaletrain logs {run} shows what the ranks printed last"
+_RESUME = "scaletrain resume {run} continues from the newest valid checkpoint"
+
+
+def _actions(attempt: AttemptRecord, job: Job, usual: tuple[str, ...]) -> Iterator[str]:
     yield from usual
-    goes_on = attempt.decision is not None and attempt.decision.requeue
-    if attempt.reason != "done" and not goes_on and not any("scaletrain resume" in action for action in usual):
-        yield "scaletrain resume {run} goes on from the newest sound checkpoint"
+    if attempt.reason == "done" or _goes_on(attempt, job) or (job.state == "unknown" and attempt.may_be_followed):
+        return
+    if not any("scaletrain resume" in action for action in usual):
+        yield _RESUME
+
+
+def _goes_on(attempt: AttemptRecord, job: Job) -> bool:
+    """Whether another attempt follows by itself: its job is there and nothing was decided against that."""
+    return job.is_active and attempt.may_be_followed
 
 
 def _failures(run: RunDir, attempt: AttemptRecord) -> Iterator[Evidence]:
@@ -93,10 +125,19 @@ def _history(run: RunDir, attempt: AttemptRecord) -> Iterator[Evidence]:
         yield Evidence("attempts before it", f"{shown}; {lost} steps were trained twice so far")
 
 
-def _decision(attempt: AttemptRecord) -> Iterator[Evidence]:
-    if attempt.decision is not None and attempt.reason != "done":
-        goes_on = "another attempt follows by itself" if attempt.decision.requeue else "no attempt follows by itself"
-        yield Evidence("decided", f"{attempt.decision.why}; {goes_on}")
+def _decision(attempt: AttemptRecord, job: Job) -> Iterator[Evidence]:
+    if attempt.reason == "done":
+        return
+    decided = f"{attempt.decision.why}; " if attempt.decision is not None else ""
+    if _goes_on(attempt, job):
+        follows = "another attempt follows by itself"
+    elif not attempt.may_be_followed:
+        follows = "no attempt follows by itself"
+    elif job.state == "unknown":
+        follows = f"whether another attempt follows is not known: {job.detail}"
+    else:
+        follows = f"no attempt follows by itself, since the job is over: {job.detail}"
+    yield Evidence("decided", f"{decided}{follows}")
 
 
 def _folder(attempt: AttemptRecord) -> str:

@@ -20,7 +20,7 @@ _LOOK = "scaletrain logs {run} shows what the ranks printed"
 
 ENDINGS: dict[Reason, Ending] = {
     "done": Ending("it is done"),
-    "cancelled": Ending("somebody cancelled the run; its state is saved", (f"{_RESUME} goes on",)),
+    "cancelled": Ending("the run was cancelled", (f"{_RESUME} goes on",)),
     "preempted": Ending("its nodes were wanted for something else; the ranks saved their state and left"),
     "time-limit": Ending(
         "its time was up; the ranks saved their state before that",
@@ -38,7 +38,7 @@ ENDINGS: dict[Reason, Ending] = {
         ),
     ),
     "node": Ending(
-        "a node was lost: its agent stopped without a word",
+        "a node was lost: its agent ended without reporting an exit status",
         ("scaletrain nodes list shows what is kept away from, and why", "Ask the administrator about that node"),
     ),
     "wrong-nodes": Ending(

@@ -30,15 +30,50 @@ def explain(run: RunDir) -> Explanation:
 def _findings(run: RunDir, record: RunRecord, status: RunStatus, last: AttemptRecord | None) -> Iterator[Finding]:
     stuck = _stuck_in_kubernetes(run, record, status)
     yield from stuck
-    if not stuck and (status.state == "queued" or (status.state == "preempted" and status.job_id)):
+    job, unended = status.job, last is not None and last.ended is None
+    may_go_on = last is None or unended or last.may_be_followed
+    if job.state == "unknown" and job.id and may_go_on:
+        yield _not_known(status)
+    elif job.state == "queued" and not stuck:
         yield from _waiting(run, record, status)
-    if status.state == "running" and last is not None and last.ended is None:
+    elif job.state in ("suspended", "ending"):
+        yield _HELD_UP[job.state](run, status)
+    elif job.state == "running" and (last is None or unended):
         yield _running(run, status)
-        return
-    if last is not None:
-        yield why_it_ended(run, record, last)
-    elif status.state not in ("queued", "running"):
+    over = job.state == "ended" or (job.state == "unknown" and not job.id)
+    if last is not None and (last.ended is not None or over):
+        yield why_it_ended(run, record, last, job)
+    elif last is None and over:
         yield _never_began(run, status)
+
+
+def _not_known(status: RunStatus) -> Finding:
+    """The scheduler is silent, which says nothing about the run: nothing is concluded from it."""
+    what = f"attempt {status.attempt}" if status.attempt else "the job"
+    return Finding(
+        "unknown",
+        f"whether {what} of {status.run_id} is queued, runs or has ended is not known",
+        (Evidence("the scheduler", status.job.detail),),
+        (f"scaletrain explain {status.run_id}, again, once the scheduler answers", "scaletrain doctor"),
+    )
+
+
+def _suspended(run: RunDir, status: RunStatus) -> Finding:
+    evidence = (Evidence("the scheduler", status.job.detail), *_how_far(run, status))
+    actions = ["It continues when its scheduler, or who suspended it, resumes it"]
+    if status.scheduler == "slurm":
+        actions.append(f"scontrol resume {status.job_id} (for operators of the cluster)")
+    headline = f"job {status.job_id} is suspended: its processes are stopped"
+    return Finding("suspended", headline, evidence, tuple(actions))
+
+
+def _ending(run: RunDir, status: RunStatus) -> Finding:
+    evidence = (Evidence("the scheduler", status.job.detail), *_how_far(run, status))
+    actions = (f"scaletrain status {status.run_id}, again: how it ended is known once its last process is gone",)
+    return Finding("ending", f"job {status.job_id} is ending; some of its processes are still there", evidence, actions)
+
+
+_HELD_UP = {"suspended": _suspended, "ending": _ending}
 
 
 def _stuck_in_kubernetes(run: RunDir, record: RunRecord, status: RunStatus) -> list[Finding]:
@@ -57,7 +92,9 @@ def _waiting(run: RunDir, record: RunRecord, status: RunStatus) -> Iterator[Find
         from scaletrain_cli.launch.explaining import kubernetes_jobs
 
         yield kubernetes_jobs.why_it_waits(run, record, status)
+        return
     if status.scheduler != "slurm":
+        yield Finding("queued", "its job has not started", (Evidence("the scheduler", status.job.detail),))
         return
     from scaletrain_cli.launch.explaining.slurm_jobs import why_it_waits
 
@@ -70,15 +107,20 @@ def _waiting(run: RunDir, record: RunRecord, status: RunStatus) -> Iterator[Find
 
 def _running(run: RunDir, status: RunStatus) -> Finding:
     """How it comes forward, by the last line that was logged."""
-    newest = next(read_lines_backwards(run.metrics), {})
-    evidence = [Evidence("metrics.jsonl", f"step {status.step} of {status.total_steps}")]
-    if "time" in newest:
-        age = max(0.0, time.time() - float(newest["time"]))
-        evidence.append(Evidence("metrics.jsonl", f"the last line is {age:.0f} s old"))
+    evidence = [Evidence("the scheduler", status.job.detail), *_how_far(run, status)]
     if status.straggler:
         evidence.append(Evidence("events.jsonl", status.straggler))
     actions = (f"scaletrain logs {run.run_id} --follow",)
-    return Finding("running", f"attempt {status.attempt} runs", tuple(evidence), actions)
+    what = f"attempt {status.attempt} runs" if status.attempt else "its job runs"
+    return Finding("running", what, tuple(evidence), actions)
+
+
+def _how_far(run: RunDir, status: RunStatus) -> Iterator[Evidence]:
+    newest = next(read_lines_backwards(run.metrics), {})
+    yield Evidence("metrics.jsonl", f"step {status.step} of {status.total_steps}")
+    if "time" in newest:
+        age = max(0.0, time.time() - float(newest["time"]))
+        yield Evidence("metrics.jsonl", f"the last line is {age:.0f} s old")
 
 
 def _never_began(run: RunDir, status: RunStatus) -> Finding:

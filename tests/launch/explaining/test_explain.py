@@ -70,14 +70,6 @@ def test_a_run_that_was_never_submitted_says_so(make_run: MakeRun) -> None:
     assert "never started" in told(finding)
 
 
-def test_a_run_whose_watcher_vanished_is_judged_by_its_evidence(make_run: MakeRun) -> None:
-    made = make_run()
-    begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("here",))
-    (finding,) = explain(made.run).findings
-    assert finding.cause == "node"
-    assert "left without who watched it" in told(finding)
-
-
 def test_the_verb_prints_the_headline_the_evidence_and_the_actions(make_run: MakeRun) -> None:
     made = make_run("restarts.crash=0", die={"*:1": 1}, reason="data")
     ran(made)
