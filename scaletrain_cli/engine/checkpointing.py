@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from scaletrain_cli.engine.beginning import newest_sound
+from scaletrain_cli.engine.beginning import newest_valid
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.optimization.averaging import WeightAverage
@@ -269,7 +269,7 @@ class Checkpointer:
     def newest_clean(self) -> Checkpoint | None:
         """The newest one after which training is known to have gone well, and which is sound."""
         self._finish_chores()
-        return newest_sound(self.folder, self._ranks, self._agreement, clean=True)[0]
+        return newest_valid(self.folder, self._ranks, self._agreement, clean=True).checkpoint
 
     def retire_newer(self, step: int) -> None:
         """Remove what was saved after ``step``, on its way into a spike. On rank 0 alone."""
@@ -284,7 +284,7 @@ class Checkpointer:
         """
         self.finish()
         owned = [held.piece for holder in self._states.holders for held in holder.owned]
-        reader = StateReader(checkpoint.path, self._ranks.rank, owned)
+        reader = StateReader(checkpoint.path, self._ranks.rank, owned, checkpoint.files)
         state = json.loads((checkpoint.path / _STATE).read_text(encoding="utf-8"))
         if self._average is not None:
             self._average.taken = state["parts"]["average"]["taken"]

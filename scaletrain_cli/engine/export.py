@@ -28,6 +28,7 @@ from scaletrain_cli.engine.state.snapshot import AVERAGE, WEIGHT
 from scaletrain_cli.engine.weights.materialise import named_matrices
 from scaletrain_cli.engine.weights.safetensors import mixtral_name
 from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
 from scaletrain_cli.spec import RunSpec, to_hugging_face
 
 LARGEST_FILE_BYTES = 5_000_000_000  # as transformers cuts them
@@ -69,7 +70,10 @@ def export(
     """Write the folder ``output``, which appears whole or not at all. Raises ScaletrainError and OSError."""
     model = spec.transformer
     config = to_hugging_face(model) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    reader = StateReader(checkpoint, _NO_RANK, ())
+    found = read_checkpoint(checkpoint)
+    if not isinstance(found, Checkpoint):
+        raise ScaletrainError(f"{checkpoint} is not a valid checkpoint: {found}.")
+    reader = StateReader(checkpoint, _NO_RANK, (), found.files)
     kind = AVERAGE if averaged else WEIGHT
     if kind not in reader.kinds:
         raise UsageError(f"{checkpoint.name} has no averaged weights: the run has training.averaging.name = none.")

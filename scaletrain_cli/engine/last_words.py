@@ -10,6 +10,7 @@ from scaletrain_cli.rundir.evidence import reason_in
 
 _VERDICTS = {"NonFiniteGradientError": "nan", "LossScaleAtFloorError": "nan"}
 _VERDICTS |= {"SpikeError": "spike", "WrongNodesError": "wrong-nodes", "NoRoomError": "disk-full"}
+_VERDICTS |= {"UnreadableCheckpointsError": "unreadable"}
 _TYPES = {
     "OutOfMemoryError": "oom",
     "MemoryError": "host-oom",
@@ -27,7 +28,8 @@ def reason_of(error: BaseException) -> str:
     causes = [reason for reason in found if reason != "communication"]
     if found:
         return causes[-1] if causes else "communication"
-    return "usage" if isinstance(error, ScaletrainError) else "crash"
+    stops = isinstance(error, ScaletrainError) and error.exit_code != ExitCode.CRASHED
+    return "usage" if stops else "crash"
 
 
 def exit_code_of(error: BaseException, reason: str) -> ExitCode:

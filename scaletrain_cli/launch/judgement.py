@@ -19,11 +19,20 @@ from scaletrain_cli.rundir.failures import Failure
 Reason = Literal[
     "done", "preempted", "time-limit", "out-of-grace", "cancelled",
     "node", "wrong-nodes", "hardware", "hang", "communication",
-    "crash", "killed", "oom", "host-oom", "nan", "spike", "disk-full", "usage",
+    "crash", "killed", "oom", "host-oom", "nan", "spike", "disk-full", "unreadable", "usage",
 ]
 # fmt: on
 # What only its own evidence can show, and no other rank's death brings about.
-_SPECIFIC: tuple[Reason, ...] = ("oom", "host-oom", "nan", "spike", "wrong-nodes", "hardware", "disk-full")
+_SPECIFIC: tuple[Reason, ...] = (
+    "oom",
+    "host-oom",
+    "nan",
+    "spike",
+    "wrong-nodes",
+    "hardware",
+    "disk-full",
+    "unreadable",
+)
 _STATED: tuple[Reason, ...] = (*_SPECIFIC, "hang", "communication")  # believed as said; all else is a crash
 _AGAINST_ITS_NODE: tuple[Reason, ...] = ("wrong-nodes", "hardware", "hang")
 _STOPPING = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)

@@ -28,6 +28,7 @@ _BUDGET: dict[Reason, str] = {
     "host-oom": "oom",
     "crash": "crash",
     "killed": "crash",
+    "unreadable": "crash",
     "nan": "crash",
     "spike": "crash",
 }

@@ -1,20 +1,22 @@
-"""What stands in a checkpoint folder, and whether it is sound. Reads only; knows not how a checkpoint comes about.
+"""The checkpoints in a folder, and which of them are valid. Reads only.
 
-A checkpoint exists when ``step-N/manifest.json`` does and every file that it names has the size and hash it states.
-"Latest" is computed, never a pointer file.
+A checkpoint exists when ``step-N/manifest.json`` states step N and every file that it names has the size and hash it
+states. "Latest" is computed, never a pointer file.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, Literal
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -28,6 +30,21 @@ class FileDigest:
 
     size: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class Defect:
+    """What is wrong with a checkpoint or one of its files.
+
+    ``damaged``: its content is not what was written. ``unreadable``: this node could not read it; another node, or a
+    later try, may. ``misnamed``: the folder holds the checkpoint of another step, as a copy or a rename leaves it.
+    """
+
+    kind: Literal["damaged", "unreadable", "misnamed"]
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True)
@@ -56,22 +73,17 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     return [read for path in committed_folders(folder) if isinstance(read := read_checkpoint(path), Checkpoint)]
 
 
-def verify(
-    checkpoint: Checkpoint, names: Collection[str] | None = None, *, unreadable_is_damaged: bool = True
-) -> list[str]:
-    """What is wrong with the files, or some of them, one line each; empty when every byte is as it was written.
-
-    A file that cannot be read here may be sound elsewhere: unless that counts as damage, it raises OSError.
-    """
+def find_defects(checkpoint: Checkpoint, names: Collection[str] | None = None) -> dict[str, Defect]:
+    """Read the files, or some of them, and return what is wrong with each; empty when every byte is as written."""
     wanted = sorted(checkpoint.files if names is None else names)
     with ThreadPoolExecutor(_VERIFYING_THREADS) as threads:  # hashing and reading leave the interpreter alone
-        found = threads.map(lambda name: _problem_of(checkpoint.path / name, checkpoint.files[name]), wanted)
-        problems = dict(zip(wanted, found, strict=True))
-    for problem in problems.values():
-        if isinstance(problem, OSError) and not unreadable_is_damaged:
-            raise problem
-    words = {name: str(p.strerror) if isinstance(p, OSError) else p for name, p in problems.items()}
-    return [f"{name}: {problem}" for name, problem in words.items() if problem]
+        found = threads.map(lambda name: _defect_of(checkpoint.path / name, checkpoint.files[name]), wanted)
+        return {name: defect for name, defect in zip(wanted, found, strict=True) if defect is not None}
+
+
+def verify(checkpoint: Checkpoint, names: Collection[str] | None = None) -> list[str]:
+    """Return what is wrong with the files, or some of them, one line each; a file that cannot be read counts."""
+    return [f"{name}: {defect}" for name, defect in find_defects(checkpoint, names).items()]
 
 
 def newest_that_verifies(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -79,7 +91,7 @@ def newest_that_verifies(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     passed_over: list[str] = []
     for path in reversed(committed_folders(folder)):
         checkpoint = read_checkpoint(path)
-        problems = verify(checkpoint) if isinstance(checkpoint, Checkpoint) else [checkpoint]
+        problems = verify(checkpoint) if isinstance(checkpoint, Checkpoint) else [str(checkpoint)]
         if isinstance(checkpoint, Checkpoint) and not problems:
             return checkpoint, passed_over
         passed_over += [f"{path.name}/{problem}" for problem in problems]
@@ -87,9 +99,9 @@ def newest_that_verifies(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def committed_folders(folder: Path) -> list[Path]:
-    """Folders that bear a step's final name, oldest first, whatever is in them."""
+    """Entries with the name that commit() gives to a step, oldest first, whatever is in them."""
     found = {int(match[1]): entry for entry in entries(folder) if (match := _STEP.fullmatch(entry.name))}
-    return [found[step] for step in sorted(found)]
+    return [path for step in sorted(found) if (path := found[step]) == checkpoint_path(folder, step)]
 
 
 def entries(folder: Path) -> list[Path]:
@@ -97,21 +109,31 @@ def entries(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
 
 
-def read_checkpoint(path: Path) -> Checkpoint | str:
+def read_checkpoint(path: Path) -> Checkpoint | Defect:
     """The checkpoint as its manifest states it, or what is wrong with the manifest."""
     try:
-        data = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        with _open_regular(path / MANIFEST) as file:
+            data = json.loads(file.read().decode("utf-8"))
         stated = data.pop("sha256")
         if stated != manifest_hash(data):
-            return f"{MANIFEST}: content does not match its hash"
-        files = {name: FileDigest(**digest) for name, digest in data["files"].items()}
-        return Checkpoint(path, data["step"], data["world_size"], data["clean"], data["attempt"], files)
+            return Defect("damaged", f"{MANIFEST}: content does not match its hash")
+        files = {name: FileDigest(**digest) for name, digest in data["files"].items() if _is_inside(name)}
+        if len(files) != len(data["files"]):
+            return Defect("damaged", f"{MANIFEST}: names files outside its folder")
+        checkpoint = Checkpoint(path, data["step"], data["world_size"], data["clean"], data["attempt"], files)
+        own_name = checkpoint_path(path.parent, checkpoint.step).name
     except FileNotFoundError:
-        return f"{MANIFEST}: missing (deleting was cut short, or the file was lost)"
+        return Defect("damaged", f"{MANIFEST}: missing (deleting was cut short, or the file was lost)")
     except OSError as error:
-        return f"{MANIFEST}: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST}: not the manifest of a checkpoint"
+        return _os_defect(error, f"{MANIFEST}: ")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return Defect("damaged", f"{MANIFEST}: not the manifest of a checkpoint")
+    if own_name != path.name:
+        return Defect(
+            "misnamed",
+            f"{MANIFEST}: is of step {checkpoint.step}. The folder is left alone; rename it to {own_name} or delete it",
+        )
+    return checkpoint
 
 
 def manifest_hash(manifest: Mapping[str, object]) -> str:
@@ -119,17 +141,43 @@ def manifest_hash(manifest: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(dict(manifest), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _problem_of(path: Path, expected: FileDigest) -> str | OSError:
+def _defect_of(path: Path, expected: FileDigest) -> Defect | None:
     try:
-        with path.open("rb") as file:
+        with _open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size != expected.size:
-                return f"{size} bytes instead of {expected.size}"
-            return "" if _file_hash(file) == expected.sha256 else "content does not match its hash"
-    except FileNotFoundError as error:
-        return str(error.strerror)
+                return Defect("damaged", f"{size} bytes instead of {expected.size}")
+            if _file_hash(file) != expected.sha256:
+                return Defect("damaged", "content does not match its hash")
+            return None
     except OSError as error:
-        return error
+        return _os_defect(error)
+
+
+def _os_defect(error: OSError, where: str = "") -> Defect:
+    """A file that is not there, or is no file, is so on every node; any other error may be this node's alone."""
+    everywhere = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError) or (
+        error.errno == errno.ELOOP
+    )
+    return Defect("damaged" if everywhere else "unreadable", f"{where}{error.strerror or error}")
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading. Raises OSError, also for a directory, a pipe or a device in its place."""
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "a directory, not a file", str(path))
+    raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _file_hash(file: BinaryIO) -> str:

@@ -22,16 +22,19 @@ from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.rundir.checkpoints import (
     MANIFEST,
     Checkpoint,
+    Defect,
     FileDigest,
     checkpoint_path,
     committed_folders,
     entries,
     list_checkpoints,
     manifest_hash,
+    read_checkpoint,
 )
 
 _ATTEMPT = re.compile(r"attempt-(\d{4,})\.tmp")
 _REMOVED, _REPLACED = ".removed", ".replaced"
+_REMOVED_ATTEMPT = re.compile(r"attempt-\d{4,}\.\d+\.removed")
 
 
 class HashingWriter:
@@ -79,8 +82,9 @@ def open_attempt(folder: Path, attempt: int) -> None:
     for number in others:
         if number < attempt:
             close_attempt(folder, number)
-    for entry in folder.glob(f"*{_REMOVED}"):  # by one that was killed on the way
-        shutil.rmtree(entry, ignore_errors=True)
+    for entry in entries(folder):
+        if _REMOVED_ATTEMPT.fullmatch(entry.name):  # by one that was killed on the way
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def close_attempt(folder: Path, attempt: int) -> None:
@@ -127,7 +131,9 @@ def commit(
     with _fenced(attempt):
         _write_manifest(staging / MANIFEST, manifest)
         _fsync_folder(staging)
-        replaced = _bury(final, attempt, _REPLACED) if final.exists() else None
+        if _is_misnamed(final):
+            _move_out_of_the_way(final, attempt)
+        replaced = _bury(final, attempt, _REPLACED) if os.path.lexists(final) else None
         staging.rename(final)
     _fsync_folder(folder)
     if replaced is not None:  # only now: removing gigabytes takes seconds, in which a kill would leave neither
@@ -169,17 +175,34 @@ def superfluous(folder: Path, keep: int, keep_every: int | None = None) -> list[
 
 
 def set_aside_newer(folder: Path, step: int, attempt: int) -> list[str]:
-    """Take what stands above ``step`` out of the count, as ``damaged-step-N``; returns the names they had.
+    """Rename what stands above ``step`` to ``damaged-step-N``, and return the names they had.
 
-    For who resumes at ``step``: the damaged would count as the newest, and push sound ones out of what is kept.
+    For an attempt that resumes at ``step``: the damaged ones would count as the newest, and push valid ones out of what
+    is kept. A folder that holds the checkpoint of another step counts as none, and is left alone.
     """
-    doubtful = [path for path in committed_folders(folder) if int(path.name.removeprefix("step-")) > step]
+    above = [path for path in committed_folders(folder) if int(path.name.removeprefix("step-")) > step]
+    doubtful = [path for path in above if not _is_misnamed(path)]
     for path in doubtful:
         aside = path.with_name(f"damaged-{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
         with _fenced(attempt):
             _bury(path, attempt, _REPLACED).rename(aside)
     return [path.name for path in doubtful]
+
+
+def _is_misnamed(path: Path) -> bool:
+    found = read_checkpoint(path)
+    return isinstance(found, Defect) and found.kind == "misnamed"
+
+
+def _move_out_of_the_way(path: Path, attempt: int) -> None:
+    """Give the name back that a copy of another step's checkpoint has taken; nothing is deleted."""
+    free = path.with_name(f"misnamed-{path.name}")
+    number = 1
+    while os.path.lexists(free):
+        number += 1
+        free = path.with_name(f"misnamed-{path.name}.{number}")
+    _bury(path, attempt, _REPLACED).rename(free)
 
 
 def _bury(path: Path, attempt: int, suffix: str = _REMOVED) -> Path:

@@ -1,10 +1,11 @@
-"""Everything in a run's checkpoint folder, sound or not: what people list, verify and prune.
+"""Everything in a run's checkpoint folder, valid or not: what people list, verify and prune.
 
 Knows the names of the folder and the manifests; what the files hold is hashed only where it is asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from scaletrain_cli.rundir.checkpoints import (
 )
 from scaletrain_cli.rundir.committing import superfluous
 
-_FOLDER = re.compile(r"(damaged-)?step-(\d{8,})")
+_FOLDER = re.compile(r"(damaged-|misnamed-)?step-(\d{8,})(?:\.\d+)?")
 _ATTEMPT = re.compile(r"attempt-\d{4,}\.tmp")
 _MOST_THREADS = 8
 
@@ -77,18 +78,29 @@ def plan_pruning(folder: Path, keep: int, keep_every: int | None) -> Pruning | N
 
 def _look_at(path: Path) -> Iterator[Entry]:
     if _ATTEMPT.fullmatch(path.name):
-        for inner in entries(path):
-            if match := _FOLDER.fullmatch(inner.name):
-                yield Entry(inner, int(match[2]), inner.stat().st_mtime, None, f"half-written in {path.name}")
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is not for us to read
+            for inner in entries(path):
+                if match := _FOLDER.fullmatch(inner.name):
+                    yield Entry(inner, int(match[2]), _written(inner), None, f"half-written in {path.name}")
     elif match := _FOLDER.fullmatch(path.name):
-        read, manifest = read_checkpoint(path), path / MANIFEST
-        written = (manifest if manifest.exists() else path).stat().st_mtime
+        read = read_checkpoint(path)
         checkpoint = read if isinstance(read, Checkpoint) else None
         problem = _missing(checkpoint) if checkpoint is not None else str(read)
-        yield Entry(path, int(match[2]), written, checkpoint, _SET_ASIDE if match[1] else problem)
+        yield Entry(path, int(match[2]), _written(path), checkpoint, _SET_ASIDE.get(match[1], problem))
 
 
-_SET_ASIDE = "set aside as damaged; yours to delete"
+def _written(path: Path) -> float:
+    """When the manifest was written, else the folder; 0 where neither can be seen."""
+    for place in (path / MANIFEST, path):
+        with contextlib.suppress(OSError):
+            return place.lstat().st_mtime
+    return 0.0
+
+
+_SET_ASIDE = {
+    "damaged-": "set aside as damaged; yours to delete",
+    "misnamed-": "it had the name of another step; yours to rename or delete",
+}
 
 
 def _missing(checkpoint: Checkpoint) -> str:

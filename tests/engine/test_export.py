@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from scaletrain_cli.engine.export import export
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.parallel.cuts import Cut
 from scaletrain_cli.engine.state.pieces import Piece
+from scaletrain_cli.engine.state.reader import shard_name
 from scaletrain_cli.engine.state.shard_file import Entry, ShardHeader, write_shard
 from scaletrain_cli.engine.weights.hugging_face_config import config_mismatches
 from scaletrain_cli.engine.weights.materialise import materialise
 from scaletrain_cli.engine.weights.safetensors import HuggingFaceFolder
 from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.rundir.checkpoints import MANIFEST, manifest_hash
 from scaletrain_cli.spec import ModelSpec, RunSpec, parse_spec
 from tests.engine.weights.test_safetensors import GPT, LLAMA, MIXTURE, MODELS, contents, loaded
 from tests.spec.samples import SPEC
@@ -46,6 +48,7 @@ def spec_of(dims: dict[str, Any]) -> RunSpec:
 def checkpoint_of(folder: Path, weights: dict[str, Tensor], kinds: tuple[str, ...] = ("weight",)) -> Path:
     """As three ranks would save it: matrices cut by columns over two of them, the rest whole in the third's file."""
     folder.mkdir()
+    files = {}
     for rank in range(3):
         pieces, entries = {}, []
         for name, values in weights.items():
@@ -54,14 +57,18 @@ def checkpoint_of(folder: Path, weights: dict[str, Tensor], kinds: tuple[str, ..
                 mine = values if cut is None else replace(cut).take(values)
                 pieces[name] = Piece(name, tuple(values.shape), cut, 0, mine.numel())
                 entries += [Entry(f"{kind}/{name}", mine.flatten() + (kind != "weight")) for kind in kinds]
-        write_shard(folder / f"rank-{rank:05d}.safetensors", ShardHeader(rank, pieces, {}), entries)
+        digest = write_shard(folder / shard_name(rank), ShardHeader(rank, pieces, {}), entries)
+        files[shard_name(rank)] = asdict(digest)
+    step = int(folder.name.removeprefix("step-"))
+    manifest = {"step": step, "world_size": 3, "clean": True, "attempt": 1, "files": files}
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "sha256": manifest_hash(manifest)}))
     return folder
 
 
 @pytest.mark.parametrize(("kind", "dims"), EXPORTED.items(), ids=EXPORTED.keys())
 def test_what_is_exported_loads_as_what_was_trained(kind: str, dims: dict[str, Any], tmp_path: Path) -> None:
     weights = contents(dims)
-    told = export(checkpoint_of(tmp_path / "step-1", weights), spec_of(dims), tmp_path / "out", torch.float32)
+    told = export(checkpoint_of(tmp_path / "step-00000001", weights), spec_of(dims), tmp_path / "out", torch.float32)
     assert told["model_type"] == kind.split()[0]
     assert told["parameters"] == sum(values.numel() for values in weights.values())
     torch.testing.assert_close(loaded(tmp_path / "out", dims), weights, rtol=0, atol=0)
@@ -73,7 +80,7 @@ def test_what_is_exported_loads_as_what_was_trained(kind: str, dims: dict[str, A
 
 def test_files_are_cut_and_an_index_says_what_is_where(tmp_path: Path) -> None:
     weights = contents(LLAMA)
-    folder = checkpoint_of(tmp_path / "step-1", weights)
+    folder = checkpoint_of(tmp_path / "step-00000001", weights)
     export(folder, spec_of(LLAMA), tmp_path / "out", torch.bfloat16, largest_file_bytes=2_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
@@ -87,23 +94,27 @@ def test_files_are_cut_and_an_index_says_what_is_where(tmp_path: Path) -> None:
 
 def test_averaged_weights_are_exported_where_there_are_any(tmp_path: Path) -> None:
     weights = contents(LLAMA)
-    both = checkpoint_of(tmp_path / "step-1", weights, ("weight", "average"))
+    both = checkpoint_of(tmp_path / "step-00000001", weights, ("weight", "average"))
     export(both, spec_of(LLAMA), tmp_path / "out", torch.float32, averaged=True)
     expected = {name: values + 1 for name, values in weights.items()}
     torch.testing.assert_close(loaded(tmp_path / "out", LLAMA), expected, rtol=0, atol=0)
     with pytest.raises(UsageError, match="has no averaged weights"):
         export(
-            checkpoint_of(tmp_path / "step-2", weights), spec_of(LLAMA), tmp_path / "x", torch.float32, averaged=True
+            checkpoint_of(tmp_path / "step-00000002", weights),
+            spec_of(LLAMA),
+            tmp_path / "x",
+            torch.float32,
+            averaged=True,
         )
 
 
 def test_an_export_that_fails_leaves_nothing_and_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
     weights = contents(LLAMA)
     del weights["model.norm.weight"]
-    folder = checkpoint_of(tmp_path / "step-1", weights)
+    folder = checkpoint_of(tmp_path / "step-00000001", weights)
     with pytest.raises(ScaletrainError, match=r"0 of 16 values of weight/model\.norm\.weight"):
         export(folder, spec_of(LLAMA), tmp_path / "out", torch.float32)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     (tmp_path / "out").mkdir()
     with pytest.raises(UsageError, match="exists and is not overwritten"):
         export(folder, spec_of(LLAMA), tmp_path / "out", torch.float32)
@@ -128,7 +139,7 @@ def test_a_model_that_no_architecture_computes_is_refused(dims: dict[str, Any], 
 def test_transformers_computes_the_same_logits(dims: dict[str, Any], tmp_path: Path) -> None:
     spec = spec_of(dims)
     weights = {name: values * 0.1 for name, values in contents(dims).items()}
-    export(checkpoint_of(tmp_path / "step-1", weights), spec, tmp_path / "out", torch.float32)
+    export(checkpoint_of(tmp_path / "step-00000001", weights), spec, tmp_path / "out", torch.float32)
     ours = outline(spec.transformer)
     materialise(ours, HuggingFaceFolder(tmp_path / "out", outline(spec.transformer)), torch.device("cpu"))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()

@@ -130,3 +130,10 @@ def test_ten_preemptions_in_a_row_without_a_step_stop_with_93_and_say_what_is_to
 
 def test_attempts_that_never_got_to_run_do_not_count_as_stuck() -> None:
     assert decide_last(attempts(*[("wrong-nodes", None)] * 5)).requeue
+
+
+def test_checkpoints_that_no_node_can_read_are_tried_three_times() -> None:
+    ends: list[tuple[Reason, int | None]] = [("unreadable", 10)] * 3
+    assert decide_last(attempts(("crash", 10), *ends[:2])).requeue
+    decision = decide_last(attempts(("crash", 10), *ends))
+    assert (decision.requeue, decision.exit_code) == (False, 93)

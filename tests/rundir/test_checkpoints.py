@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,16 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.rundir import committing
-from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest, list_checkpoints, newest_that_verifies, verify
+from scaletrain_cli.rundir.checkpoints import (
+    Checkpoint,
+    Defect,
+    find_defects,
+    list_checkpoints,
+    manifest_hash,
+    newest_that_verifies,
+    read_checkpoint,
+    verify,
+)
 from scaletrain_cli.rundir.committing import (
     HashingWriter,
     StaleAttemptError,
@@ -319,14 +329,87 @@ def test_a_kill_between_the_two_renames_of_a_replacement_leaves_the_checkpoint_t
     assert verify(only(tmp_path)) == []
 
 
-def test_a_file_that_cannot_be_read_may_be_sound_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
+def test_a_file_that_cannot_be_read_is_told_from_one_that_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = read_checkpoint(save(tmp_path, 1))
+    assert isinstance(checkpoint, Checkpoint)
 
-    def stale(*_: object, **__: object) -> None:
+    def stale(*_: object, **__: object) -> int:
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr(Path, "open", stale)
-    checkpoint = Checkpoint(tmp_path / "step-00000001", 1, 1, True, 1, {"rank-00000.pt": FileDigest(3, "")})
-    assert verify(checkpoint) == ["rank-00000.pt: Stale file handle"]
-    with pytest.raises(OSError, match="Stale file handle"):
-        verify(checkpoint, unreadable_is_damaged=False)
+    with monkeypatch.context() as patched:
+        patched.setattr("scaletrain_cli.rundir.checkpoints.os.open", stale)
+        found = find_defects(checkpoint, ["rank-00000.pt"])
+        manifest = read_checkpoint(checkpoint.path)
+    assert found == {"rank-00000.pt": Defect("unreadable", "Stale file handle")}
+    assert manifest == Defect("unreadable", "manifest.json: Stale file handle")
+    assert find_defects(checkpoint) == {}
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "loop of links", "link to nowhere"])
+def test_what_is_no_file_in_the_place_of_one_is_damage_on_every_node(tmp_path: Path, kind: str) -> None:
+    save(tmp_path, 1)
+    for name in ("rank-00000.pt", "manifest.json"):
+        place = save(tmp_path, 2) / name
+        place.unlink()
+        if kind == "folder":
+            place.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(place)
+        else:
+            place.symlink_to(place if kind == "loop of links" else tmp_path / "nowhere")
+        found = read_checkpoint(place.parent)
+        defect = next(iter(find_defects(found).values())) if isinstance(found, Checkpoint) else found
+        assert defect.kind == "damaged"
+        assert newest_step(tmp_path) == 1
+
+
+def test_a_copy_under_another_steps_name_is_no_checkpoint_and_is_left_alone(tmp_path: Path) -> None:
+    for step in (12, 18, 24):
+        save(tmp_path, step)
+    for name in ("step-00000030", "step-00000006", "step-000000012"):
+        shutil.copytree(tmp_path / "step-00000012", tmp_path / name)
+    newest, passed_over = newest_that_verifies(tmp_path)
+    assert newest is not None
+    assert newest.step == 24
+    assert passed_over == [
+        "step-00000030/manifest.json: is of step 12. The folder is left alone; rename it to step-00000012 or delete it"
+    ]
+    assert steps(tmp_path) == [12, 18, 24]
+    assert superfluous_steps(tmp_path, keep=2) == [12]
+    assert set_aside_newer(tmp_path, 24, ATTEMPT) == []
+    kept = {"step-00000006", "step-000000012", "step-00000012", "step-00000018", "step-00000024", "step-00000030"}
+    assert kept <= set(names(tmp_path))
+
+
+def test_a_commit_takes_its_name_back_and_keeps_the_copy_that_had_it(tmp_path: Path) -> None:
+    first = save(tmp_path, 12)
+    for kept in ("misnamed-step-00000030", "misnamed-step-00000030.2"):
+        shutil.copytree(first, tmp_path / "step-00000030")
+        save(tmp_path, 30)
+        assert steps(tmp_path) == [12, 30]
+        assert (tmp_path / kept / "rank-00000.pt").exists()
+        shutil.rmtree(tmp_path / "step-00000030")
+
+
+def test_a_commit_replaces_a_link_to_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "step-00000030").symlink_to(tmp_path / "nowhere")
+    save(tmp_path, 30)
+    assert newest_step(tmp_path) == 30
+
+
+def test_a_manifest_that_names_files_outside_its_folder_is_damaged(tmp_path: Path) -> None:
+    path = save(tmp_path, 1) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"]
+    manifest["files"]["../elsewhere"] = manifest["files"].pop("rank-00000.pt")
+    path.write_text(json.dumps({**manifest, "sha256": manifest_hash(manifest)}))
+    assert steps(tmp_path) == []
+
+
+def test_only_the_folders_of_ended_attempts_are_removed_by_the_next(tmp_path: Path) -> None:
+    for name in ("my-notes.removed", "attempt-0001.77.removed"):
+        (tmp_path / name).mkdir()
+    open_attempt(tmp_path, ATTEMPT)
+    assert names(tmp_path) == ["attempt-0003.tmp", "my-notes.removed"]

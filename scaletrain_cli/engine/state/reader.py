@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from scaletrain_cli.errors import ScaletrainError, UsageError
 
 OPAQUE = "opaque"
 RANDOM = "random"
+_SHARD = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 def shard_name(rank: int) -> str:
@@ -25,10 +27,14 @@ def shard_name(rank: int) -> str:
 class StateReader:
     """Reads a rank's own file alone where the layout is the one that saved it, else whatever files have its pieces."""
 
-    def __init__(self, folder: Path, rank: int, owned: Sequence[Piece]) -> None:
-        """``owned``: what the rank would save itself in the layout that it has now."""
+    def __init__(self, folder: Path, rank: int, owned: Sequence[Piece], files: Collection[str]) -> None:
+        """``owned``: what the rank would save itself in the layout that it has now.
+
+        ``files``: the names in the manifest. Others in the folder belong to no checkpoint and are never read.
+        """
         self._folder, self._own = folder, None
-        if (folder / shard_name(rank)).exists():
+        self._shards = sorted(name for name in files if _SHARD.fullmatch(name))
+        if shard_name(rank) in self._shards:
             own = ShardFile(folder / shard_name(rank))
             self._own = own if own.header.pieces == {piece.name: piece for piece in owned} else None
         self.counts = dict((self._own or self._files[0]).header.counts)
@@ -87,7 +93,7 @@ class StateReader:
 
     @cached_property
     def _files(self) -> list[ShardFile]:
-        return [ShardFile(path) for path in sorted(self._folder.glob(shard_name(0).replace("00000", "*")))]
+        return [ShardFile(self._folder / name) for name in self._shards]
 
     @cached_property
     def _index(self) -> dict[str, list[tuple[ShardFile, Piece]]]:

@@ -17,7 +17,18 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 
 # These are told by one rank, whose last words are the best evidence there is.
-_OF_A_RANK = ("crash", "killed", "oom", "host-oom", "nan", "usage", "disk-full", "communication", "hardware")
+_OF_A_RANK = (
+    "crash",
+    "killed",
+    "oom",
+    "host-oom",
+    "nan",
+    "usage",
+    "disk-full",
+    "unreadable",
+    "communication",
+    "hardware",
+)
 _MOST_FAILURES = 4
 
 

@@ -105,6 +105,15 @@ ENDINGS: dict[Reason, Ending] = {
         "no room was left for a checkpoint; the ones that were committed are whole",
         ("scaletrain checkpoint prune {run} makes room; or move checkpoint.dir to a larger file system", _RESUME),
     ),
+    "unreadable": Ending(
+        "no node of the job could read a checkpoint",
+        (
+            "Check the file system that holds the checkpoints (mounted, answering, owner and rights of the files); "
+            "no node is at fault alone, so none is excluded",
+            "scaletrain checkpoint verify {run} names the files that cannot be read",
+            _RESUME + " continues the run once they can be",
+        ),
+    ),
     "usage": Ending(
         "it cannot run as it is asked: the spec, the data or the installation; a retry would not help",
         ("Mend what the message says, then submit or resume",),

@@ -165,7 +165,8 @@ def save(small: Small, folder: Path, average: WeightAverage | None = None) -> No
 def load(small: Small, folder: Path, average: WeightAverage | None = None) -> None:
     """Go on from that. Collective."""
     states = _held(small)
-    put_back(StateReader(folder, dist.get_rank(), _owned(states)), states, average, small.engine)
+    files = [path.name for path in folder.iterdir()]
+    put_back(StateReader(folder, dist.get_rank(), _owned(states), files), states, average, small.engine)
 
 
 def _held(small: Small) -> HeldStates:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from scaletrain_cli.engine.parallel.cuts import Cut
 from scaletrain_cli.engine.state.pieces import Piece
+from scaletrain_cli.engine.state.reader import StateReader, shard_name
 from scaletrain_cli.engine.state.shard_file import Entry, ShardFile, ShardHeader, write_shard
 
 HEADER = ShardHeader(3, {"a.weight": Piece("a.weight", (4, 6), Cut(1, 2, 1), 2, 9)}, {"step": 7.0})
@@ -56,3 +57,20 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors", metadata={"schema": "other"})
     with pytest.raises(ValueError, match=r"reads scaletrain.shard/v1"):
         ShardFile(tmp_path / "model.safetensors")
+
+
+def test_a_checkpoint_is_read_from_the_files_in_its_manifest_alone(tmp_path: Path) -> None:
+    halves = [Piece("a.weight", (8,), None, 0, 4), Piece("a.weight", (8,), None, 4, 8)]
+    for rank, piece in enumerate(halves):
+        header = ShardHeader(rank, {"a.weight": piece}, {})
+        write_shard(tmp_path / shard_name(rank), header, [Entry("weight/a.weight", torch.full((4,), float(rank)))])
+    whole = Piece("a.weight", (8,), None, 0, 8)
+    for stray, name in ((2, "a.weight"), (3, "b.weight")):  # left there by a person, or by a run of more ranks
+        header = ShardHeader(stray, {name: Piece(name, (8,), None, 0, 8)}, {})
+        write_shard(tmp_path / shard_name(stray), header, [Entry(f"weight/{name}", torch.full((8,), 9.0))])
+    (tmp_path / "rank-notes.safetensors").write_text("not a shard")
+    named = [shard_name(0), shard_name(1), "state.json"]
+    for rank in (0, 2, -1):
+        reader = StateReader(tmp_path, rank, [whole] if rank == 2 else [], named)
+        assert reader.read("weight", whole).tolist() == [0.0] * 4 + [1.0] * 4
+        assert list(reader.shapes) == ["a.weight"]

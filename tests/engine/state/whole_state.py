@@ -14,6 +14,7 @@ from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.engine.state.pieces import Piece
 from scaletrain_cli.engine.state.reader import StateReader
+from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
 from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
@@ -21,7 +22,9 @@ from scaletrain_cli.rundir.record import read_record
 
 def whole_state(folder: Path) -> dict[str, Tensor]:
     """Every matrix of every kind, flat, as ``KIND/NAME``."""
-    reader = StateReader(folder, -1, ())
+    checkpoint = read_checkpoint(folder)
+    assert isinstance(checkpoint, Checkpoint), checkpoint
+    reader = StateReader(folder, -1, (), checkpoint.files)
     return {
         f"{kind}/{name}": reader.read(kind, Piece(name, shape, None, 0, shape.numel()))
         for kind in reader.kinds
