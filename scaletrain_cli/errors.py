@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -19,11 +20,23 @@ class ExitCode(IntEnum):
     DO_NOT_REQUEUE = 93
 
 
+class Place(str):
+    """The text ``file:line`` (or ``file``), which keeps both parts for ``--json``."""
+
+    file: str
+    line: int | None
+
+    def __new__(cls, file: str, line: int | None = None, text: str | None = None) -> Place:
+        place = super().__new__(cls, text or (file if line is None else f"{file}:{line}"))
+        place.file, place.line = file, line
+        return place
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong with an input: where it stands, what was given, what is allowed and what to do.
 
-    ``where`` is ``file:line`` or the name of a command-line option, ``key`` the dotted key in the spec.
+    ``where`` is a Place, or the name of a command-line option or of an object; ``key`` is the dotted key in the spec.
     """
 
     where: str
@@ -37,60 +50,129 @@ class Problem:
         text = f"{subject}: {self.message}" if self.given is None else f"{subject} = {self.given}: {self.message}"
         return f"{text} {self.hint}" if self.hint else text
 
+    @property
+    def file(self) -> str | None:
+        """Path of the file that the problem is in; None where it is in no file."""
+        return self.where.file if isinstance(self.where, Place) else None
+
+    @property
+    def line(self) -> int | None:
+        """Line in ``file``, from 1; None where no line is known."""
+        return self.where.line if isinstance(self.where, Place) else None
+
+    def to_json(self) -> dict[str, str | int | None]:
+        """Return the fields with ``file`` and ``line`` apart from ``where``."""
+        return {"where": str(self.where), "file": self.file, "line": self.line, "key": self.key} | {
+            "message": self.message,
+            "given": self.given,
+            "hint": self.hint,
+        }
+
 
 class ScaletrainError(Exception):
-    """Base of every error a user can cause or cure. ``problems`` lists each cause on its own line."""
+    """Base of every error a user can cause or cure. ``problems`` lists each cause on its own line.
 
-    exit_code = ExitCode.CRASHED
+    ``code`` is the stable word for it in ``--json`` (docs/json.md); ``remedy`` is what to do, and ``file`` the file
+    concerned, where no problem says so.
+    """
 
-    def __init__(self, message: str, problems: tuple[Problem, ...] = ()) -> None:
+    exit_code: int = ExitCode.CRASHED
+    code = "failed"
+
+    def __init__(
+        self,
+        message: str,
+        problems: tuple[Problem, ...] = (),
+        *,
+        remedy: str | None = None,
+        file: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.problems = problems
+        self.remedy = remedy
+        self.file = file
 
     def __str__(self) -> str:
-        return "\n".join([self.message, *(f"  {problem}" for problem in self.problems)])
+        head = f"{self.message} {self.remedy}" if self.remedy else self.message
+        return "\n".join([head, *(f"  {problem}" for problem in self.problems)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the ``error`` object of ``--json``; key, file, line and remedy are those of the first problem."""
+        first = self.problems[0] if self.problems else None
+        return {
+            "code": self.code,
+            "key": (first.key or None) if first else None,
+            "file": (first.file if first else None) or self.file,
+            "line": first.line if first else None,
+            "message": self.message,
+            "remedy": self.remedy or (first.hint if first else None),
+            "problems": [problem.to_json() for problem in self.problems],
+        }
 
 
 class UsageError(ScaletrainError):
     """The command or a file that it names is wrong (exit 2)."""
 
     exit_code = ExitCode.USAGE
+    code = "usage"
 
 
 class SpecError(UsageError):
     """The run spec is wrong; carries every problem found, not just the first (exit 2)."""
+
+    code = "spec"
 
 
 class InfeasibleError(ScaletrainError):
     """The run cannot be laid out as asked: it does not fit, does not divide, or the engine cannot run it (exit 3)."""
 
     exit_code = ExitCode.INFEASIBLE
+    code = "infeasible"
 
 
 class SchedulerError(ScaletrainError):
     """The scheduler refused the job or cannot be reached (exit 4)."""
 
     exit_code = ExitCode.SCHEDULER
+    code = "scheduler"
 
 
 class SchedulerSilentError(SchedulerError):
     """The scheduler did not answer in time, so whether it took the job is not known (exit 4)."""
+
+    code = "scheduler-silent"
 
 
 class WrongNodesError(ScaletrainError):
     """The nodes are not what was planned: device count, model, free memory, world size (exit 5)."""
 
     exit_code = ExitCode.WRONG_NODES
+    code = "wrong-nodes"
 
 
 class PreemptedError(ScaletrainError):
     """Asked to leave before there was anything new to save (exit 75)."""
 
     exit_code = ExitCode.PREEMPTED
+    code = "preempted"
 
 
 class DoNotRequeueError(ScaletrainError):
     """A verdict that a retry cannot cure (exit 93)."""
 
     exit_code = ExitCode.DO_NOT_REQUEUE
+    code = "do-not-requeue"
+
+
+class MissingPackageError(UsageError):
+    """A package that is installed with an extra of ScaleTrain is not here (exit 2)."""
+
+    code = "missing-package"
+
+
+class DeclinedError(ScaletrainError):
+    """The question before something happens was answered with no (exit 130)."""
+
+    exit_code = 130
+    code = "declined"

@@ -20,8 +20,8 @@ PROJECT = Path(__file__).parent.parent
 PACKAGE = "scaletrain_cli"
 RECIPE = "recipes/llama-10m-cpu.yaml"
 
-# Beside these, every room may import `errors`, `safe_files` and the version in the package's own __init__.
-BASE_LAYER = {"errors", "safe_files", "__init__"}
+# Beside these, every room may import `errors`, `extras`, `safe_files` and the version in the package's own __init__.
+BASE_LAYER = {"errors", "extras", "safe_files", "__init__"}
 ROOMS_ALLOWED = {
     "__main__": {"cli"},
     "cli": {"ui", "launch", "plan", "spec", "rundir"},
@@ -33,6 +33,7 @@ ROOMS_ALLOWED = {
     "spec": set(),
     "safe_files": set(),
     "errors": set(),
+    "extras": set(),
     "__init__": set(),
 }
 # What a room may use beyond the standard library: each library has one home, and plan has none.

@@ -1,5 +1,5 @@
 """The command line: one module per verb, loaded when it is called. Verbs ask other rooms and show the answer."""
 
-from scaletrain_cli.cli.app import invoke, show_error
+from scaletrain_cli.cli.running import run
 
-__all__ = ["invoke", "show_error"]
+__all__ = ["run"]

@@ -14,7 +14,6 @@ import typer
 from typer.core import TyperGroup
 
 from scaletrain_cli.cli.exit_codes import describe
-from scaletrain_cli.errors import ScaletrainError
 
 
 @dataclass(frozen=True)
@@ -115,13 +114,12 @@ def scaletrain(
     """Plan, submit, preempt and resume large training jobs from one run spec."""
 
 
-def invoke(arguments: Sequence[str] | None) -> None:
-    """Run one command line. Raises SystemExit with the exit code, or the error that the verb ended with."""
-    app(arguments, prog_name="scaletrain")
-
-
-def show_error(error: ScaletrainError) -> None:
-    """Say on stderr what went wrong and what to do."""
-    from scaletrain_cli.ui.errors import show
-
-    show(error)
+def verb_words(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the verb that a command line names, with its second word in a group; empty where it names none."""
+    named = [word for word in words if not word.startswith("-")]
+    known = {verb.name for verbs in GROUPS.values() for verb in verbs}
+    if not named or named[0] not in known:
+        return ()
+    group = getattr(import_module(f"scaletrain_cli.cli.{named[0]}"), "app", None)
+    second = {command.name or command.callback.__name__ for command in group.registered_commands} if group else set()
+    return (named[0], named[1]) if named[1:] and named[1] in second else (named[0],)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import Yes
+from scaletrain_cli.cli.options import AsJson, Yes
 from scaletrain_cli.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def command(
         ),
     ] = False,
     yes: Yes = False,
+    as_json: AsJson = False,
 ) -> None:
     """Stop a run for good. It saves a checkpoint first, and `scaletrain resume` can still bring it back.
 
@@ -49,27 +51,37 @@ def command(
     if isinstance(found, Sweep):
         from scaletrain_cli.cli.sweep_life import cancel_sweep
 
-        cancel_sweep(found, force=force, yes=yes)
+        cancel_sweep(found, force=force, yes=yes, as_json=as_json)
         return
     record, status = read_record(found), run_status(found)
     if force and record.spec.cluster.scheduler != "kubernetes":
         raise UsageError(f"--force removes pods, and {found.run_id} is on {record.spec.cluster.scheduler}.")
     if status.state in ("finished", "failed", "cancelled"):
         say(f"{found.run_id} is not running: it {_ENDS[status.state]}. Nothing was done.")
+        _answer(as_json, found.run_id, status.state, cancelled=False)
         return
     confirm(f"Stop {found.run_id}, which is {status.state} at step {status.step} of {status.total_steps}?", yes)
     scheduler_for(record.spec.cluster.scheduler).cancel(found, record)
-    if force:
-        _remove_pods(found, record)
+    removed = _remove_pods(found, record) if force else []
+    _answer(as_json, found.run_id, status.state, cancelled=True, removed_pods=removed)
     say(f"cancelled {found.run_id}; it saves its state and stops. `scaletrain resume {found.run_id}` continues it.")
 
 
-def _remove_pods(run: RunDir, record: RunRecord) -> None:
+def _answer(as_json: bool, run_id: str, state: str, *, cancelled: bool, removed_pods: Sequence[str] = ()) -> None:
+    """``state`` is that of before."""
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json({"run_id": run_id, "state": state, "cancelled": cancelled, "removed_pods": list(removed_pods)})
+
+
+def _remove_pods(run: RunDir, record: RunRecord) -> Sequence[str]:
     from scaletrain_cli.launch.kubernetes.scheduler import KubernetesScheduler
     from scaletrain_cli.ui.messages import say
 
     removed = KubernetesScheduler().force(run, record)
     say(f"removed {', '.join(removed)}" if removed else "no pod is on a node that is dead; none was removed.")
+    return removed
 
 
 _ENDS = {"finished": "has finished", "failed": "has failed", "cancelled": "was cancelled before"}

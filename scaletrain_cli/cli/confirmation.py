@@ -6,13 +6,13 @@ import sys
 
 import typer
 
-_DECLINED = 130  # as if ctrl-C had been the answer
+from scaletrain_cli.errors import DeclinedError
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Return to go on; leave the process when the answer is no."""
+    """Return to go on. Raises DeclinedError when the answer is no."""
     if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return
     if not typer.confirm(question, default=True, err=True):
         typer.echo("Nothing was done.", err=True)
-        raise typer.Exit(_DECLINED)
+        raise DeclinedError("the question was answered with no. Nothing was done.")

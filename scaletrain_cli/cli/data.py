@@ -60,10 +60,12 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
     lines = done.stdout.splitlines()
     if done.returncode != 0 or not lines:
         raise PreparationError(done.returncode)
-    if as_json:
-        typer.echo(lines[-1])
-        return
     told = json.loads(lines[-1])
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json(told)
+        return
     say(
         f"{whole_text(told['train_tokens'])} tokens to train on, {whole_text(told['validation_tokens'])} to validate, "
         f"a vocabulary of {whole_text(told['vocab_size'])}"

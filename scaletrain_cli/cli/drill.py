@@ -142,7 +142,9 @@ def _list(as_json: bool) -> None:
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
-        print_json({"kinds": {kind.name: kind.summary for kind in KINDS.values()}})
+        print_json(
+            {"schema": "scaletrain.drill-list/v1", "kinds": {kind.name: kind.summary for kind in KINDS.values()}}
+        )
         return
     width = max(map(len, KINDS))
     for kind in KINDS.values():

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
@@ -34,6 +35,7 @@ def command(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it; - prints it.")
     ] = Path("run.yaml"),
+    as_json: AsJson = False,
 ) -> None:
     """Write a complete, commented run spec that validates and plans as it stands.
 
@@ -41,6 +43,7 @@ def command(
     With --preset: that model on Slurm, on as few nodes as it fits. With --scheduler kubernetes: a spec to which only
     your namespace, queue and image are to be added. An existing file is never overwritten.
     """
+    from scaletrain_cli.ui.json import print_json
     from scaletrain_cli.ui.messages import say, suggest
 
     to_stdout = str(output) == "-"
@@ -48,13 +51,18 @@ def command(
         raise UsageError(f"{output} exists and is not overwritten. Give another name with --output.")
     text = _fitting_spec(preset, gpu, gpus_per_node, nodes, scheduler)
     if to_stdout:
-        typer.echo(text, nl=False)
+        if as_json:
+            print_json({"file": None, "text": text})
+        else:
+            typer.echo(text, nl=False)
         return
     try:
         with output.open("x", encoding="utf-8") as file:  # x: not even one that appeared meanwhile
             file.write(text)
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror}.") from error
+    if as_json:
+        print_json({"file": str(output), "text": text})
     say(f"wrote {output}")
     if scheduler == "kubernetes":
         say("its namespace, queue and image are yours to put in: the lines below `kubernetes:`")

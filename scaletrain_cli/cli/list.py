@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,10 +36,7 @@ def command(
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
-        rows = [
-            {"run_id": run.run_id, "error": status.message} if isinstance(status, UsageError) else status.to_json()
-            for run, status in found
-        ]
+        rows = [_row(run, status) for run, status in found]
         print_json({"runs_root": str(runs_root()), "runs": rows, "not_shown": len(runs) - len(shown)})
         return
     from scaletrain_cli.ui.messages import say
@@ -52,6 +49,12 @@ def command(
     show_runs([(run, status) for run, status in found])
     if len(shown) < len(runs):
         say(f"and {len(runs) - len(shown)} older; --limit 0 shows them all")
+
+
+def _row(run: RunDir, status: RunStatus | UsageError) -> dict[str, Any]:
+    if isinstance(status, UsageError):
+        return {"run_id": run.run_id, "state": "damaged", "error": status.to_json()}
+    return status.to_json()
 
 
 def _status(run: RunDir) -> RunStatus | UsageError:

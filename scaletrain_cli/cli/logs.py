@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import RunName
+from scaletrain_cli.cli.options import AsJson, RunName
 from scaletrain_cli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -32,11 +33,16 @@ def command(
     tail: Annotated[
         int | None, typer.Option("--tail", "-n", metavar="N", min=0, help="Only the last lines of each rank.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Show what the ranks of a run printed. With more than one rank, each line says whose it is."""
+    """Show what the ranks of a run printed. With more than one rank, each line says whose it is.
+
+    With --json the lines are {"attempt", "node", "rank", "text"}; with --follow, each is a line of its own.
+    """
     from scaletrain_cli.launch.log_bringing import first_words, logs_brought
     from scaletrain_cli.launch.logs import LogFollower, log_files, read_logs
     from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.ui.json import print_json
     from scaletrain_cli.ui.messages import say, warn
 
     found = find_run(run)
@@ -45,16 +51,24 @@ def command(
             warn(f"{trouble} What was fetched before is shown.")
         files = log_files(found, attempt, rank)
         if follow:
+            show = _stream if as_json else functools.partial(_print, label=rank is None)
             follower, over = LogFollower(found, rank, from_attempt=attempt), _is_over(found)
-            _print(_last_of_each(follower.new_lines(), tail), label=rank is None)
+            show(_last_of_each(follower.new_lines(), tail))
             while not over():
-                _print(follower.new_lines(), label=rank is None)
+                show(follower.new_lines())
                 time.sleep(_LOOK_EVERY_SECONDS)
     if follow:
-        _print(follower.new_lines(to_the_end=True), label=rank is None)
+        show(follower.new_lines(to_the_end=True))
+        if as_json:
+            print_json({"run_id": found.run_id})
+        return
+    words = first_words(found, since=files) if attempt is None else []
+    if as_json:
+        before = [{"pod": path.stem, "text": path.read_text(encoding="utf-8", errors="replace")} for path in words]
+        lines = [_line_json(line) for line in read_logs(found, attempt, rank, tail)]
+        print_json({"run_id": found.run_id, "lines": lines, "before_attempt": before})
         return
     _print(read_logs(found, attempt, rank, tail), label=len(files) > 1)
-    words = first_words(found, since=files) if attempt is None else []
     for path in words:
         say(f"{path.stem}, before its attempt began:")
         typer.echo(path.read_text(encoding="utf-8", errors="replace"), nl=False)
@@ -65,6 +79,18 @@ def command(
 def _print(lines: Iterable[LogLine], *, label: bool) -> None:
     for line in lines:
         typer.echo(f"[rank {line.source.rank}] {line.text}" if label else line.text)
+
+
+def _stream(lines: Iterable[LogLine]) -> None:
+    from scaletrain_cli.ui.json import stream_json
+
+    for line in lines:
+        stream_json(_line_json(line))
+
+
+def _line_json(line: LogLine) -> dict[str, str | int]:
+    source = line.source
+    return {"attempt": source.attempt, "node": source.node, "rank": source.rank, "text": line.text}
 
 
 def _last_of_each(lines: list[LogLine], tail: int | None) -> list[LogLine]:

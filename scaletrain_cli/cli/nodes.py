@@ -58,6 +58,7 @@ def clear(
     nodes: Annotated[
         list[str] | None, typer.Argument(metavar="[NODE]...", help="Which; else all of them.", show_default=False)
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Forget what speaks against nodes, as after a repair. Jobs in the queue keep what they were told."""
     from scaletrain_cli.rundir.bad_nodes import forget_bad_nodes
@@ -72,4 +73,8 @@ def clear(
     missing = sorted(set(nodes or ()) - set(gone))
     if missing:
         raise UsageError(f"nothing was known against {', '.join(missing)}. `scaletrain nodes list` shows the nodes.")
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json({"forgotten": list(gone)})
     say(f"forgot {', '.join(gone)}" if gone else "there was nothing to forget")

@@ -68,8 +68,8 @@ def command(
     A run that cannot fit exits with 3, the reason and what would make it fit; the smallest layout is shown all the
     same. The keys of --json (scaletrain.plan/v1) are stable.
 
-    Several specs, or --vary, are shown side by side, each against the first; --json is then a list. The exit code is 3
-    only if none of them can run.
+    Several specs, or --vary, are shown side by side, each against the first; --json then has them as `runs`. The exit
+    code is 3 only if none of them can run.
 
     --objective, --max-gpus, --deadline and --budget choose the number of GPUs. A deadline alone asks for the
     fewest GPUs that keep it, also beyond those of the spec.
@@ -171,7 +171,7 @@ def _compare(
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
-        print_json([column.to_json() for column in compared])
+        print_json({"schema": "scaletrain.plan-comparison/v1", "runs": [column.to_json() for column in compared]})
     else:
         from scaletrain_cli.ui.plan_compare import show_comparison
 

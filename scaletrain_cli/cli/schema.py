@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
 
-def command() -> None:
+def command(as_json: AsJson = False) -> None:
     """Print the JSON Schema of the run spec, for editors.
 
     Save it (scaletrain schema > scaletrain.schema.json) and put this line on top of a spec:
 
     # yaml-language-server: $schema=scaletrain.schema.json
+
+    With --json the schema is the key `json_schema` of the usual answer.
     """
     from scaletrain_cli.spec import json_schema
-    from scaletrain_cli.ui.json import print_json
+    from scaletrain_cli.ui.json import print_json, write_json
 
-    print_json(json_schema())
+    if as_json:
+        print_json({"json_schema": json_schema()})
+    else:
+        write_json(json_schema())

@@ -105,7 +105,14 @@ def command(
     if dry_run:
         record = make_record(run_spec, plan, run_id, snapshot)
         text = scheduler.render(RunDir(runs_root() / record.run_id), record)
-        typer.echo(in_format(run_spec.cluster.scheduler, text, output) if output else text, nl=False)
+        sent = in_format(run_spec.cluster.scheduler, text, output) if output else text
+        if as_json:
+            from scaletrain_cli.ui.json import print_json
+
+            told = {"run_id": record.run_id, "run_dir": str(runs_root() / record.run_id), "dry_run": True}
+            print_json(told | {"scheduler": run_spec.cluster.scheduler, "would_send": sent})
+        else:
+            typer.echo(sent, nl=False)
         return
 
     from scaletrain_cli.ui.messages import warn

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.spec import RunSpec
 
 OPTION = "--sweep"
+_SCHEMA = {"schema": "scaletrain.submit-sweep/v1"}
 
 
 def submit_points(
@@ -47,10 +48,21 @@ def submit_points(
     scheduler = scheduler_for(section.scheduler)
     cap = cap_of(section, max_concurrent, len(planned))
     if dry_run:
+        texts = []
         for point in planned:
-            typer.echo(f"# {point.run_id}: {', '.join(point.overrides)}")
             record = make_record(point.spec, point.plan, point.run_id, take_snapshot(point.spec))
-            typer.echo(scheduler.render(RunDir(runs_root() / point.run_id), record))
+            texts.append(scheduler.render(RunDir(runs_root() / point.run_id), record))
+            if not as_json:
+                typer.echo(f"# {point.run_id}: {', '.join(point.overrides)}")
+                typer.echo(texts[-1])
+        if as_json:
+            from scaletrain_cli.ui.json import print_json
+
+            told = [
+                {"run_id": point.run_id, "overrides": list(point.overrides), "would_send": text}
+                for point, text in zip(planned, texts, strict=True)
+            ]
+            print_json(_SCHEMA | {"sweep": sweep, "scheduler": section.scheduler, "dry_run": True, "runs": told})
         return
 
     from scaletrain_cli.ui.messages import say, warn
@@ -78,7 +90,7 @@ def submit_points(
             | {"created": one.created, "overrides": list(point.overrides)}
             for one, point in zip(done, planned, strict=True)
         ]
-        head = {"sweep": sweep, "scheduler": section.scheduler, "max_concurrent": cap}
+        head = _SCHEMA | {"sweep": sweep, "scheduler": section.scheduler, "max_concurrent": cap}
         print_json(head | {"start": dataclasses.asdict(outlooks[0].start), "notes": [*notes], "runs": rows})
         return
     new = sum(one.created for one in done)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from scaletrain_cli.errors import ExitCode, Problem, SchedulerError, UsageError
@@ -36,7 +37,7 @@ def show_status_of_sweep(sweep: Sweep, wait_seconds: float | None, as_json: bool
     return code
 
 
-def cancel_sweep(sweep: Sweep, *, force: bool, yes: bool) -> None:
+def cancel_sweep(sweep: Sweep, *, force: bool, yes: bool, as_json: bool) -> None:
     """Asks once for all. Raises SchedulerError, after the others were told, where a run could not be."""
     from scaletrain_cli.cli.confirmation import confirm
     from scaletrain_cli.launch.sweep_life import OVER, cancel_members, look_at
@@ -50,10 +51,12 @@ def cancel_sweep(sweep: Sweep, *, force: bool, yes: bool) -> None:
     living = [member for member in members if member.state not in OVER]
     if not living:
         say(f"no run of the sweep {sweep.name} is running ({states}). Nothing was done.")
+        _answer(as_json, sweep, (), ())
         return
     which = f"all {len(members)}" if len(living) == len(members) else f"{len(living)} of the {len(members)}"
     confirm(f"Stop {which} runs of the sweep {sweep.name} ({states})?", yes)
     done = cancel_members(members, force=force)
+    _answer(as_json, sweep, done.cancelled, [name for name, _ in done.refused])
     if done.cancelled:
         one = len(done.cancelled) == 1
         over = f"; {len(done.over)} were over before" if done.over else ""
@@ -65,6 +68,14 @@ def cancel_sweep(sweep: Sweep, *, force: bool, yes: bool) -> None:
     if done.refused:
         problems = tuple(Problem(name, "", why) for name, why in done.refused)
         raise SchedulerError(f"{len(problems)} runs of the sweep {sweep.name} could not be cancelled", problems)
+
+
+def _answer(as_json: bool, sweep: Sweep, cancelled: Sequence[str], refused: Sequence[str]) -> None:
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        told = {"sweep": sweep.name, "cancelled": list(cancelled), "refused": list(refused)}
+        print_json({"schema": "scaletrain.cancel-sweep/v1"} | told)
 
 
 def _wait(sweep: Sweep, seconds: float) -> tuple[SweepStatus, bool]:

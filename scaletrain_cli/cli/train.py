@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import Overrides, SpecPath
+from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath
 from scaletrain_cli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def command(
     spec: SpecPath,
     overrides: Overrides = None,
     run_id: Annotated[str | None, typer.Option("--run-id", metavar="ID", help="Name of the run.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run on this machine and wait for the end. The exit code is the run's own.
 
@@ -52,11 +53,16 @@ def command(
     show_plan_summary(run_spec, plan)
     made = create_run(run_spec, plan, run_id)
     say(f"run directory {made.run.path}; ctrl-C saves and stops")
-    typer.echo(made.run.run_id)
+    if not as_json:
+        typer.echo(made.run.run_id)
     with StatusLine() as line:
         watcher = Watcher(made.run, line)
         code = run_in_foreground(made.run, made.record, on_tick=watcher.look)
         status = watcher.finish()
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json(status.to_json() | {"schema": "scaletrain.train/v1", "exit_code": code})
     measured = measures_text(status)
     end = f"{status.state} at step {status.step} of {status.total_steps}, exit code {code}"
     say(f"{end}; {measured}" if measured else end)

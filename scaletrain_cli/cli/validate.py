@@ -28,7 +28,7 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
         if as_json:
             from scaletrain_cli.ui.json import print_json
 
-            print_json({"valid": False, "problems": [vars(problem) for problem in error.problems], "spec": None})
+            print_json({"valid": False, "problems": [problem.to_json() for problem in error.problems], "spec": None})
         raise
     if as_json:
         from scaletrain_cli.ui.json import print_json

@@ -66,7 +66,7 @@ def _leave_as_it_is() -> None:
     os._exit(ExitCode.PREEMPTED)
 
 
-def _leave_evidence(run: RunDir, attempt: int, rank: int, error: Exception, reason: str, code: ExitCode) -> None:
+def _leave_evidence(run: RunDir, attempt: int, rank: int, error: Exception, reason: str, code: int) -> None:
     message = "\n".join([str(error), *getattr(error, "__notes__", [])])
     failure = Failure(rank, reason, message[:2000], int(code))
     with contextlib.suppress(OSError):  # a full disk must not turn a verdict into a crash

@@ -32,7 +32,7 @@ def reason_of(error: BaseException) -> str:
     return "usage" if stops else "crash"
 
 
-def exit_code_of(error: BaseException, reason: str) -> ExitCode:
+def exit_code_of(error: BaseException, reason: str) -> int:
     """A full disk is a verdict: no retry makes room, and each would fail at its first save."""
     if reason == "disk-full":
         return ExitCode.DO_NOT_REQUEUE

@@ -37,7 +37,8 @@ def load_spec(path: Path, overrides: Sequence[str] = (), *, cluster: str | None 
     except (OSError, ValueError) as error:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else _reason(error)
         hint = "Give the path of a YAML file; `scaletrain init` writes one."
-        raise SpecError(f"cannot read the run spec {shown(str(path))}: {reason}. {hint}") from error
+        message = f"cannot read the run spec {shown(str(path))}: {reason}."
+        raise SpecError(message, remedy=hint, file=str(path)) from error
     chosen = choose_cluster(cluster)
     return parse_spec(text, file=str(path), base_dir=path.parent, overrides=overrides, cluster=chosen)
 
@@ -80,7 +81,9 @@ def parse_spec(
     problems += incomplete + found
     if problems or spec is None:
         count = len(problems)
-        raise SpecError(f"{file}: {count} problem{'s' if count != 1 else ''} in the run spec", tuple(problems))
+        raise SpecError(
+            f"{file}: {count} problem{'s' if count != 1 else ''} in the run spec", tuple(problems), file=file
+        )
     spec.read_from(source)
     return spec
 

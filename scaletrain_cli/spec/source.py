@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from scaletrain_cli.errors import Problem, SpecError
+from scaletrain_cli.errors import Place, Problem, SpecError
 
 Key = tuple[str | int, ...]
 
@@ -31,7 +31,7 @@ class Source:
         """Where ``key`` stands, or the nearest enclosing key that does."""
         while key and key not in self.places:
             key = key[:-1]
-        return self.places.get(key, f"{self.file}:1")
+        return self.places.get(key, Place(self.file, 1))
 
     def move_to_option(self, key: Key) -> None:
         """``key`` and all under it now come from the command line."""
@@ -42,12 +42,14 @@ class Source:
 def parse_yaml(text: str, source: Source) -> dict[str, Any]:
     """The mapping that ``text`` holds; lines go into ``source``. Raises SpecError."""
     if _looks_bottomless(text):
-        raise SpecError(f"{source.file} is not a run spec", (Problem(f"{source.file}:1", "", "is nested too deeply."),))
+        raise SpecError(
+            f"{source.file} is not a run spec", (Problem(Place(source.file, 1), "", "is nested too deeply."),)
+        )
     tree = _load(text, source.file)
     plain = _plain(tree, (), source)
     if not isinstance(plain, dict):
         hint = "Start with `schema: scaletrain/v1`; `scaletrain init` writes a complete example."
-        raise SpecError(f"{source.file}: a run spec is a mapping of sections. {hint}")
+        raise SpecError(f"{source.file}: a run spec is a mapping of sections.", remedy=hint, file=source.file)
     return plain
 
 
@@ -114,20 +116,20 @@ def _load(text: str, file: str) -> Any:
         return YAML(typ="rt", pure=True).load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"{file}:{mark.line + 1}" if mark and file != OPTION else file
+        where = Place(file, mark.line + 1) if mark and file != OPTION else file
         what = " ".join(f"{error.context or ''} {error.problem or ''}".split())
         hint = "Indent with spaces; YAML forbids tabs." if "'\\t'" in what else None
         raise SpecError(f"{file} is not valid YAML", (Problem(where, "", f"{what}.", hint=hint),)) from error
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        problem = Problem(f"{file}:{line}", "", f"holds a character that YAML forbids ({error.character!r}).")
+        problem = Problem(Place(file, line), "", f"holds a character that YAML forbids ({error.character!r}).")
         raise SpecError(f"{file} is not valid YAML", (problem,)) from error
     except RecursionError as error:
-        raise SpecError(f"{file} is not a run spec", (Problem(f"{file}:1", "", "is nested too deeply."),)) from error
+        raise SpecError(f"{file} is not a run spec", (Problem(Place(file, 1), "", "is nested too deeply."),)) from error
     except (YAMLError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError) as error:
         # ruamel lets some malformed scalars (impossible dates, bad tags) escape as plain Python errors.
         what = shown(" ".join(str(error).split())) or type(error).__name__
-        raise SpecError(f"{file} is not valid YAML", (Problem(f"{file}:1", "", f"{what}."),)) from error
+        raise SpecError(f"{file} is not valid YAML", (Problem(Place(file, 1), "", f"{what}."),)) from error
 
 
 def _plain(node: Any, key: Key, source: Source) -> Any:
@@ -143,14 +145,14 @@ def _plain(node: Any, key: Key, source: Source) -> Any:
             text = _joined(str(name)).encode("utf-8", "backslashreplace").decode()
             inner = (*key, text)
             if name in lines:
-                source.places[inner] = f"{source.file}:{lines[name][0] + 1}"
+                source.places[inner] = Place(source.file, lines[name][0] + 1)
             result[text] = _plain(value, inner, source)
         return result
     if isinstance(node, list | tuple | set | frozenset):
         for index in range(len(node)):
             inner = (*key, index)
             if index in lines:
-                source.places[inner] = f"{source.file}:{lines[index][0] + 1}"
+                source.places[inner] = Place(source.file, lines[index][0] + 1)
         return [_plain(value, (*key, index), source) for index, value in enumerate(node)]
     return _plain_scalar(node)
 

@@ -14,6 +14,8 @@ def show(error: ScaletrainError) -> None:
     """Print the error; piped, each problem is one line that starts with ``file:line``, as compilers do it."""
     console = talk()
     headline = Text.assemble(("error: ", "bold red"), (plain(error.message), "bold"))
+    if error.remedy:
+        headline.append(f" {plain(error.remedy)}", "green")
     if not console.is_terminal:
         line(console, headline)
         for problem in error.problems:

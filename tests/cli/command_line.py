@@ -13,6 +13,7 @@ from scaletrain_cli.__main__ import main
 
 PROJECT = Path(__file__).parent.parent.parent
 RECIPES = sorted((PROJECT / "recipes").glob("*.yaml"))
+BUG = "This is a bug in ScaleTrain."
 SMALL = Path(__file__).parent / "small.yaml"
 
 
@@ -28,8 +29,8 @@ class Ended:
         return json.loads(self.out)
 
 
-def scaletrain(*arguments: object) -> Ended:
-    """Run one command line through the process border, as the console script does."""
+def scaletrain(*arguments: object, expect_bug: bool = False) -> Ended:
+    """Run one command line through the process border, as the console script does; a bug fails the test."""
     out, err = io.StringIO(), io.StringIO()
     code: object = "it never left the process"
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -38,4 +39,6 @@ def scaletrain(*arguments: object) -> Ended:
         except SystemExit as end:
             code = end.code
     assert isinstance(code, int), code
-    return Ended(int(code), out.getvalue(), err.getvalue())
+    ended = Ended(int(code), out.getvalue(), err.getvalue())
+    assert expect_bug or BUG not in ended.out + ended.err, ended
+    return ended

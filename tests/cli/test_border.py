@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli import __main__ as border
 from scaletrain_cli.errors import ExitCode, Problem, SpecError
 from tests.cli.command_line import PROJECT, SMALL, scaletrain
 
@@ -45,10 +44,24 @@ def test_a_runs_root_that_cannot_be_is_no_traceback(arguments: list[str], monkey
     assert "/dev/null/runs" in ended.out + ended.err
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(border, "invoke", lambda arguments: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        border.main(["plan"])
+def test_a_bug_is_one_message_that_names_the_file_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("scaletrain_cli.spec.load_spec", lambda *arguments, **options: 1 / 0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ended = scaletrain("plan", SMALL, expect_bug=True)
+    assert ended.code == ExitCode.CRASHED
+    assert "ZeroDivisionError" in ended.err
+    assert "This is a bug in ScaleTrain." in ended.err
+    assert "Traceback" not in ended.err
+    (kept,) = tmp_path.glob("scaletrain-traceback-*.txt")
+    assert str(kept) in ended.err
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert kept.read_text().startswith("Traceback (most recent call last)")
+    as_json = scaletrain("plan", SMALL, "--json", expect_bug=True)
+    assert (as_json.code, as_json.data["ok"], as_json.data["error"]["code"]) == (ExitCode.CRASHED, False, "internal")
+    monkeypatch.setenv("SCALETRAIN_TRACEBACK", "1")
+    assert "Traceback (most recent call last)" in scaletrain("plan", SMALL, expect_bug=True).err
 
 
 def test_an_error_piped_is_one_line_per_problem_with_its_place_first() -> None:
@@ -191,4 +204,5 @@ def test_a_full_disk_is_an_error_in_one_line(options: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=PROJECT, check=False)
     assert ended.returncode == ExitCode.CRASHED
-    assert ended.stderr == "error: No space left on device: the output could not be written\n"
+    said = "error: the answer could not be written: No space left on device. Free some space on that disk, or set "
+    assert ended.stderr == f"{said}$SCALETRAIN_RUNS (runs) or $TMPDIR to another one.\n"

@@ -52,13 +52,13 @@ def test_json_says_whether_the_run_is_feasible_and_what_is_wrong() -> None:
     assert "needed" in {problem["where"] for problem in does_not_fit.data["problems"]}
     does_not_divide = scaletrain("plan", SMALL, "--set", "layout.data_parallel=3", "--json")
     assert does_not_divide.code == ExitCode.INFEASIBLE
-    assert set(does_not_divide.data) == {"schema", "feasible", "problems"}
+    assert set(does_not_divide.data) == {"schema", "ok", "error", "feasible", "problems"}
     problem = does_not_divide.data["problems"][0]
-    assert set(problem) == {"where", "key", "message", "given", "hint"}
+    assert set(problem) == {"where", "file", "line", "key", "message", "given", "hint"}
     assert problem["key"] == "layout.data_parallel"
     too_soon = scaletrain("plan", SMALL, "--deadline", "1s", "--json")
     assert too_soon.code == ExitCode.INFEASIBLE
-    assert set(too_soon.data) == {"schema", "feasible", "problems", "sizing"}
+    assert set(too_soon.data) == {"schema", "ok", "error", "feasible", "problems", "sizing"}
 
 
 def test_several_specs_are_compared_with_the_first() -> None:
@@ -66,16 +66,16 @@ def test_several_specs_are_compared_with_the_first() -> None:
     assert ended.code == 0
     assert "llama-10m-cpu" in ended.out.splitlines()[0]
     assert "llama-7b-h100" in ended.out.splitlines()[0]
-    both = scaletrain("plan", SMALL, RECIPE, "--json").data
+    both = scaletrain("plan", SMALL, RECIPE, "--json").data["runs"]
     assert [column["name"] for column in both] == ["llama-10m-cpu", "llama-7b-h100"]
     alone = scaletrain("plan", RECIPE, "--json").data
-    assert both[1]["plan"] == {key: value for key, value in alone.items() if key not in ("feasible", "problems")}
+    assert both[1]["plan"] == {key: value for key, value in alone.items() if key not in ("ok", "feasible", "problems")}
 
 
 def test_vary_compares_the_values_of_a_key() -> None:
     ended = scaletrain("plan", SMALL, "--vary", "training.micro_batch_size=1,2,8", "--json")
-    assert [column["plan"]["layout"]["micro_batch_size"] for column in ended.data] == [1, 2, 8]
-    assert ended.data[0]["name"] == "micro_batch_size=1"
+    assert [column["plan"]["layout"]["micro_batch_size"] for column in ended.data["runs"]] == [1, 2, 8]
+    assert ended.data["runs"][0]["name"] == "micro_batch_size=1"
     only = scaletrain("plan", SMALL, "--vary", "training.micro_batch_size=2", "--json")
     assert only.data["layout"]["micro_batch_size"] == 2
 
@@ -88,8 +88,8 @@ def test_what_one_of_those_compared_is_warned_of_is_told() -> None:
 def test_what_cannot_run_is_a_column_and_3_only_when_none_can() -> None:
     some = scaletrain("plan", SMALL, "--vary", "model.num_hidden_layers=100000,8", "--json")
     assert some.code == 0
-    assert [column["feasible"] for column in some.data] == [False, True]
-    assert "does not fit" in some.data[0]["reason"]
+    assert [column["feasible"] for column in some.data["runs"]] == [False, True]
+    assert "does not fit" in some.data["runs"][0]["reason"]
     none = scaletrain("plan", SMALL, *TOO_LARGE, "--vary", "layout.data_parallel=3,5")
     assert none.code == ExitCode.INFEASIBLE
     assert "does not divide" in none.out

@@ -34,7 +34,7 @@ class Answer:
         """The plan, whether it can run and why not, and what was asked: ``sizing``, ``explanation``, ``trace``."""
         problems = self.infeasible.problems if self.infeasible else ()
         data = self.plan.to_json()
-        data |= {"feasible": self.infeasible is None, "problems": [dataclasses.asdict(each) for each in problems]}
+        data |= {"feasible": self.infeasible is None, "problems": [each.to_json() for each in problems]}
         if self.sizing is not None:
             data["sizing"] = self.sizing.to_json()
         if self.explanation is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Compared:
     def to_json(self) -> dict[str, Any]:
         """``name``, ``feasible``, ``reason``, ``problems`` and the plan as ``make_plan`` gives it."""
         plan = None if self.plan is None else self.plan.to_json()
-        problems = [asdict(problem) for problem in self.problems]
+        problems = [problem.to_json() for problem in self.problems]
         said = {"name": self.name, "feasible": self.feasible, "reason": self.reason, "problems": problems}
         return said | {"plan": plan}
 

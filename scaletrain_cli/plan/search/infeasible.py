@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from scaletrain_cli.errors import InfeasibleError, Problem
@@ -23,7 +22,7 @@ class PlanInfeasibleError(InfeasibleError):
 
 def refusal(error: InfeasibleError) -> dict[str, Any]:
     """The JSON object of a run without any plan: ``feasible`` and ``problems`` as a plan's has them."""
-    return {"schema": SCHEMA, "feasible": False, "problems": [asdict(problem) for problem in error.problems]}
+    return {"schema": SCHEMA, "feasible": False, "problems": [problem.to_json() for problem in error.problems]}
 
 
 def does_not_divide(spec: RunSpec, problems: list[Problem]) -> PlanInfeasibleError:

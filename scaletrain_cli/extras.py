@@ -1,0 +1,27 @@
+"""The extras of this package: which optional package each brings, and the command that installs it. Imports nothing."""
+
+from __future__ import annotations
+
+# As in pyproject.toml, by the names that are imported; a test compares.
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "train": ("torch", "deepspeed", "numpy", "safetensors", "tokenizers"),
+    "liger": ("liger_kernel",),
+    "optimizers": ("bitsandbytes",),
+    "fp8": ("torchao",),
+    "parquet": ("pyarrow",),
+    "slurm": ("submitit",),
+    "k8s": ("kubernetes",),
+    "track": ("wandb",),
+    "prices": ("gpuhunt",),
+    "plot": ("matplotlib",),
+}
+
+
+def extra_of(module: str) -> str | None:
+    """Return the extra that brings a module; None where none does."""
+    return next((extra for extra, modules in EXTRAS.items() if module in modules), None)
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra. It works in a checkout, as this package is on no index."""
+    return f"pip install '.[{extra}]' in the checkout of ScaleTrain"
