@@ -7,6 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+
+from scaletrain_cli.own_processes import leave_current_folder
+
+leave_current_folder(started_as_module=__name__ == "__main__")  # before anything is imported that Python has not
+
 from collections.abc import Sequence
 from typing import NoReturn
 

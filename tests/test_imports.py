@@ -20,8 +20,8 @@ PROJECT = Path(__file__).parent.parent
 PACKAGE = "scaletrain_cli"
 RECIPE = "recipes/llama-10m-cpu.yaml"
 
-# Beside these, every room may import `errors`, `extras`, `safe_files` and the version in the package's own __init__.
-BASE_LAYER = {"errors", "extras", "safe_files", "__init__"}
+# Beside these, every room may import what is in this layer.
+BASE_LAYER = {"errors", "extras", "own_processes", "safe_files", "__init__"}
 ROOMS_ALLOWED = {
     "__main__": {"cli"},
     "cli": {"ui", "launch", "plan", "spec", "rundir"},
@@ -34,6 +34,7 @@ ROOMS_ALLOWED = {
     "safe_files": set(),
     "errors": set(),
     "extras": set(),
+    "own_processes": set(),
     "__init__": set(),
 }
 # What a room may use beyond the standard library: each library has one home, and plan has none.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -112,6 +112,7 @@ def export(
 
     The checkpoint is verified first, and may be of any layout. Prints the folder on stdout.
     """
+    from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_command
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import checkpoint_folder, read_record
     from scaletrain_cli.ui.messages import say
@@ -126,10 +127,11 @@ def export(
         # A process of its own: torch stays out of the command line. Its talk is our talk.
         places = [checkpoint.path, resolved, output.absolute(), found.path.parent]
         options = ["--dtype", dtype, *(["--averaged"] if averaged else [])]
-        command = [sys.executable, "-m", "scaletrain_cli.engine.export", *map(str, places), *options]
+        command = python_command("scaletrain_cli.engine.export", *map(str, places), *options)
+        environment = absolute_paths(os.environ) | SAFE_CHILDREN
         # From where the run was submitted, or relative paths in its spec would mean something else.
         start = record.working_folder if Path(record.working_folder).is_dir() else None
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=start)
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=start)
     lines = done.stdout.splitlines()
     if done.returncode != 0 or not lines:
         raise ExportError(done.returncode)

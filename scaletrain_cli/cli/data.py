@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -45,6 +44,7 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
 
     A run does this by itself when it has to; what is prepared already is not prepared again.
     """
+    from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_command
     from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.ui.messages import say
@@ -55,8 +55,9 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
         resolved = Path(folder) / "spec.json"
         resolved.write_text(json.dumps(run.model_dump(mode="json", by_alias=True)), encoding="utf-8")
         # A process of its own: the tokenizer and numpy stay out of the command line. Its talk is our talk.
-        command = [sys.executable, "-m", "scaletrain_cli.engine.prepare", str(resolved), str(runs_root())]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=os.getcwd())
+        command = python_command("scaletrain_cli.engine.prepare", str(resolved), str(runs_root()))
+        environment = absolute_paths(os.environ) | SAFE_CHILDREN
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     lines = done.stdout.splitlines()
     if done.returncode != 0 or not lines:
         raise PreparationError(done.returncode)

@@ -10,7 +10,6 @@ import os
 import shlex
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from scaletrain_cli.launch.outlook import Outlook, Start
 from scaletrain_cli.launch.processes import ProcessIdentity, send_signal
 from scaletrain_cli.launch.ranks import ENGINE_MODULE
 from scaletrain_cli.launch.scheduler import Job
+from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.documents import read_document, write_document
@@ -136,7 +136,7 @@ def run_in_foreground(
 
 def supervisor_command(run: RunDir, engine: str = ENGINE_MODULE) -> list[str]:
     """The command of a run's supervisor."""
-    command = [sys.executable, "-m", "scaletrain_cli.launch.local_supervisor", str(run.path)]
+    command = python_command("scaletrain_cli.launch.local_supervisor", str(run.path))
     return command if engine == ENGINE_MODULE else [*command, "--engine", engine]
 
 
@@ -176,7 +176,7 @@ def _spawn(command: list[str], log: Path) -> int:
     return os.posix_spawn(
         command[0],
         command,
-        os.environ,
+        absolute_paths(os.environ),
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),

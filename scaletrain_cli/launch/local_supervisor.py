@@ -26,6 +26,7 @@ from scaletrain_cli.launch.node_agent import HEARD
 from scaletrain_cli.launch.ports import free_port
 from scaletrain_cli.launch.processes import adopt_orphans, die_with_parent, kill_descendants, own_identity, reap
 from scaletrain_cli.launch.ranks import ENGINE_MODULE
+from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 
@@ -118,10 +119,10 @@ class Supervision:
             "--engine": self.engine,
         }
         arguments = [str(part) for option in options.items() for part in option]
-        command = [sys.executable, "-m", "scaletrain_cli.launch.node_agent", str(self.run.path), *arguments]
+        command = python_command("scaletrain_cli.launch.node_agent", str(self.run.path), *arguments)
         # Its own session: a Ctrl-C in the terminal reaches the ranks by way of the supervisor or not at all.
         # The blocked signals stay blocked in it, so that none can hit it before it listens.
-        agent = os.posix_spawn(command[0], command, os.environ, setsid=True)
+        agent = os.posix_spawn(command[0], command, absolute_paths(os.environ), setsid=True)
         code = self._wait_for(agent)
         kill_descendants()
         return code if code >= 0 else int(ExitCode.CRASHED)

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scaletrain_cli.own_processes import leave_current_folder
+
 # Blocked from the first statement on and fetched one by one with sigtimedwait: there are no handlers, hence no moment
 # at which a signal could be lost or could interrupt anything.
 HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
@@ -37,6 +39,7 @@ class AgentOptions:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this node's part of the attempt; the exit code sums up its ranks."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    leave_current_folder()
     options = parse_options(arguments, os.environ)
     from scaletrain_cli.errors import ScaletrainError
     from scaletrain_cli.launch.node_run import run_node

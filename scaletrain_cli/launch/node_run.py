@@ -25,8 +25,9 @@ from scaletrain_cli.launch.node_check import usable_cores
 from scaletrain_cli.launch.node_inspection import inspect_node, write_inspection
 from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, announce_failure, write_node_record
 from scaletrain_cli.launch.processes import adopt_orphans, die_with_parent, kill_descendants, own_identity
-from scaletrain_cli.launch.ranks import Gang, NodePlace, rank_command, rank_environment
+from scaletrain_cli.launch.ranks import Gang, NodePlace, rank_environment
 from scaletrain_cli.launch.watch import Watch
+from scaletrain_cli.own_processes import python_command
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.failures import Failure, write_failure
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
@@ -141,7 +142,7 @@ def _start_ranks(gang: Gang, run: RunDir, record: RunRecord, options: AgentOptio
         if not folder.name.startswith(f"attempt-{options.attempt:04d}-"):
             _remove(folder)  # of an attempt whose agent was killed, or is taken for lost
     code = place_code(run, record, own[1])
-    command = rank_command(record.spec.code.engine or options.engine, run.path, only_kept_code=code is not None)
+    command = python_command(record.spec.code.engine or options.engine, str(run.path))
     place = NodePlace(options.attempt, options.node_rank, options.master_addr, options.master_port)
     secrets = read_document(run.secrets) or {}
     in_pod = record.spec.cluster.scheduler == "kubernetes"  # Kubernetes puts them into the environment

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from scaletrain_cli.launch.heartbeats import START_SECONDS, Beat, Channel
 from scaletrain_cli.launch.node_record import RankRecord
+from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths
 from scaletrain_cli.spec import RunSpec
 
 ENGINE_MODULE = "scaletrain_cli.engine"
@@ -23,11 +23,6 @@ ENGINE_MODULE = "scaletrain_cli.engine"
 # (docs.pytorch.org/docs/stable/notes/cuda.html). torch reads the older of the two names first.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _ALLOCATOR_SETTINGS = "expandable_segments:True"
-# `python -P` by other means, which Python has since 3.11.
-_WITHOUT_THIS_FOLDER = (
-    "import sys; sys.path[:] = filter(None, sys.path); import runpy; "
-    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-)
 # Blocked in every rank when it starts: the engine unblocks them once its handlers stand, so that none is ever lost.
 BLOCKED_IN_RANKS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _DEFAULT_IN_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE)
@@ -43,26 +38,21 @@ class NodePlace:
     master_port: int
 
 
-def rank_command(engine: str, run_folder: Path, *, only_kept_code: bool = False) -> list[str]:
-    """The program of every rank. With ``only_kept_code`` it imports nothing from the folder that it starts in.
-
-    That is the submitter's, where ``python -m`` would find the tree as it has become since.
-    """
-    program = ["-c", _WITHOUT_THIS_FOLDER, engine] if only_kept_code else ["-m", engine]
-    return [sys.executable, *program, str(run_folder)]
-
-
 def rank_environment(
     spec: RunSpec, place: NodePlace, local_rank: int, *, base: Mapping[str, str], secrets: Mapping[str, str], cores: int
 ) -> dict[str, str]:
-    """The environment of one rank: the user's variables over the node's, the contract's over both."""
+    """Return the environment of one rank: the user's variables over the node's, the contract's over both.
+
+    An engine of the user's own gets ``PYTHONPATH`` as it is in the spec. What this engine and its libraries start
+    searches no folder relative to the one that the run was submitted from.
+    """
     cluster = spec.cluster
     threads: int | str = cluster.cpus_per_gpu
     if threads == "auto":
         threads = 1 if cluster.gpu == "cpu" else max(1, cores // cluster.gpus_per_node)
     told = any(name in known for name in _ALLOCATOR_VARIABLES for known in (base, spec.env))
     allocator = {} if told or cluster.gpu == "cpu" else {_ALLOCATOR_VARIABLES[0]: _ALLOCATOR_SETTINGS}
-    return {
+    environment = {
         **base,
         **allocator,
         "OMP_NUM_THREADS": str(threads),
@@ -79,6 +69,7 @@ def rank_environment(
         "SCALETRAIN_ATTEMPT": str(place.attempt),
         "SCALETRAIN_AGENT_PID": str(os.getpid()),
     }
+    return environment if spec.code.engine is not None else absolute_paths(environment) | SAFE_CHILDREN
 
 
 class Gang:

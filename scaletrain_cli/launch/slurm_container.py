@@ -40,6 +40,7 @@ def agent_words(cluster: ClusterSpec, run_folder: Path) -> Iterator[str]:
             yield f"--bind {shlex.quote(mount)}"
         yield shlex.quote(container.image)
     yield shlex.quote(container.python)
+    yield "-s"  # packages of the image alone: home, with what pip has put there, is often mounted
 
 
 def _mounts(cluster: ClusterSpec, run_folder: Path) -> list[str]:

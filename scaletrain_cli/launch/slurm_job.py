@@ -30,6 +30,7 @@ from scaletrain_cli.launch.slurm_nodes import (
     record_exclusion,
     time_is_up,
 )
+from scaletrain_cli.own_processes import leave_current_folder
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 
@@ -42,6 +43,7 @@ _NOT_REQUEUED = "Slurm did not requeue the job (its log says why); `scaletrain r
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Begin or end an attempt; the exit code of the process."""
+    leave_current_folder()
     parser = argparse.ArgumentParser(prog="slurm_job", description="Begin or end an attempt inside a Slurm job.")
     parser.add_argument("word", choices=("begin", "end", "not-requeued"))
     parser.add_argument("run_folder", type=Path)

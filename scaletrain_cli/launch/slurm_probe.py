@@ -20,6 +20,7 @@ from scaletrain_cli.launch.node_probe import NodeFacts, place_token, probe_node,
 from scaletrain_cli.launch.slurm import job_state
 from scaletrain_cli.launch.slurm_commands import call_slurm, node_names, passed_on
 from scaletrain_cli.launch.slurm_script import sbatch_options
+from scaletrain_cli.own_processes import absolute_paths
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec import RunSpec
@@ -39,7 +40,8 @@ def probe_nodes(spec: RunSpec, plan: RunPlan) -> list[NodeFacts]:
     root = runs_root()
     folder = root / f".probe-{secrets.token_hex(4)}"  # the dot hides it from `scaletrain list`
     try:
-        folder.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)  # what comes back is unpickled
         place_token(folder, folder.name)
     except OSError as error:
         raise UsageError(f"the runs root {root} cannot be written here: {error}") from error
@@ -73,7 +75,8 @@ def _probe(spec: RunSpec, plan: RunPlan, folder: Path) -> list[NodeFacts]:
 def _submit(spec: RunSpec, folder: Path) -> Any:
     import submitit
 
-    options: dict[str, str | bool] = {"output": "/dev/null", "error": "/dev/null"}  # srun writes the tasks' logs
+    # srun writes the tasks' logs. Python starts in an empty folder of ours, as submitit's command line imports from it.
+    options: dict[str, str | bool] = {"output": "/dev/null", "error": "/dev/null", "chdir": str(folder)}
     for option in sbatch_options(spec, folder.name):
         name, equals, value = option.partition("=")
         if name not in _SAID_OTHERWISE:
@@ -142,9 +145,10 @@ def _nothing_from(names: list[str], folder: Path) -> Iterator[Problem]:
 def _only_what_is_passed_on(spec: RunSpec) -> Iterator[None]:
     """Slurm stores the environment of who submits, and submitit hands it all of this process's."""
     before, allowed = dict(os.environ), passed_on(spec.secret_env)
-    for name in before.keys() - allowed.keys():
-        del os.environ[name]
+    os.environ.clear()
+    os.environ.update(absolute_paths(allowed))
     try:
         yield
     finally:
+        os.environ.clear()
         os.environ.update(before)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from scaletrain_cli.launch.slurm_container import agent_words, srun_words
 from scaletrain_cli.launch.slurm_environment import environment_lines, module_lines
+from scaletrain_cli.own_processes import START, absolute_paths
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 # How long the other nodes may take to end by themselves once one agent has ended.
@@ -48,8 +49,11 @@ def job_script(
         *([""] if preemption else []),
         *environment_lines(spec),
         "",
+        *_search_path_lines(),
         *module_lines(spec),
+        "keep_absolute PATH PYTHONPATH",
         f"python={'$(type -P python3)' if slurm.activate is not None else shlex.quote(python)}",
+        f"start={shlex.quote(START)}",
         f"run={shlex.quote(str(run_folder))}",
         "",
         "# The ranks get the signals from their agents; this shell only has to outlive them and judge the end.",
@@ -58,23 +62,23 @@ def job_script(
         "trap 'ended_by_slurm=--ended-by-slurm' TERM",
         "trap : USR1",
         "",
-        'began=$("$python" -m scaletrain_cli.launch.slurm_job begin "$run") || exit',
+        'began=$("$python" -c "$start" scaletrain_cli.launch.slurm_job begin "$run") || exit',
         '[ -n "$began" ] || exit 0 # the run is done already',
         'read -r attempt address port <<<"$began"',
         "",
         "# env, not export: no variable of the run can change this shell or its own commands.",
         'env "${dropped[@]}" \\',
-        *(f"    {name}={shlex.quote(value)} \\" for name, value in spec.env.items() if name not in _OWN_VARIABLES),
+        *(f"    {name}={shlex.quote(value)} \\" for name, value in _agent_environment(spec).items()),
         '    MASTER_ADDR="$address" MASTER_PORT="$port" \\',
         f"    {_srun(spec.cluster, run_folder)} \\",
-        f"    {' '.join(agent_words(spec.cluster, run_folder))} -m scaletrain_cli.launch.node_agent "
-        '"$run" --attempt "$attempt" &',
+        f"    {' '.join(agent_words(spec.cluster, run_folder))} \\",
+        '    -c "$start" scaletrain_cli.launch.node_agent "$run" --attempt "$attempt" &',
         "step=$!",
         'while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal ends wait early',
         'wait "$step"',
         "code=$?",
         "",
-        'verdict=$("$python" -m scaletrain_cli.launch.slurm_job end "$run" --attempt "$attempt" \\',
+        'verdict=$("$python" -c "$start" scaletrain_cli.launch.slurm_job end "$run" --attempt "$attempt" \\',
         '    --srun-exit-code "$code" $ended_by_slurm)',
         "code=$?",
         'read -r verdict exclude <<<"$verdict"',
@@ -93,10 +97,27 @@ def job_script(
         '    sleep "$pause" &',
         "    wait $!",
         "done",
-        '"$python" -m scaletrain_cli.launch.slurm_job not-requeued "$run" --attempt "$attempt" $ended_by_slurm',
+        '"$python" -c "$start" scaletrain_cli.launch.slurm_job not-requeued "$run" --attempt "$attempt" '
+        "$ended_by_slurm",
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _search_path_lines() -> Iterator[str]:
+    """Lines that define ``keep_absolute``, and apply it to what the shell itself starts."""
+    yield "# Programs and modules are searched in no folder relative to the one that the job starts in."
+    yield "keep_absolute() {"
+    yield "    local name entry kept"
+    yield "    for name; do"
+    yield "        kept="
+    yield "        while IFS= read -r -d : entry; do"
+    yield '            [ "${entry:0:1}" != / ] || kept+="${kept:+:}$entry"'
+    yield '        done <<<"${!name-}:"'
+    yield '        if [ -n "$kept" ]; then export "$name=$kept"; else unset -v "$name"; fi'
+    yield "    done"
+    yield "}"
+    yield "keep_absolute PATH PYTHONPATH"
 
 
 def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None) -> Iterator[str]:
@@ -143,6 +164,11 @@ def cores_per_node(cluster: ClusterSpec) -> int | None:
     if cluster.cpus_per_gpu != "auto":
         return cluster.cpus_per_gpu * cluster.gpus_per_node
     return cluster.gpus_per_node if cluster.gpu == "cpu" else None
+
+
+def _agent_environment(spec: RunSpec) -> dict[str, str]:
+    """Return what the spec gives the agents; the ranks get the rest from them."""
+    return absolute_paths({name: value for name, value in spec.env.items() if name not in _OWN_VARIABLES})
 
 
 def _srun(cluster: ClusterSpec, run_folder: Path) -> str:

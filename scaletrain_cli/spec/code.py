@@ -30,7 +30,7 @@ class CodeSpec(Section):
         description="folder of the image or of a volume that holds the tree already: compared, not sent",
     )
     engine: ModuleName | None = Field(
-        default=None, description="module that each rank runs in place of this engine: python -m MODULE RUN_DIR"
+        default=None, description="module that each rank runs in place of this engine: python -P -m MODULE RUN_DIR"
     )
     import_root: RelativeFolder = Field(default=".", description="folder below path that imports begin in, as src")
 

@@ -51,7 +51,7 @@ def wait_for_step(run_id: str, step: int) -> None:
 def test_a_dry_run_prints_what_would_be_sent_and_makes_nothing(tmp_path: Path) -> None:
     ended = submit("submit", "r1", "--dry-run")
     assert ended.code == 0
-    assert ended.out.endswith(f"-m scaletrain_cli.launch.local_supervisor {runs_root() / 'r1'} --engine {ENGINE}\n")
+    assert ended.out.endswith(f" scaletrain_cli.launch.local_supervisor {runs_root() / 'r1'} --engine {ENGINE}\n")
     assert list(tmp_path.iterdir()) == []
 
 

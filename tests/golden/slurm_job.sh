@@ -36,13 +36,27 @@ while IFS='=' read -r -d '' name _; do
     unset -v "$name" 2>/dev/null || dropped+=("--unset=$name") # a function, or no name that a shell knows
 done < <(env -0)
 
+# Programs and modules are searched in no folder relative to the one that the job starts in.
+keep_absolute() {
+    local name entry kept
+    for name; do
+        kept=
+        while IFS= read -r -d : entry; do
+            [ "${entry:0:1}" != / ] || kept+="${kept:+:}$entry"
+        done <<<"${!name-}:"
+        if [ -n "$kept" ]; then export "$name=$kept"; else unset -v "$name"; fi
+    done
+}
+keep_absolute PATH PYTHONPATH
 # A batch shell is no login shell: it may not know `module` yet.
 for init in "${MODULESHOME:-}/init/bash" /etc/profile.d/modules.sh /etc/profile.d/lmod.sh /etc/profile.d/z00_lmod.sh; do
     type module >/dev/null 2>&1 || { [ -r "$init" ] && . "$init"; }
 done
 module load cuda/12.4 nccl/2.21 || { echo 'cluster.slurm.modules could not be loaded' >&2; exit 4; }
 . '/opt/it'"'"'s venv/bin/activate' || { echo 'cluster.slurm.activate could not be sourced' >&2; exit 4; }
+keep_absolute PATH PYTHONPATH
 python=$(type -P python3)
+start='import sys; sys.path[:] = filter(None, sys.path); import runpy; runpy.run_module(sys.argv.pop(1), run_name=__name__, alter_sys=True)'
 run=/data/runs/llama-7b-h100-1
 
 # The ranks get the signals from their agents; this shell only has to outlive them and judge the end.
@@ -51,7 +65,7 @@ ended_by_slurm=
 trap 'ended_by_slurm=--ended-by-slurm' TERM
 trap : USR1
 
-began=$("$python" -m scaletrain_cli.launch.slurm_job begin "$run") || exit
+began=$("$python" -c "$start" scaletrain_cli.launch.slurm_job begin "$run") || exit
 [ -n "$began" ] || exit 0 # the run is done already
 read -r attempt address port <<<"$began"
 
@@ -61,13 +75,14 @@ env "${dropped[@]}" \
     NOTE='it'"'"'s $(not) run' \
     MASTER_ADDR="$address" MASTER_PORT="$port" \
     "$(type -P srun)" --export=ALL --mpi=none --kill-on-bad-exit=0 --wait=30 --cpus-per-task=96 \
-    "$python" -m scaletrain_cli.launch.node_agent "$run" --attempt "$attempt" &
+    "$python" \
+    -c "$start" scaletrain_cli.launch.node_agent "$run" --attempt "$attempt" &
 step=$!
 while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal ends wait early
 wait "$step"
 code=$?
 
-verdict=$("$python" -m scaletrain_cli.launch.slurm_job end "$run" --attempt "$attempt" \
+verdict=$("$python" -c "$start" scaletrain_cli.launch.slurm_job end "$run" --attempt "$attempt" \
     --srun-exit-code "$code" $ended_by_slurm)
 code=$?
 read -r verdict exclude <<<"$verdict"
@@ -86,5 +101,5 @@ for pause in 5 15 30 0; do # the controller may be away for a moment
     sleep "$pause" &
     wait $!
 done
-"$python" -m scaletrain_cli.launch.slurm_job not-requeued "$run" --attempt "$attempt" $ended_by_slurm
+"$python" -c "$start" scaletrain_cli.launch.slurm_job not-requeued "$run" --attempt "$attempt" $ended_by_slurm
 exit "$code"

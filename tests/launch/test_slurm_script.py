@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from scaletrain_cli.errors import SchedulerError, SpecError
 from scaletrain_cli.launch.slurm_script import job_script, sbatch_options
 from scaletrain_cli.launch.submission import new_run_id
+from scaletrain_cli.own_processes import absolute_paths, python_words
 from scaletrain_cli.spec import load_spec
 from scaletrain_cli.spec.slurm import ContainerSpec, SlurmSpec
 from tests.cli.command_line import scaletrain
@@ -156,14 +157,14 @@ def test_bash_hands_every_value_on_unchanged_and_runs_nothing_else(
         assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
         assert set(folder.rglob("*")) - files == {folder / "record"}
         begin, step, end, requeue = recorded.calls
-        job = ["-m", "scaletrain_cli.launch.slurm_job"]
+        job = python_words("scaletrain_cli.launch.slurm_job")
         assert begin[:2] == ("python", [*job, "begin", str(run)])
-        agent = [str(python), "-m", "scaletrain_cli.launch.node_agent", str(run), "--attempt", "7"]
+        agent = [str(python), *python_words("scaletrain_cli.launch.node_agent"), str(run), "--attempt", "7"]
         assert (step[0], step[1][-len(agent) :]) == ("srun", agent)
         assert all(option.startswith("--") for option in step[1][: -len(agent)])
         assert end[:2] == ("python", [*job, "end", str(run), "--attempt", "7", "--srun-exit-code", "75"])
         assert requeue[:2] == ("scontrol", ["requeue", "42"])
-        wanted = {"FAKE": "{}"} | env | {"MASTER_ADDR": "node-a", "MASTER_PORT": "23456"}
+        wanted = {"FAKE": "{}"} | absolute_paths(env) | {"MASTER_ADDR": "node-a", "MASTER_PORT": "23456"}
         assert {name: step[2].get(name) for name in wanted} == wanted
         assert all(environment["PATH"] == base["PATH"] for _, _, environment in (begin, end, requeue))
 
@@ -201,7 +202,7 @@ def test_modules_and_an_activation_come_before_anything_of_ours(tmp_path: Path) 
     subprocess.run(["bash", script], env=base | {"MKLROOT": "of the submitter"}, cwd=tmp_path, check=False)
     begin, step, *_ = recorded.calls
     assert begin[0] == "python3"
-    assert step[1][-6] == str(activate.parent / "python3")
+    assert step[1][-7] == str(activate.parent / "python3")
     assert step[2]["MKLROOT"] == "mkl/1:activated"
 
 
@@ -239,7 +240,7 @@ def test_the_agent_runs_in_the_image_where_one_is_given(
     subprocess.run(["bash", script], env=base, cwd=tmp_path, check=False)
     begin, step, *_ = recorded.calls
     assert begin[0] == "python"
-    agent = ["-m", "scaletrain_cli.launch.node_agent", str(root / "r"), "--attempt", "7"]
+    agent = ["-s", *python_words("scaletrain_cli.launch.node_agent"), str(root / "r"), "--attempt", "7"]
     words = [word.format(image=image, root=root) for word in wanted]
     assert step[1][-len(agent) - len(words) :] == [*words, *agent]
     assert "PYTHONPATH" not in step[2]

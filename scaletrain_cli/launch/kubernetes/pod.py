@@ -18,6 +18,7 @@ from scaletrain_cli.launch.kubernetes.placement import (
     topology_annotations,
 )
 from scaletrain_cli.launch.kubernetes.resources import pod_resources, quantity, shm_bytes
+from scaletrain_cli.own_processes import absolute_paths, python_words
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import RunSpec
 
@@ -97,7 +98,7 @@ def _container(spec: RunSpec, plan: RunPlan, workload: Workload) -> dict[str, An
         "image": kubernetes.image,
         "imagePullPolicy": pull,
         # Exec form: the agent is PID 1 and hears SIGTERM itself.
-        "command": ["python", "-m", AGENT_MODULE],
+        "command": ["python", *python_words(AGENT_MODULE)],
         "args": [escaped(word) for word in ("--documents", DOCUMENTS_PATH, "--runs-root", kubernetes.runs.path)],
         "env": list(_environment(spec, workload)),
         "resources": pod_resources(spec, plan),
@@ -116,7 +117,7 @@ def _environment(spec: RunSpec, workload: Workload) -> Iterator[dict[str, Any]]:
     yield {"name": "SCALETRAIN_WORKLOAD", "value": workload.id}
     yield {"name": "MASTER_ADDR", "value": workload.master_address}
     yield {"name": "MASTER_PORT", "value": str(MASTER_PORT)}
-    for name, value in spec.env.items():
+    for name, value in absolute_paths(spec.env).items():  # the agents'; the ranks' are in the record
         if name not in OWN_VARIABLES:
             yield {"name": name, "value": escaped(value)}
     for name, secret in spec.cluster.kubernetes.secrets.items():

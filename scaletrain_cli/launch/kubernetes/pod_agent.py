@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scaletrain_cli.launch.node_agent import HEARD, AgentOptions
+from scaletrain_cli.own_processes import leave_current_folder
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.attempts import Decision
@@ -51,6 +52,7 @@ class PodOptions:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Be this pod's agent; the exit code of the container."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    leave_current_folder()
     options = parse_options(arguments, os.environ)
     from scaletrain_cli.errors import ScaletrainError
 

@@ -14,6 +14,7 @@ from scaletrain_cli.errors import SpecError, UsageError
 from scaletrain_cli.launch.kubernetes.children import child_job, children
 from scaletrain_cli.launch.kubernetes.rules import problems
 from scaletrain_cli.launch.kubernetes.yaml_text import to_yaml
+from scaletrain_cli.own_processes import python_words
 from scaletrain_cli.spec import load_spec, parse_spec
 from tests.launch.conftest import PROJECT, make_spec
 from tests.launch.kubernetes.rendering import (
@@ -225,7 +226,7 @@ def test_a_node_that_does_not_answer_is_left_after_the_seconds_of_the_spec() -> 
 def test_the_agent_is_the_first_process_and_hears_of_its_end_before_the_ranks_grace_is_over(backend: str) -> None:
     made = rendered_recipe(SPOT, f"cluster.kubernetes.backend={backend}", "cluster.grace_seconds=90.5")
     container = container_of(made)
-    assert container["command"] == ["python", "-m", "scaletrain_cli.launch.kubernetes.pod_agent"]
+    assert container["command"] == ["python", *python_words("scaletrain_cli.launch.kubernetes.pod_agent")]
     assert container["args"] == ["--documents", "/etc/scaletrain/run", "--runs-root", "/runs"]
     assert template_of(made)["spec"]["terminationGracePeriodSeconds"] == 91 + 80
 

@@ -17,6 +17,7 @@ from scaletrain_cli.launch.kubernetes.names import Workload, longest_pod_name, p
 from scaletrain_cli.launch.kubernetes.pod import OWN_VARIABLES
 from scaletrain_cli.launch.kubernetes.rules import problems
 from scaletrain_cli.launch.kubernetes.yaml_text import to_yaml
+from scaletrain_cli.own_processes import absolute_paths, python_words
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
@@ -156,11 +157,12 @@ def test_whatever_a_legal_spec_says_its_manifest_is_valid_and_says_the_same(
 
     variables = environment_of(made)
     plain = {name: value for name, value in variables.items() if isinstance(value, str)}
-    wanted = {name: value for name, value in spec.env.items() if name not in OWN_VARIABLES}
+    wanted = {name: value for name, value in absolute_paths(spec.env).items() if name not in OWN_VARIABLES}
     assert {name: expanded(plain[name], {"HOME": "/root", **plain}) for name in wanted} == wanted
     assert set(variables) - set(wanted) <= OWN_VARIABLES | spec.cluster.kubernetes.secrets.keys()
     command = [expanded(word, plain) for word in (*container_of(made)["command"], *container_of(made)["args"])]
-    agent = ["python", "-m", "scaletrain_cli.launch.kubernetes.pod_agent", "--documents", "/etc/scaletrain/run"]
+    agent = ["python", *python_words("scaletrain_cli.launch.kubernetes.pod_agent")]
+    agent += ["--documents", "/etc/scaletrain/run"]
     assert command == [*agent, "--runs-root", spec.cluster.kubernetes.runs.path]
 
 

@@ -1,0 +1,207 @@
+"""No process of this project imports a module, or runs a program, from the folder that it starts in."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.launch.slurm_script import job_script
+from scaletrain_cli.launch.submission import create_run, submit_run
+from scaletrain_cli.launch.waiting import wait_for_end
+from scaletrain_cli.own_processes import START, absolute_paths, leave_current_folder, python_command
+from tests.launch.conftest import LOCAL, MadeRun, make_plan, make_spec
+
+PROJECT = Path(__file__).parent.parent
+PACKAGE = PROJECT / "scaletrain_cli"
+LIBRARIES = (
+    "annotated_types click deepspeed hypothesis kubernetes numpy pydantic pydantic_core pydantic_settings rich ruamel "
+    "safetensors scaletrain_cli sitecustomize submitit tests tokenizers torch typer typing_extensions usercustomize "
+    "wandb yaml"
+).split()
+HOSTILE = "import posix\nposix.close(posix.open({marker!r}, posix.O_CREAT | posix.O_WRONLY))\n"
+EXPORT_NEEDS = "torch"
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """The current folder has a module of every name and a program of many; returns the ones that were run so far."""
+    folder, ran = tmp_path / "hostile", tmp_path / "ran"
+    folder.mkdir()
+    ran.mkdir()
+    names = {name for name in sys.stdlib_module_names if name not in sys.builtin_module_names}
+    for name in names | set(LIBRARIES):
+        (folder / f"{name}.py").write_text(HOSTILE.format(marker=str(ran / name)))
+    for name in ("git", "nvidia-smi", "srun", "sbatch", "squeue", "scontrol", "sleep", "env", "python", "python3"):
+        program = folder / name
+        program.write_text(f"#!/bin/sh\n: >'{ran}/program {name}'\n")
+        program.chmod(0o755)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", f":{PROJECT}:.:")
+    monkeypatch.setenv("PATH", f":.:{os.environ['PATH']}")
+    return lambda: sorted(path.name for path in ran.iterdir())
+
+
+def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = absolute_paths(os.environ) | variables
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_supervisor_the_agent_and_the_ranks_import_nothing_from_where_a_run_was_submitted(
+    hostile: Callable[[], list[str]],
+) -> None:
+    spec = make_spec("cluster.gpus_per_node=1", "training.steps=2")
+    created = create_run(spec, make_plan(spec))
+    made = MadeRun(created.run, created.record)
+    assert made.record.working_folder == os.getcwd()
+    submit_run(made.run, made.record, LOCAL)
+    assert wait_for_end(made.run, LOCAL, 60.0, lambda status: None).state == "finished"
+    assert "up" in made.log(1, 0)
+    assert hostile() == []
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "says"),
+    [
+        ("scaletrain_cli.engine", ["nowhere"], "SCALETRAIN_ATTEMPT"),
+        ("scaletrain_cli.engine.prepare", ["nowhere", "nowhere"], "nowhere"),
+        ("scaletrain_cli.engine.export", ["--help"], "Hugging Face"),
+        ("scaletrain_cli.launch.slurm_job", ["begin", "nowhere"], "nowhere"),
+        ("scaletrain_cli.launch.kubernetes.pod_agent", ["--help"], "--runs-root"),
+    ],
+)
+def test_a_process_of_ours_imports_nothing_from_the_current_folder(
+    hostile: Callable[[], list[str]], module: str, arguments: list[str], says: str
+) -> None:
+    if module.startswith("scaletrain_cli.engine.") and find_spec(EXPORT_NEEDS) is None:
+        pytest.skip("needs scaletrain[train]")
+    done = run(python_command(module, *arguments))
+    assert says in done.stdout + done.stderr
+    assert hostile() == []
+
+
+def test_the_command_and_data_prepare_use_nothing_of_the_current_folder(
+    hostile: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    Path("text.jsonl").write_text('{"text": "It was the best of times."}\n' * 400)
+    spec = PROJECT / "tests" / "cli" / "small.yaml"
+    small = ["--set", "data.tokenizer.vocab_size=300", "--set", "model.seq_len=8", "--set", "data.source=text.jsonl"]
+    for words in (["validate", str(spec)], ["data", "prepare", str(spec), *small]):
+        if words[0] == "data" and find_spec("tokenizers") is None:
+            continue
+        # As a shell starts it: with an absolute folder of its own first, and the user's PATH.
+        script = tmp_path / "bin" / "scaletrain"
+        script.parent.mkdir(exist_ok=True)
+        script.write_text("from scaletrain_cli.__main__ import main\nmain()\n")
+        done = run([sys.executable, str(script), *words], PATH=os.environ["PATH"])
+        assert done.returncode == 0, done.stderr
+    assert hostile() == []
+
+
+def test_python_m_imports_nothing_from_the_current_folder_once_the_command_has_begun(tmp_path: Path) -> None:
+    for name in ("typer", "pydantic", "json", "rich", "subprocess"):
+        (tmp_path / f"{name}.py").write_text(HOSTILE.format(marker=str(tmp_path / f"ran-{name}")))
+    spec = PROJECT / "tests" / "cli" / "small.yaml"
+    command = [sys.executable, "-m", "scaletrain_cli", "validate", str(spec)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PROJECT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.glob("ran-*")) == []
+
+
+def test_the_batch_script_runs_no_program_and_no_module_of_the_folder_that_it_starts_in(
+    hostile: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "srun").write_text('#!/bin/sh\nshift "$(($# - 6))"\nexec "$@"\n')
+    (bin_folder / "srun").chmod(0o755)
+    made = make_spec(env={"PYTHONPATH": f".:{PROJECT}", "A": "1"})
+    script = tmp_path / "job.sh"
+    script.write_text(job_script(made, "r", tmp_path / "nowhere", sys.executable))
+    environment = {
+        "PATH": f":.:{bin_folder}:/usr/bin:/bin",
+        "PYTHONPATH": f".:{PROJECT}",
+        "SLURM_JOB_ID": "1",
+        "HOME": str(tmp_path),
+    }
+    bash = shutil.which("bash", path="/usr/bin:/bin")
+    assert bash is not None
+    done = subprocess.run([bash, script], env=environment, capture_output=True, text=True, check=False)
+    assert "nowhere" in done.stderr  # the run directory, as `begin` says
+    assert done.returncode == 2
+    assert set(hostile()) <= {"program env"}  # which bash itself starts before it knows better
+
+
+def test_an_engine_of_ones_own_keeps_the_path_that_the_spec_gives(hostile: Callable[[], list[str]]) -> None:
+    from scaletrain_cli.launch.ranks import NodePlace, rank_environment
+
+    def environment(*overrides: str) -> dict[str, str]:
+        spec = make_spec(*overrides, env={"PYTHONPATH": "src:/opt/lib", "PATH": "bin:/bin"})
+        return rank_environment(spec, NodePlace(1, 0, "a", 1), 0, base={}, secrets={}, cores=1)
+
+    own, ours = environment("code.engine=train"), environment()
+    assert (own["PYTHONPATH"], own["PATH"]) == ("src:/opt/lib", "bin:/bin")
+    assert "PYTHONSAFEPATH" not in own
+    assert (ours["PYTHONPATH"], ours["PATH"], ours["PYTHONSAFEPATH"]) == ("/opt/lib", "/bin", "1")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"PATH": "/bin::.:bin:/usr/bin"}, {"PATH": "/bin:/usr/bin"}),
+        ({"PYTHONPATH": ".", "PYTHONUSERBASE": "x", "PYTHONPYCACHEPREFIX": "/p"}, {"PYTHONPYCACHEPREFIX": "/p"}),
+        ({"PYTHONPATH": "", "HOME": "."}, {"HOME": "."}),
+    ],
+)
+def test_a_search_path_keeps_its_absolute_folders_alone(given: dict[str, str], kept: dict[str, str]) -> None:
+    assert absolute_paths(given) == kept
+
+
+def test_a_relative_entry_of_pythonpath_leaves_the_path_and_an_absolute_one_of_the_same_folder_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for pythonpath, stays in ((".", False), (f".:{tmp_path}", True), (str(tmp_path), True)):
+        monkeypatch.setenv("PYTHONPATH", pythonpath)
+        monkeypatch.setattr(sys, "path", ["", str(tmp_path), "/lib"])
+        leave_current_folder()
+        assert sys.path == [*[str(tmp_path)] * stays, "/lib"]
+
+
+def command_lines_made_elsewhere(path: Path) -> Iterator[str]:
+    """Every place of a file where a command line of Python could be made."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        where = f"{path.relative_to(PROJECT)}:{getattr(node, 'lineno', 0)}"
+        match node:
+            case ast.Attribute(value=ast.Name(id="sys"), attr="executable" | "_base_executable"):
+                yield f"{where} sys.executable"
+            case ast.List() | ast.Tuple() if any(is_text(item, "-m") for item in node.elts):
+                yield f"{where} -m"
+            case ast.Constant(value=str(text)) if "-m scaletrain_cli" in text and "``python -m" not in text:
+                yield f"{where} -m in a text"
+
+
+def is_text(node: ast.expr, text: str) -> bool:
+    return isinstance(node, ast.Constant) and node.value == text
+
+
+def test_every_command_line_of_python_is_made_in_one_place() -> None:
+    found = [
+        place
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.name != "own_processes.py"
+        for place in command_lines_made_elsewhere(path)
+    ]
+    allowed = "scaletrain_cli/launch/slurm_script.py"  # writes the interpreter into the script, and START after it
+    assert [place for place in found if not (place.startswith(allowed) and place.endswith("sys.executable"))] == []
+    assert "$start" in (PROJECT / allowed).read_text(encoding="utf-8")
+    assert not set("'\"$`\\") & set(START), "what is no quote needs none in bash, YAML and JSON"
