@@ -1,4 +1,4 @@
-"""The extras of this package: which optional package each brings, and the command that installs it. Imports nothing."""
+"""The extras of this package: which optional package each brings, and the command that installs it. Imports little."""
 
 from __future__ import annotations
 
@@ -23,5 +23,9 @@ def extra_of(module: str) -> str | None:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra. It works in a checkout, as this package is on no index."""
-    return f"pip install '.[{extra}]' in the checkout of ScaleTrain"
+    """Return the command that installs an extra, and where to run it: in a checkout, as this package is on no index."""
+    from scaletrain_cli.project_files import checkout
+
+    found = checkout()
+    where = f"the checkout {found}" if found else "a checkout of ScaleTrain"
+    return f"pip install -c constraints.txt '.[{extra}]' in {where}"

@@ -21,7 +21,7 @@ PACKAGE = "scaletrain_cli"
 RECIPE = "recipes/llama-10m-cpu.yaml"
 
 # Beside these, every room may import what is in this layer.
-BASE_LAYER = {"errors", "extras", "own_processes", "safe_files", "__init__"}
+BASE_LAYER = {"errors", "extras", "own_processes", "project_files", "safe_files", "text", "__init__"}
 ROOMS_ALLOWED = {
     "__main__": {"cli"},
     "cli": {"ui", "launch", "plan", "spec", "rundir"},
@@ -31,7 +31,9 @@ ROOMS_ALLOWED = {
     "rundir": {"plan", "spec"},
     "plan": {"spec"},
     "spec": set(),
+    "project_files": set(),
     "safe_files": set(),
+    "text": set(),
     "errors": set(),
     "extras": set(),
     "own_processes": set(),

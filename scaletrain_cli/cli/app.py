@@ -73,10 +73,9 @@ class Verbs(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         known = self.list_commands(ctx)
         if args and args[0] not in known and not args[0].startswith("-"):
-            import difflib
+            from scaletrain_cli.text import did_you_mean
 
-            near = difflib.get_close_matches(args[0], known, n=1)
-            ctx.fail(f"No such command {args[0]!r}. " + (f"Did you mean {near[0]}?" if near else "See --help."))
+            ctx.fail(f"No such command {args[0]!r}. {did_you_mean(args[0], known, 0.6).strip() or 'See --help.'}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -6,7 +6,6 @@ leaves the job pending for ever.
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from scaletrain_cli.launch.slurm_script import cores_per_node
 from scaletrain_cli.launch.slurm_site import Site
 from scaletrain_cli.launch.slurm_tables import Node, Partition
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.text import did_you_mean
 
 _WHEN = "%Y-%m-%d %H:%M"
 _REFUSING_STATES = ("DRAIN", "INACTIVE")
@@ -75,8 +75,7 @@ class _Judge:
         elif wanted is not None and names:
             for name in wanted.split(","):
                 if name not in names:
-                    near = difflib.get_close_matches(name, names, n=1)
-                    hint = f"Did you mean {near[0]}?" if near else "Use one of these."
+                    hint = did_you_mean(name, names).strip() or "Use one of these."
                     message = f"this cluster has the partitions {', '.join(names)}."
                     yield self._problem("cluster.slurm.partition", message, name, hint)
 

@@ -153,7 +153,8 @@ def complete(model: dict[str, Any], base_dir: Path) -> dict[str, Any]:
         if not isinstance(preset, str) or preset not in known:
             raise SourceError("preset", "is not a known preset")
         given = merged(known[preset], given)
-    return given if given.get("family") in VISION else _derived(given)
+    family = given.get("family")
+    return given if isinstance(family, str) and family in VISION else _derived(given)
 
 
 def _derived(given: dict[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import Problem, SpecError, UsageError
-from scaletrain_cli.spec.problems import nearest
 from scaletrain_cli.spec.source import Key, Source, parse_yaml, shown
+from scaletrain_cli.text import did_you_mean
 
 OPTION = "--cluster"
 _KEYS = ("default", "runs", "clusters")
@@ -83,7 +83,9 @@ def choose_cluster(name: str | None) -> Cluster | None:
     if chosen not in sections:
         known = f"It knows {', '.join(sections)}." if sections else "It names none."
         where = OPTION if name is not None else f"{source.place(('default',))} default"
-        raise UsageError(f"{where} = {shown(chosen)}: no such cluster in {file}. {nearest(chosen, sections)}{known}")
+        raise UsageError(
+            f"{where} = {shown(chosen)}: no such cluster in {file}. {did_you_mean(chosen, sections)}{known}"
+        )
     return Cluster(chosen, sections[chosen], source, above=name is not None)
 
 

@@ -3,15 +3,20 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
-from scaletrain_cli.spec.quantities import PositiveBytes, Text
+from scaletrain_cli.spec.quantities import Matching, PositiveBytes, Text
 from scaletrain_cli.spec.section import Section
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
-ModuleName = Annotated[str, StringConstraints(pattern=rf"^{_NAME}(\.{_NAME})*$", max_length=256)]
-RelativeFolder = Annotated[str, StringConstraints(pattern=r"^[^/\x00\n][^\x00\n]*$", max_length=4096)]
-AbsoluteFolder = Annotated[str, StringConstraints(pattern=r"^/[^\x00\n]*$", max_length=4096)]
+ModuleName = Annotated[
+    str,
+    Matching(rf"{_NAME}(\.{_NAME})*", 256, "must be the dotted name of a Python module, such as train or my.train"),
+]
+RelativeFolder = Annotated[
+    str, Matching(r"[^/\x00\n][^\x00\n]*", 4096, "must be a relative path of a folder, on one line")
+]
+AbsoluteFolder = Annotated[str, Matching(r"/[^\x00\n]*", 4096, "must be the absolute path of a folder, on one line")]
 
 
 class CodeSpec(Section):

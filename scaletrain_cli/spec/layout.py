@@ -20,6 +20,17 @@ ZeroStage = Annotated[
 ]
 
 
+def _switch_or_auto(value: Any) -> Any:
+    if value == "auto" or isinstance(value, bool):
+        return value
+    raise PydanticCustomError("switch", "must be true, false or auto")
+
+
+SwitchOrAuto = Annotated[
+    bool | Literal["auto"], PlainValidator(_switch_or_auto), WithJsonSchema({"enum": [True, False, "auto"]})
+]
+
+
 class LayoutSpec(Section):
     """Degrees of parallelism; world_size = data x tensor x pipeline x sequence x context."""
 
@@ -39,10 +50,9 @@ class LayoutSpec(Section):
     activation_offload: bool = Field(
         default=False, description="what the blocks keep for the backward pass waits in the node's memory"
     )
-    tensor_sequence_parallel: Annotated[
-        bool | Literal["auto"],
-        Field(description="norms and dropout cut over the tensor ranks too (Megatron-LM, arXiv:2205.05198)"),
-    ] = "auto"
+    tensor_sequence_parallel: SwitchOrAuto = Field(
+        default="auto", description="norms and dropout cut over the tensor ranks too (Megatron-LM, arXiv:2205.05198)"
+    )
     expert_tensor_parallel: AutoWhole = "auto"
     offload: Literal["auto", "none", "optimizer", "optimizer+params"] = "none"
     offload_device: Literal["cpu", "nvme"] = "cpu"

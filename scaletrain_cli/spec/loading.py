@@ -14,10 +14,11 @@ from scaletrain_cli.errors import Problem, SpecError
 from scaletrain_cli.spec.architecture_source import DERIVED_FROM, SourceError, complete, presets
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.clusters import Cluster, choose_cluster
-from scaletrain_cli.spec.problems import contradictions, field_problem, in_file, nearest
+from scaletrain_cli.spec.problems import contradictions, field_problem, in_file
 from scaletrain_cli.spec.run import MODELS, RunSpec, model_kind
 from scaletrain_cli.spec.source import Source, apply_override, parse_yaml, shown
 from scaletrain_cli.spec.vision_source import vision_presets
+from scaletrain_cli.text import did_you_mean
 
 _LARGEST_FILE_BYTES = 1_000_000  # a spec has two thousand; whatever is larger was named by mistake
 
@@ -128,7 +129,7 @@ def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list
         except SourceError as error:
             value = shown(given.get(error.key))
             known = [*presets(), *vision_presets()]
-            hint = f"{nearest(value, known)}Known: {', '.join(known)}." if error.key == "preset" else ""
+            hint = f"{did_you_mean(value, known)}Known: {', '.join(known)}." if error.key == "preset" else ""
             place = source.place(("model", error.key))
             problems.append(Problem(place, f"model.{error.key}", f"{error}.", value, hint or None))
             given = {key: value for key, value in given.items() if key != error.key}

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.spec.run import FAMILIES, MODELS, RunSpec
 from scaletrain_cli.spec.source import Key, Source, shown
+from scaletrain_cli.text import did_you_mean
 
-_VARIABLE_NAME = "must be the name of an environment variable: letters, digits and _, not starting with a digit"
 # pydantic's error types and how we say them; {x} comes from the error's context.
 _WORDS = {
     "int_type": "must be a whole number",
@@ -41,7 +41,6 @@ _WORDS = {
     "model_attributes_type": "must be a section (a mapping of keys)",
     "dict_type": "must be a mapping of names to values",
 }
-_PATTERNS = {"env": _VARIABLE_NAME, "secret_env": _VARIABLE_NAME, "cluster": "must be the name of an sbatch option"}
 
 
 def field_problem(detail: Any, source: Source) -> Problem:
@@ -51,7 +50,9 @@ def field_problem(detail: Any, source: Source) -> Problem:
     context, given = detail.get("ctx", {}), detail["input"]
     if kind == "extra_forbidden":
         known = known_keys(detail["loc"][:-1])
-        return Problem(place, dotted, "unknown key.", hint=f"{nearest(str(key[-1]), known)}Known here: {comma(known)}.")
+        return Problem(
+            place, dotted, "unknown key.", hint=f"{did_you_mean(str(key[-1]), known)}Known here: {comma(known)}."
+        )
     if kind == "missing":
         if isinstance(key[-1], int):
             return Problem(source.place(key[:-1]), ".".join(map(shown, key[:-1])), "needs more items.", shown(given))
@@ -60,10 +61,11 @@ def field_problem(detail: Any, source: Source) -> Problem:
             return Problem(place, dotted, f"is missing, and {heads} = {given['num_attention_heads']}.", hint="Give it.")
         return Problem(place, dotted, "is missing.", hint="Add it, or start from `scaletrain init`.")
     if dotted == "model.family":
-        hint = nearest(shown(given), FAMILIES).strip() or None
+        hint = did_you_mean(shown(given), FAMILIES).strip() or None
         return Problem(place, dotted, f"must be one of {comma(FAMILIES)}.", shown(given), hint)
     if kind == "string_pattern_mismatch":
-        message = "must not be empty" if given == "" else _PATTERNS.get(str(key[0]), "must not hold a NUL character")
+        # Texts with a form of their own bring their own message (spec.quantities.matching); here only NUL is forbidden.
+        message = "must not be empty" if given == "" else "must not hold a NUL character"
     else:
         message = _WORDS[kind].format(**context) if kind in _WORDS else detail["msg"]
     return Problem(place, dotted, f"{message}.", shown(given), _hint(kind, given, context))
@@ -83,14 +85,6 @@ def contradictions(section: Any, key: Key, source: Source) -> Iterator[Problem]:
 def placed(spec: RunSpec, problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
     """The same problems; those that only name a key of the spec with the line where it stands."""
     return tuple(replace(each, where=spec.where(each.key)) if each.where == "run spec" else each for each in problems)
-
-
-def nearest(given: str, known: list[str]) -> str:
-    """``Did you mean X? `` with the nearest known name, or nothing."""
-    import difflib
-
-    near = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
-    return f"Did you mean {near[0]}? " if near else ""
 
 
 def comma(names: list[str]) -> str:
@@ -130,7 +124,7 @@ def in_file(location: Key) -> Key:
 def _hint(kind: str, given: Any, context: dict[str, Any]) -> str | None:
     if kind == "literal_error":
         allowed = [part.strip().strip("'") for part in context["expected"].replace(" or ", ", ").split(",")]
-        return nearest(shown(given), allowed).strip() or None
+        return did_you_mean(shown(given), allowed).strip() or None
     if (
         kind in ("int_type", "int_from_float")
         and isinstance(given, float)

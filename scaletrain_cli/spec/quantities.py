@@ -9,10 +9,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    StringConstraints,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*")
 _SPAN = re.compile(r"(?:\d+(?:\.\d+)?[A-Za-z]+\s*){2,}")
@@ -146,6 +155,38 @@ WholeOrZero = Annotated[int, Field(strict=True, ge=0, le=LARGEST_WHOLE)]
 Positive = Annotated[float, BeforeValidator(_not_a_switch), Field(gt=0, le=1e12)]
 NonNegative = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, le=1e12)]
 Fraction = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Metadata of a text, or of the key of a mapping, that ``pattern`` must match whole.
+
+    ``message`` says what it must be, in the words of the field.
+    """
+
+    pattern: str
+    longest: int
+    message: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema by which pydantic checks the text."""
+        return core_schema.no_info_plain_validator_function(self._checked)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the JSON Schema of the text."""
+        return {"type": "string", "pattern": f"^({self.pattern})$", "maxLength": self.longest}
+
+    def _checked(self, value: Any) -> str:
+        if not isinstance(value, str):
+            raise PydanticKnownError("string_type")
+        if value == "":
+            raise PydanticKnownError("string_too_short", {"min_length": 1})
+        if len(value) > self.longest:
+            raise PydanticKnownError("string_too_long", {"max_length": self.longest})
+        if not re.fullmatch(self.pattern, value):
+            raise PydanticCustomError("pattern", self.message)
+        return value
+
 
 # No NUL, which neither a path, an argument nor an environment value can hold.
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]+$", max_length=4096)]

@@ -16,6 +16,7 @@ from scaletrain_cli.spec.quantities import (
     AutoSeconds,
     AutoWhole,
     Fraction,
+    Matching,
     Positive,
     Text,
     Whole,
@@ -29,7 +30,14 @@ from scaletrain_cli.spec.training import EvaluationSpec, TrainingSpec
 from scaletrain_cli.spec.vision import VISION, ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
 
 SCHEMA = "scaletrain/v1"
-EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,255}$")]
+EnvName = Annotated[
+    str,
+    Matching(
+        r"[A-Za-z_][A-Za-z0-9_]*",
+        256,
+        "must be the name of an environment variable: letters, digits and _, not starting with a digit",
+    ),
+]
 EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=100_000)]
 
 Budget = Annotated[

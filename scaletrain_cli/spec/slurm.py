@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, StringConstraints, WithJsonSchema
+from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from scaletrain_cli.spec.quantities import Bytes, PositiveSeconds
+from scaletrain_cli.spec.quantities import Bytes, Matching, PositiveSeconds
 from scaletrain_cli.spec.section import Section
 
 _SLURM_WORD = r"[A-Za-z0-9_.,:=/@%+*\[\]\-&|!()]{1,256}"
@@ -29,14 +29,36 @@ def _slurm_value(value: Any) -> str | int | bool:
 SlurmWord = Annotated[
     str, PlainValidator(_slurm_word), WithJsonSchema({"type": "string", "pattern": f"^{_SLURM_WORD}$"})
 ]
-SlurmOption = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9\-]{0,63}$")]
+SlurmOption = Annotated[
+    str,
+    Matching(
+        r"[a-z][a-z0-9\-]*", 64, "must be the name of a long option of sbatch without its dashes, such as mail-type"
+    ),
+]
 SlurmValue = Annotated[
     str | int | bool, PlainValidator(_slurm_value), WithJsonSchema({"type": ["string", "integer", "boolean"]})
 ]
-AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/[^\x00\n]*$", max_length=4096)]
-Mount = Annotated[str, StringConstraints(pattern=r"^/[^\x00\n,]*$", max_length=4096)]
-Image = Annotated[str, StringConstraints(pattern=r"^[^\-\x00\n][^\x00\n]*$", max_length=4096)]
-Module = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+/\-]{0,255}$")]
+_ABSOLUTE_PATH = r"/[^\x00\n]*"
+AbsolutePath = Annotated[str, Matching(_ABSOLUTE_PATH, 4096, "must be an absolute path on one line")]
+PythonInImage = Annotated[
+    str, Matching(rf"python3|{_ABSOLUTE_PATH}", 4096, "must be python3, or an absolute path in the image")
+]
+Mount = Annotated[
+    str,
+    Matching(r"/[^\x00\n,]*", 4096, "must be SOURCE[:TARGET[:OPTIONS]] with an absolute SOURCE and without commas"),
+]
+Image = Annotated[
+    str,
+    Matching(r"[^\-\x00\n][^\x00\n]*", 4096, "must be an image file or URL on one line, not starting with a dash"),
+]
+Module = Annotated[
+    str,
+    Matching(
+        r"[A-Za-z0-9_][A-Za-z0-9_.+/\-]*",
+        256,
+        "must be the name of an environment module, such as cuda/12.4: letters, digits and _.+/-",
+    ),
+]
 
 # Options that the launcher itself sets, or that would break its contract with the run directory.
 SLURM_OWN_OPTIONS = frozenset(
@@ -52,7 +74,7 @@ class ContainerSpec(Section):
     image: Image
     mounts: list[Mount] = Field(default=[], description="SOURCE[:TARGET[:OPTIONS]]; the runs root is mounted anyway")
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
-    python: AbsolutePath | Literal["python3"] = Field(default="python3", description="in the image, with this package")
+    python: PythonInImage = Field(default="python3", description="in the image, with this package")
 
 
 class SlurmSpec(Section):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import typing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
-from scaletrain_cli.errors import ExitCode, SpecError
-from scaletrain_cli.spec import load_spec
+from scaletrain_cli.errors import ExitCode, Problem, SpecError
+from scaletrain_cli.spec import ModelSpec, RunSpec, load_spec
 from tests.spec.samples import SPEC, error, line_of, load, problem, problems
 
 
@@ -39,6 +42,15 @@ def test_the_headline_names_the_file_and_counts() -> None:
     ("override", "expected"),
     [
         ("training.precision=bf61", "= bf61: must be 'fp32', 'tf32', 'bf16', 'fp16' or 'fp8'. Did you mean bf16?"),
+        ("training.precision=BF16", "Did you mean bf16?"),
+        ("training.precision=Fp16", "Did you mean fp16?"),
+        ("training.optimizer.name=AdamW", "Did you mean adamw?"),
+        ("cluster.scheduler=Slurm", "Did you mean slurm?"),
+        ("cluster.kubernetes.spot_taint=GKE", "Did you mean gke?"),
+        ("model.family=LLaMA", "Did you mean llama?"),
+        ("model={preset: LLaMA-7B}", "Did you mean llama-7b?"),
+        ("Training.steps=3", "Training: unknown key. Did you mean training?"),
+        ("model.family={a: 1}", "must be one of llama, gpt, resnet, convnext, vit, clip."),
         ("trainin.steps=3", "trainin: unknown key. Did you mean training? Known here: schema, name,"),
         ("model.hidden=3", "model.hidden: unknown key. Did you mean hidden_size? Known here: family,"),
         ("training.steps=1e3", "training.steps = 1000.0: must be a whole number. Write 1000."),
@@ -65,13 +77,27 @@ def test_the_headline_names_the_file_and_counts() -> None:
         ("cluster.gpu={name: x}", "cluster.gpu.memory: is missing."),
         ("cluster.price_per_gpu_hour=-1", "must be US dollars per GPU and hour, or auto."),
         ("cluster.slurm.partition=a b", "must be one word of letters, digits and _.,:=/@%+*[]-&|!() that goes into a"),
-        ("cluster.slurm.extra={Time: 3}", "must be the name of an sbatch option."),
+        ("cluster.slurm.extra={Time: 3}", "must be the name of a long option of sbatch without its dashes"),
         ("cluster.slurm={time: 90s}", "must be at least 240 s: the ranks are warned 120 s before the end"),
         ("cluster.slurm.extra.time=3", "is set by the launcher or by a field of its own; remove it from extra."),
         ("restarts.preemption=often", "must be a whole number of at least 0, or unlimited."),
         ("env={OMP_NUM_THREADS: 4}", 'env.OMP_NUM_THREADS = 4: must be text. Put it in quotes: "4".'),
         ("env={1A: b}", "must be the name of an environment variable: letters, digits and _, not starting with"),
         ("secret_env=[A-B]", "must be the name of an environment variable"),
+        ("cluster.slurm.activate=venv", "slurm.activate = venv: must be an absolute path on one line."),
+        ("cluster.slurm.activate=''", "slurm.activate = : must not be empty."),
+        ("cluster.slurm.modules=[-x]", "slurm.modules.0 = -x: must be the name of an environment module, such as cuda"),
+        ("cluster.slurm.container={image: -x}", "container.image = -x: must be an image file or URL on one line"),
+        ("cluster.slurm.container={image: x, mounts: [a]}", "mounts.0 = a: must be SOURCE[:TARGET[:OPTIONS]] with an"),
+        (
+            "cluster.slurm.container={image: x, python: a}",
+            "python = a: must be python3, or an absolute path in the image",
+        ),
+        ("code.engine=train.py!", "code.engine = train.py!: must be the dotted name of a Python module, such as train"),
+        ("code.on_nodes=here", "code.on_nodes = here: must be the absolute path of a folder, on one line."),
+        ("code.import_root=/src", "code.import_root = /src: must be a relative path of a folder, on one line."),
+        ('env={A: "a\\0"}', "env.A = a\\x00: must not hold a NUL character."),
+        ("layout.tensor_sequence_parallel=maybe", "= maybe: must be true, false or auto."),
         ("name=''", "name = : must not be empty."),
         ('name="a\\0b"', "name = a\\x00b: must not hold a NUL character."),
         ('name="\\ud800"', "name = \\ud800: must be text that can be written as UTF-8."),
@@ -106,6 +132,36 @@ def test_a_wrong_value_is_said_in_words(override: str, expected: str) -> None:
 )
 def test_settings_that_contradict_each_other_are_found(override: str, expected: str) -> None:
     assert expected in problem(SPEC, override)
+
+
+def test_a_value_of_a_wrong_kind_is_one_problem_in_the_words_of_its_field() -> None:
+    for key in every_key():
+        for given in ("{zz: 1}", "[1]", "BF16", '"a\\0b"', "-7"):
+            found = [one for one in _problems_or_none(f"{key}={given}") if one.key.startswith(key)]
+            assert len(found) <= 1, found
+            for one in found:
+                assert "NUL" not in one.message or "\\0" in given, one
+                assert "sbatch" not in one.message.lower() or key.startswith("cluster.slurm"), one
+                assert "pattern" not in one.message, one
+
+
+def _problems_or_none(override: str) -> Sequence[Problem]:
+    try:
+        load(SPEC, override)
+    except SpecError as error:
+        return error.problems
+    return ()
+
+
+def every_key(section: type[BaseModel] = RunSpec, before: str = "") -> Iterator[str]:
+    """Dotted keys of all fields, those of the sections that may be left out too."""
+    for name, field in section.model_fields.items():
+        key = f"{before}{field.alias or name}"
+        yield key
+        kinds = [ModelSpec] if key == "model" else [field.annotation, *typing.get_args(field.annotation)]
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from every_key(kind, f"{key}.")
 
 
 def test_early_stopping_needs_a_validation_loss() -> None:

@@ -6,7 +6,6 @@ means, and the data sheet that each row comes from, stand in hardware.json; what
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec import ClusterSpec
+from scaletrain_cli.text import did_you_mean
 
 # Below these the rate is a slip of the pen, and dividing by it overflows.
 _SLOWEST = 1.0
@@ -138,9 +138,9 @@ def _parts(name: str) -> set[str]:
 
 def _unknown(name: str, fitting: list[str]) -> UsageError:
     known = accelerator_names()
-    near = fitting or difflib.get_close_matches(name.strip().lower(), known, n=1, cutoff=0.6)
     shown = name.encode("unicode_escape").decode("ascii")[:80]
-    hint = (f"Did you mean {' or '.join(near)}? " if near else "") + f"Known: {', '.join(known)}; or give a table."
+    near = f"Did you mean {' or '.join(fitting)}? " if fitting else did_you_mean(name, known, 0.6)
+    hint = f"{near}Known: {', '.join(known)}; or give a table."
     what = "names several devices of the hardware catalogue." if fitting else "is not in the hardware catalogue."
     problem = Problem("run spec", "cluster.gpu", what, shown, hint)
     return UsageError(f"unknown accelerator {shown or '(an empty name)'}", (problem,))

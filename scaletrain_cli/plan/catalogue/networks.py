@@ -7,7 +7,6 @@ doc/PERFORMANCE.md: n - 1 of n parts to gather or scatter, twice that to reduce 
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.spec import ClusterSpec
+from scaletrain_cli.text import did_you_mean
 
 # Below this a rate is a slip of the pen, and dividing by it overflows.
 _SLOWEST = 1.0
@@ -155,9 +155,8 @@ def _catalogue() -> dict[str, Any]:
 
 def _unknown(name: str) -> UsageError:
     known = network_names()
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.3)
     shown = name.encode("unicode_escape").decode("ascii")[:80]
-    hint = (f"Did you mean {near[0]}? " if near else "") + f"Known: {', '.join(known)}."
+    hint = f"{did_you_mean(name, known, 0.3)}Known: {', '.join(known)}."
     hint += " For another one leave it out and set cluster.inter_node_bandwidth, in bytes/s per GPU."
     problem = Problem("run spec", "cluster.network", "is not in the network catalogue.", shown, hint)
     return UsageError(f"unknown network {shown}", (problem,))

@@ -1,0 +1,39 @@
+"""Files that come with the project beside its code: recipes, slurm/, k8s/, constraints.txt; and where its checkout is.
+
+An installed package has them in ``project/`` below this folder, a checkout beside it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+NAMES = ("recipes", "slurm", "k8s", "constraints.txt")
+_PACKAGE = Path(__file__).parent
+
+
+def project_file(name: str) -> Path:
+    """Return the path of a file or folder such as ``k8s/rbac.yaml``, which exists in every installation."""
+    installed = _PACKAGE / "project" / name
+    return installed if installed.exists() else _PACKAGE.parent / name
+
+
+def checkout() -> Path | None:
+    """Return the folder with pyproject.toml that this package comes from, if it is still there."""
+    if (_PACKAGE.parent / "pyproject.toml").is_file():
+        return _PACKAGE.parent
+    recorded = _installed_from()
+    return recorded if recorded and (recorded / "pyproject.toml").is_file() else None
+
+
+def _installed_from() -> Path | None:
+    """Return the folder in direct_url.json, which pip writes beside a package that it installed from a folder."""
+    import json
+    from importlib.metadata import PackageNotFoundError, distribution
+    from urllib.parse import unquote, urlsplit
+
+    try:
+        recorded = json.loads(distribution("scaletrain").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, OSError, ValueError):
+        return None
+    url = urlsplit(str(recorded.get("url", "")))
+    return Path(unquote(url.path)) if url.scheme == "file" else None
