@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.extras import install_command
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.catalogue.prices import Quote
 from scaletrain_cli.spec import RunSpec
@@ -73,7 +74,7 @@ def _offers(name: str, gigabytes: float, spot: bool) -> list[Any]:
     try:
         import gpuhunt
     except ImportError as error:
-        raise _no_prices("gpuhunt is not installed.", "pip install 'scaletrain[prices]', or go without.") from error
+        raise _no_prices("gpuhunt is not installed.", f"Run {install_command('prices')}, or go without.") from error
     with _quiet():
         try:
             return list(

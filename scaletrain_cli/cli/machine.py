@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from scaletrain_cli.extras import install_command
+
 _FEW_BYTES = 20 * 10**9  # a few checkpoints of a small model
 _SMALL_SHARED_MEMORY_BYTES = 2**30  # Docker's default of 64 MiB makes NCCL and data loaders fail
 _PATIENCE_SECONDS = 10
@@ -61,7 +63,7 @@ def _packages() -> Iterator[Check]:
                 found.append(f"{name} {version(name)}")
             except PackageNotFoundError:
                 missing.append(name)
-        advice = f"{purpose}: pip install 'scaletrain[{extra}]'" if missing else ""
+        advice = f"{purpose}: {install_command(extra)}" if missing else ""
         text = ", ".join([*found, *(f"no {name}" for name in missing)])
         yield Check(f"[{extra}]", "none" if missing else "ok", text, advice)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.extras import install_command
 
 PYTHON_STDLIB = "python-stdlib"
 # Not the library itself: installed packages, and tests, whose generated tables are not prose or code worth learning.
@@ -82,6 +83,6 @@ def _parquet(path: Path) -> Iterator[str]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise UsageError(f"{path}: reading parquet needs pyarrow; pip install pyarrow.") from error
+        raise UsageError(f"{path}: reading parquet needs pyarrow. Run {install_command('parquet')}.") from error
     for batch in parquet.ParquetFile(path).iter_batches(columns=["text"]):
         yield from (str(value) for value in batch.column(0).to_pylist())

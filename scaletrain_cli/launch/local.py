@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, SchedulerError
+from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.node_check import problems_of_node
 from scaletrain_cli.launch.node_record import read_node_records
 from scaletrain_cli.launch.outlook import Outlook, Start
@@ -72,7 +73,7 @@ class LocalScheduler:
         ours = self.engine == ENGINE_MODULE and spec.code.engine is None
         missing = [name for name in _ENGINE_NEEDS if ours and find_spec(name) is None]
         if missing:
-            raise SchedulerError(f"{', '.join(missing)} not installed here. Run pip install 'scaletrain[train]'.")
+            raise SchedulerError(f"{', '.join(missing)} not installed here. Run {install_command('train')}.")
         return Outlook(Start(time.time(), "this machine has no queue"))
 
     def render(self, run: RunDir, record: RunRecord) -> str:

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from scaletrain_cli.errors import Problem
+from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.node_check import count_gpus, usable_cores
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import RunSpec
@@ -86,7 +87,7 @@ def probe_problems(spec: RunSpec, plan: RunPlan, nodes: Sequence[NodeFacts]) -> 
             )
         missing = [name for name in NEEDED_PACKAGES if name not in node.packages]
         if missing:
-            hint = "Install 'scaletrain[train]' where the nodes see it."
+            hint = f"In an environment that the nodes see, run {install_command('train')}."
             found.append(_problem(node, f"{', '.join(missing)} not installed for Python {node.python}.", hint))
     return (*found, *_differences(nodes))
 

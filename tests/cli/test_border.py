@@ -99,7 +99,7 @@ def test_a_plan_on_a_narrow_terminal_is_not_wider_than_it() -> None:
     assert max(len(strip_colours(line)) for line in plain) <= 80
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="a run on this machine needs scaletrain[train]")
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="a run on this machine needs the extra train")
 def test_the_command_line_asks_only_on_a_terminal(tmp_path: Path) -> None:
     env = {"SCALETRAIN_RUNS": str(tmp_path)}
     shown = on_a_terminal([*COMMAND, "submit", str(SMALL)], answer="n\n", env=env)

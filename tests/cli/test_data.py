@@ -10,7 +10,7 @@ import pytest
 from scaletrain_cli.errors import ExitCode
 from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
 
-pytestmark = pytest.mark.skipif(find_spec("tokenizers") is None, reason="tokenizing needs scaletrain[train]")
+pytestmark = pytest.mark.skipif(find_spec("tokenizers") is None, reason="tokenizing needs the extra train")
 
 
 @pytest.fixture(autouse=True)

@@ -153,7 +153,7 @@ def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch: pytest.Mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     ended = scaletrain("plan", SMALL, "--plot", "a.svg")
     assert (ended.code, ended.out) == (ExitCode.USAGE, "")
-    assert "pip install 'scaletrain[plot]'" in ended.err
+    assert "'.[plot]'" in ended.err
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs the extra [plot]")

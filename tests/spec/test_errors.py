@@ -136,8 +136,8 @@ def test_settings_that_contradict_each_other_are_found(override: str, expected: 
 
 def test_a_value_of_a_wrong_kind_is_one_problem_in_the_words_of_its_field() -> None:
     for key in every_key():
-        for given in ("{zz: 1}", "[1]", "BF16", '"a\\0b"', "-7"):
-            found = [one for one in _problems_or_none(f"{key}={given}") if one.key.startswith(key)]
+        for given in ("[1]", "BF16", '"a\\0b"', "-7"):
+            found = [one for one in _problems_or_none(f"{key}={given}") if one.key == key]
             assert len(found) <= 1, found
             for one in found:
                 assert "NUL" not in one.message or "\\0" in given, one

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from scaletrain_cli.errors import InfeasibleError
+from scaletrain_cli.extras import install_command
 from scaletrain_cli.plan.memory.loss_memory import LOSS_CHUNK_TOKENS
 
 NOT_COUNTED = -100  # torch's own label for positions without a loss
@@ -84,8 +85,7 @@ def liger_token_loss(device: torch.device) -> TokenLoss:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
     except ImportError as error:
         raise InfeasibleError(
-            f"training.cross_entropy: liger cannot be loaded ({error}). "
-            "Install it with pip install 'scaletrain[liger]', or use chunked."
+            f"training.cross_entropy: liger cannot be loaded ({error}). Run {install_command('liger')}, or use chunked."
         ) from error
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.extras import install_command
 
 _LEAST_CAPABILITY = (8, 9)  # Ada, Hopper and later have fp8 tensor cores
 _MULTIPLE = 16  # of both sides of a matrix, which torch._scaled_mm asks for
@@ -43,7 +44,7 @@ def use_fp8_linears(model: CausalLM, device: torch.device, *, emulated: bool = F
         linear = importlib.import_module("torchao.float8.float8_linear")
     except ImportError as error:
         raise UsageError(
-            f"training.precision = fp8 needs torchao, which cannot be imported ({error}). Install scaletrain[fp8]."
+            f"training.precision = fp8 needs torchao, which cannot be imported ({error}). Run {install_command('fp8')}."
         ) from error
     config = float8.Float8LinearConfig(emulate=emulated)
     like = linear.Float8Linear.from_float(nn.Linear(_MULTIPLE, _MULTIPLE, bias=False, device="meta"), config)

@@ -16,6 +16,7 @@ from torch import nn
 
 from scaletrain_cli.engine.optimization.parameter_groups import parameter_groups
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.extras import install_command
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 
@@ -66,5 +67,5 @@ def _bitsandbytes(name: str) -> Any:
     except ImportError as error:
         raise UsageError(
             f"training.optimizer.name = {name} needs bitsandbytes, which cannot be imported ({error}). "
-            f"Install scaletrain[optimizers], or use adamw."
+            f"Run {install_command('optimizers')}, or use adamw."
         ) from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.kubernetes.kinds import EVENT, POD, Kind, Object, kind_of
 from scaletrain_cli.launch.kubernetes.refusals import NotServedError, RefusedError, refusal
 
@@ -237,7 +238,7 @@ def _connect(context: str | None, namespace: str, file: str | None) -> Cluster:
         from kubernetes import client, config
     except ImportError as error:
         raise UsageError(
-            "cluster.scheduler = kubernetes needs the Kubernetes client. Run pip install 'scaletrain[k8s]'."
+            f"cluster.scheduler = kubernetes needs the Kubernetes client. Run {install_command('k8s')}."
         ) from error
     settings = client.Configuration()
     settings.retries = False  # each would wait as long again
