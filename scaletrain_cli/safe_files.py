@@ -66,11 +66,15 @@ def replace_file(path: Path, data: bytes | str, *, private: bool = False, shared
             os.close(descriptor)
 
 
-def open_new(path: Path, *, private: bool = False) -> BinaryIO:
-    """Return a new file to write to; whatever had the name is removed first, never opened. Raises OSError."""
+def open_new(path: Path, *, private: bool = False, replace: bool = True) -> BinaryIO:
+    """Return a new file to write to. What had the name is removed, never opened, or not ``replace``: FileExistsError.
+
+    Raises OSError.
+    """
     with _folder(path.parent) as folder:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path.name, dir_fd=folder)
+        if replace:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path.name, dir_fd=folder)
         return os.fdopen(_create(folder, path, private=private), "wb")
 
 
@@ -82,6 +86,15 @@ def open_to_append(path: Path) -> int:
 def open_to_change(path: Path) -> int:
     """Return a descriptor to read and write an existing file. Raises FileNotFoundError and OSError."""
     return _open(path, os.O_RDWR, create=False)
+
+
+@contextlib.contextmanager
+def closing_descriptor(descriptor: int) -> Iterator[int]:
+    """Yield the descriptor, and close it at the end."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def touch(path: Path) -> None:
@@ -123,13 +136,13 @@ def _lock(descriptor: int, wait_seconds: float | None) -> bool:
             return True
 
 
-def make_folder(path: Path, *, mode: int = FOLDER_MODE, exist_ok: bool = True) -> None:
-    """Make a folder, its parents included, with this mode less the umask. Raises FileExistsError and OSError."""
+def make_folder(path: Path, *, mode: int = FOLDER_MODE, exist_ok: bool = True, parents: bool = True) -> None:
+    """Make a folder, and its ``parents``, with this mode less the umask. Raises FileExistsError and OSError."""
     try:
         with _folder(path.parent) as parent:
             os.mkdir(path.name, mode, dir_fd=parent)
     except FileNotFoundError:
-        if path.parent == path:
+        if path.parent == path or not parents:
             raise
         make_folder(path.parent, mode=mode)
         make_folder(path, mode=mode, exist_ok=exist_ok)

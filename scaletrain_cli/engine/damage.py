@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from scaletrain_cli.rundir.checkpoints import Checkpoint
+from scaletrain_cli.safe_files import open_to_change
 
 DAMAGES = ("truncate", "flip", "delete")
 
@@ -19,7 +20,7 @@ def damage(checkpoint: Checkpoint, kind: str) -> Path:
     elif kind == "truncate":
         os.truncate(path, middle)
     else:
-        with path.open("r+b") as file:
+        with os.fdopen(open_to_change(path), "r+b") as file:
             file.seek(middle)
             byte = file.read(1)[0]
             file.seek(middle)

@@ -7,7 +7,6 @@ with its owner. Who holds that and still finds a ``lock`` that no process has op
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 from torch.utils import cpp_extension
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.safe_files import locked, make_folder
 
 
 def load_async_io() -> None:
@@ -46,9 +46,8 @@ def extensions_folder() -> Path:
 @contextmanager
 def sole_builder(folder: Path) -> Generator[None]:
     """Within, no other process of ours builds in this folder, and nothing there waits for a build that has died."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".scaletrain-builds", "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    make_folder(folder)
+    with locked(folder / ".scaletrain-builds"):
         for lock in folder.rglob("lock"):
             if not _is_open(lock):
                 lock.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from scaletrain_cli.rundir.failures import read_failures
 from scaletrain_cli.rundir.journal import last_logged_step
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
+from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec import RunSpec
 
 
@@ -70,7 +71,7 @@ def begin_attempt(run: RunDir, spec: RunSpec, *, scheduler: str, job_id: str, no
     """Claim the next attempt's number, fence earlier ones off the checkpoints, and record its start."""
     number = run.new_attempt()
     for folder in ("nodes", "failures"):
-        (run.attempt(number) / folder).mkdir(exist_ok=True)
+        make_folder(run.attempt(number) / folder)
     open_attempt(checkpoint_folder(run, spec), number)
     newest = newest_checkpoint_step(run, spec)
     _write(run, AttemptRecord(number, scheduler, job_id, tuple(nodes), time.time(), checkpoint_at_start=newest))

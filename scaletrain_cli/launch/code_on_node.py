@@ -19,6 +19,7 @@ from scaletrain_cli.errors import UsageError, WrongNodesError
 from scaletrain_cli.rundir.code import CodeRecord, code_file, differences, hash_of
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.safe_files import open_new
 
 _NAMED = 5  # files that a message names
 
@@ -95,7 +96,7 @@ def _unpack(archive: Path, folder: Path) -> None:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     content = packed.extractfile(entry)
                     assert content is not None, "a regular file has content"
-                    with path.open("wb") as file:
+                    with open_new(path) as file:
                         shutil.copyfileobj(content, file)
                     path.chmod(entry.mode & 0o755)
     except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:

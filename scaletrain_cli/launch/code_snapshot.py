@@ -15,6 +15,7 @@ from pathlib import Path
 from scaletrain_cli.launch.working_tree import IGNORE_FILE, WorkingTree, count, refusal, some
 from scaletrain_cli.rundir.code import CodeRecord, code_file, hash_of, listing
 from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.safe_files import make_folder, replace_file
 from scaletrain_cli.spec import RunSpec
 
 
@@ -79,11 +80,9 @@ def write_snapshot(run: RunDir, snapshot: Snapshot) -> list[Path]:
     contents = {"sha256": snapshot.listing.encode("utf-8", "surrogateescape"), "tar.gz": snapshot.archive}
     for suffix, content in (contents | ({"patch": snapshot.patch} if snapshot.patch else {})).items():
         path = code_file(run, record, suffix)
-        path.parent.mkdir(exist_ok=True)
+        make_folder(path.parent)
         if not path.exists():
-            draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            draft.write_bytes(content)
-            draft.replace(path)
+            replace_file(path, content)
             made.append(path)
     return made
 

@@ -6,7 +6,6 @@ Decides nothing: node_run ends the ranks, judgement weighs what the nodes found.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from scaletrain_cli.launch.heartbeats import Beat
 from scaletrain_cli.launch.processes import process_state
 from scaletrain_cli.launch.ranks import Gang
+from scaletrain_cli.safe_files import make_folder, replace_file
 
 DUMP_SECONDS = 2.0  # for stacks that a C handler writes to memory
 _POLL_SECONDS = 0.05
@@ -94,5 +94,5 @@ def find_suspect(views: Sequence[RankView], several_nodes: bool) -> Finding:
 
 def _keep(path: Path, stacks: bytes) -> None:
     with contextlib.suppress(OSError):  # the file system may be what hangs or is full; the verdict does without
-        os.makedirs(path.parent, exist_ok=True)
-        path.write_bytes(stacks)
+        make_folder(path.parent)
+        replace_file(path, stacks)

@@ -32,6 +32,7 @@ from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.sweeps import read_sweep_place
+from scaletrain_cli.safe_files import open_to_append, touch
 from scaletrain_cli.spec import RunSpec
 
 _ENGINE_NEEDS = ("torch", "deepspeed", "numpy", "tokenizers")  # looked up, not imported
@@ -103,7 +104,7 @@ class LocalScheduler:
         supervisor = read_supervisor(run)
         if supervisor is not None and not supervisor.is_here:
             raise SchedulerError(f"{run.run_id} was started on {supervisor.hostname}; cancel it there.")
-        run.stop_file.touch()
+        touch(run.stop_file)
         if supervisor is not None and send_signal(supervisor.process, signal.SIGTERM):
             return  # it records the end itself, once there is one
         for agent in living_agents(run):
@@ -174,17 +175,21 @@ def living_agents(run: RunDir) -> list[ProcessIdentity]:
 
 def _spawn(command: list[str], log: Path) -> int:
     """Start a process that outlives the terminal: own session, no input, output appended to ``log``."""
-    return os.posix_spawn(
-        command[0],
-        command,
-        absolute_paths(os.environ),
-        file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
-            (os.POSIX_SPAWN_DUP2, 1, 2),
-        ],
-        setsid=True,
-    )
+    output = open_to_append(log)
+    try:
+        return os.posix_spawn(
+            command[0],
+            command,
+            absolute_paths(os.environ),
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, output, 1),
+                (os.POSIX_SPAWN_DUP2, output, 2),
+            ],
+            setsid=True,
+        )
+    finally:
+        os.close(output)
 
 
 def _wait_for_start(run: RunDir, pid: int) -> int | None:

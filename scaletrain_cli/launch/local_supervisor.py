@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import os
 import signal
 import socket
@@ -29,6 +28,7 @@ from scaletrain_cli.launch.ranks import ENGINE_MODULE
 from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.safe_files import locked
 
 _AGENT_MARGIN_SECONDS = 30.0  # the agent keeps to the grace period itself; this is for an agent that hangs
 _WAIT_SECONDS = 1.0
@@ -59,11 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @contextlib.contextmanager
 def supervisor_lock(run: RunDir) -> Iterator[None]:
     """Be the run's only supervisor. Raises SchedulerError at once if another one is."""
-    with (run.path / "supervisor.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SchedulerError(f"{run.run_id} has a supervisor already.") from error
+    with locked(run.path / "supervisor.lock", wait_seconds=0) as alone:
+        if not alone:
+            raise SchedulerError(f"{run.run_id} has a supervisor already.")
         yield
 
 

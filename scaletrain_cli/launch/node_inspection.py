@@ -21,6 +21,7 @@ from scaletrain_cli.launch.node_check import problems_of_node, usable_cores
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.safe_files import make_folder, touch
 
 SCHEMA = "scaletrain.node-inspection/v1"
 _SHM = Path("/dev/shm")
@@ -70,7 +71,7 @@ def inspect_node(run: RunDir, record: RunRecord, node: str, environment: Mapping
 def write_inspection(run: RunDir, attempt: int, found: NodeInspection) -> None:
     """Raises OSError."""
     folder = run.attempt(attempt) / "preflight"
-    folder.mkdir(exist_ok=True)
+    make_folder(folder)
     write_document(folder / f"{found.node}.json", {"schema": SCHEMA, **dataclasses.asdict(found)})
 
 
@@ -130,7 +131,7 @@ def _clock_ahead(folder: Path) -> float | None:
     probe = folder / f".clock-{os.getpid()}-{time.monotonic_ns()}"
     try:
         before = time.time()
-        probe.touch()
+        touch(probe)
         made = probe.stat().st_mtime
         probe.unlink()
     except OSError:

@@ -18,6 +18,7 @@ from scaletrain_cli.errors import Problem
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.node_check import count_gpus, usable_cores
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.safe_files import create_file, touch
 from scaletrain_cli.spec import RunSpec
 
 NEEDED_PACKAGES = ("torch", "deepspeed")
@@ -41,7 +42,7 @@ class NodeFacts:
 
 def place_token(folder: Path, token: str) -> None:
     """Leave in ``folder`` what every node must find there."""
-    (folder / _TOKEN).write_text(token, encoding="utf-8")
+    create_file(folder / _TOKEN, token)
 
 
 def probe_node(folder: str, token: str) -> NodeFacts:
@@ -113,7 +114,7 @@ def _problem_of(folder: Path, token: str) -> str:
     try:
         if (folder / _TOKEN).read_text(encoding="utf-8") != token:
             return f"{folder} is not the folder that the submitter sees."
-        (folder / f"written-by-{socket.gethostname()}").touch()
+        touch(folder / f"written-by-{socket.gethostname()}")
     except OSError as error:
         return f"{error.filename} cannot be used here: {error.strerror}."
     return ""

@@ -13,6 +13,7 @@ from typing import Any
 from scaletrain_cli.launch.processes import ProcessIdentity
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.safe_files import make_folder, touch
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class NodeRecord:
 def write_node_record(run: RunDir, attempt: int, record: NodeRecord) -> None:
     """Create or replace the node's record. Raises OSError when the run directory cannot be written."""
     folder = run.attempt(attempt) / "nodes"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_document(folder / f"{record.node}.json", dataclasses.asdict(record))
 
 
@@ -74,7 +75,7 @@ def read_node_records(run: RunDir, attempt: int) -> list[NodeRecord]:
 
 def announce_failure(run: RunDir, attempt: int) -> None:
     """Tell the agents of the other nodes that this attempt has failed. Raises OSError."""
-    (run.attempt(attempt) / "failed").touch()
+    touch(run.attempt(attempt) / "failed")
 
 
 def has_failed(run: RunDir, attempt: int) -> bool:
@@ -84,7 +85,7 @@ def has_failed(run: RunDir, attempt: int) -> bool:
 
 def announce_hang(run: RunDir, attempt: int) -> None:
     """Tell the agents of all nodes to look for the rank that holds the others up. Raises OSError."""
-    (run.attempt(attempt) / "hung").touch()
+    touch(run.attempt(attempt) / "hung")
 
 
 def is_hung(run: RunDir, attempt: int) -> bool:

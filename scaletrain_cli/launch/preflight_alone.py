@@ -20,6 +20,7 @@ from scaletrain_cli.launch.waiting import wait_for_end
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec import RunSpec, override_spec
 
 _KUBERNETES_SETTINGS = ("cluster.kubernetes.ttl_seconds_after_finished=10m",)
@@ -59,7 +60,8 @@ def run_preflight(
     # Pods know the run by the runs root and its name; elsewhere a dot hides it from `scaletrain list`.
     folder = runs_root() if spec.cluster.scheduler == "kubernetes" else runs_root() / f".{name}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(runs_root(), mode=0o777)
+        make_folder(folder)
     except OSError as error:
         raise UsageError(f"the runs root {folder.parent} cannot be written here: {error}") from error
     kept = False

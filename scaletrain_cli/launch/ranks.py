@@ -16,6 +16,7 @@ from pathlib import Path
 from scaletrain_cli.launch.heartbeats import START_SECONDS, Beat, Channel
 from scaletrain_cli.launch.node_record import RankRecord
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths
+from scaletrain_cli.safe_files import closing_descriptor, open_to_append
 from scaletrain_cli.spec import RunSpec
 
 ENGINE_MODULE = "scaletrain_cli.engine"
@@ -84,13 +85,13 @@ class Gang:
 
     def start(self, rank: int, command: list[str], environment: Mapping[str, str], log: Path) -> None:
         """Start one rank as the leader of its own session, its output appended to ``log``."""
-        files = [
-            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
-            (os.POSIX_SPAWN_DUP2, 1, 2),
-        ]
         channel = self.channels[rank] = Channel(self.start_seconds)
-        with channel.inherited() as variables:
+        with channel.inherited() as variables, closing_descriptor(open_to_append(log)) as output:
+            files = [
+                (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, output, 1),
+                (os.POSIX_SPAWN_DUP2, output, 2),
+            ]
             pid = os.posix_spawn(
                 command[0],
                 command,

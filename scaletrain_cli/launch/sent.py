@@ -12,6 +12,7 @@ from typing import Any
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.spec.source import read_documents
 
 FORMATS = {"local": "script", "slurm": "script", "kubernetes": "yaml"}
@@ -21,7 +22,7 @@ _NUMBERED = re.compile(r"(-s|submission: \"?)\d+")
 
 def keep_sent(run: RunDir, text: str) -> None:
     """Remember the text of a submission. Raises OSError."""
-    run.sent.write_text(text, encoding="utf-8")
+    replace_file(run.sent, text)
 
 
 def changes_since_sent(run: RunDir, text: str) -> list[str] | None:

@@ -27,6 +27,7 @@ from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.sweeps import read_sweep_place
+from scaletrain_cli.safe_files import replace_file, touch
 from scaletrain_cli.spec import RunSpec
 
 _STATES: dict[str, JobState] = {
@@ -95,7 +96,7 @@ class SlurmScheduler:
                 )
         script = run.path / "job.sh"
         excluded = exclusion_for(run, record.spec)
-        script.write_text(self._script(run, record, excluded), encoding="utf-8")
+        replace_file(script, self._script(run, record, excluded))
         # From the run directory: the log's name needs no path then, which may hold blanks and quotes.
         answer = call_slurm(
             ["sbatch", "--parsable", f"--comment={comment}", *_dependency(run), script.name],
@@ -132,7 +133,7 @@ class SlurmScheduler:
 
     def cancel(self, run: RunDir, record: RunRecord) -> None:
         """Ask the ranks to save and leave; the job's last word is slurm_job's. A queued job just goes."""
-        run.stop_file.touch()
+        touch(run.stop_file)
         job = self.job(run, record)
         if job.state == "running":
             # Plain scancel would leave KillWait, not the grace period, before SIGKILL.

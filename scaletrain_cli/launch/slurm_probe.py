@@ -24,6 +24,7 @@ from scaletrain_cli.launch.slurm_script import sbatch_options
 from scaletrain_cli.own_processes import absolute_paths
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import runs_root
+from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec import RunSpec
 
 _JOB_MINUTES = 5
@@ -41,8 +42,8 @@ def probe_nodes(spec: RunSpec, plan: RunPlan) -> list[NodeFacts]:
     root = runs_root()
     folder = root / f".probe-{secrets.token_hex(4)}"  # the dot hides it from `scaletrain list`
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700)  # what comes back is unpickled
+        make_folder(root, mode=0o777)
+        make_folder(folder, mode=0o700, exist_ok=False)  # submitit unpickles what is in it
         place_token(folder, folder.name)
     except OSError as error:
         raise UsageError(f"the runs root {root} cannot be written here: {error}") from error

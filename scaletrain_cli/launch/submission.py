@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import platform
@@ -30,8 +29,10 @@ from scaletrain_cli.launch.sent import keep_sent
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.ownership import require_own_run
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_first_record, read_record, write_record
+from scaletrain_cli.safe_files import FOLDER_MODE, create_file, locked, make_folder, require_writable
 from scaletrain_cli.spec import RunSpec, changed_keys
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -90,23 +91,29 @@ def create_run(
     *,
     root: Path | None = None,
     snapshot: Snapshot | None = None,
+    trust_owner: bool = False,
 ) -> CreatedRun:
     """Make the run directory, or return the one that holds the same spec and code under this id.
 
-    The user's code is taken as it is now, unless a ``snapshot`` of it is given. Raises UsageError.
+    The user's code is taken as it is now, unless a ``snapshot`` of it is given. Raises UsageError, also for a directory
+    of another user unless ``trust_owner``.
     """
     snapshot = snapshot or take_snapshot(spec)
     record = make_record(spec, plan, run_id, snapshot)
     run = RunDir((root or runs_root()) / record.run_id)
+    if os.path.lexists(run.path):
+        require_own_run(run, trust_owner=trust_owner, remedy="Use another --run-id")
     if run.record.exists():
         return _existing(run, record)
     values = _secret_values(spec)
-    run.path.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(run.path.parent, f"the run directory {run.path} cannot be made")
+    make_folder(run.path.parent, mode=0o777)
     draft = RunDir(run.path.with_name(f".{record.run_id}.{secrets.token_hex(4)}"))
-    draft.path.mkdir()
+    # Pods write to it as a user of their own, with the group of the volume.
+    make_folder(draft.path, mode=0o770 if spec.cluster.scheduler == "kubernetes" else FOLDER_MODE, exist_ok=False)
     try:
         if values:
-            _write_private(draft.secrets, values)
+            create_file(draft.secrets, json.dumps(values), private=True)
         if snapshot is not None:
             write_snapshot(draft, snapshot)
         write_record(draft, record)
@@ -115,6 +122,7 @@ def create_run(
     except OSError as error:
         shutil.rmtree(draft.path)
         if run.record.exists():
+            require_own_run(run, trust_owner=trust_owner, remedy="Use another --run-id")
             return _existing(run, record)
         raise UsageError(f"the run directory {run.path} cannot be made: {error}") from error
     return CreatedRun(run, record, created=True)
@@ -150,8 +158,7 @@ def read_submission(run: RunDir) -> Submission | None:
 @contextlib.contextmanager
 def submit_lock(run: RunDir) -> Iterator[None]:
     """Wait for, then hold, the right to submit this run."""
-    with (run.path / "submit.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with locked(run.path / "submit.lock"):
         yield
 
 
@@ -176,13 +183,6 @@ def _secret_values(spec: RunSpec) -> dict[str, str]:
     if missing:
         raise UsageError(f"secret_env names {', '.join(missing)}, which is not set here. Export it before submitting.")
     return {name: os.environ[name] for name in spec.secret_env}
-
-
-def _write_private(path: Path, values: dict[str, str]) -> None:
-    # Created with its mode: between a plain open and a chmod anyone could read it.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(values, file)
 
 
 def _submission_path(run: RunDir) -> Path:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.safe_files import locked
 
+_LOCK_SECONDS = 10.0
 SCHEMA = "scaletrain.bad-nodes/v1"
 
 
@@ -40,7 +41,7 @@ def read_bad_nodes(root: Path, now: float) -> list[BadNode]:
     data = read_document(bad_nodes_file(root))
     if data is None or data.get("schema") != SCHEMA:
         return []
-    nodes = [BadNode(**entry) for entry in data["nodes"]]
+    nodes = [node for entry in data.get("nodes", ()) if (node := _bad_node(entry)) is not None]
     return sorted((node for node in nodes if node.expires > now), key=lambda node: -node.time)
 
 
@@ -65,13 +66,24 @@ def forget_bad_nodes(root: Path, names: Collection[str], now: float) -> list[str
     return gone
 
 
+def _bad_node(entry: object) -> BadNode | None:
+    """Return the node of an entry; None for what is none, as anybody who may write to the root may leave there."""
+    names = {field.name for field in dataclasses.fields(BadNode)}
+    if not isinstance(entry, dict) or entry.keys() != names:
+        return None
+    text = all(isinstance(entry[name], str) for name in ("node", "reason", "message", "run_id"))
+    numbers = all(isinstance(entry[name], int | float) for name in ("attempt", "time", "expires"))
+    return BadNode(**entry) if text and numbers else None
+
+
 def _write(root: Path, nodes: Collection[BadNode]) -> None:
-    write_document(bad_nodes_file(root), {"schema": SCHEMA, "nodes": [dataclasses.asdict(node) for node in nodes]})
+    write_document(
+        bad_nodes_file(root), {"schema": SCHEMA, "nodes": [dataclasses.asdict(node) for node in nodes]}, shared=True
+    )
 
 
 @contextlib.contextmanager
 def _lock(root: Path) -> Iterator[None]:
-    with (root / ".bad-nodes.lock").open("w") as file:
-        with contextlib.suppress(OSError):  # some shared file systems have no locks; the rename must do there
-            fcntl.flock(file, fcntl.LOCK_EX)
+    # Whoever may write to the root may hold the lock: after a while the replacement in one step must do.
+    with locked(root / ".bad-nodes.lock", wait_seconds=_LOCK_SECONDS, shared=True):
         yield

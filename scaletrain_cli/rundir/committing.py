@@ -31,6 +31,7 @@ from scaletrain_cli.rundir.checkpoints import (
     manifest_hash,
     read_checkpoint,
 )
+from scaletrain_cli.safe_files import make_folder, open_new, replace_file
 
 _ATTEMPT = re.compile(r"attempt-(\d{4,})\.tmp")
 _REMOVED, _REPLACED = ".removed", ".replaced"
@@ -41,7 +42,7 @@ class HashingWriter:
     """A binary file that hashes what passes through it; ``close`` makes the bytes durable and yields the digest."""
 
     def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("wb")
+        self._file: BinaryIO = open_new(path)
         self._hash = hashlib.sha256()
         self._size = 0
 
@@ -73,8 +74,8 @@ def open_attempt(folder: Path, attempt: int) -> None:
 
     Raises StaleAttemptError when a later attempt was first, and OSError.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    _own_folder(folder, attempt).mkdir(exist_ok=True)
+    make_folder(folder)
+    make_folder(_own_folder(folder, attempt))
     others = {int(match[1]): entry for entry in entries(folder) if (match := _ATTEMPT.fullmatch(entry.name))}
     if max(others) > attempt:
         close_attempt(folder, attempt)
@@ -107,7 +108,7 @@ def begin_staging(folder: Path, attempt: int, step: int) -> Path:
     """Make that folder, for any rank of the attempt. Raises StaleAttemptError after the next attempt has begun."""
     staging = staging_path(folder, attempt, step)
     with _fenced(attempt):
-        staging.mkdir(exist_ok=True)  # without parents: that is the fence
+        make_folder(staging, parents=False)  # without parents: that is the fence
     return staging
 
 
@@ -229,10 +230,7 @@ def _own_folder(folder: Path, attempt: int) -> Path:
 
 
 def _write_manifest(path: Path, manifest: Mapping[str, object]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump({**manifest, "sha256": manifest_hash(manifest)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    replace_file(path, json.dumps({**manifest, "sha256": manifest_hash(manifest)}, indent=1))
 
 
 def _fsync_folder(path: Path) -> None:

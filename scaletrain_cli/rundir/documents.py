@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.safe_files import replace_file
 
-def write_document(path: Path, data: dict[str, Any]) -> None:
-    """Replace the file in one step. Raises OSError; the file is as it was then."""
-    # The process id keeps two writers from truncating each other's draft.
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    text = json.dumps(data, indent=1, allow_nan=False) + "\n"
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # or a power cut could leave the new name with nothing in it
-    draft.replace(path)
+
+def write_document(path: Path, data: dict[str, Any], *, shared: bool = False) -> None:
+    """Replace the file in one step. Raises OSError; the file is as it was then.
+
+    A ``shared`` one is for all who may write to its folder.
+    """
+    replace_file(path, json.dumps(data, indent=1, allow_nan=False) + "\n", shared=shared)
 
 
 def read_document(path: Path) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.safe_files import make_folder
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Failure:
 def write_failure(run: RunDir, attempt: int, name: str, failure: Failure) -> None:
     """Leave the reason where judging the attempt will look for it. Raises OSError."""
     folder = run.attempt(attempt) / "failures"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_document(folder / f"{name}.json", dataclasses.asdict(failure))
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.safe_files import open_to_append, open_to_change
 
 _BLOCK_BYTES = 1 << 16
 
@@ -24,7 +25,7 @@ _BLOCK_BYTES = 1 << 16
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Add one JSON object as one line, starting on a fresh line even after a torn one."""
     line = json.dumps(record, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = open_to_append(path)
     try:
         with contextlib.suppress(OSError):  # some shared file systems have no locks; O_APPEND must do there
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -81,7 +82,7 @@ def record_event(run: RunDir, event: str, **details: Any) -> None:
 
 def withdraw_event(run: RunDir, event: str) -> None:
     """Remove the newest event if it is of this name: of a job that nobody took, before anybody else could write."""
-    descriptor = os.open(run.events, os.O_RDWR)
+    descriptor = open_to_change(run.events)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)

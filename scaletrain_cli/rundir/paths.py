@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.safe_files import make_folder
 
 _ATTEMPT = re.compile(r"\d{4,}")
 
@@ -101,7 +102,7 @@ class RunDir:
         number = max(self.attempts(), default=0) + 1
         while True:
             try:
-                (self.attempt(number) / "logs").mkdir(parents=True)
+                make_folder(self.attempt(number) / "logs", exist_ok=False)
                 return number
             except FileExistsError:
                 number += 1

@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import re
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.code import CodeRecord, code_file
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.safe_files import create_file, make_folder, replace_file
 from scaletrain_cli.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -56,10 +55,7 @@ def checkpoint_folder(run: RunDir, spec: RunSpec) -> Path:
 
 def write_record(run: RunDir, record: RunRecord) -> None:
     """Create run.json; FileExistsError if another submitter was first, so two can never both win."""
-    with run.record.open("x", encoding="utf-8") as file:
-        json.dump(_whole(record), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    create_file(run.record, json.dumps(_whole(record), indent=1))
 
 
 def read_record(run: RunDir) -> RunRecord:
@@ -93,7 +89,7 @@ def add_revision(
     number = record.revision + 1
     path = revision_path(run, number)
     assert not path.exists(), f"revision {number} of {run.run_id} is there: the submit lock was not held"
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent)
     head = {"schema": REVISION_SCHEMA, "revision": number, "created": time.time(), "overrides": list(overrides)}
     revised = dataclasses.replace(record, spec=spec, plan=plan, revision=number, code=code or record.code)
     write_document(path, {**head, **_decided(revised)})
@@ -130,7 +126,7 @@ def place_documents(folder: Path, root: Path) -> tuple[RunDir, RunRecord]:
     """
     first = _read(folder / "run.json", SCHEMA)
     run = RunDir(root / str(first["run_id"]))
-    run.path.mkdir(parents=True, exist_ok=True)
+    make_folder(run.path)
     if not run.record.exists():
         write_document(run.record, first)
     elif _read(run.record, SCHEMA) != first:
@@ -138,17 +134,15 @@ def place_documents(folder: Path, root: Path) -> tuple[RunDir, RunRecord]:
     for path in folder.iterdir():
         match = _REVISION.fullmatch(path.name)
         if match is not None and not (revised := revision_path(run, int(match[1]))).exists():
-            revised.parent.mkdir(exist_ok=True)
+            make_folder(revised.parent)
             write_document(revised, _read(path, REVISION_SCHEMA))
     record = read_record(run)
     if record.code is not None:
         for suffix in ("sha256", "tar.gz"):
             placed = code_file(run, record.code, suffix)
             if (folder / placed.name).is_file() and not placed.exists():
-                placed.parent.mkdir(exist_ok=True)
-                draft = placed.with_name(f".{placed.name}.tmp")
-                shutil.copy(folder / placed.name, draft)
-                draft.replace(placed)
+                make_folder(placed.parent)
+                replace_file(placed, (folder / placed.name).read_bytes())
     return run, record
 
 

@@ -117,7 +117,7 @@ class Hanging(Gang):
 signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
 watch.UNKILLABLE_SECONDS = 0.2
 gang = Hanging()
-gang.start(4, ["/bin/sleep", "600"], {}, sys.argv[1])
+gang.start(4, ["/bin/sleep", "600"], {}, Path(sys.argv[1]))
 node_run.adopt_orphans()
 options = type("Options", (), {"node_rank": 0, "node_name": "n", "attempt": 1})
 cluster = type("Cluster", (), {"nodes": 1, "grace_seconds": 1.0})

@@ -20,6 +20,7 @@ from scaletrain_cli.engine.measure.model_states import ModelStateBytes, model_st
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.safe_files import make_folder, open_new
 
 SCHEMA = "scaletrain.out-of-memory/v1"
 
@@ -57,7 +58,7 @@ def forget_allocations(device: torch.device) -> None:
 
 def _report(run: RunDir, plan: RunPlan, attempt: int, rank: int, engine: Any, error: Exception) -> str:
     folder = run.attempt(attempt) / "memory"
-    folder.mkdir(exist_ok=True)
+    make_folder(folder)
     stage = rank * plan.layout.pipeline_parallel // plan.layout.world_size
     planned = plan.memory.by_stage[stage]
     on_gpu = isinstance(error, torch.OutOfMemoryError)
@@ -116,7 +117,7 @@ def _host_bytes() -> dict[str, int]:
 
 def _first_snapshot(folder: Path) -> bool:
     """Write the allocator's state, unless another rank has: they are alike, and large."""
-    with contextlib.suppress(FileExistsError), (folder / "snapshot.pickle").open("xb") as file:
+    with contextlib.suppress(FileExistsError), open_new(folder / "snapshot.pickle", replace=False) as file:
         pickle.dump(torch.cuda.memory._snapshot(), file)
         return True
     return False

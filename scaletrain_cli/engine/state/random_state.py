@@ -1,8 +1,9 @@
-"""The random generators of a rank, as bytes for a checkpoint."""
+"""The random generators of a rank, as bytes for a checkpoint: JSON, so that loading one can run no code."""
 
 from __future__ import annotations
 
-import io
+import base64
+import json
 import random
 from typing import Any
 
@@ -10,26 +11,54 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scaletrain_cli.errors import UsageError
+
+SCHEMA = "scaletrain.random/v1"
+_NUMPY_WORDS = 624  # of MT19937, which is what np.random has
+
 
 def random_state(device: torch.device) -> Tensor:
-    """Of Python, NumPy and torch, pickled; uint8."""
+    """Return the states of Python's, NumPy's and torch's generators, and the device's, as UTF-8 JSON; uint8."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
+        "schema": SCHEMA,
+        "python": [version, list(words), gauss],
+        "numpy": [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "torch": _text(torch.get_rng_state()),
     }
     if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    file = io.BytesIO()
-    torch.save(state, file)
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        state["cuda"] = _text(torch.cuda.get_rng_state(device))
+    return torch.frombuffer(bytearray(json.dumps(state, separators=(",", ":")).encode()), dtype=torch.uint8)
 
 
 def restore_random_state(saved: Tensor, device: torch.device) -> None:
-    """Go on from what ``random_state`` found. The file that it comes from was verified by its hash."""
-    state = torch.load(io.BytesIO(saved.numpy().tobytes()), weights_only=False)
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    """Set the generators to what ``random_state`` returned. Raises UsageError where it is anything else."""
+    try:
+        state = json.loads(saved.numpy().tobytes())
+        if state["schema"] != SCHEMA:
+            raise ValueError(state["schema"])
+        version, words, gauss = state["python"]
+        name, keys, position, has_gauss, cached = state["numpy"]
+        # NumPy takes what it is given: a position past the end would read outside its words.
+        if name != "MT19937" or len(keys) != _NUMPY_WORDS or not 0 <= position <= _NUMPY_WORDS:
+            raise ValueError("numpy")
+        random.setstate((version, tuple(words), gauss))
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(_tensor(state["torch"]))
+        if "cuda" in state and device.type == "cuda":
+            torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
+    except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
+        raise UsageError(
+            f"the checkpoint's random state is not {SCHEMA}: another version of scaletrain wrote it, in a format that "
+            "this version does not load because it can run code. Resume with the version that wrote it, or export the "
+            "weights with `scaletrain checkpoint export` and start a run with model.weights."
+        ) from error
+
+
+def _text(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from scaletrain_cli import safe_files
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.launch.drills.kinds import DrillKind
 from scaletrain_cli.launch.drills.verdict import Course, course_of
@@ -76,8 +77,9 @@ def make_folder() -> Path:
     root = runs_root()
     folder, datasets = root / f"drills-{time.strftime('%Y%m%d-%H%M%S')}", root / "datasets"
     try:
-        folder.mkdir(parents=True)
-        datasets.mkdir(exist_ok=True)
+        safe_files.make_folder(root, mode=0o777)
+        safe_files.make_folder(folder, exist_ok=False)
+        safe_files.make_shared_folder(datasets)
         (folder / "datasets").symlink_to(datasets)  # runs look beside themselves; one corpus does for all of them
     except OSError as error:
         raise UsageError(f"{folder} cannot be made: {error.strerror}. $SCALETRAIN_RUNS moves it.") from error

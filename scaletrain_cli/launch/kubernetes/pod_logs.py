@@ -7,7 +7,7 @@ the attempt that its pod has named, and before that to a file of the pod's own i
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +24,7 @@ from scaletrain_cli.launch.kubernetes.refusals import RefusedError
 from scaletrain_cli.launch.kubernetes.whereabouts import Whereabouts, shares_volume
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.safe_files import locked, make_folder, open_to_append
 
 _LOOK_EVERY_SECONDS = 3.0
 _SAVE_EVERY_SECONDS = 1.0
@@ -86,14 +87,9 @@ class PodLogs:
     def _alone(self) -> Iterator[bool]:
         """Whether no other command brings this run's logs now: each would write every line."""
         folder = self._run.path / "pods"
-        folder.mkdir(exist_ok=True)
-        with (folder / "lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            yield not shares_volume(self._run)
+        make_folder(folder)
+        with locked(folder / "lock", wait_seconds=0) as alone:
+            yield alone and not shares_volume(self._run)
 
     def _look(self) -> None:
         """Start a reader for every pod that is new, or whose stream broke off."""
@@ -160,9 +156,9 @@ class PodLogs:
             path = self._run.path / "pods" / f"{source.name}.log"
         else:
             folder = self._run.attempt(source.attempt) / "logs"
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             path = folder / f"{source.node}-{source.first_rank if rank is None else rank:05d}.log"
-        with path.open("a", encoding="utf-8") as file:
+        with os.fdopen(open_to_append(path), "a", encoding="utf-8") as file:
             file.write(f"{line}\n")
 
 

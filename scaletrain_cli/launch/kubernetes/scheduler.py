@@ -52,6 +52,7 @@ from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.safe_files import touch
 from scaletrain_cli.spec import RunSpec
 
 _NUMBER = re.compile(r"-s(\d+)$")
@@ -125,7 +126,7 @@ class KubernetesScheduler:
 
         The object stays until the last pod is gone, so that nobody can mistake a gang that saves for one that is over.
         """
-        run.stop_file.touch()
+        touch(run.stop_file)
         place = whereabouts_of(run, record)
         if place is None:
             record_event(run, "cancelled")
