@@ -204,7 +204,8 @@ def _open(path: Path, flags: int, *, create: bool, private: bool = False, shared
                 raise OSError(error.errno, error.strerror, str(path)) from error
             found = os.fstat(descriptor)
             linked = found.st_nlink > 1 and os.fstat(folder).st_mode & 0o022  # or only its owner can have linked it
-            if not stat.S_ISREG(found.st_mode) or linked:
+            device = stat.S_ISCHR(found.st_mode)  # /dev/null, which only root makes
+            if not (stat.S_ISREG(found.st_mode) or device) or (linked and not device):
                 os.close(descriptor)
                 _refuse(path, folder)
             os.set_blocking(descriptor, True)
