@@ -16,6 +16,7 @@ from scaletrain_cli.engine.last_words import exit_code_of, reason_of
 from scaletrain_cli.engine.signals import PreemptionFlag, die_with_agent
 from scaletrain_cli.errors import ExitCode, PreemptedError
 from scaletrain_cli.rundir.failures import Failure, write_failure
+from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 
 # Of the grace period, to leave before whoever sent the signal does it the hard way.
@@ -40,6 +41,8 @@ def main() -> int:
         traceback.print_exc()
         reason = reason_of(error)
         code = exit_code_of(error, reason)
+        if (evidence := getattr(error, "evidence", None)) is not None:
+            _record_damaged_data(run, attempt, rank, evidence)
         _leave_evidence(run, attempt, rank, error, reason, code)
         return int(code)
 
@@ -64,6 +67,15 @@ def _leave_as_it_is() -> None:
     """From a thread: the main one is in a compilation, a collective or a save that outlasts the grace period."""
     print("the grace period is over: the newest committed checkpoint is what remains", flush=True)
     os._exit(ExitCode.PREEMPTED)
+
+
+def _record_damaged_data(run: RunDir, attempt: int, rank: int, evidence: dict[str, int | str]) -> None:
+    """Once per file and attempt, though many ranks may read it."""
+    event = "damaged-data"
+    with contextlib.suppress(OSError):
+        known = {(e.get("attempt"), e.get("file")) for e in read_events(run) if e["event"] == event}
+        if (attempt, evidence["file"]) not in known:
+            record_event(run, event, attempt=attempt, rank=rank, **evidence)
 
 
 def _leave_evidence(run: RunDir, attempt: int, rank: int, error: Exception, reason: str, code: int) -> None:

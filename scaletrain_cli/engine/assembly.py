@@ -197,7 +197,7 @@ def _open_data(
     folder, failure = agreement.follow_rank_zero((folder, failure))
     if failure:
         raise UsageError(failure)
-    info, train, validation = open_dataset(folder, spec.transformer.seq_len)
+    info, train, validation = open_dataset(folder, spec.transformer.seq_len, ranks.rank, ranks.world_size)
     if info.vocab_size > spec.transformer.vocab_size:
         raise UsageError(
             f"{folder} has {info.vocab_size} token ids and model.vocab_size is {spec.transformer.vocab_size}."

@@ -5,11 +5,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scaletrain_cli.engine.chunk_hashes import CheckedFile, DamagedDataError, HashedFile
 from scaletrain_cli.engine.corpus import corpus_identity, documents
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.spec import DataSpec
 
-_SCHEMA = "scaletrain.dataset/v2"
+_SCHEMA = "scaletrain.dataset/v3"
+_WITHOUT_HASHES = "scaletrain.dataset/v2"  # opened, and not verified
 _SPLITS = ("train", "validation")
+_DTYPES = ("uint16", "uint32")
 _END_OF_TEXT = "<|endoftext|>"
 # In tokenizers that others trained: GPT-2, Llama 3, Llama 2 and Mistral, Qwen.
 _ENDS_OF_TEXT = (_END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
@@ -37,7 +39,8 @@ class DatasetInfo:
     """dataset.json: what the token files hold. ``fingerprint`` is the SHA-256 of all tokens.
 
     Beside ``train.bin`` and ``validation.bin`` stand ``train.ends.bin`` and ``validation.ends.bin``: where in them each
-    document ends, as int64.
+    document ends, as int64. Each of the four has the hashes of its chunks in a ``.blake2b`` file, and ``seal`` is the
+    SHA-256 of these files and of the other fields here.
     """
 
     schema: str
@@ -49,25 +52,41 @@ class DatasetInfo:
     validation_tokens: int
     train_documents: int
     validation_documents: int
+    seal: str = ""
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether the data have hashes; what an earlier version prepared has none."""
+        return self.schema != _WITHOUT_HASHES
 
 
 @dataclass(frozen=True)
 class TokenSequences:
     """Non-overlapping sequences of ``seq_len`` tokens and their successors, from one token file.
 
-    ``document_ends``: indices into ``tokens`` of the last token of each document, ascending.
+    ``document_ends``: indices into ``tokens`` of the last token of each document, ascending. ``file``, ``ends_file``:
+    what compares the two with their hashes.
     """
 
     tokens: npt.NDArray[np.unsignedinteger]
     seq_len: int
     document_ends: npt.NDArray[np.int64]
+    file: CheckedFile | None = None
+    ends_file: CheckedFile | None = None
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.seq_len)
 
     def rows(self, indices: list[int]) -> npt.NDArray[np.int64]:
-        """Sequences as [len(indices), seq_len + 1]: inputs are [:, :-1], labels [:, 1:]."""
-        starts = (index * self.seq_len for index in indices)
+        """Sequences as [len(indices), seq_len + 1]: inputs are [:, :-1], labels [:, 1:].
+
+        Raises DamagedDataError where they are not what was prepared.
+        """
+        starts = [index * self.seq_len for index in indices]
+        if self.file is not None:
+            width = self.tokens.itemsize
+            for start in starts:
+                self.file.check(start * width, (start + self.seq_len + 1) * width)
         return np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts]).astype(np.int64)
 
     def document_ends_within(self, first: int, last: int) -> npt.NDArray[np.int64]:
@@ -80,31 +99,67 @@ class TokenSequences:
         return self.document_ends[low:high] - start
 
 
-def open_dataset(folder: Path, seq_len: int) -> tuple[DatasetInfo, TokenSequences, TokenSequences]:
-    """Info, training and validation sequences of a prepared dataset. Raises UsageError."""
+def open_dataset(
+    folder: Path, seq_len: int, rank: int = 0, ranks: int = 1
+) -> tuple[DatasetInfo, TokenSequences, TokenSequences]:
+    """Info, training and validation sequences of a prepared dataset.
+
+    Document ends are compared with their hashes here, this rank's share of them; tokens when they are first read.
+    Raises UsageError, and DamagedDataError where the files are not what was prepared.
+    """
     try:
         info = DatasetInfo(**json.loads((folder / "dataset.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{folder} is not a prepared dataset: {error}") from error
-    train = _sequences(folder, "train", info.dtype, info.train_tokens, info.train_documents, seq_len)
-    validation = _sequences(
-        folder, "validation", info.dtype, info.validation_tokens, info.validation_documents, seq_len
-    )
+    if info.schema not in (_SCHEMA, _WITHOUT_HASHES):
+        raise UsageError(f"{folder} has schema {info.schema!r}; this version reads {_SCHEMA}. Prepare the data again.")
+    known = {"str": str, "int": int}
+    wrong = [field.name for field in fields(info) if type(getattr(info, field.name)) is not known[str(field.type)]]
+    if wrong or info.dtype not in _DTYPES:
+        raise DamagedDataError(
+            folder / "dataset.json", f"{', '.join(wrong) or 'dtype'} has a value that is not allowed"
+        )
+    train, validation = (_sequences(folder, split, info, seq_len) for split in _SPLITS)
+    if info.is_verified:
+        checked = [part for each in (train, validation) for part in (each.file, each.ends_file) if part is not None]
+        if info.seal != _seal(info, [part.hashes for part in checked]):
+            raise DamagedDataError(folder / "dataset.json", "it and the hashes beside it are not of one dataset")
+        for each in (train, validation):
+            if each.ends_file is not None:
+                each.ends_file.check_share(rank, ranks)
     if not len(train):
         raise UsageError(f"{folder} holds {info.train_tokens} training tokens, fewer than one sequence of {seq_len}.")
     return info, train, validation
 
 
-def _sequences(folder: Path, split: str, dtype: str, tokens: int, documents: int, seq_len: int) -> TokenSequences:
-    ends = _map(folder / f"{split}.ends.bin", "int64", documents)
-    return TokenSequences(_map(folder / f"{split}.bin", dtype, tokens), seq_len, ends)
+def _sequences(folder: Path, split: str, info: DatasetInfo, seq_len: int) -> TokenSequences:
+    tokens, documents = (getattr(info, f"{split}_{name}") for name in ("tokens", "documents"))
+    paths = folder / f"{split}.bin", folder / f"{split}.ends.bin"
+    mapped = _map(paths[0], info.dtype, tokens), _map(paths[1], "int64", documents)
+    if not info.is_verified:
+        return TokenSequences(mapped[0], seq_len, mapped[1])
+    files = [CheckedFile(path, content.view(np.uint8)) for path, content in zip(paths, mapped, strict=True)]
+    return TokenSequences(mapped[0], seq_len, mapped[1], *files)
+
+
+def _seal(info: DatasetInfo, hashes: list[bytes]) -> str:
+    """``hashes``: of train.bin, train.ends.bin, validation.bin and validation.ends.bin."""
+    stated = {name: value for name, value in asdict(info).items() if name != "seal"}
+    digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode())
+    for each in hashes:
+        digest.update(hashlib.sha256(each).digest())
+    return digest.hexdigest()
 
 
 def _map(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
-    """The numbers in a file without reading it; an empty file cannot be mapped. Raises UsageError for a damaged one."""
-    found = path.stat().st_size // np.dtype(dtype).itemsize if path.exists() else 0
-    if found != count:
-        raise UsageError(f"{path} holds {found} numbers and dataset.json says {count}. Prepare the dataset again.")
+    """The numbers in a file without reading it; an empty file cannot be mapped. Raises DamagedDataError."""
+    expected = count * np.dtype(dtype).itemsize
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DamagedDataError(path, str(error.strerror)) from error
+    if size != expected:
+        raise DamagedDataError(path, f"{size} bytes instead of the {expected} that dataset.json states")
     return np.memmap(path, dtype=dtype, mode="r") if count else np.empty(0, dtype=dtype)
 
 
@@ -154,12 +209,12 @@ def _build(data: DataSpec, folder: Path) -> None:
         raise UsageError(
             f"{data.tokenizer.path} has no token that ends a document; one of {', '.join(_ENDS_OF_TEXT)} is needed."
         )
-    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    dtype = _DTYPES[vocab_size > 1 << 16]
     counts, ended = dict.fromkeys(_SPLITS, 0), dict.fromkeys(_SPLITS, 0)
     digest = hashlib.sha256()
     with ExitStack() as opened:
-        files = {split: opened.enter_context((folder / f"{split}.bin").open("wb")) for split in _SPLITS}
-        ends = {split: opened.enter_context((folder / f"{split}.ends.bin").open("wb")) for split in _SPLITS}
+        files = {split: opened.enter_context(HashedFile(folder / f"{split}.bin")) for split in _SPLITS}
+        ends = {split: opened.enter_context(HashedFile(folder / f"{split}.ends.bin")) for split in _SPLITS}
         for texts in _batched(documents(data.source), _DOCUMENTS_PER_ENCODE):
             for text, encoded in zip(texts, tokenizer.encode_batch(texts), strict=True):
                 split = "validation" if _draw(text) < data.validation_split else "train"
@@ -170,9 +225,7 @@ def _build(data: DataSpec, folder: Path) -> None:
                 counts[split] += len(ids)
                 ends[split].write(np.int64(counts[split] - 1).tobytes())
                 ended[split] += 1
-        for file in (*files.values(), *ends.values()):
-            file.flush()
-            os.fsync(file.fileno())
+        hashes = [file.finish() for split in _SPLITS for file in (files[split], ends[split])]
     info = DatasetInfo(
         schema=_SCHEMA,
         fingerprint=digest.hexdigest(),
@@ -184,7 +237,7 @@ def _build(data: DataSpec, folder: Path) -> None:
         train_documents=ended["train"],
         validation_documents=ended["validation"],
     )
-    write_document(folder / "dataset.json", asdict(info))
+    write_document(folder / "dataset.json", asdict(replace(info, seal=_seal(info, hashes))))
 
 
 def _train_tokenizer(data: DataSpec) -> Any:

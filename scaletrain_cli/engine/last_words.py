@@ -10,7 +10,7 @@ from scaletrain_cli.rundir.evidence import reason_in
 
 _VERDICTS = {"NonFiniteGradientError": "nan", "LossScaleAtFloorError": "nan"}
 _VERDICTS |= {"SpikeError": "spike", "WrongNodesError": "wrong-nodes", "NoRoomError": "disk-full"}
-_VERDICTS |= {"UnreadableCheckpointsError": "unreadable"}
+_VERDICTS |= {"UnreadableCheckpointsError": "unreadable", "DamagedDataError": "data"}
 _TYPES = {
     "OutOfMemoryError": "oom",
     "MemoryError": "host-oom",

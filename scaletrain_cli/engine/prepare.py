@@ -10,8 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+from scaletrain_cli.engine.chunk_hashes import DamagedDataError
 from scaletrain_cli.engine.dataset import open_dataset, prepare_dataset
-from scaletrain_cli.errors import ScaletrainError
+from scaletrain_cli.errors import ExitCode, ScaletrainError
 from scaletrain_cli.spec import RunSpec
 
 
@@ -23,6 +24,9 @@ def main() -> int:
     try:
         folder = prepare_dataset(spec.data, Path(sys.argv[2]))
         info, train, validation = open_dataset(folder, spec.transformer.seq_len)
+    except DamagedDataError as error:
+        print(error, file=sys.stderr)
+        return int(ExitCode.CRASHED)
     except ScaletrainError as error:
         print(error, file=sys.stderr)
         return int(error.exit_code)

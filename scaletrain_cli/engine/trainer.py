@@ -238,7 +238,8 @@ class Trainer:
     def save(self, step: int, *, wait: bool) -> None:
         """Begin a checkpoint of the state after ``step`` steps; the data position is that one number."""
         self.heartbeat.beat(step, "save")
-        state = {"step": step, "dataset": self.dataset.fingerprint, "guard": self.judge.guard.state_dict()}
+        data = {"dataset": self.dataset.fingerprint, "dataset_seal": self.dataset.seal}
+        state = {"step": step, **data, "guard": self.judge.guard.state_dict()}
         self.checkpointer.save(step, state, wait=wait)
 
     def resume(self) -> Beginning:
@@ -253,6 +254,11 @@ class Trainer:
                     f"{self.dataset.fingerprint[:12]}: resuming would train on other data. "
                     "Restore the data, or start anew."
                 )
+            if (state.get("dataset_seal") or self.dataset.seal) != self.dataset.seal:
+                raise UsageError(
+                    f"{name} was trained on data with other hashes than those of this dataset, which states the same "
+                    "fingerprint: one of them was edited. Restore the dataset's folder from a copy, or start anew."
+                )
             self.judge.guard.load_state_dict(state["guard"])
         self._event(
             "started" if begin.checkpoint is None else "resumed",
@@ -262,6 +268,8 @@ class Trainer:
             passed_over=begin.passed_over,
             attention=attention_kernel_of(self.record.spec, self.record.plan.layout, self.device),
         )
+        if not self.dataset.is_verified:
+            self._event("unverified-data", schema=self.dataset.schema)
         return begin
 
     def _event(self, name: str, **details: Any) -> None:

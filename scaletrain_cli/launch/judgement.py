@@ -19,7 +19,7 @@ from scaletrain_cli.rundir.failures import Failure
 Reason = Literal[
     "done", "preempted", "time-limit", "out-of-grace", "cancelled",
     "node", "wrong-nodes", "hardware", "hang", "communication",
-    "crash", "killed", "oom", "host-oom", "nan", "spike", "disk-full", "unreadable", "usage",
+    "crash", "killed", "oom", "host-oom", "nan", "spike", "disk-full", "unreadable", "data", "usage",
 ]
 # fmt: on
 # What only its own evidence can show, and no other rank's death brings about.
@@ -32,6 +32,7 @@ _SPECIFIC: tuple[Reason, ...] = (
     "hardware",
     "disk-full",
     "unreadable",
+    "data",
 )
 _STATED: tuple[Reason, ...] = (*_SPECIFIC, "hang", "communication")  # believed as said; all else is a crash
 _AGAINST_ITS_NODE: tuple[Reason, ...] = ("wrong-nodes", "hardware", "hang")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -130,6 +131,23 @@ def test_a_damaged_checkpoint_is_passed_over(dataset: Path, undisturbed: Undistu
     if resumed["step"] < newest.step:  # unless a newer one was committed between the two lines above
         assert shard.name in resumed["passed_over"][0]
     assert_same_run(drill, undisturbed())
+
+
+@pytest.mark.long
+def test_data_that_were_replaced_between_two_attempts_stop_the_run_before_a_step(dataset: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(dataset, tmp_path / "data"))
+    drill = submit_drill(folder)
+    drill.wait_for_step(12)
+    other = folder / "other"
+    other.write_bytes(bytes((folder / "train.bin").stat().st_size))
+    other.replace(folder / "train.bin")
+    os.kill(drill.rank_pids()[0], signal.SIGKILL)
+    drill.wait_for_end()
+    ended = drill.events("attempt-ended")[1:]
+    assert [(event["exit_code"], event["reason"], event["requeue"]) for event in ended] == [(93, "data", False)]
+    (told,) = drill.events("damaged-data")
+    assert (told["file"], told["attempt"]) == (str(folder / "train.bin"), 2)
+    assert not [line for line in read_metrics(drill.run) if line["attempt"] == 2]
 
 
 def test_a_nan_stops_the_run_for_good_and_the_checkpoint_before_it_is_clean(

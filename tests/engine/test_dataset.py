@@ -1,12 +1,15 @@
 """Text becomes tokens once, whole, and the same way every time."""
 
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from scaletrain_cli.engine.chunk_hashes import CHUNK_BYTES, CheckedFile, DamagedDataError, HashedFile
 from scaletrain_cli.engine.corpus import documents, source_files
 from scaletrain_cli.engine.dataset import dataset_folder, open_dataset, prepare_dataset
 from scaletrain_cli.errors import UsageError
@@ -135,11 +138,11 @@ def test_a_cut_or_missing_file_is_named(texts: Path, tmp_path: Path) -> None:
     folder = prepare_dataset(spec(texts), tmp_path)
     content = (folder / "train.bin").read_bytes()
     (folder / "train.bin").write_bytes(content[: len(content) // 2])
-    with pytest.raises(UsageError, match=r"train\.bin holds"):
+    with pytest.raises(DamagedDataError, match=r"train\.bin: \d+ bytes instead of"):
         open_dataset(folder, 16)
     (folder / "train.bin").write_bytes(content)
     (folder / "train.ends.bin").unlink()
-    with pytest.raises(UsageError, match=r"train\.ends\.bin holds 0"):
+    with pytest.raises(DamagedDataError, match=r"train\.ends\.bin: No such file"):
         open_dataset(folder, 16)
 
 
@@ -193,3 +196,103 @@ def test_a_large_text_file_is_many_documents_and_loses_no_character(tmp_path: Pa
     pieces = list(documents(str(path)))
     assert len(pieces) > 2
     assert "".join(pieces) == path.read_text()
+
+
+def change(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def swap(folder: Path, first: str, second: str) -> None:
+    contents = (folder / first).read_bytes(), (folder / second).read_bytes()
+    (folder / first).write_bytes(contents[1])
+    (folder / second).write_bytes(contents[0])
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def edit(folder: Path, name: str, value: object) -> None:
+    path = folder / "dataset.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+
+
+def read_all(folder: Path) -> None:
+    _, *splits = open_dataset(folder, 16)
+    for split in splits:
+        split.rows(list(range(len(split))))
+
+
+ENDINGS = ("bin", "bin.blake2b", "ends.bin", "ends.bin.blake2b")
+HARM: dict[str, Callable[[Path], object]] = {
+    "a byte of the tokens": lambda folder: change(folder / "train.bin", 70),
+    "a byte of the validation tokens": lambda folder: change(folder / "validation.bin", 5),
+    "a byte of the document ends": lambda folder: change(folder / "train.ends.bin", 9),
+    "all tokens": lambda folder: (folder / "train.bin").write_bytes(bytes((folder / "train.bin").stat().st_size)),
+    "a byte more": lambda folder: (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes() + b"x"),
+    "fewer tokens": lambda folder: cut(folder / "train.bin", 1000),
+    "the files of two splits": lambda folder: swap(folder, "train.bin", "validation.bin"),
+    "the files and hashes of two splits": lambda folder: [
+        swap(folder, f"train.{ending}", f"validation.{ending}") for ending in ENDINGS
+    ],
+    "the hashes": lambda folder: change(folder / "train.bin.blake2b", 3),
+    "no hashes": lambda folder: (folder / "train.bin.blake2b").unlink(),
+    "fewer hashes": lambda folder: cut(folder / "train.bin.blake2b", 0),
+    "the fingerprint": lambda folder: edit(folder, "fingerprint", "0" * 64),
+    "the vocabulary": lambda folder: edit(folder, "vocab_size", 401),
+    "the type of a number": lambda folder: edit(folder, "train_tokens", "many"),
+    "the type of the tokens": lambda folder: edit(folder, "dtype", "float64"),
+    "the seal": lambda folder: edit(folder, "seal", ""),
+}
+
+
+@pytest.mark.parametrize("harm", HARM.values(), ids=HARM.keys())
+def test_whatever_is_changed_in_a_prepared_dataset_is_found_before_it_is_used(
+    harm: Callable[[Path], object], texts: Path, tmp_path: Path
+) -> None:
+    folder = prepare_dataset(spec(texts), tmp_path)
+    read_all(folder)
+    harm(folder)
+    with pytest.raises(DamagedDataError, match=r"train|validation|dataset\.json") as caught:
+        read_all(folder)
+    assert caught.value.exit_code == 93
+    assert str(caught.value.evidence["file"]).startswith(str(folder))
+
+
+def test_only_the_chunks_that_are_read_are_compared_and_each_once(tmp_path: Path) -> None:
+    size = 5 * CHUNK_BYTES + 77
+    content = np.frombuffer(random.Random(1).randbytes(size), dtype=np.uint8).copy()
+    with HashedFile(tmp_path / "data") as file:
+        for start in range(0, size, 99_991):
+            file.write(content[start : start + 99_991].tobytes())
+        file.finish()
+    assert (tmp_path / "data").read_bytes() == content.tobytes()
+    assert len((tmp_path / "data.blake2b").read_bytes()) == 6 * 16
+    checked = CheckedFile(tmp_path / "data", content)
+    for share in range(3):
+        checked.check_share(share, 3)
+    checked = CheckedFile(tmp_path / "data", content)
+    checked.check(CHUNK_BYTES, 2 * CHUNK_BYTES)
+    content[CHUNK_BYTES] ^= 1
+    content[5 * CHUNK_BYTES] ^= 1
+    checked.check(CHUNK_BYTES, 3 * CHUNK_BYTES - 1)  # the second chunk was compared before
+    with pytest.raises(DamagedDataError, match=r"chunk 5 \(bytes 655360 to 655437\)"):
+        checked.check(4 * CHUNK_BYTES, size)
+    with pytest.raises(DamagedDataError, match="chunk 1 "):
+        CheckedFile(tmp_path / "data", content).check(CHUNK_BYTES - 1, CHUNK_BYTES + 1)
+
+
+def test_a_dataset_of_a_version_without_hashes_is_opened_and_called_unverified(texts: Path, tmp_path: Path) -> None:
+    folder = prepare_dataset(spec(texts), tmp_path)
+    for path in folder.glob("*.blake2b"):
+        path.unlink()
+    edit(folder, "schema", "scaletrain.dataset/v2")
+    edit(folder, "seal", "")
+    info, train, _ = open_dataset(folder, 16)
+    assert not info.is_verified
+    assert len(train.rows([0, 1])) == 2
+    edit(folder, "schema", "scaletrain.dataset/v9")
+    with pytest.raises(UsageError, match="v9"):
+        open_dataset(folder, 16)

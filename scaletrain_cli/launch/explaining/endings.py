@@ -114,6 +114,15 @@ ENDINGS: dict[Reason, Ending] = {
             _RESUME + " continues the run once they can be",
         ),
     ),
+    "data": Ending(
+        "the training data are not what was prepared; no step was trained on what differs",
+        (
+            "Restore the file that the message names from a copy; or delete the dataset's folder and prepare the same "
+            "data again: scaletrain data prepare SPEC",
+            "If it happens again with other chunks, test the memory and the disks of that node",
+            _RESUME + " then continues the run",
+        ),
+    ),
     "usage": Ending(
         "it cannot run as it is asked: the spec, the data or the installation; a retry would not help",
         ("Mend what the message says, then submit or resume",),

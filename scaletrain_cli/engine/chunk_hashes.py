@@ -1,0 +1,129 @@
+"""Hashes of the chunks of a data file: written with the file, compared when a chunk is first read.
+
+Each process compares the chunks that it reads, once: of a large file every rank hashes the part that it trains on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrain_cli.errors import DoNotRequeueError
+from scaletrain_cli.safe_files import open_new
+
+# A sequence of 4,096 tokens takes 8 to 16 KiB. Of larger chunks a rank would read much more than it trains on; smaller
+# ones would make the hashes a large file. They take one byte for each 8 KiB of data.
+CHUNK_BYTES = 1 << 17
+DIGEST_BYTES = 16
+
+
+class DamagedDataError(DoNotRequeueError):
+    """The prepared data are not what was prepared: no retry cures that (exit 93). ``evidence`` is for an event."""
+
+    def __init__(self, path: Path, what: str, **evidence: int | str) -> None:
+        super().__init__(
+            f"{path}: {what}. No step was trained on it. Restore the file from a copy, or delete the folder "
+            f"{path.parent} and prepare the same data again with `scaletrain data prepare`; then `scaletrain resume`."
+        )
+        self.evidence = {"file": str(path), "problem": what, **evidence}
+
+
+def hashes_path(path: Path) -> Path:
+    """Where the hashes of a data file are: 16 bytes of BLAKE2b for each chunk of 128 KiB, in order."""
+    return path.with_name(f"{path.name}.blake2b")
+
+
+class HashedFile:
+    """A new data file, written from its beginning to its end. ``finish`` makes it durable and writes its hashes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, open_new(path)
+        self._digests = bytearray()
+        self._chunk, self._room = _new_hash(), CHUNK_BYTES
+
+    def write(self, data: bytes) -> None:
+        """Append ``data``. Raises OSError."""
+        self._file.write(data)
+        rest = memoryview(data)
+        while len(rest) >= self._room:
+            self._chunk.update(rest[: self._room])
+            self._digests += self._chunk.digest()
+            rest = rest[self._room :]
+            self._chunk, self._room = _new_hash(), CHUNK_BYTES
+        self._chunk.update(rest)
+        self._room -= len(rest)
+
+    def finish(self) -> bytes:
+        """Close it, write the hashes and return them. Raises OSError where the disk did not take all of it."""
+        if self._room < CHUNK_BYTES:
+            self._digests += self._chunk.digest()
+        _close_durably(self._file)
+        hashes = open_new(hashes_path(self._path))
+        hashes.write(self._digests)
+        _close_durably(hashes)
+        return bytes(self._digests)
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+class CheckedFile:
+    """A data file that is mapped into memory, and which of its chunks have been compared with their hashes."""
+
+    def __init__(self, path: Path, content: npt.NDArray[np.uint8]) -> None:
+        """``content``: the whole file as bytes. Raises DamagedDataError unless there are as many hashes as chunks."""
+        self._path, self._content = path, content
+        self.hashes = _read(hashes_path(path))
+        chunks = -(-len(content) // CHUNK_BYTES)
+        if len(self.hashes) != chunks * DIGEST_BYTES:
+            found = f"{len(self.hashes)} bytes instead of {chunks * DIGEST_BYTES}"
+            raise DamagedDataError(hashes_path(path), f"{found} for the {chunks} chunks of {path.name}")
+        self._compared = bytearray(chunks)
+
+    def check(self, start: int, stop: int) -> None:
+        """Compare the chunks that hold bytes ``start`` to ``stop``, unless they were compared before.
+
+        Raises DamagedDataError, which names the first chunk that differs.
+        """
+        for chunk in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
+            if not self._compared[chunk]:
+                self._compare(chunk)
+
+    def check_share(self, rank: int, ranks: int) -> None:
+        """Compare every chunk whose number divided by ``ranks`` leaves ``rank``. Raises DamagedDataError."""
+        for chunk in range(rank, len(self._compared), ranks):
+            self._compare(chunk)
+
+    def _compare(self, chunk: int) -> None:
+        start, stop = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, len(self._content))
+        found = _new_hash()
+        found.update(self._content[start:stop].data)
+        if found.digest() != self.hashes[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]:
+            what = f"chunk {chunk} (bytes {start} to {stop}) is not what was prepared"
+            raise DamagedDataError(self._path, what, chunk=chunk, first_byte=start, last_byte=stop - 1)
+        self._compared[chunk] = 1
+
+
+def _new_hash() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=DIGEST_BYTES)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DamagedDataError(path, str(error.strerror)) from error
+
+
+def _close_durably(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
