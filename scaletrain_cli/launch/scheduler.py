@@ -26,6 +26,7 @@ class Job:
 
     ``exit_code`` and ``progress`` (a line of metrics.jsonl) are for a run whose directory is not seen from here.
     ``cause`` is set for an ended job where the scheduler itself names one.
+    ``forgotten``: it ended, and the scheduler no longer knows how.
     """
 
     id: str
@@ -35,6 +36,7 @@ class Job:
     exit_code: int | None = None
     cause: JobCause | None = None
     progress: Mapping[str, float] = field(default_factory=dict)
+    forgotten: bool = False
 
     @property
     def is_active(self) -> bool:

@@ -79,14 +79,17 @@ def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
     submission = read_submission(run)
     job = _ask(run, record, last, scheduler)
     measured = {**job.progress, **_newest_measures(run, evaluates=record.spec.evaluation.every > 0)}
+    state = _state(run, record, job, last)
+    # Of a run whose volume is not seen here, and whose pods were gone before anybody looked.
+    unseen = record.spec.total_steps if state == "finished" and not record.spec.training.early_stopping.patience else 0
     return RunStatus(
         run_id=record.run_id,
         name=record.spec.name,
-        state=_state(run, record, job, last),
+        state=state,
         scheduler=record.spec.cluster.scheduler,
         job_id=job.id or (submission.job_id if submission else ""),
         attempt=last.number if last else 0,
-        step=measured.get("step", 0),
+        step=measured.get("step", unseen),
         total_steps=record.spec.total_steps,
         loss=measured.get("loss"),
         validation_loss=measured.get("validation_loss"),
@@ -108,6 +111,8 @@ def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
 
 def is_over(run: RunDir, status: RunStatus) -> bool:
     """Whether nothing more will happen by itself. A preempted run may be waiting for its next attempt."""
+    if status.state == "unknown":
+        return status.job.forgotten
     if status.state != "preempted":
         return status.state in ("finished", "failed", "cancelled")
     return not status.job.may_be_active
@@ -120,7 +125,7 @@ def exit_code_of(run: RunDir, status: RunStatus) -> int:
     attempts = read_attempts(run)
     last = attempts[-1] if attempts else None
     if last is None:  # none began, or none that is seen from here
-        return status.job.exit_code or ExitCode.CRASHED
+        return ExitCode.SCHEDULER if status.job.forgotten else status.job.exit_code or ExitCode.CRASHED
     if last.decision is not None and not last.decision.requeue:
         return last.decision.exit_code or ExitCode.CRASHED
     return last.exit_code or ExitCode.CRASHED
@@ -132,9 +137,18 @@ def _ask(run: RunDir, record: RunRecord, last: AttemptRecord | None, scheduler: 
     try:
         return (scheduler or scheduler_for(record.spec.cluster.scheduler)).job(run, record)
     except SchedulerError as error:  # the run directory still tells most of it
-        submission = read_submission(run)
-        job_id = submission.job_id if submission is not None else last.job_id if last is not None else ""
-        return Job(job_id, "unknown", error.message.rstrip("."))
+        return Job(_sent_as(run, record, last), "unknown", error.message.rstrip("."))
+
+
+def _sent_as(run: RunDir, record: RunRecord, last: AttemptRecord | None) -> str:
+    """The id of the job that was handed over, or may have been: the scheduler's answer may have been lost."""
+    if record.spec.cluster.scheduler == "kubernetes":
+        from scaletrain_cli.launch.kubernetes.whereabouts import whereabouts_of
+
+        place = whereabouts_of(run, record)
+        return "" if place is None else place.job_id
+    submission = read_submission(run)
+    return submission.job_id if submission is not None else last.job_id if last is not None else ""
 
 
 def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -> RunState:
@@ -143,6 +157,8 @@ def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None)
         return "finished"
     if job.state == "suspended" or job.state == "ending":
         return job.state
+    if job.forgotten and last is None:
+        return "cancelled" if run.is_told_to_stop else "unknown"
     if job.is_active:
         waiting = last is not None and last.ended is not None and last.reason == "preempted"
         if waiting:

@@ -78,7 +78,7 @@ _HELD_UP = {"suspended": _suspended, "ending": _ending}
 
 def _stuck_in_kubernetes(run: RunDir, record: RunRecord, status: RunStatus) -> list[Finding]:
     """What keeps a job there that nothing but a person can end."""
-    if status.scheduler != "kubernetes" or status.state not in ("queued", "running", "preempted"):
+    if status.scheduler != "kubernetes" or status.state not in ("queued", "running", "ending", "preempted"):
         return []
     from scaletrain_cli.launch.explaining.kubernetes_jobs import what_never_ends
 

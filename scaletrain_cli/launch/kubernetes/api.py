@@ -84,8 +84,8 @@ class Cluster:
             dry_run="All" if dry_run else None,
         )
 
-    def annotate(self, kind: Kind, namespace: str, name: str, annotations: Mapping[str, str]) -> None:
-        """Add annotations to an object. Does nothing to one that is not there."""
+    def annotate(self, kind: Kind, namespace: str, name: str, annotations: Mapping[str, str | None]) -> None:
+        """Add annotations to an object, and remove those that are None. Does nothing to one that is not there."""
         body = {"metadata": {"annotations": dict(annotations)}}
         try:
             self._json(
@@ -100,16 +100,31 @@ class Cluster:
             if error.status != 404:
                 raise
 
-    def delete(self, kind: Kind, namespace: str, name: str, *, uid: str = "", at_once: bool = False) -> bool:
-        """Delete an object, and all that it owns before it. False when there was none.
+    def delete(
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        *,
+        uid: str = "",
+        background: bool = False,
+        at_once: bool = False,
+        dry_run: bool = False,
+    ) -> bool:
+        """Delete an object, and all that it owns before it. Return False when there was none.
 
-        ``uid`` spares a later object of the same name. ``at_once`` waits for no kubelet to confirm the end.
+        ``uid`` spares a later object of the same name. With ``background`` the object goes first. ``at_once`` waits for
+        no kubelet to confirm the end. ``dry_run`` only asks whether the server would do it.
         """
         body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
         if uid:
             body["preconditions"] = {"uid": uid}
+        if background or at_once:
+            body["propagationPolicy"] = "Background"
         if at_once:
-            body |= {"gracePeriodSeconds": 0, "propagationPolicy": "Background"}
+            body["gracePeriodSeconds"] = 0
+        if dry_run:
+            body["dryRun"] = ["All"]
         try:
             self._json("delete", kind, kind.path(namespace, name), body=body)
         except RefusedError as error:

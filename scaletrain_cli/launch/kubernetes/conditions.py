@@ -6,11 +6,11 @@ Pure: an Observation in, a Job out. Of two explanations it gives the one nearer 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from scaletrain_cli.launch.kubernetes.kinds import Object
 from scaletrain_cli.launch.kubernetes.observation import QUEUE_LABEL, Observation, is_heard_of, own_container
-from scaletrain_cli.launch.kubernetes.watchdog import CHILD_REFUSED, never_ends_by_itself
+from scaletrain_cli.launch.kubernetes.watchdog import CHILD_REFUSED, is_ready, never_ends_by_itself
 from scaletrain_cli.launch.scheduler import Job
 
 CANCELLED = "scaletrain.dev/cancelled"  # an annotation: when, by `scaletrain cancel`
@@ -26,36 +26,39 @@ _STUCK = {
     "RunContainerError": "the container cannot be started",
 }
 # Events of pods that cannot start, and of controllers that cannot make them.
+_MOST_LAST_WORDS = 400  # characters
 _TROUBLE = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox", "FailedCreate", *CHILD_REFUSED)
 
 
-def job_of(seen: Observation, job_id: str, now: float) -> Job:
-    """The run's job; ``now`` is Unix time."""
+def job_of(seen: Observation, job_id: str, now: float, *, cancelled: bool = False) -> Job:
+    """The run's job; ``now`` is Unix time, ``cancelled`` what the run directory says of a workload that is gone."""
     workload = seen.workload
     nodes = tuple(dict.fromkeys(pod["spec"]["nodeName"] for pod in seen.pods if pod.get("spec", {}).get("nodeName")))
     stuck = [finding.text for finding in never_ends_by_itself(seen, now)]
+    left = [pod for pod in seen.pods if not _has_ended(pod)]
     if workload is None:
+        cause = "cancelled" if cancelled else "the workload is gone"
         if seen.pods:
-            text = "; ".join(stuck) or f"{_pods(len(seen.pods))} of it still ending"
-            return Job(job_id, "running", f"the workload is gone; {text}", nodes)
-        return Job(job_id, "ended", "it is no longer in the cluster")
+            return Job(job_id, "ending", f"{cause}; {'; '.join(stuck) or _leaving(left, seen)}", nodes)
+        if seen.jobset is not None:
+            return Job(job_id, "ending", f"{cause}; its JobSet is being deleted")
+        words = "it is no longer in the cluster, which does not say how it ended"
+        return Job(job_id, "ended", words, forgotten=True)
     if workload["metadata"].get("deletionTimestamp"):
         cause = "cancelled" if CANCELLED in workload["metadata"].get("annotations", {}) else "being deleted"
-        left = [pod for pod in seen.pods if not _has_ended(pod)]
-        text = "; ".join(stuck) or (f"{_pods(len(left))} saving and leaving" if left else "about to go")
-        return Job(job_id, "running", f"{cause}; {text}", nodes)
+        text = "; ".join(stuck) or (_leaving(left, seen) if left else "about to go")
+        return Job(job_id, "ending", f"{cause}; {text}", nodes)
     end = _end(workload, seen)
     if end is not None:
         code, why = end
-        left = [pod for pod in seen.pods if not _has_ended(pod)]
         if left:  # two gangs must never meet, so it is not over before its last pod is
-            return Job(job_id, "running", f"{why}; {'; '.join(stuck) or f'{_pods(len(left))} still ending'}", nodes)
+            text = "; ".join(stuck) or _leaving(left, seen, doing="still ending")
+            return Job(job_id, "ending", f"{why}; {text}", nodes)
         return Job(job_id, "ended", why, nodes, exit_code=code)
     if stuck:
         return Job(job_id, "running" if seen.pods else "queued", "; ".join(stuck), nodes)
-    if _is_suspended(workload):
-        left = [pod for pod in seen.pods if not _has_ended(pod)]  # Kueue suspends; the pods have their grace period
-        saving = f"; {_pods(len(left))} still saving and leaving" if left else ""
+    if _is_suspended(workload):  # Kueue suspends; the pods have their grace period
+        saving = f"; {_leaving(left, seen, doing='still saving and leaving')}" if left else ""
         return Job(job_id, "queued", f"{_why_suspended(workload, seen)}{saving}", nodes)
     return _of_pods(seen, job_id, nodes)
 
@@ -77,8 +80,11 @@ def _end(workload: Object, seen: Observation) -> tuple[int | None, str] | None:
     if failed is None:
         return None
     words = f"failed: {_reason_words(failed)}"
-    said = " ".join(str(condition.get("message", "")) for job in seen.jobs for condition in _conditions(job, "Failed"))
-    return _code(seen.pods, f"{failed.get('message', '')} {said}"), _with_pod(words, seen.pods)
+    below = [*([seen.jobset] if seen.jobset is not None else []), *seen.jobs]  # nearer to the cause
+    said = [_reason_words(condition) for item in below for condition in _conditions(item, "Failed")]
+    for more in said:
+        words += f"; {more}" if more and more not in words else ""
+    return _code(seen.pods, " ".join((_message(failed), *said))), _with_pod(words, seen.pods)
 
 
 def _code(pods: Sequence[Object], said: str) -> int | None:
@@ -100,17 +106,47 @@ def exit_code_of_pod(pod: Object) -> int | None:
 
 
 def _with_pod(words: str, pods: Sequence[Object]) -> str:
-    """The words with what the first pod that failed says of itself, where that is more than its exit code."""
+    """The words with what the first pod that failed says of itself: its code, and the last that it printed."""
     for pod in pods:
         ended = own_container(pod).get("state", {}).get("terminated") or {}
         if ended.get("exitCode"):
-            reason = ended.get("reason", "")
+            reason, said = ended.get("reason", ""), _last_words(str(ended.get("message", "")))
             more = f", {reason}" if reason not in ("", "Error") else ""
-            return f"{words}; pod {pod['metadata']['name']} ended with exit code {ended['exitCode']}{more}"
+            told = f"{words}; pod {pod['metadata']['name']} ended with exit code {ended['exitCode']}{more}"
+            return f"{told}: {said}" if said else told
         status = pod.get("status", {})
         if status.get("reason"):  # Evicted, for one; the container has no state then
             return f"{words}; pod {pod['metadata']['name']}: {status['reason']}: {status.get('message', '')}"
     return words
+
+
+def _last_words(message: str) -> str:
+    """The last line of a termination message, in which a program says why it ended."""
+    lines = [" ".join(line.split()) for line in message.splitlines() if line.strip()]
+    return lines[-1][-_MOST_LAST_WORDS:] if lines else ""
+
+
+def _leaving(pods: Sequence[Object], seen: Observation, doing: str = "saving and leaving") -> str:
+    """What pods that are told to end do, as far as their nodes are heard of."""
+    silent = _silent_nodes(pods, seen)
+    well = [pod for pod in pods if pod.get("spec", {}).get("nodeName") not in silent]
+    parts = [f"{_pods(len(well))} {doing}"] if well else []
+    return "; ".join([*parts, *_silence(silent)])
+
+
+def _silent_nodes(pods: Sequence[Object], seen: Observation) -> dict[str, int]:
+    """Nodes of which nothing is heard, with how many of the pods each has."""
+    known = {node["metadata"]["name"]: is_ready(node) for node in seen.nodes}
+    found: dict[str, int] = {}
+    for pod in pods:
+        name = pod.get("spec", {}).get("nodeName")
+        if name and not known.get(name, is_heard_of(pod)):
+            found[name] = found.get(name, 0) + 1
+    return dict(sorted(found.items()))
+
+
+def _silence(nodes: Mapping[str, int]) -> list[str]:
+    return [f"node {name} does not report, {_pods(count)} on it may be lost" for name, count in nodes.items()]
 
 
 def _is_suspended(workload: Object) -> bool:
@@ -147,7 +183,8 @@ def _why_suspended(workload: Object, seen: Observation) -> str:
     if evicted is not None:
         again = queued.get("status", {}).get("requeueState", {}).get("requeueAt")
         later = f"; it is queued again at {again}" if again else ""
-        return f"{_evicted_words(queued, evicted)}{later}; {words}"
+        trouble = _trouble_of_lost_pods(seen) if evicted.get("reason") == "PodsReadyTimeout" else ""
+        return f"{_evicted_words(queued, evicted)}{trouble}{later}; {words}"
     checks = [check for check in queued.get("status", {}).get("admissionChecks", ()) if check.get("state") != "Ready"]
     if _condition(queued, "QuotaReserved") is not None and checks:
         check = checks[0]
@@ -162,6 +199,28 @@ def _evicted_words(queued: Object, evicted: Object) -> str:
     return f"evicted by Kueue ({evicted.get('reason')}: {_message(evicted)})"
 
 
+def _trouble_of_lost_pods(seen: Observation) -> str:
+    """Why pods that Kueue has removed did not come up, by the events that outlive them."""
+    told = [event for event in seen.events if event.get("involvedObject", {}).get("kind") == "Pod"]
+    for is_it in (_tells_of_image, lambda event: event.get("reason") in (*_TROUBLE, "FailedScheduling")):
+        for event in reversed(told):
+            if is_it(event):
+                return f"; {_event_words(event)}"
+    return ""
+
+
+def _tells_of_image(event: Object) -> bool:
+    return event.get("reason") in ("Failed", "InspectFailed", "ErrImageNeverPull") and "image" in str(
+        event.get("message", "")
+    )
+
+
+def _event_words(event: Object) -> str:
+    about = event.get("involvedObject", {})
+    what = f"{about.get('kind', 'object').lower()} {about.get('name', '')}"
+    return f"{what}: {event['reason']}: {' '.join(str(event.get('message', '')).split())}"
+
+
 def _of_pods(seen: Observation, job_id: str, nodes: tuple[str, ...]) -> Job:
     """A workload that may run: how far its pods are."""
     assert seen.workload is not None
@@ -170,21 +229,18 @@ def _of_pods(seen: Observation, job_id: str, nodes: tuple[str, ...]) -> Job:
     running = [pod for pod in current if pod.get("status", {}).get("phase") == "Running"]
     again = f" (restart {restarts})" if restarts else ""
     if running and len(running) >= wanted:
-        return Job(job_id, "running", f"all {_pods(len(running))} running{again}{_silent(running)}", nodes)
+        silence = "".join(f"; {words}" for words in _silence(_silent_nodes(running, seen)))
+        return Job(job_id, "running", f"all {_pods(len(running))} running{again}{silence}", nodes)
     ended = [pod for pod in seen.pods if _has_ended(pod)]
     if running and len(running) + len(ended) >= wanted:
         return Job(job_id, "running", f"{len(running)} of {wanted} pods run, the others have ended{again}", nodes)
     leaving = [pod for pod in seen.pods if pod["metadata"].get("deletionTimestamp")]
     waits = _why_pods_wait(current, seen)
     if leaving and not waits:
-        return Job(job_id, "queued", f"{_pods(len(leaving))} of the last gang leaving{again}", nodes)
+        text = _leaving(leaving, seen, doing="of the last gang leaving")
+        return Job(job_id, "queued", f"{text}{again}", nodes)
     have = f"{len(running)} of {wanted} pods run; " if running else ""
     return Job(job_id, "queued", f"{have}{waits or 'the pods are being made'}{again}", nodes)
-
-
-def _silent(running: Sequence[Object]) -> str:
-    lost = {pod["spec"]["nodeName"] for pod in running if not is_heard_of(pod)}
-    return f"; no word from node {', '.join(sorted(lost))}, whose pods will be evicted" if lost else ""
 
 
 def _why_pods_wait(pods: Sequence[Object], seen: Observation) -> str:
@@ -205,12 +261,13 @@ def _why_pods_wait(pods: Sequence[Object], seen: Observation) -> str:
             return f"no room: {_message(scheduled) or 'unschedulable'}{f'; {group}' if group else ''}"
     for event in reversed(seen.events):
         if event.get("type") == "Warning" and event.get("reason") in _TROUBLE:
-            about = event.get("involvedObject", {})
-            what = f"{about.get('kind', 'object').lower()} {about.get('name', '')}"
-            return f"{what}: {event['reason']}: {' '.join(str(event.get('message', '')).split())}"
+            return _event_words(event)
     if pods:
         starting = [pod for pod in pods if pod.get("status", {}).get("phase") != "Running"]
-        return f"{_pods(len(starting))} starting: pulling the image or mounting volumes" if starting else ""
+        silent = _silent_nodes(starting, seen)
+        well = [pod for pod in starting if pod.get("spec", {}).get("nodeName") not in silent]
+        parts = [f"{_pods(len(well))} starting: pulling the image or mounting volumes"] if well else []
+        return "; ".join([*parts, *_silence(silent)])
     return _group_words(seen.group)
 
 
@@ -235,7 +292,7 @@ def size_of(workload: Object) -> int:
 
 def _restarts(seen: Observation) -> int:
     assert seen.workload is not None
-    status = seen.workload.get("status", {})
+    status = (seen.jobset or seen.workload).get("status", {})  # a TrainJob counts none
     return int(status.get("restarts", status.get("retryCount", 0)))
 
 

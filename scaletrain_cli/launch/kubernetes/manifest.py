@@ -13,7 +13,7 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem, SpecError, UsageError
 from scaletrain_cli.launch.kubernetes.jobset import jobset
-from scaletrain_cli.launch.kubernetes.names import DOCUMENTS_ANNOTATION, Workload
+from scaletrain_cli.launch.kubernetes.names import DOCUMENTS_ANNOTATION, Workload, record_mark
 from scaletrain_cli.launch.kubernetes.notes import notes
 from scaletrain_cli.launch.kubernetes.pod import pod_template
 from scaletrain_cli.launch.kubernetes.pod_group import pod_group
@@ -50,7 +50,8 @@ def manifest(
     """The objects of a submission; ``avoid`` are nodes to keep off. Raises SpecError for what cannot run."""
     spec = record.spec
     require_submittable(spec)
-    workload = Workload(record.run_id, submission, record.revision, spec.cluster.kubernetes.backend)
+    backend = spec.cluster.kubernetes.backend
+    workload = Workload(record.run_id, submission, record.revision, backend, record_mark(record))
     template = pod_template(spec, record.plan, workload, documents, avoid)
     objects = (_config_map(spec, workload, documents), *_workload_objects(spec, workload, template))
     if found := problems(objects):

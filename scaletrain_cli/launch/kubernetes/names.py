@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scaletrain_cli.rundir.record import RunRecord
 
 MASTER_PORT = 29500
 NODE = "node"  # what the replicated job, Volcano's task, and the container are called; Trainer demands it
@@ -19,6 +24,7 @@ RUN_ID_ANNOTATION = "scaletrain.dev/run-id"
 REVISION_ANNOTATION = "scaletrain.dev/revision"
 SUBMISSION_ANNOTATION = "scaletrain.dev/submission"
 DOCUMENTS_ANNOTATION = "scaletrain.dev/documents-sha256"
+RECORD_ANNOTATION = "scaletrain.dev/record"  # two people may choose the same run id
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 MANAGED = f"app.kubernetes.io/managed-by={MANAGER}"  # selects what this launcher has made
 
@@ -40,13 +46,14 @@ KINDS = {
 class Workload:
     """One submission of a run: every `scaletrain resume` is a new one, for its objects cannot be changed.
 
-    ``submission`` counts from 1.
+    ``submission`` counts from 1. ``mark`` is record_mark() of the run's record.
     """
 
     run_id: str
     submission: int
     revision: int = 0
     backend: str = "jobset"
+    mark: str = ""
 
     @cached_property
     def name(self) -> str:
@@ -100,6 +107,7 @@ class Workload:
             RUN_ID_ANNOTATION: self.run_id,
             REVISION_ANNOTATION: str(self.revision),
             SUBMISSION_ANNOTATION: str(self.submission),
+            **({RECORD_ANNOTATION: self.mark} if self.mark else {}),
         }
 
 
@@ -109,6 +117,24 @@ def parse_id(job_id: str) -> tuple[str, str]:
     if backend not in KINDS or not slash or not name:
         raise ValueError(f"{job_id!r} is no job of Kubernetes; those are called like jobset/llama-s1")
     return backend, name
+
+
+def record_mark(record: RunRecord) -> str:
+    """Return 16 hex digits that no other run has, not even one of the same id."""
+    made = f"{record.run_id}\0{record.created!r}\0{record.wandb_run_id}"
+    return hashlib.sha256(made.encode()).hexdigest()[:16]
+
+
+def belongs_to(item: Mapping[str, Any], record: RunRecord) -> bool:
+    """Return whether an object was made for this very run; one of an earlier version goes by the run id alone."""
+    marks = item["metadata"].get("annotations") or {}
+    return marks.get(RUN_ID_ANNOTATION) == record.run_id and marks.get(RECORD_ANNOTATION) in (None, record_mark(record))
+
+
+def submission_number(name: str) -> int:
+    """Return the number at the end of a workload's name or job id; 0 where there is none."""
+    match = re.search(r"-s(\d+)$", name)
+    return int(match[1]) if match else 0
 
 
 def run_label(run_id: str) -> str:

@@ -8,23 +8,37 @@ from typing import TYPE_CHECKING
 
 from scaletrain_cli.launch.kubernetes.kinds import (
     BACKENDS,
+    EVENT,
     JOB,
+    JOB_SET,
     NODE,
     POD,
     POD_GROUP,
     VOLCANO_JOB,
     WORKLOAD,
+    Kind,
     Object,
+)
+from scaletrain_cli.launch.kubernetes.names import (
+    INSTANCE_LABEL,
+    RECORD_ANNOTATION,
+    RUN_LABEL,
+    belongs_to,
+    record_mark,
+    run_label,
+    submission_number,
 )
 from scaletrain_cli.launch.kubernetes.names import NODE as CONTAINER
 from scaletrain_cli.launch.kubernetes.refusals import RefusedError
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.kubernetes.api import Cluster
+    from scaletrain_cli.rundir.record import RunRecord
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _OWNER_LABEL = "kueue.x-k8s.io/job-uid"  # on the Workload that Kueue makes: the UID of what it was made for
 _PODS_ASKED = 3  # of those that wait: all of a gang wait for the same, and each is a question
+_NODES_ASKED = 8  # one by one; for more a list of all is less work
 
 
 @dataclass(frozen=True)
@@ -37,28 +51,35 @@ class Observation:
     queued: Object | None = None  # Kueue's Workload
     group: Object | None = None  # Volcano's PodGroup
     events: tuple[Object, ...] = ()
-    nodes: tuple[Object, ...] = ()  # those of pods that are ending, as far as they still exist
+    nodes: tuple[Object, ...] = ()  # of pods that are ending, starting or silent, as far as they still exist
     nodes_known: bool = True  # False where the user may not look at nodes
     queue_known: bool = True  # False where the user may not look at Kueue's Workloads
+    jobset: Object | None = None  # that Trainer made of a TrainJob, and that may outlive it
+    others: tuple[Object, ...] = ()  # other workloads of the run, the newest first
 
 
-def observe(cluster: Cluster, namespace: str, job_id: str, run_label: str) -> Observation:
-    """Look at the workload ``job_id`` and, where it is gone, at pods that any workload of the run has left.
+def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) -> Observation:
+    """Look at the run's workloads by their label, at ``job_id`` in detail, and where it is gone at pods that are left.
 
     Raises SchedulerError. A right that is missing for a detail leaves the detail out.
     """
     backend, _, name = job_id.partition("/")
-    workload = cluster.get(BACKENDS[backend], namespace, name)
+    found = workloads_of(cluster, BACKENDS[backend], namespace, record)
+    workload = next((one for one in found if one["metadata"]["name"] == name), None)
+    others = tuple(one for one in found if one is not workload)
+    instance = f"{INSTANCE_LABEL}={name}"
+    jobset = _jobset_of_trainjob(cluster, namespace, name, record) if backend == "trainjob" else None
     if workload is None:
-        pods = cluster.find(POD, namespace, labels=f"scaletrain.dev/run={run_label}")
+        label = f"{RUN_LABEL}={run_label(record.run_id)}"
+        pods = cluster.find(POD, namespace, labels=label)
+        pods = [pod for pod in pods if _mark(pod) in ("", record_mark(record))]
         living = tuple(pod for pod in pods if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"))
-        nodes, known = _nodes_of_ending(cluster, living)
-        return Observation(None, living, nodes=nodes, nodes_known=known)
-    pods = cluster.find(POD, namespace, labels=f"app.kubernetes.io/instance={name}")
-    nodes, nodes_known = _nodes_of_ending(cluster, pods)
+        nodes, known = _nodes_in_question(cluster, living)
+        return Observation(None, living, nodes=nodes, nodes_known=known, jobset=jobset, others=others)
+    pods = cluster.find(POD, namespace, labels=instance)
+    nodes, nodes_known = _nodes_in_question(cluster, pods)
     is_volcano = BACKENDS[backend] is VOLCANO_JOB
-    labels = f"app.kubernetes.io/instance={name}"
-    jobs = [] if is_volcano else _allowed(lambda: cluster.find(JOB, namespace, labels=labels)) or []
+    jobs = [] if is_volcano else _allowed(lambda: cluster.find(JOB, namespace, labels=instance)) or []
     queued: Object | None = None
     queue_known = True
     if QUEUE_LABEL in workload["metadata"].get("labels", {}):
@@ -66,17 +87,47 @@ def observe(cluster: Cluster, namespace: str, job_id: str, run_label: str) -> Ob
         queues = _allowed(lambda: cluster.find(WORKLOAD, namespace, labels=owner))
         queued, queue_known = owned_by(workload, queues or []), queues is not None
     groups = _allowed(lambda: cluster.find(POD_GROUP, namespace)) if is_volcano else None
+    evicted = queued is not None and not pods and _is_evicted(queued)
     return Observation(
         workload,
         tuple(sorted(pods, key=index_of)),
         tuple(jobs),
         queued,
         owned_by(workload, groups or []),
-        tuple(_allowed(lambda: _events(cluster, namespace, name, jobs, pods)) or ()),
+        tuple(_allowed(lambda: _events(cluster, namespace, name, jobs, pods, of_lost_pods=evicted)) or ()),
         nodes,
         nodes_known,
         queue_known,
+        jobset,
+        others,
     )
+
+
+def workloads_of(cluster: Cluster, kind: Kind, namespace: str, record: RunRecord) -> list[Object]:
+    """Return this run's own workloads of one kind, the newest first, whatever is known of their submission here."""
+    found = cluster.find(kind, namespace, labels=f"{RUN_LABEL}={run_label(record.run_id)}")
+    own = [one for one in found if belongs_to(one, record) and not _is_trainers(one)]
+    named = [{"apiVersion": kind.api_version, "kind": kind.name, **one} for one in own]  # items of a list may lack both
+    return sorted(named, key=lambda one: submission_number(one["metadata"]["name"]), reverse=True)
+
+
+def _mark(item: Object) -> str:
+    return str((item["metadata"].get("annotations") or {}).get(RECORD_ANNOTATION, ""))
+
+
+def _is_trainers(item: Object) -> bool:
+    """Whether Trainer has made it of a TrainJob, from which it has the labels."""
+    return any(owner.get("kind") == "TrainJob" for owner in item["metadata"].get("ownerReferences", ()))
+
+
+def _jobset_of_trainjob(cluster: Cluster, namespace: str, name: str, record: RunRecord) -> Object | None:
+    found = _allowed(lambda: [one for one in [cluster.get(JOB_SET, namespace, name)] if one is not None])
+    return found[0] if found and belongs_to(found[0], record) else None
+
+
+def _is_evicted(queued: Object) -> bool:
+    conditions = queued.get("status", {}).get("conditions", ())
+    return any(each.get("type") == "Evicted" and each.get("status") == "True" for each in conditions)
 
 
 def index_of(pod: Object) -> int:
@@ -118,21 +169,43 @@ def owned_by(owner: Object, candidates: Iterable[Object]) -> Object | None:
     return None
 
 
-def _events(cluster: Cluster, namespace: str, name: str, jobs: list[Object], pods: list[Object]) -> list[Object]:
-    """Of the workload and its jobs while something is missing, and of some pods that wait."""
+def _events(
+    cluster: Cluster, namespace: str, name: str, jobs: list[Object], pods: list[Object], *, of_lost_pods: bool
+) -> list[Object]:
+    """Of the workload and its jobs while something is missing, and of some pods that wait.
+
+    ``of_lost_pods``: also of pods that are gone. Kueue removes those that did not come up, and why not with them.
+    """
     waiting = [pod for pod in pods if pod.get("status", {}).get("phase", "Pending") == "Pending"]
     if pods and not waiting:
         return []
     names = [name, *(job["metadata"]["name"] for job in jobs)] if not pods else []
     names += [pod["metadata"]["name"] for pod in waiting[:_PODS_ASKED]]
-    return [event for asked in names for event in cluster.events(namespace, asked)]
+    found = [event for asked in names for event in cluster.events(namespace, asked)]
+    if of_lost_pods:
+        start = f"{name}-{CONTAINER}-"
+        told = cluster.find(EVENT, namespace, fields="involvedObject.kind=Pod,type=Warning")
+        found += [event for event in told if str(event.get("involvedObject", {}).get("name", "")).startswith(start)]
+    return found
 
 
-def _nodes_of_ending(cluster: Cluster, pods: Iterable[Object]) -> tuple[tuple[Object, ...], bool]:
+def _nodes_in_question(cluster: Cluster, pods: Iterable[Object]) -> tuple[tuple[Object, ...], bool]:
+    """The nodes of pods that should be about to change: whether they will, their node decides."""
     names = {
         pod["spec"]["nodeName"]
         for pod in pods
-        if pod["metadata"].get("deletionTimestamp") and pod.get("spec", {}).get("nodeName")
+        if pod.get("spec", {}).get("nodeName")
+        and (
+            pod["metadata"].get("deletionTimestamp")
+            or pod.get("status", {}).get("phase", "Pending") == "Pending"
+            or not is_heard_of(pod)
+        )
     }
-    found = _allowed(lambda: [node for name in sorted(names) if (node := cluster.get(NODE, "", name)) is not None])
+
+    def ask() -> list[Object]:
+        if len(names) > _NODES_ASKED:
+            return [node for node in cluster.find(NODE, "") if node["metadata"]["name"] in names]
+        return [node for name in sorted(names) if (node := cluster.get(NODE, "", name)) is not None]
+
+    found = _allowed(ask) if names else []
     return tuple(found or ()), found is not None

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
+import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
@@ -19,18 +19,21 @@ from scaletrain_cli.launch.exclusion import Exclusion
 from scaletrain_cli.launch.kubernetes.api import Cluster, connect
 from scaletrain_cli.launch.kubernetes.conditions import CANCELLED, job_of
 from scaletrain_cli.launch.kubernetes.documents import documents_for
-from scaletrain_cli.launch.kubernetes.kinds import BACKENDS, CONFIG_MAP, Object, kind_of
+from scaletrain_cli.launch.kubernetes.kinds import BACKENDS, CONFIG_MAP, RUNTIME, TRAIN_JOB, Kind, Object, kind_of
 from scaletrain_cli.launch.kubernetes.manifest import Manifest, manifest
 from scaletrain_cli.launch.kubernetes.names import (
     DOCUMENTS_ANNOTATION,
     NODE,
+    RECORD_ANNOTATION,
     REVISION_ANNOTATION,
     RUN_ID_ANNOTATION,
+    Workload,
+    belongs_to,
     parse_id,
-    run_label,
+    submission_number,
 )
 from scaletrain_cli.launch.kubernetes.nodes import exclusion_for
-from scaletrain_cli.launch.kubernetes.observation import Observation, index_of, is_heard_of, observe
+from scaletrain_cli.launch.kubernetes.observation import Observation, index_of, is_heard_of, observe, own_container
 from scaletrain_cli.launch.kubernetes.pod_lines import progress_in
 from scaletrain_cli.launch.kubernetes.pod_logs import PodLogs
 from scaletrain_cli.launch.kubernetes.refusals import RefusedError
@@ -38,10 +41,13 @@ from scaletrain_cli.launch.kubernetes.trainjob import misses_runtime
 from scaletrain_cli.launch.kubernetes.watchdog import Finding, force_delete, never_ends_by_itself
 from scaletrain_cli.launch.kubernetes.whereabouts import (
     Whereabouts,
+    confirm,
     heading_for,
     remember_end,
+    remember_progress,
     shares_volume,
     whereabouts_of,
+    withdraw_intent,
 )
 from scaletrain_cli.launch.kubernetes.yaml_text import to_yaml
 from scaletrain_cli.launch.outlook import Outlook
@@ -49,16 +55,17 @@ from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.launch.submission import make_record, read_submission
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.code import CodeRecord
+from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.safe_files import touch
 from scaletrain_cli.spec import RunSpec
 
-_NUMBER = re.compile(r"-s(\d+)$")
 _LINES_LOOKED_AT = 200  # of pod 0, for the newest step
 _RUNTIME_SECONDS = 15.0  # until webhooks, which read from caches, have seen a runtime that was just made
 _RETRY_SECONDS = 0.5
+_LOST_ANSWER_PAUSES = (1.0, 3.0)  # before a request without an answer is made again
 
 
 @dataclass(frozen=True)
@@ -97,9 +104,15 @@ class KubernetesScheduler:
         spec, workload = record.spec.cluster.kubernetes, rendered.workload
         found = cluster.get(kind_of(rendered.workload_object), spec.namespace, workload.name)
         if found is not None:
-            _refuse_anothers(cluster, found, rendered)
-        with heading_for(run, Whereabouts(workload.id, spec.namespace, spec.context)):
-            _apply(cluster, rendered, found)
+            _refuse_anothers(cluster, found, rendered, record)
+        try:
+            with heading_for(run, Whereabouts(workload.id, spec.namespace, spec.context)):
+                _apply(cluster, rendered, found)
+        except SchedulerSilentError as error:
+            raise SchedulerSilentError(
+                f"{error.message} The run is {run.run_id}: `scaletrain status {run.run_id}` looks for its job, and "
+                f"`scaletrain cancel {run.run_id}` removes it. Submitting or resuming it again makes no second one."
+            ) from error
         if excluded.nodes or excluded.spared:
             record_event(run, "nodes-excluded", nodes=excluded.nodes, spared=excluded.spared, why=excluded.why)
         return workload.id
@@ -109,39 +122,96 @@ class KubernetesScheduler:
         if place is None:
             return Job("", "unknown", "never submitted")
         if place.ended:  # nothing brings it back, and its object may be gone
-            return Job(place.job_id, "ended", place.detail, exit_code=place.exit_code)
+            return Job(
+                place.job_id,
+                "ended",
+                place.detail,
+                exit_code=place.exit_code,
+                progress=place.progress,
+                forgotten=place.forgotten,
+            )
         try:
             cluster, seen = self._look(place, record)
         except UsageError as error:  # no client here: the run directory may still tell most of it
             raise SchedulerError(error.message) from error
-        job = job_of(seen, place.job_id, time.time())
-        if job.state == "ended" and (seen.workload is not None or run.is_told_to_stop):
+        now = time.time()
+        if not place.confirmed:
+            if seen.workload is not None:
+                place = confirm(run, place)
+            elif not seen.pods and not seen.others:
+                return self._job_of_lost_request(run, record, place, now)
+        job = job_of(seen, place.job_id, now, cancelled=run.is_told_to_stop)
+        if job.state == "ended" and (earlier := self._active_earlier(cluster, place, record, seen, now)) is not None:
+            return earlier
+        if not shares_volume(run) and seen.workload is not None and job.state in ("running", "ending", "ended"):
+            progress = _progress(cluster, place, seen)
+            job = dataclasses.replace(job, progress={**place.progress, **progress})
+            if job.is_active:
+                remember_progress(run, place, job.progress)
+        if job.state == "ended":
             remember_end(run, place, job)
-        if job.state == "running" and seen.workload is not None and not shares_volume(run):
-            return dataclasses.replace(job, progress=_progress(cluster, place, seen))
-        return job
+        return job if job.progress else dataclasses.replace(job, progress=place.progress)
+
+    def _job_of_lost_request(self, run: RunDir, record: RunRecord, place: Whereabouts, now: float) -> Job:
+        """The API server did not answer, and has nothing of the job now."""
+        wait = place.unsettled_seconds(now)
+        if wait:
+            asked = time.strftime("%H:%M:%S", time.localtime(place.asked))
+            words = f"the API server did not answer at {asked}, and has nothing of {place.job_id} so far"
+            return Job(place.job_id, "unknown", f"{words}; whether it takes it is known in {math.ceil(wait)} s")
+        withdraw_intent(run, place)
+        if place.before is not None:
+            return self.job(run, record)
+        return Job("", "unknown", f"never submitted: the API server did not answer, and has nothing of {place.job_id}")
+
+    def _active_earlier(
+        self, cluster: Cluster, place: Whereabouts, record: RunRecord, seen: Observation, now: float
+    ) -> Job | None:
+        """An earlier job of this run that still lives, although a later one was submitted."""
+        for other in seen.others:
+            backend = place.job_id.partition("/")[0]
+            job_id = f"{backend}/{other['metadata']['name']}"
+            if _has_ended(other):
+                continue
+            job = job_of(observe(cluster, place.namespace, job_id, record), job_id, now)
+            if job.is_active:
+                return dataclasses.replace(job, detail=f"{job_id}, another job of this run: {job.detail}")
+        return None
 
     def cancel(self, run: RunDir, record: RunRecord) -> None:
-        """Delete the workload, its pods before it: each gets SIGTERM and its whole grace period to save.
+        """Delete the run's workloads, their pods before them: each gets SIGTERM and its whole grace period to save.
 
-        The object stays until the last pod is gone, so that nobody can mistake a gang that saves for one that is over.
+        Raises SchedulerError, with nothing changed, where the server refuses, or may still take a job that it has not
+        answered for. The object of a JobSet or Volcano Job stays until its last pod is gone.
         """
-        touch(run.stop_file)
         place = whereabouts_of(run, record)
         if place is None:
+            touch(run.stop_file)
             record_event(run, "cancelled")
             return
         cluster, seen = self._look(place, record)
-        workload = seen.workload
-        if workload is not None and not workload["metadata"].get("deletionTimestamp"):
-            kind, uid = BACKENDS[parse_id(place.job_id)[0]], workload["metadata"]["uid"]
-            _refuse_another_run(cluster, workload, record)
-            # The pods may not see the stop file; whoever looks at the object sees that it was no preemption.
-            stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            cluster.annotate(kind, place.namespace, place.name, {CANCELLED: stamp})
-            cluster.delete(kind, place.namespace, place.name, uid=uid)
+        wait = place.unsettled_seconds(time.time())
+        if wait and seen.workload is None and not seen.pods:
+            raise SchedulerError(
+                f"{cluster.where} has not answered for {place.job_id} and may still take it. Repeat "
+                f"`scaletrain cancel {run.run_id}` in {math.ceil(wait)} s; nothing was changed."
+            )
+        kind = BACKENDS[parse_id(place.job_id)[0]]
+        named = () if seen.workload is None else (seen.workload,)
+        doomed = [
+            *(one for one in named if not one["metadata"].get("deletionTimestamp") or kind is TRAIN_JOB),
+            *(one for one in seen.others if not one["metadata"].get("deletionTimestamp") and not _has_ended(one)),
+        ]
+        for one in doomed:  # asked before anything is changed
+            _delete(cluster, kind, place.namespace, one, dry_run=True)
+        with _stop_told(run, cluster, kind, place.namespace, doomed):
+            for one in doomed:
+                _delete(cluster, kind, place.namespace, one)
+        if doomed:
             with contextlib.suppress(SchedulerError):  # the pods take their output along when they go
                 self._logs(run, record, place, cluster).bring()
+        elif seen.workload is None and not place.confirmed:
+            _remove_leftovers(cluster, place, record)
         if not (seen.pods and shares_volume(run)):  # else the first pod records it, once all have saved
             record_event(run, "cancelled", job_id=place.job_id)
 
@@ -173,7 +243,7 @@ class KubernetesScheduler:
 
     def _look(self, place: Whereabouts, record: RunRecord) -> tuple[Cluster, Observation]:
         cluster = self.connect(place.context, place.namespace)
-        return cluster, observe(cluster, place.namespace, place.job_id, run_label(record.run_id))
+        return cluster, observe(cluster, place.namespace, place.job_id, record)
 
     def _logs(self, run: RunDir, record: RunRecord, place: Whereabouts, cluster: Cluster) -> PodLogs:
         return PodLogs(run, cluster, place, record.spec.cluster.gpus_per_node)
@@ -185,10 +255,67 @@ class KubernetesScheduler:
 
 
 def _next_number(run: RunDir) -> int:
-    """Of this submission: one that was applied without being recorded is found again under the same number."""
-    submission = read_submission(run)
-    match = _NUMBER.search(submission.job_id) if submission is not None else None
-    return int(match[1]) + 1 if match else 1
+    """Return the number of this submission. A job whose answer was lost is asked for again under the same number."""
+    submission, place = read_submission(run), read_document(run.path / "kubernetes.json") or {}
+    recorded = 0 if submission is None else submission_number(submission.job_id)
+    if not place.get("confirmed", True):
+        return max(recorded, submission_number((place["before"] or {}).get("job_id", ""))) + 1
+    known = submission_number(place.get("job_id", ""))
+    if known > recorded and not place.get("ended"):  # found after its answer was lost
+        return known
+    return max(recorded, known) + 1
+
+
+def _has_ended(workload: Object) -> bool:
+    return not job_of(Observation(workload), "", time.time()).is_active
+
+
+def _delete(cluster: Cluster, kind: Kind, namespace: str, workload: Object, *, dry_run: bool = False) -> None:
+    """Delete a workload, unless another of its name has taken its place.
+
+    A TrainJob goes before what it owns: Trainer's webhook takes no change of one whose TrainingRuntime is gone, not
+    even that which ends a foreground deletion. Asked again, the server ends a deletion that is stuck in that way.
+    """
+    metadata = workload["metadata"]
+    background = kind is TRAIN_JOB
+    cluster.delete(kind, namespace, metadata["name"], uid=metadata["uid"], background=background, dry_run=dry_run)
+
+
+@contextlib.contextmanager
+def _stop_told(run: RunDir, cluster: Cluster, kind: Kind, namespace: str, doomed: Sequence[Object]) -> Iterator[None]:
+    """With the stop file, and the mark on the objects for who does not see that file; both go if the server refuses."""
+    had = run.stop_file.exists()
+    touch(run.stop_file)
+    names = [one["metadata"]["name"] for one in doomed]
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+    def mark(value: str | None) -> None:
+        for name in names:
+            with contextlib.suppress(SchedulerError):  # only for who looks at the object
+                cluster.annotate(kind, namespace, name, {CANCELLED: value})
+
+    mark(stamp)
+    try:
+        yield
+    except SchedulerSilentError:
+        raise  # it may have been done
+    except SchedulerError:
+        if not had:
+            run.stop_file.unlink(missing_ok=True)
+        mark(None)
+        raise
+
+
+def _remove_leftovers(cluster: Cluster, place: Whereabouts, record: RunRecord) -> None:
+    """Remove what was made for a workload that the server never took: nothing owns it."""
+    workload = Workload(record.run_id, submission_number(place.job_id), backend=parse_id(place.job_id)[0])
+    left = [(CONFIG_MAP, workload.config_map)]
+    left += [(RUNTIME, workload.name)] if workload.backend == "trainjob" else []
+    for kind, name in left:
+        with contextlib.suppress(SchedulerError):
+            there = cluster.get(kind, place.namespace, name)
+            if there is not None and belongs_to(there, record) and not there["metadata"].get("ownerReferences"):
+                cluster.delete(kind, place.namespace, name, uid=there["metadata"]["uid"])
 
 
 def _apply(cluster: Cluster, rendered: Manifest, found: Object | None) -> None:
@@ -197,11 +324,11 @@ def _apply(cluster: Cluster, rendered: Manifest, found: Object | None) -> None:
     made: list[Object] = []
     try:
         for body in others:
-            cluster.apply(body)
+            _apply_surely(cluster, body)
             made.append(body)
         whole = found if found is not None else _apply_workload(cluster, workload)
     except SchedulerSilentError:
-        raise  # the server may have it all; the next submit finds out
+        raise  # the server may have it all; whoever looks next finds out
     except SchedulerError:
         for body in made if found is None else ():
             with contextlib.suppress(SchedulerError):
@@ -212,7 +339,7 @@ def _apply(cluster: Cluster, rendered: Manifest, found: Object | None) -> None:
     owner |= {key: whole["metadata"][key] for key in ("name", "uid")}
     for body in others:
         with contextlib.suppress(SchedulerError):  # the job is there; without an owner they only stay behind it
-            cluster.apply({**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}})
+            _apply_surely(cluster, {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}})
 
 
 def _apply_workload(cluster: Cluster, workload: Object) -> Object:
@@ -220,47 +347,71 @@ def _apply_workload(cluster: Cluster, workload: Object) -> Object:
     deadline = time.monotonic() + _RUNTIME_SECONDS
     while True:
         try:
-            return cluster.apply(workload)
+            return _apply_surely(cluster, workload)
         except RefusedError as error:
             if not misses_runtime(error.said) or time.monotonic() > deadline:
                 raise
         time.sleep(_RETRY_SECONDS)
 
 
-def _refuse_anothers(cluster: Cluster, found: Object, rendered: Manifest) -> None:
+def _apply_surely(cluster: Cluster, body: Object) -> Object:
+    """Apply, and again where the answer was lost: a second time changes nothing of what the first has made.
+
+    Raises SchedulerSilentError where that does not help, RefusedError where the server is known not to have it.
+    """
+    lost: SchedulerSilentError | None = None
+    for pause in (*_LOST_ANSWER_PAUSES, None):
+        try:
+            return cluster.apply(body)
+        except SchedulerSilentError as error:
+            lost = error
+        except RefusedError:
+            if lost is None:
+                raise
+            try:
+                there = cluster.get(kind_of(body), body["metadata"]["namespace"], body["metadata"]["name"])
+            except SchedulerError as error:
+                raise lost from error
+            if there is None:
+                raise
+            return there
+        if pause is not None:
+            time.sleep(pause)
+    assert lost is not None
+    raise lost
+
+
+def _refuse_anothers(cluster: Cluster, found: Object, rendered: Manifest, record: RunRecord) -> None:
     """Raise SchedulerError unless the object that is there is this very submission's."""
     workload, metadata = rendered.workload, found["metadata"]
     name, marks = f"{found['kind']} {metadata['name']}", metadata.get("annotations", {})
-    documents = cluster.get(CONFIG_MAP, metadata["namespace"], workload.config_map)
-    theirs = (documents or {}).get("metadata", {}).get("annotations", {}).get(DOCUMENTS_ANNOTATION)
-    ours = rendered.objects[0]["metadata"]["annotations"][DOCUMENTS_ANNOTATION]
     if marks.get(RUN_ID_ANNOTATION) != workload.run_id:
         owner = marks.get(RUN_ID_ANNOTATION, "something else")
         raise SchedulerError(f"{cluster.where}: {name} is there and belongs to {owner}. Submit under another --run-id.")
+    documents = cluster.get(CONFIG_MAP, metadata["namespace"], workload.config_map)
+    theirs = (documents or {}).get("metadata", {}).get("annotations", {}).get(DOCUMENTS_ANNOTATION)
+    ours = rendered.objects[0]["metadata"]["annotations"][DOCUMENTS_ANNOTATION]
+    if not belongs_to(found, record) or (RECORD_ANNOTATION not in marks and theirs not in (None, ours)):
+        raise SchedulerError(
+            f"{cluster.where}: {name} is there since {metadata.get('creationTimestamp')} and belongs to another run of "
+            f"the id {workload.run_id}, which may be somebody else's. It is left alone. Submit under another --run-id."
+        )
     if metadata.get("deletionTimestamp"):
         raise SchedulerError(f"{cluster.where}: {name} is still being deleted. Wait for its pods to end.")
     if marks.get(REVISION_ANNOTATION) != str(workload.revision) or (theirs is not None and theirs != ours):
         raise SchedulerError(
             f"{cluster.where}: {name} is there with another spec or layout of {workload.run_id}. "
-            f"Delete it (kubectl -n {metadata['namespace']} delete {workload.backend} {metadata['name']}), or submit "
-            "under another --run-id."
+            f"Run `scaletrain cancel {workload.run_id}` first, and resume it then."
         )
-
-
-def _refuse_another_run(cluster: Cluster, workload: Object, record: RunRecord) -> None:
-    owner = workload["metadata"].get("annotations", {}).get(RUN_ID_ANNOTATION)
-    if owner != record.run_id:
-        name = f"{workload['kind']} {workload['metadata']['name']}"
-        raise SchedulerError(f"{cluster.where}: {name} belongs to {owner or 'something else'}; it is left alone.")
 
 
 def _progress(cluster: Cluster, place: Whereabouts, seen: Observation) -> dict[str, float]:
     """How far the run is, by what pod 0 printed last; nothing where that cannot be read."""
-    running = [pod for pod in seen.pods if index_of(pod) == 0 and pod.get("status", {}).get("phase") == "Running"]
-    first = [pod for pod in running if is_heard_of(pod)]  # a dead node would be waited for
+    begun = [pod for pod in seen.pods if index_of(pod) == 0 and "waiting" not in own_container(pod).get("state", {})]
+    first = [pod for pod in begun if is_heard_of(pod)]  # a dead node would be waited for
     if not first:
         return {}
     with contextlib.suppress(SchedulerError):
-        lines = cluster.log(place.namespace, first[0]["metadata"]["name"], NODE, last_lines=_LINES_LOOKED_AT)
+        lines = cluster.log(place.namespace, first[-1]["metadata"]["name"], NODE, last_lines=_LINES_LOOKED_AT)
         return progress_in(line.partition(" ")[2] for line in lines)
     return {}

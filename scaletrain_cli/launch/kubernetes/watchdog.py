@@ -40,7 +40,10 @@ def never_ends_by_itself(seen: Observation, now: float) -> list[Finding]:
 
 
 def force_delete(cluster: Cluster, namespace: str, seen: Observation, now: float) -> list[str]:
-    """Remove the pods of dead nodes from the API, so that a job that was deleted goes away; returns their names.
+    """Remove the pods of dead nodes from the API, so that a job that was deleted goes away; return their names.
+
+    These are the pods that are overdue, and, once their workload is deleted, all on nodes that do not report now: the
+    grace period of a pod that nobody can tell to end need not be waited for.
 
     A pod of a Job that is not deleted stays, without its grace period: podReplacementPolicy Failed keeps the Job's
     finalizer on it until somebody says that it failed, as a deleted node or the out-of-service taint does.
@@ -49,7 +52,12 @@ def force_delete(cluster: Cluster, namespace: str, seen: Observation, now: float
     """
     by_name = {pod["metadata"]["name"]: pod["metadata"].get("uid", "") for pod in seen.pods}
     names = [name for finding in _dead_nodes(seen, now) for name in finding.pods]
-    return [name for name in names if cluster.delete(POD, namespace, name, uid=by_name[name], at_once=True)]
+    if seen.workload is None or seen.workload["metadata"].get("deletionTimestamp"):
+        dead = {node["metadata"]["name"] for node in seen.nodes if not is_ready(node)}
+        living = [pod for pod in seen.pods if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")]
+        names += [pod["metadata"]["name"] for pod in living if pod.get("spec", {}).get("nodeName") in dead]
+    found = dict.fromkeys(names)
+    return [name for name in found if cluster.delete(POD, namespace, name, uid=by_name[name], at_once=True)]
 
 
 def _refused_child(seen: Observation) -> Iterator[Finding]:

@@ -2,7 +2,11 @@
 
 It validates nothing, runs no controller, and is no evidence of what a real server does. What it answers where it
 matters (a Status, a page of a list, a log with times) has the shape of what a real one answers. Of all webhooks it has
-one, Trainer's: it decides in which order, and how patiently, objects must be sent.
+one, Trainer's: it decides in which order, and how patiently, objects must be sent and taken away.
+
+Of the garbage collector it has what a cancel meets: what an object owns goes after it in the background; before it, and
+before the object itself, in the foreground; and a TrainJob whose TrainingRuntime went first stays for ever, since the
+webhook refuses the change that takes the finalizer off. A second, background deletion drops that finalizer.
 """
 
 from __future__ import annotations
@@ -43,6 +47,8 @@ class FakeApi:
         self.calls: set[tuple[str, str, str]] = set()  # (verb, group, resource)
         self.asked: list[str] = []  # every method and path with its query
         self.deletions: list[tuple[str, Object]] = []
+        self.lost: dict[tuple[str, str], int] = {}  # (verb, resource) -> how many answers are lost though it is done
+        self.after_lost: dict[tuple[str, str], tuple[int, Object]] = {}  # refusals from the next lost answer on
         self.page: int | None = None
         self.silent_pods: set[str] = set()  # their kubelet does not answer
         self.dead_pods: set[str] = set()  # their node is never heard of, and the server waits for it
@@ -156,7 +162,9 @@ class _Handler(BaseHTTPRequestHandler):
         if query.get("dryRun") == "All":
             self._answer(200, merged)
             return
-        self._answer(200, self.api.put(plural, merged, group, namespace))
+        made = self.api.put(plural, merged, group, namespace)
+        if not self._loses("create" if there is None else "patch", plural):
+            self._answer(200, made)
 
     def do_DELETE(self) -> None:
         group, plural, namespace, name, _, _ = self._where()
@@ -171,14 +179,46 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted and wanted != there["metadata"]["uid"]:
             self._answer(409, status(409, "Conflict", "the UID in the precondition does not match"))
             return
+        if "All" in options.get("dryRun", ()):
+            self._answer(200, there)
+            return
         self.api.deletions.append((f"{plural}/{name}", options))
-        pods = [pod for pod in self.api.all("pods") if pod["metadata"]["labels"].get(_INSTANCE) == name]
-        if pods and plural != "pods":  # they have their grace period; the test says when they are gone
-            for body in (there, *pods):
-                body["metadata"]["deletionTimestamp"] = "2026-11-21T10:10:00Z"
-        else:
-            del self.api.objects[(group, plural, namespace, name)]
-        self._answer(200, {"kind": "Status", "status": "Success"})
+        self._remove(group, plural, namespace, there, background=options.get("propagationPolicy") == "Background")
+        if not self._loses("delete", plural):
+            self._answer(200, {"kind": "Status", "status": "Success"})
+
+    def _remove(self, group: str, plural: str, namespace: str, there: Object, *, background: bool) -> None:
+        metadata = there["metadata"]
+        owned = [
+            (key, body)
+            for key, body in self.api.objects.items()
+            if any(owner.get("uid") == metadata["uid"] for owner in body["metadata"].get("ownerReferences", ()))
+        ]
+        pods = [pod for pod in self.api.all("pods") if pod["metadata"]["labels"].get(_INSTANCE) == metadata["name"]]
+        if plural == "pods":
+            pods = []
+        for pod in pods:  # they have their grace period; the test says when they are gone
+            pod["metadata"]["deletionTimestamp"] = _DELETED
+        if not background:
+            for key, _ in owned:
+                self.api.objects.pop(key, None)
+            stuck = plural == "trainjobs" and any(key[1] == "trainingruntimes" for key, _ in owned)
+            if pods or stuck or "deletionTimestamp" in metadata:
+                metadata["deletionTimestamp"] = _DELETED
+                return
+        self.api.objects.pop((group, plural, namespace, metadata["name"]), None)
+        for key, body in owned:
+            if key in self.api.objects:
+                self._remove(*key[:3], body, background=True)
+
+    def _loses(self, verb: str, resource: str) -> bool:
+        """Answer as a gateway does that has waited long enough, where such answers are left."""
+        left = self.api.lost.get((verb, resource), 0)
+        if left:
+            self.api.lost[(verb, resource)] = left - 1
+            self.api.refusals |= self.api.after_lost
+            self._answer(504, status(504, "Timeout", "the server was unable to return a response in the time allotted"))
+        return left > 0
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -283,6 +323,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 _INSTANCE = "app.kubernetes.io/instance"
+_DELETED = "2026-11-21T10:10:00Z"
 _NO_RUNTIME = (
     'admission webhook "validator.trainjob.trainer.kubeflow.org" denied the request: spec.runtimeRef: Invalid value: '
     '{{"name":"{name}","apiGroup":"{apiGroup}","kind":"{kind}"}}: {kind}.{apiGroup} "{name}" not found: specified '
@@ -298,11 +339,19 @@ def _selected(body: Object, query: dict[str, str]) -> bool:
         return False
     fields = dict(part.split("=", 1) for part in wanted_fields if "!=" not in part)
     return all(labels.get(key) == value for key, value in wanted.items()) and all(
-        body.get("involvedObject", {}).get(key.rpartition(".")[2]) == value for key, value in fields.items()
+        _field(body, key) == value for key, value in fields.items()
     )
+
+
+def _field(body: Object, path: str) -> Any:
+    found: Any = body
+    for part in path.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
 
 
 def _merged(old: Any, new: Any) -> Any:
     if isinstance(old, dict) and isinstance(new, dict):
-        return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
+        both = {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
+        return {key: value for key, value in both.items() if value is not None}
     return new

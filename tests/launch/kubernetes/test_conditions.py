@@ -68,7 +68,7 @@ def test_a_gang_whose_pods_all_run_runs_and_its_nodes_are_known() -> None:
 def test_a_node_that_does_not_report_is_named() -> None:
     silent = pod(NAME, 1, node="n2", conditions=[condition("Ready", "False")])
     job = judged(jobset(), pod(NAME, 0, conditions=[condition("Ready")]), silent)
-    assert job.detail == "all 2 pods running; no word from node n2, whose pods will be evicted"
+    assert job.detail == "all 2 pods running; node n2 does not report, 1 pod on it may be lost"
 
 
 def test_a_restarted_gang_says_so() -> None:

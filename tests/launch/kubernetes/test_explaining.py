@@ -76,7 +76,7 @@ def test_a_run_that_runs_well_needs_no_explanation_and_one_that_ended_has_the_cl
 
 
 def test_a_cluster_that_is_silent_is_told(made: MadeRun, api: FakeApi, whole: dict[str, Any]) -> None:
-    api.forbid("get", "jobsets", GROUP)
+    api.forbid("list", "jobsets", GROUP)
     assert "forbids it" in explained(made).evidence[0].text
 
 
