@@ -36,9 +36,9 @@ def _findings(run: RunDir, record: RunRecord, status: RunStatus, last: AttemptRe
         yield _not_known(status)
     elif job.state == "queued" and not stuck:
         yield from _waiting(run, record, status)
-    elif job.state in ("suspended", "ending"):
+    elif job.state in ("suspended", "ending") and not stuck:
         yield _HELD_UP[job.state](run, status)
-    elif job.state == "running" and (last is None or unended):
+    elif job.state == "running" and (last is None or unended) and not stuck:
         yield _running(run, status)
     over = job.state == "ended" or (job.state == "unknown" and not job.id)
     if last is not None and (last.ended is not None or over):
@@ -130,7 +130,8 @@ def _never_began(run: RunDir, status: RunStatus) -> Finding:
 
         evidence += how_it_ended(status.job_id, run.path / f"slurm-{status.job_id}.log")
     if status.scheduler == "kubernetes":  # whose attempts may be on a volume that is not seen here
-        actions = (f"scaletrain logs {run.run_id}", f"scaletrain resume {run.run_id} goes on")
-        return Finding(status.state, f"its job is over: {status.state}", tuple(evidence), actions)
+        from scaletrain_cli.launch.explaining.kubernetes_jobs import how_it_ended as how_job_ended
+
+        return how_job_ended(run, status)
     again = f"scaletrain resume {run.run_id} submits it again"
     return Finding("never-began", "its job ended before an attempt began", tuple(evidence), (again,))

@@ -117,7 +117,7 @@ def test_memory_that_ran_out_is_named() -> None:
 def test_a_job_is_not_over_before_its_last_pod_is() -> None:
     failed = jobset(condition("Failed", reason="FailedJobs"))
     job = judged(failed, ended(NAME, 0, 1), pod(NAME, 1))
-    assert (job.state, "1 pod still ending" in job.detail) == ("running", True)
+    assert (job.state, "1 pod still ending" in job.detail) == ("ending", True)
     assert judged(failed, ended(NAME, 0, 1)).state == "ended"
 
 
@@ -238,14 +238,14 @@ def test_a_gang_that_makes_room_for_its_successor_is_queued() -> None:
     assert (job.state, job.detail) == ("queued", "1 pod of the last gang leaving (restart 1)")
 
 
-def test_a_job_that_is_being_deleted_runs_until_its_pods_are_gone() -> None:
+def test_a_job_that_is_being_deleted_is_not_over_until_its_pods_are_gone() -> None:
     mark = {"deletionTimestamp": "2026-11-21T11:59:00Z", "annotations": {CANCELLED: "2026-11-21T11:59:00Z"}}
     saving = pod(NAME, 0, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
-    assert judged(jobset(metadata=mark), saving).state == "running"
+    assert judged(jobset(metadata=mark), saving).state == "ending"
     assert judged(jobset(metadata=mark), saving).detail == "cancelled; 1 pod saving and leaving"
     mark = {"deletionTimestamp": "2026-11-21T11:59:00Z"}
     assert judged(jobset(metadata=mark), saving).detail.startswith("being deleted")
-    assert judged(None, saving).state == "running"  # two gangs must never meet
+    assert judged(None, saving).state == "ending"  # two gangs must never meet
     assert judged(None).state == "ended"
 
 
@@ -262,7 +262,7 @@ def test_a_volcano_job_that_is_being_ended_is_not_called_queued() -> None:
     """An exit code that no retry cures: Volcano is Terminating until the last pod is gone, and then Terminated."""
     leaving = pod(NAME, 1, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
     job = judged(volcano("Terminating"), ended(NAME, 0, 93), leaving)
-    assert (job.state, "1 pod still ending" in job.detail) == ("running", True)
+    assert (job.state, "1 pod still ending" in job.detail) == ("ending", True)
 
 
 def test_a_volcano_gang_that_waits_has_its_schedulers_words() -> None:
@@ -353,3 +353,63 @@ def test_pods_are_numbered_by_whichever_controller_made_them() -> None:
 def test_times_are_read_as_the_server_writes_them() -> None:
     assert unix_time("2026-11-21T12:00:00Z") == NOW
     assert unix_time("2026-11-21T12:00:00.000000Z") == NOW
+
+
+def test_the_cause_of_an_end_is_told_from_the_job_and_from_what_the_pod_printed_last() -> None:
+    failed = condition("Failed", reason="FailJobSetFailurePolicyAction", message="applying FailJobSet")
+    late = condition("Failed", reason="DeadlineExceeded", message="Job was active longer than specified deadline")
+    job = {"metadata": {"name": "j"}, "status": {"conditions": [late]}}
+    assert "DeadlineExceeded: Job was active longer" in judged(jobset(failed), jobs=(job,)).detail
+    crashed = ended(NAME, 0, 5)
+    said = "Traceback\n  x\nWrongNodesError: the volume cannot be written\n\n"
+    crashed["status"]["containerStatuses"][0]["state"]["terminated"]["message"] = said
+    detail = judged(jobset(failed), crashed, jobs=(job,)).detail
+    assert detail.endswith("ended with exit code 5: WrongNodesError: the volume cannot be written")
+
+
+def test_a_trainjob_has_the_cause_and_the_restarts_of_its_jobset() -> None:
+    whole = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": NAME, "uid": "u"},
+        "spec": {"trainer": {"numNodes": 2}},
+        "status": {"conditions": [condition("Failed", reason="JobSetFailed")]},
+    }
+    below = jobset(condition("Failed", reason="ReachedMaxRestarts", message="restarted 13 times"), restarts=13)
+    assert "ReachedMaxRestarts: restarted 13 times" in judged(whole, jobset=below).detail
+    running = judged({**whole, "status": {}}, pod(NAME, 0), pod(NAME, 1), jobset=jobset(restarts=4))
+    assert running.detail == "all 2 pods running (restart 4)"
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("Failed", 'Failed to pull image "x": not found'),
+        ("FailedMount", "MountVolume.SetUp failed"),
+        ("FailedScheduling", "0/4 nodes are available"),
+    ],
+)
+def test_pods_that_kueue_has_removed_say_why_they_did_not_come_up(reason: str, message: str) -> None:
+    waiting = workload(
+        condition("Evicted", "True", "PodsReadyTimeout", "Exceeded the PodsReady timeout ml/x"),
+        condition("QuotaReserved", "False", "Pending", "no quota"),
+    )
+    of_pod = event(reason, message, "Pod", f"{NAME}-node-0-0-abcde")
+    job = judged(jobset(queue="q", suspend=True), queued=waiting, events=(event("Other", "x"), of_pod))
+    assert f"; pod {NAME}-node-0-0-abcde: {reason}: {message}" in job.detail
+
+
+def test_pods_on_a_node_that_does_not_report_are_not_said_to_save_or_to_pull() -> None:
+    nodes = (node("n1", "True"), node("n2", "Unknown"))
+    mark = {"deletionTimestamp": "2026-11-21T11:59:00Z", "annotations": {CANCELLED: "2026-11-21T11:59:00Z"}}
+    late = {"deletionTimestamp": "2026-11-21T12:10:00Z"}
+    gang = (pod(NAME, 0, node="n1", metadata=dict(late)), pod(NAME, 1, node="n2", metadata=dict(late)))
+    silence = "node n2 does not report, 1 pod on it may be lost"
+    assert judged(jobset(metadata=mark), *gang, nodes=nodes).detail == f"cancelled; 1 pod saving and leaving; {silence}"
+    assert judged(jobset(restarts=1), *gang, nodes=nodes).detail == (
+        f"1 pod of the last gang leaving; {silence} (restart 1)"
+    )
+    starting = (pod(NAME, 0, phase="Pending", node="n1"), pod(NAME, 1, phase="Pending", node="n2"))
+    assert judged(jobset(), *starting, nodes=nodes).detail == (
+        f"1 pod starting: pulling the image or mounting volumes; {silence}"
+    )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.explaining.explain import explain
 from scaletrain_cli.launch.explaining.finding import Finding
 from scaletrain_cli.launch.explaining.kubernetes_jobs import why_it_waits
@@ -60,19 +61,60 @@ def test_a_child_that_is_refused_and_a_dead_node_are_told_first(
     assert "kubectl delete node n" in found.actions[0]
 
 
-def test_a_run_that_runs_well_needs_no_explanation_and_one_that_ended_has_the_clusters(
+def test_a_run_that_runs_says_how_far_it_is_and_one_that_ended_has_the_clusters_words(
     made: MadeRun, api: FakeApi, whole: dict[str, Any]
 ) -> None:
     name = whole["metadata"]["name"]
     put_pod(api, made, pod(name, 0))
     put_pod(api, made, pod(name, 1))
-    assert not explain(made.run).findings
+    api.logs[f"{name}-node-0-0-abcde"] = ["2026-11-21T10:00:00Z rank 0: step     11/20  loss 2.5000  x"]
+    found = explained(made)
+    assert (found.cause, [each.text for each in found.evidence]) == ("running", ["all 2 pods running", "step 11 of 20"])
     for index in (0, 1):
         put_pod(api, made, ended(name, index, 137, "OOMKilled"))
     whole["status"] = {"conditions": [condition("Failed", reason="ReachedMaxRestarts")]}
     found = explained(made)
     assert found.cause == "failed"
     assert "OOMKilled" in found.evidence[0].text
+
+
+@pytest.mark.parametrize(
+    ("code", "headline", "action"),
+    [
+        (0, "has finished", ""),
+        (2, "cannot run as the spec asks", "--set KEY=VALUE"),
+        (3, "cannot run as the spec asks", "--set KEY=VALUE"),
+        (93, "another attempt would not help", "Remove the cause before"),
+        (5, "is not what was planned", "Correct what the message names"),
+        (1, "has ended: failed", "continues from the newest valid checkpoint"),
+    ],
+)
+def test_after_an_end_only_that_is_advised_which_helps(
+    made: MadeRun, api: FakeApi, whole: dict[str, Any], code: int, headline: str, action: str
+) -> None:
+    put_pod(api, made, ended(whole["metadata"]["name"], 0, code))
+    whole["status"] = {"conditions": [condition("Completed" if not code else "Failed")]}
+    found = explained(made)
+    assert headline in found.headline
+    assert action in " ".join(found.actions)
+    assert bool(found.actions) == bool(code)
+
+
+def test_a_job_that_is_gone_without_a_trace_is_not_said_to_have_failed(
+    made: MadeRun, api: FakeApi, whole: dict[str, Any]
+) -> None:
+    api.objects.clear()
+    found = explained(made)
+    assert (found.cause, "how it ended is not known" in found.headline) == ("unknown", True)
+
+
+def test_a_server_that_is_down_ends_no_job_of_which_it_has_not_answered(made: MadeRun, api: FakeApi) -> None:
+    api.refusals[("patch", "jobsets")] = (503, {})
+    with pytest.raises(SchedulerError):
+        submit_run(made.run, made.record, KubernetesScheduler())
+    api.refusals[("list", "jobsets")] = (503, {})
+    found = explained(made)
+    assert (found.cause, "is not known" in found.headline) == ("unknown", True)
 
 
 def test_a_cluster_that_is_silent_is_told(made: MadeRun, api: FakeApi, whole: dict[str, Any]) -> None:
@@ -105,6 +147,15 @@ def test_a_cluster_that_is_silent_is_told(made: MadeRun, api: FakeApi, whole: di
         ("pod p: FailedMount: x", "volume", False),
         ("job j: FailedCreate: exceeded quota", "quota", False),
         ("1 of 2 pods run; no room: 0/4 nodes are available", "resources", False),
+        ("pod p is held by a scheduling gate: kueue.x-k8s.io/topology", "admission", False),
+        ("no room: 0/4 nodes are available: 4 node(s) didn't match Pod's node affinity/selector", "placement", False),
+        ("no room: 0/4 nodes are available: 4 node(s) had untolerated taint {spot: true}", "placement", False),
+        ("no room: 0/4 nodes are available: 4 node(s) were unschedulable.", "placement", False),
+        (
+            "evicted by Kueue (PodsReadyTimeout: x); pod p: Failed: Failed to pull image; waits in queue q",
+            "image",
+            False,
+        ),
         ("2 pods starting: pulling the image or mounting volumes", "starting", False),
         ("something new", "unknown", False),
     ],

@@ -173,7 +173,7 @@ def test_the_job_of_another_run_with_the_same_id_is_neither_taken_over_nor_delet
         make_run(*SETTINGS, run_id="elsewhere").run,
         dataclasses.replace(make_run(*SETTINGS, run_id="third").record, run_id=made.run.run_id),
     )
-    with pytest.raises(SchedulerError, match="may be somebody else's. It is left alone") as caught:
+    with pytest.raises(SchedulerError, match="may be somebody else's") as caught:
         submit(theirs)
     assert "delete" not in caught.value.message
     theirs.run.path.joinpath("kubernetes.json").write_bytes((made.run.path / "kubernetes.json").read_bytes())
@@ -236,7 +236,7 @@ def test_a_cancelled_trainjob_goes_and_its_pods_keep_their_grace(
     assert not api.all("trainingruntimes")
     assert not api.all("configmaps")
     found = job(made)
-    assert (found.state, found.detail) == ("running", "cancelled; 1 pod saving and leaving")
+    assert (found.state, found.detail) == ("ending", "cancelled; 1 pod saving and leaving")
     assert saving["metadata"]["deletionTimestamp"], "the kubelet tells it to end; nobody kills it"
     api.objects.clear()
     assert run_status(made.run).state == "cancelled"
@@ -256,9 +256,7 @@ def test_a_trainjob_that_is_stuck_in_its_deletion_goes_when_it_is_cancelled_agai
     assert not api.all("trainjobs")
 
 
-def test_a_jobset_of_a_trainjob_that_is_gone_still_counts_as_running(
-    make_run: Callable[..., MadeRun], api: FakeApi
-) -> None:
+def test_a_jobset_of_a_trainjob_that_is_gone_is_not_over(make_run: Callable[..., MadeRun], api: FakeApi) -> None:
     made = trainjob_run(make_run)
     name = submit(made).partition("/")[2]
     marks = api.all("trainjobs")[0]["metadata"]["annotations"]
@@ -270,7 +268,7 @@ def test_a_jobset_of_a_trainjob_that_is_gone_still_counts_as_running(
     assert job(made).detail == "all 2 pods running (restart 3)"
     for plural in ("trainjobs", "pods"):
         api.objects = {key: body for key, body in api.objects.items() if key[1] != plural}
-    assert job(made).state == "running"
+    assert job(made).state == "ending"
 
 
 def test_cancel_never_says_cancelled_while_the_object_lives(made: MadeRun, api: FakeApi) -> None:
@@ -279,6 +277,6 @@ def test_cancel_never_says_cancelled_while_the_object_lives(made: MadeRun, api: 
     one["metadata"]["labels"]["scaletrain.dev/run"] = made.run.run_id
     api.put("pods", one)
     cancel(made)
-    assert run_status(made.run).state == "running"
+    assert run_status(made.run).state == "ending"
     api.objects[("jobset.x-k8s.io", "jobsets", "ml", name)]["status"] = {"conditions": [condition("Failed")]}
-    assert run_status(made.run).state == "running", "until the server has removed it"
+    assert run_status(made.run).state == "ending", "until the server has removed it"

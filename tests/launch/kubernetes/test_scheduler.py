@@ -242,9 +242,7 @@ def test_details_that_the_user_may_not_see_are_left_out(
     assert "'.[k8s]'" in run_status(made.run).why
 
 
-def test_a_cancelled_run_gets_its_grace_and_counts_as_running_until_its_pods_are_gone(
-    made: MadeRun, api: FakeApi
-) -> None:
+def test_a_cancelled_run_gets_its_grace_and_is_not_over_until_its_pods_are_gone(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     put_pods(api, made, name, pod(name, 0), pod(name, 1))
     scheduler = KubernetesScheduler()
@@ -257,7 +255,7 @@ def test_a_cancelled_run_gets_its_grace_and_counts_as_running_until_its_pods_are
     assert made.run.is_told_to_stop
     assert made.events("cancelled")
     job = scheduler.job(made.run, made.record)
-    assert (job.state, "cancelled" in job.detail) == ("running", True)
+    assert (job.state, "cancelled" in job.detail) == ("ending", True)
     assert inspect_resume(made.run).active
     scheduler.cancel(made.run, made.record)  # once more is no second SIGTERM
     assert len(api.deletions) == 1
@@ -342,3 +340,44 @@ def test_pods_of_a_dead_node_are_removed_only_on_demand(made: MadeRun, api: Fake
     ((_, options),) = api.deletions
     assert options["gracePeriodSeconds"] == 0
     assert made.events("pods-force-deleted")
+
+
+def test_a_cancelled_runs_pod_on_a_node_that_does_not_report_is_removed_without_its_grace_period(
+    made: MadeRun, api: FakeApi
+) -> None:
+    """Its grace period ends in the future, and nobody is there who could use it. The other pod saves."""
+    name = submit(made)
+    put_pods(api, made, name, pod(name, 0, node="n"), pod(name, 1, node="m"))
+    for node, ready in (("n", "Unknown"), ("m", "True")):
+        state = {"conditions": [condition("Ready", ready)]}
+        api.put("nodes", {"metadata": {"name": node}, "status": state}, namespace="")
+    scheduler = KubernetesScheduler()
+    assert scheduler.force(made.run, made.record) == [], "it is not cancelled"
+    scheduler.cancel(made.run, made.record)
+    for one in api.all("pods"):
+        one["metadata"]["deletionTimestamp"] = "2999-01-01T00:00:00Z"
+    assert "node n does not report" in scheduler.job(made.run, made.record).detail
+    assert scheduler.force(made.run, made.record) == [f"{name}-node-0-0-abcde"]
+
+
+def test_events_of_pods_that_are_gone_are_looked_for_after_an_eviction(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    whole = workload(api, name)
+    whole["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "q"
+    whole["spec"]["suspend"] = True
+    uid = whole["metadata"]["uid"]
+    metadata = {"name": "w", "labels": {"kueue.x-k8s.io/job-uid": uid}, "ownerReferences": [{"uid": uid}]}
+    evicted = condition("Evicted", reason="PodsReadyTimeout", message="Exceeded the PodsReady timeout")
+    api.put("workloads", {"metadata": metadata, "spec": {}, "status": {"conditions": [evicted]}}, "kueue.x-k8s.io")
+    for number, (kind, about) in enumerate((("Pod", f"{name}-node-0-1-abcde"), ("Pod", "another-node-0-0-x"))):
+        api.put(
+            "events",
+            {
+                "metadata": {"name": f"e{number}"},
+                "type": "Warning",
+                "reason": "Failed",
+                "message": f"Failed to pull image of {about}",
+                "involvedObject": {"kind": kind, "name": about},
+            },
+        )
+    assert f"Failed to pull image of {name}-node-0-1-abcde" in run_status(made.run).why
