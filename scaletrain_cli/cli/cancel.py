@@ -80,7 +80,7 @@ def _remove_pods(run: RunDir, record: RunRecord) -> Sequence[str]:
     from scaletrain_cli.ui.messages import say
 
     removed = KubernetesScheduler().force(run, record)
-    say(f"removed {', '.join(removed)}" if removed else "no pod of it is on a node that does not report; none was removed.")
+    say(f"removed {', '.join(removed)}" if removed else "no pod of it is on a node that does not report.")
     return removed
 
 
