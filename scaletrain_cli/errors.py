@@ -166,9 +166,17 @@ class DoNotRequeueError(ScaletrainError):
 
 
 class MissingPackageError(UsageError):
-    """A package that is installed with an extra of ScaleTrain is not here (exit 2)."""
+    """A package that is installed with an extra of ScaleTrain is not here (exit 2); ``command`` installs it."""
 
     code = "missing-package"
+
+    def __init__(self, what: str, command: str) -> None:
+        super().__init__(f"{what} Run {command}.")
+        self.what, self.command = what, command
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the ``error`` object with the command as its remedy."""
+        return super().to_json() | {"message": self.what, "remedy": f"Run {self.command}."}
 
 
 class DeclinedError(ScaletrainError):

@@ -21,7 +21,7 @@ PACKAGE = "scaletrain_cli"
 RECIPE = "recipes/llama-10m-cpu.yaml"
 
 # Beside these, every room may import what is in this layer.
-BASE_LAYER = {"errors", "extras", "own_processes", "project_files", "safe_files", "text", "__init__"}
+BASE_LAYER = {"errors", "extras", "own_processes", "project_files", "safe_files", "text", "unexpected", "__init__"}
 ROOMS_ALLOWED = {
     "__main__": {"cli"},
     "cli": {"ui", "launch", "plan", "spec", "rundir"},
@@ -37,6 +37,7 @@ ROOMS_ALLOWED = {
     "errors": set(),
     "extras": set(),
     "own_processes": set(),
+    "unexpected": set(),
     "__init__": set(),
 }
 # What a room may use beyond the standard library: each library has one home, and plan has none.

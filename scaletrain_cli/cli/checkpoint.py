@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -28,15 +26,8 @@ app = typer.Typer(
 )
 READING = (ExitCode.DONE, ExitCode.USAGE)
 VERIFYING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
+_NEEDS = ("torch", "safetensors", "numpy")
 PRUNING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
-
-
-class ExportError(ScaletrainError):
-    """The exporting process failed; it has said why on stderr."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"nothing was exported (exit code {code}); the reason stands above.")
-        self.exit_code = ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.CRASHED
 
 
 @app.callback()
@@ -112,7 +103,7 @@ def export(
 
     The checkpoint is verified first, and may be of any layout. Prints the folder on stdout.
     """
-    from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_command
+    from scaletrain_cli.cli.engine_process import ask_engine
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import checkpoint_folder, read_record
     from scaletrain_cli.ui.messages import say
@@ -127,15 +118,10 @@ def export(
         # A process of its own: torch stays out of the command line. Its talk is our talk.
         places = [checkpoint.path, resolved, output.absolute(), found.path.parent]
         options = ["--dtype", dtype, *(["--averaged"] if averaged else [])]
-        command = python_command("scaletrain_cli.engine.export", *map(str, places), *options)
-        environment = absolute_paths(os.environ) | SAFE_CHILDREN
         # From where the run was submitted, or relative paths in its spec would mean something else.
         start = record.working_folder if Path(record.working_folder).is_dir() else None
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=start)
-    lines = done.stdout.splitlines()
-    if done.returncode != 0 or not lines:
-        raise ExportError(done.returncode)
-    told = json.loads(lines[-1]) | {"step": checkpoint.step, "dtype": dtype}
+        told = ask_engine("export", *map(str, places), *options, needs=_NEEDS, cwd=start)
+    told |= {"step": checkpoint.step, "dtype": dtype}
     if as_json:
         _print(told)
         return

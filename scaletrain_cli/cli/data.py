@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import typer
 
 from scaletrain_cli.cli.exit_codes import describe
 from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath
-from scaletrain_cli.errors import ExitCode, ScaletrainError
+from scaletrain_cli.errors import ExitCode
 
 app = typer.Typer(
     add_completion=False,
@@ -22,15 +20,7 @@ app = typer.Typer(
     help="Prepare data.",
 )
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
-
-
-class PreparationError(ScaletrainError):
-    """The preparing process failed; it has said why on stderr."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"the data could not be prepared (exit code {code}); the reason stands above.")
-        known = code in {member.value for member in ExitCode} and code != ExitCode.DONE
-        self.exit_code = ExitCode(code) if known else ExitCode.CRASHED
+_NEEDS = ("numpy", "tokenizers")
 
 
 @app.callback()
@@ -44,7 +34,7 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
 
     A run does this by itself when it has to; what is prepared already is not prepared again.
     """
-    from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_command
+    from scaletrain_cli.cli.engine_process import ask_engine
     from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.ui.messages import say
@@ -55,13 +45,7 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
         resolved = Path(folder) / "spec.json"
         resolved.write_text(json.dumps(run.model_dump(mode="json", by_alias=True)), encoding="utf-8")
         # A process of its own: the tokenizer and numpy stay out of the command line. Its talk is our talk.
-        command = python_command("scaletrain_cli.engine.prepare", str(resolved), str(runs_root()))
-        environment = absolute_paths(os.environ) | SAFE_CHILDREN
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    lines = done.stdout.splitlines()
-    if done.returncode != 0 or not lines:
-        raise PreparationError(done.returncode)
-    told = json.loads(lines[-1])
+        told = ask_engine("prepare", str(resolved), str(runs_root()), needs=_NEEDS)
     if as_json:
         from scaletrain_cli.ui.json import print_json
 

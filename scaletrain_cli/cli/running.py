@@ -17,8 +17,8 @@ import typer
 
 from scaletrain_cli.cli.app import app, verb_words
 from scaletrain_cli.cli.exit_codes import MEANINGS
-from scaletrain_cli.errors import DeclinedError, ExitCode, MissingPackageError, Problem, ScaletrainError
-from scaletrain_cli.extras import extra_of, install_command
+from scaletrain_cli.errors import DeclinedError, ExitCode, Problem, ScaletrainError
+from scaletrain_cli.unexpected import error_of_bug, error_of_system, known_error
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _TIMED_OUT = 124  # as timeout(1)
@@ -34,25 +34,6 @@ _CODES = {_TIMED_OUT: "timeout", INTERRUPTED: "interrupted"} | {
         ExitCode.PREEMPTED: "preempted",
         ExitCode.DO_NOT_REQUEUE: "do-not-requeue",
     }.items()
-}
-_LONGEST_MESSAGE = 500
-_REMEDIES = {
-    errno.ENOSPC: "Free some space on that disk, or set $SCALETRAIN_RUNS (runs) or $TMPDIR to another one.",
-    errno.EDQUOT: "Your quota is used up: delete something, or set $SCALETRAIN_RUNS (runs) to another disk.",
-    errno.EFBIG: "A limit on the size of files is set (ulimit -f): raise it.",
-    errno.EACCES: "Check its owner and permissions, or set $SCALETRAIN_RUNS (runs) to a folder that you can write.",
-    errno.EPERM: "Check its owner and permissions, or set $SCALETRAIN_RUNS (runs) to a folder that you can write.",
-    errno.EROFS: "Set $SCALETRAIN_RUNS (runs) or $TMPDIR to a folder on a file system that can be written.",
-    errno.ENOENT: "It is not there, or was removed meanwhile: check the path and run the command again.",
-    errno.ENOTDIR: "A file stands where a folder is needed: check the path, $SCALETRAIN_RUNS (runs) and $TMPDIR.",
-    errno.EISDIR: "A folder stands where a file is needed: move it away.",
-    errno.EMFILE: "Raise the limit on open files (ulimit -n).",
-    errno.ENFILE: "The machine has no open files left: try again later.",
-    errno.EIO: "The disk or the network file system fails: ask its administrator.",
-    errno.ESTALE: "The network file system has lost it: run the command again.",
-    errno.ENAMETOOLONG: "Give a shorter name.",
-    errno.ENOMEM: "The machine has no memory left: run the command on another one.",
-    errno.EAGAIN: "A limit on processes or memory was reached (ulimit -u): raise it, or try again.",
 }
 # Answers whose schema had its name before the envelope.
 _SCHEMAS = {"preflight": "scaletrain.preflight-report/v1"}
@@ -91,7 +72,7 @@ def run(words: Sequence[str]) -> int:
         _drop_stdout()
         if code == ExitCode.DONE:
             code = ExitCode.CRASHED
-            _show(_of_system(full, "the answer could not be written"))
+            _show(error_of_system(full, "the answer could not be written"))
     return int(code)
 
 
@@ -129,14 +110,16 @@ def _invoked(words: Sequence[str]) -> ScaletrainError | None:
     except BrokenPipeError:
         _drop_stdout()
         return EndedError(ExitCode.CRASHED, "the reader of the output has left", code="io")
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) and error.filename is None
-        return _of_system(error, "the answer could not be written" if full else " ".join(verb_words(words)))
-    except ImportError as error:
-        return _of_import(error) or _of_bug(error)
     except Exception as error:
-        return _of_bug(error)
+        return known_error(error, _doing(error, words))
     return EndedError(code) if isinstance(code, int) and code else None
+
+
+def _doing(error: Exception, words: Sequence[str]) -> str:
+    """Return what was being done; a full disk without a file's name is that behind stdout."""
+    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return "the answer could not be written"
+    return " ".join(verb_words(words))
 
 
 def _of_command_line(error: Any, words: Sequence[str]) -> ScaletrainError:
@@ -149,56 +132,6 @@ def _of_command_line(error: Any, words: Sequence[str]) -> ScaletrainError:
     return EndedError(error.exit_code, message, code="usage", problems=(problem,))
 
 
-def _of_system(error: OSError, doing: str) -> ScaletrainError:
-    """Return what the operating system refused, and what to do: it is nobody's bug."""
-    file = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
-    reason = error.strerror or str(error) or type(error).__name__
-    place = f"{file}: {reason}" if file else reason
-    found = ScaletrainError(f"{doing}: {place}." if doing else f"{place}.", remedy=_REMEDIES.get(error.errno or 0))
-    found.code, found.file = "io", file
-    return found
-
-
-def _of_import(error: ImportError) -> ScaletrainError | None:
-    """Return which extra a missing package comes with; None for a package that no extra brings."""
-    package = (error.name or "").partition(".")[0]
-    extra = extra_of(package)
-    if extra is None:
-        return None
-    return MissingPackageError(f"{package} is not installed.", remedy=f"Run {install_command(extra)}.")
-
-
-def _of_bug(error: Exception) -> ScaletrainError:
-    """Return one message about a bug; the traceback goes to stderr or to a file, and its place into the message."""
-    import traceback
-
-    text = "".join(traceback.format_exception(error))
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    what = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_MESSAGE].rstrip(": ")
-    remedy = _traceback_kept(text)
-    found = ScaletrainError(f"internal error: {what}{place}. This is a bug in ScaleTrain.", remedy=remedy)
-    found.code = "internal"
-    return found
-
-
-def _traceback_kept(text: str) -> str:
-    """Print or keep a traceback; return the sentence that says where it is."""
-    if not os.environ.get("SCALETRAIN_TRACEBACK"):
-        import tempfile
-
-        try:
-            number, path = tempfile.mkstemp(prefix="scaletrain-traceback-", suffix=".txt")  # 0600, and never a link
-            with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
-            return f"Report it with the traceback in {path}, or set SCALETRAIN_TRACEBACK=1 to print it."
-        except OSError:  # no place for it: print it after all
-            pass
-    with contextlib.suppress(OSError):
-        sys.stderr.write(text)
-    return "Report it with the traceback above."
-
-
 def _write_envelope(words: Sequence[str], error: ScaletrainError | None) -> int:
     """Write the envelope in one piece and return the exit code. Raises OSError."""
     from scaletrain_cli.ui.json import envelope_text, forget_answer
@@ -207,7 +140,7 @@ def _write_envelope(words: Sequence[str], error: ScaletrainError | None) -> int:
         text = envelope_text(schema_of(words), error)
     except (TypeError, ValueError) as bug:  # an answer that JSON cannot hold
         forget_answer()
-        error = _of_bug(bug)
+        error = error_of_bug(bug)
         text = envelope_text(schema_of(words), error)
     sys.stdout.write(text + "\n")
     return ExitCode.DONE if error is None else error.exit_code

@@ -1,7 +1,7 @@
-"""``python -m scaletrain_cli.engine.export CHECKPOINT SPEC_JSON OUTPUT RUNS_ROOT``: weights as Hugging Face has them.
+"""The question ``export`` of an engine process: the weights of a checkpoint as Hugging Face has them.
 
 Writes safetensors, config.json and, where it is at hand, tokenizer.json. One matrix is read at a time and one file held
-in memory, whatever layout saved the checkpoint. The last line of standard output is JSON.
+in memory, whatever layout saved the checkpoint.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import contextlib
 import json
 import os
 import shutil
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +35,17 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NO_RANK = -1  # so that no rank's file is taken for one's own
 
 
-def main() -> int:
-    """Export; the exit code of the process."""
+def answer(arguments: Sequence[str]) -> dict[str, Any]:
+    """Export; the arguments are CHECKPOINT SPEC_JSON OUTPUT RUNS_ROOT and options. Raises ScaletrainError, OSError."""
     parser = argparse.ArgumentParser(prog="export", description="Write a checkpoint's weights as Hugging Face files.")
     for name in ("checkpoint", "spec", "output", "runs_root"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
     parser.add_argument("--averaged", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     spec = RunSpec.model_validate_json(options.spec.read_text(encoding="utf-8"))
-    try:
-        told = export(options.checkpoint, spec, options.output, _DTYPES[options.dtype], averaged=options.averaged)
-    except ScaletrainError as error:
-        print(error, file=sys.stderr)
-        return int(error.exit_code)
-    except OSError as error:
-        print(f"{options.output} cannot be written: {error}", file=sys.stderr)
-        return 1
-    tokenizer = copy_tokenizer(spec, options.runs_root, options.output)
-    print(json.dumps({**told, "tokenizer": tokenizer}))
-    return 0
+    told = export(options.checkpoint, spec, options.output, _DTYPES[options.dtype], averaged=options.averaged)
+    return {**told, "tokenizer": copy_tokenizer(spec, options.runs_root, options.output)}
 
 
 def export(
@@ -130,7 +120,3 @@ def _files(shapes: dict[str, tuple[int, ...]], element_bytes: int, most_bytes: i
 def _read(reader: StateReader, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     whole = Piece(name, shape, None, 0, torch.Size(shape).numel())
     return reader.read(kind, whole).view(shape).to(dtype)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,37 +1,31 @@
-"""``python -m scaletrain_cli.engine.prepare SPEC_JSON RUNS_ROOT``: build the dataset of a resolved spec.
-
-The last line of standard output is JSON; talk goes to standard error.
-"""
+"""The question ``prepare`` of an engine process: build the dataset of a resolved spec. Talk goes to standard error."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from scaletrain_cli.engine.chunk_hashes import DamagedDataError
 from scaletrain_cli.engine.dataset import open_dataset, prepare_dataset
-from scaletrain_cli.errors import ExitCode, ScaletrainError
+from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.spec import RunSpec
 
 
-def main() -> int:
-    """Build, open and describe the dataset; the exit code of the process."""
-    spec = RunSpec.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+def answer(arguments: Sequence[str]) -> dict[str, Any]:
+    """Build, open and describe the dataset; the arguments are SPEC_JSON RUNS_ROOT. Raises ScaletrainError, OSError."""
+    spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
     print(f"preparing {spec.data.source} ({spec.data.tokenizer.kind} tokenizer)", file=sys.stderr)
     started = time.monotonic()
     try:
-        folder = prepare_dataset(spec.data, Path(sys.argv[2]))
+        folder = prepare_dataset(spec.data, Path(arguments[1]))
         info, train, validation = open_dataset(folder, spec.transformer.seq_len)
-    except DamagedDataError as error:
-        print(error, file=sys.stderr)
-        return int(ExitCode.CRASHED)
-    except ScaletrainError as error:
-        print(error, file=sys.stderr)
-        return int(error.exit_code)
+    except DamagedDataError as error:  # of a run it says that a retry is in vain; here nothing runs
+        raise ScaletrainError(str(error)) from error
     print(f"ready in {time.monotonic() - started:.1f} s", file=sys.stderr)
-    described = {
+    return {
         "path": str(folder),
         "documents": info.documents,
         "train_tokens": info.train_tokens,
@@ -41,9 +35,3 @@ def main() -> int:
         "vocab_size": info.vocab_size,
         "dtype": info.dtype,
     }
-    print(json.dumps(described))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

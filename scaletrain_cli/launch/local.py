@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from scaletrain_cli.errors import ExitCode, SchedulerError
+from scaletrain_cli.errors import ExitCode, MissingPackageError, SchedulerError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.node_check import problems_of_node
 from scaletrain_cli.launch.node_record import read_node_records
@@ -74,7 +74,10 @@ class LocalScheduler:
         ours = self.engine == ENGINE_MODULE and spec.code.engine is None
         missing = [name for name in _ENGINE_NEEDS if ours and find_spec(name) is None]
         if missing:
-            raise SchedulerError(f"{', '.join(missing)} not installed here. Run {install_command('train')}.")
+            raise MissingPackageError(
+                f"{', '.join(missing)} not installed here: a run on this machine needs the extra train.",
+                install_command("train"),
+            )
         return Outlook(Start(time.time(), "this machine has no queue"))
 
     def render(self, run: RunDir, record: RunRecord) -> str:

@@ -88,7 +88,7 @@ def probe_problems(spec: RunSpec, plan: RunPlan, nodes: Sequence[NodeFacts]) -> 
             )
         missing = [name for name in NEEDED_PACKAGES if name not in node.packages]
         if missing:
-            hint = f"In an environment that the nodes see, run {install_command('train')}."
+            hint = f"Run {install_command('train')}, in an environment that the nodes see."
             found.append(_problem(node, f"{', '.join(missing)} not installed for Python {node.python}.", hint))
     return (*found, *_differences(nodes))
 

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.errors import Problem, SchedulerError, UsageError, WrongNodesError
+from scaletrain_cli.errors import MissingPackageError, Problem, SchedulerError, UsageError, WrongNodesError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.node_probe import NodeFacts, place_token, probe_node, probe_problems
 from scaletrain_cli.launch.slurm import job_state
@@ -38,7 +38,7 @@ _SAID_OTHERWISE = {"job-name", "nodes", "ntasks-per-node", "time", "signal", "re
 def probe_nodes(spec: RunSpec, plan: RunPlan) -> list[NodeFacts]:
     """Wait for the nodes' answers. Raises WrongNodesError when they are not what was planned."""
     if find_spec("submitit") is None:
-        raise UsageError(f"--probe needs submitit. Run {install_command('slurm')}.")
+        raise MissingPackageError("--probe needs submitit.", install_command("slurm"))
     root = runs_root()
     folder = root / f".probe-{secrets.token_hex(4)}"  # the dot hides it from `scaletrain list`
     try:

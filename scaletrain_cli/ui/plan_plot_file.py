@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import MissingPackageError, UsageError
 from scaletrain_cli.extras import install_command
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def check_plot_file(path: Path) -> None:
     except OSError as error:
         raise UsageError(f"--plot {path}: it cannot be written there: {error.strerror}.") from error
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(f"--plot needs matplotlib. Run {install_command('plot')}.")
+        raise MissingPackageError("--plot needs matplotlib.", install_command("plot"))
 
 
 def write_plot(path: Path, found: Answer, pictures: Pictures) -> None:

@@ -36,8 +36,11 @@ def test_text_is_tokenized_once() -> None:
     assert "tokens to train on" in again.err
 
 
-def test_a_source_that_is_not_there_ends_with_2_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_source_that_is_not_there_ends_with_2_and_says_so() -> None:
     ended = prepare("nowhere/*.txt")
     assert (ended.code, ended.out) == (ExitCode.USAGE, "")
-    assert "the data could not be prepared" in ended.err
-    assert "nowhere" in capfd.readouterr().err, "the process that prepares talks to the terminal itself"
+    assert ended.err.startswith("error: ")
+    assert "nowhere" in ended.err
+    as_json = prepare("nowhere/*.txt", "--json")
+    assert (as_json.code, as_json.data["error"]["code"]) == (ExitCode.USAGE, "usage")
+    assert "nowhere" in as_json.data["error"]["message"]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.errors import MissingPackageError, SchedulerError, SchedulerSilentError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.kubernetes.kinds import EVENT, POD, Kind, Object, kind_of
 from scaletrain_cli.launch.kubernetes.refusals import NotServedError, RefusedError, refusal
@@ -252,8 +252,9 @@ def _connect(context: str | None, namespace: str, file: str | None) -> Cluster:
     try:
         from kubernetes import client, config
     except ImportError as error:
-        raise UsageError(
-            f"cluster.scheduler = kubernetes needs the Kubernetes client. Run {install_command('k8s')}."
+        raise MissingPackageError(
+            "cluster.scheduler = kubernetes needs the Kubernetes client, the package kubernetes.",
+            install_command("k8s"),
         ) from error
     settings = client.Configuration()
     settings.retries = False  # each would wait as long again

@@ -1,0 +1,83 @@
+"""A question to the engine in a process of its own: torch, numpy and the tokenizer stay out of the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.errors import ExitCode, MissingPackageError, Place, Problem, ScaletrainError
+from scaletrain_cli.extras import install_command
+from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_command
+
+_PATIENCE_SECONDS = 10.0  # after Ctrl-C, which the process hears as well, to remove what it has half written
+_SIGNALS = {number.value for number in signal.Signals}
+
+
+class EngineProcessError(ScaletrainError):
+    """The process failed: with the error that it answered, or without one where it was killed."""
+
+    def __init__(self, exit_code: int, told: Mapping[str, Any]) -> None:
+        message = told.get("message") or f"the process of the engine {_end(exit_code)}; what it said stands above."
+        problems = tuple(
+            Problem(
+                Place(each["file"], each["line"], each["where"]) if each["file"] else each["where"],
+                *(each[key] for key in ("key", "message", "given", "hint")),
+            )
+            for each in told.get("problems", ())
+        )
+        super().__init__(message, problems, remedy=None if problems else told.get("remedy"), file=told.get("file"))
+        self.exit_code = exit_code if exit_code in set(ExitCode) else ExitCode.CRASHED
+        self.code = told.get("code") or "failed"
+
+
+def _end(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    return f"was killed by {signal.Signals(-exit_code).name}" if -exit_code in _SIGNALS else "was killed"
+
+
+def ask_engine(*words: str, needs: Sequence[str], cwd: str | Path | None = None) -> dict[str, Any]:
+    """Run ``engine/one_answer.py`` with these words, whose talk on stderr is ours, and return the object it answers.
+
+    ``needs`` are the packages that it imports, all of the extra ``train``. Raises MissingPackageError where one is not
+    here, and EngineProcessError.
+    """
+    missing = [name for name in needs if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingPackageError(
+            f"{', '.join(missing)} not installed here: tensors and tokens need the extra train.",
+            install_command("train"),
+        )
+    command = python_command("scaletrain_cli.engine.one_answer", *words)
+    environment = absolute_paths(os.environ) | SAFE_CHILDREN
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace", cwd=cwd
+    ) as process:
+        try:
+            text, _ = process.communicate()
+        except BaseException:  # Ctrl-C: it hears that as well and leaves, unless it cannot
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_PATIENCE_SECONDS)
+            process.kill()
+            raise
+    told = _last_object(text)
+    if process.returncode == 130:
+        raise KeyboardInterrupt
+    if process.returncode != 0 or not told:
+        raise EngineProcessError(process.returncode, told.get("error", {}))
+    return told
+
+
+def _last_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text.splitlines()[-1])
+    except (IndexError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

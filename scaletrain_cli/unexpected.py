@@ -1,0 +1,95 @@
+"""Exceptions that no code of this package raises on purpose, as errors with a remedy, for the borders of processes.
+
+A full disk or a missing package is nobody's bug. What else arrives here is one: its traceback goes to a file of this
+user, or to stderr where SCALETRAIN_TRACEBACK is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+
+from scaletrain_cli.errors import MissingPackageError, ScaletrainError
+from scaletrain_cli.extras import extra_of, install_command
+
+_LONGEST_MESSAGE = 500
+_REMEDIES = {
+    errno.ENOSPC: "Free some space on that disk, or set $SCALETRAIN_RUNS (runs) or $TMPDIR to another one.",
+    errno.EDQUOT: "Your quota is used up: delete something, or set $SCALETRAIN_RUNS (runs) to another disk.",
+    errno.EFBIG: "A limit on the size of files is set (ulimit -f): raise it.",
+    errno.EACCES: "Check its owner and permissions, or set $SCALETRAIN_RUNS (runs) to a folder that you can write.",
+    errno.EPERM: "Check its owner and permissions, or set $SCALETRAIN_RUNS (runs) to a folder that you can write.",
+    errno.EROFS: "Set $SCALETRAIN_RUNS (runs) or $TMPDIR to a folder on a file system that can be written.",
+    errno.ENOENT: "It is not there, or was removed meanwhile: check the path and run the command again.",
+    errno.ENOTDIR: "A file stands where a folder is needed: check the path, $SCALETRAIN_RUNS (runs) and $TMPDIR.",
+    errno.EISDIR: "A folder stands where a file is needed: move it away.",
+    errno.EMFILE: "Raise the limit on open files (ulimit -n).",
+    errno.ENFILE: "The machine has no open files left: try again later.",
+    errno.EIO: "The disk or the network file system fails: ask its administrator.",
+    errno.ESTALE: "The network file system has lost it: run the command again.",
+    errno.ENAMETOOLONG: "Give a shorter name.",
+    errno.ENOMEM: "The machine has no memory left: run the command on another one.",
+    errno.EAGAIN: "A limit on processes or memory was reached (ulimit -u): raise it, or try again.",
+}
+
+
+def known_error(error: Exception, doing: str) -> ScaletrainError:
+    """Return an exception as an error of ours; ``doing`` says what failed, as in ``data prepare``."""
+    if isinstance(error, ScaletrainError):
+        return error
+    if isinstance(error, OSError):
+        return error_of_system(error, doing)
+    found = _error_of_import(error) if isinstance(error, ImportError) else None
+    return found or error_of_bug(error)
+
+
+def error_of_system(error: OSError, doing: str) -> ScaletrainError:
+    """Return what the operating system refused, and what to do: it is nobody's bug."""
+    file = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
+    reason = error.strerror or str(error) or type(error).__name__
+    place = f"{file}: {reason}" if file else reason
+    found = ScaletrainError(f"{doing}: {place}." if doing else f"{place}.", remedy=_REMEDIES.get(error.errno or 0))
+    found.code, found.file = "io", file
+    return found
+
+
+def _error_of_import(error: ImportError) -> ScaletrainError | None:
+    """Return which extra a missing package comes with; None for a package that no extra brings."""
+    package = (error.name or "").partition(".")[0]
+    extra = extra_of(package)
+    if extra is None:
+        return None
+    return MissingPackageError(f"{package} is not installed.", install_command(extra))
+
+
+def error_of_bug(error: Exception) -> ScaletrainError:
+    """Return one message about a bug; the traceback goes to stderr or to a file, and its place into the message."""
+    import traceback
+
+    text = "".join(traceback.format_exception(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_MESSAGE].rstrip(": ")
+    remedy = _traceback_kept(text)
+    found = ScaletrainError(f"internal error: {what}{place}. This is a bug in ScaleTrain.", remedy=remedy)
+    found.code = "internal"
+    return found
+
+
+def _traceback_kept(text: str) -> str:
+    """Print or keep a traceback; return the sentence that says where it is."""
+    if not os.environ.get("SCALETRAIN_TRACEBACK"):
+        import tempfile
+
+        try:
+            number, path = tempfile.mkstemp(prefix="scaletrain-traceback-", suffix=".txt")  # 0600, and never a link
+            with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+            return f"Report it with the traceback in {path}, or set SCALETRAIN_TRACEBACK=1 to print it."
+        except OSError:  # no place for it: print it after all
+            pass
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
+    return "Report it with the traceback above."

@@ -1,0 +1,33 @@
+"""The extras: the same in the messages as in pyproject.toml."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from scaletrain_cli.extras import EXTRAS, extra_of
+
+PROJECT = Path(__file__).parent.parent
+
+
+def test_every_extra_of_the_project_is_known_with_its_packages() -> None:
+    text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+    section = text.split("[project.optional-dependencies]")[1].split("\n[")[0]
+    listed = {
+        name: {re.split(r"[=<>~!\[ ]", package)[0].replace("-", "_") for package in re.findall(r'"([^"]+)"', packages)}
+        for name, packages in re.findall(r"^(\w+) = \[(.*?)\]", section, flags=re.MULTILINE | re.DOTALL)
+    }
+    del listed["dev"]
+    assert {name: set(modules) for name, modules in EXTRAS.items()} == listed
+    assert extra_of("torch") == "train"
+    assert extra_of("scaletrain_cli") is None
+
+
+def test_no_message_names_a_package_that_is_on_no_index() -> None:
+    named = [
+        f"{path.name}: {line.strip()}"
+        for path in (PROJECT / "scaletrain_cli").rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(r"(install '?|Install '?)scaletrain", line)
+    ]
+    assert named == []
