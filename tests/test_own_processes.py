@@ -71,8 +71,8 @@ def test_the_supervisor_the_agent_and_the_ranks_import_nothing_from_where_a_run_
     ("module", "arguments", "says"),
     [
         ("scaletrain_cli.engine", ["nowhere"], "SCALETRAIN_ATTEMPT"),
-        ("scaletrain_cli.engine.prepare", ["nowhere", "nowhere"], "nowhere"),
-        ("scaletrain_cli.engine.export", ["--help"], "Hugging Face"),
+        ("scaletrain_cli.engine.one_answer", ["prepare", "nowhere", "nowhere"], "nowhere"),
+        ("scaletrain_cli.engine.one_answer", ["export", "--help"], "Hugging Face"),
         ("scaletrain_cli.launch.slurm_job", ["begin", "nowhere"], "nowhere"),
         ("scaletrain_cli.launch.kubernetes.pod_agent", ["--help"], "--runs-root"),
     ],
