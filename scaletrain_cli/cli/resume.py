@@ -51,6 +51,7 @@ def command(
     """
     from scaletrain_cli.cli.confirmation import confirm
     from scaletrain_cli.cli.submit import useful_commands
+    from scaletrain_cli.launch.external_checks import require_external_to_resume
     from scaletrain_cli.launch.resizing import replan
     from scaletrain_cli.launch.resumption import inspect_resume, refuse, resume
     from scaletrain_cli.launch.scheduler import scheduler_for
@@ -72,6 +73,7 @@ def command(
             show_resize(resize)
     refuse(found, report, from_scratch=from_scratch, resize=resize)
     record = resize.after if resize is not None else read_record(found)
+    not_checked = require_external_to_resume(found, record, None if resize is None else resize.snapshot)
     scheduler = scheduler_for(record.spec.cluster.scheduler)
     text = scheduler.render(found, record)
     changed = changes_since_sent(found, text)
@@ -84,7 +86,7 @@ def command(
             typer.echo(text, nl=False)
         return
     prospect = _prospect(found, record, report, scheduler)
-    for note in prospect.notes:
+    for note in (*not_checked, *prospect.notes):
         warn(note)
     if not as_json:  # of a change that the text does not hold, the table above has told
         show_before_resuming(prospect, changed or None if resize is not None and resize.changes else changed)

@@ -88,6 +88,7 @@ def command(
         overrides = [*(overrides or ()), *points[0]]  # a sweep of one value is a plain run
     from scaletrain_cli.cli.confirmation import confirm
     from scaletrain_cli.launch.code_snapshot import take_snapshot
+    from scaletrain_cli.launch.external_checks import require_external
     from scaletrain_cli.launch.outlook import Prospect
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.sent import in_format
@@ -96,13 +97,18 @@ def command(
     from scaletrain_cli.launch.submittable import plan_for_engine
     from scaletrain_cli.rundir.paths import RunDir, runs_root
     from scaletrain_cli.spec import load_spec
+    from scaletrain_cli.ui.messages import warn
 
     run_spec = load_spec(spec, overrides or (), cluster=cluster)
     if probe and (dry_run or run_spec.cluster.scheduler != "slurm"):
         raise UsageError("--probe runs a job on the nodes: it needs cluster.scheduler = slurm, and no --dry-run.")
     plan = plan_for_engine(run_spec, spec)
     scheduler, snapshot = scheduler_for(run_spec.cluster.scheduler), take_snapshot(run_spec)
+    earlier = _submitted_before(run_id) if run_id is not None and not dry_run else None
+    not_checked = require_external(run_spec, snapshot) if earlier is None else ()
     if dry_run:
+        for note in not_checked:
+            warn(note)
         record = make_record(run_spec, plan, run_id, snapshot)
         text = scheduler.render(RunDir(runs_root() / record.run_id), record)
         sent = in_format(run_spec.cluster.scheduler, text, output) if output else text
@@ -115,14 +121,12 @@ def command(
             typer.echo(sent, nl=False)
         return
 
-    from scaletrain_cli.ui.messages import warn
-
-    if run_id is not None and (earlier := _submitted_before(run_id)) is not None:
+    if earlier is not None:
         made = create_run(run_spec, plan, run_id, snapshot=snapshot)  # or says how the spec or the code differs
         _tell(made, earlier, {}, as_json)
         return
     outlook = scheduler.preflight(run_spec, plan)
-    notes = (*outlook.notes, *room_notes(run_spec, plan, runs_root()))
+    notes = (*not_checked, *outlook.notes, *room_notes(run_spec, plan, runs_root()))
     prospect = Prospect(run_spec, plan, outlook.start, notes=notes, code=None if snapshot is None else snapshot.record)
     for note in notes:
         warn(note)

@@ -35,11 +35,13 @@ def submit_points(
     """Prints the run ids on stdout, one a line."""
     from scaletrain_cli.cli.confirmation import confirm
     from scaletrain_cli.launch.code_snapshot import take_snapshot
+    from scaletrain_cli.launch.external_checks import require_external
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.shared_folder import room_notes
     from scaletrain_cli.launch.submission import make_record
     from scaletrain_cli.launch.sweep import cap_of, submit_sweep
     from scaletrain_cli.rundir.paths import RunDir, runs_root
+    from scaletrain_cli.ui.messages import say, warn
 
     sweep, planned = _planned(spec, overrides, points, cluster, run_id)
     section = planned[0].spec.cluster
@@ -47,10 +49,16 @@ def submit_points(
         raise UsageError(f"{OPTION} cluster.scheduler: one sweep goes to one scheduler. Submit one for each.")
     scheduler = scheduler_for(section.scheduler)
     cap = cap_of(section, max_concurrent, len(planned))
+    snapshots = {point.spec.code: take_snapshot(point.spec) for point in planned}
+    not_checked: dict[str, None] = {}
+    for point in planned:
+        not_checked |= dict.fromkeys(require_external(point.spec, snapshots[point.spec.code]))
     if dry_run:
+        for note in not_checked:
+            warn(note)
         texts = []
         for point in planned:
-            record = make_record(point.spec, point.plan, point.run_id, take_snapshot(point.spec))
+            record = make_record(point.spec, point.plan, point.run_id, snapshots[point.spec.code])
             texts.append(scheduler.render(RunDir(runs_root() / point.run_id), record))
             if not as_json:
                 typer.echo(f"# {point.run_id}: {', '.join(point.overrides)}")
@@ -65,13 +73,11 @@ def submit_points(
             print_json(_SCHEMA | {"sweep": sweep, "scheduler": section.scheduler, "dry_run": True, "runs": told})
         return
 
-    from scaletrain_cli.ui.messages import say, warn
-
     asked: dict[str, Point] = {}  # the same question once
     for point in planned:
         asked.setdefault(point.spec.cluster.model_dump_json(), point)
     outlooks = [scheduler.preflight(point.spec, point.plan) for point in asked.values()]
-    notes = dict.fromkeys(note for outlook in outlooks for note in outlook.notes)
+    notes = not_checked | dict.fromkeys(note for outlook in outlooks for note in outlook.notes)
     largest = max(planned, key=lambda point: point.plan.durability.checkpoint_bytes)
     for note in [*notes, *room_notes(largest.spec, largest.plan, runs_root(), runs=len(planned))]:
         warn(note)

@@ -36,6 +36,8 @@ def command(
     Ctrl-C does what a preemption does: the step is finished, a checkpoint is committed, and the exit code is 75.
     `scaletrain resume` continues it. Prints the run id on stdout.
     """
+    from scaletrain_cli.launch.code_snapshot import take_snapshot
+    from scaletrain_cli.launch.external_checks import require_external
     from scaletrain_cli.launch.local import run_in_foreground
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.submission import create_run
@@ -47,11 +49,12 @@ def command(
     from scaletrain_cli.ui.status_view import measures_text
 
     run_spec = load_spec(spec, [*(overrides or ()), "cluster.scheduler=local"])
-    plan = plan_for_engine(run_spec, spec)
+    plan, snapshot = plan_for_engine(run_spec, spec), take_snapshot(run_spec)
+    require_external(run_spec, snapshot)  # of a local run nothing is out of sight
     for note in scheduler_for("local").preflight(run_spec, plan).notes:
         warn(note)
     show_plan_summary(run_spec, plan)
-    made = create_run(run_spec, plan, run_id)
+    made = create_run(run_spec, plan, run_id, snapshot=snapshot)
     say(f"run directory {made.run.path}; ctrl-C saves and stops")
     if not as_json:
         typer.echo(made.run.run_id)

@@ -11,8 +11,12 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = None, as_json: AsJson = False) -> None:
     """Check a run spec and say what was understood. All problems are listed at once.
 
-    With --json: {"valid", "problems", "spec"}, the spec complete with every default and derived dimension.
+    What the spec names and this machine does not have is a warning here, and refused by submit.
+
+    With --json: {"valid", "problems", "spec", "missing", "not_checked"}; the spec is complete with every default and
+    derived dimension.
     """
+    from scaletrain_cli.launch.external_checks import check_external
     from scaletrain_cli.plan.catalogue.hardware import find_accelerator
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.spec.problems import placed
@@ -30,11 +34,18 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
 
             print_json({"valid": False, "problems": [problem.to_json() for problem in error.problems], "spec": None})
         raise
+    found = check_external(run)
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
-        print_json({"valid": True, "problems": [], "spec": run.model_dump(mode="json", by_alias=True)})
+        told = {"missing": [problem.to_json() for problem in found.problems], "not_checked": list(found.notes)}
+        print_json({"valid": True, "problems": [], "spec": run.model_dump(mode="json", by_alias=True)} | told)
         return
+    from scaletrain_cli.ui.messages import warn
     from scaletrain_cli.ui.spec_summary import show_summary
 
     show_summary(run, str(spec))
+    for problem in found.problems:
+        warn(f"submit would refuse this from here: {problem}")
+    for note in found.notes:
+        warn(note)

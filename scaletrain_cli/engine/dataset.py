@@ -21,14 +21,12 @@ from scaletrain_cli.engine.corpus import corpus_identity, documents
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.spec import DataSpec
+from scaletrain_cli.spec.end_of_text import END_OF_TEXT, ENDS_OF_TEXT
 
 _SCHEMA = "scaletrain.dataset/v3"
 _WITHOUT_HASHES = "scaletrain.dataset/v2"  # opened, and not verified
 _SPLITS = ("train", "validation")
 _DTYPES = ("uint16", "uint32")
-_END_OF_TEXT = "<|endoftext|>"
-# In tokenizers that others trained: GPT-2, Llama 3, Llama 2 and Mistral, Qwen.
-_ENDS_OF_TEXT = (_END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
 # A tokenizer learns no more from more text, and needs memory in proportion.
 _MOST_CHARACTERS_TO_LEARN_FROM = 500_000_000
 _DOCUMENTS_PER_ENCODE = 256
@@ -203,11 +201,11 @@ def _build(data: DataSpec, folder: Path) -> None:
         tokenizer = _train_tokenizer(data)
     tokenizer.save(str(folder / "tokenizer.json"))
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
-    known = (tokenizer.token_to_id(name) for name in _ENDS_OF_TEXT)
+    known = (tokenizer.token_to_id(name) for name in ENDS_OF_TEXT)
     end_of_text = next((token for token in known if token is not None), None)
     if end_of_text is None:
         raise UsageError(
-            f"{data.tokenizer.path} has no token that ends a document; one of {', '.join(_ENDS_OF_TEXT)} is needed."
+            f"{data.tokenizer.path} has no token that ends a document; one of {', '.join(ENDS_OF_TEXT)} is needed."
         )
     dtype = _DTYPES[vocab_size > 1 << 16]
     counts, ended = dict.fromkeys(_SPLITS, 0), dict.fromkeys(_SPLITS, 0)
@@ -249,7 +247,7 @@ def _train_tokenizer(data: DataSpec) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=data.tokenizer.vocab_size,
-        special_tokens=[_END_OF_TEXT],
+        special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

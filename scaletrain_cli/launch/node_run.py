@@ -20,6 +20,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.launch.code_on_node import code_environment, place_code, unpacked_folder
+from scaletrain_cli.launch.external_checks import check_on_node
 from scaletrain_cli.launch.node_agent import AgentOptions
 from scaletrain_cli.launch.node_check import usable_cores
 from scaletrain_cli.launch.node_inspection import inspect_node, write_inspection
@@ -142,6 +143,7 @@ def _start_ranks(gang: Gang, run: RunDir, record: RunRecord, options: AgentOptio
         if not folder.name.startswith(f"attempt-{options.attempt:04d}-"):
             _remove(folder)  # of an attempt whose agent was killed, or is taken for lost
     code = place_code(run, record, own[1])
+    check_on_node(run, record, options.node_rank, code)
     command = python_command(record.spec.code.engine or options.engine, str(run.path))
     place = NodePlace(options.attempt, options.node_rank, options.master_addr, options.master_port)
     secrets = read_document(run.secrets) or {}

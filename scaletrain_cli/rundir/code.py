@@ -50,6 +50,11 @@ def listing(hashes: Mapping[str, str]) -> str:
     return "".join(f"{hashes[path]}  {path}\n" for path in sorted(hashes))
 
 
+def paths_in(text: str) -> frozenset[str]:
+    """The files of a listing."""
+    return frozenset(line.partition("  ")[2] for line in text.split("\n") if line)
+
+
 def hash_of(text: str) -> str:
     """Of a listing: the hash that names the whole snapshot."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()

@@ -145,5 +145,8 @@ def test_verbs_take_the_name_of_a_cluster(configured: Path, tmp_path: Path) -> N
     path = tmp_path / "a.yaml"
     assert scaletrain("validate", path, "--cluster", "other", "--json").data["spec"]["cluster"]["nodes"] == 2
     assert scaletrain("plan", path, "--cluster", "other", "--json").data["layout"]["world_size"] == 8
-    assert "--gpus-per-node=4" in scaletrain("submit", path, "--cluster", "other", "--dry-run").out
+    assert (
+        "--gpus-per-node=4"
+        in scaletrain("submit", path, "--cluster", "other", "--dry-run", "--set=data.source=python-stdlib").out
+    )
     assert scaletrain("plan", path, "--cluster", "nowhere").code == 2

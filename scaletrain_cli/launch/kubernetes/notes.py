@@ -51,6 +51,7 @@ def _about_files(spec: RunSpec) -> Iterator[str]:
     paths = {
         "data.source": None if spec.data.source == _CORPUS else spec.data.source,
         "data.tokenizer.path": spec.data.tokenizer.path,
+        "model.weights": getattr(spec.model, "weights", None),
         "checkpoint.dir": None if spec.checkpoint.dir == "auto" else spec.checkpoint.dir,
     }
     for key, path in paths.items():

@@ -1,0 +1,185 @@
+"""The files that ``data.source`` names, and what shows without a library to be wrong with one of them.
+
+The standard library alone: verbs that only look at a spec use it, and so does the engine.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import os
+import sysconfig
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+from scaletrain_cli.errors import UsageError
+
+PYTHON_STDLIB = "python-stdlib"
+FORMATS = ("txt", "md", "py", "jsonl", "parquet")
+COMPRESSED = ("txt.gz", "md.gz", "py.gz", "jsonl.gz")
+# The library itself only: no installed packages, and no tests, whose generated tables are not worth learning.
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# What describes a corpus and is no part of it. A path or a glob that names such a file takes it.
+_ABOUT_THE_CORPUS = ("readme", "license", "licence", "notice", "changelog", "dataset_card", "datasheet")
+_FIRST_BYTES = 1 << 16
+_LOOKED_INTO = 32  # files of a corpus whose beginning is read before a run
+_PARQUET_MAGIC = b"PAR1"
+# Replaced characters per character: a stray byte is dirt, more is another encoding or no text at all.
+MOST_REPLACED = 0.001
+_FEW_REPLACED = 3  # of a beginning, however short
+
+
+@dataclass(frozen=True)
+class CorpusFiles:
+    """``files`` in a fixed order, and how many of a folder's files are of each kind that is not read, by suffix."""
+
+    files: tuple[Path, ...]
+    not_read: dict[str, int]
+
+
+def kind_of(path: Path) -> str:
+    """``jsonl`` of ``a.jsonl`` and of ``a.jsonl.gz``; the suffix, empty without one, of what is not read."""
+    name = path.name.lower()
+    if any(name.endswith(f".{kind}") for kind in COMPRESSED):
+        return name.split(".")[-2]
+    return path.suffix.lstrip(".").lower()
+
+
+def find_files(source: str, folder: Path = Path()) -> CorpusFiles:
+    """The files that a source names, seen from ``folder``. Raises UsageError where there are none that are read."""
+    if source == PYTHON_STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        found = [p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(p.relative_to(root).parts)]
+        return CorpusFiles(tuple(sorted(found)), {})
+    path = folder / Path(source).expanduser()
+    not_read: Counter[str] = Counter()
+    try:
+        if path.is_dir():
+            found = [entry for entry in _files_below(path) if not _is_about_the_corpus(entry.relative_to(path))]
+        elif os.path.lexists(path):  # a name may hold what a glob would interpret
+            found = [path]
+        else:
+            names = glob.glob(str(Path(source).expanduser()), root_dir=folder, recursive=True)
+            found = [entry for name in names if not (entry := folder / name).is_dir()]
+    except OSError as error:
+        raise UsageError(f"data.source = {source}: cannot be read: {error}.") from error
+    files = []
+    for entry in sorted(found):
+        if kind_of(entry) in FORMATS:
+            files.append(entry)
+        else:
+            not_read[entry.suffix or entry.name] += 1
+    if not files:
+        what = f"no {', '.join((*FORMATS, *COMPRESSED))} file there"
+        if not found and not path.is_dir():
+            what = "no file matches" if glob.has_magic(source) else "no such file or folder"
+        raise UsageError(
+            f"data.source = {source}: {what}. "
+            f"Give {PYTHON_STDLIB}, a prepared dataset, or a path or glob of text files."
+        )
+    return CorpusFiles(tuple(files), dict(not_read))
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    """A file's content, decompressed where its name says that it is compressed."""
+    if path.name.lower().endswith(".gz"):
+        return cast(IO[bytes], gzip.open(path))
+    return path.open("rb")
+
+
+def problems_of(files: tuple[Path, ...]) -> Iterator[str]:
+    """What shows at the beginning of the files: of all of them whether they can be read, of some what they hold."""
+    unreadable = [f"{path}: {why}" for path in files if (why := _unreadable(path))]
+    if unreadable:
+        yield unreadable[0] + (f" (and {len(unreadable) - 1} more)" if len(unreadable) > 1 else "")
+        return
+    step = max(1, len(files) // _LOOKED_INTO)
+    for path in files[::step]:
+        if why := problem_of(path):
+            yield f"{path}: {why}"
+            return
+
+
+def problem_of(path: Path) -> str:
+    """What is wrong with the beginning of one file, or with the end of a parquet file; empty for a good one."""
+    try:
+        if kind_of(path) == "parquet":
+            return _parquet_problem(path)
+        with open_bytes(path) as file:
+            beginning = file.read(_FIRST_BYTES)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        return f"is no complete gzip file: {error}"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    if kind_of(path) == "jsonl":
+        return _line_problem(beginning)
+    if b"\0" in beginning:
+        return "holds NUL bytes and is no UTF-8 text"
+    text = beginning.decode("utf-8", "replace")
+    replaced = text[:-1].count("\ufffd") - beginning.count("\ufffd".encode())
+    if replaced > max(_FEW_REPLACED, MOST_REPLACED * len(text)):
+        return f"is no UTF-8 text: {replaced} of its first {len(text)} characters cannot be decoded"
+    return ""
+
+
+def text_of_line(line: str) -> str | None:
+    """The document that one line of a jsonl file holds; None where it holds none."""
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return text if isinstance(text, str) else None
+
+
+def _line_problem(beginning: bytes) -> str:
+    lines = beginning.split(b"\n")
+    complete = lines if len(beginning) < _FIRST_BYTES else lines[:-1]  # the last one may be cut by us
+    for number, line in enumerate(complete, start=1):
+        if line.strip():
+            held = text_of_line(line.decode("utf-8", "replace"))
+            return "" if held is not None else f'line {number} must be a JSON object with a string in "text"'
+    return ""
+
+
+def _parquet_problem(path: Path) -> str:
+    """The magic bytes at both ends and the column's name in the footer between them (parquet-format, File format)."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 12 or file.read(4) != _PARQUET_MAGIC:
+            return "is no parquet file"
+        file.seek(size - 8)
+        length, magic = int.from_bytes(file.read(4), "little"), file.read(4)
+        if magic != _PARQUET_MAGIC or length > size - 12:
+            return "is a parquet file that was cut off: its footer is missing"
+        file.seek(size - 8 - length)
+        if b"text" not in file.read(length):
+            return "has no column text"
+    return ""
+
+
+def _unreadable(path: Path) -> str:
+    if path.is_symlink() and not path.exists():
+        return "is a link to a file that does not exist"
+    if not path.is_file():
+        return "is not a regular file" if path.exists() else "does not exist"
+    return "" if os.access(path, os.R_OK) else "may not be read by this user"
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Everything but folders, hidden ones left out; links to folders are not followed."""
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=stop):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(parent, name) for name in names if not name.startswith("."))
+
+
+def _is_about_the_corpus(path: Path) -> bool:
+    return path.name.lower().partition(".")[0] in _ABOUT_THE_CORPUS
