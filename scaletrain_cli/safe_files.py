@@ -158,7 +158,7 @@ def make_shared_folder(path: Path) -> None:
     with _folder(path.parent) as parent, contextlib.suppress(FileExistsError):
         os.mkdir(path.name, 0o700, dir_fd=parent)
         bits = os.fstat(parent)
-        umask = _umask()
+        umask = process_umask()
         # Who may write to the root is what its mode says; the umask of one user decides only where it is no team's.
         wanted = stat.S_IMODE(bits.st_mode) if _is_team_folder(bits.st_mode) else 0o777 & ~umask
         made = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
@@ -179,7 +179,7 @@ def _create(folder: int, path: Path, *, private: bool = False, shared: bool = Fa
         # No more than the folder allows: what is in a folder that only its owner changes is changed by no one else.
         mode = (about & 0o666) | 0o600 if shared else 0o640 | (about & 0o020)
         with contextlib.suppress(OSError):  # a file system without modes
-            os.fchmod(descriptor, mode if shared else mode & ~_umask())
+            os.fchmod(descriptor, mode if shared else mode & ~process_umask())
     return descriptor
 
 
@@ -205,7 +205,9 @@ def _open(path: Path, flags: int, *, create: bool, private: bool = False, shared
             found = os.fstat(descriptor)
             linked = found.st_nlink > 1 and os.fstat(folder).st_mode & 0o022  # or only its owner can have linked it
             device = stat.S_ISCHR(found.st_mode)  # /dev/null, which only root makes
-            if not (stat.S_ISREG(found.st_mode) or device) or (linked and not device):
+            # A private file of somebody else would be a lock that they hold for ever.
+            foreign = private and found.st_uid not in (os.geteuid(), 0, os.fstat(folder).st_uid)
+            if not (stat.S_ISREG(found.st_mode) or device) or (linked and not device) or foreign:
                 os.close(descriptor)
                 _refuse(path, folder)
             os.set_blocking(descriptor, True)
@@ -215,9 +217,9 @@ def _open(path: Path, flags: int, *, create: bool, private: bool = False, shared
 def _refuse(path: Path, folder: int) -> NoReturn:
     with contextlib.suppress(FileNotFoundError):
         found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
-        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "a hard link to a file that has another name too"
-        if not stat.S_ISLNK(found.st_mode) and not stat.S_ISREG(found.st_mode):
-            kind = "no regular file"
+        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no regular file"
+        if stat.S_ISREG(found.st_mode):
+            kind = "a hard link to a file of another name" if found.st_nlink > 1 else "another user's file"
         raise PermissionError(
             errno.EPERM, f"not written to: it is {kind}, made by {user_name(found.st_uid)}. Remove it", str(path)
         )
@@ -295,7 +297,7 @@ def _is_team_folder(mode: int) -> bool:
     return bool(mode & stat.S_ISGID and mode & 0o020) or bool(mode & 0o002)
 
 
-def _umask() -> int:
+def process_umask() -> int:
     """Return the umask of this process; read from the kernel where possible, since asking for it means setting it."""
     try:
         with open("/proc/self/status", "rb") as status:

@@ -233,3 +233,11 @@ def test_a_folder_of_another_user_is_named_with_its_owner(root: Path) -> None:
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
+
+
+@needs_root
+def test_a_lock_file_that_somebody_else_made_is_refused_for_they_could_hold_it_for_ever(root: Path) -> None:
+    (root / "lock").touch()
+    os.chown(root / "lock", 65534, 65534)
+    with pytest.raises(PermissionError, match=r"another user's file, made by .*65534"):
+        hold_lock(root / "lock")

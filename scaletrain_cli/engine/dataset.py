@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
@@ -20,6 +18,7 @@ from scaletrain_cli.engine.chunk_hashes import CheckedFile, DamagedDataError, Ha
 from scaletrain_cli.engine.corpus import corpus_identity, documents
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.documents import write_document
+from scaletrain_cli.rundir.shared_datasets import building, dataset_place
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.end_of_text import END_OF_TEXT, ENDS_OF_TEXT
 
@@ -170,7 +169,7 @@ def dataset_folder(data: DataSpec, runs_root: Path) -> Path:
         tokenizer = hashlib.sha256(_tokenizer_file(data.tokenizer.path)).hexdigest()
     identity = [_SCHEMA, *corpus_identity(data.source), tokenizer, repr(data.validation_split)]
     key = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
-    return runs_root / "datasets" / key
+    return dataset_place(runs_root, key)
 
 
 def prepare_dataset(data: DataSpec, runs_root: Path) -> Path:
@@ -178,15 +177,12 @@ def prepare_dataset(data: DataSpec, runs_root: Path) -> Path:
     folder = dataset_folder(data, runs_root)
     if (folder / "dataset.json").is_file():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "dataset.json").is_file():
-            staging = folder.with_suffix(".tmp")
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir()
-            _build(data, staging)
-            staging.rename(folder)
+    try:
+        with building(folder) as staging:
+            if staging is not None:
+                _build(data, staging)
+    except PermissionError as error:
+        raise UsageError(f"{folder} cannot be prepared: {error.filename}: {error.strerror}.") from error
     return folder
 
 

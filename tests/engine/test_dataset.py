@@ -70,7 +70,7 @@ def test_a_changed_file_or_tokenizer_makes_another_dataset(texts: Path, tmp_path
 
 def test_a_dead_builder_leaves_nothing_that_counts(texts: Path, tmp_path: Path) -> None:
     folder = dataset_folder(spec(texts), tmp_path)
-    half_built = folder.with_suffix(".tmp")
+    half_built = folder.with_name(f".{folder.name}.0123.tmp")
     half_built.mkdir(parents=True)
     (half_built / "train.bin").write_bytes(b"half")
     info, *_ = open_dataset(prepare_dataset(spec(texts), tmp_path), 16)

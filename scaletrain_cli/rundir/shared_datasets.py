@@ -1,0 +1,106 @@
+"""<runs root>/datasets/: prepared data that every user of a runs root may read, each folder changed by its owner alone.
+
+Who finds the data prepared by somebody else reads them. Who cannot read them, or finds something else under their name,
+prepares them again under a name of their own. No lock of one user holds up another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.safe_files import (
+    locked,
+    make_folder,
+    make_shared_folder,
+    other_owner,
+    process_umask,
+    unwritable,
+    user_name,
+)
+
+DATASET = "dataset.json"
+_PRIVATE = 0o700
+
+
+def dataset_place(root: Path, key: str) -> Path:
+    """Return the folder of the data with this key: the team's where this user can read it, else one of their own."""
+    folder = root / "datasets" / key
+    if not os.path.lexists(folder) or other_owner(folder) is None or is_readable(folder):
+        return folder
+    return folder.with_name(f"{key}-{os.geteuid()}")
+
+
+def is_readable(folder: Path) -> bool:
+    """Return whether this user can read all files of a prepared dataset."""
+    with contextlib.suppress(OSError):
+        files = [path for path in folder.iterdir() if path.is_file()]
+        return (folder / DATASET) in files and all(os.access(path, os.R_OK, effective_ids=True) for path in files)
+    return False
+
+
+def owner_of_dataset(folder: Path) -> str | None:
+    """Return the name of the other user who prepared it; None where that is this user, or root."""
+    uid = other_owner(folder)
+    return None if uid is None else user_name(uid)
+
+
+def require_room_for_datasets(root: Path) -> None:
+    """Raise UsageError, with what to do, where this user cannot prepare data below the runs root."""
+    folder = root / "datasets"
+    for path in (root, folder):
+        if os.path.lexists(path) and not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
+            raise UsageError(f"data cannot be prepared: {unwritable(path)}")
+
+
+@contextlib.contextmanager
+def building(folder: Path) -> Iterator[Path | None]:
+    """Yield an empty folder to prepare ``folder`` in, which takes its place at the end; None where it is there already.
+
+    One process of a user builds at a time. Raises UsageError where nothing can be written there, and OSError.
+    """
+    root = folder.parent.parent
+    require_room_for_datasets(root)
+    make_folder(root, mode=0o777)
+    make_shared_folder(folder.parent)
+    require_room_for_datasets(root)
+    with locked(folder.parent / f".{folder.name}.{os.geteuid()}.lock"):
+        if is_readable(folder):
+            yield None
+            return
+        _remove_leftovers(folder)
+        staging = folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.tmp")
+        make_folder(staging, mode=_PRIVATE, exist_ok=False)
+        try:
+            yield staging
+            _open_to_readers(staging)
+            with contextlib.suppress(OSError):
+                staging.rename(folder)
+            if not is_readable(folder):
+                raise UsageError(
+                    f"{folder} is in the way of the data that were prepared, and is no dataset that "
+                    f"{user_name(os.geteuid())} can read. Remove it, or have its owner remove it."
+                )
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _open_to_readers(staging: Path) -> None:
+    """Let all read who may read the folder of all datasets, less the umask."""
+    about = staging.parent.stat().st_mode
+    umask = process_umask()
+    for path in (*staging.rglob("*"), staging):
+        execute = 0o011 if path.is_dir() else 0
+        path.chmod((0o700 if path.is_dir() else 0o600) | about & (0o044 | execute) & ~umask)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Of this user's builds that were killed; the lock says that none goes on."""
+    for path in folder.parent.glob(f".{folder.name}.*.tmp"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid == os.geteuid():
+                shutil.rmtree(path, ignore_errors=True)
