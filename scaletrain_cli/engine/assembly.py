@@ -35,9 +35,11 @@ from scaletrain_cli.engine.stepping import stepper
 from scaletrain_cli.engine.stragglers import Stragglers
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError, UsageError, WrongNodesError
+from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 from scaletrain_cli.rundir.rollbacks import read_rollbacks
+from scaletrain_cli.rundir.shared_datasets import owner_of_dataset
 from scaletrain_cli.spec import RunSpec
 
 
@@ -192,6 +194,8 @@ def _open_data(
     if ranks.rank == 0:
         try:
             folder = prepare_dataset(spec.data, run.path.parent)
+            if (owner := owner_of_dataset(folder)) is not None:
+                record_event(run, "data-of-another-user", folder=str(folder), owner=owner)
         except ScaletrainError as error:
             failure = str(error)
     folder, failure = agreement.follow_rank_zero((folder, failure))

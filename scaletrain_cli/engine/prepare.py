@@ -11,6 +11,7 @@ from typing import Any
 from scaletrain_cli.engine.chunk_hashes import DamagedDataError
 from scaletrain_cli.engine.dataset import open_dataset, prepare_dataset
 from scaletrain_cli.errors import ScaletrainError
+from scaletrain_cli.rundir.shared_datasets import owner_of_dataset
 from scaletrain_cli.spec import RunSpec
 
 
@@ -24,6 +25,8 @@ def answer(arguments: Sequence[str]) -> dict[str, Any]:
         info, train, validation = open_dataset(folder, spec.transformer.seq_len)
     except DamagedDataError as error:  # of a run it says that a retry is in vain; here nothing runs
         raise ScaletrainError(str(error)) from error
+    if (owner := owner_of_dataset(folder)) is not None:
+        print(f"{folder} was prepared by {owner}, and is read as it is", file=sys.stderr)
     print(f"ready in {time.monotonic() - started:.1f} s", file=sys.stderr)
     return {
         "path": str(folder),
