@@ -11,6 +11,7 @@ from scaletrain_cli.cli.options import AsJson, Yes
 from scaletrain_cli.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
+    from scaletrain_cli.launch.status import RunStatus
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
 
@@ -36,7 +37,7 @@ def command(
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a run for good. It saves a checkpoint first, and `scaletrain resume` can still bring it back.
+    """Stop a run for good. What runs is told to save a checkpoint first; `scaletrain resume` can still bring it back.
 
     Of a sweep, stop every run that is not over yet; asks once. Where one cannot be stopped, the others still are.
     """
@@ -64,7 +65,19 @@ def command(
     scheduler_for(record.spec.cluster.scheduler).cancel(found, record)
     removed = _remove_pods(found, record) if force else []
     _answer(as_json, found.run_id, status.state, cancelled=True, removed_pods=removed)
-    say(f"cancelled {found.run_id}; it saves its state and stops. `scaletrain resume {found.run_id}` continues it.")
+    say(f"{_done(status)}. `scaletrain resume {found.run_id}` continues it.")
+
+
+def _done(status: RunStatus) -> str:
+    """What was done, by how the job stood. That a state was saved is for `status` to say, once it is on disk."""
+    newest = status.last_checkpoint_step
+    kept = "it has no checkpoint" if newest is None else f"its newest checkpoint is of step {newest}"
+    if status.job.state == "queued":
+        return f"cancelled {status.run_id}, which was queued; {kept}"
+    if status.job.may_be_active:
+        told = "resumed and told to save and stop" if status.job.state == "suspended" else "told to save and stop"
+        return f"{status.run_id} was {told}; now {kept}, and `scaletrain status {status.run_id}` shows the one it saves"
+    return f"cancelled {status.run_id}; {kept}"
 
 
 def _answer(as_json: bool, run_id: str, state: str, *, cancelled: bool, removed_pods: Sequence[str] = ()) -> None:

@@ -26,13 +26,14 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Show the runs under the runs root ($SCALETRAIN_RUNS, your clusters.yaml, or ./runs), newest first."""
+    from scaletrain_cli.launch.status import run_statuses
     from scaletrain_cli.rundir.paths import list_runs, runs_root
     from scaletrain_cli.rundir.sweeps import find_sweep
 
     chosen = list_runs() if sweep is None else find_sweep(sweep).runs
     runs = sorted(chosen, key=lambda run: run.record.stat().st_mtime, reverse=True)
     shown = runs[:limit] if limit else runs
-    found = [(run, _status(run)) for run in shown]
+    found = list(zip(shown, run_statuses(shown), strict=True))
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
@@ -46,7 +47,7 @@ def command(
         return
     from scaletrain_cli.ui.run_list import show_runs
 
-    show_runs([(run, status) for run, status in found])
+    show_runs(found)
     if len(shown) < len(runs):
         say(f"and {len(runs) - len(shown)} older; --limit 0 shows them all")
 
@@ -55,13 +56,3 @@ def _row(run: RunDir, status: RunStatus | UsageError) -> dict[str, Any]:
     if isinstance(status, UsageError):
         return {"run_id": run.run_id, "state": "damaged", "error": status.to_json()}
     return status.to_json()
-
-
-def _status(run: RunDir) -> RunStatus | UsageError:
-    """The run's status, or what is wrong with its record: one damaged run must not hide the others."""
-    from scaletrain_cli.launch.status import run_status
-
-    try:
-        return run_status(run)
-    except UsageError as error:
-        return error

@@ -97,7 +97,7 @@ def command(
     from scaletrain_cli.launch.submittable import plan_for_engine
     from scaletrain_cli.rundir.paths import RunDir, runs_root
     from scaletrain_cli.spec import load_spec
-    from scaletrain_cli.ui.messages import warn
+    from scaletrain_cli.ui.messages import say, warn
 
     run_spec = load_spec(spec, overrides or (), cluster=cluster)
     if probe and (dry_run or run_spec.cluster.scheduler != "slurm"):
@@ -141,17 +141,20 @@ def command(
         show_probe(probe_nodes(run_spec, plan))
     confirm(f"Submit to {run_spec.cluster.scheduler}?", yes)
     made = create_run(run_spec, plan, run_id, snapshot=snapshot)
+    say(f"run id {made.run.run_id}")  # before the scheduler is asked: its answer may be lost
     _tell(made, submit_run(made.run, made.record, scheduler), prospect.to_json(), as_json)
 
 
 def _submitted_before(run_id: str) -> Submission | None:
     """Of this very run: there is nothing to ask the scheduler, or the user, then."""
-    from scaletrain_cli.launch.submission import read_submission
+    from scaletrain_cli.launch.submission import open_request, read_submission
     from scaletrain_cli.rundir.paths import RunDir, runs_root
 
     run = RunDir(runs_root() / run_id)
     # os.path, unlike Path, answers False for a name that no file can have.
-    return read_submission(run) if os.path.isfile(run.record) else None
+    if not os.path.isfile(run.record) or open_request(run) is not None:
+        return None
+    return read_submission(run)
 
 
 def _tell(made: CreatedRun, submission: Submission, told_before: dict[str, object], as_json: bool) -> None:

@@ -57,7 +57,7 @@ class QueueRow:
 
     job_id: str
     name: str
-    state: str  # running | queued
+    state: str  # as a job's: queued, running, suspended, ending
     queue: str
     nodes: int
     gpus: int | None

@@ -25,8 +25,8 @@ class Job:
     """A run's job as its scheduler sees it; ``detail`` is the scheduler's own word for the state.
 
     ``exit_code`` and ``progress`` (a line of metrics.jsonl) are for a run whose directory is not seen from here.
-    ``cause`` is set for an ended job where the scheduler itself names one.
-    ``forgotten``: it ended, and the scheduler no longer knows how.
+    ``cause`` is set for an ended job where the scheduler itself names one; ``unsettled``: its scheduler was asked for
+    it, gave no answer, and may still take it; ``forgotten``: it ended, and the scheduler no longer knows how.
     """
 
     id: str
@@ -35,6 +35,7 @@ class Job:
     nodes: tuple[str, ...] = ()
     exit_code: int | None = None
     cause: JobCause | None = None
+    unsettled: bool = False
     progress: Mapping[str, float] = field(default_factory=dict)
     forgotten: bool = False
 
@@ -46,7 +47,7 @@ class Job:
     @property
     def may_be_active(self) -> bool:
         """Also true of one that cannot be asked, as a local one of another host: two gangs must never meet."""
-        return self.is_active or (self.state == "unknown" and self.id != "")
+        return self.is_active or (self.state == "unknown" and (self.id != "" or self.unsettled))
 
 
 class Scheduler(Protocol):

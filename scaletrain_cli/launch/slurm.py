@@ -5,22 +5,34 @@ What runs inside the job is in slurm_script (the text) and slurm_job (its first 
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
+from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.exclusion import Exclusion
 from scaletrain_cli.launch.outlook import Outlook, Start
-from scaletrain_cli.launch.scheduler import Job, JobCause, JobState
+from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.launch.shared_folder import unshared_notes
 from scaletrain_cli.launch.slurm_commands import call_slurm, node_names
 from scaletrain_cli.launch.slurm_nodes import exclude_option, exclusion_for, record_exclusion
 from scaletrain_cli.launch.slurm_preemption import preemption_rule
 from scaletrain_cli.launch.slurm_preflight import judge
+from scaletrain_cli.launch.slurm_queue import (
+    JobRow,
+    accounted_states,
+    forgotten_job,
+    mark_of,
+    rows_by_id,
+    rows_of_run,
+)
 from scaletrain_cli.launch.slurm_script import job_script, sbatch_options
-from scaletrain_cli.launch.slurm_site import ask_site
+from scaletrain_cli.launch.slurm_site import ask_site, user_name
 from scaletrain_cli.launch.slurm_start import start_and_rest
-from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.launch.submission import Request, open_request, read_submission
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.journal import record_event
@@ -30,26 +42,35 @@ from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.safe_files import replace_file, touch
 from scaletrain_cli.spec import RunSpec
 
-_STATES: dict[str, JobState] = {
-    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"), "queued"),
-    **dict.fromkeys(("RUNNING", "RESIZING", "SIGNALING"), "running"),
-    **dict.fromkeys(("SUSPENDED", "STOPPED"), "suspended"),
-    **dict.fromkeys(("COMPLETING", "STAGE_OUT"), "ending"),
-}
-_CAUSES: dict[str, JobCause] = {
-    "CANCELLED": "cancelled",
-    "PREEMPTED": "preempted",
-    "TIMEOUT": "time-limit",
-    "DEADLINE": "time-limit",
-    "OUT_OF_MEMORY": "host-oom",
-    "NODE_FAIL": "node",
-    "BOOT_FAIL": "node",
-}
-_LOOK_SECONDS = 15.0
+# How long after sbatch went without an answer its job may still appear: the controller works off a backlog.
+_SETTLED_SECONDS = 300.0
+_LOOKS_FOR_LOST, _PAUSE_SECONDS = 3, 1.0
 
 
+@dataclass(frozen=True)
 class SlurmScheduler:
-    """Jobs of the cluster that this machine's Slurm commands talk to."""
+    """Jobs of the cluster that this machine's Slurm commands talk to.
+
+    ``answers``: what is known of the jobs of several runs, by run directory, so that job() need not ask.
+    """
+
+    answers: Mapping[Path, Job | SchedulerError] = field(default_factory=dict)
+
+    @classmethod
+    def asked_once(cls, runs: Sequence[RunDir]) -> SlurmScheduler:
+        """Ask for the jobs of all these runs with one squeue, and at most one sacct for those that it has forgotten."""
+        ids = {run: job_id for run in runs if open_request(run) is None and (job_id := _latest_id(run))}
+        try:
+            rows = rows_by_id(ids.values())
+        except SchedulerError as error:
+            return cls({run.path: error for run in ids})
+        accounted = accounted_states(ids[run] for run in ids if ids[run] not in rows and _end_is_open(run))
+        return cls(
+            {
+                run.path: rows[job_id].job if job_id in rows else forgotten_job(job_id, accounted.get(job_id, ""))
+                for run, job_id in ids.items()
+            }
+        )
 
     def preflight(
         self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
@@ -82,30 +103,27 @@ class SlurmScheduler:
         """Queue the job, unless one of this run is there: a submitter may have died after sbatch."""
         _check_path(run.path)
         secrets = record.spec.secret_env
-        # The name alone may be that of a run under another root; the comment is this directory's own.
-        mark = hashlib.sha256(str(run.path).encode()).hexdigest()[:16]
-        comment = f"{mark}-{record.revision}"
-        question = ["squeue", "--noheader", "--me", f"--name={record.run_id}", "--format=%A|%k"]
-        for line in call_slurm(question, without=secrets).stdout.splitlines():
-            job_id, _, found = line.strip().partition("|")
-            if found == comment:
-                return job_id
-            if found.partition("-")[0] == mark:
-                raise SchedulerError(
-                    f"job {job_id} of {record.run_id} is there with an older layout. Run scancel {job_id} first."
-                )
+        comment = f"{mark_of(run)}-{record.revision}"
+        for row in _rows_before(run, secrets):
+            if row.state == "ended":
+                continue
+            if row.comment == comment:
+                return row.job_id
+            raise SchedulerError(
+                f"job {row.job_id} of {record.run_id} is there with an older layout. Run scancel {row.job_id} first."
+            )
         script = run.path / "job.sh"
         excluded = exclusion_for(run, record.spec)
         replace_file(script, self._script(run, record, excluded))
-        # From the run directory: the log's name needs no path then, which may hold blanks and quotes.
-        answer = call_slurm(
-            ["sbatch", "--parsable", f"--comment={comment}", *_dependency(run), script.name],
-            folder=run.path,
-            without=secrets,
-        )
+        command = ["sbatch", "--parsable", f"--comment={comment}", *_dependency(run), script.name]
+        try:
+            # From the run directory: the log's name needs no path then, which may hold blanks and quotes.
+            job_id = call_slurm(command, folder=run.path, without=secrets).stdout.strip().split(";")[0]  # id;cluster
+        except SchedulerSilentError as error:
+            job_id = _found_after_all(run, comment, error, secrets)
         if excluded.nodes or excluded.spared:
             record_exclusion(run, excluded)
-        return answer.stdout.strip().split(";")[0]  # "id" or "id;cluster"
+        return job_id
 
     def _script(self, run: RunDir, record: RunRecord, excluded: Exclusion) -> str:
         return job_script(
@@ -117,40 +135,124 @@ class SlurmScheduler:
         )
 
     def job(self, run: RunDir, record: RunRecord) -> Job:
-        submission = read_submission(run)
-        if submission is None:
+        answer = self.answers.get(run.path)
+        if isinstance(answer, SchedulerError):
+            raise answer
+        if answer is not None:
+            return answer
+        request, job_id = open_request(run), _latest_id(run)
+        if request is not None:
+            rows = rows_of_run(run)
+            living = [row for row in rows if row.state != "ended"]
+            if rows:
+                return (living or rows)[-1].job
+            if job_id == "":
+                return _never_seen(request)
+        if job_id == "":
             return Job("", "unknown", "never submitted")
-        job_id = submission.job_id
-        command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T|%r|%N"]
-        # A controller that is down keeps squeue trying for a minute; who looks at a run has its directory meanwhile.
-        answer = call_slurm(command, accept=("Invalid job id",), seconds=_LOOK_SECONDS)
-        fields = answer.stdout.strip().split("|")
-        if len(fields) != 3:
-            return Job(job_id, "ended", "Slurm no longer knows the job")
-        state, reason, nodes = fields
-        detail = state if reason in ("None", "") else f"{state} ({reason})"
-        return Job(job_id, job_state(state), detail, node_names(nodes), cause=job_cause(state))
+        row = rows_by_id([job_id]).get(job_id)
+        if row is not None:
+            return row.job
+        return forgotten_job(job_id, accounted_states([job_id]).get(job_id, "") if _end_is_open(run) else "")
 
     def cancel(self, run: RunDir, record: RunRecord) -> None:
-        """Ask the ranks to save and leave; the job's last word is slurm_job's. A queued job just goes."""
+        """Ask the ranks to save and leave; the job's last word is slurm_job's. A queued job just goes.
+
+        Every job of the run is meant, also one whose id was never received. Slurm is asked before anything changes,
+        and what it refuses is not done by the stop file either. Raises SchedulerError.
+        """
+        living = [row for row in self._rows(run) if row.state != "ended"]
+        running = [row for row in living if row.state in ("running", "suspended")]
+        for row in running:
+            if row.user != user_name():  # Slurm alone knows whether this user may; SIGCONT to what runs does nothing
+                call_slurm(["scancel", "--signal=CONT", row.job_id])
+        for row in running:
+            if row.state == "suspended":  # a stopped process cannot save, and Slurm would kill it as it is
+                _continue(row, record)
+        for row in living:
+            if row.state == "queued":
+                call_slurm(["scancel", row.job_id])
+        was_told = run.is_told_to_stop
         touch(run.stop_file)
-        job = self.job(run, record)
-        if job.state == "running":
-            # Plain scancel would leave KillWait, not the grace period, before SIGKILL.
-            call_slurm(["scancel", "--signal=TERM", job.id])
-        elif job.state == "queued":
-            call_slurm(["scancel", job.id])
+        try:
+            for row in running:
+                # Plain scancel would leave KillWait, not the grace period, before SIGKILL.
+                call_slurm(["scancel", "--signal=TERM", row.job_id])
+        except SchedulerSilentError as error:
+            told = "The run is told to stop by its stop file; its nodes see that within seconds."
+            raise SchedulerSilentError(f"{error.message} {told}") from error
+        except SchedulerError:
+            if not was_told:
+                run.stop_file.unlink(missing_ok=True)
+            raise
+        if not running and not any(row.state == "ending" for row in living):
             record_event(run, "cancelled")
 
+    def _rows(self, run: RunDir) -> list[JobRow]:
+        """The jobs of the run by their mark, and the latest by its id: a site may rewrite comments."""
+        rows, job_id = rows_of_run(run), _latest_id(run)
+        if job_id and all(row.job_id != job_id for row in rows):
+            rows += rows_by_id([job_id]).values()
+        return rows
 
-def job_state(slurm_state: str) -> JobState:
-    """Slurm's state in the words that all schedulers share."""
-    return _STATES.get(slurm_state, "ended")
+
+def _latest_id(run: RunDir) -> str:
+    """Return the id of the newest job that is known, by its submission or by the attempt that it began."""
+    request, submission = open_request(run), read_submission(run)
+    if request is not None:  # the answer of sbatch was lost; a job that came of it has recorded itself
+        attempts = [attempt for attempt in read_attempts(run) if attempt.number >= request.first_attempt]
+        return attempts[-1].job_id if attempts else ""
+    return submission.job_id if submission is not None else ""
 
 
-def job_cause(slurm_state: str) -> JobCause | None:
-    """Return why a whole job ended, where its Slurm state names that; ``CANCELLED by 1000`` is sacct's form."""
-    return _CAUSES.get(slurm_state.partition(" ")[0])
+def _end_is_open(run: RunDir) -> bool:
+    """Whether the run directory leaves open how the run ended: only then the accounting can add something."""
+    attempts = read_attempts(run)
+    return not attempts or attempts[-1].ended is None or attempts[-1].may_be_followed
+
+
+def _never_seen(request: Request) -> Job:
+    at = time.strftime("%H:%M:%S", time.localtime(request.asked))
+    said = f"sbatch was called at {at} and gave no answer; Slurm has no job of this run"
+    if time.time() - request.asked < _SETTLED_SECONDS:
+        return Job("", "unknown", f"{said} so far, and may still accept it", unsettled=True)
+    return Job("", "ended", said)
+
+
+def _rows_before(run: RunDir, secrets: Sequence[str]) -> list[JobRow]:
+    """As rows_of_run, where silence means that nothing was sent."""
+    try:
+        return rows_of_run(run, secrets)
+    except SchedulerSilentError as error:
+        raise SchedulerError(f"{error.message.rstrip('.')}. Nothing was queued.") from error
+
+
+def _found_after_all(run: RunDir, comment: str, error: SchedulerSilentError, secrets: Sequence[str]) -> str:
+    """Return the id of the job that Slurm took although its answer was lost. Raises SchedulerSilentError."""
+    for _ in range(_LOOKS_FOR_LOST):
+        with contextlib.suppress(SchedulerError):
+            found = [row for row in rows_of_run(run, secrets) if row.comment == comment and row.state != "ended"]
+            if found:
+                return found[-1].job_id
+        time.sleep(_PAUSE_SECONDS)
+    raise SchedulerSilentError(
+        f"{error.message.rstrip('.')}. Whether Slurm took the job of {run.run_id} is not known. "
+        f"`scaletrain status {run.run_id}` finds it if it did, `scaletrain cancel {run.run_id}` ends it, and the same "
+        f"submit with --run-id {run.run_id} makes no second one."
+    ) from error
+
+
+def _continue(row: JobRow, record: RunRecord) -> None:
+    """Let a suspended job run again. Raises SchedulerError where only an operator may."""
+    try:
+        call_slurm(["scontrol", "resume", row.job_id])
+    except SchedulerError as error:
+        raise SchedulerError(
+            f"job {row.job_id} of {record.run_id} is suspended, so its ranks cannot save, and it cannot be resumed "
+            f"from here: {error.message.rstrip('.')}. Nothing was changed. Ask an operator for `scontrol resume "
+            f"{row.job_id}`, then cancel again; or end it with `scancel {row.job_id}`, which loses what was trained "
+            "since its newest checkpoint."
+        ) from error
 
 
 def _preemption(spec: RunSpec) -> str:

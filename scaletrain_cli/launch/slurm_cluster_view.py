@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from scaletrain_cli.launch.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow, QuotaRow
 from scaletrain_cli.launch.slurm_commands import call_slurm
 from scaletrain_cli.launch.slurm_limits import AT_LEAST, Limit, resource_in_words
+from scaletrain_cli.launch.slurm_queue import job_state
 from scaletrain_cli.launch.slurm_site import Site, ask_site
 from scaletrain_cli.launch.slurm_tables import Node, gpus, moment
 from scaletrain_cli.spec import ClusterSpec
@@ -20,7 +21,7 @@ _RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING")
 
 def slurm_view(cluster: ClusterSpec) -> ClusterView:
     """With the quotas of the section's account and QOS. Raises SchedulerError when the controller is silent."""
-    states = "--states=PENDING,RUNNING,CONFIGURING,COMPLETING"
+    states = "--states=PENDING,RUNNING,SUSPENDED,CONFIGURING,COMPLETING"
     text = call_slurm(["squeue", "--noheader", "--all", states, f"--format={QUEUE}"]).stdout
     return make_view(ask_site(cluster), text)
 
@@ -93,7 +94,7 @@ def _mine(rows: Sequence[Sequence[str]], user: str) -> tuple[QueueRow, ...]:
             QueueRow(
                 job_id=job_id,
                 name=name,
-                state="queued" if queued else "running",
+                state="queued" if queued else job_state(state),
                 queue=partition,
                 nodes=int(nodes) if nodes.isdigit() else 0,
                 gpus=_gpus(per_node, nodes),

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
 
 _TIMEOUT_SECONDS = 120
+# What Slurm's commands print once a request was sent and no answer to it came (schedmd/slurm, slurm_errno.c). Of a
+# controller that cannot be reached at all they say "Unable to contact": that one has done nothing.
+_ANSWER_LOST = (
+    *("Socket timed out", "Connection timed out", "Connection reset", "Broken pipe", "Zero Bytes were transmitted"),
+    *("Message receive failure", "Unexpected message received", "Protocol authentication error"),
+)
 # The job gets these of the submitter's environment and no others: the rest may hold secrets, which Slurm would store.
 PASSED_ON = frozenset(
     "PATH HOME USER LOGNAME SHELL LANG LC_ALL TZ TMPDIR SLURM_CONF LD_LIBRARY_PATH CUDA_HOME VIRTUAL_ENV PYTHONPATH "
@@ -19,10 +26,24 @@ PASSED_ON = frozenset(
 
 
 def node_names(nodes: str, without: Sequence[str] = ()) -> tuple[str, ...]:
-    """Slurm's ``n[1-3]`` as names. Asks no controller."""
-    if not nodes:
-        return ()
-    return tuple(call_slurm(["scontrol", "show", "hostnames", nodes], without=without).stdout.split())
+    """Return the names of a Slurm hostlist as ``rack[1-2]n[08-10,12],login1``, in its order. Calls no command."""
+    return tuple(name for part in _HOSTLIST_PART.findall(nodes) for name in _expanded(part))
+
+
+# A comma inside brackets parts numbers, outside of them names.
+_HOSTLIST_PART = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
+
+
+def _expanded(part: str) -> Iterator[str]:
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        yield head
+        return
+    numbers, _, tail = rest.partition("]")
+    for item in numbers.split(","):
+        first, _, last = item.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            yield from (f"{head}{number:0{len(first)}d}{end}" for end in _expanded(tail))
 
 
 def call_slurm(
@@ -36,6 +57,7 @@ def call_slurm(
 ) -> subprocess.CompletedProcess[str]:
     """Run one Slurm command. Raises SchedulerError when it fails, unless it says one of ``accept``.
 
+    Raises SchedulerSilentError where it was killed or lost the connection: the controller may have done as asked.
     ``without`` names variables that it must not see, whatever they are called.
     """
     if shutil.which(command[0]) is None:
@@ -54,6 +76,8 @@ def call_slurm(
         raise SchedulerSilentError(f"{command[0]} did not answer within {seconds:.0f} s.") from error
     if answer.returncode and not any(phrase in answer.stderr for phrase in accept):
         said = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
+        if answer.returncode < 0 or any(phrase in answer.stderr for phrase in _ANSWER_LOST):
+            raise SchedulerSilentError(f"{command[0]} got no answer from Slurm: {said}")
         raise SchedulerError(f"{' '.join(command[:2])} refused: {said}")
     return answer
 

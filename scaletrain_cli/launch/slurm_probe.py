@@ -18,8 +18,8 @@ from typing import Any
 from scaletrain_cli.errors import MissingPackageError, Problem, SchedulerError, UsageError, WrongNodesError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.node_probe import NodeFacts, place_token, probe_node, probe_problems
-from scaletrain_cli.launch.slurm import job_state
 from scaletrain_cli.launch.slurm_commands import call_slurm, node_names, passed_on
+from scaletrain_cli.launch.slurm_queue import job_state
 from scaletrain_cli.launch.slurm_script import sbatch_options
 from scaletrain_cli.own_processes import absolute_paths
 from scaletrain_cli.plan.result import RunPlan

@@ -114,7 +114,7 @@ def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
 
     ``without`` names variables that no Slurm command must see.
     """
-    user, slurm = _user(), cluster.slurm
+    user, slurm = user_name(), cluster.slurm
     config = settings(call_slurm(["scontrol", "show", "config"], without=without).stdout)
 
     def ask(command: Sequence[str]) -> str | None:
@@ -204,7 +204,7 @@ def read_qos_rules(text: str) -> tuple[QosRule, ...]:
     )
 
 
-def _user() -> str:
+def user_name() -> str:
     """Whom Slurm takes this process for; $USER may say anything."""
     with contextlib.suppress(KeyError):  # an id that no user database knows, as in a container
         return pwd.getpwuid(os.getuid()).pw_name

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from scaletrain_cli.errors import ExitCode, SchedulerError
+from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
 from scaletrain_cli.launch.attempts import AttemptRecord, newest_checkpoint_step, read_attempts
 from scaletrain_cli.launch.judgement import Reason
 from scaletrain_cli.launch.node_record import read_node_records
 from scaletrain_cli.launch.resumption import why_ended
 from scaletrain_cli.launch.scheduler import Job, Scheduler, scheduler_for
-from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.launch.submission import open_request, read_submission
 from scaletrain_cli.launch.unreported import SCHEDULERS, unreported_end
 from scaletrain_cli.rundir.goodput import Goodput, run_goodput
 from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
@@ -109,6 +111,38 @@ def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
     )
 
 
+def run_statuses(runs: Sequence[RunDir]) -> list[RunStatus | UsageError]:
+    """Return the status of each run, or what is wrong with its record. Asks Slurm once for all of its runs."""
+    return [_status_or_error(run, scheduler) for run, scheduler in zip(runs, _schedulers(runs), strict=True)]
+
+
+def _schedulers(runs: Sequence[RunDir]) -> list[Scheduler | None]:
+    """For each run the scheduler that already has its job's answer; None where it must be asked."""
+    on_slurm = []
+    for run in runs:
+        with contextlib.suppress(UsageError):  # its row tells of the damage
+            if read_record(run).spec.cluster.scheduler == "slurm" and not _is_done(run):
+                on_slurm.append(run)
+    if len(on_slurm) < 2:
+        return [None] * len(runs)
+    from scaletrain_cli.launch.slurm import SlurmScheduler
+
+    asked = SlurmScheduler.asked_once(on_slurm)
+    return [asked if run in on_slurm else None for run in runs]
+
+
+def _status_or_error(run: RunDir, scheduler: Scheduler | None) -> RunStatus | UsageError:
+    try:
+        return run_status(run, scheduler)
+    except UsageError as error:
+        return error
+
+
+def _is_done(run: RunDir) -> bool:
+    attempts = read_attempts(run)
+    return bool(attempts) and attempts[-1].reason == "done"
+
+
 def is_over(run: RunDir, status: RunStatus) -> bool:
     """Whether nothing more will happen by itself. A preempted run may be waiting for its next attempt."""
     if status.state == "unknown":
@@ -137,7 +171,8 @@ def _ask(run: RunDir, record: RunRecord, last: AttemptRecord | None, scheduler: 
     try:
         return (scheduler or scheduler_for(record.spec.cluster.scheduler)).job(run, record)
     except SchedulerError as error:  # the run directory still tells most of it
-        return Job(_sent_as(run, record, last), "unknown", error.message.rstrip("."))
+        unsettled = open_request(run) is not None
+        return Job(_sent_as(run, record, last), "unknown", error.message.rstrip("."), unsettled=unsettled)
 
 
 def _sent_as(run: RunDir, record: RunRecord, last: AttemptRecord | None) -> str:

@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from scaletrain_cli import __version__
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import ScaletrainError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.code_hash import code_hash
 from scaletrain_cli.launch.code_snapshot import Snapshot, take_snapshot, write_snapshot
 from scaletrain_cli.launch.scheduler import Scheduler
@@ -57,6 +58,20 @@ class Submission:
     submitted: float
     first_attempt: int
     revision: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A hand-over whose answer is not known: the scheduler was, or was about to be, asked at ``asked`` (Unix time).
+
+    ``before`` is the submission that it was to replace.
+    """
+
+    scheduler: str
+    asked: float
+    first_attempt: int
+    revision: int
+    before: Submission | None
 
 
 def new_run_id(name: str, now: float) -> str:
@@ -132,27 +147,54 @@ def submit_run(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submissi
     """Hand the job over unless that was done before; the earlier submission is returned then."""
     with submit_lock(run):
         earlier = read_submission(run)
-        return earlier if earlier is not None else hand_over(run, record, scheduler)
+        done = earlier is not None and open_request(run) is None
+        return earlier if earlier is not None and done else hand_over(run, record, scheduler)
 
 
 def hand_over(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submission:
-    """Submit now, whatever was before. For holders of submit_lock()."""
-    first_attempt = max(run.attempts(), default=0) + 1
+    """Submit now, whatever was before. For holders of submit_lock().
+
+    The intent is on disk before the scheduler is asked, and stays there unless it refuses: an answer may be lost.
+    """
+    earlier, request, before = read_document(_submission_path(run)), open_request(run), read_submission(run)
+    first_attempt = request.first_attempt if request is not None else max(run.attempts(), default=0) + 1
     text = scheduler.render(run, record)
-    job_id = scheduler.submit(run, record)
-    keep_sent(run, text)
+    asked = Request(record.spec.cluster.scheduler, time.time(), first_attempt, record.revision, before)
+    _write_submission(run, {"state": "asked", **dataclasses.asdict(asked)})
+    try:
+        job_id = scheduler.submit(run, record)
+    except SchedulerSilentError:
+        raise
+    except ScaletrainError:
+        if earlier is None:
+            _submission_path(run).unlink(missing_ok=True)
+        else:
+            _write_submission(run, earlier)
+        raise
     submission = Submission(record.spec.cluster.scheduler, job_id, time.time(), first_attempt, record.revision)
     data = dataclasses.asdict(submission)
-    write_document(_submission_path(run), data)
+    _write_submission(run, {"state": "submitted", **data})
+    keep_sent(run, text)
     code = {} if record.code is None else {"code": record.code.name}
     record_event(run, "submitted", **{key: value for key, value in data.items() if key != "submitted"}, **code)
     return submission
 
 
 def read_submission(run: RunDir) -> Submission | None:
-    """The latest submission, None before the first."""
+    """Return the latest submission that the scheduler has confirmed, None before the first."""
     data = read_document(_submission_path(run))
-    return Submission(**data) if data is not None else None
+    if data is not None and data.get("state") == "asked":
+        data = data["before"]
+    return None if data is None else Submission(**{key: value for key, value in data.items() if key != "state"})
+
+
+def open_request(run: RunDir) -> Request | None:
+    """Return the hand-over whose answer was lost, None where the latest one was answered."""
+    data = read_document(_submission_path(run))
+    if data is None or data.get("state") != "asked":
+        return None
+    fields = {key: value for key, value in data.items() if key != "state"}
+    return Request(**{**fields, "before": None if data["before"] is None else Submission(**data["before"])})
 
 
 @contextlib.contextmanager
@@ -183,6 +225,10 @@ def _secret_values(spec: RunSpec) -> dict[str, str]:
     if missing:
         raise UsageError(f"secret_env names {', '.join(missing)}, which is not set here. Export it before submitting.")
     return {name: os.environ[name] for name in spec.secret_env}
+
+
+def _write_submission(run: RunDir, data: dict[str, Any]) -> None:
+    write_document(_submission_path(run), data)
 
 
 def _submission_path(run: RunDir) -> Path:

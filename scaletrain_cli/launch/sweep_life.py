@@ -12,7 +12,7 @@ from typing import Any
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.launch.scheduler import scheduler_for
-from scaletrain_cli.launch.status import RunStatus, exit_code_of, is_over, run_status
+from scaletrain_cli.launch.status import RunStatus, exit_code_of, is_over, run_statuses
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.rundir.sweeps import Sweep
@@ -76,13 +76,14 @@ class Stopped:
 
 def look_at(sweep: Sweep) -> SweepStatus:
     """One damaged run does not hide the others."""
-    return SweepStatus(sweep, tuple(map(_look, sweep.runs)))
+    return SweepStatus(sweep, tuple(_look(sweep.runs)))
 
 
 def look_again(before: SweepStatus) -> SweepStatus:
-    """Only at those that may have changed: each look is a question to the scheduler."""
-    members = (member if member.state in (*OVER, "damaged") else _look(member.run) for member in before.members)
-    return SweepStatus(before.sweep, tuple(members))
+    """Look only at those that may have changed: each look is a question to the scheduler."""
+    changing = [member.run for member in before.members if member.state not in (*OVER, "damaged")]
+    found = {member.run: member for member in _look(changing)}
+    return SweepStatus(before.sweep, tuple(found.get(member.run, member) for member in before.members))
 
 
 def exit_code_of_all(members: Sequence[Member]) -> int:
@@ -110,11 +111,11 @@ def cancel_members(members: Sequence[Member], *, force: bool = False) -> Stopped
     return done
 
 
-def _look(run: RunDir) -> Member:
-    try:
-        return Member(run, run_status(run))
-    except UsageError as error:
-        return Member(run, None, error.message)
+def _look(runs: Sequence[RunDir]) -> list[Member]:
+    return [
+        Member(run, None, found.message) if isinstance(found, UsageError) else Member(run, found)
+        for run, found in zip(runs, run_statuses(runs), strict=True)
+    ]
 
 
 def _cancel(run: RunDir, force: bool) -> None:

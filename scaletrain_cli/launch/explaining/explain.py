@@ -32,7 +32,7 @@ def _findings(run: RunDir, record: RunRecord, status: RunStatus, last: AttemptRe
     yield from stuck
     job, unended = status.job, last is not None and last.ended is None
     may_go_on = last is None or unended or last.may_be_followed
-    if job.state == "unknown" and job.id and may_go_on:
+    if job.state == "unknown" and job.may_be_active and may_go_on:
         yield _not_known(status)
     elif job.state == "queued" and not stuck:
         yield from _waiting(run, record, status)
@@ -40,7 +40,7 @@ def _findings(run: RunDir, record: RunRecord, status: RunStatus, last: AttemptRe
         yield _HELD_UP[job.state](run, status)
     elif job.state == "running" and (last is None or unended) and not stuck:
         yield _running(run, status)
-    over = job.state == "ended" or (job.state == "unknown" and not job.id)
+    over = not job.may_be_active
     if last is not None and (last.ended is not None or over):
         yield why_it_ended(run, record, last, job)
     elif last is None and over:
