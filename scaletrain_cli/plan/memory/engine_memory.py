@@ -47,9 +47,12 @@ class _Held(NamedTuple):
 
 
 def saved_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int) -> int:
-    """What the blocks of a pipeline stage keep on the device for the backward pass of one micro-batch."""
-    if spec.layout.activation_offload:
-        return 0
+    """Return the bytes on the device that the blocks of a stage keep for the backward pass of one micro-batch."""
+    return 0 if spec.layout.activation_offload else kept_activation_bytes(spec, layout, device, stage)
+
+
+def kept_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int) -> int:
+    """Return the same bytes wherever they are kept: on the device, or with activation offload in host memory."""
     tokens, again = local_tokens(spec, layout), recomputation(spec, layout)
     plain, sparse = _per_token(spec, layout, device)
     held = next(each for each in pipeline_stages(spec, layout.pipeline_parallel) if each.position == stage)

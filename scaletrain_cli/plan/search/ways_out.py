@@ -7,7 +7,7 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_names, find_accelerator
-from scaletrain_cli.plan.estimate import plan_memory
+from scaletrain_cli.plan.estimate import plan_memory, plan_time
 from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.choice import Sized
 from scaletrain_cli.plan.search.engine_support import AXES, ENGINE, capabilities, opened
@@ -34,15 +34,16 @@ def ways_out(spec: RunSpec) -> list[Problem]:
     device = find_accelerator(spec.cluster)
     found = []
     for key, value in _single_changes(spec):
-        sized = smallest_memory(_changed(spec, key, value), device)
+        changed = _changed(spec, key, value)
+        sized = smallest_memory(changed, device)
         if sized and sized.memory.fits:
-            found.append(_would_fit(key, str(value), sized))
+            found.append(_would_fit(changed, device, key, str(value), sized))
     relaxed = spec
     for key in ("layout.zero_stage", "layout.activation_checkpointing", "training.micro_batch_size"):
         relaxed = _changed(relaxed, key, "auto")
     least = smallest_memory(relaxed, device)
     if not found and least and least.memory.fits:
-        found.append(_would_fit("layout", describe(least.layout), least))
+        found.append(_would_fit(relaxed, device, "layout", describe(least.layout), least))
     found += _beyond_this_engine(relaxed, device)
     found += _fewest_gpus(relaxed, device)
     found += _larger_device(relaxed, device, least)
@@ -112,9 +113,10 @@ def _beyond_this_engine(spec: RunSpec, device: Accelerator) -> Iterator[Problem]
         changes["layout.offload"] = [mode for mode in OFFLOAD if mode not in ENGINE.offload]
     for key, values in changes.items():
         for value in values:
-            sized = smallest_memory(_changed(plain, key, value), device)
+            changed = _changed(plain, key, value)
+            sized = smallest_memory(changed, device)
             if sized and sized.memory.fits:
-                yield _would_fit(key, str(value), sized, "This engine version cannot run it yet.")
+                yield _would_fit(changed, device, key, str(value), sized, "This engine version cannot run it yet.")
                 break
 
 
@@ -138,7 +140,8 @@ def _fewest_gpus(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
         low, high = (low, middle) if found and found.memory.fits else (middle + 1, high)
     found = sized(counts[low]) if low < len(counts) else None
     if found and found.memory.fits:
-        yield _would_fit("cluster", f"{counts[low]} x {device.name}", found)
+        larger = _changed(spec, "cluster.nodes", counts[low] // per_node)
+        yield _would_fit(larger, device, "cluster", f"{counts[low]} x {device.name}", found)
 
 
 def _larger_device(spec: RunSpec, device: Accelerator, least: Sized | None) -> Iterator[Problem]:
@@ -149,7 +152,7 @@ def _larger_device(spec: RunSpec, device: Accelerator, least: Sized | None) -> I
         if least and larger.memory_bytes > device.memory_bytes and not device.is_cpu:
             memory = plan_memory(spec, least.layout, larger)
             if memory.fits:
-                yield _would_fit("cluster.gpu", larger.name, Sized(least.layout, memory))
+                yield _would_fit(spec, larger, "cluster.gpu", larger.name, Sized(least.layout, memory))
                 return
 
 
@@ -158,7 +161,11 @@ def _changed(spec: RunSpec, key: str, value: Any) -> RunSpec:
     return spec.model_copy(update={section: getattr(spec, section).model_copy(update={field: value})})
 
 
-def _would_fit(key: str, value: str, sized: Sized, hint: str | None = None) -> Problem:
-    memory = sized.memory
-    needs = f"needs {memory.peak / 1e9:,.1f} GB of {memory.capacity / 1e9:,.1f} GB ({describe(sized.layout)})."
+def _would_fit(
+    spec: RunSpec, device: Accelerator, key: str, value: str, sized: Sized, hint: str | None = None
+) -> Problem:
+    """Return a change with what it needs and what it costs: a cure for memory is often paid for in time."""
+    memory, step = sized.memory, plan_time(spec, sized.layout, device)[0].step
+    room = f"needs {memory.peak / 1e9:,.1f} GB of {memory.capacity / 1e9:,.1f} GB"
+    needs = f"{room} and {step:,.3g} s per step ({describe(sized.layout)})."
     return Problem("would fit", key, needs, value, hint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes
+from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
 from scaletrain_cli.plan.memory.states import gradient_bytes, optimizer_state_bytes_per_parameter, weight_bytes
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
@@ -20,10 +20,14 @@ _NVME_BANDWIDTH = 5e9
 
 
 def activation_offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator) -> float:
-    """One way between device and host, of what an average block keeps of one micro-batch; nothing hides it."""
-    if not spec.layout.activation_offload:
+    """Return the seconds of one copy between device and host of what an average block keeps of one micro-batch.
+
+    The forward pass copies each saved tensor to the host and the backward pass copies it back, both on the stream that
+    computes (``torch.autograd.graph.save_on_cpu``), so nothing hides either copy.
+    """
+    if not spec.layout.activation_offload or device.is_cpu:
         return 0.0
-    kept = saved_activation_bytes(spec, replace(layout, pipeline_parallel=1), device, 0)
+    kept = kept_activation_bytes(spec, replace(layout, pipeline_parallel=1), device, 0)
     return kept / spec.transformer.num_hidden_layers / (device.host_bandwidth * _LINK_SHARE)
 
 

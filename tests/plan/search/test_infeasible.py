@@ -111,3 +111,5 @@ def test_taking_activations_to_the_host_is_one_too() -> None:
     long = {"model__seq_len": 32768, "model__max_position_embeddings": 32768, "training__cross_entropy": "chunked"}
     error = refusal(spec_of("llama-7b", **pinned, **long, **DATA_ALONE))
     assert ways_out(error).get("layout.activation_offload") == "True", str(error)
+    (cure,) = [problem for problem in error.problems if problem.key == "layout.activation_offload"]
+    assert " s per step" in cure.message

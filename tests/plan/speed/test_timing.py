@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.plan.catalogue.hardware import accelerator_names, find_accelerator
+from scaletrain_cli.plan.estimate import plan_memory
 from scaletrain_cli.plan.result import Layout, Network, Time
 from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
 from scaletrain_cli.plan.speed.block_time import Slice, _expert_products
@@ -53,6 +54,20 @@ def test_the_parts_add_up_to_the_step(case: dict[str, Any]) -> None:
     assert time.samples_per_second == pytest.approx(256 / time.step)
     assert 0 < time.mfu <= time.hfu < 1
     assert all(stage.forward > 0 and stage.backward > 0 for stage in time.by_stage)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_activation_offload_costs_a_copy_out_and_a_copy_back_of_what_it_takes_off_the_device(
+    checkpointing: str,
+) -> None:
+    here, away = (spec_of("llama-7b", cluster__gpu="a100-sxm-80gb", layout__activation_offload=on) for on in (0, 1))
+    layout = layout_of(here, 3, checkpointing)
+    device = find_accelerator(here.cluster)
+    moved = plan_memory(away, layout, device).host - plan_memory(here, layout, device).host
+    assert moved > 2e8
+    copies = 2 * layout.gradient_accumulation_steps * moved / (0.8 * device.host_bandwidth)
+    extra = plan_time(away, layout, device)[0].step - plan_time(here, layout, device)[0].step
+    assert extra == pytest.approx(copies, rel=0.02)
 
 
 @pytest.mark.parametrize("gpu", [name for name in accelerator_names() if name != "cpu"])
