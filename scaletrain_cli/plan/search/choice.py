@@ -11,6 +11,9 @@ from scaletrain_cli.plan.search.layouts import CHECKPOINTING, OFFLOAD
 # Step times closer than this are the same, as far as the model can tell; then the simpler layout wins.
 SAME_TIME = 1.02
 MOST_ALTERNATIVES = 200
+# A step time that rounds to 0.0 % less is called equal.
+_NOT_FASTER = 0.9995
+_WITHIN_ERROR = "faster by less than the error of the model, and less simple"
 _FEWER_NEGATIVES = "accumulates, so that a sample meets fewer negatives"
 
 
@@ -110,4 +113,7 @@ def reason(candidate: Candidate, chosen: Candidate, *, contrastive: bool = False
     if candidate.expected_seconds > chosen.expected_seconds * SAME_TIME:
         risk = f"{100 * candidate.memory.out_of_memory_probability:.0f} % likely"
         return Reason("more likely to run out of memory", f"{risk} to run out of memory")
-    return Reason("no faster, and less simple", "no faster, and less simple")
+    if slower < _NOT_FASTER:
+        margin = f"{100 * (1 - slower):.1f} % faster"
+        return Reason(_WITHIN_ERROR, f"{margin}, within the error of the model, and less simple")
+    return Reason("not faster, and less simple", "not faster, and less simple")

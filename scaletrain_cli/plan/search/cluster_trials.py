@@ -13,7 +13,7 @@ from scaletrain_cli.plan.planning import plan_or_refuse
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.cluster_choice import ClusterLimits, Considered
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
-from scaletrain_cli.plan.search.node_choice import least_step_seconds, likeliest, most_nodes
+from scaletrain_cli.plan.search.node_choice import least_step_seconds, likeliest, most_nodes, node_counts
 from scaletrain_cli.spec import RunSpec
 
 # So many more clusters are planned at most, after the first pass.
@@ -52,7 +52,7 @@ def try_cluster(whole: RunSpec, nodes: int, gpu: str | None) -> Tried:
     name = find_accelerator(spec.cluster).name
     row = Considered(name, spec.cluster.nodes, spec.world_size, None, None, None, None, None, False, "")
     try:
-        plan = plan_or_refuse(spec)
+        plan = plan_or_refuse(spec, compared=False)
     except PlanInfeasibleError as error:
         cause = "does not fit" if error.plan else "does not divide"
         first = error.problems[0] if error.problems else None
@@ -68,6 +68,51 @@ def try_cluster(whole: RunSpec, nodes: int, gpu: str | None) -> Tried:
 def meets(limits: ClusterLimits, tried: Tried) -> bool:
     """Whether a cluster will do."""
     return not limits.broken_by(tried.row)
+
+
+def first_pass(spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None]) -> tuple[list[Tried], int]:
+    """Return the planned clusters of a coarse grid of node counts, and how many of the grid were left out.
+
+    One kind of GPU is planned at every count. Of several kinds each is planned at its smallest cluster that fits, at a
+    middle one and at its largest; further counts only where one with 95 % of the GPU seconds of the thriftiest of these
+    three could still be the best. If no planned cluster keeps the limits, the rest is planned too.
+    """
+    counts = node_counts(spec, limits.max_gpus)
+    if len(names) == 1:
+        return [try_cluster(spec, nodes, names[0]) for nodes in counts], 0
+    tried: list[Tried] = []
+    chances: list[_Chance] = []
+    for gpu in names:
+        of_gpu, rest = _three_sizes(spec, counts, gpu)
+        tried += of_gpu
+        known = [each.row for each in of_gpu if each.row.seconds]
+        if known:
+            least = min(known, key=lambda row: (row.seconds or 0.0) * row.gpus)
+            rows = {nodes: _scaled(least, nodes, _BETTER * least.nodes / nodes) for nodes in rest}
+            chances += [_Chance(limits.rank(row), nodes, gpu) for nodes, row in rows.items()]
+    chances.sort(key=lambda chance: chance.rank)
+    left_out = []
+    for chance in chances:
+        best = min((limits.rank(each.row) for each in tried if meets(limits, each)), default=None)
+        if best is None or chance.rank < best:
+            tried.append(try_cluster(spec, chance.nodes, chance.gpu))
+        else:
+            left_out.append(chance)
+    return tried, len(left_out)
+
+
+def _three_sizes(spec: RunSpec, counts: Sequence[int], gpu: str | None) -> tuple[list[Tried], list[int]]:
+    """Return the clusters up to the smallest that has a plan, a middle one and the largest; and the other counts."""
+    tried = []
+    for index, nodes in enumerate(counts):
+        tried.append(try_cluster(spec, nodes, gpu))
+        if tried[-1].row.seconds:
+            rest = list(counts[index + 1 :])
+            for further in sorted({len(rest) // 2, len(rest) - 1} if rest else ()):
+                tried.append(try_cluster(spec, rest[further], gpu))
+            done = {each.row.nodes for each in tried}
+            return tried, [nodes for nodes in rest if nodes not in done]
+    return tried, []
 
 
 def refined(

@@ -82,13 +82,13 @@ def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candi
     return best_alternatives(sized, chosen, contrastive=is_contrastive(spec))
 
 
-def search(spec: RunSpec, device: Accelerator, all_axes: list[Axes], tally: Tally) -> Found:
+def search(spec: RunSpec, device: Accelerator, all_axes: list[Axes], tally: Tally, *, compared: bool = True) -> Found:
     """Size what may be the fastest of all layouts with these degrees; what becomes of the others goes into ``tally``.
 
     Exact as long as the bounds are bounds and fewer than a few thousand layouts come near the best: a test compares
-    it with sizing all of them.
+    it with sizing all of them. ``compared``: size at least a hundred, so that the chosen one has something beside it.
     """
-    run = _Search(spec, device, tally)
+    run = _Search(spec, device, tally, _FEWEST_SIZED if compared else 0)
     run.go(all_axes)
     chosen = choose(run.fitting, contrastive=run.contrastive)
     for candidate in run.fitting if chosen else ():
@@ -100,8 +100,8 @@ def search(spec: RunSpec, device: Accelerator, all_axes: list[Axes], tally: Tall
 class _Search:
     """One search; its state is the queue of what was not looked at yet, best bound first."""
 
-    def __init__(self, spec: RunSpec, device: Accelerator, tally: Tally) -> None:
-        self.spec, self.device, self.tally = spec, device, tally
+    def __init__(self, spec: RunSpec, device: Accelerator, tally: Tally, fewest_sized: int) -> None:
+        self.spec, self.device, self.tally, self.fewest_sized = spec, device, tally, fewest_sized
         self.bounds = Bounds(spec, device, checkpointing_modes(spec)[0])
         self.modes = checkpointing_modes(spec)
         self.contrastive = is_contrastive(spec)
@@ -124,7 +124,7 @@ class _Search:
         enough = False
         while self._queue and not enough:
             floor, _, item = heapq.heappop(self._queue)
-            enough = self.timed >= _MOST_SIZED or (floor > self._best * SAME_TIME and self.timed >= _FEWEST_SIZED)
+            enough = self.timed >= _MOST_SIZED or (floor > self._best * SAME_TIME and self.timed >= self.fewest_sized)
             if enough:
                 self._tell_of_the_rest(item)
             elif isinstance(item, _Bounded):

@@ -11,7 +11,7 @@ from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
 from scaletrain_cli.plan.planning import plan_or_refuse
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.cluster_choice import OBJECTIVES, ClusterLimits, Considered, days, dollars
-from scaletrain_cli.plan.search.cluster_trials import Tried, meets, on_cluster, refined, try_cluster
+from scaletrain_cli.plan.search.cluster_trials import Tried, first_pass, meets, on_cluster, refined, try_cluster
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, refusal
 from scaletrain_cli.plan.search.node_choice import node_counts
 from scaletrain_cli.spec import RunSpec
@@ -93,7 +93,7 @@ def size_cluster(
     """
     limits = _limits(spec, objective, max_gpus, deadline_seconds, budget_usd)
     names: list[str | None] = [None] if not gpus else list(gpus)
-    tried = [try_cluster(spec, nodes, gpu) for gpu in names for nodes in node_counts(spec, limits.max_gpus)]
+    tried, left_out = first_pass(spec, limits, names)
     further, ruled_out = refined(spec, limits, names, tried, 1)
     tried = sorted([*tried, *further], key=lambda each: (names.index(each.gpu), each.row.nodes))
     notes = [_ONE_NODE] if _is_bound_to_one_node(spec, limits.max_gpus) else []
@@ -115,12 +115,19 @@ def size_cluster(
         )
         for each in tried
     )
-    assert best.plan is not None
     if max_gpus is None and best.row.gpus > spec.world_size:
         nodes = best.spec.cluster.nodes
         notes.append(f"more than the {spec.world_size} GPUs of the spec; to submit it: --set cluster.nodes={nodes}")
     return Sizing(
-        best.spec, best.plan, objective, limits.max_gpus, deadline_seconds, budget_usd, told, ruled_out, tuple(notes)
+        best.spec,
+        plan_or_refuse(best.spec),
+        objective,
+        limits.max_gpus,
+        deadline_seconds,
+        budget_usd,
+        told,
+        ruled_out + left_out,
+        tuple(notes),
     )
 
 
@@ -129,7 +136,7 @@ def scaling_curve(spec: RunSpec, node_counts: Sequence[int]) -> tuple[ScalingPoi
     plans = []
     for nodes in sorted(set(node_counts)):
         try:
-            plans.append(plan_or_refuse(on_cluster(spec, nodes)))
+            plans.append(plan_or_refuse(on_cluster(spec, nodes), compared=False))
         except PlanInfeasibleError:
             continue
     return tuple(

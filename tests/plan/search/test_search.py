@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.plan import PlanInfeasibleError, find_accelerator, make_plan
+from scaletrain_cli.plan.planning import plan_or_refuse
 from scaletrain_cli.plan.search import bounds, layout_search
 from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.choice import Candidate, choose
@@ -104,6 +105,28 @@ def test_every_layout_is_chosen_or_rejected_for_a_reason() -> None:
         told = sum(row.count for row in plan.rejected if not row.reason.startswith(degrees))
         assert told == plan.considered - 1, plan.rejected
         assert all(row.reason and row.example and row.count > 0 for row in plan.rejected)
+
+
+def test_a_layout_that_is_called_not_faster_is_not_faster() -> None:
+    """Of layouts that are equally fast within the error of the model, the simplest is taken; the reason says so."""
+    found = []
+    for name in SMALL_CLUSTERS:
+        plan = make_plan(everything(name))
+        for row in plan.alternatives:
+            gain = 100 * (1 - row.step_seconds / plan.time.step)
+            if row.why == "not faster, and less simple":
+                assert gain < 0.1, (name, row)
+            elif "within the error of the model" in row.why:
+                found.append(row)
+                assert row.why.startswith(f"{gain:.1f} % faster"), (name, gain, row)
+    assert found
+
+
+def test_a_plan_without_comparison_chooses_the_same_layout() -> None:
+    for name in SMALL_CLUSTERS:
+        full, bare = make_plan(everything(name)), plan_or_refuse(everything(name), compared=False)
+        assert (bare.layout, bare.time, bare.considered) == (full.layout, full.time, full.considered)
+        assert bare.alternatives == ()
 
 
 def test_degrees_that_cannot_be_are_rejected_with_the_rule() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.plan import make_plan
-from scaletrain_cli.plan.search.cluster_choice import Considered
+from scaletrain_cli.plan.search.cluster_choice import ClusterLimits, Considered
 from scaletrain_cli.plan.search.cluster_trials import try_cluster
 from scaletrain_cli.plan.search.node_choice import node_counts
 from scaletrain_cli.plan.search.sizing import Sizing, SizingError, scaling_curve, size_cluster
@@ -148,6 +148,18 @@ def test_gpu_types_are_compared_each_at_its_own_price() -> None:
         row.gpu: row.dollars / row.gpus / row.seconds for row in sizing.considered if row.dollars and row.seconds
     }
     assert per_hour["h100-sxm-80gb"] != pytest.approx(per_hour["a100-sxm-80gb"])
+
+
+@pytest.mark.parametrize("objective", ["time", "cost", "gpus"])
+def test_of_several_gpu_types_the_best_is_found_without_planning_every_cluster(objective: str) -> None:
+    names = ("h100-sxm-80gb", "a100-sxm-80gb", "h200-sxm-141gb", "b200-sxm-180gb", "l40s-48gb")
+    spec, most = run(training__global_batch_size=1024), 512
+    sizing = size_cluster(spec, objective, max_gpus=most, deadline_seconds=30 * DAY, gpus=names)
+    every = [try_cluster(spec, nodes, gpu).row for gpu in names for nodes in node_counts(spec, most)]
+    fitting = [row for row in every if row.seconds is not None and row.seconds <= 30 * DAY]
+    limits = ClusterLimits(objective, most, 30 * DAY, None)
+    assert limits.rank(chosen(sizing)) <= min(limits.rank(row) for row in fitting)
+    assert len(sizing.considered) < len(every)
 
 
 def test_questions_without_an_answer_are_usage_errors() -> None:
