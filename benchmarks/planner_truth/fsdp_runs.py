@@ -15,7 +15,11 @@ _TUNE_GPUS = {"4090": "rtx-4090-24gb", "A6000": "a6000-48gb", "A100": "a100-sxm-
 
 
 def build_titan(row: Mapping[str, str]) -> Case:
-    """Llama 3 at full shard, fp32 master weights sharded, gradients reduced in fp32 (torchtitan's defaults)."""
+    """Llama 3 at full shard, fp32 master weights sharded, gradients reduced in fp32 (torchtitan's defaults).
+
+    ``mbs`` is torchtitan's local batch size. A pipeline cuts it into micro-batches of one sequence
+    (pipeline_parallel_microbatch_size is 1 by default).
+    """
     gpu = _TITAN_GPUS.get(row["gpu"])
     if gpu is None:
         raise Unmapped(f"no catalogue name for {row['gpu'][:30]}")
@@ -23,21 +27,21 @@ def build_titan(row: Mapping[str, str]) -> Case:
         raise Unmapped(f"precision {row['precision']}")
     if "rowwise" in row["precision"] or row["notes"].startswith("async TP"):
         raise Unmapped("float8 scaled by rows, or asynchronous tensor parallelism")
-    tensor = whole(row, "tp", 1)
+    tensor, pipeline = whole(row, "tp", 1), whole(row, "pp", 1)
     return build_case(
         "fsdp",
         known_model(row),
         Degrees(
             data=whole(row, "dp"),
             tensor=tensor,
-            pipeline=whole(row, "pp", 1),
+            pipeline=pipeline,
             tensor_sequence=tensor > 1,
             zero_stage=3,
             checkpointing=next((k for k in ("full", "selective") if row["act_recompute"].startswith(k)), "none"),
         ),
         Machines(gpu, whole(row, "n_gpus"), 8, network="roce-400g"),
         global_batch=whole(row, "gbs_samples"),
-        micro_batch=whole(row, "mbs"),
+        micro_batch=1 if pipeline > 1 else whole(row, "mbs"),
         training={
             "precision": "fp8" if "float8" in row["precision"] else "bf16",
             "grad_dtype": "fp32",

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from planner_truth import bigscience, megatron_ci, mlperf, nanotron, train_runs, vtrain
+from planner_truth import bigscience, fsdp_runs, megatron_ci, mlperf, nanotron, train_runs, vtrain
 from planner_truth.evaluation import judge, score
 from planner_truth.mapping import Unmapped
 from planner_truth.sets import SETS
@@ -152,6 +152,16 @@ def test_bigscience_layers_follow_the_pipeline() -> None:
     assert [bigscience._layers(size, 14400, stages) for size, stages in (("194B", 6), ("183B", 12))] == [78, 72]
     with pytest.raises(Unmapped):
         bigscience._layers("large", 14400, 6)
+
+
+def test_the_local_batch_of_torchtitan_is_cut_by_a_pipeline_into_single_sequences() -> None:
+    row = {"model": "Llama3.1-8B", "gpu": "H100 (96GB HBM2e, 500W)", "n_gpus": "64", "gbs_samples": "128", "mbs": "16"}
+    row |= {"layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8", "ffn": "14336", "vocab": "128256"}
+    row |= {"seq_len": "8192", "tp": "1", "precision": "bf16", "notes": "", "act_recompute": "full", "compile": "1"}
+    piped = fsdp_runs.build_titan(row | {"dp": "8", "pp": "8"}).layout
+    assert (piped.micro_batch_size, piped.gradient_accumulation_steps) == (1, 16)
+    flat = fsdp_runs.build_titan(row | {"dp": "64", "pp": "1", "mbs": "2"}).layout
+    assert (flat.micro_batch_size, flat.gradient_accumulation_steps) == (2, 1)
 
 
 def test_the_script_says_what_it_wants_and_ends_well(monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
