@@ -84,7 +84,7 @@ def compose(
     stage = PipelineStage(model, mesh.pipeline) if layout.pipeline_parallel > 1 else None
     module = model if stage is None else pipeline_module(stage, mesh)
     announce_experts(model, mesh)
-    groups = with_expert_groups(parameter_groups(model, spec.training.optimizer.weight_decay))
+    groups = with_expert_groups(parameter_groups(model, spec.training.optimizer))
     optimizer = build_optimizer(spec, groups, layout, device)
     engine = start_deepspeed(config, module, optimizer, unit)
     mend_loss_scale(engine)

@@ -17,6 +17,9 @@ class OptimizerSpec(Section):
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: Positive = 1.0e-8
     weight_decay: NonNegative = 0.1
+    decay_embeddings: bool = Field(
+        default=True, description="whether weight decay applies to token and position embeddings, and a tied head"
+    )
     momentum: Fraction = Field(default=0.9, description="of momentum and muon")
 
 

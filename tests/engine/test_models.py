@@ -14,6 +14,7 @@ from scaletrain_cli.engine.optimization.parameter_groups import parameter_groups
 from scaletrain_cli.plan.architecture import architecture
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.layout import LayoutSpec
+from scaletrain_cli.spec.training import OptimizerSpec
 from tests.engine.fresh_model import build_model
 
 LLAMA = {
@@ -161,11 +162,22 @@ def test_names_are_those_of_hugging_face() -> None:
 @every_model
 def test_norms_and_biases_do_not_decay(dims: dict) -> None:
     model = build_model(spec(dims), seed=0)
-    decayed, others = parameter_groups(model, 0.1)
+    decayed, others = parameter_groups(model, OptimizerSpec(weight_decay=0.1))
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     undecayed = {id(parameter) for parameter in others["params"]}
     named = {name for name, parameter in model.named_parameters() if id(parameter) in undecayed}
     assert named == {n for n, _ in model.named_parameters() if "norm" in n or "ln_" in n or n.endswith("bias")}
+
+
+@every_model
+def test_embeddings_are_left_out_of_weight_decay_where_asked_for(dims: dict) -> None:
+    model = build_model(spec(dims), seed=0)
+    _, usual = parameter_groups(model, OptimizerSpec())
+    decayed, others = parameter_groups(model, OptimizerSpec(decay_embeddings=False))
+    moved = {id(parameter) for parameter in others["params"]} - {id(parameter) for parameter in usual["params"]}
+    embeddings = ("embed_tokens.weight", "wte.weight", "wpe.weight")
+    assert moved == {id(parameter) for name, parameter in model.named_parameters() if name.endswith(embeddings)}
+    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
 
 
 def test_projections_into_the_residual_stream_start_smaller() -> None:

@@ -29,11 +29,7 @@ def build_optimizer(
     Raises UsageError when the library that has it is not installed.
     """
     settings = spec.training.optimizer
-    groups = (
-        parameter_groups(model_or_groups, settings.weight_decay)
-        if isinstance(model_or_groups, nn.Module)
-        else model_or_groups
-    )
+    groups = parameter_groups(model_or_groups, settings) if isinstance(model_or_groups, nn.Module) else model_or_groups
     adam: dict[str, Any] = {
         "lr": settings.lr,
         "betas": settings.betas,

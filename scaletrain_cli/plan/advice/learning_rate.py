@@ -1,7 +1,7 @@
 """Learning rate and batch size against the recipe that a model's authors published, and the critical batch size.
 
 Scaling rules: linear for SGD (Goyal et al., arXiv:1706.02677), square root for Adam (Malladi et al., arXiv:2205.10287).
-Knows no layouts and no devices.
+A run that starts from weights is compared with fine-tuning instead.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from scaletrain_cli.spec import RunSpec
 _LINEAR = ("sgd", "momentum")
 # Learning rates are tuned to about a factor of two; beyond four something is likely to be wrong.
 _NEAR, _FAR = 2.0, 4.0
+# Goyal et al. scale a batch of 256 linearly up to 8,192; at 16,384 the error rises (section 5.2, figure 1).
+_LINEAR_SCALING_LIMIT = 32.0
+# Full fine-tuning of language models: TRL's default is 2e-5; LIMA (arXiv:2305.11206) and Llama 2 chat
+# (arXiv:2307.09288, section 3.1) took 1e-5 and 2e-5. Ten times as much is of the order of pre-training.
+_FINE_TUNING_LR, _PRE_TRAINING_LR = 2e-5, 2e-4
 
 
 @dataclass(frozen=True)
@@ -58,14 +63,21 @@ def critical_batch_tokens(parameters: int, tokens: float) -> float:
 
 
 def check_learning_rate(spec: RunSpec) -> Iterator[Sanity]:
-    """The learning rate beside that of the recipe at this batch size."""
+    """Return the learning rate beside that of the published recipe at this batch size, or beside fine-tuning."""
+    if getattr(spec.model, "weights", None) is not None:
+        yield _fine_tuning(spec)
+        return
     optimizer, batch = spec.training.optimizer, spec.training.global_batch_size * spec.units_per_sample
     recipe = published_recipe(spec.model.preset)
     value = f"{optimizer.lr:g}"
     if recipe is None:
         preset = spec.model.preset or "these dimensions"
         message = f"no published recipe for {preset} to compare with; when the batch size changes by k, scale the "
-        rule = "by k (arXiv:1706.02677)" if optimizer.name in _LINEAR else "by the square root of k (arXiv:2205.10287)"
+        rule = (
+            "by k, shown for k up to 32 (arXiv:1706.02677)"
+            if optimizer.name in _LINEAR
+            else "by the square root of k (arXiv:2205.10287)"
+        )
         yield Sanity("learning rate", value, "ok", f"{message}learning rate {rule}.")
         return
     origin = f"{recipe.lr:g} at {recipe.batch:,} {recipe.unit} ({recipe.source})"
@@ -75,14 +87,30 @@ def check_learning_rate(spec: RunSpec) -> Iterator[Sanity]:
         return
     off = optimizer.lr / suggested
     verdict = "ok" if 1 / _NEAR <= off <= _NEAR else "warning" if off > _FAR else "note"
+    if optimizer.name in _LINEAR and batch / recipe.batch > _LINEAR_SCALING_LIMIT:
+        limit = f"linear scaling is shown up to a batch {_LINEAR_SCALING_LIMIT:.0f} times as large (arXiv:1706.02677); "
+        message = f"{limit}this one is {batch / recipe.batch:.3g} times the recipe's, {origin}. Try lower rates first."
+        yield Sanity("learning rate", value, "warning", message)
+        return
     yield Sanity(
         "learning rate", value, verdict, f"the recipe scales to {suggested:.2g}: {_rule(spec, recipe, batch)}{origin}."
     )
 
 
+def _fine_tuning(spec: RunSpec) -> Sanity:
+    rate = spec.training.optimizer.lr
+    usual = f"fine-tuning from given weights usually takes about {_FINE_TUNING_LR:g} with Adam (TRL's default)"
+    if spec.training.optimizer.name in _LINEAR:
+        return Sanity("learning rate", f"{rate:g}", "note", f"{usual}; for SGD there is no usual value.")
+    if rate < _PRE_TRAINING_LR:
+        return Sanity("learning rate", f"{rate:g}", "ok", f"{usual}.")
+    message = f"{usual}; this one is of the order of pre-training, and may undo what the weights have learned."
+    return Sanity("learning rate", f"{rate:g}", "note", message)
+
+
 def check_critical_batch(spec: RunSpec, parameters: int) -> Iterator[Sanity]:
-    """The batch size beside the critical one, for transformers of text."""
-    if spec.unit != "tokens":
+    """Return the batch size beside the critical one, for transformers of text that are trained from the start."""
+    if spec.unit != "tokens" or getattr(spec.model, "weights", None) is not None:
         return
     batch = spec.training.global_batch_size * spec.units_per_sample
     critical = critical_batch_tokens(parameters, float(batch) * spec.total_steps)

@@ -19,6 +19,9 @@ _MOST_WARMUP = 0.5
 # Chinchilla (arXiv:2203.15556) is compute-optimal at about 20 tokens per parameter.
 _OPTIMAL_TOKENS_PER_PARAMETER = 20
 _FEW_TOKENS_PER_PARAMETER = 5
+# A validation set this many times as large as an evaluation reads, and this large, is worth a word.
+_SPARE_EVALUATIONS = 20
+_LARGE_VALIDATION_TOKENS = 1e9
 _PETAFLOP_DAY = 1e15 * 86400
 
 
@@ -30,6 +33,7 @@ def check_recipe(spec: RunSpec, layout: Layout, size: ModelSize, device: Acceler
         *check_learning_rate(spec),
         _warmup(spec),
         *_data(spec, size),
+        *_validation(spec),
         _work(spec, size),
         *_precision(spec, device),
         *_dimensions(spec, layout, device),
@@ -59,14 +63,30 @@ def _warmup(spec: RunSpec) -> Sanity:
 
 
 def _data(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
-    if spec.unit != "tokens":
-        return
+    if spec.unit != "tokens" or getattr(spec.model, "weights", None) is not None:
+        return  # the ratio says nothing about a run that starts from weights
     tokens = spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
     ratio = tokens / max(1, size.active_parameters)
     message = f"{_count(tokens)} tokens for {_count(size.active_parameters)} active parameters; about "
     message += f"{_OPTIMAL_TOKENS_PER_PARAMETER} is compute-optimal (arXiv:2203.15556)."
     verdict = "note" if ratio < _FEW_TOKENS_PER_PARAMETER else "ok"
     yield Sanity("tokens per parameter", f"{ratio:.3g}", verdict, message)
+
+
+def _validation(spec: RunSpec) -> Iterator[Sanity]:
+    """Return a note where ``data.validation_split`` holds back far more tokens than the evaluations read."""
+    split = spec.data.validation_split
+    if spec.unit != "tokens" or not spec.evaluation.every or not 0 < split < 1:
+        return
+    tokens = spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
+    held = tokens * split / (1 - split)
+    read = spec.evaluation.batches * spec.training.global_batch_size * spec.units_per_sample
+    if held <= max(_SPARE_EVALUATIONS * read, _LARGE_VALIDATION_TOKENS):
+        return
+    enough = float(f"{_SPARE_EVALUATIONS * read / tokens:.1g}")
+    message = f"holds back about {_count(held)} tokens of a corpus that is read once; one evaluation reads "
+    message += f"{_count(read)}. data.validation_split: {enough:g} is enough."
+    yield Sanity("validation split", f"{100 * split:.3g} %", "note", message)
 
 
 def _count(number: float) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from scaletrain_cli.engine.optimization.optimizers import build_optimizer
 from scaletrain_cli.engine.optimization.parameter_groups import parameter_groups
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.spec.training import OptimizerSpec
 from tests.engine.optimization.small_engine import batch, layout_of, run_spec, small_model, start, train, weights
 from tests.engine.ranks import on_ranks
 
@@ -38,7 +39,7 @@ class PlainLion(torch.optim.Optimizer):
 
 
 def plain(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    groups: Any = parameter_groups(model, 0.1)
+    groups: Any = parameter_groups(model, OptimizerSpec(weight_decay=0.1))
     lr, betas = 1e-2, (0.9, 0.95)
     return {
         "adamw": lambda: torch.optim.AdamW(groups, lr, betas),
@@ -137,7 +138,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_matrices_decay_and_norms_and_biases_do_not() -> None:
     model = small_model()
-    decayed, others = parameter_groups(model, 0.1)
+    decayed, others = parameter_groups(model, OptimizerSpec(weight_decay=0.1))
     assert [parameter.shape for parameter in decayed["params"]] == [(32, 16), (4, 32)]
     assert {parameter.ndim for parameter in others["params"]} == {1}
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
@@ -149,6 +150,6 @@ def test_a_partitioned_matrix_decays_still() -> None:
     model = nn.Linear(3, 2)
     for parameter in model.parameters():
         parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)  # type: ignore[attr-defined]
-    decayed, others = parameter_groups(model, 0.1)
+    decayed, others = parameter_groups(model, OptimizerSpec(weight_decay=0.1))
     assert decayed["params"][0] is model.weight
     assert others["params"][0] is model.bias

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,7 +69,42 @@ def test_another_optimizer_is_not_compared() -> None:
 
 def test_without_a_recipe_the_rule_is_named() -> None:
     assert "square root of k (arXiv:2205.10287)" in checks_of("qwen2.5-7b")["learning rate"].message
-    assert "by k (arXiv:1706.02677)" in checks_of("qwen2.5-7b", **optimizer(0.1, "sgd"))["learning rate"].message
+    assert (
+        "by k, shown for k up to 32 (arXiv:1706.02677)"
+        in checks_of("qwen2.5-7b", **optimizer(0.1, "sgd"))["learning rate"].message
+    )
+
+
+def test_linear_scaling_is_trusted_up_to_thirty_two_fold() -> None:
+    """Goyal et al. show a batch of 8,192 beside one of 256."""
+    recipe = published_recipe("resnet-50")
+    assert recipe is not None
+
+    def row(times: int) -> Sanity:
+        rate = {"training__optimizer": {"name": "momentum", "lr": recipe.lr * times}}
+        spec = spec_of("resnet-50", training__global_batch_size=recipe.batch * times, cluster__nodes=8, **rate)
+        return next(row for row in make_plan(spec).sanity if row.topic == "learning rate")
+
+    assert row(32).verdict == "ok"
+    assert row(64).verdict == "warning"
+    assert "shown up to a batch 32 times as large" in row(64).message
+
+
+def test_a_run_from_given_weights_is_compared_with_fine_tuning(tmp_path: Path) -> None:
+    rows = checks_of(model__weights=str(tmp_path), **optimizer(2e-5))
+    assert rows["learning rate"].verdict == "ok"
+    assert "fine-tuning" in rows["learning rate"].message
+    assert checks_of(model__weights=str(tmp_path), **optimizer(3e-4))["learning rate"].verdict == "note"
+    assert not {"tokens per parameter", "critical batch size"} & set(rows)
+
+
+def test_a_validation_set_that_takes_billions_of_tokens_is_noted() -> None:
+    steps = {"training__steps": 100_000}
+    row = checks_of(**steps)["validation split"]
+    assert row.verdict == "note"
+    assert "22.1 B tokens" in row.message  # 420 B tokens x 0.05 / 0.95
+    assert "validation split" not in checks_of(**steps, data__validation_split=0.001)
+    assert "validation split" not in checks_of(training__steps=100)
 
 
 def test_published_batches_of_large_runs_are_near_the_critical_one() -> None:
