@@ -17,7 +17,8 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec) -> list[dict[str
     on token and position embeddings; a tied head is the token embedding.
     """
     kept = set() if settings.decay_embeddings else _embeddings(model)
-    decayed, others = [], []
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for parameter in model.parameters():
         (decayed if _is_matrix(parameter) and id(parameter) not in kept else others).append(parameter)
     return [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
