@@ -99,7 +99,7 @@ def export(
     averaged: Annotated[bool, typer.Option("--averaged", help="The averaged weights (training.averaging).")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the weights as Hugging Face has them: safetensors, config.json, and tokenizer.json where it is at hand.
+    """Write a folder that transformers loads: safetensors, config.json, the tokenizer and its special tokens.
 
     The checkpoint is verified first, and may be of any layout. Prints the folder on stdout.
     """
@@ -128,7 +128,7 @@ def export(
     size = f"{whole_text(told['parameters'])} parameters, {bytes_text(told['bytes'])} in {dtype}"
     say(f"step {checkpoint.step} as {told['model_type']}: {size}")
     if told["tokenizer"] is None:
-        say("without tokenizer.json: the data that it was made for is not at hand here")
+        say("without a tokenizer: neither the prepared data nor a tokenizer of the spec is at hand here")
     typer.echo(str(output))
 
 

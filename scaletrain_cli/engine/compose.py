@@ -110,7 +110,7 @@ def _cut(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> Cau
 def _weights(spec: RunSpec, model: CausalLM, device: torch.device, resuming: bool) -> WeightSource:
     own = spec.transformer
     if own.weights is not None and not resuming:
-        return HuggingFaceFolder(Path(own.weights), outline(own))
+        return HuggingFaceFolder(Path(own.weights).expanduser(), outline(own))
     return ScaledInitialisation(
         spec.training.seed, own.initializer_range, own.num_hidden_layers, model.residual_projections, device
     )

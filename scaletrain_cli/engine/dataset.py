@@ -162,8 +162,9 @@ def _map(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
 
 def dataset_folder(data: DataSpec, runs_root: Path) -> Path:
     """Where the prepared form of ``data`` is, or will be: the source itself if it is one, else under the runs root."""
-    if (Path(data.source) / "dataset.json").is_file():
-        return Path(data.source)
+    source = Path(data.source).expanduser()
+    if (source / "dataset.json").is_file():
+        return source
     tokenizer = data.tokenizer.model_dump_json()
     if data.tokenizer.path is not None:
         tokenizer = hashlib.sha256(_tokenizer_file(data.tokenizer.path)).hexdigest()

@@ -1,13 +1,12 @@
 """The question ``export`` of an engine process: the weights of a checkpoint as Hugging Face has them.
 
-Writes safetensors, config.json and, where it is at hand, tokenizer.json. One matrix is read at a time and one file held
-in memory, whatever layout saved the checkpoint.
+Writes safetensors, config.json and what export_text says of the tokenizer. One matrix is read at a time and one file
+held in memory, whatever layout saved the checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from scaletrain_cli.engine.dataset import dataset_folder
+from scaletrain_cli.engine.export_text import TextFiles, text_files
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.state.pieces import Piece
 from scaletrain_cli.engine.state.reader import StateReader
@@ -44,8 +43,9 @@ def answer(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--averaged", action="store_true")
     options = parser.parse_args(arguments)
     spec = RunSpec.model_validate_json(options.spec.read_text(encoding="utf-8"))
-    told = export(options.checkpoint, spec, options.output, _DTYPES[options.dtype], averaged=options.averaged)
-    return {**told, "tokenizer": copy_tokenizer(spec, options.runs_root, options.output)}
+    text, dtype = text_files(spec, options.runs_root), _DTYPES[options.dtype]
+    told = export(options.checkpoint, spec, options.output, dtype, text, averaged=options.averaged)
+    return {**told, "tokenizer": str(options.output / "tokenizer.json") if text.has_tokenizer else None}
 
 
 def export(
@@ -53,13 +53,14 @@ def export(
     spec: RunSpec,
     output: Path,
     dtype: torch.dtype,
+    text: TextFiles,
     *,
     averaged: bool = False,
     largest_file_bytes: int = LARGEST_FILE_BYTES,
 ) -> dict[str, Any]:
     """Write the folder ``output``, which appears whole or not at all. Raises ScaletrainError and OSError."""
     model = spec.transformer
-    config = to_hugging_face(model) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    config = to_hugging_face(model) | {"torch_dtype": str(dtype).removeprefix("torch."), **text.ids}
     found = read_checkpoint(checkpoint)
     if not isinstance(found, Checkpoint):
         raise ScaletrainError(f"{checkpoint} is not a valid checkpoint: {found}.")
@@ -72,8 +73,10 @@ def export(
     draft = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     draft.mkdir(parents=True)
     try:
-        text = draft / "config.json"
-        text.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        written = draft / "config.json"
+        written.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name, content in text.files.items():
+            (draft / name).write_bytes(content)
         shapes = dict(named_matrices(outline(model)))
         rename = mixtral_name if config["model_type"] == "mixtral" else str
         files = list(_files(shapes, dtype.itemsize, largest_file_bytes))
@@ -82,7 +85,7 @@ def export(
             name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             tensors = {rename(matrix): _read(reader, kind, matrix, shapes[matrix], dtype) for matrix in names}
             save_file(tensors, draft / name, metadata={"format": "pt"})  # without it transformers refuses the file
-            (draft / name).chmod(text.stat().st_mode)  # safetensors gives its files to nobody else
+            (draft / name).chmod(written.stat().st_mode)  # safetensors gives its files to nobody else
             place |= dict.fromkeys(tensors, name)
         parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
         total_bytes = parameters * dtype.itemsize
@@ -94,13 +97,6 @@ def export(
         shutil.rmtree(draft, ignore_errors=True)
         raise
     return {"path": str(output), "parameters": parameters, "bytes": total_bytes, "model_type": config["model_type"]}
-
-
-def copy_tokenizer(spec: RunSpec, runs_root: Path, output: Path) -> str | None:
-    """Put the tokenizer that the data was made with beside the weights; None where it is not at hand."""
-    with contextlib.suppress(ScaletrainError, OSError):  # of data that this machine does not have
-        return str(shutil.copy(dataset_folder(spec.data, runs_root) / "tokenizer.json", output))
-    return None
 
 
 def _files(shapes: dict[str, tuple[int, ...]], element_bytes: int, most_bytes: int) -> Iterator[list[str]]:

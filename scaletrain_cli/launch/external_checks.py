@@ -477,9 +477,9 @@ def _weights_problem(folder: Path) -> str:
         return "is no folder" if folder.exists() else "does not exist"
     try:
         files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            return "holds no *.safetensors"
         index = folder / "model.safetensors.index.json"
+        if not index.exists() and not (folder / "model.safetensors").exists():
+            return "holds neither model.safetensors nor model.safetensors.index.json"
         if index.is_file():
             named = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
             if missing := sorted(name for name in named if not (folder / name).is_file()):

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scaletrain_cli.engine.dataset import dataset_folder, prepare_dataset
 from scaletrain_cli.engine.export import export
+from scaletrain_cli.engine.export_text import TextFiles, text_files
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.parallel.cuts import Cut
 from scaletrain_cli.engine.state.pieces import Piece
@@ -23,12 +25,13 @@ from scaletrain_cli.engine.weights.materialise import materialise
 from scaletrain_cli.engine.weights.safetensors import HuggingFaceFolder
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.rundir.checkpoints import MANIFEST, manifest_hash
-from scaletrain_cli.spec import ModelSpec, RunSpec, parse_spec
+from scaletrain_cli.spec import DataSpec, ModelSpec, RunSpec, parse_spec
 from tests.engine.weights.test_safetensors import GPT, LLAMA, MIXTURE, MODELS, contents, loaded
 from tests.spec.samples import SPEC
 
 MIXTRAL = {**MIXTURE, "norm_topk_prob": True}
 QWEN3_MOE = {**MIXTURE, "qk_norm": True}
+NO_TEXT = TextFiles({}, dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
 EXPORTED = {
     "llama": MODELS["llama"],
     "llama tied": MODELS["tied"],
@@ -68,7 +71,9 @@ def checkpoint_of(folder: Path, weights: dict[str, Tensor], kinds: tuple[str, ..
 @pytest.mark.parametrize(("kind", "dims"), EXPORTED.items(), ids=EXPORTED.keys())
 def test_what_is_exported_loads_as_what_was_trained(kind: str, dims: dict[str, Any], tmp_path: Path) -> None:
     weights = contents(dims)
-    told = export(checkpoint_of(tmp_path / "step-00000001", weights), spec_of(dims), tmp_path / "out", torch.float32)
+    told = export(
+        checkpoint_of(tmp_path / "step-00000001", weights), spec_of(dims), tmp_path / "out", torch.float32, NO_TEXT
+    )
     assert told["model_type"] == kind.split()[0]
     assert told["parameters"] == sum(values.numel() for values in weights.values())
     torch.testing.assert_close(loaded(tmp_path / "out", dims), weights, rtol=0, atol=0)
@@ -81,7 +86,7 @@ def test_what_is_exported_loads_as_what_was_trained(kind: str, dims: dict[str, A
 def test_files_are_cut_and_an_index_says_what_is_where(tmp_path: Path) -> None:
     weights = contents(LLAMA)
     folder = checkpoint_of(tmp_path / "step-00000001", weights)
-    export(folder, spec_of(LLAMA), tmp_path / "out", torch.bfloat16, largest_file_bytes=2_000)
+    export(folder, spec_of(LLAMA), tmp_path / "out", torch.bfloat16, NO_TEXT, largest_file_bytes=2_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2
@@ -95,7 +100,7 @@ def test_files_are_cut_and_an_index_says_what_is_where(tmp_path: Path) -> None:
 def test_averaged_weights_are_exported_where_there_are_any(tmp_path: Path) -> None:
     weights = contents(LLAMA)
     both = checkpoint_of(tmp_path / "step-00000001", weights, ("weight", "average"))
-    export(both, spec_of(LLAMA), tmp_path / "out", torch.float32, averaged=True)
+    export(both, spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT, averaged=True)
     expected = {name: values + 1 for name, values in weights.items()}
     torch.testing.assert_close(loaded(tmp_path / "out", LLAMA), expected, rtol=0, atol=0)
     with pytest.raises(UsageError, match="has no averaged weights"):
@@ -104,6 +109,7 @@ def test_averaged_weights_are_exported_where_there_are_any(tmp_path: Path) -> No
             spec_of(LLAMA),
             tmp_path / "x",
             torch.float32,
+            NO_TEXT,
             averaged=True,
         )
 
@@ -113,11 +119,11 @@ def test_an_export_that_fails_leaves_nothing_and_an_existing_folder_is_left_alon
     del weights["model.norm.weight"]
     folder = checkpoint_of(tmp_path / "step-00000001", weights)
     with pytest.raises(ScaletrainError, match=r"0 of 16 values of weight/model\.norm\.weight"):
-        export(folder, spec_of(LLAMA), tmp_path / "out", torch.float32)
+        export(folder, spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     (tmp_path / "out").mkdir()
     with pytest.raises(UsageError, match="exists and is not overwritten"):
-        export(folder, spec_of(LLAMA), tmp_path / "out", torch.float32)
+        export(folder, spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +137,7 @@ def test_an_export_that_fails_leaves_nothing_and_an_existing_folder_is_left_alon
 )
 def test_a_model_that_no_architecture_computes_is_refused(dims: dict[str, Any], key: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no Hugging Face architecture") as caught:
-        export(tmp_path, spec_of(dims), tmp_path / "out", torch.float32)
+        export(tmp_path, spec_of(dims), tmp_path / "out", torch.float32, NO_TEXT)
     assert [problem.key for problem in caught.value.problems] == [key]
 
 
@@ -139,7 +145,7 @@ def test_a_model_that_no_architecture_computes_is_refused(dims: dict[str, Any], 
 def test_transformers_computes_the_same_logits(dims: dict[str, Any], tmp_path: Path) -> None:
     spec = spec_of(dims)
     weights = {name: values * 0.1 for name, values in contents(dims).items()}
-    export(checkpoint_of(tmp_path / "step-00000001", weights), spec, tmp_path / "out", torch.float32)
+    export(checkpoint_of(tmp_path / "step-00000001", weights), spec, tmp_path / "out", torch.float32, NO_TEXT)
     ours = outline(spec.transformer)
     materialise(ours, HuggingFaceFolder(tmp_path / "out", outline(spec.transformer)), torch.device("cpu"))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -149,3 +155,77 @@ def test_transformers_computes_the_same_logits(dims: dict[str, Any], tmp_path: P
         hidden = ours.final_norm(ours.transform(ours.embed(tokens, positions, samples), positions, samples))
         found = torch.nn.functional.linear(hidden, ours.lm_head.weight)
         torch.testing.assert_close(found, theirs(tokens).logits, rtol=1e-5, atol=1e-6)
+
+
+def text_spec(tmp_path: Path, **model: Any) -> RunSpec:
+    """A run on a small corpus, whose tokenizer has 300 tokens."""
+    if not (tmp_path / "corpus.txt").exists():
+        (tmp_path / "corpus.txt").write_text("a document of words\n\nanother document of words\n" * 20)
+    dims = {**LLAMA, "vocab_size": 300, **model}
+    data = {"source": str(tmp_path / "corpus.txt"), "tokenizer": {"kind": "bpe", "vocab_size": 280}}
+    return spec_of(dims).model_copy(update={"data": DataSpec.model_validate(data)})
+
+
+def ends_at_once(dims: dict[str, Any], end: int) -> dict[str, Tensor]:
+    """Weights of a model that always predicts the token ``end``."""
+    weights = {name: torch.zeros_like(values) for name, values in contents(dims).items()}
+    weights["model.norm.weight"] += 1
+    weights["model.embed_tokens.weight"] += 1
+    weights["lm_head.weight"][end] = 1
+    return weights
+
+
+def test_transformers_loads_the_folder_whole_and_generates_up_to_the_end_of_text(tmp_path: Path) -> None:
+    spec = text_spec(tmp_path)
+    prepare_dataset(spec.data, tmp_path / "runs")
+    text = text_files(spec, tmp_path / "runs")
+    end = text.ids["eos_token_id"]
+    weights = ends_at_once(spec.transformer.model_dump(), end)
+    export(checkpoint_of(tmp_path / "step-00000001", weights), spec, tmp_path / "out", torch.float32, text)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token_id) == ("<|endoftext|>", end, end)
+    assert tokenizer.decode(tokenizer("a document of words").input_ids) == "a document of words"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (end, end)
+    given = tokenizer("a document", return_tensors="pt")
+    made = model.generate(**given, max_new_tokens=6, do_sample=False)
+    assert made[0].tolist() == [*given.input_ids[0].tolist(), end]
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files >= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_what_came_with_loaded_weights_is_kept(tmp_path: Path) -> None:
+    spec = text_spec(tmp_path)
+    prepare_dataset(spec.data, tmp_path / "runs")
+    base = tmp_path / "base"
+    base.mkdir()
+    made = (dataset_folder(spec.data, tmp_path / "runs") / "tokenizer.json").read_bytes()
+    (base / "tokenizer.json").write_bytes(made)
+    kept = {
+        "config.json": {"model_type": "llama", "eos_token_id": [0, 7], "bos_token_id": 5},
+        "generation_config.json": {"eos_token_id": [0, 7], "temperature": 0.6, "do_sample": True},
+        "tokenizer_config.json": {"eos_token": "<|endoftext|>", "chat_template": "{{ messages }}"},
+    }
+    for name, content in kept.items():
+        (base / name).write_text(json.dumps(content))
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    tuned = text_spec(tmp_path, weights=str(base))
+    text = text_files(tuned, tmp_path / "runs")
+    assert text.ids == {"bos_token_id": 5, "eos_token_id": [0, 7], "pad_token_id": 0}
+    assert json.loads(text.files["generation_config.json"]) == kept["generation_config.json"]
+    assert json.loads(text.files["tokenizer_config.json"]) == kept["tokenizer_config.json"]
+    assert text.files["chat_template.jinja"] == b"{{ messages }}"
+    (base / "tokenizer.json").write_bytes(made.replace(b"<|endoftext|>", b"<eos>"))
+    other = text_files(tuned, tmp_path / "runs")  # the data were made with another tokenizer: nothing of theirs fits
+    assert other.ids == dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+    assert "chat_template.jinja" not in other.files
+
+
+def test_without_a_tokenizer_no_id_is_made_up(tmp_path: Path) -> None:
+    spec = text_spec(tmp_path)
+    text = text_files(spec, tmp_path / "runs")
+    assert not text.has_tokenizer
+    weights = contents(spec.transformer.model_dump())
+    export(checkpoint_of(tmp_path / "step-00000001", weights), spec, tmp_path / "out", torch.float32, text)
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
+    assert (config.bos_token_id, config.eos_token_id) == (None, None)

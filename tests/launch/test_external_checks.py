@@ -110,7 +110,7 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
         "is no tokenizer.json",
     ),
     ("model.weights", ("model.weights=nowhere",), "model.weights", "does not exist"),
-    ("model.weights", ("model.weights=.",), "model.weights", "holds no *.safetensors"),
+    ("model.weights", ("model.weights=.",), "model.weights", "holds neither model.safetensors nor"),
     ("model.weights", ("model.weights=weights",), "model.weights", "holds 36 bytes, and its header says 40"),
     ("code.engine", ("code.engine=t.py",), "code.engine", "write t."),
     ("code.engine", ("code.engine=no_such.module",), "code.engine", "it is not installed"),
@@ -168,7 +168,7 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     told = {"dtype": "uint16", "train_tokens": 5, "validation_tokens": 0, "vocab_size": 300}
     (folder / "prepared" / "dataset.json").write_text(json.dumps(told))
     (folder / "weights").mkdir()
-    (folder / "weights" / "a.safetensors").write_bytes(safetensors('{"w":{"data_offsets":[0,4]}}'))
+    (folder / "weights" / "model.safetensors").write_bytes(safetensors('{"w":{"data_offsets":[0,4]}}'))
     tree = folder / "tree"
     tree.mkdir()
     (tree / "train.py").write_text("print('it runs')\n")
@@ -289,7 +289,7 @@ def test_a_resume_looks_again_and_needs_no_first_weights_once_there_is_a_checkpo
     refused = scaletrain("resume", "r1", "--dry-run")
     assert refused.code == ExitCode.USAGE
     assert "data.source = corpus.txt: no such file" in refused.err
-    assert "model.weights = first: holds no *.safetensors" in refused.err
+    assert "model.weights = first: holds neither model.safetensors nor" in refused.err
     with made.run.events.open("a") as events:
         events.write('{"time": 1.0, "event": "checkpoint", "step": 5}\n')
     assert "model.weights" not in scaletrain("resume", "r1", "--dry-run").err
