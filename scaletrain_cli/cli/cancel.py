@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, Yes
+from scaletrain_cli.cli.options import AsJson, TrustOwner, Yes
 from scaletrain_cli.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def command(
             help="Kubernetes: also remove pods of dead nodes. Only where these are known to be off.",
         ),
     ] = False,
+    trust_owner: TrustOwner = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
@@ -44,6 +45,7 @@ def command(
     from scaletrain_cli.cli.confirmation import confirm
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.status import run_status
+    from scaletrain_cli.rundir.ownership import require_cancellable
     from scaletrain_cli.rundir.record import read_record
     from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
     from scaletrain_cli.ui.messages import say
@@ -52,7 +54,7 @@ def command(
     if isinstance(found, Sweep):
         from scaletrain_cli.cli.sweep_life import cancel_sweep
 
-        cancel_sweep(found, force=force, yes=yes, as_json=as_json)
+        cancel_sweep(found, force=force, trust_owner=trust_owner, yes=yes, as_json=as_json)
         return
     record, status = read_record(found), run_status(found)
     if force and record.spec.cluster.scheduler != "kubernetes":
@@ -61,6 +63,7 @@ def command(
         say(f"{found.run_id} is not running: it {_ENDS[status.state]}. Nothing was done.")
         _answer(as_json, found.run_id, status.state, cancelled=False)
         return
+    require_cancellable(found, trust_owner=trust_owner)
     confirm(f"Stop {found.run_id}, which is {status.state} at step {status.step} of {status.total_steps}?", yes)
     scheduler_for(record.spec.cluster.scheduler).cancel(found, record)
     removed = _remove_pods(found, record) if force else []

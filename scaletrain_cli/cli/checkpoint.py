@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from scaletrain_cli.cli.exit_codes import describe
-from scaletrain_cli.cli.options import AsJson, RunName, Yes
+from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, Yes
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def export(
         Literal["bf16", "fp16", "fp32"], typer.Option("--dtype", help="Of the weights in the files.")
     ] = "bf16",
     averaged: Annotated[bool, typer.Option("--averaged", help="The averaged weights (training.averaging).")] = False,
+    trust_owner: TrustOwner = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a folder that transformers loads: safetensors, config.json, the tokenizer and its special tokens.
@@ -104,12 +105,14 @@ def export(
     The checkpoint is verified first, and may be of any layout. Prints the folder on stdout.
     """
     from scaletrain_cli.cli.engine_process import ask_engine
+    from scaletrain_cli.rundir.ownership import require_own_run
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import checkpoint_folder, read_record
     from scaletrain_cli.ui.messages import say
     from scaletrain_cli.ui.units import bytes_text, whole_text
 
     found = find_run(run)
+    require_own_run(found, trust_owner=trust_owner, remedy="Ask that user to export it")
     record = read_record(found)
     checkpoint = _sound(found.run_id, checkpoint_folder(found, record.spec), step)
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
@@ -143,6 +146,7 @@ def prune(
         typer.Option("--keep-every", metavar="M", min=1, help="And each M-th step; else checkpoint.keep_every."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")] = False,
+    trust_owner: TrustOwner = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
@@ -152,11 +156,15 @@ def prune(
     """
     from scaletrain_cli.cli.confirmation import confirm
     from scaletrain_cli.launch.pruning import carry_out, pruning
+    from scaletrain_cli.rundir.ownership import require_changeable, require_own_run
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.ui.messages import say
     from scaletrain_cli.ui.units import bytes_text
 
-    with pruning(find_run(run), keep, keep_every) as found:
+    chosen = find_run(run)
+    require_own_run(chosen, trust_owner=trust_owner, remedy="Ask that user to prune it")
+    require_changeable(chosen, f"checkpoints of {chosen.run_id} cannot be deleted")
+    with pruning(chosen, keep, keep_every) as found:
         freed = sum(checkpoint.size_bytes for checkpoint in found.doomed)
         names = [checkpoint.path.name for checkpoint in found.doomed]
         if names and not dry_run:

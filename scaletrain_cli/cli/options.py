@@ -27,4 +27,8 @@ RunName = Annotated[
     str,
     typer.Argument(metavar="RUN", help="Run id, the beginning of one, or a run directory.", show_default=False),
 ]
+TrustOwner = Annotated[
+    bool,
+    typer.Option("--trust-owner", help="Act on a run of another user as if it were yours: what is in it runs as you."),
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]

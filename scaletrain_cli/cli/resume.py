@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, Overrides, RunName, Yes
+from scaletrain_cli.cli.options import AsJson, Overrides, RunName, TrustOwner, Yes
 from scaletrain_cli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the exact text that would be sent. Writes and sends nothing.")
     ] = False,
+    trust_owner: TrustOwner = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
@@ -56,6 +57,7 @@ def command(
     from scaletrain_cli.launch.resumption import inspect_resume, refuse, resume
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.sent import changes_since_sent
+    from scaletrain_cli.rundir.ownership import require_changeable, require_own_run
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record
     from scaletrain_cli.ui.messages import say, suggest, warn
@@ -63,6 +65,9 @@ def command(
     from scaletrain_cli.ui.resume_view import resume_json, show_resize, show_resume
 
     found = find_run(run)
+    require_own_run(found, trust_owner=trust_owner, remedy="Ask that user to resume it, or submit a run of your own")
+    if not dry_run:
+        require_changeable(found, f"{found.run_id} cannot be resumed")
     sizes = {"cluster.nodes": nodes, "cluster.gpus_per_node": gpus_per_node}
     given = [*(overrides or ()), *(f"{key}={size}" for key, size in sizes.items() if size is not None)]
     resize = replan(found, given, new_code=new_code) if given or new_code else None

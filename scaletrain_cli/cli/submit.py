@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes
+from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, TrustOwner, Yes
 from scaletrain_cli.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def command(
         int | None,
         typer.Option("--max-concurrent", metavar="N", min=1, help="Of a sweep, run so many at a time."),
     ] = None,
+    trust_owner: TrustOwner = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
@@ -95,7 +96,10 @@ def command(
     from scaletrain_cli.launch.shared_folder import room_notes
     from scaletrain_cli.launch.submission import create_run, make_record, submit_run
     from scaletrain_cli.launch.submittable import plan_for_engine
+    from scaletrain_cli.rundir.ownership import require_own_run
     from scaletrain_cli.rundir.paths import RunDir, runs_root
+    from scaletrain_cli.rundir.shared_datasets import shared_root_notes
+    from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.ui.messages import say, warn
 
@@ -121,12 +125,18 @@ def command(
             typer.echo(sent, nl=False)
         return
 
-    if earlier is not None:
-        made = create_run(run_spec, plan, run_id, snapshot=snapshot)  # or says how the spec or the code differs
+    if run_id is not None and os.path.lexists(runs_root() / run_id):
+        require_own_run(RunDir(runs_root() / run_id), trust_owner=trust_owner, remedy="Use another --run-id")
+    if earlier is not None:  # create_run says how the spec or the code differs
+        made = create_run(
+            run_spec, plan, run_id, snapshot=snapshot, trust_owner=trust_owner
+        )  # or says how the spec or the code differs
         _tell(made, earlier, {}, as_json)
         return
+    require_writable(runs_root(), "no run can be submitted")
     outlook = scheduler.preflight(run_spec, plan)
-    notes = (*not_checked, *outlook.notes, *room_notes(run_spec, plan, runs_root()))
+    shared = shared_root_notes(runs_root(), prepares=run_spec.code.engine is None)
+    notes = (*not_checked, *outlook.notes, *shared, *room_notes(run_spec, plan, runs_root()))
     prospect = Prospect(run_spec, plan, outlook.start, notes=notes, code=None if snapshot is None else snapshot.record)
     for note in notes:
         warn(note)
@@ -140,7 +150,7 @@ def command(
 
         show_probe(probe_nodes(run_spec, plan))
     confirm(f"Submit to {run_spec.cluster.scheduler}?", yes)
-    made = create_run(run_spec, plan, run_id, snapshot=snapshot)
+    made = create_run(run_spec, plan, run_id, snapshot=snapshot, trust_owner=trust_owner)
     say(f"run id {made.run.run_id}")  # before the scheduler is asked: its answer may be lost
     _tell(made, submit_run(made.run, made.record, scheduler), prospect.to_json(), as_json)
 

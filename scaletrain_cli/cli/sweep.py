@@ -41,6 +41,7 @@ def submit_points(
     from scaletrain_cli.launch.submission import make_record
     from scaletrain_cli.launch.sweep import cap_of, submit_sweep
     from scaletrain_cli.rundir.paths import RunDir, runs_root
+    from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.ui.messages import say, warn
 
     sweep, planned = _planned(spec, overrides, points, cluster, run_id)
@@ -73,6 +74,7 @@ def submit_points(
             print_json(_SCHEMA | {"sweep": sweep, "scheduler": section.scheduler, "dry_run": True, "runs": told})
         return
 
+    require_writable(runs_root(), "no run can be submitted")
     asked: dict[str, Point] = {}  # the same question once
     for point in planned:
         asked.setdefault(point.spec.cluster.model_dump_json(), point)

@@ -37,7 +37,7 @@ def show_status_of_sweep(sweep: Sweep, wait_seconds: float | None, as_json: bool
     return code
 
 
-def cancel_sweep(sweep: Sweep, *, force: bool, yes: bool, as_json: bool) -> None:
+def cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as_json: bool) -> None:
     """Asks once for all. Raises SchedulerError, after the others were told, where a run could not be."""
     from scaletrain_cli.cli.confirmation import confirm
     from scaletrain_cli.launch.sweep_life import OVER, cancel_members, look_at
@@ -55,7 +55,7 @@ def cancel_sweep(sweep: Sweep, *, force: bool, yes: bool, as_json: bool) -> None
         return
     which = f"all {len(members)}" if len(living) == len(members) else f"{len(living)} of the {len(members)}"
     confirm(f"Stop {which} runs of the sweep {sweep.name} ({states})?", yes)
-    done = cancel_members(members, force=force)
+    done = cancel_members(members, force=force, trust_owner=trust_owner)
     _answer(as_json, sweep, done.cancelled, [name for name, _ in done.refused])
     if done.cancelled:
         one = len(done.cancelled) == 1

@@ -42,6 +42,9 @@ def command(
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.submission import create_run
     from scaletrain_cli.launch.submittable import plan_for_engine
+    from scaletrain_cli.rundir.paths import runs_root
+    from scaletrain_cli.rundir.shared_datasets import shared_root_notes
+    from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.ui.live import StatusLine
     from scaletrain_cli.ui.messages import say, warn
@@ -52,6 +55,9 @@ def command(
     plan, snapshot = plan_for_engine(run_spec, spec), take_snapshot(run_spec)
     require_external(run_spec, snapshot)  # of a local run nothing is out of sight
     for note in scheduler_for("local").preflight(run_spec, plan).notes:
+        warn(note)
+    require_writable(runs_root(), "no run can be started")
+    for note in shared_root_notes(runs_root(), prepares=run_spec.code.engine is None):
         warn(note)
     show_plan_summary(run_spec, plan)
     made = create_run(run_spec, plan, run_id, snapshot=snapshot)

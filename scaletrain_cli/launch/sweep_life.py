@@ -13,6 +13,7 @@ from typing import Any
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.launch.scheduler import scheduler_for
 from scaletrain_cli.launch.status import RunStatus, exit_code_of, is_over, run_statuses
+from scaletrain_cli.rundir.ownership import require_cancellable
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.rundir.sweeps import Sweep
@@ -95,7 +96,7 @@ def exit_code_of_all(members: Sequence[Member]) -> int:
     return int(ExitCode.DONE)
 
 
-def cancel_members(members: Sequence[Member], *, force: bool = False) -> Stopped:
+def cancel_members(members: Sequence[Member], *, force: bool = False, trust_owner: bool = False) -> Stopped:
     """The last first: none of a lane may start because the one before it is gone. Goes on where one is refused."""
     done = Stopped()
     for member in reversed(members):
@@ -104,6 +105,7 @@ def cancel_members(members: Sequence[Member], *, force: bool = False) -> Stopped
             done = replace(done, over=(name, *done.over))
             continue
         try:
+            require_cancellable(member.run, trust_owner=trust_owner)
             _cancel(member.run, force)
             done = replace(done, cancelled=(name, *done.cancelled))
         except ScaletrainError as error:

@@ -29,6 +29,12 @@ def require_changeable(run: RunDir, purpose: str) -> None:
         )
 
 
+def require_cancellable(run: RunDir, *, trust_owner: bool) -> None:
+    """Raise UsageError where this user must not, or cannot, stop the run: before anything is signalled or sent."""
+    require_own_run(run, trust_owner=trust_owner, remedy="Ask that user to cancel it")
+    require_changeable(run, f"{run.run_id} cannot be cancelled")
+
+
 def owner_note(run: RunDir) -> str | None:
     """Return a sentence that names the owner of somebody else's run; None for one's own."""
     uid = other_owner(run.path)

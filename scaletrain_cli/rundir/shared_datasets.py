@@ -57,6 +57,23 @@ def require_room_for_datasets(root: Path) -> None:
             raise UsageError(f"data cannot be prepared: {unwritable(path)}")
 
 
+def shared_root_notes(root: Path, *, prepares: bool) -> list[str]:
+    """Return what a submitter should know of a root that others write to; ``prepares``: the run may prepare data."""
+    notes = []
+    with contextlib.suppress(OSError):
+        mode = root.stat().st_mode
+        if mode & 0o002 and not mode & 0o1000:
+            notes.append(
+                f"everybody on this machine can rename and replace the runs in {root}. Run `chmod o-w,+t {root}`."
+            )
+    try:
+        if prepares:
+            require_room_for_datasets(root)
+    except UsageError as error:
+        notes.append(f"only data that are prepared already can be used; new {error.message}")
+    return notes
+
+
 @contextlib.contextmanager
 def building(folder: Path) -> Iterator[Path | None]:
     """Yield an empty folder to prepare ``folder`` in, which takes its place at the end; None where it is there already.
