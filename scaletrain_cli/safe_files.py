@@ -350,7 +350,8 @@ def require_writable(folder: Path, purpose: str) -> None:
         existing = existing.parent
     if os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
         return
-    raise UsageError(f"{purpose}: {unwritable(existing)}")
+    missing = "" if existing == folder else f"{folder} cannot be made: "
+    raise UsageError(f"{purpose}: {missing}{unwritable(existing)}")
 
 
 def unwritable(folder: Path) -> str:
@@ -360,9 +361,9 @@ def unwritable(folder: Path) -> str:
         found = folder.stat()
         read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
     except OSError as error:
-        return f"{folder}: {error.strerror}. Remove the obstacle, or {remedy}."
+        return f"{folder}: {error.strerror}. Choose another place: {remedy}."
     if not stat.S_ISDIR(found.st_mode):
-        return f"{folder} is not a folder. Remove it, or {remedy}."
+        return f"{folder} is not a folder. Choose another place: {remedy}."
     if read_only:
         return f"{folder} is on a file system that is mounted read-only. Mount it writable, or {remedy}."
     group = _group_name(found.st_gid)
