@@ -66,7 +66,9 @@ def decide(
     if allowed == "unlimited" or used <= int(allowed):
         count = f"restart {used}" if allowed == "unlimited" else f"restart {used} of {allowed}"
         return Decision(True, exit_code, f"{reason}: {count} (restarts.{name})")
-    return Decision(False, ExitCode.CRASHED, f"{reason}: restarts.{name} = {allowed} is used up")
+    # The state of a preempted run is saved, which 75 says, whoever starts it again.
+    code = exit_code if exit_code == ExitCode.PREEMPTED else ExitCode.CRASHED
+    return Decision(False, code, f"{reason}: restarts.{name} = {allowed} is used up")
 
 
 def is_taken_away(reason: Reason) -> bool:

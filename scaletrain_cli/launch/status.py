@@ -162,7 +162,8 @@ def exit_code_of(run: RunDir, status: RunStatus) -> int:
         return ExitCode.SCHEDULER if status.job.forgotten else status.job.exit_code or ExitCode.CRASHED
     if last.decision is not None and not last.decision.requeue:
         return last.decision.exit_code or ExitCode.CRASHED
-    return last.exit_code or ExitCode.CRASHED
+    unrecorded = ExitCode.PREEMPTED if status.state == "preempted" else ExitCode.CRASHED  # whoever watched it is gone
+    return last.exit_code or unrecorded
 
 
 def _ask(run: RunDir, record: RunRecord, last: AttemptRecord | None, scheduler: Scheduler | None) -> Job:

@@ -108,7 +108,7 @@ class CheckpointSpec(Section):
 
 
 class SpikeSpec(Section):
-    """Loss above ``factor`` times the running median, or a gradient norm far beyond its own, and what to do about it.
+    """Loss above ``factor`` times its median, or loss or gradient norm far beyond its spread, and what to do about it.
 
     After ``retries`` rollbacks to the same checkpoint the run stops for good.
     """

@@ -18,6 +18,7 @@ from scaletrain_cli.launch.local import read_supervisor, run_in_foreground, supe
 from scaletrain_cli.launch.local_supervisor import supervisor_lock
 from scaletrain_cli.launch.node_record import read_node_records
 from scaletrain_cli.launch.resumption import resume
+from scaletrain_cli.launch.status import exit_code_of, run_status
 from scaletrain_cli.launch.submission import submit_run
 from tests.launch.conftest import ENGINE, LOCAL, MadeRun, is_running, make_plan, make_spec, wait_until
 
@@ -206,6 +207,8 @@ def test_after_the_supervisor_is_killed_the_ranks_save_and_a_resumed_run_goes_on
     os.kill(supervisor_pid(made), signal.SIGKILL)
     assert LOCAL.job(made.run, made.record).state == "running"  # the agent still saves; nobody may start beside it
     wait_for_end(made)
+    left = run_status(made.run, LOCAL)
+    assert (left.state, exit_code_of(made.run, left)) == ("preempted", 75)
     report = resume(made.run, scheduler=LOCAL).report
     assert "without reporting an exit status: preempted" in report.why_ended
     assert report.checkpoint is not None

@@ -50,7 +50,9 @@ def test_a_preemption_budget_is_kept() -> None:
     assert decide_last(attempts(*[("preempted", 1)] * 2), RestartsSpec(preemption=2)).requeue
     assert decide_last(attempts(*[("time-limit", 1)] * 2), RestartsSpec(preemption=0)).requeue  # nobody's fault
     decision = decide_last(attempts(*[("preempted", 1)] * 3), RestartsSpec(preemption=2))
-    assert (decision.requeue, decision.exit_code) == (False, 1)
+    assert (decision.requeue, decision.exit_code) == (False, 75), "its state is saved, whoever starts it again"
+    assert decide_last(attempts(("preempted", 1)), RestartsSpec(preemption=0)).exit_code == 75
+    assert decide_last(attempts(("out-of-grace", 1)), RestartsSpec(preemption=0)).exit_code == 1
 
 
 def test_crashes_are_retried_within_their_budget_and_then_end_with_1() -> None:

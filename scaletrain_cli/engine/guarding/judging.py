@@ -126,8 +126,10 @@ class Judge:
         allowed = self.record.spec.guard.spike.retries
         retry = 1 + sum(rollback.to_step == target.step for rollback in self.rollbacks)
         if retry > allowed:
-            raise SpikeError(
-                f"step {step}: {cause} again, after {allowed} rollbacks to step {target.step} (guard.spike.retries) "
+            plural = "1 rollback" if allowed == 1 else f"{allowed} rollbacks"
+            error = NonFiniteGradientError if cause == "nan" else SpikeError
+            raise error(
+                f"step {step}: {cause} again, after {plural} to step {target.step} (guard.spike.retries) "
                 f"and no newer clean checkpoint: {evidence}. Batches {list(self.skipped)} were left out in vain, so it "
                 f"is not the data. Lower the learning rate, or resume with other settings."
             )

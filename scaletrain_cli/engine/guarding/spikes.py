@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 Judgement = Literal["fine", "suspicious", "spike"]
@@ -12,6 +12,12 @@ Judgement = Literal["fine", "suspicious", "spike"]
 _WINDOW_STEPS = 64
 _FEWEST_LOSSES = 8  # below this a median of a falling loss says little
 _FEWEST_NORMS = 32  # gradient norms of a fresh model change by orders of magnitude at first
+# A late loss varies by some percent, so a spike from 2.2 to 5 stays below thrice the median and is far beyond the
+# spread. As for norms, seven standard deviations; and a quarter above the median besides, which the hardest batches of
+# a mixture and a change of the learning rate stay below.
+_FEWEST_LOSSES_FOR_SPREAD = 32
+_LOSS_DEVIATIONS = 7.0
+_LOSS_RATIO = 1.25
 # Norms have heavy tails: one that is thrice the median is an ordinary step. OLMo 2 calls seven standard deviations from
 # the running mean a spike (arXiv:2501.00656, spike score); where norms hardly vary at all that is little, so it must be
 # ten times the median besides. SPAM's spikes are of a squared gradient of 50 times its mean (arXiv:2501.06842).
@@ -92,14 +98,18 @@ class SpikeGuard:
 
     def _loss_stands_out(self, loss: float) -> bool:
         median = self.median_loss
-        return median is not None and loss > self._factor * median
+        if median is None:
+            return False
+        if len(self._losses) < _FEWEST_LOSSES_FOR_SPREAD:
+            return loss > self._factor * median
+        limit = max(_LOSS_RATIO * median, median + _LOSS_DEVIATIONS * _deviation(self._losses, median))
+        return loss > min(limit, self._factor * median)
 
     def _norm_stands_out(self, norm: float) -> bool:
         median = self.median_norm
         if median is None:
             return False
-        spread = statistics.median(abs(other - median) for other in self._norms)
-        return norm > _NORM_RATIO * median and norm > median + _NORM_DEVIATIONS * _DEVIATION_PER_MAD * spread
+        return norm > _NORM_RATIO * median and norm > median + _NORM_DEVIATIONS * _deviation(self._norms, median)
 
     def _take_for_normal(self) -> None:
         for window, values in (
@@ -126,3 +136,8 @@ class SpikeGuard:
         self._norms = deque(state["norms"], maxlen=_WINDOW_STEPS)
         self._outliers = [Outlier(*outlier) for outlier in state["outliers"]]
         self._healthy = state["healthy"]
+
+
+def _deviation(values: Iterable[float], median: float) -> float:
+    """The standard deviation that the median absolute deviation of ``values`` stands for."""
+    return _DEVIATION_PER_MAD * statistics.median(abs(value - median) for value in values)

@@ -13,6 +13,7 @@ import pytest
 from scaletrain_cli.engine.guarding.guard import Guard
 from scaletrain_cli.engine.guarding.judging import Judge, NonFiniteGradientError, SpikeError
 from scaletrain_cli.engine.heartbeat import Heartbeat
+from scaletrain_cli.engine.last_words import reason_of
 from scaletrain_cli.engine.late_metrics import StepMeasures
 from scaletrain_cli.engine.ledger import LedgerClock
 from scaletrain_cli.engine.process_group import Ranks
@@ -99,6 +100,15 @@ def make(tmp_path: Path) -> Make:
         return Judge(run, record, Ranks(0, 1, 0), agreement, kept, guard, rollbacks or [], ledger, Heartbeat(None))
 
     return made
+
+
+def test_a_nan_after_the_last_rollback_ends_the_run_as_a_nan(make: Make) -> None:
+    back = Rollback(30, 20, (21, 30))
+    for nan, error in ((math.nan, NonFiniteGradientError), (50.0, SpikeError)):
+        judge = make("guard.nan=rollback", "guard.spike.retries=1", rollbacks=[back])
+        with pytest.raises(error, match=r"after 1 rollback to step 20") as caught:
+            judged(judge, measures(21, *[2.0] * 13, nan, nan, nan), 36)
+        assert reason_of(caught.value) == ("nan" if math.isnan(nan) else "spike")
 
 
 def measures(first: int, *losses: float, norm: float = 0.5) -> list[StepMeasures]:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +31,9 @@ def guard(patience: int = 3) -> SpikeGuard:
 
 def test_a_loss_above_the_factor_is_a_spike_once_it_has_lasted_for_the_patience() -> None:
     assert judged(guard(), [(6.4, 0.5)] * 5) == ["suspicious", "suspicious", "spike", "suspicious", "suspicious"]
-    assert judged(guard(), [(6.2, 0.5)] * 5) == ["fine"] * 5
+    young = SpikeGuard(3.0, 3)
+    judged(young, steady(16))
+    assert judged(young, [(6.2, 0.5)] * 5) == ["fine"] * 5
 
 
 def test_with_a_patience_of_one_it_is_a_spike_at_once_and_told_once() -> None:
@@ -95,6 +98,71 @@ def ordinary(seed: int, steps: int) -> Iterator[Step]:
 def test_ordinary_noise_is_no_spike_even_with_a_patience_of_one(seed: int) -> None:
     watch = SpikeGuard(3.0, 1)
     assert {watch.observe(step, *values) for step, values in enumerate(ordinary(seed, 5000), 1)} == {"fine"}
+
+
+def test_a_late_spike_below_the_factor_is_found_by_the_spread() -> None:
+    chance = random.Random(3)
+    late = [(2.2 + chance.gauss(0, 0.03), 0.5) for _ in range(200)]
+    for spike in (2.9, 3.5, 5.0):
+        found = SpikeGuard(3.0, 3)
+        assert set(judged(found, late)) == {"fine"}
+        assert judged(found, [(spike, 0.5)] * 3) == ["suspicious", "suspicious", "spike"]
+        below_the_ratio = judged(found, [(2.6, 0.5)] * 3)
+        assert below_the_ratio == ["fine"] * 3, "far beyond the spread, and less than 1.25 times the median"
+    noisy = SpikeGuard(3.0, 3)
+    judged(noisy, [(2.2 + chance.gauss(0, 0.4), 0.5) for _ in range(200)])
+    assert judged(noisy, [(4.5, 0.5)] * 3) == ["fine"] * 3, "twice the median, and within the spread"
+
+
+def test_a_small_factor_is_still_kept_to() -> None:
+    strict = SpikeGuard(1.1, 1)
+    judged(strict, [(2.2 + 0.01 * (step % 3), 0.5) for step in range(64)])
+    assert judged(strict, [(2.45, 0.5)]) == ["spike"]
+
+
+SHAPES = ("plain", "heavy tails", "hard batches", "a step up", "warm restarts", "a plateau in the warm-up")
+
+
+def made_up_losses(shape: str, seed: int, steps: int) -> list[float]:
+    """A falling loss, from smooth to very noisy, with what happens to losses that are well."""
+    chance = random.Random(f"{shape} {seed}")
+    noise, floor = chance.choice([0.003, 0.03, 0.1]), chance.choice([0.1, 0.6, 2.0, 3.5])
+    first = chance.choice([8.0, 10.4])
+    jump, losses = chance.randrange(200, steps), []
+    for step in range(1, steps + 1):
+        usual, drawn = floor + (first - floor) * (1 + step / 30) ** -0.6, chance.gauss(0, 1)
+        if shape == "heavy tails":  # Student's, of three degrees of freedom
+            drawn /= math.sqrt(sum(chance.gauss(0, 1) ** 2 for _ in range(3)) / 3)
+        elif shape == "hard batches" and chance.random() < 0.05:
+            drawn += 0.2 / noise
+        elif shape == "a step up" and step > jump:
+            usual *= 1.15
+        elif shape == "warm restarts" and step > 400:
+            usual *= 1 + 0.1 * math.exp(-(step % 400) / 60)
+        elif shape == "a plateau in the warm-up" and step < 150:
+            usual = first - 0.5 * step / 150
+        losses.append(usual * max(0.1, 1 + noise * drawn))
+    return losses
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_healthy_loss_is_a_spike_and_a_late_spike_upon_it_is_one(shape: str) -> None:
+    for seed in range(12):
+        losses = made_up_losses(shape, seed, 1000)
+        found = SpikeGuard(3.0, 3)
+        assert "spike" not in judged(found, [(loss, None) for loss in losses]), seed
+        assert found.median_loss is not None
+        spike = [(found.median_loss * rise, None) for rise in (2.2, 2.4, 2.3)]
+        assert judged(found, spike)[-1] == "spike", seed
+
+
+def test_no_loss_of_real_small_runs_is_a_spike() -> None:
+    recorded = json.loads((Path(__file__).parent / "real_losses.json").read_text())
+    for name, run in recorded.items():
+        found = SpikeGuard(3.0, 3)
+        steps = list(zip(run["losses"], run["grad_norms"], strict=True))
+        assert len(steps) > 1000
+        assert "spike" not in judged(found, steps), name
 
 
 @pytest.mark.parametrize("cut", [3, 40, 66, 67, 90])
