@@ -34,10 +34,7 @@ from scaletrain_cli.own_processes import leave_current_folder
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 
-_SLURM_ENDS_THE_JOB = (
-    "Slurm is ending the job. It brings one back that was preempted or lost a node; `scaletrain resume` brings back "
-    "one that was cancelled or out of time"
-)
+_SLURM_ENDS_THE_JOB = "Slurm is ending the job, and it alone decides whether the job is queued again"
 _NOT_REQUEUED = "Slurm did not requeue the job (its log says why); `scaletrain resume` goes on"
 
 

@@ -19,7 +19,7 @@ from scaletrain_cli.rundir.record import RunRecord
 
 SCHEDULERS = {"slurm": "Slurm", "kubernetes": "Kubernetes", "local": "this machine"}
 # Every cause that a scheduler names for the end of a whole job (Job.cause).
-_JOB_WAS: dict[Reason, str] = {
+JOB_WAS: dict[Reason, str] = {
     "cancelled": "its job was cancelled",
     "preempted": "its job was preempted",
     "time-limit": "its job reached its time limit",
@@ -55,5 +55,5 @@ def unreported_end(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: 
         return UnreportedEnd("known", f"{silent}: {outcome.message}", outcome.reason)
     cause: Reason | None = "cancelled" if run.is_told_to_stop else job.cause
     if cause is not None:
-        return UnreportedEnd("known", f"{silent}: {_JOB_WAS[cause]}; {says}", cause)
+        return UnreportedEnd("known", f"{silent}: {JOB_WAS[cause]}; {says}", cause)
     return UnreportedEnd("not-known", f"{silent}, and the cause is not known; {says}")

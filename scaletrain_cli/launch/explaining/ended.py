@@ -10,7 +10,7 @@ from scaletrain_cli.launch.explaining.finding import Evidence, Finding
 from scaletrain_cli.launch.explaining.log_tails import last_error
 from scaletrain_cli.launch.node_record import read_node_records
 from scaletrain_cli.launch.scheduler import Job
-from scaletrain_cli.launch.unreported import unreported_end
+from scaletrain_cli.launch.unreported import JOB_WAS, unreported_end
 from scaletrain_cli.rundir.failures import read_failures
 from scaletrain_cli.rundir.journal import last_logged_step, read_events
 from scaletrain_cli.rundir.paths import RunDir
@@ -40,10 +40,14 @@ def why_it_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Jo
     reason, message = attempt.reason, attempt.message
     if reason is None:
         return _unreported(run, record, attempt, job)
-    ending = ENDINGS[reason]
+    ending, meaning = ENDINGS[reason], ENDINGS[reason].meaning
+    left = attempt.decision is not None and attempt.decision.left_to_scheduler
+    if left and job.cause is not None and reason in ("preempted", "out-of-grace", "node"):
+        # The attempt saw that its job was being ended; why, its scheduler says.
+        reason, meaning = job.cause, f"{JOB_WAS[job.cause]} ({job.detail})"
     return Finding(
         cause=reason,
-        headline=f"attempt {attempt.number} ended: {ending.meaning}",
+        headline=f"attempt {attempt.number} ended: {meaning}",
         evidence=(
             Evidence(_attempt_file(attempt), message),
             *_failures(run, attempt),

@@ -21,7 +21,7 @@ _LOOK = "scaletrain logs {run} shows what the ranks printed"
 ENDINGS: dict[Reason, Ending] = {
     "done": Ending("it is done"),
     "cancelled": Ending("the run was cancelled", (f"{_RESUME} goes on",)),
-    "preempted": Ending("its nodes were wanted for something else; the ranks saved their state and left"),
+    "preempted": Ending("it was preempted; the ranks saved their state and exited"),
     "time-limit": Ending(
         "its time was up; the ranks saved their state before that",
         (

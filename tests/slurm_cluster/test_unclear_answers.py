@@ -1,0 +1,131 @@
+"""Runs that Slurm suspends, requeues or cancels, or of which it does not answer: what is said, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm_cluster.cluster import DevCluster
+from tests.slurm_cluster.stand_in import FOREVER, Site
+
+pytestmark = pytest.mark.slurm
+
+TIMED_OUT = "Socket timed out on send/recv operation"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[DevCluster]:
+    with DevCluster.running(nodes=2, grace_seconds=20, kill_wait_seconds=10) as cluster:
+        yield cluster
+
+
+class Front:
+    """Commands earlier on PATH than Slurm's, which fail or lose their answers as long as a file says so."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        for name in ("squeue", "sbatch"):
+            real = shutil.which(name)
+            lines = (
+                "#!/bin/sh",
+                f'[ ! -e "{folder}/{name}.fails" ] || {{ cat "{folder}/{name}.fails" >&2; exit 1; }}',
+                f'case "$*" in *--test-only*) exec {real} "$@";; esac',
+                f'[ ! -e "{folder}/{name}.loses" ] || {{ {real} "$@" >/dev/null; echo "{TIMED_OUT}" >&2; exit 1; }}',
+                f'exec {real} "$@"',
+            )
+            path = folder / name
+            path.write_text("\n".join(lines) + "\n")
+            path.chmod(0o755)
+
+    def says(self, name: str, words: str | None) -> None:
+        path = self.folder / f"{name}.fails"
+        path.unlink() if words is None else path.write_text(words)
+
+
+@pytest.fixture
+def front(tmp_path: Path) -> Front:
+    return Front(tmp_path / "bin")
+
+
+@pytest.fixture
+def site(shared: DevCluster, tmp_path: Path, front: Front) -> Iterator[Site]:
+    path = shared.environment["PATH"]
+    with Site.visiting(shared, tmp_path / "runs") as site:
+        shared.environment["PATH"] = f"{front.folder}:{path}"
+        yield site
+        shared.environment["PATH"] = path
+
+
+def explained(site: Site, run_id: str) -> str:
+    """The findings as one text, in which nothing is said to be lost."""
+    text = json.dumps(site.scaletrain("explain", run_id, "--json")["findings"])
+    assert "lost" not in text, text
+    assert "dministrator" not in text
+    return text
+
+
+def test_a_run_outlives_suspension_silence_and_lost_answers_and_cancel_saves_it(site: Site, front: Front) -> None:
+    (front.folder / "sbatch.loses").touch()
+    run_id = site.submit(FOREVER)  # the job was taken, its id never printed
+    (front.folder / "sbatch.loses").unlink()
+    job_id = site.trains(run_id)["job_id"]
+    assert site.submit(FOREVER) == run_id
+    assert site.cluster.run("squeue", "-h", "--me", "-o", "%A").stdout.split() == [job_id]
+
+    front.says("squeue", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    silent = site.status(run_id)
+    assert (silent["state"], silent["job"]["state"]) == ("unknown", "unknown")
+    assert "Unable to contact slurm controller" in explained(site, run_id)
+    for verb in ("cancel", "resume"):
+        refused = site.scaletrain(verb, run_id, "--yes", check=False)
+        assert (refused.returncode, "Unable to contact" in refused.stderr) == (4, True), refused.stderr
+        assert "lost" not in refused.stderr
+    front.says("squeue", None)
+
+    site.cluster.run("scontrol", "suspend", job_id)
+    suspended = site.wait(run_id, lambda now: now["state"] == "suspended", "it is suspended")
+    assert suspended["why"] == "SUSPENDED"
+    assert f"job {job_id} is suspended" in explained(site, run_id)
+    refused = site.scaletrain("resume", run_id, "--yes", check=False)
+    assert (refused.returncode, "SUSPENDED" in refused.stderr, "lost" in refused.stderr) == (2, True, False)
+    time.sleep(2)
+    site.cluster.run("scontrol", "resume", job_id)
+    step = suspended["step"]
+    site.wait(run_id, lambda now: now["step"] > step + 20, "it trains on")
+
+    site.cluster.run("scontrol", "suspend", job_id)
+    site.wait(run_id, lambda now: now["state"] == "suspended", "it is suspended again")
+    said = site.scaletrain("cancel", run_id, "--yes").stderr
+    assert "resumed and told to save and stop" in said
+    ended = site.wait(run_id, lambda now: now["state"] == "cancelled", "it is cancelled")
+    assert ended["last_checkpoint_step"] == ended["step"] > step
+    assert site.ends(run_id) == [(75, "cancelled")]
+    site.nothing_is_lost(run_id)
+
+
+def test_a_requeue_by_slurm_is_followed_by_itself_and_a_scancel_is_a_cancellation(site: Site) -> None:
+    run_id = site.submit(FOREVER)
+    job_id = site.trains(run_id)["job_id"]
+    site.cluster.run("scontrol", "requeue", job_id)
+    site.wait(run_id, lambda now: now["job"]["state"] == "queued", "it is queued again")
+    told = explained(site, run_id)
+    assert "another attempt follows by itself" in told
+    assert "no attempt follows" not in told
+    site.cluster.run("scancel", job_id)
+    ended = site.wait(run_id, lambda now: now["job"]["state"] == "ended", "the job is over")
+    assert ended["state"] == "cancelled"
+    assert "no attempt follows by itself" in explained(site, run_id)
+
+    starting = site.submit({**FOREVER, "start_seconds": 60}, run_id="starting")
+    job_id = site.wait(starting, lambda now: now["attempt"] == 1 and now["agent_pids"], "its agents run")["job_id"]
+    site.cluster.run("scancel", job_id)
+    ended = site.wait(starting, lambda now: now["job"]["state"] == "ended", "the job is over")
+    assert ended["state"] == "cancelled", ended
+    assert "cancelled" in explained(site, starting)
+    site.nothing_is_left(starting)
