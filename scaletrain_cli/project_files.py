@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-NAMES = ("recipes", "slurm", "k8s", "constraints.txt")
+FOLDERS = ("slurm", "k8s")  # for the cluster side
 _PACKAGE = Path(__file__).parent
 
 
@@ -37,3 +37,11 @@ def _installed_from() -> Path | None:
         return None
     url = urlsplit(str(recorded.get("url", "")))
     return Path(unquote(url.path)) if url.scheme == "file" else None
+
+
+def recipes() -> dict[str, Path]:
+    """Return the spec of each recipe by its name, such as ``llama-7b-h100`` or ``own-engine``."""
+    folder = project_file("recipes")
+    found = {path.stem: path for path in folder.glob("*.yaml")}
+    found |= {path.parent.name: path for path in folder.glob("*/run.yaml")}
+    return dict(sorted(found.items()))

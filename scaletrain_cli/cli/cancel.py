@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scaletrain_cli.cli.completion import complete_run
 from scaletrain_cli.cli.options import AsJson, TrustOwner, Yes
 from scaletrain_cli.errors import ExitCode, UsageError
 
@@ -25,6 +26,7 @@ def command(
             metavar="RUN",
             help="Run id, the beginning of one, or a run directory; or a sweep, for all of its runs.",
             show_default=False,
+            autocompletion=complete_run,
         ),
     ],
     force: Annotated[

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scaletrain_cli.cli.completion import complete_gpu
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, Yes
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 
@@ -37,7 +38,9 @@ def command(
     gpus_per_node: Annotated[
         int | None, typer.Option("--gpus-per-node", metavar="N", min=1, max=1024, help="How many devices in each.")
     ] = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="cpu, or a device.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="NAME", help="cpu, or a device.", autocompletion=complete_gpu)
+    ] = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="Of each run.")] = 40,
     timeout: Annotated[
         str, typer.Option("--timeout", metavar="TIME", help="For each run, its wait in the queue included.")

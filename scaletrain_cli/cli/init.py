@@ -1,91 +1,205 @@
-"""`scaletrain init`: a complete run spec to start from, right as it stands."""
+"""`scaletrain init`: a complete run spec to start from, right as it stands; recipes, and files for the cluster side."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from scaletrain_cli.cli.completion import complete_gpu, complete_preset, complete_recipe
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
 _USUAL_GPU = "h100-sxm-80gb"
 _MOST_NODES = 1024
+_USUAL_NAME = Path("run.yaml")
 Scheduler = Literal["local", "slurm", "kubernetes"]
 
 
 def command(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="Where to write it (default: run.yaml); - prints it.")
+    ] = None,
     preset: Annotated[
-        str | None, typer.Option("--preset", metavar="NAME", help="A known model, such as llama-7b or gpt2.")
+        str | None,
+        typer.Option(
+            "--preset",
+            metavar="NAME",
+            help="A known model, such as llama-7b or gpt2.",
+            autocompletion=complete_preset,
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe",
+            metavar="NAME",
+            help="Copy one of the recipes that come with ScaleTrain.",
+            autocompletion=complete_recipe,
+        ),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", metavar="NAME", help=f"cpu, or a device such as {_USUAL_GPU}.")
+        str | None,
+        typer.Option(
+            "--gpu", metavar="NAME", help=f"cpu, or a device such as {_USUAL_GPU}.", autocompletion=complete_gpu
+        ),
     ] = None,
     gpus_per_node: Annotated[
         int | None, typer.Option("--gpus-per-node", metavar="N", min=1, max=1024, help="Devices in each node.")
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", metavar="N", min=1, max=100_000, help="Nodes; else the fewest that fit.")
+        int | None,
+        typer.Option("--nodes", metavar="N", min=1, max=100_000, help="Nodes (default: the fewest that fit)."),
     ] = None,
     scheduler: Annotated[
-        Scheduler | None, typer.Option("--scheduler", help="Else slurm with a preset or several nodes, or local.")
+        Scheduler | None,
+        typer.Option("--scheduler", help="Default: the one that this machine has."),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it; - prints it.")
-    ] = Path("run.yaml"),
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The same as the argument FILE.")
+    ] = None,
+    listed: Annotated[
+        bool, typer.Option("--list", help="List the recipes, presets and accelerators, and write nothing.")
+    ] = False,
+    files: Annotated[
+        tuple[str, Path] | None,
+        typer.Option("--files", metavar="slurm|k8s DIR", help="Copy the files for the cluster side into a new folder."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a complete, commented run spec that validates and plans as it stands.
 
     Without options: a Llama of 10 million parameters that trains on two CPU processes in minutes.
-    With --preset: that model on Slurm, on as few nodes as it fits. With --scheduler kubernetes: a spec to which only
-    your namespace, queue and image are to be added. An existing file is never overwritten.
+    With --preset: that model on as few nodes as it fits, on Slurm where this machine has sbatch, on Kubernetes where it
+    has a kubeconfig. With --scheduler kubernetes: a spec to which only your namespace, queue and image are to be added.
+    An existing file is never overwritten.
     """
     from scaletrain_cli.ui.json import print_json
     from scaletrain_cli.ui.messages import say, suggest
 
-    to_stdout = str(output) == "-"
-    if not to_stdout and output.exists():
-        raise UsageError(f"{output} exists and is not overwritten. Give another name with --output.")
-    text = _fitting_spec(preset, gpu, gpus_per_node, nodes, scheduler)
+    if listed:
+        known = _known()
+        if as_json:
+            print_json(known)
+        for title, names in () if as_json else known.items():
+            typer.echo(f"{title}: {', '.join(names)}")
+        return
+    if files is not None:
+        written = _copy_folder(*files)
+        if as_json:
+            print_json({"files": [str(path) for path in written]})
+        for path in written:
+            say(f"wrote {path}")
+        return
+    if file is not None and output is not None and file != output:
+        raise UsageError(f"both {file} and --output {output} are given. Give one name.")
+    target = file or output or _USUAL_NAME
+    to_stdout = str(target) == "-"
+    if recipe is not None:
+        _refuse_beside("--recipe", preset, gpu, gpus_per_node, nodes, scheduler)
+        contents = _recipe(recipe, target)
+    else:
+        contents = {target: _fitting_spec(preset, gpu, gpus_per_node, nodes, scheduler)}
     if to_stdout:
         if as_json:
-            print_json({"file": None, "text": text})
+            print_json({"file": None, "text": contents[target]})
         else:
-            typer.echo(text, nl=False)
+            typer.echo(contents[target], nl=False)
         return
-    try:
-        with output.open("x", encoding="utf-8") as file:  # x: not even one that appeared meanwhile
-            file.write(text)
-    except OSError as error:
-        raise UsageError(f"cannot write {output}: {error.strerror}.") from error
+    _write(contents)
     if as_json:
-        print_json({"file": str(output), "text": text})
-    say(f"wrote {output}")
-    if scheduler == "kubernetes":
+        print_json({"file": str(target), "text": contents[target]})
+    for path in contents:
+        say(f"wrote {path}")
+    if "scheduler: kubernetes" in contents[target]:
         say("its namespace, queue and image are yours to put in: the lines below `kubernetes:`")
-    suggest({"see what it takes": f"scaletrain plan {output}", "start it": f"scaletrain submit {output}"})
+    suggest({"see what it takes": f"scaletrain plan {target}", "start it": f"scaletrain submit {target}"})
+
+
+def _known() -> dict[str, list[str]]:
+    """Return what --recipe, --preset and --gpu take, by title."""
+    from scaletrain_cli.plan.catalogue.hardware import accelerator_names
+    from scaletrain_cli.project_files import recipes
+    from scaletrain_cli.spec import presets
+
+    return {"recipes": [*recipes()], "presets": [*presets()], "accelerators": ["cpu", *accelerator_names()]}
+
+
+def _recipe(name: str, target: Path) -> dict[Path, str]:
+    """Return the texts of a recipe by the path to write: its spec at ``target``, what belongs to it beside that."""
+    from scaletrain_cli.project_files import recipes
+    from scaletrain_cli.text import did_you_mean
+
+    known = recipes()
+    if name not in known:
+        hint = f"{did_you_mean(name, known)}Known: {', '.join(known)}."
+        raise UsageError(f"no recipe {name}", (Problem("--recipe", "", "is not known.", name, hint),))
+    spec = known[name]
+    beside = [path for path in sorted(spec.parent.glob("*.py")) if spec.name == "run.yaml"]
+    texts = {target: spec.read_text(encoding="utf-8")}
+    return texts | {target.parent / path.name: path.read_text(encoding="utf-8") for path in beside}
+
+
+def _copy_folder(name: str, target: Path) -> list[Path]:
+    """Copy the project's folder of that name into a new folder, and return what was written. Raises UsageError."""
+    from scaletrain_cli.project_files import FOLDERS, project_file
+
+    if name not in FOLDERS:
+        problem = Problem("--files", "", "is no folder of the project.", name, f"Use {' or '.join(FOLDERS)}.")
+        raise UsageError(f"no files called {name}", (problem,))
+    try:
+        shutil.copytree(project_file(name), target, ignore=shutil.ignore_patterns("__pycache__"))
+    except FileExistsError as error:
+        raise UsageError(f"{target} exists and is not written into. Give the name of a new folder.") from error
+    return sorted(path for path in target.rglob("*") if path.is_file())
+
+
+def _refuse_beside(option: str, *others: object) -> None:
+    if any(other is not None for other in others):
+        raise UsageError(f"{option} copies a complete spec. Leave out the other options; `--set` changes a key later.")
+
+
+def _write(contents: dict[Path, str]) -> None:
+    """Write new files; none of them where one exists. Raises UsageError."""
+    for path in contents:
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder. Give the name of a file in it, such as {path / _USUAL_NAME}.")
+        if path.exists():
+            raise UsageError(f"{path} exists and is not overwritten. Give another name, as in scaletrain init FILE.")
+    for path, text in contents.items():
+        try:
+            with path.open("x", encoding="utf-8") as stream:  # x: not even one that appeared meanwhile
+                stream.write(text)
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}.") from error
 
 
 def _fitting_spec(
     preset: str | None, gpu: str | None, gpus_per_node: int | None, nodes: int | None, scheduler: Scheduler | None
 ) -> str:
-    """The spec with the fewest nodes on which it can be planned, unless ``nodes`` says how many."""
-    from scaletrain_cli.plan import make_plan
-    from scaletrain_cli.spec import parse_spec, presets, starting_spec
+    """Return the spec with the fewest nodes on which it can be planned, unless ``nodes`` says how many."""
+    from scaletrain_cli.spec import presets
+    from scaletrain_cli.text import did_you_mean
 
     if preset is not None and preset not in presets():
-        raise UsageError(
-            f"no preset {preset}",
-            (Problem("--preset", "", "is not known.", preset, f"Known: {', '.join(presets())}."),),
-        )
+        hint = f"{did_you_mean(preset, presets())}Known: {', '.join(presets())}."
+        raise UsageError(f"no preset {preset}", (Problem("--preset", "", "is not known.", preset, hint),))
+    if scheduler is None:
+        scheduler = "local" if preset is None and nodes in (None, 1) else _scheduler_here()
     gpu = gpu or ("cpu" if preset is None and scheduler != "kubernetes" else _USUAL_GPU)
-    scheduler = scheduler or ("local" if preset is None and nodes in (None, 1) else "slurm")
     if scheduler == "local" and nodes not in (None, 1):
         raise UsageError(f"--nodes {nodes} is for slurm and kubernetes: local is this machine alone.")
     per_node = gpus_per_node or (2 if gpu == "cpu" else 1 if scheduler == "local" else 8)
+    return _planned(preset, gpu, per_node, nodes, scheduler)
+
+
+def _planned(preset: str | None, gpu: str, per_node: int, nodes: int | None, scheduler: Scheduler) -> str:
+    from scaletrain_cli.plan import make_plan
+    from scaletrain_cli.spec import parse_spec, starting_spec
+
     count = nodes or 1
     while True:
         text = starting_spec(preset=preset, gpu=gpu, scheduler=scheduler, nodes=count, gpus_per_node=per_node)
@@ -97,3 +211,17 @@ def _fitting_spec(
                 continue
             raise
         return text
+
+
+def _scheduler_here() -> Scheduler:
+    """Return the scheduler of several nodes that this machine has; Slurm, and a word about it, where it has none."""
+    from scaletrain_cli.launch.kubernetes.api import is_configured
+    from scaletrain_cli.ui.messages import say
+
+    if shutil.which("sbatch"):
+        return "slurm"
+    if is_configured():
+        return "kubernetes"
+    say("neither sbatch nor a kubeconfig is here: the spec names slurm, for the machine that has it.")
+    say("For this machine use --scheduler local, for Kubernetes --scheduler kubernetes.")
+    return "slurm"

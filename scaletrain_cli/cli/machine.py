@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from scaletrain_cli.extras import install_command
+from scaletrain_cli.project_files import project_file
 
 _FEW_BYTES = 20 * 10**9  # a few checkpoints of a small model
 _SMALL_SHARED_MEMORY_BYTES = 2**30  # Docker's default of 64 MiB makes NCCL and data loaders fail
@@ -28,6 +30,8 @@ _EXTRAS = {
     "k8s": (("kubernetes",), "to submit to Kubernetes"),
     "track": (("wandb",), "to mirror metrics to Weights & Biases"),
 }
+# How many parts of a version must be those of the tested one; torch and DeepSpeed change behaviour in minor versions.
+_COMPARED_PARTS = {"torch": 2, "deepspeed": 2}
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ def checks(runs_root: Path) -> Iterator[Check]:
 
 def _packages() -> Iterator[Check]:
     yield Check("scaletrain", "ok", ", ".join(f"{name} {version(name)}" for name in _CORE))
+    tested = _tested_versions()
     for extra, (names, purpose) in _EXTRAS.items():
         found, missing = [], []
         for name in names:
@@ -63,9 +68,31 @@ def _packages() -> Iterator[Check]:
                 found.append(f"{name} {version(name)}")
             except PackageNotFoundError:
                 missing.append(name)
-        advice = f"{purpose}: {install_command(extra)}" if missing else ""
         text = ", ".join([*found, *(f"no {name}" for name in missing)])
-        yield Check(f"[{extra}]", "none" if missing else "ok", text, advice)
+        untested = [f"{name} {wanted}" for name in names if (wanted := _untested(name, tested))]
+        if missing:
+            yield Check(f"[{extra}]", "none", text, f"{purpose}: {install_command(extra)}")
+        elif untested:
+            yield Check(f"[{extra}]", "warn", text, f"tested with {', '.join(untested)}: {install_command(extra)}")
+        else:
+            yield Check(f"[{extra}]", "ok", text)
+
+
+def _tested_versions() -> dict[str, str]:
+    """Return the version of each package that CI tests with, by name."""
+    text = project_file("constraints.txt").read_text(encoding="utf-8")
+    return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, flags=re.MULTILINE))
+
+
+def _untested(name: str, tested: dict[str, str]) -> str | None:
+    """Return the tested version of an installed package where the installed one may behave differently, else None."""
+    try:
+        installed = version(name)
+    except PackageNotFoundError:
+        return None
+    parts = _COMPARED_PARTS.get(name, 1)
+    wanted = tested.get(name, installed)
+    return wanted if wanted.split(".")[:parts] != installed.split(".")[:parts] else None
 
 
 def _cores() -> Check:

@@ -7,11 +7,18 @@ from typing import Annotated
 
 import typer
 
-SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="Run spec, a YAML file.", show_default=False)]
+from scaletrain_cli.cli.completion import complete_cluster, complete_run, complete_setting
+
+SpecPath = Annotated[
+    Path, typer.Argument(metavar="SPEC", help="Run spec, a YAML file; - reads stdin.", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a key of the spec, as in training.steps=100; repeatable."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of the spec, as in training.steps=100; repeatable.",
+        autocompletion=complete_setting,
     ),
 ]
 ClusterName = Annotated[
@@ -20,12 +27,18 @@ ClusterName = Annotated[
         "--cluster",
         metavar="NAME",
         help="One of your clusters in ~/.config/scaletrain/clusters.yaml; stands above the spec's cluster section.",
+        autocompletion=complete_cluster,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 RunName = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="Run id, the beginning of one, or a run directory.", show_default=False),
+    typer.Argument(
+        metavar="RUN",
+        help="Run id, the beginning of one, or a run directory.",
+        show_default=False,
+        autocompletion=complete_run,
+    ),
 ]
 TrustOwner = Annotated[
     bool,

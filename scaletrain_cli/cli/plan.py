@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from scaletrain_cli.cli.completion import complete_gpu, complete_setting
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides
 from scaletrain_cli.errors import ExitCode, InfeasibleError, UsageError
 
@@ -21,13 +22,18 @@ _SHOWN = ("needed", "smallest")  # what the table has just shown, part by part
 
 
 def command(
-    specs: Annotated[list[Path], typer.Argument(metavar="SPEC", help="Run spec, a YAML file; several are compared.")],
+    specs: Annotated[
+        list[Path], typer.Argument(metavar="SPEC", help="Run spec, a YAML file, or - for stdin; several are compared.")
+    ],
     overrides: Overrides = None,
     cluster: ClusterName = None,
     vary: Annotated[
         list[str] | None,
         typer.Option(
-            "--vary", metavar="KEY=A,B,C", help="Compare values of a key, as in layout.zero_stage=1,2,3; repeatable."
+            "--vary",
+            metavar="KEY=A,B,C",
+            help="Compare values of a key, as in layout.zero_stage=1,2,3; repeatable.",
+            autocompletion=complete_setting,
         ),
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Walk the decision with the numbers of this run.")] = False,
@@ -50,7 +56,12 @@ def command(
     ] = None,
     gpu: Annotated[
         list[str] | None,
-        typer.Option("--gpu", metavar="NAME", help="Consider clusters of this GPU instead of the spec's; repeatable."),
+        typer.Option(
+            "--gpu",
+            metavar="NAME",
+            help="Consider clusters of this GPU instead of the spec's; repeatable.",
+            autocompletion=complete_gpu,
+        ),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Replay the run on a recorded spot-market trace.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scaletrain_cli.cli.completion import complete_run
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, UsageError
 
@@ -33,6 +34,7 @@ def command(
             help="Run id or directory, or a sweep; else the newest run. With --cluster: which of your clusters.yaml; "
             "else its default.",
             show_default=False,
+            autocompletion=complete_run,
         ),
     ] = None,
     wait: Annotated[

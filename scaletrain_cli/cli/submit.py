@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from scaletrain_cli.cli.completion import complete_setting
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, TrustOwner, Yes
 from scaletrain_cli.errors import ExitCode, UsageError
 
@@ -43,6 +44,7 @@ def command(
             "--sweep",
             metavar="KEY=A,B",
             help="One run for each value, as in training.optimizer.lr=1e-4,3e-4; repeatable: for each combination.",
+            autocompletion=complete_setting,
         ),
     ] = None,
     max_concurrent: Annotated[

@@ -19,6 +19,7 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
     from scaletrain_cli.launch.external_checks import check_external
     from scaletrain_cli.plan.catalogue.hardware import find_accelerator
     from scaletrain_cli.spec import load_spec
+    from scaletrain_cli.spec.loading import STDIN
     from scaletrain_cli.spec.problems import placed
 
     try:
@@ -44,7 +45,7 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
     from scaletrain_cli.ui.messages import warn
     from scaletrain_cli.ui.spec_summary import show_summary
 
-    show_summary(run, str(spec))
+    show_summary(run, STDIN if str(spec) == "-" else str(spec))
     for problem in found.problems:
         warn(f"submit would refuse this from here: {problem}")
     for note in found.notes:

@@ -89,6 +89,12 @@ def choose_cluster(name: str | None) -> Cluster | None:
     return Cluster(chosen, sections[chosen], source, above=name is not None)
 
 
+def cluster_names() -> list[str]:
+    """Return the names of the user's clusters. Raises SpecError or UsageError for a file that cannot be read."""
+    file = clusters_file()
+    return [*_read(file)[0]["clusters"]] if file.exists() else []
+
+
 def configured_runs_root() -> Path | None:
     """Where the file says that runs are to be; None without such a word. Raises SpecError."""
     file = clusters_file()

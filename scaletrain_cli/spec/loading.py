@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
+from functools import lru_cache
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pydantic import BaseModel, ValidationError
 
@@ -20,28 +23,42 @@ from scaletrain_cli.spec.source import Source, apply_override, parse_yaml, shown
 from scaletrain_cli.spec.vision_source import vision_presets
 from scaletrain_cli.text import did_you_mean
 
+STDIN = "<stdin>"  # where `-` is given
 _LARGEST_FILE_BYTES = 1_000_000  # a spec has two thousand; whatever is larger was named by mistake
 
 
-def load_spec(path: Path, overrides: Sequence[str] = (), *, cluster: str | None = None) -> RunSpec:
-    """Read, complete and validate a run spec. Raises SpecError with all problems at once.
+def load_spec(path: str | PathLike[str], overrides: Sequence[str] = (), *, cluster: str | None = None) -> RunSpec:
+    """Read, complete and validate a run spec; ``-`` is standard input. Raises SpecError with all problems at once.
 
     ``cluster`` names one of the user's clusters, which stands above what the spec says; without it the user's default
     one, if there is one, fills in what the spec leaves open.
     """
+    path = Path(path)
+    name = STDIN if str(path) == "-" else str(path)
     try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_FILE_BYTES + 1)
+        data = _read_stdin(sys.stdin) if name == STDIN else _read_file(path)
         if len(data) > _LARGEST_FILE_BYTES:
-            raise SpecError(f"{shown(str(path))} is larger than a megabyte; that is not a run spec.")
+            raise SpecError(f"{shown(name)} is larger than a megabyte; that is not a run spec.")
         text = data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else _reason(error)
         hint = "Give the path of a YAML file; `scaletrain init` writes one."
-        message = f"cannot read the run spec {shown(str(path))}: {reason}."
-        raise SpecError(message, remedy=hint, file=str(path)) from error
+        message = f"cannot read the run spec {shown(name)}: {reason}."
+        raise SpecError(message, remedy=hint, file=name) from error
     chosen = choose_cluster(cluster)
-    return parse_spec(text, file=str(path), base_dir=path.parent, overrides=overrides, cluster=chosen)
+    return parse_spec(text, file=name, base_dir=path.parent, overrides=overrides, cluster=chosen)
+
+
+def _read_file(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_LARGEST_FILE_BYTES + 1)
+
+
+@lru_cache(maxsize=1)
+def _read_stdin(stream: TextIO) -> bytes:
+    """Return what standard input holds. It can be read once, and the variants of a comparison need it several times."""
+    buffer = getattr(stream, "buffer", None)
+    return buffer.read(_LARGEST_FILE_BYTES + 1) if buffer else stream.read(_LARGEST_FILE_BYTES + 1).encode()
 
 
 def load_cluster(name: str | None = None) -> ClusterSpec | None:

@@ -113,6 +113,22 @@ def known_keys(key: Key) -> list[str]:
     return [*keys, "hf_config"] if in_file(key) == ("model",) else keys
 
 
+def spec_keys() -> Iterator[tuple[str, Any]]:
+    """Yield each dotted key that a spec may set, with the type of its value; sections are left out."""
+    return _keys(RunSpec, "")
+
+
+def _keys(section: type[BaseModel], before: str) -> Iterator[tuple[str, Any]]:
+    for name, field in section.model_fields.items():
+        key = f"{before}{field.alias or name}"
+        kinds = [*MODELS.values()] if key == "model" else [field.annotation]
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        for kind in inner:
+            yield from _keys(kind, f"{key}.")
+        if not inner:
+            yield key, field.annotation
+
+
 def in_file(location: Key) -> Key:
     """The error's key in the file: without ``[key]`` of a mapping and the branch that model or cluster.gpu took."""
     key = tuple(part for part in location if part != "[key]")

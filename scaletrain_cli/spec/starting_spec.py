@@ -102,7 +102,7 @@ _KUBERNETES = """\
     namespace: default  # your team's
     # queue: team-a  # a LocalQueue of Kueue there; without one nothing keeps the pods of a run together
     # priority: training-normal  # a WorkloadPriorityClass
-    # image: registry.example/scaletrain:0.1.0  # submit needs it, best by digest; k8s/README.md builds one
+    # image: registry.example/scaletrain:0.1.0  # submit needs it, best by digest; `scaletrain init --files k8s DIR`
     runs: {claim: runs}  # a PersistentVolumeClaim that many nodes can mount: checkpoints, logs
     # rdma_resource: rdma/hca_shared_devices_a  # what the network's device plugin calls its devices
     # secrets: {WANDB_API_KEY: {secret: wandb, key: api-key}}  # a key of a Secret; your environment is not sent

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.plan.result import SCHEMA
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import RunSpec, load_spec
 from tests.cli.command_line import PROJECT, RECIPES, SMALL, scaletrain
 
 TOO_LARGE = ["--set=model={preset: llama-70b}", "--set=data.tokenizer.vocab_size=4096"]
@@ -64,6 +66,65 @@ def test_init_has_one_node_where_there_is_one_machine() -> None:
     assert "--nodes 2 is for slurm and kubernetes" in ended.err
 
 
+def test_init_takes_the_name_of_the_file() -> None:
+    assert scaletrain("init", "mine.yaml").code == 0
+    assert Path("mine.yaml").read_text() == scaletrain("init", "-").out
+    both = scaletrain("init", "a.yaml", "-o", "b.yaml")
+    assert both.code == ExitCode.USAGE
+    assert "both a.yaml and --output b.yaml are given" in both.err
+    folder = scaletrain("init", ".")
+    assert folder.code == ExitCode.USAGE
+    assert ". is a folder. Give the name of a file in it, such as run.yaml." in folder.err
+
+
+def test_init_chooses_the_scheduler_that_the_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    neither = scaletrain("init", "--preset", "gpt2", "-")
+    assert "neither sbatch nor a kubeconfig is here" in neither.err
+    assert "--scheduler local" in neither.err
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    (tmp_path / "kubeconfig").touch()
+    kubernetes = scaletrain("init", "--preset", "gpt2", "-")
+    assert "scheduler: kubernetes" in kubernetes.out
+    assert kubernetes.err == ""
+    (folder / "sbatch").touch(mode=0o755)
+    assert "scheduler: slurm" in scaletrain("init", "--preset", "gpt2", "-").out
+    assert "scheduler: local" in scaletrain("init", "-").out  # the small model is for this machine
+
+
+def test_init_copies_recipes_and_lists_them() -> None:
+    ended = scaletrain("init", "--list")
+    assert ended.code == 0
+    assert ended.out.startswith("recipes: gpt2-124m-a100, llama-10m-cpu, ")
+    assert {line.partition(":")[0] for line in ended.out.splitlines()} == {"recipes", "presets", "accelerators"}
+    assert scaletrain("init", "--recipe", "llama-7b-h100", "a.yaml").code == 0
+    assert Path("a.yaml").read_text() == (PROJECT / "recipes" / "llama-7b-h100.yaml").read_text()
+    Path("own").mkdir()
+    assert scaletrain("init", "--recipe", "own-engine", "own/run.yaml").code == 0
+    assert sorted(path.name for path in Path("own").iterdir()) == ["run.yaml", "train.py"]
+    wrong = scaletrain("init", "--recipe", "LLaMA-7b")
+    assert wrong.code == ExitCode.USAGE
+    assert "Did you mean llama-7b-h100? Known: gpt2-124m-a100," in wrong.err
+    beside = scaletrain("init", "--recipe", "llama-7b-h100", "--nodes", "3", "b.yaml")
+    assert "--recipe copies a complete spec. Leave out the other options" in beside.err
+
+
+@pytest.mark.parametrize("folder", ["slurm", "k8s"])
+def test_init_copies_the_files_for_clusters(folder: str) -> None:
+    assert scaletrain("init", "--files", folder, "there").code == 0
+    here = {path.relative_to("there") for path in Path("there").rglob("*") if path.is_file()}
+    source = PROJECT / folder
+    assert here == {
+        path.relative_to(source) for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    }
+    again = scaletrain("init", "--files", folder, "there")
+    assert again.code == ExitCode.USAGE
+    assert "there exists and is not written into." in again.err
+    assert "Use slurm or k8s." in scaletrain("init", "--files", "docs", "x").err
+
+
 def test_init_overwrites_nothing() -> None:
     Path("run.yaml").write_text("precious")
     ended = scaletrain("init")
@@ -75,7 +136,7 @@ def test_init_overwrites_nothing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--preset", "llama7"], "Known: gpt2,"),
+        (["--preset", "llama7b"], "Did you mean llama-7b? Known: gpt2,"),
         (["--gpu", "h1000"], "h100"),
         (["-o", "no/such/folder/a.yaml"], "cannot write no/such/folder/a.yaml: No such file or directory."),
     ],
@@ -91,6 +152,30 @@ def test_validate_says_what_was_understood() -> None:
     assert ended.code == 0
     assert "training 70 steps of 16 sequences, " in " ".join(ended.out.split())
     assert ended.err == ""
+
+
+def test_a_spec_is_read_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    def given(text: str) -> None:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+    text = SMALL.read_text()
+    given(text)
+    assert scaletrain("validate", "-").out.startswith("OK <stdin>\n")
+    given(text)
+    assert scaletrain("plan", "-", "--vary", "layout.zero_stage=1,2").code == 0  # read once, used twice
+    given(text)
+    assert scaletrain("plan", "-", "--json").data["layout"]["world_size"] == 2
+    given(text)
+    assert "SBATCH" in scaletrain("submit", "-", "--dry-run", "--set", "cluster.scheduler=slurm").out
+    given(text.replace("precision: fp32", "precision: BF16"))
+    line = next(number for number, line in enumerate(text.splitlines(), 1) if "precision" in line)
+    wrong = scaletrain("validate", "-")
+    assert wrong.code == ExitCode.USAGE
+    assert f"  <stdin>:{line} training.precision = BF16: " in wrong.err
+
+
+def test_a_spec_is_loaded_by_a_path_of_any_kind() -> None:
+    assert load_spec(str(SMALL)) == load_spec(SMALL) == load_spec(os.fspath(SMALL))
 
 
 def test_validate_prints_the_resolved_spec() -> None:

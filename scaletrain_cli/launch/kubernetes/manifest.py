@@ -20,6 +20,7 @@ from scaletrain_cli.launch.kubernetes.pod_group import pod_group
 from scaletrain_cli.launch.kubernetes.rules import problems
 from scaletrain_cli.launch.kubernetes.trainjob import training_runtime, trainjob
 from scaletrain_cli.launch.kubernetes.volcano import volcano_job
+from scaletrain_cli.project_files import project_file
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
@@ -84,7 +85,8 @@ def _missing(kubernetes: KubernetesSpec) -> Iterator[tuple[str, str]]:
     if kubernetes.image is None:
         yield (
             "cluster.kubernetes.image",
-            "Name the image of the pods by digest, as registry/scaletrain@sha256:...; k8s/ says how to build one.",
+            "Name the image of the pods by digest, as registry/scaletrain@sha256:...; "
+            f"{project_file('k8s/README.md')} says how to build one.",
         )
     if kubernetes.runs.claim is None:
         yield (

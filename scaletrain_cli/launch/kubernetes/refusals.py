@@ -11,6 +11,7 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.kubernetes.kinds import Kind, Object
+from scaletrain_cli.project_files import project_file
 
 _RBAC = re.compile(r'cannot (\S+) resource "([^"]+)" in API group "([^"]*)"')
 
@@ -49,7 +50,9 @@ def refusal(where: str, method: str, kind: Kind | None, path: str, error: Any) -
     if (lacks := _RBAC.search(said)) is not None:
         verb, resource, group = lacks.groups()
         right = f"{verb} {resource}" + (f".{group}" if group else "")
-        advice = f"Ask an administrator for the right to {right}: k8s/rbac.yaml has all that is needed."
+        advice = (
+            f"Ask an administrator for the right to {right}: {project_file('k8s/rbac.yaml')} has all that is needed."
+        )
         return RefusedError(f"{where} forbids it (403): {said}. {advice}", error.status, said)
     if error.status == 404 and kind is not None and not answer.get("details", {}).get("name"):
         how = f" Install it: {kind.install}" if kind.install else ""

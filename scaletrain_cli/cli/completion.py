@@ -1,0 +1,88 @@
+"""Words for the shell's completion: runs, recipes, presets, accelerators, clusters, and the spec's keys with values.
+
+Each function takes what has been typed so far and returns what it can become; no error of theirs reaches the shell.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+
+def _completer(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return a completion function over ``names``; a broken file of the user's completes to nothing."""
+
+    def complete(incomplete: str) -> list[str]:
+        try:
+            return list(dict.fromkeys(name for name in names() if name.startswith(incomplete)))
+        except Exception:  # the shell would show a traceback amid the line that is being typed
+            return []
+
+    return complete
+
+
+def _runs() -> Iterator[str]:
+    from scaletrain_cli.rundir.paths import list_runs
+
+    return (run.run_id for run in list_runs())
+
+
+def _recipes() -> Iterable[str]:
+    from scaletrain_cli.project_files import recipes
+
+    return recipes()
+
+
+def _presets() -> Iterable[str]:
+    from scaletrain_cli.spec.architecture_source import presets
+
+    return presets()
+
+
+def _gpus() -> Iterable[str]:
+    from scaletrain_cli.plan.catalogue.hardware import accelerator_names
+
+    return ["cpu", *accelerator_names()]
+
+
+def _clusters() -> Iterable[str]:
+    from scaletrain_cli.spec.clusters import cluster_names
+
+    return cluster_names()
+
+
+def _settings() -> Iterator[str]:
+    """``key=`` for each key of the spec, and ``key=value`` where the values are few."""
+    from scaletrain_cli.plan.catalogue.hardware import accelerator_names
+    from scaletrain_cli.spec import presets, vision_presets
+    from scaletrain_cli.spec.problems import spec_keys
+
+    named = {"model.preset": [*presets(), *vision_presets()], "cluster.gpu": ["cpu", *accelerator_names()]}
+    for key, annotation in spec_keys():
+        yield f"{key}="
+        for value in named.get(key, _choices(annotation)):
+            yield f"{key}={value}"
+
+
+def _choices(annotation: Any) -> list[str]:
+    """Return the words that a field takes: those of its literals, and true and false of a switch."""
+    if annotation is bool:
+        return ["true", "false"]
+    if typing.get_origin(annotation) is typing.Literal:
+        return [str(value) for value in typing.get_args(annotation)]
+    return [word for inner in typing.get_args(annotation) for word in _choices(inner)]
+
+
+complete_run = _completer(_runs)
+complete_recipe = _completer(_recipes)
+complete_preset = _completer(_presets)
+complete_gpu = _completer(_gpus)
+complete_cluster = _completer(_clusters)
+_all_settings = _completer(_settings)
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """Return keys for the beginning of one, and values behind ``key=``."""
+    found = _all_settings(incomplete)
+    return found if "=" in incomplete else [setting for setting in found if setting.endswith("=")]

@@ -1,0 +1,95 @@
+"""What is installed: the wheel has the files that messages point to, and the versions are those that CI tests."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.cli import machine
+from scaletrain_cli.extras import EXTRAS, install_command
+from scaletrain_cli.project_files import FOLDERS, project_file, recipes
+
+PROJECT = Path(__file__).parent.parent
+PINS = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", (PROJECT / "constraints.txt").read_text(), flags=re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def declared() -> dict[str, Any]:
+    tomllib = pytest.importorskip("tomllib", reason="is in Python from 3.11 on")
+    return dict(tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"])
+
+
+def requirements(declared: dict[str, Any]) -> dict[str, str]:
+    """Every requirement of the core and of the extras for users, by its name."""
+    extras = declared["optional-dependencies"]
+    lines = [*declared["dependencies"], *(line for extra in extras if extra != "dev" for line in extras[extra])]
+    return {re.split(r"[<>=~!]", line)[0]: line for line in lines}
+
+
+def test_the_wheel_has_the_recipes_and_the_files_for_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    builders = pytest.importorskip("hatchling.builders.wheel", reason="needs hatchling, of the extra dev")
+    monkeypatch.chdir(PROJECT)
+    (wheel,) = builders.WheelBuilder(str(PROJECT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if name.startswith("scaletrain_cli/project/")}
+        archive.extractall(tmp_path)
+    kept = [*FOLDERS, "recipes"]
+    tracked = {path for name in kept for path in (PROJECT / name).rglob("*") if path.is_file()}
+    wanted = {str(path.relative_to(PROJECT)) for path in tracked if "__pycache__" not in path.parts}
+    assert inside == {f"scaletrain_cli/project/{name}" for name in wanted | {"constraints.txt"}}
+    monkeypatch.setattr("scaletrain_cli.project_files._PACKAGE", tmp_path / "scaletrain_cli")
+    assert project_file("k8s/rbac.yaml").is_relative_to(tmp_path)
+    assert recipes()["own-engine"].is_relative_to(tmp_path)
+
+
+def test_the_image_copies_all_that_the_wheel_is_built_from() -> None:
+    text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+    included = re.findall(r'^"([^"]+)" = "scaletrain_cli/project/', text, flags=re.MULTILINE)
+    copied = " ".join(
+        re.findall(r"^COPY (.+) \S+$", (PROJECT / "k8s" / "Containerfile").read_text(), re.MULTILINE)
+    ).split()
+    assert included
+    assert set(included) <= set(copied)
+
+
+def test_every_requirement_admits_the_version_that_is_tested(declared: dict[str, Any]) -> None:
+    specifiers = pytest.importorskip("packaging.requirements")
+    for name, line in requirements(declared).items():
+        if name in PINS:
+            assert specifiers.Requirement(line).specifier.contains(PINS[name]), line
+
+
+def test_torch_is_held_below_the_first_minor_version_that_is_not_tested(declared: dict[str, Any]) -> None:
+    major, minor, _ = PINS["torch"].split(".")
+    assert requirements(declared)["torch"].endswith(f",<{major}.{int(minor) + 1}")
+    assert f"version={PINS['torch']}\n" in (PROJECT / ".ci" / "install_torch.sh").read_text()
+
+
+def test_the_extras_are_those_of_the_project(declared: dict[str, Any]) -> None:
+    extras = {name: lines for name, lines in declared["optional-dependencies"].items() if name != "dev"}
+    assert {name: len(lines) for name, lines in extras.items()} == {name: len(found) for name, found in EXTRAS.items()}
+
+
+def test_an_install_command_names_this_checkout_and_the_tested_versions() -> None:
+    assert install_command("train") == f"pip install -c constraints.txt '.[train]' in the checkout {PROJECT}"
+
+
+def test_the_doctor_warns_of_a_torch_that_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"torch": "2.99.1", "deepspeed": PINS["deepspeed"], "numpy": PINS["numpy"], "tokenizers": "0.99"}
+
+    def version(name: str) -> str:
+        if name in ("submitit", "kubernetes", "wandb"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed.get(name, "1")
+
+    monkeypatch.setattr(machine, "version", version)
+    found = {check.name: check for check in machine._packages()}
+    assert found["[train]"].state == "warn"
+    assert found["[train]"].advice.startswith(f"tested with torch {PINS['torch']}: pip install -c constraints.txt")
+    installed["torch"] = f"{PINS['torch']}+cpu"
+    assert {check.name: check.state for check in machine._packages()}["[train]"] == "ok"
