@@ -54,6 +54,7 @@ class AttemptRecord:
     decision: Decision | None = None
     last_checkpoint_step: int | None = None
     last_step: int | None = None  # the last one logged
+    free_of_charge: bool = False  # a node was lost, for which the scheduler brings the job back at no cost
 
     @property
     def may_be_followed(self) -> bool:
@@ -105,7 +106,13 @@ def with_outcome(
         decision=decision,
         last_checkpoint_step=newest_checkpoint_step(run, spec),
         last_step=last_logged_step(run),
+        free_of_charge=outcome.lost and _brings_back_after_lost_nodes(began),
     )
+
+
+def _brings_back_after_lost_nodes(attempt: AttemptRecord) -> bool:
+    """Whether the scheduler restarts a job that has lost a node as a preempted one; Volcano charges each restart."""
+    return attempt.scheduler == "kubernetes" and not attempt.job_id.startswith("volcano/")
 
 
 def close_unended(run: RunDir, spec: RunSpec) -> list[AttemptRecord]:

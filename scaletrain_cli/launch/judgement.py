@@ -43,13 +43,14 @@ _STOPPING = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
 class Outcome:
     """How an attempt ended; ``message`` names the rank or node and says it in words.
 
-    ``against`` are the nodes, as the scheduler calls them, that the evidence speaks against.
+    ``against`` are the nodes, as the scheduler calls them, that the evidence speaks against. ``lost``: a node vanished.
     """
 
     exit_code: int
     reason: Reason
     message: str
     against: tuple[str, ...] = ()
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def _vanished(
     names = ", ".join([*(node.node for node in missing), *([never] if unseen > 0 else [])])
     # When all have gone, it was the job that was ended, and no node of it is worse than another.
     against = (*(node.name for node in missing), *silent) if len(missing) < len(nodes) else ()
-    return Outcome(ExitCode.CRASHED, "node", f"lost without reporting an exit status: {names}", against)
+    return Outcome(ExitCode.CRASHED, "node", f"lost without reporting an exit status: {names}", against, lost=True)
 
 
 def _reason(stated: str, code: int) -> Reason:

@@ -8,11 +8,16 @@ Kubernetes API: what it must know of its pod is in the environment.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import json
 import os
+import shutil
 import signal
+import stat
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +26,7 @@ from scaletrain_cli.launch.node_agent import HEARD, AgentOptions
 from scaletrain_cli.own_processes import leave_current_folder
 
 if TYPE_CHECKING:
+    from scaletrain_cli.errors import ScaletrainError
     from scaletrain_cli.launch.attempts import Decision
     from scaletrain_cli.launch.judgement import Reason
     from scaletrain_cli.rundir.paths import RunDir
@@ -30,6 +36,11 @@ GATHERING_SECONDS = 1800.0  # large images are pulled for many minutes
 VERDICT_SECONDS = 45.0  # for the other nodes to end by themselves, and for pod 0 to say what follows
 _VOLUME_SECONDS = 60.0  # for what pod 0 has written to be seen elsewhere: file systems cache what is not there
 _POLL_SECONDS = 0.5
+_MOST_GANGS = 3  # that may find the volume unfit: the third is on other nodes, too
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_BROKEN = (errno.EIO, errno.ESTALE)
+ONLY = "SCALETRAIN_ONLY"  # the variable by which a run measures its nodes and trains nothing
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from scaletrain_cli.errors import ScaletrainError
 
     try:
-        return run_pod(options)
+        with _volume_in_use(options):
+            return run_pod(options)
     except ScaletrainError as error:
         print(f"{options.pod_name} on {options.node_name}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -101,7 +113,8 @@ def run_pod(options: PodOptions) -> int:
         return begun
     run, number = begun
     # The submitter holds its lock in the directory that it sees; elsewhere it reads of the run what the pods print.
-    print(beginning_line(number, shared=(run.path / "submit.lock").exists()), flush=True)
+    shared = (run.path / "submit.lock").exists()
+    print(beginning_line(number, shared=shared), flush=True)
     agent = AgentOptions(
         run_folder=run.path,
         attempt=number,
@@ -118,11 +131,18 @@ def run_pod(options: PodOptions) -> int:
         names = [f"{options.node_name}-{rank:05d}.log" for rank in range(first, first + count)]
         with PodOutput([run.attempt(number) / "logs" / name for name in names]):
             code = run_node(agent)
-    except Exception as error:  # pod 0 must judge whatever happened here
+    except Exception as failure:  # pod 0 must judge whatever happened here
+        of_volume = isinstance(failure, OSError) and failure.errno in (*_FULL, *_FORBIDDEN, *_BROKEN)
+        error = volume_error(options, failure) if isinstance(failure, OSError) and of_volume else failure
         code = _code_of(error)
         print(f"{options.pod_name} on {options.node_name}: {error}", file=sys.stderr, flush=True)
+    if options.node_rank != 0:
+        return _verdict(run, number, code)
     record = read_record(run)
-    return _judge(options, run, record, number, code) if options.node_rank == 0 else _verdict(run, number, code)
+    code = _judge(options, run, record, number, code)
+    if code == 0 and not shared and record.spec.env.get(ONLY) == "preflight":
+        shutil.rmtree(run.path, ignore_errors=True)  # nobody else can: whoever asked does not see this volume
+    return code
 
 
 def _begin(options: PodOptions) -> tuple[RunDir, int] | int:
@@ -134,19 +154,21 @@ def _begin(options: PodOptions) -> tuple[RunDir, int] | int:
     from scaletrain_cli.launch.next_attempt import why_not_begin
     from scaletrain_cli.rundir.record import place_documents
 
-    run, record = place_documents(options.documents, options.runs_root)
+    with _volume_in_use(options):
+        run, record = place_documents(options.documents, options.runs_root)
     host = Host(options.meeting_port, options.gang, record.spec.cluster.nodes - 1)
     try:
         said = host.gather(GATHERING_SECONDS, _told_to_leave)
-        conclude_abandoned(run, record)  # of an earlier gang whose pod 0 was lost
-        refusal = why_not_begin(run, record, options.workload)
-        if refusal is not None:
-            print(refusal.why, file=sys.stderr, flush=True)
-            conclude_run(run, refusal)
-            host.tell({"exit_code": (code := exit_code_for(refusal)), "why": refusal.why})
-            return code
-        nodes = (options.node_name, *(str(word["node"]) for word in said.values()))
-        number = begin_attempt(run, record.spec, scheduler="kubernetes", job_id=options.workload, nodes=nodes)
+        with _volume_in_use(options):
+            conclude_abandoned(run, record)  # of an earlier gang whose pod 0 was lost
+            refusal = why_not_begin(run, record, options.workload)
+            if refusal is not None:
+                print(refusal.why, file=sys.stderr, flush=True)
+                conclude_run(run, refusal)
+                host.tell({"exit_code": (code := exit_code_for(refusal)), "why": refusal.why})
+                return code
+            nodes = (options.node_name, *(str(word["node"]) for word in said.values()))
+            number = begin_attempt(run, record.spec, scheduler="kubernetes", job_id=options.workload, nodes=nodes)
         host.tell({"attempt": number, "run_id": run.run_id})
         return run, number
     except ScaletrainError as error:
@@ -202,23 +224,34 @@ def _judge(options: PodOptions, run: RunDir, record: RunRecord, number: int, cod
     if not decision.requeue:
         conclude_run(run, decision)
     print(f"attempt {number} ended: {decision.why}", flush=True)
-    return exit_code_for(decision, ended.reason if ended is not None else None)
+    return exit_code_for(
+        decision, ended.reason if ended is not None else None, free=ended is not None and ended.free_of_charge
+    )
 
 
 def _verdict(run: RunDir, number: int, code: int) -> int:
-    """Pod 0's decision on the attempt; this pod's own code where it says nothing."""
+    """Pod 0's decision on the attempt; this pod's own code where it says nothing.
+
+    Where pod 0 was lost with its node, what happened here is a consequence of that, which costs the run nothing.
+    """
+    from scaletrain_cli.errors import ExitCode
     from scaletrain_cli.launch.attempts import read_attempt
+    from scaletrain_cli.launch.node_record import read_node_records
 
     deadline = time.monotonic() + VERDICT_SECONDS
     while time.monotonic() < deadline:
         attempt = read_attempt(run, number)
         if attempt is not None and attempt.decision is not None:
-            return exit_code_for(attempt.decision, attempt.reason)
+            return exit_code_for(attempt.decision, attempt.reason, free=attempt.free_of_charge)
+        if not run.path.is_dir():  # pod 0 has removed what a preflight alone leaves
+            return code
         time.sleep(_POLL_SECONDS)
-    return code
+    first = [node for node in read_node_records(run, number) if node.node_rank == 0]
+    lost = not first or first[0].ended is None
+    return ExitCode.PREEMPTED if lost and code == ExitCode.CRASHED else code
 
 
-def exit_code_for(decision: Decision, reason: Reason | None = None) -> int:
+def exit_code_for(decision: Decision, reason: Reason | None = None, *, free: bool = False) -> int:
     """What a container ends with so that Kubernetes does what was decided, whose policies see nothing but this code."""
     from scaletrain_cli.errors import ExitCode
     from scaletrain_cli.launch.restart_policy import is_taken_away
@@ -228,9 +261,64 @@ def exit_code_for(decision: Decision, reason: Reason | None = None) -> int:
         return code
     if not decision.requeue:
         return ExitCode.DO_NOT_REQUEUE  # whatever ended it: 1 and 75 would bring it back
-    if reason is not None and is_taken_away(reason):
+    if free or (reason is not None and is_taken_away(reason)):
         return ExitCode.PREEMPTED  # also where its state could not be saved in time: it is not the run's fault
     return code if code in (ExitCode.PREEMPTED, ExitCode.WRONG_NODES) else ExitCode.CRASHED
+
+
+@contextlib.contextmanager
+def _volume_in_use(options: PodOptions) -> Iterator[None]:
+    """Turn what the volume refuses into an error that names the cause; leave other errors as they are."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno not in (*_FULL, *_FORBIDDEN, *_BROKEN):
+            raise  # of a socket, for one
+        raise volume_error(options, error) from error
+
+
+def volume_error(options: PodOptions, error: OSError) -> ScaletrainError:
+    """Return the error for what the volume refuses.
+
+    Its exit code is 5, as another node may have mounted it well; 93 from the third gang on, and where it is full.
+    """
+    from scaletrain_cli.errors import DoNotRequeueError, WrongNodesError
+
+    if error.errno in _FULL:
+        return DoNotRequeueError(
+            f"the volume of cluster.kubernetes.runs is full: {error.strerror}. Free space on it, then resume the run"
+        )
+    restarts = options.gang.rpartition("/")[2]
+    again = restarts.isdigit() and int(restarts) + 1 >= _MOST_GANGS
+    kind = DoNotRequeueError if again else WrongNodesError
+    if error.errno not in _FORBIDDEN:
+        return kind(f"{options.runs_root} cannot be used: {error}. Is the file system of the volume in order?")
+    folder, groups = _folder_in_question(options), ", ".join(map(str, sorted(os.getgroups()))) or "none"
+    ours = f"uid {os.geteuid()}, gid {os.getegid()}, groups {groups}"
+    if os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        return kind(f"{error.filename or folder} cannot be written by the pods ({ours}): {error.strerror}")
+    try:
+        found, flags = folder.stat(), os.statvfs(folder).f_flag
+    except OSError:
+        return kind(f"{folder} cannot be written by the pods ({ours}): {error}")
+    if flags & os.ST_RDONLY:
+        return kind(f"{folder} is mounted read-only in the pods. Give cluster.kubernetes.runs a volume to write to")
+    owner = f"uid {found.st_uid}, gid {found.st_gid}, mode {stat.S_IMODE(found.st_mode):04o}"
+    return kind(
+        f"{folder} cannot be written by the pods ({ours}): it belongs to {owner}. Set "
+        f"cluster.kubernetes.run_as_user to its owner or fs_group to a group that may write there, or change it on "
+        f"the volume: chown -R {os.geteuid()}:{os.getegid()} {folder}"
+    )
+
+
+def _folder_in_question(options: PodOptions) -> Path:
+    """The first folder of the run that this process cannot write to; the volume itself where there is none yet."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        run = options.runs_root / str(json.loads((options.documents / "run.json").read_bytes())["run_id"])
+        for folder in (run, *(run / name for name in ("attempts", "checkpoints", "code", "revisions"))):
+            if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+                return folder
+    return options.runs_root
 
 
 def _told_to_leave() -> bool:

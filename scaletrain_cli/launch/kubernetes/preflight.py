@@ -18,12 +18,16 @@ from scaletrain_cli.launch.kubernetes.manifest import Manifest
 from scaletrain_cli.launch.kubernetes.obstacles import Found, problem
 from scaletrain_cli.launch.kubernetes.refusals import NotServedError, RefusedError
 from scaletrain_cli.launch.kubernetes.trainjob import misses_runtime
+from scaletrain_cli.launch.kubernetes.volume_rights import volume_rights
 from scaletrain_cli.launch.outlook import Outlook, Start
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec
 
 
-def check(cluster: Cluster, spec: RunSpec, rendered: Manifest) -> Outlook:
-    """Raises SchedulerError that lists every problem, or that says why the server cannot be asked."""
+def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | None = None) -> Outlook:
+    """Return what is worth telling. ``run``: one that is to go on, on the volume that is seen here as its pods see it.
+
+    Raises SchedulerError that lists every problem, or that says why the server cannot be asked."""
     version = cluster.version()
     namespace = spec.cluster.kubernetes.namespace
     _require_namespace(cluster, namespace, spec)
@@ -34,6 +38,7 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest) -> Outlook:
         lambda: priority(cluster, spec),
         lambda: pod_priority(cluster, spec),
         lambda: claims(cluster, spec),
+        lambda: volume_rights(cluster, spec, run),
         lambda: service_account(cluster, spec),
         lambda: secrets(cluster, spec),
         lambda: namespace_room(cluster, spec, pod),

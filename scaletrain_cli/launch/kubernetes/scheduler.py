@@ -92,7 +92,8 @@ class KubernetesScheduler:
             record = dataclasses.replace(read_record(run), run_id=name, spec=spec, plan=plan, code=code)
             documents = documents_for(run, record)
         rendered = manifest(record, documents)
-        return check(self._cluster(spec), spec, rendered)
+        seen = run if run is not None and shares_volume(run) else None
+        return check(self._cluster(spec), spec, rendered, seen)
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return to_yaml(self._manifest(run, record, lambda: self._cluster(record.spec))[0].objects)

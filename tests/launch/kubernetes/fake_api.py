@@ -31,6 +31,7 @@ _INSTALLED = {
     "trainer.kubeflow.org/v1alpha1": ("trainjobs", "trainingruntimes"),
     "scheduling.volcano.sh/v1beta1": ("queues", "podgroups"),
     "scheduling.k8s.io/v1": ("priorityclasses",),
+    "storage.k8s.io/v1": ("csidrivers",),
     "batch/v1": ("jobs",),
 }
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.kubernetes.scheduler import KubernetesScheduler
+from scaletrain_cli.launch.kubernetes.volume_rights import _may_write
 from scaletrain_cli.launch.outlook import Outlook
+from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from tests.launch.conftest import MadeRun
 from tests.launch.kubernetes.conftest import SETTINGS, condition
 from tests.launch.kubernetes.fake_api import FakeApi, status
@@ -399,3 +404,82 @@ def test_a_volcano_queue_that_can_never_hold_the_gang_is_told_from_one_that_is_b
     assert not [note for note in preflight(*volcano) if "busy" in note]
     queue["status"] = {"state": "Open", "allocated": {"nvidia.com/gpu": "8"}}
     assert any("8 of 16 nvidia.com/gpu are taken; the job will wait" in note for note in preflight(*volcano))
+
+
+def put_volume(
+    api: FakeApi, policy: str | None = None, modes: tuple[str, ...] = ("ReadWriteMany",), **spec: Any
+) -> None:
+    """A volume for the claim, of a CSI driver with this policy unless it is of another kind."""
+    body = claim("runs", modes=modes)
+    body["spec"]["volumeName"] = "v"
+    api.put("persistentvolumeclaims", body)
+    source = spec or {"csi": {"driver": "d", "fsType": "ext4"}}
+    api.put("persistentvolumes", {"metadata": {"name": "v"}, "spec": source}, namespace="")
+    driver = {"metadata": {"name": "d"}, "spec": {"fsGroupPolicy": policy}}
+    api.put("csidrivers", driver, "storage.k8s.io", "")
+
+
+@pytest.mark.parametrize(
+    "volume", [{"policy": "None"}, {"policy": "ReadWriteOnceWithFSType"}, {"nfs": {"server": "x"}}]
+)
+def test_a_volume_to_which_no_fs_group_is_applied_is_told(
+    preflight: Callable[..., list[str]], api: FakeApi, volume: dict[str, Any]
+) -> None:
+    put_volume(api, **volume)
+    assert any("fs_group 1000 has no effect on claim runs" in note for note in preflight(*GPU))
+
+
+def test_a_volume_that_is_given_to_the_pods_group_needs_no_word(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    put_volume(api, "File")
+    assert not [note for note in preflight(*GPU) if "fs_group" in note]
+    put_volume(api, "None")
+    api.forbid("get", "persistentvolumes")
+    assert not [note for note in preflight(*GPU) if "fs_group" in note], "what may not be looked at is not claimed"
+
+
+def test_a_run_directory_that_the_pods_could_not_write_is_refused_before_anything_is_sent(
+    outlook: Callable[..., Outlook], api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where this machine's runs root is the path that the pods have: the run directory will be this user's."""
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
+    settings = (
+        *GPU,
+        f"cluster.kubernetes.runs={{claim: runs, path: {tmp_path}}}",
+        "cluster.kubernetes.run_as_user=4711",
+    )
+    put_volume(api, "None")
+    with pytest.raises(SchedulerError, match=f"could not write {tmp_path}"):
+        outlook(*settings)
+    put_volume(api, "File")
+    assert not [note for note in outlook(*settings).notes if "could not write" in note]
+
+
+@pytest.mark.parametrize(
+    ("uid", "gid", "mode", "may"),
+    [
+        (1000, 1, 0o750, True),
+        (1000, 1, 0o550, False),
+        (1, 1000, 0o770, True),
+        (1, 2000, 0o770, True),
+        (1, 1000, 0o750, False),
+        (1, 1, 0o777, True),
+        (1, 1, 0o775, False),
+    ],
+)
+def test_owner_group_and_mode_decide_what_the_pods_may_write(uid: int, gid: int, mode: int, may: bool) -> None:
+    assert _may_write(KubernetesSpec(run_as_user=1000, fs_group=2000), uid, gid, mode) is may
+
+
+def test_a_run_directory_of_another_user_is_refused_by_resume(api: FakeApi, make_run: Callable[..., MadeRun]) -> None:
+    api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
+    for number in range(2):
+        api.put("nodes", gpu_node(f"n{number}"), namespace="")
+    put_volume(api, "None")
+    made = make_run(*SETTINGS)
+    begin_attempt(made.run, made.record.spec, scheduler="kubernetes", job_id="jobset/x-s1", nodes=("n",))
+    if os.geteuid() == 0:
+        os.chown(made.run.path, 4711, 4711)
+    with pytest.raises(SchedulerError, match=r"could not write .*run_as_user: \d+, or give the folder to uid 1000"):
+        KubernetesScheduler().preflight(made.record.spec, made.record.plan, made.run)

@@ -93,7 +93,9 @@ def put_queue(api: FakeApi) -> None:
 @pytest.fixture
 def calls(api: FakeApi, make_run: Callable[..., MadeRun]) -> set[tuple[str, str, str]]:
     api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
-    pending = {"metadata": {"name": "runs"}, "spec": {}, "status": {"phase": "Pending"}}
+    pending = {"metadata": {"name": "runs"}, "spec": {"volumeName": "v"}, "status": {"phase": "Pending"}}
+    volume = {"metadata": {"name": "v"}, "spec": {"csi": {"driver": "d"}}}
+    api.put("persistentvolumes", volume, namespace="")
     for name, more in BACKENDS.items():
         live(api, make_run(*SETTINGS, *NAMED, *more, run_id=name))  # with no queue there, its like are listed
     put_queue(api)
