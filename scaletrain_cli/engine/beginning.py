@@ -13,7 +13,7 @@ from scaletrain_cli.engine.process_group import Agreement, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.checkpoints import Checkpoint, Defect, committed_folders, find_defects, read_checkpoint
 from scaletrain_cli.rundir.committing import set_aside_newer
-from scaletrain_cli.rundir.journal import has_committed, read_events, read_metrics
+from scaletrain_cli.rundir.journal import has_committed, read_events, read_metrics, steps_logged_since_begun
 from scaletrain_cli.rundir.paths import RunDir
 
 T = TypeVar("T")
@@ -165,9 +165,8 @@ def _beginning(run: RunDir, folder: Path, attempt: int, search: Search) -> Begin
     metrics = read_metrics(run)
     lines = [line for line in metrics if line["step"] <= step]
     # What was lost before an attempt came to train was counted then, whether or not it logged a step of its own.
-    begins = ("started", "resumed", "rolled-back")
-    begun = max((event["time"] for event in read_events(run) if event["event"] in begins), default=0.0)
-    logged = [line["step"] for line in metrics if line.get("time", begun) >= begun]
+    shown = {line["step"] for line in metrics}
+    logged = [each for each in steps_logged_since_begun(run) if each in shown]
     return Beginning(
         checkpoint=checkpoint,
         step=step,

@@ -41,7 +41,7 @@ def read_bad_nodes(root: Path, now: float) -> list[BadNode]:
     data = read_document(bad_nodes_file(root))
     if data is None or data.get("schema") != SCHEMA:
         return []
-    nodes = [node for entry in data.get("nodes", ()) if (node := _bad_node(entry)) is not None]
+    nodes = [_by_this_clock(node, now) for entry in data.get("nodes", ()) if (node := _bad_node(entry)) is not None]
     return sorted((node for node in nodes if node.expires > now), key=lambda node: -node.time)
 
 
@@ -64,6 +64,12 @@ def forget_bad_nodes(root: Path, names: Collection[str], now: float) -> list[str
         if gone:
             _write(root, [node for node in known if node.node not in gone])
     return gone
+
+
+def _by_this_clock(node: BadNode, now: float) -> BadNode:
+    """Count evidence that a clock ahead of this one dated into the future as new: it expires no later for that."""
+    ahead = max(0.0, node.time - now)
+    return dataclasses.replace(node, time=node.time - ahead, expires=node.expires - ahead)
 
 
 def _bad_node(entry: object) -> BadNode | None:

@@ -96,11 +96,13 @@ def sum_goodput(attempts: Sequence[AttemptSpan], lost_steps: int) -> Goodput:
 def run_goodput(run: RunDir) -> Goodput | None:
     """Of the run so far; None before its first attempt has written anything."""
     events = read_events(run)
-    scratch = max((event["time"] for event in events if event["event"] == "from-scratch"), default=0.0)
-    spans = [span for number in run.attempts() if (span := _span(run, number, scratch)) is not None]
+    scratch = max((place for place, event in enumerate(events) if event["event"] == "from-scratch"), default=0)
+    # By the order of the events, not by their times: clocks are set back, and those of two machines differ.
+    in_vain = max((event["attempt"] for event in events[:scratch] if "attempt" in event), default=0)
+    spans = [span for number in run.attempts() if (span := _span(run, number, number <= in_vain)) is not None]
     if all(span.ledger is None for span in spans):
         return None
-    lost = sum(event.get("lost_steps", 0) for event in events if event["time"] >= scratch)
+    lost = sum(event.get("lost_steps", 0) for event in events[scratch:])
     return sum_goodput(spans, lost)
 
 
@@ -116,11 +118,11 @@ def _spent(attempt: AttemptSpan) -> dict[Category, float]:
     return spent
 
 
-def _span(run: RunDir, number: int, scratch: float) -> AttemptSpan | None:
+def _span(run: RunDir, number: int, in_vain: bool) -> AttemptSpan | None:
     data, ledger = read_document(run.attempt(number) / "attempt.json"), read_ledger(run, number)
     if data is None and ledger is None:
         return None
     if data is None:
         assert ledger is not None
         data = {"started": ledger.began, "ended": None}
-    return AttemptSpan(data["started"], data["ended"], ledger, in_vain=data["started"] < scratch)
+    return AttemptSpan(data["started"], data["ended"], ledger, in_vain)

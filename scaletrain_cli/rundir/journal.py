@@ -20,6 +20,8 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import open_to_append, open_to_change
 
 _BLOCK_BYTES = 1 << 16
+_PLACED = ("from-scratch", "started", "resumed", "rolled-back")
+_METRICS_BYTES = "metrics_bytes"
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
@@ -76,8 +78,20 @@ def read_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def record_event(run: RunDir, event: str, **details: Any) -> None:
-    """Append an event with the wall-clock time (Unix seconds)."""
-    append_line(run.events, {"time": round(time.time(), 3), "event": event, **details})
+    """Append an event with the wall-clock time (Unix seconds).
+
+    One that says which metrics count from then on also states how long metrics.jsonl was, in bytes.
+    """
+    place = {_METRICS_BYTES: _size(run.metrics)} if event in _PLACED else {}
+    append_line(run.events, {"time": round(time.time(), 3), "event": event, **details, **place})
+
+
+def _size(path: Path) -> int:
+    try:
+        with path.open("rb") as file:  # opened, since a network file system answers a mere stat from its memory
+            return os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return 0
 
 
 def withdraw_event(run: RunDir, event: str) -> None:
@@ -102,20 +116,51 @@ def read_events(run: RunDir) -> list[dict[str, Any]]:
 def read_metrics(run: RunDir) -> list[dict[str, Any]]:
     """Metrics by step since the run last started from scratch, without what was rolled back.
 
-    Of a step's lines the later one wins, key by key.
-
-    A step has more than one line when it was evaluated, and when a later attempt trained it again.
+    A step has more than one line when it was evaluated, and when a later attempt trained it again. Of a step's lines
+    the later one in the file wins, key by key.
     """
     events = read_events(run)
-    since = max((event["time"] for event in events if event["event"] == "from-scratch"), default=0.0)
-    back = [(event["time"], event["to_step"]) for event in events if event["event"] == "rolled-back"]
+    scratch = [event for event in events if event["event"] == "from-scratch"][-1:]
+    back = [event for event in events if event["event"] == "rolled-back"]
     by_step: dict[int, dict[str, Any]] = {}
-    for record in read_lines(run.metrics):
-        step, logged = record.get("step"), record.get("time", since)
-        if not isinstance(step, int) or logged < since or any(step > to and logged < when for when, to in back):
+    for place, record in _placed_lines(run.metrics):
+        step = record.get("step")
+        if not isinstance(step, int) or any(_is_before(place, record, event) for event in scratch):
+            continue
+        if any(step > event["to_step"] and _is_before(place, record, event) for event in back):
             continue
         by_step[step] = {**by_step.get(step, {}), **record}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def steps_logged_since_begun(run: RunDir) -> list[int]:
+    """Steps of the lines that were logged since an attempt last began to train, or rolled back; any order."""
+    begun = [event for event in read_events(run) if event["event"] in _PLACED and event["event"] != "from-scratch"][-1:]
+    lines = [line for line in _placed_lines(run.metrics) if isinstance(line[1].get("step"), int)]
+    return [line["step"] for place, line in lines if not any(_is_before(place, line, event) for event in begun)]
+
+
+def _placed_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every whole JSON object in the file, with the place of its first byte."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return
+    place = 0
+    for line in text.split(b"\n"):
+        for record in _objects([line]):
+            yield place, record
+        place += len(line) + 1
+
+
+def _is_before(place: int, record: dict[str, Any], event: dict[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl was written before the event. By its place: clocks are set back, and differ.
+
+    Events of earlier versions name no place; for these the time has to do.
+    """
+    if _METRICS_BYTES in event:
+        return place < int(event[_METRICS_BYTES])
+    return bool(record.get("time", event["time"]) < event["time"])
 
 
 def has_committed(run: RunDir) -> bool:

@@ -15,6 +15,8 @@ from scaletrain_cli.ui.console import line, plain, talk
 from scaletrain_cli.ui.status_view import measures_text
 from scaletrain_cli.ui.units import bytes_text, seconds_text
 
+_NOT_DETAILS = ("time", "event", "metrics_bytes")
+
 
 class StatusLine:
     """A context in which ``update`` redraws the line and ``note`` prints a lasting one above it. On stderr."""
@@ -54,7 +56,8 @@ class StatusLine:
     def note_event(self, event: Mapping[str, Any]) -> None:
         """A line that stays: one event of the run, with its details as they stand in events.jsonl."""
         when = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0.0)))
-        details = ", ".join(_detail(key, value) for key, value in event.items() if key not in ("time", "event"))
+        shown = {key: value for key, value in event.items() if key not in _NOT_DETAILS}
+        details = ", ".join(_detail(key, value) for key, value in shown.items())
         name = plain(str(event.get("event", "")))
         line(self._console, Text.assemble((when, "dim"), f"  {name:<13}", (f"  {plain(details)}", "dim")))
 

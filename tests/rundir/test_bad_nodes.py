@@ -61,3 +61,11 @@ def test_a_damaged_file_is_no_evidence(tmp_path: Path) -> None:
     assert read_bad_nodes(tmp_path, now=0.0) == []
     remember_bad_nodes(tmp_path, [BROKEN], now=100.0)
     assert read_bad_nodes(tmp_path, now=100.0) == [BROKEN]
+
+
+def test_evidence_from_a_clock_that_was_ahead_is_kept_no_longer_than_other_evidence(tmp_path: Path) -> None:
+    ahead = dataclasses.replace(BROKEN, time=50_000.0, expires=50_900.0)
+    remember_bad_nodes(tmp_path, [ahead], now=50_000.0)
+    assert read_bad_nodes(tmp_path, now=100.0) == [BROKEN]
+    remember_bad_nodes(tmp_path, [dataclasses.replace(BROKEN, node="n1")], now=100.0)
+    assert read_bad_nodes(tmp_path, now=1001.0) == []

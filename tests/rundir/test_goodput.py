@@ -88,6 +88,18 @@ def test_a_run_is_summed_from_its_directory(run: RunDir) -> None:
     assert answer["lost_work_seconds"] == 30
 
 
+def test_what_a_start_from_scratch_undoes_is_told_by_the_order_of_events_and_not_by_clocks(run: RunDir) -> None:
+    attempt(run, 5000, 5100, ledger(5000, 100, attempt=1, step=100.0))
+    record_event(run, "resumed", attempt=1, lost_steps=7)
+    record_event(run, "attempt-ended", attempt=1)
+    record_event(run, "from-scratch")
+    attempt(run, 60, 160, ledger(60, 100, attempt=2, step=100.0))  # on a machine whose clock is behind
+    record_event(run, "started", attempt=2, lost_steps=0)
+    found = run_goodput(run)
+    assert found is not None
+    assert (found.productive, found.lost_work) == (100, 100)
+
+
 def test_a_ledger_that_cannot_be_read_costs_its_figures_only(run: RunDir) -> None:
     attempt(run, 0, 50, None)
     run.ledger(1).write_text("{")

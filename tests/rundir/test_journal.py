@@ -17,6 +17,7 @@ from scaletrain_cli.rundir.journal import (
     read_lines_backwards,
     read_metrics,
     record_event,
+    steps_logged_since_begun,
     withdraw_event,
 )
 from scaletrain_cli.rundir.paths import RunDir
@@ -120,6 +121,46 @@ def test_what_was_rolled_back_is_no_longer_in_the_metrics(tmp_path: Path) -> Non
     append_line(run.metrics, {"step": 20, "loss": 3.0, "time": time.time() + 5})
     assert [line["step"] for line in read_metrics(run)] == [10, 20]
     assert "validation_loss" not in read_metrics(run)[1]
+
+
+def test_a_clock_that_is_set_back_hides_no_metrics_and_brings_none_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, now = RunDir(tmp_path), [1e9]
+    monkeypatch.setattr("scaletrain_cli.rundir.journal.time.time", lambda: now[0])
+
+    def log(step: int, loss: float) -> None:
+        append_line(run.metrics, {"step": step, "loss": loss, "time": now[0]})
+
+    for change in (-3600.0, 3600.0, 0.0):  # between what is undone and what undoes it, and after
+        run.events.unlink(missing_ok=True)
+        run.metrics.unlink(missing_ok=True)
+        record_event(run, "started", step=0)
+        for step in (1, 2, 3):
+            log(step, 9.0)
+        now[0] += change
+        assert steps_logged_since_begun(run) == [1, 2, 3]
+        record_event(run, "rolled-back", to_step=1)
+        assert steps_logged_since_begun(run) == []
+        now[0] += change
+        log(2, 5.0)
+        assert [(line["step"], line["loss"]) for line in read_metrics(run)] == [(1, 9.0), (2, 5.0)]
+        assert steps_logged_since_begun(run) == [2]
+        record_event(run, "from-scratch")
+        assert read_metrics(run) == []
+        now[0] += change
+        log(1, 4.0)
+        assert [(line["step"], line["loss"]) for line in read_metrics(run)] == [(1, 4.0)]
+
+
+def test_an_event_of_an_earlier_version_divides_the_metrics_by_its_time(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step, logged in ((1, 10.0), (2, 11.0), (2, 14.0)):
+        append_line(run.metrics, {"step": step, "loss": logged, "time": logged})
+    append_line(run.events, {"event": "rolled-back", "time": 12.0, "to_step": 1})
+    assert [(line["step"], line["loss"]) for line in read_metrics(run)] == [(1, 10.0), (2, 14.0)]
+    append_line(run.events, {"event": "from-scratch", "time": 13.0})
+    assert [(line["step"], line["loss"]) for line in read_metrics(run)] == [(2, 14.0)]
 
 
 def test_only_the_newest_event_of_that_name_can_be_withdrawn(tmp_path: Path) -> None:
