@@ -5,6 +5,7 @@ git says which files; nothing is written into its repository. Knows nothing of r
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -12,11 +13,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.launch.safe_git import Git, GitError
 
 IGNORE_FILE = ".scaletrainignore"
 _NAMED = 5  # files that a message names
 # Whatever the user's own configuration of diff is: a patch that git apply takes.
-_PLAIN = "-U3 --no-renames --no-color --no-ext-diff --no-textconv --no-relative --src-prefix=a/ --dst-prefix=b/".split()
+_SAFE = ("--no-ext-diff", "--no-textconv", "--no-renames", "--ignore-submodules=dirty")
+_PLAIN = (*_SAFE, "-U3", "--no-color", "--no-relative", "--src-prefix=a/", "--dst-prefix=b/")
+_POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?oid sha256:([0-9a-f]{64})\nsize \d+\n")
+_LONGEST_POINTER = 1024
 _PATHS_AT_A_TIME = 500  # on a command line, which has room for two megabytes
 
 
@@ -29,6 +34,10 @@ class WorkingTree:
             raise refusal(where, "is no folder here.", folder, "Give the folder of a git working tree.")
         if shutil.which("git") is None:
             raise refusal(where, "needs git, which is not installed here.", folder, "Install it, or leave code.path.")
+        try:
+            self._reader = Git(folder)
+        except GitError as error:
+            raise self._refusal("config", str(error)) from error
         self._git("rev-parse", "--show-toplevel")
 
     def commit(self) -> str:
@@ -36,9 +45,35 @@ class WorkingTree:
 
     def changed(self) -> set[str]:
         """Paths below the folder that differ from HEAD, are new, or are gone."""
-        named = ("--name-only", "--relative", "--no-ext-diff", "--no-renames")
+        named = (
+            "--name-only",
+            "--relative",
+            "--no-ext-diff",
+            "--no-textconv",
+            "--no-renames",
+            "--ignore-submodules=dirty",
+        )
         tracked = self._paths("diff", *named, "HEAD", "--", ".")
-        return tracked | self._paths("ls-files", "--others", "--exclude-standard")
+        return (tracked - self._stored_elsewhere(tracked)) | self._paths("ls-files", "--others", "--exclude-standard")
+
+    def _stored_elsewhere(self, paths: set[str]) -> set[str]:
+        """Return the paths whose content is the one that the commit names by its hash, as git-lfs does.
+
+        No filter is run, so git takes the file itself for a changed pointer wherever it does not trust the file's time.
+        """
+        same = set()
+        for path in sorted(self._reader.filtered(sorted(paths))):
+            place = self.folder / path
+            if place.is_symlink() or not place.is_file():
+                continue
+            try:
+                committed = self._reader.run("cat-file", "blob", f"HEAD:./{path}")
+            except GitError:  # new
+                continue
+            pointer = _POINTER.fullmatch(committed) if len(committed) < _LONGEST_POINTER else None
+            if pointer is not None and hashlib.sha256(place.read_bytes()).hexdigest() == pointer[1].decode():
+                same.add(path)
+        return same
 
     def kept(self, *, but: Path) -> set[str]:
         """Paths below the folder that belong to the snapshot. Raises UsageError for what no archive could hold."""
@@ -119,22 +154,18 @@ class WorkingTree:
         return {os.fsdecode(path) for path in self._git(command, "-z", *rest).split(b"\0") if path}
 
     def _git(self, *arguments: str, environment: Mapping[str, str] | None = None, sent: bytes = b"") -> bytes:
-        import subprocess
+        try:
+            return self._reader.run(*arguments, environment=environment, sent=sent)
+        except GitError as error:
+            raise self._refusal(arguments[0], str(error), about_head=arguments[-1] == "HEAD") from error
 
-        # Of a hook or an alias that this runs in: they would mean another repository, or other paths.
-        own = {name: value for name, value in os.environ.items() if not re.match("GIT_(?!CONFIG)", name)}
-        done = subprocess.run(
-            ["git", "-C", str(self.folder), *arguments],
-            env={**own, **(environment or {}), "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"},
-            input=sent,
-            capture_output=True,
-        )
-        if done.returncode:
-            said = " ".join(done.stderr.decode(errors="replace").split())
-            new = "not a git repository" in said or arguments[-1] == "HEAD"
-            hint = "Make it a git working tree with one commit (git init, git add, git commit)." if new else None
-            raise refusal(self.where, f"cannot be snapshotted: git {arguments[0]} says: {said}", self.folder, hint)
-        return done.stdout
+    def _refusal(self, command: str, said: str, *, about_head: bool = False) -> UsageError:
+        hint = None
+        if "dubious ownership" in said:
+            hint = "It belongs to another user. If you trust it: git config --global --add safe.directory FOLDER."
+        elif "not a git repository" in said or about_head:
+            hint = "Make it a git working tree with one commit (git init, git add, git commit)."
+        return refusal(self.where, f"cannot be snapshotted: git {command} says: {said}", self.folder, hint)
 
 
 def _is_run(record: Path) -> bool:
