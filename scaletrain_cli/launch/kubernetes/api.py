@@ -5,17 +5,18 @@ Asks by path, so no discovery is needed and nothing is converted into the client
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from scaletrain_cli.errors import MissingPackageError, SchedulerError, SchedulerSilentError
 from scaletrain_cli.extras import install_command
-from scaletrain_cli.launch.kubernetes.kinds import EVENT, POD, Kind, Object, kind_of
+from scaletrain_cli.launch.kubernetes.kinds import EVENT, POD, Kind, Object, as_newest, kind_of
 from scaletrain_cli.launch.kubernetes.refusals import NotServedError, RefusedError, refusal
 
 FIELD_MANAGER = "scaletrain"
@@ -29,6 +30,7 @@ _FOLLOW_SECONDS = 300.0  # of silence, after which a followed log is asked for a
 _SILENCE_SECONDS = 10.0
 _PAGE = 500
 _MOST_CONNECTIONS = 300  # every log that is followed holds one
+_Answer = TypeVar("_Answer")
 _IN_CLUSTER_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
 
@@ -40,13 +42,15 @@ class Cluster:
 
         self.where = where
         self._silent_since: float | None = None
+        self._versions: dict[Kind, Kind] = {}  # which one the cluster has, of kinds with older ones
         # The client's own way to send any path with its credentials; it would read all of the API's groups first.
         self._client = DynamicClient(client, discoverer=lambda client, cache_file: None)
 
     def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         """One object; None when there is none of this name. Raises NotServedError where there is no such kind."""
         try:
-            return self._json("get", kind, kind.path(namespace, name))
+            found = self._in_its_version(kind, lambda served: self._json("get", served, served.path(namespace, name)))
+            return as_newest(kind, found)
         except NotServedError:
             raise
         except RefusedError as error:
@@ -56,6 +60,10 @@ class Cluster:
 
     def find(self, kind: Kind, namespace: str, *, labels: str = "", fields: str = "") -> list[Object]:
         """All objects that the selectors leave."""
+        found = self._in_its_version(kind, lambda served: self._find(served, namespace, labels, fields))
+        return [as_newest(kind, item) for item in found]
+
+    def _find(self, kind: Kind, namespace: str, labels: str, fields: str) -> list[Object]:
         found: list[Object] = []
         more: str | None = None
         selectors = {"label_selector": labels or None, "field_selector": fields or None}
@@ -65,6 +73,25 @@ class Cluster:
             more = page.get("metadata", {}).get("continue")
             if not more:
                 return found
+
+    def _in_its_version(self, kind: Kind, ask: Callable[[Kind], _Answer]) -> _Answer:
+        """Ask in the version that the cluster has; NotServedError of the newest where it has none of them."""
+        older = (dataclasses.replace(kind, version=version) for version in kind.older)
+        refused: NotServedError | None = None
+        for served in sorted((kind, *older), key=lambda one: one != self._versions.get(kind, kind)):
+            try:
+                answer = ask(served)
+            except NotServedError as error:
+                refused = error if served is kind or refused is None else refused
+                continue
+            except RefusedError as error:
+                if error.status == 404:  # there is no such object, hence there is the kind
+                    self._versions[kind] = served
+                raise
+            self._versions[kind] = served
+            return answer
+        assert refused is not None
+        raise refused
 
     def events(self, namespace: str, name: str) -> list[Object]:
         """What was told of the objects of this name, oldest first. The server forgets events within hours."""
@@ -162,7 +189,10 @@ class Cluster:
             response.close()  # whatever was not read would be the answer to the next question
 
     def serves(self, kind: Kind) -> bool:
-        """Whether the cluster has this kind, in this version."""
+        """Whether the cluster has this kind, in this version or an older one that is known here."""
+        return any(self._serves(dataclasses.replace(kind, version=each)) for each in (kind.version, *kind.older))
+
+    def _serves(self, kind: Kind) -> bool:
         try:
             found = self._json("get", kind, kind.root)
         except RefusedError as error:

@@ -6,7 +6,8 @@ That there is no room now is a note: jobs wait. That there never will be is a pr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 from scaletrain_cli.errors import Problem
@@ -26,7 +27,7 @@ from scaletrain_cli.launch.kubernetes.kinds import (
 from scaletrain_cli.launch.kubernetes.nodes import CORDONED, misfits
 from scaletrain_cli.launch.kubernetes.obstacles import Found, missing, problem
 from scaletrain_cli.launch.kubernetes.quantities import as_number, shown
-from scaletrain_cli.launch.kubernetes.quota import Cohort, Nearness, judge_quota, takes_namespace
+from scaletrain_cli.launch.kubernetes.quota import Cohort, Nearness, flavors_for, judge_quota, takes_namespace
 from scaletrain_cli.launch.kubernetes.refusals import RefusedError
 from scaletrain_cli.launch.outlook import Start
 from scaletrain_cli.spec import RunSpec
@@ -36,6 +37,7 @@ _GROWING = (
     *("cloud.google.com/gke-nodepool", "eks.amazonaws.com/nodegroup", "kubernetes.azure.com/agentpool"),
     "karpenter.sh/nodepool",
 )
+_OF_CLUSTER_QUEUE = "ClusterQueueIsInactive"
 
 
 def queue_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
@@ -56,9 +58,14 @@ def queue_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
         there = cluster.find(LOCAL_QUEUE, kubernetes.namespace)
         yield missing(spec, "queue", kubernetes.queue, f"LocalQueue in namespace {kubernetes.namespace}", there)
         return
-    yield from _activity(spec, local, kubernetes.queue)
     name = local["spec"]["clusterQueue"]
-    whole = cluster.get(CLUSTER_QUEUE, "", name)
+    try:
+        whole = cluster.get(CLUSTER_QUEUE, "", name)
+    except RefusedError as error:
+        if error.is_rights:
+            yield from _activity(spec, local, kubernetes.queue)
+        raise
+    yield from _activity(spec, local, kubernetes.queue, caused_elsewhere=whole is not None)
     if whole is None:
         yield problem(spec, "queue", f"leads to ClusterQueue {name}, which is not there.", kubernetes.queue)
         return
@@ -86,7 +93,8 @@ def _capability(spec: RunSpec, queue: Object, pod: Object) -> Iterator[Found]:
             yield f"queue {given} is busy: {taken[name]} of {limit} {name} are taken; the job will wait"
 
 
-def _activity(spec: RunSpec, queue: Object, given: str) -> Iterator[Found]:
+def _activity(spec: RunSpec, queue: Object, given: str, *, caused_elsewhere: bool = False) -> Iterator[Found]:
+    """Whether the queue takes jobs. A LocalQueue whose ClusterQueue does not repeats that: the other has the cause."""
     what = f"{queue['kind']} {queue['metadata']['name']}"
     if queue["spec"].get("stopPolicy", "None") != "None":
         yield f"{what} is held (stopPolicy {queue['spec']['stopPolicy']}): the job waits until it is let go"
@@ -94,6 +102,8 @@ def _activity(spec: RunSpec, queue: Object, given: str) -> Iterator[Found]:
         return
     for condition in queue.get("status", {}).get("conditions", ()):
         if condition["type"] == "Active" and condition["status"] == "False":
+            if caused_elsewhere and condition.get("reason") == _OF_CLUSTER_QUEUE:
+                continue
             said = f"{condition.get('reason', '')}: {condition.get('message', '')}"
             yield problem(spec, "queue", f"{what} is not active: {said}", given)
 
@@ -175,35 +185,85 @@ def namespace_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
 
 
 def node_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
-    """Without a queue nobody else would say that no node will ever do."""
-    if spec.cluster.kubernetes.kueue or not pod:
+    """Whether there are nodes for the gang at all. Kueue's quota is a number: it says nothing of labels and cordons."""
+    if not pod:
         return
+    places, may_grow = _places(cluster, spec, pod)
     nodes = cluster.find(NODE, "")
     one = {name: amount / spec.cluster.nodes for name, amount in _needed(spec, pod).items()}
+    rooms = [_room(nodes, one, place) for place in places]
+    room = max(rooms, key=lambda room: (room.fits, room.cordoned), default=None)
+    if room is None or room.fits >= spec.cluster.nodes:
+        return
+    if room.fits + room.cordoned >= spec.cluster.nodes:
+        yield f"{room.why[CORDONED]} nodes that would do take no pods now (cordoned): the job waits until they do"
+        yield Start(None, "nodes that it needs are cordoned")
+        return
+    lacks = ", ".join(f"{count} lack {reason}" for reason, count in sorted(room.why.items(), key=lambda item: -item[1]))
+    text = f"the {len(nodes)} nodes can ever run {room.fits} pods of it, and {spec.cluster.nodes} are needed ({lacks})"
+    pools = any(label in node["metadata"].get("labels", {}) for node in nodes for label in _GROWING)
+    if may_grow or pools:
+        come = "the node pools have grown" if pools else "an admission check of its queue brings more"
+        yield f"{text}; the job waits until {come}"
+        yield Start(None, "there are not yet enough nodes for it")
+    else:
+        yield Problem(spec.where("cluster.nodes"), "cluster.nodes", f"{text}.", str(spec.cluster.nodes))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Which nodes a pod may be on."""
+
+    labels: Mapping[str, str]
+    tolerations: Sequence[Object]
+
+
+@dataclass(frozen=True)
+class _Room:
+    """How many pods the nodes could run; ``why``: how many of the others lack what."""
+
+    fits: int
+    cordoned: int
+    why: Mapping[str, int]
+
+
+def _places(cluster: Cluster, spec: RunSpec, pod: Object) -> tuple[list[_Place], bool]:
+    """Where the pods may go, one place for each flavor that a queue of Kueue could choose; and whether nodes may come.
+
+    An admission check of the queue may stand for another cluster, or for nodes that are made on demand.
+    """
+    selector, tolerations = pod.get("nodeSelector", {}), list(pod.get("tolerations", ()))
+    kubernetes = spec.cluster.kubernetes
+    if not kubernetes.kueue or kubernetes.queue is None:
+        return [_Place(selector, tolerations)], False
+    local = cluster.get(LOCAL_QUEUE, kubernetes.namespace, kubernetes.queue)
+    queue = cluster.get(CLUSTER_QUEUE, "", local["spec"]["clusterQueue"]) if local is not None else None
+    if queue is None:
+        return [], False  # which is told where the queue is looked at
+    flavors = {flavor["metadata"]["name"]: flavor for flavor in cluster.find(FLAVOR, "")}
+    found = []
+    for name in flavors_for(queue, flavors, _needed(spec, pod), pod):
+        more = flavors[name].get("spec", {})
+        place = _Place({**more.get("nodeLabels", {}), **selector}, [*tolerations, *more.get("tolerations", ())])
+        found.append(place)
+    return found, any(key in queue["spec"] for key in ("admissionChecks", "admissionChecksStrategy"))
+
+
+def _room(nodes: Sequence[Object], one: Mapping[str, Fraction], place: _Place) -> _Room:
     why: dict[str, int] = {}
     fits = cordoned = 0
     for node in nodes:
-        misfit = misfits(node, one, pod.get("nodeSelector", {}), pod.get("tolerations", ()))
+        misfit = misfits(node, one, place.labels, place.tolerations)
         if misfit:
             why[misfit] = why.get(misfit, 0) + 1
         if not misfit:
             fits += _pods_on(node, one)
         elif misfit == CORDONED:
             cordoned += _pods_on(node, one)
-    if fits >= spec.cluster.nodes:
-        return
-    if fits + cordoned >= spec.cluster.nodes:
-        yield f"{why[CORDONED]} nodes that would do take no pods now (cordoned): the job waits until they do"
-        return
-    lacks = ", ".join(f"{count} lack {reason}" for reason, count in sorted(why.items(), key=lambda item: -item[1]))
-    text = f"the {len(nodes)} nodes can ever run {fits} pods of it, and {spec.cluster.nodes} are needed ({lacks})"
-    if any(label in node["metadata"].get("labels", {}) for node in nodes for label in _GROWING):
-        yield f"{text}; the job waits until the node pools have grown"
-    else:
-        yield Problem(spec.where("cluster.nodes"), "cluster.nodes", f"{text}.", str(spec.cluster.nodes))
+    return _Room(fits, cordoned, why)
 
 
-def _pods_on(node: Object, one: dict[str, Fraction]) -> int:
+def _pods_on(node: Object, one: Mapping[str, Fraction]) -> int:
     """How many such pods have room on the node when nothing else is there; nothing keeps two of a gang apart."""
     has = node.get("status", {}).get("allocatable", {})
     return min((int(as_number(has.get(name, 0)) // amount) for name, amount in one.items() if amount), default=1)

@@ -11,7 +11,10 @@ Object = dict[str, Any]  # as the API server writes it
 
 @dataclass(frozen=True)
 class Kind:
-    """A resource. ``install`` says how a cluster that has none of it gets it."""
+    """A resource. ``install`` says how a cluster that has none of it gets it.
+
+    ``older`` are versions that a cluster may have in place of this one, the newest first; these are only read.
+    """
 
     name: str
     group: str  # "" is the core
@@ -19,6 +22,7 @@ class Kind:
     plural: str
     namespaced: bool = True
     install: str = ""
+    older: tuple[str, ...] = ()
 
     @property
     def api_version(self) -> str:
@@ -70,20 +74,30 @@ TRAIN_JOB = Kind("TrainJob", "trainer.kubeflow.org", "v1alpha1", "trainjobs", in
 NATIVE_POD_GROUP = Kind("PodGroup", "scheduling.k8s.io", "v1alpha2", "podgroups")
 RUNTIME = Kind("TrainingRuntime", "trainer.kubeflow.org", "v1alpha1", "trainingruntimes", install=_TRAINER)
 
+# Kueue serves v1beta2 since 0.15 and v1beta1 until 0.19; Cohort and Topology were v1alpha1 at first.
 _KUEUE_GROUP = ("kueue.x-k8s.io", "v1beta2")
-WORKLOAD = Kind("Workload", *_KUEUE_GROUP, "workloads", install=_KUEUE)
-LOCAL_QUEUE = Kind("LocalQueue", *_KUEUE_GROUP, "localqueues", install=_KUEUE)
-CLUSTER_QUEUE = Kind("ClusterQueue", *_KUEUE_GROUP, "clusterqueues", namespaced=False, install=_KUEUE)
-FLAVOR = Kind("ResourceFlavor", *_KUEUE_GROUP, "resourceflavors", namespaced=False, install=_KUEUE)
-COHORT = Kind("Cohort", *_KUEUE_GROUP, "cohorts", namespaced=False, install=_KUEUE)
-TOPOLOGY = Kind("Topology", *_KUEUE_GROUP, "topologies", namespaced=False, install=_KUEUE)
-WORKLOAD_PRIORITY = Kind(
-    "WorkloadPriorityClass", *_KUEUE_GROUP, "workloadpriorityclasses", namespaced=False, install=_KUEUE
-)
+_KUEUE_OLDER, _KUEUE_OLDEST = ("v1beta1",), ("v1beta1", "v1alpha1")
+WORKLOAD = Kind("Workload", *_KUEUE_GROUP, "workloads", install=_KUEUE, older=_KUEUE_OLDER)
+LOCAL_QUEUE = Kind("LocalQueue", *_KUEUE_GROUP, "localqueues", install=_KUEUE, older=_KUEUE_OLDER)
+CLUSTER_QUEUE = Kind("ClusterQueue", *_KUEUE_GROUP, "clusterqueues", False, _KUEUE, _KUEUE_OLDER)
+FLAVOR = Kind("ResourceFlavor", *_KUEUE_GROUP, "resourceflavors", False, _KUEUE, _KUEUE_OLDER)
+COHORT = Kind("Cohort", *_KUEUE_GROUP, "cohorts", False, _KUEUE, _KUEUE_OLDEST)
+TOPOLOGY = Kind("Topology", *_KUEUE_GROUP, "topologies", False, _KUEUE, _KUEUE_OLDEST)
+WORKLOAD_PRIORITY = Kind("WorkloadPriorityClass", *_KUEUE_GROUP, "workloadpriorityclasses", False, _KUEUE, _KUEUE_OLDER)
+# Fields of Kueue's older versions by what they are called now.
+_RENAMED = {"cohort": "cohortName", "parent": "parentName"}
 
 # What cluster.kubernetes.backend makes of a run, by the first word of the job's id.
 BACKENDS = {"jobset": JOB_SET, "volcano": VOLCANO_JOB, "trainjob": TRAIN_JOB}
 _APPLIED = (CONFIG_MAP, POD, JOB, JOB_SET, VOLCANO_JOB, TRAIN_JOB, RUNTIME, NATIVE_POD_GROUP)
+
+
+def as_newest(kind: Kind, item: Object) -> Object:
+    """Return an object of one of the ``older`` versions with the field names of the newest."""
+    spec = item.get("spec")
+    if not kind.older or not isinstance(spec, dict) or not _RENAMED.keys() & spec.keys():
+        return item
+    return {**item, "spec": {_RENAMED.get(key, key): value for key, value in spec.items()}}
 
 
 def kind_of(body: Object) -> Kind:

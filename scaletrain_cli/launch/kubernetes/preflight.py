@@ -53,7 +53,8 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | Non
         raise SchedulerError(f"{cluster.where}, {version}: {count} would keep the job from starting", problems)
     notes = tuple(dict.fromkeys((*rendered.notes, *(finding for finding in found if isinstance(finding, str)))))
     starts = [finding for finding in found if isinstance(finding, Start)]
-    return Outlook(starts[0] if starts else _unplanned(spec), notes)
+    unknown = [start for start in starts if start.at is None]  # one thing in the way is enough
+    return Outlook((unknown or starts or [_unplanned(spec)])[0], notes)
 
 
 def pod_spec(objects: Iterable[Object]) -> Object:

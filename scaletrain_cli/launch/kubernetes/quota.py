@@ -81,7 +81,7 @@ def judge_quota(
     never = [f"no flavor has any {name}" for name in missing if name not in uncovered]
     busy = ""
     for group in groups:
-        wanted = {name: needed[name] for name in group["coveredResources"] if needed.get(name)}
+        wanted = _wanted(group, needed)
         if not wanted:
             continue
         reasons, waits = [], []
@@ -97,6 +97,18 @@ def judge_quota(
         elif all(waits):
             busy = f"flavor {group['flavors'][0]['name']}: {waits[0]}" if len(waits) == 1 else "; ".join(waits)
     return QuotaAnswer(tuple(never), busy, uncovered)
+
+
+def flavors_for(queue: Object, flavors: Mapping[str, Object], needed: Amounts, pod: Object) -> list[str]:
+    """Return the flavors that a pod of the job may be on, of the group that decides: devices before cores."""
+    groups = [group for group in queue["spec"].get("resourceGroups", ()) if _wanted(group, needed)]
+    deciding = max(groups, key=lambda group: any("/" in name for name in _wanted(group, needed)), default=None)
+    named = [] if deciding is None else [flavor["name"] for flavor in deciding["flavors"]]
+    return [name for name in named if name in flavors and not _misfit(flavors[name], pod)]
+
+
+def _wanted(group: Object, needed: Amounts) -> dict[str, Fraction]:
+    return {name: needed[name] for name in group["coveredResources"] if needed.get(name)}
 
 
 def _misfit(flavor: Object | None, pod: Object) -> str:

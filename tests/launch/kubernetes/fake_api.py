@@ -31,6 +31,7 @@ _INSTALLED = {
     "trainer.kubeflow.org/v1alpha1": ("trainjobs", "trainingruntimes"),
     "scheduling.volcano.sh/v1beta1": ("queues", "podgroups"),
     "scheduling.k8s.io/v1": ("priorityclasses",),
+    "scheduling.k8s.io/v1alpha2": ("podgroups",),
     "storage.k8s.io/v1": ("csidrivers",),
     "batch/v1": ("jobs",),
 }
@@ -50,6 +51,7 @@ class FakeApi:
         self.deletions: list[tuple[str, Object]] = []
         self.lost: dict[tuple[str, str], int] = {}  # (verb, resource) -> how many answers are lost though it is done
         self.after_lost: dict[tuple[str, str], tuple[int, Object]] = {}  # refusals from the next lost answer on
+        self.strict = False  # about each kind, and not about its group's version alone
         self.page: int | None = None
         self.silent_pods: set[str] = set()  # their kubelet does not answer
         self.dead_pods: set[str] = set()  # their node is never heard of, and the server waits for it
@@ -241,7 +243,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _refused(self, verb: str, group: str, resource: str) -> bool:
         self.api.calls.add((verb, group, resource))
         refusal = self.api.refusals.get((verb, resource))
-        if refusal is None and group and not any(kinds.startswith(f"{group}/") for kinds in self.api.installed):
+        version = urlsplit(self.path).path.split("/")[3] if group else ""
+        served = self.api.installed.get(f"{group}/{version}")
+        if refusal is None and group and (served is None or (self.api.strict and resource not in served)):
             self._not_served()
             return True
         if refusal is not None:

@@ -170,6 +170,8 @@ def test_a_resource_that_no_flavor_covers_waits_for_ever(preflight: Callable[...
     group["coveredResources"].remove("memory")
     assert "no flavor has any memory" in problems(preflight, *QUEUE)
     group["coveredResources"].append("memory")
+    for node in api.all("nodes"):
+        node["status"]["allocatable"]["rdma/hca"] = "1"
     notes = preflight(*QUEUE, "cluster.kubernetes.rdma_resource=rdma/hca")
     assert any("covers rdma/hca: the job waits for ever unless" in note for note in notes)
 
@@ -483,3 +485,90 @@ def test_a_run_directory_of_another_user_is_refused_by_resume(api: FakeApi, make
         os.chown(made.run.path, 4711, 4711)
     with pytest.raises(SchedulerError, match=r"could not write .*run_as_user: \d+, or give the folder to uid 1000"):
         KubernetesScheduler().preflight(made.record.spec, made.record.plan, made.run)
+
+
+def test_a_queue_that_is_held_takes_the_job_and_makes_it_wait(outlook: Callable[..., Outlook], api: FakeApi) -> None:
+    """Kueue calls both queues inactive then; only a queue that is out of order is a problem."""
+    whole = put_queue(api, stopPolicy="Hold")
+    local = api.objects[(KUEUE, "localqueues", "ml", "team-a")]
+    whole["status"] = {"conditions": [condition("Active", "False", "Stopped", "Can't admit new workloads: is stopped")]}
+    elsewhere = condition("Active", "False", "ClusterQueueIsInactive", "Can't submit new workloads to clusterQueue")
+    local["status"] = {"conditions": [elsewhere]}
+    found = outlook(*QUEUE)
+    assert any("ClusterQueue training is held (stopPolicy Hold)" in note for note in found.notes)
+    assert (found.start.at, found.start.why) == (None, "ClusterQueue training is held")
+    whole["spec"]["stopPolicy"] = "None"
+    whole["status"] = {"conditions": [condition("Active", "False", "FlavorNotFound", "references missing h100")]}
+    with pytest.raises(SchedulerError, match="FlavorNotFound"):
+        outlook(*QUEUE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "spec", "told"),
+    [
+        (("cluster.kubernetes.node_selector={rack: r9}",), {}, "can ever run 0 pods of it, and 2 are needed"),
+        ((), {"taints": [{"key": "team", "value": "b", "effect": "NoSchedule"}]}, "a toleration of team=b:NoSchedule"),
+    ],
+)
+def test_nodes_that_will_never_do_are_a_problem_although_the_queue_has_quota(
+    preflight: Callable[..., list[str]], api: FakeApi, settings: tuple[str, ...], spec: dict[str, Any], told: str
+) -> None:
+    whole = put_queue(api)
+    for number in range(4):
+        api.put("nodes", gpu_node(f"n{number}", **spec), namespace="")
+    assert told in problems(preflight, *QUEUE, *settings)
+    whole["spec"]["admissionChecksStrategy"] = {
+        "admissionChecks": [{"name": "provision"}]
+    }  # it may make nodes, or send the job to another cluster
+    assert any(told in note for note in preflight(*QUEUE, *settings))
+
+
+def test_a_job_whose_nodes_are_cordoned_does_not_start_now_although_the_queue_has_quota(
+    outlook: Callable[..., Outlook], api: FakeApi
+) -> None:
+    put_queue(api)
+    for number in range(3):
+        api.put("nodes", gpu_node(f"n{number}", unschedulable=True), namespace="")
+    found = outlook(*QUEUE)
+    assert (found.start.at, found.start.why) == (None, "nodes that it needs are cordoned")
+    assert any("3 nodes that would do take no pods now (cordoned)" in note for note in found.notes)
+
+
+def test_a_queue_may_put_the_job_on_the_nodes_of_any_flavor(outlook: Callable[..., Outlook], api: FakeApi) -> None:
+    """The flavor's labels and tolerations count, and one flavor with enough nodes is enough."""
+    whole = put_queue(api)
+    first = whole["spec"]["resourceGroups"][0]["flavors"][0]
+    whole["spec"]["resourceGroups"][0]["flavors"].append({**first, "name": "other"})
+    taint = {"key": "team", "value": "a", "effect": "NoSchedule"}
+    more = {"nodeLabels": {"pool": "x"}, "tolerations": [{"key": "team", "operator": "Exists"}], "nodeTaints": [taint]}
+    api.put("resourceflavors", {"metadata": {"name": "other"}, "spec": more}, KUEUE, "")
+    for number in range(4):
+        node = gpu_node(f"n{number}", taints=[taint] if number < 2 else [])
+        node["metadata"]["labels"] = {"pool": "x"} if number < 2 else {}
+        api.put("nodes", node, namespace="")
+    assert outlook(*QUEUE).start.at is not None
+
+
+def test_a_kueue_of_before_v1beta2_is_spoken_to_in_its_own_version(
+    outlook: Callable[..., Outlook], api: FakeApi
+) -> None:
+    """Its ClusterQueue calls the cohort `cohort`, and its Cohorts and Topologies are v1alpha1."""
+    del api.installed["kueue.x-k8s.io/v1beta2"]
+    api.strict = True
+    api.installed["kueue.x-k8s.io/v1beta1"] = ("localqueues", "clusterqueues", "resourceflavors")
+    api.installed["kueue.x-k8s.io/v1alpha1"] = ("cohorts", "topologies")
+    put_queue(api, gpus=8, cohort="all")
+    other = put_queue(api, gpus=8, cohort="all")
+    other["metadata"] = {"name": "lender"}
+    api.put("clusterqueues", other, KUEUE, "")
+    put_queue(api, gpus=8, cohort="all")
+    api.put("cohorts", {"metadata": {"name": "all"}, "spec": {}}, KUEUE, "")
+    found = outlook(*QUEUE)
+    assert found.start.at is not None, "what it borrows of its cohort is enough"
+    assert not [note for note in found.notes if "not checked" in note]
+    assert len([asked for asked in api.asked if "/v1beta2/" in asked]) < 10, (
+        "the version is found out once for each kind"
+    )
+    api.installed = {version: kinds for version, kinds in api.installed.items() if "kueue" not in version}
+    with pytest.raises(SchedulerError, match=r"has no LocalQueue of kueue.x-k8s.io/v1beta2. Install it"):
+        outlook(*QUEUE)
