@@ -80,7 +80,10 @@ def judge(
     # min() keeps the order of ends among equals: node by node, and of a node the rank that failed first.
     cause = min(_bad_ends(ended, failures), key=lambda end: end.weight, default=None)
     lost = _vanished(nodes, planned_nodes, launcher_exit_code, names)
-    if cause is None:
+    if cause is None and lost is not None and launcher_exit_code == ExitCode.DO_NOT_REQUEUE:
+        # An agent with that verdict records it, unless it cannot.
+        outcome = Outcome(launcher_exit_code, "disk-full", f"no space was left for an agent's record; {lost.message}")
+    elif cause is None:
         outcome = lost or Outcome(
             ExitCode.PREEMPTED, "preempted", "preempted; the ranks stopped with their state saved"
         )

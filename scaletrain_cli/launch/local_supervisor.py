@@ -20,6 +20,7 @@ from pathlib import Path
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.launch.attempts import Decision, begin_attempt
 from scaletrain_cli.launch.conclusion import conclude_abandoned, conclude_attempt, conclude_run
+from scaletrain_cli.launch.full_disk import is_full, say
 from scaletrain_cli.launch.local import living_agents, run_to_wait_for, write_supervisor
 from scaletrain_cli.launch.node_agent import HEARD
 from scaletrain_cli.launch.ports import free_port
@@ -52,8 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_supervisor(run, own_identity())
             return Supervision(run, read_record(run), options.engine).run_to_end()
     except ScaletrainError as error:
-        print(error, file=sys.stderr)
+        say(str(error))
         return error.exit_code
+    except OSError as error:
+        if not is_full(error):
+            raise
+        say(f"{error}; no attempt follows, since none could record anything")
+        return ExitCode.DO_NOT_REQUEUE
 
 
 @contextlib.contextmanager

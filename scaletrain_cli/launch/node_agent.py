@@ -41,14 +41,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     leave_current_folder()
     options = parse_options(arguments, os.environ)
-    from scaletrain_cli.errors import ScaletrainError
+    from scaletrain_cli.errors import ExitCode, ScaletrainError
+    from scaletrain_cli.launch.full_disk import is_full, say
     from scaletrain_cli.launch.node_run import run_node
 
     try:
         return run_node(options)
     except ScaletrainError as error:
-        print(f"node agent {options.node_rank} on {options.node_name}: {error}", file=sys.stderr, flush=True)
+        say(f"node agent {options.node_rank} on {options.node_name}: {error}")
         return error.exit_code
+    except OSError as error:
+        if not is_full(error):
+            raise
+        say(f"node agent {options.node_rank} on {options.node_name}: {error}")  # its record cannot say it
+        return ExitCode.DO_NOT_REQUEUE
 
 
 def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> AgentOptions:

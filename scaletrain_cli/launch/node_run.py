@@ -21,6 +21,7 @@ from pathlib import Path
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.launch.code_on_node import code_environment, place_code, unpacked_folder
 from scaletrain_cli.launch.external_checks import check_on_node
+from scaletrain_cli.launch.full_disk import is_full
 from scaletrain_cli.launch.node_agent import AgentOptions
 from scaletrain_cli.launch.node_check import usable_cores
 from scaletrain_cli.launch.node_inspection import inspect_node, write_inspection
@@ -70,19 +71,24 @@ def run_node(options: AgentOptions) -> int:
             _start_ranks(gang, run, record, options)
         except (ScaletrainError, OSError) as error:  # nothing to watch; say why, or it would count as a lost node
             verdict = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
-            failure = Failure(None, "crash", f"{node.node}: {error}", int(verdict), node.node)
+            verdict = ExitCode.DO_NOT_REQUEUE if is_full(error) else verdict
+            reason = "disk-full" if is_full(error) else "crash"
+            failure = Failure(None, reason, f"{node.node}: {error}", int(verdict), node.node)
             _give_up(run, options.attempt, node, failure)
             _remove(*_own_folders(run, record, options))
             raise
         write_node_record(run, options.attempt, replace(node, ranks=tuple(gang.ranks)))
-        Watch(run, options, node.node, gang, record.spec.cluster).run_to_end()
+        watch = Watch(run, options, node.node, gang, record.spec.cluster)
+        watch.run_to_end()
     finally:
         # Before the record says "ended": who reads that may start the next attempt here.
         kill_descendants()
-    code = node_exit_code(gang.ranks, gang.first_failure)
+    code = node_exit_code(gang.ranks, gang.first_failure) if watch.full is None else int(ExitCode.DO_NOT_REQUEUE)
     ended = replace(node, ranks=tuple(gang.ranks), ended=time.time(), exit_code=code, first_failure=gang.first_failure)
-    write_node_record(run, options.attempt, ended)
     _remove(*_own_folders(run, record, options))
+    if watch.full is not None:
+        write_failure(run, options.attempt, f"{node.node}-disk", watch.full)
+    write_node_record(run, options.attempt, ended)
     return code
 
 
@@ -102,6 +108,8 @@ def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:
             raise UsageError(f"{run.path} has no attempt {attempt}; is it the directory that the launcher sees?")
         write_node_record(run, attempt, node)
     except OSError as error:
+        if is_full(error):
+            raise
         raise WrongNodesError(f"the run directory {run.path} cannot be written on {node.hostname}: {error}") from error
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from scaletrain_cli.errors import ExitCode, ScaletrainError
 from scaletrain_cli.launch.attempts import begin_attempt, read_attempt
 from scaletrain_cli.launch.conclusion import conclude_abandoned, conclude_attempt, conclude_run, withdraw_restart
+from scaletrain_cli.launch.full_disk import is_full, say
 from scaletrain_cli.launch.next_attempt import first_attempt_of_job, why_not_begin
 from scaletrain_cli.launch.ports import free_port
 from scaletrain_cli.launch.slurm_commands import node_names
@@ -58,8 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return end(run, record, options.attempt, options.srun_exit_code, os.environ, told_to_stop)
         return not_requeued(run, options.attempt, told_to_stop)
     except ScaletrainError as error:
-        print(error, file=sys.stderr)
+        say(str(error))
         return error.exit_code
+    except OSError as error:
+        if not is_full(error):
+            raise
+        say(f"{error}; no attempt follows, since none could record anything")
+        if options.word == "end":
+            print("stop")
+        return ExitCode.DO_NOT_REQUEUE
 
 
 def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int:
@@ -68,14 +76,12 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
     given, planned = environment.get("SLURM_JOB_NUM_NODES"), record.spec.cluster.nodes
     if given is not None and int(given) != planned:
         # Brought back by hand after a resize. Another job has the run, so nothing is written here.
-        print(
-            f"job {job_id} has {given} nodes and the run goes on with {planned} since it was resized", file=sys.stderr
-        )
+        say(f"job {job_id} has {given} nodes and the run goes on with {planned} since it was resized")
         return ExitCode.USAGE
     conclude_abandoned(run, record)  # of this job, which Slurm took off its nodes before it could say its last word
     refusal = why_not_begin(run, record, job_id)
     if refusal is not None:
-        print(refusal.why, file=sys.stderr)
+        say(refusal.why)
         return conclude_run(run, refusal)
     nodes = node_names(environment.get("SLURM_JOB_NODELIST", ""))
     number = begin_attempt(run, record.spec, scheduler="slurm", job_id=job_id, nodes=nodes)
@@ -97,7 +103,7 @@ def end(
     """
     if number < max(run.attempts(), default=number):
         print("stop")
-        print(f"attempt {number} was followed by another one already; this is not the run's end", file=sys.stderr)
+        say(f"attempt {number} was followed by another one already; this is not the run's end")
         return ExitCode.CRASHED
     job_id, attempt = environment["SLURM_JOB_ID"], read_attempt(run, number)
     decision = conclude_attempt(

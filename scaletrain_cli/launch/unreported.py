@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome
+from scaletrain_cli.launch.full_disk import has_no_space
 from scaletrain_cli.launch.judgement import Reason
 from scaletrain_cli.launch.node_record import read_node_records
 from scaletrain_cli.launch.scheduler import Job
@@ -56,4 +57,6 @@ def unreported_end(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: 
     cause: Reason | None = "cancelled" if run.is_told_to_stop else job.cause
     if cause is not None:
         return UnreportedEnd("known", f"{silent}: {JOB_WAS[cause]}; {says}", cause)
+    if has_no_space(run.path):
+        return UnreportedEnd("known", f"{silent}: the file system of {run.path} is full; {says}", "disk-full")
     return UnreportedEnd("not-known", f"{silent}, and the cause is not known; {says}")

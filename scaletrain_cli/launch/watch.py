@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.autopsy import Autopsies
+from scaletrain_cli.launch.full_disk import no_space, say
 from scaletrain_cli.launch.hang import find_suspect, look_into
 from scaletrain_cli.launch.heartbeats import Patience, come_to_a_stand
 from scaletrain_cli.launch.node_agent import HEARD, AgentOptions
 from scaletrain_cli.launch.node_record import RankRecord, announce_failure, announce_hang, has_failed, is_hung
 from scaletrain_cli.launch.processes import reap
 from scaletrain_cli.launch.ranks import Gang
-from scaletrain_cli.rundir.failures import Failure, write_failure
+from scaletrain_cli.rundir.failures import Failure, read_failures, write_failure
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import ClusterSpec
@@ -45,6 +45,7 @@ class Watch:
     deadline: float = field(default=float("inf"), init=False)  # monotonic: SIGKILL for whoever is left
     killed: bool = field(default=False, init=False)
     told_to_leave: bool = field(default=False, init=False)
+    full: Failure | None = field(default=None, init=False)  # the disk is, and a rank ended of it
     ending: bool = field(default=False, init=False)  # a rank has failed, here or elsewhere
 
     def run_to_end(self) -> None:
@@ -126,6 +127,8 @@ class Watch:
         rank = self.gang.ended(pid, exit_code)
         if rank is not None and rank.signal is not None and not rank.killed_by_agent:
             self._examine(rank)
+        if rank is not None and rank.rank == self.gang.first_failure and rank.signal is None:
+            self._look_for_space(rank)
         if rank is None or self.gang.first_failure is None or self.ending or self.killed:
             return
         self._end_the_rest(f"rank {rank.rank} ended with {rank.signal or f'exit code {exit_code}'}")
@@ -140,12 +143,19 @@ class Watch:
             with self._tolerating_a_bad_disk("the evidence could not be kept"):
                 write_failure(self.run, self.options.attempt, f"{self.node}-rank-{rank.rank:05d}", failure)
 
+    def _look_for_space(self, rank: RankRecord) -> None:
+        """Name a full disk as the cause where the rank could not: its own failure file needs space, too."""
+        attempt = self.options.attempt
+        words = no_space(self.run.attempt(attempt))
+        if words and all(failure.rank != rank.rank for failure in read_failures(self.run, attempt)):
+            message = f"rank {rank.rank} on {self.node}: {self.run.path}: {words}"
+            self.full = Failure(rank.rank, "disk-full", message, int(ExitCode.DO_NOT_REQUEUE), self.node)
+            self._say(message)
+
     def _end_the_rest(self, why: str) -> None:
         self.ending = True
         self.deadline = min(self.deadline, time.monotonic() + STRAGGLER_SECONDS)
         self._say(f"{why}; ending the others")
 
     def _say(self, message: str) -> None:
-        print(
-            f"node agent {self.options.node_rank} on {self.options.node_name}: {message}", file=sys.stderr, flush=True
-        )
+        say(f"node agent {self.options.node_rank} on {self.options.node_name}: {message}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from scaletrain_cli.engine.last_words import exit_code_of, reason_of
 from scaletrain_cli.errors import DoNotRequeueError, UsageError
 from scaletrain_cli.launch.autopsy import Autopsies
+from scaletrain_cli.launch.full_disk import no_space
 from scaletrain_cli.launch.judgement import judge
 from scaletrain_cli.launch.memory_kills import memory_kills
 from scaletrain_cli.launch.node_record import RankRecord
@@ -185,3 +187,22 @@ def test_evidence_speaks_against_the_node_it_names_and_no_other() -> None:
     assert against(refused, nodes=[node(5)], planned=1) == ("n0",)
     for reason in ("crash", "oom", "host-oom", "nan", "communication"):
         assert against(Failure(1, reason, "x", 1)) == ()
+
+
+def test_an_agent_whose_record_has_no_space_is_a_full_disk_and_no_lost_node() -> None:
+    silent = [node(None), node(None, number=1)]
+    full = judge(silent, [], 2, cancelled=False, launcher_exit_code=93)
+    assert (full.exit_code, full.reason, full.against) == (93, "disk-full", ())
+    assert judge(silent, [], 2, cancelled=False, launcher_exit_code=1).reason == "node"
+
+
+def test_a_folder_has_space_until_its_file_system_says_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert no_space(tmp_path) == ""
+    assert not list(tmp_path.iterdir())
+    assert no_space(tmp_path / "missing") == ""
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr("scaletrain_cli.launch.full_disk.create_file", full)
+    assert no_space(tmp_path) == "Disk quota exceeded"

@@ -32,9 +32,9 @@ def close(made: MadeRun, code: int, reason: str) -> None:
     end_attempt(made.run, made.record.spec, number, Outcome(code, reason, reason), None)  # type: ignore[arg-type]
 
 
-def test_an_attempt_begins_with_its_number_address_and_port(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_attempt_begins_with_its_number_address_and_port(made: MadeRun, capfd: pytest.CaptureFixture[str]) -> None:
     assert say(made, "begin") == 0
-    number, address, port = capsys.readouterr().out.split()
+    number, address, port = capfd.readouterr().out.split()
     assert (number, address) == ("1", "localhost")
     assert 1024 < int(port) < 32768
     attempt = read_attempt(made.run, 1)
@@ -43,25 +43,25 @@ def test_an_attempt_begins_with_its_number_address_and_port(made: MadeRun, capsy
 
 
 def test_a_job_that_slurm_ends_is_not_requeued_and_goes_on_when_slurm_requeues_it(
-    made: MadeRun, capsys: pytest.CaptureFixture[str]
+    made: MadeRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
     say(made, "begin")
-    capsys.readouterr()
+    capfd.readouterr()
     say(made, "end", "--attempt=1", "--srun-exit-code=143", "--ended-by-slurm")
-    assert capsys.readouterr().out == "stop\n"
+    assert capfd.readouterr().out == "stop\n"
     (ended,) = made.events("attempt-ended")
     assert (ended["requeue"], ended["why"].startswith(ENDED_BY_SLURM)) == (False, True)
     assert made.events("stopped") == []  # Slurm may have its own idea
     assert say(made, "begin") == 0
-    assert capsys.readouterr().out.startswith("2 localhost ")
+    assert capfd.readouterr().out.startswith("2 localhost ")
 
 
 def test_a_refused_requeue_is_an_event_and_the_attempts_last_word(
-    made: MadeRun, capsys: pytest.CaptureFixture[str]
+    made: MadeRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
     say(made, "begin")
     assert say(made, "end", "--attempt=1", "--srun-exit-code=1") == 1
-    assert capsys.readouterr().out.endswith("requeue\n")
+    assert capfd.readouterr().out.endswith("requeue\n")
     assert say(made, "not-requeued", "--attempt=1") == 1
     attempt = read_attempt(made.run, 1)
     assert attempt is not None
@@ -72,27 +72,25 @@ def test_a_refused_requeue_is_an_event_and_the_attempts_last_word(
 
 
 def test_an_attempt_whose_script_vanished_is_closed_and_counts(
-    made: MadeRun, capsys: pytest.CaptureFixture[str]
+    made: MadeRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
     say(made, "begin")
     assert say(made, "begin") == 0  # Slurm has requeued the job from a lost node
     assert [(event["attempt"], event["reason"]) for event in made.events("attempt-ended")] == [(1, "node")]
     assert say(made, "begin") == 1  # and once more, which restarts.node = 1 forbids
-    assert "restarts.node = 1 is used up" in capsys.readouterr().err
+    assert "restarts.node = 1 is used up" in capfd.readouterr().err
     assert made.run.attempts() == [1, 2]
     assert made.events("stopped")[-1]["exit_code"] == 1
 
 
-def test_a_run_that_is_done_or_cancelled_does_not_begin_again(
-    made: MadeRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_done_or_cancelled_does_not_begin_again(made: MadeRun, capfd: pytest.CaptureFixture[str]) -> None:
     begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="42", nodes=())
     close(made, 0, "done")
     assert say(made, "begin") == 0
-    assert capsys.readouterr().out == ""
+    assert capfd.readouterr().out == ""
     made.run.stop_file.touch()
     assert say(made, "begin") == 75
-    assert capsys.readouterr().out == ""
+    assert capfd.readouterr().out == ""
     assert made.run.attempts() == [1]
     assert len(made.events("cancelled")) == 1
 
@@ -105,12 +103,12 @@ def test_another_job_of_the_run_has_budgets_of_its_own(made: MadeRun) -> None:
 
 
 def test_a_job_of_before_a_resize_that_is_requeued_by_hand_touches_nothing(
-    made: MadeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
     before = sorted(made.run.path.rglob("*"))
     assert say(made, "begin") == 2
-    assert "job 42 has 4 nodes and the run goes on with 1" in capsys.readouterr().err
+    assert "job 42 has 4 nodes and the run goes on with 1" in capfd.readouterr().err
     assert sorted(made.run.path.rglob("*")) == before
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     assert say(made, "begin") == 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,17 @@ TIMED_OUT = "Socket timed out on send/recv operation"
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[DevCluster]:
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Mounted before the cluster starts, whose nodes have mounts of their own."""
+    folder = tmp_path_factory.mktemp("small")
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160m", "none", folder], check=False).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture(scope="module")
+def shared(small_disk: Path) -> Iterator[DevCluster]:
     with DevCluster.running(nodes=2, grace_seconds=20, kill_wait_seconds=10) as cluster:
         yield cluster
 
@@ -129,3 +141,26 @@ def test_a_requeue_by_slurm_is_followed_by_itself_and_a_scancel_is_a_cancellatio
     assert ended["state"] == "cancelled", ended
     assert "cancelled" in explained(site, starting)
     site.nothing_is_left(starting)
+
+
+def test_a_full_runs_root_ends_the_run_as_that_and_space_lets_it_go_on(shared: DevCluster, small_disk: Path) -> None:
+    with Site.visiting(shared, small_disk / "runs") as site:
+        run_id = site.submit(FOREVER)
+        job_id = site.trains(run_id)["job_id"]
+        filler = small_disk / "filler"
+        with filler.open("wb", buffering=0) as file:
+            for size in (1 << 20, 4096):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(size)):
+                        pass
+        job = shared.wait_for_state(job_id, "FAILED", "COMPLETED")
+        assert job["ExitCode"] == "93:0"
+        failed = site.status(run_id)
+        assert (failed["state"], "is full" in failed["why"] or "No space left" in failed["why"]) == ("failed", True)
+        explanation = site.scaletrain("explain", run_id, "--json")
+        assert explanation["findings"][0]["cause"] == "disk-full", explanation
+        explained(site, run_id)
+        filler.unlink()
+        site.scaletrain("resume", run_id, "--yes")
+        site.trains(run_id, attempt=2)
+        site.cancel(run_id)

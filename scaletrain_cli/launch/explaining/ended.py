@@ -66,6 +66,7 @@ def _unreported(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Job
     end = unreported_end(run, record, attempt, job)
     newest, logged = newest_checkpoint_step(run, record.spec), last_logged_step(run) or 0
     saved = "no checkpoint was committed" if newest is None else f"the newest checkpoint is of step {newest}"
+    usual = ENDINGS["disk-full"].actions[:1] if end.reason == "disk-full" else ()
     return Finding(
         cause=end.reason or "not-known",
         headline=end.message,
@@ -75,7 +76,7 @@ def _unreported(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Job
             *(_last_words(run, attempt, end.reason) if end.reason is not None else ()),
             *_history(run, attempt),
         ),
-        actions=(_LOOK.format(run=run.run_id), _RESUME.format(run=run.run_id)),
+        actions=tuple(action.format(run=run.run_id) for action in (*usual, _LOOK, _RESUME)),
     )
 
 
