@@ -13,6 +13,7 @@ from scaletrain_cli.cli.options import AsJson, RunName
 from scaletrain_cli.errors import ExitCode
 
 if TYPE_CHECKING:
+    from scaletrain_cli.launch.log_bringing import FirstWords
     from scaletrain_cli.launch.logs import LogLine
     from scaletrain_cli.rundir.paths import RunDir
 
@@ -39,7 +40,7 @@ def command(
 
     With --json the lines are {"attempt", "node", "rank", "text"}; with --follow, each is a line of its own.
     """
-    from scaletrain_cli.launch.log_bringing import first_words, logs_brought
+    from scaletrain_cli.launch.log_bringing import FirstWords, first_words, logs_brought
     from scaletrain_cli.launch.logs import LogFollower, log_files, read_logs
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.ui.json import print_json
@@ -53,12 +54,18 @@ def command(
         if follow:
             show = _stream if as_json else functools.partial(_print, label=rank is None)
             follower, over = LogFollower(found, rank, from_attempt=attempt), _is_over(found)
+            before = FirstWords(found, since=files)
+            told = _tell_first_words(before, as_json)
             show(_last_of_each(follower.new_lines(), tail))
             while not over():
+                told |= _tell_first_words(before, as_json)
                 show(follower.new_lines())
                 time.sleep(_LOOK_EVERY_SECONDS)
     if follow:
+        told |= _tell_first_words(before, as_json)
         show(follower.new_lines(to_the_end=True))
+        if not told and not log_files(found):
+            say(f"nothing was printed. `scaletrain status {found.run_id}` says how it ended.")
         if as_json:
             print_json({"run_id": found.run_id})
         return
@@ -74,6 +81,19 @@ def command(
         typer.echo(path.read_text(encoding="utf-8", errors="replace"), nl=False)
     if not files and not words:
         say(f"nothing was printed yet. `scaletrain status {found.run_id}` says how it is doing.")
+
+
+def _tell_first_words(words: FirstWords, as_json: bool) -> bool:
+    """Show what pods said before their attempt; whether there was any."""
+    from scaletrain_cli.ui.json import stream_json
+
+    lines = words.new_lines()
+    for pod, text in lines:
+        if as_json:
+            stream_json({"pod": pod, "text": text})
+        else:
+            typer.echo(f"[pod {pod}] {text}")
+    return bool(lines)
 
 
 def _print(lines: Iterable[LogLine], *, label: bool) -> None:

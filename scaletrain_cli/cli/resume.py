@@ -115,7 +115,8 @@ def _prospect(run: RunDir, record: RunRecord, report: ResumeReport, scheduler: S
     spec, plan = record.spec, record.plan
     outlook = scheduler.preflight(spec, plan, run, record.code)
     room = room_notes(spec, plan, run.path.parent, there=len(committed_folders(checkpoint_folder(run, spec))))
-    step = report.checkpoint.step if report.checkpoint is not None else 0
+    # Of checkpoints that are not seen here, about as many steps are done as the pods have printed.
+    step = report.checkpoint.step if report.checkpoint is not None else int(report.job.progress.get("step", 0))
     return Prospect(spec, plan, outlook.start, step, (*outlook.notes, *room), record.code)
 
 

@@ -37,6 +37,28 @@ def logs_brought(run: RunDir, *, follow: bool = False) -> Iterator[str]:
         yield why
 
 
+class FirstWords:
+    """Hands out what pods say before their attempt begins, as it is brought: some end before any attempt does."""
+
+    def __init__(self, run: RunDir, since: Sequence[LogFile]) -> None:
+        """What is older than the logs of an attempt, ``since``, is no news."""
+        self._folder = run.path / "pods"
+        news = first_words(run, since)
+        self._read = {path: path.stat().st_size for path in self._folder.glob("*.log") if path not in news}
+
+    def new_lines(self) -> list[tuple[str, str]]:
+        """Return the pod and the text of each line that is new."""
+        found = []
+        for path in sorted(self._folder.glob("*.log")):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                data = file.read()
+            data = data[: data.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(data)
+            found += [(path.stem, line) for line in data.decode(errors="replace").splitlines()]
+        return found
+
+
 def first_words(run: RunDir, since: Sequence[LogFile]) -> list[Path]:
     """What pods said before their attempt began, if it is news: of an image without the package, of a full volume."""
     newest = max((file.path.stat().st_mtime for file in since), default=0.0)

@@ -33,7 +33,10 @@ from scaletrain_cli.rundir.record import (
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """What resuming would do. ``steps_lost`` counts logged steps that would be trained again."""
+    """What resuming would do. ``steps_lost`` counts logged steps that would be trained again.
+
+    ``unseen``: attempts and checkpoints are where the pods wrote them, on a volume that is not seen here.
+    """
 
     last_attempt: AttemptRecord | None
     why_ended: str
@@ -45,6 +48,7 @@ class ResumeReport:
     active: bool
     job: Job
     had_checkpoint: bool  # one was committed at some time, whether it is still there or not
+    unseen: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ def inspect_resume(run: RunDir, scheduler: Scheduler | None = None) -> ResumeRep
         active=job.may_be_active,
         job=job,
         had_checkpoint=bool(checkpoint or passed_over or has_committed(run)),
+        unseen=record.spec.cluster.scheduler == "kubernetes" and last is None and checkpoint is None and bool(job.id),
     )
 
 

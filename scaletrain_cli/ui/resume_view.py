@@ -62,6 +62,7 @@ def resume_json(run: RunDir, report: ResumeReport, resize: Resize | None) -> dic
         "why_ended": report.why_ended,
         "checkpoint_step": report.checkpoint.step if report.checkpoint else None,
         "checkpoint": str(report.checkpoint.path) if report.checkpoint else None,
+        "checkpoints_unseen": report.unseen,
         "steps_lost": report.steps_lost,
         "passed_over": report.passed_over,
         "resize": None if resize is None else _resize_json(resize),
@@ -110,8 +111,11 @@ def _resize_json(resize: Resize) -> dict[str, Any]:
 
 def _from(report: ResumeReport) -> str:
     checkpoint = report.checkpoint
+    if report.unseen:
+        reached = f"; its pods had printed step {report.job.progress['step']:.0f}" if report.job.progress else ""
+        return f"from the newest valid checkpoint on the pods' volume, which is not seen here{reached}"
     if checkpoint is None:
-        return "from the start; there is no sound checkpoint"
+        return "from the start; there is no valid checkpoint"
     return f"after step {checkpoint.step}, from {checkpoint.path} ({bytes_text(checkpoint.size_bytes)}, verified)"
 
 

@@ -5,6 +5,7 @@ Asks by path, so no discovery is needed and nothing is converted into the client
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -303,6 +304,23 @@ def _connect(context: str | None, namespace: str, file: str | None) -> Cluster:
             f"{_short(error)}. Set $KUBECONFIG, or cluster.kubernetes.context to one of `kubectl config get-contexts`."
         ) from error
     return Cluster(client.ApiClient(settings), f"Kubernetes ({name}, {settings.host}, namespace {namespace})")
+
+
+def configured_namespace(context: str | None) -> str | None:
+    """Return the namespace that the context of the kubeconfig names, or that this pod is in; None where none is."""
+    if context is None and _is_in_cluster(os.environ):
+        with contextlib.suppress(OSError):
+            return _IN_CLUSTER_TOKEN.with_name("namespace").read_text(encoding="utf-8").strip() or None
+        return None
+    try:
+        from kubernetes import config
+
+        known, current = config.list_kube_config_contexts(os.environ.get("KUBECONFIG") or None)
+    except Exception:  # connect() says what is wrong with the file
+        return None
+    wanted = current if context is None else next((one for one in known if one["name"] == context), None)
+    named = (wanted or {}).get("context", {}).get("namespace")
+    return str(named) if named else None
 
 
 def is_configured() -> bool:

@@ -5,6 +5,7 @@ look() asks; make_view() is pure. A right that is missing for a part leaves the 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -29,6 +30,8 @@ from scaletrain_cli.launch.kubernetes.quantities import as_number, requested
 from scaletrain_cli.launch.kubernetes.queue_rows import Runs, others, queue_rows
 from scaletrain_cli.launch.kubernetes.refusals import NotServedError, RefusedError
 from scaletrain_cli.launch.kubernetes.watchdog import is_ready
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.paths import list_runs
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 
 if TYPE_CHECKING:
@@ -64,10 +67,32 @@ class Seen:
 
 
 def kubernetes_view(settings: KubernetesSpec) -> ClusterView:
-    """Of the context and namespace that are set. Raises SchedulerError when the API server is silent."""
-    from scaletrain_cli.launch.kubernetes.api import connect
+    """Return the view of the context and namespace that are set. Raises SchedulerError when the API server is silent.
 
-    return make_view(look(connect(settings.context, settings.namespace), settings.namespace), settings, time.time())
+    Where no namespace is set: that of this user's runs which are not over, the newest first; else the kubeconfig's.
+    """
+    from scaletrain_cli.launch.kubernetes.api import configured_namespace, connect
+
+    elsewhere: list[str] = []
+    if "namespace" not in settings.model_fields_set:
+        used = _namespaces_of_runs(settings.context)
+        chosen, *elsewhere = used or [configured_namespace(settings.context) or settings.namespace]
+        settings = settings.model_copy(update={"namespace": chosen})
+    view = make_view(look(connect(settings.context, settings.namespace), settings.namespace), settings, time.time())
+    if not elsewhere:
+        return view
+    note = f"runs of yours are in {', '.join(elsewhere)}, too: set cluster.kubernetes.namespace in clusters.yaml"
+    return dataclasses.replace(view, notes=(*view.notes, note))
+
+
+def _namespaces_of_runs(context: str | None) -> list[str]:
+    """Where this user's runs are that are not over as far as is known here, the newest first."""
+    places = []
+    for run in list_runs():
+        place = read_document(run.path / "kubernetes.json")
+        if place is not None and not place.get("ended") and context in (None, place["context"]):
+            places.append((run.record.stat().st_mtime, str(place["namespace"])))
+    return list(dict.fromkeys(namespace for _, namespace in sorted(places, reverse=True)))
 
 
 def look(cluster: Cluster, namespace: str) -> Seen:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scaletrain_cli.launch.cluster_view import ClusterView, GpuRow, NodesRow, QuotaRow
-from scaletrain_cli.launch.kubernetes.cluster_view import Seen, make_view
+from scaletrain_cli.launch.kubernetes.cluster_view import Seen, kubernetes_view, make_view
 from scaletrain_cli.launch.kubernetes.queue_rows import Runs
 from scaletrain_cli.launch.kubernetes.watchdog import unix_time
+from scaletrain_cli.launch.kubernetes.whereabouts import Whereabouts, write_whereabouts
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from scaletrain_cli.ui.cluster_view import show_cluster
 from tests.cli.command_line import scaletrain
-from tests.launch.kubernetes.conftest import condition, pod
+from tests.launch.conftest import MadeRun
+from tests.launch.kubernetes.conftest import SETTINGS, condition, pod
 from tests.launch.kubernetes.fake_api import FakeApi
 
 Object = dict[str, Any]
@@ -239,3 +244,25 @@ def test_a_right_that_is_missing_leaves_its_part_out_and_is_named(filled: FakeAp
         "list workloads.kueue.x-k8s.io",
         "list clusterqueues.kueue.x-k8s.io",
     ]
+
+
+def test_without_a_namespace_in_the_settings_the_cluster_is_shown_where_the_users_runs_are(
+    api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., MadeRun]
+) -> None:
+    def shown() -> ClusterView:
+        return kubernetes_view(KubernetesSpec())
+
+    config = json.loads((tmp_path / "kubeconfig").read_text())
+    assert shown().cluster == "current context, default"
+    config["contexts"][0]["context"]["namespace"] = "team"
+    (tmp_path / "kubeconfig").write_text(json.dumps(config))
+    assert shown().cluster == "current context, team"
+    assert kubernetes_view(KubernetesSpec(namespace="set")).cluster == "current context, set"
+    for number, (namespace, ended) in enumerate((("over", True), ("ml", False), ("vision", False))):
+        run = make_run(*SETTINGS, run_id=f"r{number}").run
+        place = Whereabouts(f"jobset/r{number}-s1", namespace, None, ended=ended)
+        write_whereabouts(run, place)
+        os.utime(run.record, (number, number))
+    view = shown()
+    assert view.cluster == "current context, vision"
+    assert "runs of yours are in ml, too" in view.notes[-1]

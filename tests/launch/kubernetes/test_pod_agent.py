@@ -46,6 +46,12 @@ def test_pods_meet_train_and_end_with_0(make_run: MakeRun, start_gang: StartGang
     assert "attempt 1 begins in a run directory of the pods' own\n" in gang.output[1]
 
 
+def test_a_preflight_alone_leaves_nothing_on_the_volume(make_run: MakeRun, start_gang: StartGang) -> None:
+    gang = start_gang(make_run(*TWO_NODES, env={"SCALETRAIN_ONLY": "preflight"}))
+    assert gang.wait() == [0, 0]
+    assert not gang.run.path.exists()
+
+
 def test_pods_that_are_evicted_end_with_75_and_the_next_gang_goes_on(make_run: MakeRun, start_gang: StartGang) -> None:
     made = make_run(*TWO_NODES, steps=200)
     gang = start_gang(made)

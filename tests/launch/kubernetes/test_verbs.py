@@ -136,6 +136,29 @@ def test_who_follows_stops_when_the_run_has_ended(ready: FakeApi) -> None:
     assert scaletrain("status", "r1", "--wait", "5s").code == ExitCode.DONE
 
 
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_who_follows_sees_what_pods_say_that_end_before_their_attempt(ready: FakeApi, more: tuple[str, ...]) -> None:
+    submit("--yes")
+    put_pods(ready, ended("r1-s1", 0, 1))
+    ready.logs["r1-s1-node-0-0-abcde"] = ["2026-11-21T10:00:00Z No module named scaletrain_cli"]
+    ready.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition("Failed")]}
+    followed = scaletrain("logs", "r1", "--follow", *more)
+    assert followed.code == ExitCode.DONE
+    assert "No module named scaletrain_cli" in followed.out
+
+
+def test_a_resume_claims_nothing_of_checkpoints_on_a_volume_that_is_not_seen(ready: FakeApi) -> None:
+    submit("--yes")
+    put_pods(ready, ended("r1-s1", 0, 1))
+    ready.logs["r1-s1-node-0-0-abcde"] = ["2026-11-21T10:00:00Z rank 0: step     84/100  loss 2.5000  x"]
+    ready.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition("Failed")]}
+    shown = scaletrain("resume", "r1", "--dry-run")
+    said = " ".join(shown.err.split())
+    assert "from the start" not in said
+    assert "on the pods' volume, which is not seen here; its pods had printed step 84" in said
+    assert scaletrain("resume", "r1", "--dry-run", "--json").data["checkpoints_unseen"] is True
+
+
 def test_logs_that_were_fetched_are_shown_when_the_cluster_is_away(ready: FakeApi) -> None:
     submit("--yes")
     put_pods(ready, pod("r1-s1", 0))
