@@ -77,6 +77,8 @@ def _done(status: RunStatus) -> str:
     """What was done, by how the job stood. That a state was saved is for `status` to say, once it is on disk."""
     newest = status.last_checkpoint_step
     kept = "it has no checkpoint" if newest is None else f"its newest checkpoint is of step {newest}"
+    if newest is None and status.scheduler == "kubernetes" and not status.attempt:  # on a volume that is not seen here
+        kept = "what it has saved is on its pods' volume"
     if status.job.state == "queued":
         return f"cancelled {status.run_id}, which was queued; {kept}"
     if status.job.may_be_active:

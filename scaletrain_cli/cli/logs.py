@@ -54,15 +54,15 @@ def command(
         if follow:
             show = _stream if as_json else functools.partial(_print, label=rank is None)
             follower, over = LogFollower(found, rank, from_attempt=attempt), _is_over(found)
-            before = FirstWords(found, since=files)
-            told = _tell_first_words(before, as_json)
+            first = FirstWords(found, since=files)
+            told = _tell_first_words(first, as_json)
             show(_last_of_each(follower.new_lines(), tail))
             while not over():
-                told |= _tell_first_words(before, as_json)
+                told |= _tell_first_words(first, as_json)
                 show(follower.new_lines())
                 time.sleep(_LOOK_EVERY_SECONDS)
     if follow:
-        told |= _tell_first_words(before, as_json)
+        told |= _tell_first_words(first, as_json)
         show(follower.new_lines(to_the_end=True))
         if not told and not log_files(found):
             say(f"nothing was printed. `scaletrain status {found.run_id}` says how it ended.")
