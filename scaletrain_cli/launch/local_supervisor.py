@@ -24,7 +24,14 @@ from scaletrain_cli.launch.full_disk import is_full, say
 from scaletrain_cli.launch.local import living_agents, run_to_wait_for, write_supervisor
 from scaletrain_cli.launch.node_agent import HEARD
 from scaletrain_cli.launch.ports import free_port
-from scaletrain_cli.launch.processes import adopt_orphans, die_with_parent, kill_descendants, own_identity, reap
+from scaletrain_cli.launch.processes import (
+    adopt_orphans,
+    die_with_parent,
+    kill_descendants,
+    next_signal,
+    own_identity,
+    reap,
+)
 from scaletrain_cli.launch.ranks import ENGINE_MODULE
 from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.rundir.paths import RunDir
@@ -149,10 +156,10 @@ class Supervision:
 
     def _listen(self, timeout: float = 0.0) -> int | None:
         """The next signal that is meant for the ranks, if one comes within ``timeout`` seconds."""
-        heard = signal.sigtimedwait(HEARD, timeout)
-        if heard is None or heard.si_signo in (signal.SIGCHLD, signal.SIGHUP):
+        heard = next_signal(HEARD, timeout)
+        if heard is None or heard in (signal.SIGCHLD, signal.SIGHUP):
             return None
-        if heard.si_signo == signal.SIGUSR1:
+        if heard == signal.SIGUSR1:
             return signal.SIGUSR1  # a preemption to be followed by another attempt
         self.told_to_stop = True
         return signal.SIGTERM

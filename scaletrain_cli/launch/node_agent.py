@@ -17,7 +17,7 @@ from pathlib import Path
 
 from scaletrain_cli.own_processes import leave_current_folder
 
-# Blocked from the first statement on and fetched one by one with sigtimedwait: there are no handlers, hence no moment
+# Blocked from the first statement on and fetched one by one with next_signal: there are no handlers, hence no moment
 # at which a signal could be lost or could interrupt anything.
 HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_SIGSET_BYTES = 128  # sigset_t of every C library on Linux
 _KILL_WAIT_SECONDS = 10.0  # a process in uninterruptible sleep (dead NFS, hung driver) may never go
 
 
@@ -68,6 +70,30 @@ def send_signal(identity: ProcessIdentity, signum: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def next_signal(awaited: Collection[int], timeout_seconds: float) -> int | None:
+    """Return the next of the ``awaited`` signals, which this thread blocks; None when none comes in time.
+
+    Not signal.sigtimedwait(): when the process is stopped and continued past the end of the wait, that returns memory
+    that was never written as if it were a signal. Here the C library's own return value decides.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    wanted = ctypes.create_string_buffer(_SIGSET_BYTES)
+    libc.sigemptyset(wanted)
+    for signum in awaited:
+        libc.sigaddset(wanted, ctypes.c_int(int(signum)))
+    whole, part = divmod(max(0.0, timeout_seconds), 1.0)
+    found: int = libc.sigtimedwait(wanted, None, ctypes.byref(_Timespec(int(whole), int(part * 1e9))))
+    if found > 0:
+        return found
+    if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
+        raise OSError(ctypes.get_errno(), "sigtimedwait failed")
+    return None
 
 
 def adopt_orphans() -> None:

@@ -19,7 +19,7 @@ from scaletrain_cli.launch.hang import find_suspect, look_into
 from scaletrain_cli.launch.heartbeats import Patience, come_to_a_stand
 from scaletrain_cli.launch.node_agent import HEARD, AgentOptions
 from scaletrain_cli.launch.node_record import RankRecord, announce_failure, announce_hang, has_failed, is_hung
-from scaletrain_cli.launch.processes import reap
+from scaletrain_cli.launch.processes import next_signal, reap
 from scaletrain_cli.launch.ranks import Gang
 from scaletrain_cli.rundir.failures import Failure, read_failures, write_failure
 from scaletrain_cli.rundir.journal import record_event
@@ -52,9 +52,9 @@ class Watch:
         """Return when every rank has ended and is recorded, or cannot be ended."""
         while self.gang.alive:
             timeout = min(_POLL_SECONDS, max(0.0, self.deadline - time.monotonic()))
-            heard = signal.sigtimedwait(HEARD, timeout)
-            if heard is not None and heard.si_signo not in (signal.SIGCHLD, signal.SIGHUP):
-                self._pass_on(heard.si_signo)
+            heard = next_signal(HEARD, timeout)
+            if heard is not None and heard not in (signal.SIGCHLD, signal.SIGHUP):
+                self._pass_on(heard)
             for pid, exit_code in reap():
                 self._note_end(pid, exit_code)
             if not self.told_to_leave and self.run.is_told_to_stop:
