@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.errors import ScaletrainError
     from scaletrain_cli.launch.attempts import Decision
     from scaletrain_cli.launch.judgement import Reason
+    from scaletrain_cli.launch.kubernetes.meeting import Seal
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
 
@@ -156,7 +158,7 @@ def _begin(options: PodOptions) -> tuple[RunDir, int] | int:
 
     with _volume_in_use(options):
         run, record = place_documents(options.documents, options.runs_root)
-    host = Host(options.meeting_port, options.gang, record.spec.cluster.nodes - 1)
+    host = Host(options.meeting_port, _seal(options), record.spec.cluster.nodes - 1)
     try:
         said = host.gather(GATHERING_SECONDS, _told_to_leave)
         with _volume_in_use(options):
@@ -178,6 +180,13 @@ def _begin(options: PodOptions) -> tuple[RunDir, int] | int:
         host.close()
 
 
+def _seal(options: PodOptions) -> Seal:
+    """Return what marks this gang's words: the key comes from the documents of the run, which all its pods mount."""
+    from scaletrain_cli.launch.kubernetes.meeting import Seal
+
+    return Seal(options.gang, hashlib.sha256((options.documents / "run.json").read_bytes()).digest())
+
+
 def _join(options: PodOptions) -> tuple[RunDir, int] | int:
     """The other pods: what pod 0 says of the run and its new attempt."""
     from scaletrain_cli.errors import WrongNodesError
@@ -185,7 +194,7 @@ def _join(options: PodOptions) -> tuple[RunDir, int] | int:
     from scaletrain_cli.rundir.paths import RunDir
 
     said = {"node": options.node_name, "pod": options.pod_name}
-    place = (options.master_addr, options.meeting_port, options.gang, options.node_rank)
+    place = (options.master_addr, options.meeting_port, _seal(options), options.node_rank)
     word = attend(*place, said, GATHERING_SECONDS, _told_to_leave)
     if "exit_code" in word:
         print(word["why"], file=sys.stderr, flush=True)
