@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import SchedulerSilentError, UsageError
 from scaletrain_cli.launch.scheduler import Scheduler
 from scaletrain_cli.launch.status import RunStatus, exit_code_of
 from scaletrain_cli.launch.submission import create_run, submit_run
@@ -69,7 +69,11 @@ def run_preflight(
         settings = [*_SETTINGS, *(_KUBERNETES_SETTINGS if spec.cluster.scheduler == "kubernetes" else ())]
         alone = override_spec(spec, settings, file="the preflight's spec")
         made = create_run(alone, plan, name, root=folder)
-        submit_run(made.run, made.record, scheduler)
+        try:
+            submit_run(made.run, made.record, scheduler)
+        except SchedulerSilentError:
+            kept = True  # the scheduler may have the job, which is found by what is in the folder alone
+            raise
         status = wait_for_end(made.run, scheduler, timeout_seconds, on_look)
         code = exit_code_of(made.run, status)
         kept = code != 0

@@ -122,6 +122,10 @@ class KubernetesScheduler:
         place = whereabouts_of(run, record)
         if place is None:
             return Job("", "unknown", "never submitted")
+        return self._job_at(run, record, place)
+
+    def _job_at(self, run: RunDir, record: RunRecord, place: Whereabouts) -> Job:
+        """The job at this place. What is learned is kept, where this user may write to the run directory."""
         if place.ended:  # nothing brings it back, and its object may be gone
             return Job(
                 place.job_id,
@@ -138,7 +142,9 @@ class KubernetesScheduler:
         now = time.time()
         if not place.confirmed:
             if seen.workload is not None:
-                place = confirm(run, place)
+                with contextlib.suppress(OSError):
+                    confirm(run, place)
+                place = dataclasses.replace(place, confirmed=True, before=None)
             elif not seen.pods and not seen.others:
                 return self._job_of_lost_request(run, record, place, now)
         job = job_of(seen, place.job_id, now, cancelled=run.is_told_to_stop)
@@ -148,9 +154,11 @@ class KubernetesScheduler:
             progress = _progress(cluster, place, seen)
             job = dataclasses.replace(job, progress={**place.progress, **progress})
             if job.is_active:
-                remember_progress(run, place, job.progress)
+                with contextlib.suppress(OSError):
+                    remember_progress(run, place, job.progress)
         if job.state == "ended":
-            remember_end(run, place, job)
+            with contextlib.suppress(OSError):
+                remember_end(run, place, job)
         return job if job.progress else dataclasses.replace(job, progress=place.progress)
 
     def _job_of_lost_request(self, run: RunDir, record: RunRecord, place: Whereabouts, now: float) -> Job:
@@ -160,9 +168,10 @@ class KubernetesScheduler:
             asked = time.strftime("%H:%M:%S", time.localtime(place.asked))
             words = f"the API server did not answer at {asked}, and has nothing of {place.job_id} so far"
             return Job(place.job_id, "unknown", f"{words}; whether it takes it is known in {math.ceil(wait)} s")
-        withdraw_intent(run, place)
+        with contextlib.suppress(OSError):
+            withdraw_intent(run, place)
         if place.before is not None:
-            return self.job(run, record)
+            return self._job_at(run, record, Whereabouts(**place.before))
         return Job("", "unknown", f"never submitted: the API server did not answer, and has nothing of {place.job_id}")
 
     def _active_earlier(

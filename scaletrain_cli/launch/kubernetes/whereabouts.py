@@ -87,11 +87,9 @@ def heading_for(run: RunDir, place: Whereabouts) -> Iterator[None]:
     confirm(run, intent)
 
 
-def confirm(run: RunDir, intent: Whereabouts) -> Whereabouts:
-    """Remember that the API server has the job; return its place."""
-    place = dataclasses.replace(intent, confirmed=True, before=None)
-    write_whereabouts(run, place)
-    return place
+def confirm(run: RunDir, intent: Whereabouts) -> None:
+    """Remember that the API server has the job."""
+    write_whereabouts(run, dataclasses.replace(intent, confirmed=True, before=None))
 
 
 def withdraw_intent(run: RunDir, intent: Whereabouts) -> None:

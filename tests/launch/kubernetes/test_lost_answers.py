@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from scaletrain_cli.launch.kubernetes import whereabouts
 from scaletrain_cli.launch.kubernetes.conditions import CANCELLED
 from scaletrain_cli.launch.kubernetes.kinds import TRAIN_JOB
 from scaletrain_cli.launch.kubernetes.scheduler import KubernetesScheduler
+from scaletrain_cli.launch.preflight_alone import run_preflight
 from scaletrain_cli.launch.resumption import inspect_resume, resume
 from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.launch.status import run_status
-from scaletrain_cli.launch.submission import read_submission, submit_run
+from scaletrain_cli.launch.submission import hand_over, read_submission, submit_run
+from scaletrain_cli.rundir.paths import RunDir
 from tests.launch.conftest import MadeRun
 from tests.launch.kubernetes.conftest import SETTINGS, condition, pod
 from tests.launch.kubernetes.fake_api import FakeApi, status
@@ -150,6 +153,36 @@ def test_a_refusal_after_a_lost_answer_is_believed_only_if_nothing_is_there(made
     api.after_lost = {("patch", "jobsets"): (403, status(403, "Forbidden", "a webhook says no"))}
     assert submit(made).endswith("-s1")
     assert api.all("configmaps")
+
+
+def test_who_may_only_read_the_run_directory_sees_the_job_all_the_same(
+    made: MadeRun, api: FakeApi, later: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A colleague's `status`: what it learns is kept by whoever may write."""
+    first = submit(made)
+    unanswered(made, api, hand_over=lambda made: hand_over(made.run, made.record, KubernetesScheduler()))
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(whereabouts, "write_document", refuse)
+    second = job(made)
+    assert (second.id, second.state) == (first[:-1] + "2", "queued")
+    api.objects.clear()
+    later()
+    assert (job(made).id, job(made).state) == (first, "ended")
+
+
+def test_a_preflight_whose_submission_was_not_answered_keeps_what_finds_its_job(
+    made: MadeRun, api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+    api.lost[("create", "jobsets")] = 1
+    api.lost[("patch", "jobsets")] = TRIES
+    with pytest.raises(SchedulerSilentError):
+        run_preflight(made.record.spec, made.record.plan, KubernetesScheduler(), 1.0, lambda status: None)
+    (folder,) = (tmp_path / "runs").glob("preflight-*")
+    assert run_status(RunDir(folder)).state == "queued"
 
 
 def test_jobs_of_the_run_are_found_by_its_label_whatever_the_run_directory_says(made: MadeRun, api: FakeApi) -> None:
