@@ -31,10 +31,13 @@ _LOCK_POLL_SECONDS = 0.05
 # ------------------------------------------------------------------------------------------------------------ opening
 
 
-def create_file(path: Path, data: bytes | str, *, private: bool = False) -> None:
-    """Write a file that must not exist yet, durably; mode 0600 if ``private``. Raises FileExistsError and OSError."""
+def create_file(path: Path, data: bytes | str, *, private: bool = False, public: bool = False) -> None:
+    """Write a file that must not exist yet, durably. Raises FileExistsError and OSError.
+
+    Its mode is 0600 if ``private``, what the umask leaves of 0666 if ``public``, else of 0640.
+    """
     with _folder(path.parent) as folder:
-        descriptor = _create(folder, path, private=private)
+        descriptor = _create(folder, path, private=private, public=public)
         try:
             _write_all(descriptor, path, data)
         except BaseException:
@@ -44,15 +47,18 @@ def create_file(path: Path, data: bytes | str, *, private: bool = False) -> None
             os.close(descriptor)
 
 
-def replace_file(path: Path, data: bytes | str, *, private: bool = False, shared: bool = False) -> None:
+def replace_file(
+    path: Path, data: bytes | str, *, private: bool = False, public: bool = False, shared: bool = False
+) -> None:
     """Replace a file in one step: a reader sees the old content or the new. Raises OSError; the old one is kept then.
 
+    Modes are as of create_file().
     A ``shared`` file, such as one of a runs root, may be changed by all who may change its folder; in a sticky folder,
     where only its owner can replace it, it is rewritten in place.
     """
     draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     with _folder(path.parent) as folder:
-        descriptor = _create(folder, draft, private=private, shared=shared)
+        descriptor = _create(folder, draft, private=private, public=public, shared=shared)
         try:
             _write_all(descriptor, draft, data)
             os.replace(draft.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -172,12 +178,12 @@ def make_shared_folder(path: Path) -> None:
         pass
 
 
-def _create(folder: int, path: Path, *, private: bool = False, shared: bool = False) -> int:
+def _create(folder: int, path: Path, *, private: bool = False, public: bool = False, shared: bool = False) -> int:
     descriptor = os.open(path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | _QUIET, 0o600, dir_fd=folder)
     if not private:
         about = os.fstat(folder).st_mode
         # No more than the folder allows: what is in a folder that only its owner changes is changed by no one else.
-        mode = (about & 0o666) | 0o600 if shared else 0o640 | (about & 0o020)
+        mode = (about & 0o666) | 0o600 if shared else 0o666 if public else 0o640 | (about & 0o020)
         with contextlib.suppress(OSError):  # a file system without modes
             os.fchmod(descriptor, mode if shared else mode & ~process_umask())
     return descriptor

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir import committing
-from scaletrain_cli.rundir.checkpoints import newest_that_verifies
+from scaletrain_cli.rundir.checkpoints import checkpoint_path, newest_that_verifies
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder, read_record
@@ -80,14 +80,14 @@ def main() -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=spec.training.optimizer.lr)
 
     # 3. The newest checkpoint that verifies, the same on every rank; the one before it where that one is damaged.
-    newest = [newest_that_verifies(folder)[0] if RANK == 0 else None]
-    dist.broadcast_object_list(newest)
-    step = 0
-    if (checkpoint := newest[0]) is not None:
-        state = torch.load(checkpoint.path / "state.pt", map_location=DEVICE)
+    found = newest_that_verifies(folder)[0] if RANK == 0 else None
+    newest = torch.tensor(found.step if found is not None else 0, device=DEVICE)
+    dist.broadcast(newest, src=0)
+    if step := int(newest):
+        # weights_only: tensors and plain values. Whatever else a file may hold could run code.
+        state = torch.load(checkpoint_path(folder, step) / "state.pt", map_location=DEVICE, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        step = checkpoint.step
     if RANK == 0:
         committing.open_attempt(folder, ATTEMPT)  # from here on no earlier attempt can commit any more
         record_event(run, "resumed" if step else "started", step=step)

@@ -108,6 +108,7 @@ def export(
     from scaletrain_cli.rundir.ownership import require_own_run
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import checkpoint_folder, read_record
+    from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.ui.messages import say
     from scaletrain_cli.ui.units import bytes_text, whole_text
 
@@ -117,7 +118,7 @@ def export(
     checkpoint = _sound(found.run_id, checkpoint_folder(found, record.spec), step)
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         resolved = Path(folder) / "spec.json"
-        resolved.write_text(json.dumps(record.spec.model_dump(mode="json", by_alias=True)), encoding="utf-8")
+        create_file(resolved, json.dumps(record.spec.model_dump(mode="json", by_alias=True)))
         # A process of its own: torch stays out of the command line. Its talk is our talk.
         places = [checkpoint.path, resolved, output.absolute(), found.path.parent]
         options = ["--dtype", dtype, *(["--averaged"] if averaged else [])]

@@ -36,6 +36,7 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
     """
     from scaletrain_cli.cli.engine_process import ask_engine
     from scaletrain_cli.rundir.paths import runs_root
+    from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.ui.messages import say
     from scaletrain_cli.ui.units import whole_text
@@ -43,7 +44,7 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
     run = load_spec(spec, overrides or ())
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         resolved = Path(folder) / "spec.json"
-        resolved.write_text(json.dumps(run.model_dump(mode="json", by_alias=True)), encoding="utf-8")
+        create_file(resolved, json.dumps(run.model_dump(mode="json", by_alias=True)))
         # A process of its own: the tokenizer and numpy stay out of the command line. Its talk is our talk.
         told = ask_engine("prepare", str(resolved), str(runs_root()), needs=_NEEDS)
     if as_json:

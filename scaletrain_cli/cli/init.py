@@ -164,6 +164,8 @@ def _refuse_beside(option: str, *others: object) -> None:
 
 def _write(contents: dict[Path, str]) -> None:
     """Write new files; none of them where one exists. Raises UsageError."""
+    from scaletrain_cli.safe_files import create_file
+
     for path in contents:
         if path.is_dir():
             raise UsageError(f"{path} is a folder. Give the name of a file in it, such as {path / _USUAL_NAME}.")
@@ -171,8 +173,7 @@ def _write(contents: dict[Path, str]) -> None:
             raise UsageError(f"{path} exists and is not overwritten. Give another name, as in scaletrain init FILE.")
     for path, text in contents.items():
         try:
-            with path.open("x", encoding="utf-8") as stream:  # x: not even one that appeared meanwhile
-                stream.write(text)
+            create_file(path, text, public=True)  # replaces nothing, not even a file that appeared meanwhile
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}.") from error
 

@@ -27,6 +27,7 @@ from scaletrain_cli.engine.weights.materialise import named_matrices
 from scaletrain_cli.engine.weights.safetensors import mixtral_name
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
+from scaletrain_cli.safe_files import create_file, make_folder
 from scaletrain_cli.spec import RunSpec, to_hugging_face
 
 LARGEST_FILE_BYTES = 5_000_000_000  # as transformers cuts them
@@ -70,13 +71,13 @@ def export(
         raise UsageError(f"{checkpoint.name} has no averaged weights: the run has training.averaging.name = none.")
     if output.exists():
         raise UsageError(f"{output} exists and is not overwritten. Give another folder with --output.")
-    draft = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    draft.mkdir(parents=True)
+    draft = output.with_name(f".{output.name}.{os.urandom(8).hex()}.tmp")
+    make_folder(draft, mode=0o777, exist_ok=False)
     try:
         written = draft / "config.json"
-        written.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        create_file(written, json.dumps(config, indent=2) + "\n", public=True)
         for name, content in text.files.items():
-            (draft / name).write_bytes(content)
+            create_file(draft / name, content, public=True)
         shapes = dict(named_matrices(outline(model)))
         rename = mixtral_name if config["model_type"] == "mixtral" else str
         files = list(_files(shapes, dtype.itemsize, largest_file_bytes))
@@ -91,7 +92,7 @@ def export(
         total_bytes = parameters * dtype.itemsize
         if len(files) > 1:
             index = {"metadata": {"total_size": total_bytes}, "weight_map": place}
-            (draft / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+            create_file(draft / "model.safetensors.index.json", json.dumps(index, indent=2), public=True)
         draft.rename(output)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)

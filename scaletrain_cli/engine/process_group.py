@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from scaletrain_cli.engine.messages import decode, encode
+
 T = TypeVar("T")
 
 
@@ -72,9 +74,15 @@ class Agreement:
 
     def gather(self, item: T) -> list[T] | None:
         """Every rank's item on rank 0, in rank order; None elsewhere."""
-        items: list[T] | None = [item] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(item, items, group=self._group)
-        return items
+        data = encode(item)
+        sizes = [int(size) for size in self.share(len(data))]
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in sizes] if dist.get_rank() == 0 else None
+        dist.gather(mine, parts, dst=0, group=self._group)
+        if parts is None:
+            return None
+        return [decode(part.numpy().tobytes()[:size]) for part, size in zip(parts, sizes, strict=True)]
 
     def share(self, value: float) -> list[float]:
         """Every rank's value on every rank, in rank order."""
@@ -85,9 +93,18 @@ class Agreement:
 
     def follow_rank_zero(self, item: T) -> T:
         """Rank 0's item, on every rank."""
-        items = [item]
-        dist.broadcast_object_list(items, src=0, group=self._group)
-        return items[0]
+        leads = dist.get_rank() == 0
+        data = encode(item) if leads else b""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, src=0, group=self._group)
+        content = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8) if leads else torch.empty(int(size), dtype=torch.uint8)
+        )
+        dist.broadcast(content, src=0, group=self._group)
+        if leads:
+            return item
+        followed: T = decode(content.numpy().tobytes())
+        return followed
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -19,7 +19,7 @@ from scaletrain_cli.errors import UsageError, WrongNodesError
 from scaletrain_cli.rundir.code import CodeRecord, code_file, differences, hash_of
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.safe_files import open_new
+from scaletrain_cli.safe_files import make_folder, open_new
 
 _NAMED = 5  # files that a message names
 
@@ -77,13 +77,12 @@ def _listing(run: RunDir, code: CodeRecord) -> str:
 def _make_own(folder: Path) -> None:
     """Make it empty, within a folder that nobody else can look or write into. Raises WrongNodesError and OSError."""
     parent = folder.parent
-    parent.parent.mkdir(parents=True, exist_ok=True)
-    parent.mkdir(mode=0o700, exist_ok=True)
+    make_folder(parent, mode=0o700)
     found = parent.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise WrongNodesError(f"{parent} is there and not this user's alone; somebody could change the code in it.")
     shutil.rmtree(folder, ignore_errors=True)  # of an agent that was killed
-    folder.mkdir()
+    make_folder(folder, exist_ok=False)
 
 
 def _unpack(archive: Path, folder: Path) -> None:
@@ -93,7 +92,7 @@ def _unpack(archive: Path, folder: Path) -> None:
             for entry in packed:  # plain files alone; each is compared afterwards
                 path = folder / entry.name
                 if entry.isfile() and path.resolve().is_relative_to(folder.resolve()):
-                    path.parent.mkdir(parents=True, exist_ok=True)
+                    make_folder(path.parent)
                     content = packed.extractfile(entry)
                     assert content is not None, "a regular file has content"
                     with open_new(path) as file:

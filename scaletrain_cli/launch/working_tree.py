@@ -14,6 +14,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.launch.safe_git import Git, GitError
+from scaletrain_cli.safe_files import create_file
 
 IGNORE_FILE = ".scaletrainignore"
 _NAMED = 5  # files that a message names
@@ -138,7 +139,7 @@ class WorkingTree:
             if index.exists():  # with its time, by which git knows whose changes are too young to show in theirs
                 shutil.copy2(index, f"{scratch}/index")
             Path(scratch, "info").mkdir()
-            Path(scratch, "info", "alternates").write_bytes(os.fsencode(f"{objects}\n"))
+            create_file(Path(scratch, "info", "alternates"), os.fsencode(f"{objects}\n"))
             aside = {"GIT_INDEX_FILE": f"{scratch}/index", "GIT_OBJECT_DIRECTORY": scratch}
             literal = [f":(literal){path}" for path in paths]
             there = [named for path, named in zip(paths, literal, strict=True) if os.path.lexists(self.folder / path)]

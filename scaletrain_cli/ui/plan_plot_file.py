@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from scaletrain_cli.errors import MissingPackageError, UsageError
 from scaletrain_cli.extras import install_command
+from scaletrain_cli.safe_files import create_file, replace_file
 
 if TYPE_CHECKING:
     from scaletrain_cli.plan.advice.answer import Answer
@@ -31,8 +32,9 @@ def check_plot_file(path: Path) -> None:
     if not path.parent.is_dir():
         raise UsageError(f"--plot {path}: there is no folder {path.parent}.")
     try:
-        _beside(path).touch()
-        _beside(path).unlink()
+        probe = _beside(path)
+        create_file(probe, b"")
+        probe.unlink()
     except OSError as error:
         raise UsageError(f"--plot {path}: it cannot be written there: {error.strerror}.") from error
     if importlib.util.find_spec("matplotlib") is None:
@@ -53,13 +55,9 @@ def write_plot(path: Path, found: Answer, pictures: Pictures) -> None:
         from scaletrain_cli.ui.plan_plot_html import page
 
         data = page(found, pictures, data.decode()).encode()
-    try:
-        _beside(path).write_bytes(data)
-        _beside(path).replace(path)
-    finally:
-        _beside(path).unlink(missing_ok=True)
+    replace_file(path, data, public=True)
 
 
 def _beside(path: Path) -> Path:
-    """Where it is written before it takes its name."""
-    return path.with_name(f".{path.name}.{os.getpid()}")
+    """Return a name that nobody can guess in the same folder."""
+    return path.with_name(f".{path.name}.{os.urandom(8).hex()}")

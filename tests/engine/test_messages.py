@@ -1,0 +1,38 @@
+"""What ranks send each other arrives as it was, and nothing else can be made of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.engine.messages import decode, encode
+from scaletrain_cli.engine.process_group import Ranks, Verdict
+from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest
+
+CHECKPOINT = Checkpoint(Path("/runs/r/step-1"), 1, 2, True, 1, {"a": FileDigest(3, "ab")})
+
+
+VALUES: list[object] = [None, True, 3, 2.5, float("inf"), "é", [1, [2]], (1, (2, [3])), {1: "a", "b": (2,)}, {1, 2}]
+VALUES += [Path("/x"), CHECKPOINT, (Path("/runs"), ""), [CHECKPOINT, None], Ranks(0, 2, 0)]
+FORGED = ["subprocess:Popen", "builtins:exec", "scaletrain_cli.engine.messages:Path", "scaletrain_cli.errors:Problems"]
+FORGED += ["scaletrain_cli.engine.messages:sys.modules", "scaletrain_cli.rundir.record:RunRecord.__init__", "x", ""]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_value_arrives_as_it_was(value: object) -> None:
+    arrived = decode(encode(value))
+    assert arrived == value
+    assert type(arrived) is type(value)
+
+
+@pytest.mark.parametrize("value", [b"bytes", Verdict.SAVE, object(), {"a": object()}])
+def test_what_would_arrive_changed_is_not_sent(value: object) -> None:
+    with pytest.raises(TypeError, match="do not send each other"):
+        encode(value)
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_message_makes_no_object_but_those_that_are_sent(name: str) -> None:
+    with pytest.raises(ValueError, match="no value that ranks send"):
+        decode(f'{{"{name}":["echo"]}}'.encode())

@@ -1,0 +1,211 @@
+"""Two rules over all source files: what writes goes through safe_files, and nothing that can run code is loaded."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parent.parent
+PACKAGE = PROJECT / "scaletrain_cli"
+HOME = "scaletrain_cli/safe_files.py"  # opens for all others
+
+# File and call: why it may write by itself.
+MAY_WRITE = {
+    ("scaletrain_cli/cli/init.py", "shutil.copytree"): "into a folder that the user named and that is made anew",
+    ("scaletrain_cli/unexpected.py", "open(number, ...)"): "a descriptor of mkstemp, which opens exclusively",
+    ("scaletrain_cli/launch/working_tree.py", "shutil.copy2"): "into a folder of TemporaryDirectory, mode 0700",
+    ("scaletrain_cli/launch/working_tree.py", "Path(scratch, 'info').mkdir"): "within the same folder",
+    ("scaletrain_cli/engine/export.py", "save_file"): "the library's writer, in a folder made anew under a random name",
+    (
+        "scaletrain_cli/launch/drills/running.py",
+        "(folder / 'datasets').symlink_to",
+    ): "in a folder made anew, to its own",
+    ("scaletrain_cli/engine/dataset.py", "tokenizer.save"): "the library's writer, in a folder made anew, mode 0700",
+}
+MAY_LOAD = {
+    ("scaletrain_cli/engine/measure/out_of_memory.py", "import pickle"): "to dump for torch's viewer, never to load",
+    ("scaletrain_cli/engine/measure/out_of_memory.py", "pickle.dump"): "what pytorch.org/memory_viz reads",
+    ("scaletrain_cli/launch/slurm_probe.py", "import submitit"): "pickles in a folder made anew, mode 0700",
+    ("scaletrain_cli/launch/slurm_probe.py", "submitit.SlurmExecutor"): "the same",
+}
+_UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "submitit"}
+_COPIES = {"copy", "copy2", "copyfile", "copytree", "move", "unpack_archive"}
+_TORCH_LOADERS = {"torch.load", "torch.jit.load", "torch.package.PackageImporter", "torch.hub.load"}
+_OBJECT_COLLECTIVES = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+}
+
+
+def calls(tree: ast.AST) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def given(call: ast.Call, name: str, position: int) -> ast.expr | None:
+    named = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+    return named if named is not None else call.args[position] if len(call.args) > position else None
+
+
+def writes(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and call of all that opens, makes or copies a file at a name."""
+    for call in calls(tree):
+        name = ast.unparse(call.func)
+        attribute = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        if name == "os.open":
+            path, flags = (ast.unparse(argument) for argument in call.args[:2])
+            if path != "os.devnull" and any(flag in flags for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "flags")):
+                yield call.lineno, name
+        elif name == "open" or (attribute == "open" and name != "os.fdopen"):
+            if given(call, "fileobj", 9) is not None:
+                continue  # an archive in memory
+            if name == "open":
+                path = ast.unparse(call.args[0])
+                mode, shown = given(call, "mode", 1), f"open({path}, ...)"
+            else:  # Path.open has the mode first, tarfile.open and gzip.open have it second
+                module = name.partition(".")[0] in ("tarfile", "gzip", "bz2", "lzma", "zipfile", "codecs", "io")
+                mode, shown = given(call, "mode", 1 if module else 0), name
+            if mode is not None and not (isinstance(mode, ast.Constant) and not set("wax+") & set(str(mode.value))):
+                yield call.lineno, shown
+        elif (
+            attribute in ("write_text", "write_bytes", "touch", "mkdir", "makedirs", "symlink_to", "hardlink_to")
+            or (name.startswith("shutil.") and attribute in _COPIES)
+            or name in ("tempfile.mktemp", "os.mkfifo", "os.mknod", "os.symlink", "os.link")
+            or (attribute in ("extract", "extractall") and given(call, "filter", 9) is None)
+            or name in ("tokenizer.save", "save_file", "np.save", "numpy.save", "np.savez")
+            or (name == "torch.save" and ast.unparse(call.args[1]) != "whole")  # memory, in the recipe
+        ):
+            yield call.lineno, name
+        elif name in ("np.memmap", "numpy.memmap"):
+            mode = given(call, "mode", 2)
+            if not (isinstance(mode, ast.Constant) and mode.value in ("r", "c")):
+                yield call.lineno, name
+    for node in ast.walk(tree):  # a file action of posix_spawn
+        if isinstance(node, ast.Tuple) and node.elts and ast.unparse(node.elts[0]) == "os.POSIX_SPAWN_OPEN":
+            opened = ast.unparse(node.elts[3]) != "os.O_RDONLY"
+            yield from [(node.lineno, "os.POSIX_SPAWN_OPEN")] * opened
+
+
+def loads(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and statement of all that turns bytes into objects by running what they say."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        yield from ((node.lineno, f"import {name}") for name in names if name.partition(".")[0] in _UNPICKLERS)
+    for call in calls(tree):
+        name = ast.unparse(call.func)
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        if (
+            name.partition(".")[0] in _UNPICKLERS
+            or (name in _TORCH_LOADERS and keywords.get("weights_only") != "True")
+            or keywords.get("weights_only", "True") != "True"
+            or keywords.get("allow_pickle", "False") != "False"
+            or keywords.get("trust_remote_code", "False") != "False"
+            or (
+                name in ("yaml.load", "yaml.unsafe_load", "yaml.full_load") and "Safe" not in keywords.get("Loader", "")
+            )
+            or (name in ("YAML", "ruamel.yaml.YAML") and keywords.get("typ") in ("'unsafe'", "'base'"))
+            or name.rpartition(".")[2] in _OBJECT_COLLECTIVES
+            or name in ("eval", "exec")
+        ):
+            yield call.lineno, name
+
+
+def sources() -> list[Path]:
+    return sorted([*PACKAGE.rglob("*.py"), *(PROJECT / "recipes").rglob("*.py")])
+
+
+def offences(rule: object, allowed: dict[tuple[str, str], str]) -> tuple[list[str], set[tuple[str, str]]]:
+    found, used = [], set()
+    for path in sources():
+        file = str(path.relative_to(PROJECT))
+        if file == HOME:
+            continue
+        for line, what in rule(ast.parse(path.read_text(encoding="utf-8"))):  # type: ignore[operator]
+            if (file, what) in allowed:
+                used.add((file, what))
+            else:
+                found.append(f"{file}:{line} {what}")
+    return found, used
+
+
+def test_every_file_is_opened_for_writing_through_safe_files() -> None:
+    found, used = offences(writes, MAY_WRITE)
+    assert not found, "use scaletrain_cli.safe_files:\n" + "\n".join(found)
+    assert used == set(MAY_WRITE), "exceptions that nothing needs any more"
+
+
+def test_nothing_is_loaded_that_can_run_code() -> None:
+    found, used = offences(loads, MAY_LOAD)
+    assert not found, "use JSON or safetensors:\n" + "\n".join(found)
+    assert used == set(MAY_LOAD), "exceptions that nothing needs any more"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "open(path, 'w')",
+        "open(path, mode='a')",
+        "open(path, mode)",
+        "path.open('wb')",
+        "path.open('r+b')",
+        "path.write_text('x')",
+        "path.write_bytes(b'x')",
+        "path.touch()",
+        "os.open(path, os.O_WRONLY | os.O_CREAT)",
+        "shutil.copy(a, b)",
+        "tarfile.open(path, 'w:gz')",
+        "archive.extractall(folder)",
+        "np.save(path, values)",
+        "np.memmap(path, mode='r+')",
+        "torch.save(state, path)",
+        "path.mkdir(exist_ok=True)",
+        "actions = [(os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT, 0o644)]",
+    ],
+)
+def test_a_way_of_writing_is_found(source: str) -> None:
+    assert list(writes(ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "open(path)",
+        "path.open('rb')",
+        "path.open(encoding='utf-8')",
+        "os.open(path, os.O_RDONLY)",
+        "tarfile.open(archive, 'r:gz')",
+        "tarfile.open(fileobj=memory, mode='w')",
+        "np.memmap(path, mode='r')",
+    ],
+)
+def test_reading_is_no_writing(source: str) -> None:
+    assert not list(writes(ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import cloudpickle",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path, allow_pickle=True)",
+        "yaml.load(text)",
+        "dist.broadcast_object_list(items)",
+        "AutoModel.from_pretrained(name, trust_remote_code=True)",
+        "exec(text)",
+    ],
+)
+def test_a_way_of_running_what_was_loaded_is_found(source: str) -> None:
+    assert list(loads(ast.parse(source)))
