@@ -24,6 +24,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, find_files, kind_of, problems_of
+from scaletrain_cli.spec.weights_config import config_mismatches
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.code_snapshot import Snapshot
@@ -470,6 +471,15 @@ def weights_problems(view: View) -> Iterator[Problem]:
     if why := _weights_problem(folder):
         hint = "Give a folder with Hugging Face *.safetensors."
         yield view.problem("model.weights", f"{why}.", given, hint)
+        return
+    try:
+        differing = list(config_mismatches(folder, view.spec.transformer))
+    except UsageError as error:
+        yield view.problem("model.weights", error.message.removeprefix("model.weights: "), given, "Give other weights.")
+        return
+    for problem in differing:
+        message = f"its config.json has {problem.key} = {problem.given}, and {problem.message}"
+        yield view.problem("model.weights", message, given, str(problem.hint))
 
 
 def _weights_problem(folder: Path) -> str:

@@ -31,6 +31,7 @@ def _llama(model: ModelSpec) -> dict[str, Any]:
         "max_position_embeddings": model.max_position_embeddings,
         "rms_norm_eps": model.norm_eps,
         "rope_theta": model.rope_theta,
+        "rope_scaling": _rope_scaling(model),
         "initializer_range": model.initializer_range,
         "tie_word_embeddings": model.tie_word_embeddings,
     }
@@ -41,6 +42,16 @@ def _llama(model: ModelSpec) -> dict[str, Any]:
     if model.qkv_bias:
         return config | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False}
     return config | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": False}
+
+
+def _rope_scaling(model: ModelSpec) -> dict[str, object] | None:
+    if model.rope_scaling is None:
+        return None
+    # transformers 4 reads where the type stands and what the context was; transformers 5 both from here alone.
+    found = {"original_max_position_embeddings": model.max_position_embeddings} | model.rope_scaling.to_hugging_face()
+    if model.rope_scaling.rope_type == "linear":
+        del found["original_max_position_embeddings"]
+    return {**found, "rope_theta": model.rope_theta}
 
 
 def _qwen3_moe(model: ModelSpec) -> dict[str, Any]:

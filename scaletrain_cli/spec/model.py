@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Text, Whole, WholeOrZero
+from scaletrain_cli.spec.rope import RopeScalingSpec
 from scaletrain_cli.spec.section import Section
 
 
@@ -32,6 +33,7 @@ class ModelSpec(Section):
     qkv_bias: bool = False
     qk_norm: bool = False
     rope_theta: Positive = 10000.0
+    rope_scaling: RopeScalingSpec | None = Field(default=None, description="null: positions are not stretched")
     norm_eps: Positive = 1.0e-5
     initializer_range: Positive = 0.02
     num_experts: WholeOrZero = 0
@@ -107,6 +109,10 @@ class ModelSpec(Section):
             yield key, "must be even, because rotary positions turn pairs of channels."
         if self.positions == "learned" and self.seq_len > self.max_position_embeddings:
             yield "seq_len", f"must not exceed max_position_embeddings = {self.max_position_embeddings}."
+        if self.rope_scaling is not None:
+            if self.positions != "rotary":
+                yield "rope_scaling", f"has no effect on {self.positions} positions. Leave it out."
+            yield from ((f"rope_scaling.{key}", message) for key, message in self.rope_scaling.inconsistencies())
         if not self.kv_lora_rank and (self.q_lora_rank or self.qk_rope_head_dim or self.v_head_dim):
             yield "kv_lora_rank", "must be at least 1 when q_lora_rank, qk_rope_head_dim or v_head_dim is set."
         if self.norm_bias and self.norm_kind == "rmsnorm":

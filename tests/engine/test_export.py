@@ -20,12 +20,12 @@ from scaletrain_cli.engine.parallel.cuts import Cut
 from scaletrain_cli.engine.state.pieces import Piece
 from scaletrain_cli.engine.state.reader import shard_name
 from scaletrain_cli.engine.state.shard_file import Entry, ShardHeader, write_shard
-from scaletrain_cli.engine.weights.hugging_face_config import config_mismatches
 from scaletrain_cli.engine.weights.materialise import materialise
 from scaletrain_cli.engine.weights.safetensors import HuggingFaceFolder
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.rundir.checkpoints import MANIFEST, manifest_hash
-from scaletrain_cli.spec import DataSpec, ModelSpec, RunSpec, parse_spec
+from scaletrain_cli.spec import DataSpec, ModelSpec, RunSpec, parse_spec, to_hugging_face
+from scaletrain_cli.spec.weights_config import config_mismatches
 from tests.engine.weights.test_safetensors import GPT, LLAMA, MIXTURE, MODELS, contents, loaded
 from tests.spec.samples import SPEC
 
@@ -40,6 +40,23 @@ EXPORTED = {
     "gpt2": GPT,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
+}
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+STRETCHED = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {**LLAMA3, "original_max_position_embeddings": 64},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn of the whole context": {"rope_type": "yarn", "factor": 2.0},
+    "yarn with all": {
+        **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0},
+        **{"beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False},
+    },
+    "yarn with its attention": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3},
+}
+STRETCHED_MODELS = {
+    name: {**LLAMA, "head_dim": 16, "max_position_embeddings": 64, "rope_scaling": scaling}
+    for name, scaling in STRETCHED.items()
 }
 
 
@@ -141,7 +158,19 @@ def test_a_model_that_no_architecture_computes_is_refused(dims: dict[str, Any], 
     assert [problem.key for problem in caught.value.problems] == [key]
 
 
-@pytest.mark.parametrize("dims", EXPORTED.values(), ids=EXPORTED.keys())
+@pytest.mark.parametrize("name", STRETCHED)
+def test_scaled_positions_survive_the_way_out_and_back(name: str, tmp_path: Path) -> None:
+    model = ModelSpec.model_validate(STRETCHED_MODELS[name])
+    (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(model)))
+    assert list(config_mismatches(tmp_path, model)) == []
+    (problem,) = config_mismatches(tmp_path, model.model_copy(update={"rope_scaling": None}))
+    assert problem.key == "rope_scaling"
+
+
+COMPUTED = {**EXPORTED, **STRETCHED_MODELS}
+
+
+@pytest.mark.parametrize("dims", COMPUTED.values(), ids=COMPUTED.keys())
 def test_transformers_computes_the_same_logits(dims: dict[str, Any], tmp_path: Path) -> None:
     spec = spec_of(dims)
     weights = {name: values * 0.1 for name, values in contents(dims).items()}
@@ -149,8 +178,9 @@ def test_transformers_computes_the_same_logits(dims: dict[str, Any], tmp_path: P
     ours = outline(spec.transformer)
     materialise(ours, HuggingFaceFolder(tmp_path / "out", outline(spec.transformer)), torch.device("cpu"))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
-    positions, samples = torch.arange(8), torch.arange(2)
+    length = spec.transformer.max_position_embeddings
+    tokens = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(1))
+    positions, samples = torch.arange(length), torch.arange(2)
     with torch.no_grad():
         hidden = ours.final_norm(ours.transform(ours.embed(tokens, positions, samples), positions, samples))
         found = torch.nn.functional.linear(hidden, ours.lm_head.weight)

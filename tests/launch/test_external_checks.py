@@ -112,6 +112,7 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("model.weights", ("model.weights=nowhere",), "model.weights", "does not exist"),
     ("model.weights", ("model.weights=.",), "model.weights", "holds neither model.safetensors nor"),
     ("model.weights", ("model.weights=weights",), "model.weights", "holds 36 bytes, and its header says 40"),
+    ("model.weights", ("model.weights=other",), "model.weights", "has rope_theta = 500000.0, and the spec has 10000.0"),
     ("code.engine", ("code.engine=t.py",), "code.engine", "write t."),
     ("code.engine", ("code.engine=no_such.module",), "code.engine", "it is not installed"),
     ("code.engine", ("code={path: tree, engine: trian}",), "code.engine", "what is kept of tree holds no such module"),
@@ -169,6 +170,9 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "prepared" / "dataset.json").write_text(json.dumps(told))
     (folder / "weights").mkdir()
     (folder / "weights" / "model.safetensors").write_bytes(safetensors('{"w":{"data_offsets":[0,4]}}'))
+    (folder / "other").mkdir()
+    (folder / "other" / "model.safetensors").write_bytes(safetensors('{"w":{"data_offsets":[0,0]}}'))
+    (folder / "other" / "config.json").write_text('{"model_type": "llama", "rope_theta": 500000.0}')
     tree = folder / "tree"
     tree.mkdir()
     (tree / "train.py").write_text("print('it runs')\n")

@@ -40,21 +40,21 @@ def load(text: str = SPEC, *overrides: str, base_dir: Path = FIXTURES) -> RunSpe
     return parse_spec(text, file="run.yaml", base_dir=base_dir, overrides=overrides)
 
 
-def error(text: str = SPEC, *overrides: str) -> SpecError:
+def error(text: str = SPEC, *overrides: str, base_dir: Path = FIXTURES) -> SpecError:
     """What loading it ends with."""
     with pytest.raises(SpecError) as caught:
-        load(text, *overrides)
+        load(text, *overrides, base_dir=base_dir)
     return caught.value
 
 
-def problems(text: str = SPEC, *overrides: str) -> Sequence[Problem]:
+def problems(text: str = SPEC, *overrides: str, base_dir: Path = FIXTURES) -> Sequence[Problem]:
     """Everything that is wrong with it."""
-    return error(text, *overrides).problems
+    return error(text, *overrides, base_dir=base_dir).problems
 
 
-def problem(text: str = SPEC, *overrides: str) -> str:
+def problem(text: str = SPEC, *overrides: str, base_dir: Path = FIXTURES) -> str:
     """The only thing that is wrong with it, as a line."""
-    found = problems(text, *overrides)
+    found = problems(text, *overrides, base_dir=base_dir)
     assert len(found) == 1, [str(one) for one in found]
     return str(found[0])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,107 @@ def test_what_each_architecture_adds_is_known() -> None:
     assert (gpt2.family, gpt2.intermediate_size, gpt2.tie_word_embeddings) == ("gpt", 3072, True)
 
 
+FAMILIES = "llama mistral mixtral qwen2 qwen3 qwen3_moe deepseek_v2 deepseek_v3 gpt2 resnet convnext vit clip".split()
+# Settings of transformers' classes under which a model computes something else, each refused by name.
+OTHERWISE = {
+    "llama": {"hidden_act": "gelu", "attention_bias": True, "mlp_bias": True},
+    "mixtral": {"router_jitter_noise": 0.1},
+    "qwen3_moe": {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    "deepseek_v2": {"moe_layer_freq": 2},
+    "gpt2": {
+        "activation_function": "relu",
+        "scale_attn_by_inverse_layer_idx": True,
+        "scale_attn_weights": False,
+        "add_cross_attention": True,
+        "resid_pdrop": 0.3,
+    },
+    "resnet": {"downsample_in_bottleneck": True},
+    "clip": {"something_new": 1},
+}
+
+
+def write_config(folder: Path, config: dict[str, object]) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_of_the_classes_of_transformers_is_used_or_known_to_change_nothing(
+    family: str, tmp_path: Path
+) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    whole = CONFIG_MAPPING[family]().to_dict()
+    if family in ("mistral", "deepseek_v2"):
+        whole |= {"sliding_window": None, "num_experts_per_tok": 6 if family == "deepseek_v2" else None}
+    assert len(whole) > 15
+    write_config(tmp_path, whole)
+    load(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)
+    for key in ("something_new", *OTHERWISE.get(family, {})):
+        write_config(tmp_path, whole | {key: OTHERWISE.get(family, {}).get(key, "x")})
+        assert f"has {key} = " in (told := problem(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)) or (
+            f"has the key {key}, which is not known here" in told or f"and {key} = " in told
+        ), key
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"])
+def test_what_a_config_leaves_out_is_what_transformers_takes(family: str, tmp_path: Path) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 1000}
+    sizes |= {"intermediate_size": 128, "max_position_embeddings": 64, "moe_intermediate_size": 32}
+    if family == "gpt2":
+        sizes = {"n_embd": 64, "n_head": 8, "n_layer": 2, "vocab_size": 1000, "n_positions": 64}
+    if family in ("qwen2", "qwen3", "qwen3_moe", "llama"):
+        sizes |= {"num_key_value_heads": 8}
+    if family == "qwen3_moe":
+        sizes |= {"num_experts": 128, "num_experts_per_tok": 8, "head_dim": 8}
+    theirs = CONFIG_MAPPING[family](**{key: size for key, size in sizes.items() if key != "moe_intermediate_size"})
+    sizes = {key: size for key, size in sizes.items() if key != "moe_intermediate_size" or family == "qwen3_moe"}
+    write_config(tmp_path, {"model_type": family, **sizes})
+    ours = load(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path).model
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
+    assert ours.norm_eps == getattr(theirs, "rms_norm_eps", None) or theirs.layer_norm_epsilon
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.initializer_range == theirs.initializer_range
+    if family == "gpt2":
+        assert (ours.hidden_dropout, ours.attention_dropout) == (theirs.resid_pdrop, theirs.attn_pdrop)
+    else:
+        assert ours.num_key_value_heads == theirs.num_key_value_heads
+        assert (ours.attention_dropout, ours.rope_scaling) == (theirs.attention_dropout, None)
+        if family != "mixtral":  # whose default has changed between versions of transformers
+            assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+def test_scaled_positions_are_taken_over_or_refused_by_name(tmp_path: Path) -> None:
+    scaling = load(f"{START}model: {{hf_config: llama_v5}}\n").model.rope_scaling
+    assert scaling is not None
+    assert (scaling.rope_type, scaling.factor, scaling.original_max_position_embeddings) == ("llama3", 8.0, 8192)
+    config = json.loads((FIXTURES / "llama/config.json").read_text())
+    for kind in ("dynamic", "longrope", "su"):
+        write_config(tmp_path, config | {"rope_scaling": {"type": kind, "factor": 2.0}})
+        told = problem(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)
+        assert f"has rope_scaling of type {kind}, and only linear, llama3 and yarn are trained" in told
+    write_config(tmp_path, config | {"rope_scaling": {"type": "yarn", "factor": 2.0, "surprise": 1}})
+    assert "rope_scaling.surprise" in problem(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)
+    whole = f"{START}model: {{hf_config: llama, rope_scaling: {{rope_type: llama3, factor: 8, low_freq_factor: 4, "
+    found = {one.key: one.message for one in problems(f"{whole}high_freq_factor: 1, beta_fast: 2}}}}\n")}
+    assert found == {
+        "model.rope_scaling.original_max_position_embeddings": "is missing, and rope_type: llama3 needs it.",
+        "model.rope_scaling.beta_fast": "has no effect with rope_type: llama3. Leave it out.",
+        "model.rope_scaling.low_freq_factor": "must be below high_freq_factor = 1.",
+    }
+    assert "has no effect on learned positions" in problem(
+        f"{START}model: {{hf_config: gpt2, rope_scaling: {{rope_type: linear, factor: 2}}}}\n"
+    )
+
+
+def test_a_sliding_window_is_trained_within_it_or_refused() -> None:
+    assert load(f"{START}model: {{hf_config: mistral}}\n").model.seq_len == 4096
+    told = problem(f"{START}model: {{hf_config: mistral, seq_len: 8192}}\n")
+    assert "has sliding_window = 4096, and model.seq_len is 8192" in told
+    assert load(f"{START}model: {{hf_config: qwen2}}\n").model.seq_len == 8192, "its window is not used"
+
+
 def test_keys_beside_a_source_win_over_it() -> None:
     spec = load(f"{START}model: {{hf_config: llama, num_hidden_layers: 2, seq_len: 512}}\n")
     assert (spec.model.num_hidden_layers, spec.model.seq_len, spec.model.hidden_size) == (2, 512, 4096)
@@ -127,8 +229,11 @@ def test_other_mistakes_beside_a_bad_source_are_still_found() -> None:
         ("{}", "has model_type 'None'; known: "),
         ('{"model_type": "bert"}', "has model_type 'bert'; known: "),
         ('{"model_type": ["llama"]}', "; known: clip, convnext, deepseek_v2,"),
-        ('{"model_type": "llama", "attention_bias": true}', "has attention_bias or mlp_bias"),
-        ('{"model_type": "llama", "hidden_act": "gelu"}', "has hidden_act 'gelu'; llama trains silu alone"),
+        (
+            '{"model_type": "llama", "attention_bias": true}',
+            "has attention_bias = true, and this model is built with false alone",
+        ),
+        ('{"model_type": "llama", "hidden_act": "gelu"}', "has hidden_act = gelu, and this model is built with silu"),
         (" " * 1_000_001, "is not a Hugging Face config.json"),
     ],
     ids=range(10),

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.dropout import KeyedDropout, attention_core
 from scaletrain_cli.engine.model.mixture import MixtureMLP
+from scaletrain_cli.engine.model.rope_scaling import scaled
 from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec.rope import RopeScalingSpec
 
 
 class RMSNorm(nn.Module):
@@ -31,14 +33,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.to(x.dtype) * weight
 
 
-def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScalingSpec | None = None, longest: int = 0
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines for positions [length], each [length, head_dim] (arXiv:2104.09864), in fp32.
 
-    Not buffers: a cast to bf16 would ruin them.
+    Not buffers: a cast to bf16 would ruin them. ``longest`` is the context that ``scaling`` stretches, where that does
+    not say.
     """
     frequencies = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    factor = 1.0
+    if scaling is not None:
+        frequencies, factor = scaled(frequencies, head_dim, theta, scaling, longest)
     angles = torch.outer(positions.float(), frequencies).repeat(1, 2)
-    return angles.cos(), angles.sin()
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
@@ -154,7 +162,9 @@ class LlamaForCausalLM(CausalLM):
         return self.model.dropout(self.model.embed_tokens(tokens), positions, samples)  # type: ignore[no-any-return]
 
     def transform(self, hidden: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
-        tables = rotary_tables(positions, self.spec.head_dim, self.spec.rope_theta)
+        spec = self.spec
+        longest = spec.max_position_embeddings
+        tables = rotary_tables(positions, spec.head_dim, spec.rope_theta, spec.rope_scaling, longest)
         for layer in self.blocks.values():
             hidden = layer(hidden, tables, positions, samples)
         return hidden

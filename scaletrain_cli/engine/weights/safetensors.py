@@ -17,9 +17,9 @@ from torch import Tensor
 
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.parallel.cuts import Cut
-from scaletrain_cli.engine.weights.hugging_face_config import config_mismatches
 from scaletrain_cli.engine.weights.materialise import named_matrices
 from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.spec.weights_config import config_mismatches
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _TOLD = 8  # problems; a wrong number of layers would make hundreds

@@ -170,6 +170,13 @@ def _other_architecture(model: AnyModel) -> Iterator[tuple[str, str]]:
     ):
         if wanted != built:
             yield key, f"this engine's {model.family} has {str(built).lower()}. Leave it out."
+    if model.family == "gpt" and model.num_key_value_heads != model.num_attention_heads:
+        way_out = (
+            f"this engine's gpt has one for each attention head. Use {model.num_attention_heads}, or family: llama."
+        )
+        yield f"num_key_value_heads = {model.num_key_value_heads}", way_out
+    if model.family == "gpt" and model.qkv_bias:
+        yield "qkv_bias", "this engine's gpt has all biases. Use false."
     if model.family == "gpt" and model.qk_norm:
         yield "qk_norm", "this engine's gpt has none. Use false."
     if model.kv_lora_rank:

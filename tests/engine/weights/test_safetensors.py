@@ -154,16 +154,24 @@ def test_hundreds_of_problems_are_cut_short(tmp_path: Path) -> None:
 
 def test_what_shapes_do_not_show_is_read_from_the_config(tmp_path: Path) -> None:
     save_file(contents(LLAMA), tmp_path / "model.safetensors")
-    config = {"model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-05, "num_attention_heads": 2}
-    rope = {"rope_scaling": {"rope_type": "llama3"}, "sliding_window": 4}
+    config = {
+        "model_type": "mistral",
+        "num_key_value_heads": 2,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-05,
+        "num_attention_heads": 2,
+    }
+    rope = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "sliding_window": 4}
     (tmp_path / "config.json").write_text(json.dumps(config | rope))
     told = complaints(tmp_path, LLAMA)
     assert "num_attention_heads = 2: the spec has 4. Set model.num_attention_heads: 2." in told
     assert "rope_theta = 500000.0: the spec has 10000.0." in told
-    assert "rope_scaling = llama3" in told
+    assert "rope_scaling = {rope_type: linear, factor: 2.0}: the spec has null." in told
     assert "sliding_window = 4" in told
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 10000.0, "num_attention_heads": 4}))
     HuggingFaceFolder(tmp_path, model_of(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "logit_softcap": 30}))
+    assert "has the key logit_softcap, which is not known here" in complaints(tmp_path, LLAMA)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma"}))
     assert "has model_type 'gemma'" in complaints(tmp_path, LLAMA)
 

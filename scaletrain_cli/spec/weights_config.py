@@ -1,15 +1,13 @@
-"""What the config.json beside Hugging Face weights says that their names and shapes do not. Knows no tensor."""
+"""What the config.json beside Hugging Face weights says that their names and shapes do not."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
-from scaletrain_cli.spec import ModelSpec
-from scaletrain_cli.spec.architecture_source import SourceError, from_hugging_face
+from scaletrain_cli.spec.architecture_source import SourceError, from_config, read_config, sliding_window
+from scaletrain_cli.spec.model import ModelSpec
 
 # Another value would load without a complaint and compute something else.
 _HIDDEN_FROM_SHAPES = (
@@ -19,6 +17,7 @@ _HIDDEN_FROM_SHAPES = (
     "rope_theta",
     "norm_eps",
     "num_experts_per_tok",
+    "first_k_dense_replace",
     "norm_topk_prob",
 )
 
@@ -32,7 +31,8 @@ def config_mismatches(folder: Path, spec: ModelSpec) -> Iterator[Problem]:
     if not path.exists():
         return
     try:
-        trained = from_hugging_face(path)
+        config = read_config(path)
+        trained = from_config(config)
     except SourceError as error:
         raise UsageError(f"model.weights: {path} {error}.") from error
     for key in _HIDDEN_FROM_SHAPES:
@@ -40,16 +40,28 @@ def config_mismatches(folder: Path, spec: ModelSpec) -> Iterator[Problem]:
         if trained.get(key, ours) != ours:
             hint = f"Set model.{key}: {trained[key]}."
             yield Problem(str(path), key, f"the spec has {ours}.", str(trained[key]), hint)
-    yield from _attention_mismatches(path, json.loads(path.read_bytes()), spec)
-
-
-def _attention_mismatches(path: Path, config: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        message = "the engine turns positions without scaling, and the weights would not fit that."
-        yield Problem(str(path), "rope_scaling", message, str(kind))
-    window = config.get("sliding_window")
-    if window and config.get("use_sliding_window", True) and window < spec.seq_len:
+    ours, theirs = _scaling(spec), trained.get("rope_scaling")
+    if ours != theirs:
+        hint = f"Set model.rope_scaling: {_flow(theirs)}."
+        yield Problem(str(path), "rope_scaling", f"the spec has {_flow(ours)}.", _flow(theirs), hint)
+    window = sliding_window(config)
+    if window and window < spec.seq_len:
         hint = f"Set model.seq_len to at most {window}."
         yield Problem(str(path), "sliding_window", "the engine attends to all of seq_len.", str(window), hint)
+
+
+def _scaling(spec: ModelSpec) -> dict[str, object] | None:
+    """As a config.json would be read."""
+    if spec.rope_scaling is None:
+        return None
+    found = spec.rope_scaling.to_hugging_face()
+    if spec.rope_scaling.rope_type == "yarn":
+        found.setdefault("original_max_position_embeddings", spec.max_position_embeddings)
+    return found
+
+
+def _flow(section: dict[str, object] | None) -> str:
+    """As YAML has it in one line."""
+    if section is None:
+        return "null"
+    return f"{{{', '.join(f'{key}: {str(value).lower()}' for key, value in section.items())}}}"

@@ -1,0 +1,126 @@
+"""Each field of the model section reaches the network that is trained, or is refused, or is known to be for others."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.plan.architecture import architecture
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.search.engine_support import unsupported
+from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.rope import RopeScalingSpec
+from tests.engine.fresh_model import build_model
+from tests.engine.test_models import GPT, LLAMA
+from tests.spec.samples import load
+
+EXPERTS = {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+BASES: dict[str, dict[str, Any]] = {"llama": LLAMA, "gpt": GPT, "mixture": EXPERTS}
+# Another valid value of each field.
+CHANGED: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "vocab_size": 640,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "qkv_bias": True,
+    "qk_norm": True,
+    "rope_theta": 50.0,
+    "rope_scaling": RopeScalingSpec(rope_type="linear", factor=4.0),
+    "norm_eps": 0.1,
+    "initializer_range": 0.5,
+    "num_experts": 8,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "capacity_factor": 0.5,
+    "norm_topk_prob": True,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "gated_mlp": "other",
+    "norm": "other",
+    "norm_bias": "other",
+    "bias": "other",
+    "position_embedding": "alibi",
+    "embedding_norm": True,
+    "hidden_dropout": 0.5,
+    "attention_dropout": 0.5,
+}
+ELSEWHERE = {
+    "family": "is the base",
+    "preset": "only a record",
+    "seq_len": "the length of the batch",
+    "weights": "the first weights",
+    "router_aux_loss_coef": "tests/engine/model/test_mixture.py",
+    "router_z_loss_coef": "tests/engine/model/test_mixture.py",
+}
+OF_EXPERTS = {"num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob"}
+OF_EXPERTS |= {"first_k_dense_replace", "capacity_factor", "num_experts", "intermediate_size"}
+OF_LATENT_ATTENTION = {"q_lora_rank", "qk_rope_head_dim", "v_head_dim"}
+# Fields that have no part in a family: where the planner leaves them out too.
+NO_PART = {
+    "llama": OF_EXPERTS | OF_LATENT_ATTENTION | {"max_position_embeddings"},
+    "gpt": OF_EXPERTS | OF_LATENT_ATTENTION | {"rope_theta", "rope_scaling", "tie_word_embeddings"},
+    "mixture": OF_LATENT_ATTENTION | {"max_position_embeddings", "intermediate_size"},
+}
+NO_PART["llama"] -= {"intermediate_size"}  # experts are those of the mixture
+NO_PART["gpt"] -= {"intermediate_size", "num_experts"}
+
+
+def other(name: str, base: ModelSpec) -> Any:
+    changes = {"gated_mlp": not base.has_gated_mlp, "norm_bias": not base.has_norm_bias, "bias": not base.has_bias}
+    changes["norm"] = "layernorm" if base.norm_kind == "rmsnorm" else "rmsnorm"
+    return changes.get(name) if CHANGED[name] == "other" else CHANGED[name]
+
+
+def output(spec: ModelSpec) -> tuple[int, float]:
+    """How many numbers are trained, and the first loss."""
+    tokens = torch.arange(32).view(1, -1) * 7 % 500
+    model = build_model(spec, seed=0)
+    with torch.no_grad():
+        return sum(parameter.numel() for parameter in model.parameters()), model(tokens, tokens).item()
+
+
+def refused(spec: ModelSpec) -> list[str]:
+    run: RunSpec = load().model_copy(update={"model": spec})
+    return [reason for reason in unsupported(run, a_layout()) if reason.startswith("model.")]
+
+
+@cache
+def a_layout() -> Layout:
+    """Any one: what is refused of a model does not depend on it."""
+    return make_plan(load()).layout
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_a_field_changes_what_is_trained_or_is_refused(family: str) -> None:
+    assert CHANGED.keys() | ELSEWHERE.keys() == ModelSpec.model_fields.keys()
+    base = ModelSpec.model_validate(BASES[family])
+    before = output(base)
+    in_silence = set()
+    for name in CHANGED.keys() - NO_PART[family]:
+        changed = base.model_copy(update={name: other(name, base)})
+        if refused(changed):
+            continue
+        after = output(changed)
+        assert after[0] == architecture(changed).parameters, f"{name} is planned otherwise than it is trained"
+        if after == before:
+            in_silence.add(name)
+    assert not in_silence, f"the engine trains the same without a word: {in_silence}"
+
+
+def test_grouped_queries_of_a_gpt_are_refused_with_the_way_out() -> None:
+    assert refused(ModelSpec.model_validate({**GPT, "num_key_value_heads": 2})) == [
+        "model.num_key_value_heads = 2: this engine's gpt has one for each attention head. Use 4, or family: llama."
+    ]
