@@ -18,7 +18,7 @@ from scaletrain_cli.spec.quantities import (
     Text,
     or_word,
 )
-from scaletrain_cli.spec.section import LEFT_OUT, Section
+from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where
 from scaletrain_cli.spec.slurm import SlurmSpec
 
 MOST_NODES = 100_000
@@ -88,7 +88,10 @@ class ClusterSpec(Section):
     nvme_bandwidth: AutoBytesPerSecond = "auto"
     spot: bool = False
     mean_time_between_interruptions: PositiveSeconds | None = None
-    per_node_mtbf: PositiveSeconds | None = None
+    per_node_mtbf: Annotated[
+        PositiveSeconds | None,
+        used_when(where("cluster.spot", True), where("cluster.mean_time_between_interruptions", None)),
+    ] = None
     grace_seconds: Seconds = 120.0
     price_per_gpu_hour: Price = "auto"
     spot_price_per_gpu_hour: Price = "auto"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from scaletrain_cli.spec.quantities import Matching, PositiveBytes, Text
-from scaletrain_cli.spec.section import Section
+from scaletrain_cli.spec.section import Section, used_when, where_not
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 ModuleName = Annotated[
@@ -19,6 +19,9 @@ RelativeFolder = Annotated[
 AbsoluteFolder = Annotated[str, Matching(r"/[^\x00\n]*", 4096, "must be the absolute path of a folder, on one line")]
 
 
+_WITH_A_FOLDER = used_when(where_not("code.path", None))
+
+
 class CodeSpec(Section):
     """A folder of a git working tree, kept with the run as it is at submission; ``engine`` runs that, nothing newer.
 
@@ -26,10 +29,12 @@ class CodeSpec(Section):
     """
 
     path: Text | None = Field(default=None, description="the folder; left out, no code is kept")
-    uncommitted: Literal["patch", "refuse"] = Field(
+    uncommitted: Annotated[Literal["patch", "refuse"], _WITH_A_FOLDER] = Field(
         default="patch", description="patch: what is not committed goes along and is kept as a patch too"
     )
-    max_size: PositiveBytes = Field(default=50_000_000, description="of all files together, before compression")
+    max_size: Annotated[PositiveBytes, _WITH_A_FOLDER] = Field(
+        default=50_000_000, description="of all files together, before compression"
+    )
     on_nodes: AbsoluteFolder | None = Field(
         default=None,
         description="folder of the image or of a volume that holds the tree already: compared, not sent",

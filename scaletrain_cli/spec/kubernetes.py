@@ -20,7 +20,7 @@ from scaletrain_cli.spec.quantities import (
     Text,
     Whole,
 )
-from scaletrain_cli.spec.section import LEFT_OUT, Section
+from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where_not
 
 _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"
@@ -178,6 +178,9 @@ class TopologySpec(Section):
     key: LabelKey | None = None
 
 
+_WITH_RDMA = used_when(where_not("cluster.kubernetes.rdma_resource", None))
+
+
 class KubernetesSpec(Section):
     """Where the job goes in a Kubernetes cluster, and what its pods are made of.
 
@@ -199,8 +202,10 @@ class KubernetesSpec(Section):
     volumes: tuple[VolumeSpec, ...] = ()
     gpu_resource: ResourceName = "nvidia.com/gpu"
     rdma_resource: ResourceName | None = Field(default=None, description="e.g. rdma/hca_shared_devices_a")
-    rdma_count: Whole = Field(default=1, description="of rdma_resource, per node")
-    ipc_lock: bool = Field(default=True, description="add IPC_LOCK beside rdma_resource; has no effect without root")
+    rdma_count: Annotated[Whole, _WITH_RDMA] = Field(default=1, description="of rdma_resource, per node")
+    ipc_lock: Annotated[bool, _WITH_RDMA] = Field(
+        default=True, description="add IPC_LOCK beside rdma_resource; has no effect without root"
+    )
     cpus_per_node: AutoWhole = "auto"
     memory_per_node: AutoBytes = "auto"
     ephemeral_storage: PositiveBytes | None = None

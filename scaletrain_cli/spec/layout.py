@@ -6,7 +6,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.spec.quantities import AutoWhole, Whole
-from scaletrain_cli.spec.section import Section
+from scaletrain_cli.spec.section import Section, used_when, where, where_not
 
 
 def _stage_or_auto(value: Any) -> Any:
@@ -31,6 +31,9 @@ SwitchOrAuto = Annotated[
 ]
 
 
+_SELECTIVE = used_when(where("layout.activation_checkpointing", "selective", "auto"))
+
+
 class LayoutSpec(Section):
     """Degrees of parallelism; world_size = data x tensor x pipeline x sequence x context."""
 
@@ -43,16 +46,18 @@ class LayoutSpec(Section):
     expert_parallel: AutoWhole = "auto"
     zero_stage: ZeroStage = "auto"
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    selective_scope: Literal["block", "attention"] = Field(
+    selective_scope: Annotated[Literal["block", "attention"], _SELECTIVE] = Field(
         default="block", description="what selective checkpointing computes again: whole blocks or their attention"
     )
-    selective_every: Whole = Field(default=2, description="selective: every n-th block, the first included")
+    selective_every: Annotated[Whole, _SELECTIVE] = Field(
+        default=2, description="selective: every n-th block, the first included"
+    )
     activation_offload: bool = Field(
         default=False, description="what the blocks keep for the backward pass waits in the node's memory"
     )
-    tensor_sequence_parallel: SwitchOrAuto = Field(
+    tensor_sequence_parallel: Annotated[SwitchOrAuto, used_when(where_not("layout.tensor_parallel", 1))] = Field(
         default="auto", description="norms and dropout cut over the tensor ranks too (Megatron-LM, arXiv:2205.05198)"
     )
-    expert_tensor_parallel: AutoWhole = "auto"
+    expert_tensor_parallel: Annotated[AutoWhole, used_when(where_not("model.num_experts", 0, None))] = "auto"
     offload: Literal["auto", "none", "optimizer", "optimizer+params"] = "none"
-    offload_device: Literal["cpu", "nvme"] = "cpu"
+    offload_device: Annotated[Literal["cpu", "nvme"], used_when(where_not("layout.offload", "none"))] = "cpu"

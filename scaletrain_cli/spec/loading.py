@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import sys
@@ -20,6 +21,7 @@ from scaletrain_cli.spec.clusters import Cluster, choose_cluster
 from scaletrain_cli.spec.problems import contradictions, field_problem, in_file
 from scaletrain_cli.spec.run import MODELS, RunSpec, model_kind
 from scaletrain_cli.spec.source import Source, apply_override, parse_yaml, shown
+from scaletrain_cli.spec.unused import unused_keys
 from scaletrain_cli.spec.vision_source import vision_presets
 from scaletrain_cli.text import did_you_mean
 
@@ -91,12 +93,17 @@ def parse_spec(
     source = Source(file)
     # An empty top-level key is as good as none; so are empty sections further down (see Section).
     raw = {key: value for key, value in parse_yaml(text, source).items() if value is not None}
+    given = copy.deepcopy(raw)  # what this person wrote, for this run
+    for override in overrides:
+        list(apply_override(given, override, Source(file)))
     if cluster is not None:
         cluster.apply_to(raw, source)
     problems = [problem for override in overrides for problem in apply_override(raw, override, source)]
     incomplete = _complete_model(raw, base_dir, source)
     spec, found = _validate(raw, source, model_is_known=not incomplete)
     problems += incomplete + found
+    if spec is not None:
+        problems += unused_keys(spec, given, source)
     if problems or spec is None:
         count = len(problems)
         raise SpecError(
@@ -112,10 +119,15 @@ def override_spec(spec: RunSpec, overrides: Sequence[str], *, file: str) -> RunS
     raw = spec.model_dump(mode="json", by_alias=True)
     source.places = {(section,): file for section in raw}
     problems = [problem for override in overrides for problem in apply_override(raw, override, source)]
+    given: dict[str, Any] = {}
+    for override in overrides:
+        list(apply_override(given, override, Source(file)))
     # What an override emptied is left out, as in a file.
     raw = {key: value for key, value in raw.items() if value is not None}
     new, found = _validate(raw, source, model_is_known=True)
     problems += found
+    if new is not None:
+        problems += unused_keys(new, given, source)
     if problems or new is None:
         raise SpecError("these overrides do not make a run spec", tuple(problems))
     new.read_from(source)

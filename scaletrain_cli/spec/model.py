@@ -1,13 +1,13 @@
 """The model section: a transformer's dimensions under their Hugging Face names. Arithmetic on them lives in plan/."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Text, Whole, WholeOrZero
 from scaletrain_cli.spec.rope import RopeScalingSpec
-from scaletrain_cli.spec.section import Section
+from scaletrain_cli.spec.section import Section, used_when, where, where_not
 
 
 class ModelSpec(Section):
@@ -30,9 +30,11 @@ class ModelSpec(Section):
     seq_len: Whole
     max_position_embeddings: Whole
     tie_word_embeddings: bool = False
-    qkv_bias: bool = False
+    qkv_bias: Annotated[bool, used_when(where("model.has_bias", False, setting="model.bias"))] = False
     qk_norm: bool = False
-    rope_theta: Positive = 10000.0
+    rope_theta: Annotated[
+        Positive, used_when(where("model.positions", "rotary", setting="model.position_embedding"))
+    ] = 10000.0
     rope_scaling: RopeScalingSpec | None = Field(default=None, description="null: positions are not stretched")
     norm_eps: Positive = 1.0e-5
     initializer_range: Positive = 0.02
@@ -44,7 +46,9 @@ class ModelSpec(Section):
     capacity_factor: NonNegative = Field(
         default=0.0, description="tokens that an expert takes, over its even share; 0: all that are sent to it"
     )
-    router_aux_loss_coef: NonNegative = Field(default=0.001, description="of the load-balancing loss")
+    router_aux_loss_coef: Annotated[NonNegative, used_when(where_not("model.num_experts", 0))] = Field(
+        default=0.001, description="of the load-balancing loss"
+    )
     router_z_loss_coef: NonNegative = Field(default=0.0, description="of the squared log-sum-exp of router logits")
     norm_topk_prob: bool = Field(default=False, description="whether the weights of a token's experts sum to 1")
     kv_lora_rank: WholeOrZero = Field(default=0, description="above 0: multi-head latent attention (DeepSeek-V2)")

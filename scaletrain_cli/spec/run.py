@@ -24,7 +24,7 @@ from scaletrain_cli.spec.quantities import (
     or_word,
     parse_whole,
 )
-from scaletrain_cli.spec.section import LEFT_OUT, Section
+from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 from scaletrain_cli.spec.source import Source
 from scaletrain_cli.spec.training import EvaluationSpec, TrainingSpec
 from scaletrain_cli.spec.vision import VISION, ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
@@ -71,7 +71,7 @@ class TokenizerSpec(Section):
     """``bpe`` is trained on the corpus itself; ``file`` reads a Hugging Face ``tokenizer.json``."""
 
     kind: Literal["bpe", "file"] = "bpe"
-    vocab_size: Whole = 32000
+    vocab_size: Annotated[Whole, used_when(where("data.tokenizer.kind", "bpe"))] = 32000
     path: Text | None = None
 
 
@@ -116,7 +116,9 @@ class SpikeSpec(Section):
     factor: Positive = 3.0
     patience: Whole = Field(default=3, description="steps in a row that make a spike")
     action: Literal["warn", "rollback"] = "rollback"
-    retries: WholeOrZero = Field(default=3, description="rollbacks to one checkpoint before the run stops")
+    retries: Annotated[
+        WholeOrZero, used_when(where("guard.spike.action", "rollback"), where("guard.nan", "rollback"))
+    ] = Field(default=3, description="rollbacks to one checkpoint before the run stops")
 
 
 class GuardSpec(Section):
@@ -143,7 +145,7 @@ class RestartsSpec(Section):
 class WandbSpec(Section):
     """Mirror of metrics.jsonl in Weights & Biases; one run over all attempts."""
 
-    project: Text = "scaletrain"
+    project: Annotated[Text, used_when(where_not("tracking.wandb.mode", "disabled"))] = "scaletrain"
     mode: Literal["online", "offline", "disabled"] = "disabled"
 
 

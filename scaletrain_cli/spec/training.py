@@ -1,12 +1,14 @@
 """The training section: batch, precision, optimizer and schedule."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from scaletrain_cli.spec.quantities import AutoWhole, Count, Fraction, NonNegative, Positive, Whole, WholeOrZero
-from scaletrain_cli.spec.section import LEFT_OUT, Section
+from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
+
+_ADDED_TO_THE_GRADIENT = ("adam", "sgd", "momentum")  # weight decay as L2 regularization
 
 
 class OptimizerSpec(Section):
@@ -14,13 +16,29 @@ class OptimizerSpec(Section):
 
     name: Literal["adamw", "adam", "sgd", "momentum", "adamw_8bit", "lion", "muon"] = "adamw"
     lr: Positive = 3.0e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Positive = 1.0e-8
-    weight_decay: NonNegative = 0.1
-    decay_embeddings: bool = Field(
+    betas: Annotated[tuple[Fraction, Fraction], used_when(where_not("training.optimizer.name", "sgd", "momentum"))] = (
+        0.9,
+        0.95,
+    )
+    eps: Annotated[Positive, used_when(where_not("training.optimizer.name", "sgd", "momentum", "lion"))] = 1.0e-8
+    weight_decay: NonNegative = Field(
+        default=0.1,
+        description="0.1 where it is decoupled; 0 with adam, sgd and momentum, which add it to the gradient",
+    )
+    decay_embeddings: Annotated[bool, used_when(where_not("training.optimizer.weight_decay", 0.0))] = Field(
         default=True, description="whether weight decay applies to token and position embeddings, and a tied head"
     )
-    momentum: Fraction = Field(default=0.9, description="of momentum and muon")
+    momentum: Annotated[Fraction, used_when(where("training.optimizer.name", "momentum", "muon"))] = Field(
+        default=0.9, description="of momentum and muon"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _weight_decay_by_optimizer(cls, value: Any) -> Any:
+        """No weight decay unless it is asked for, where it would be added to the gradient."""
+        if isinstance(value, dict) and value.get("name") in _ADDED_TO_THE_GRADIENT:
+            return {"weight_decay": 0.0, **value}
+        return value
 
 
 class ScheduleSpec(Section):
@@ -28,10 +46,16 @@ class ScheduleSpec(Section):
 
     name: Literal["cosine", "linear", "step", "onecycle", "constant", "wsd"] = "cosine"
     warmup_steps: WholeOrZero = 0
-    min_lr: NonNegative = 0.0
-    step_size: WholeOrZero = Field(default=0, description="step: steps from one drop to the next")
-    gamma: Fraction = Field(default=0.1, description="step: what each drop multiplies the rate by")
-    cooldown_steps: WholeOrZero = Field(default=0, description="wsd: the last steps, which decay; 0: a tenth of all")
+    min_lr: Annotated[NonNegative, used_when(where_not("training.schedule.name", "constant"))] = 0.0
+    step_size: Annotated[WholeOrZero, used_when(where("training.schedule.name", "step"))] = Field(
+        default=0, description="step: steps from one drop to the next"
+    )
+    gamma: Annotated[Fraction, used_when(where("training.schedule.name", "step"))] = Field(
+        default=0.1, description="step: what each drop multiplies the rate by"
+    )
+    cooldown_steps: Annotated[WholeOrZero, used_when(where("training.schedule.name", "wsd"))] = Field(
+        default=0, description="wsd: the last steps, which decay; 0: a tenth of all"
+    )
 
 
 class LossScaleSpec(Section):
@@ -47,15 +71,21 @@ class EarlyStoppingSpec(Section):
     """Ends the run when the validation loss stops falling; ``patience: 0`` turns it off."""
 
     patience: WholeOrZero = Field(default=0, description="evaluations without an improvement")
-    min_delta: NonNegative = Field(default=0.0, description="what counts as an improvement of the loss")
+    min_delta: Annotated[NonNegative, used_when(where_not("training.early_stopping.patience", 0))] = Field(
+        default=0.0, description="what counts as an improvement of the loss"
+    )
 
 
 class AveragingSpec(Section):
     """A second set of weights: their exponential average, or the mean of what was saved."""
 
     name: Literal["none", "ema", "checkpoints"] = "none"
-    decay: Fraction = Field(default=0.999, description="ema: what the average keeps of itself each time")
-    every: Whole = Field(default=1, description="steps from one time to the next")
+    decay: Annotated[Fraction, used_when(where("training.averaging.name", "ema"))] = Field(
+        default=0.999, description="ema: what the average keeps of itself each time"
+    )
+    every: Annotated[Whole, used_when(where_not("training.averaging.name", "none"))] = Field(
+        default=1, description="steps from one time to the next"
+    )
 
 
 class TrainingSpec(Section):
@@ -67,11 +97,14 @@ class TrainingSpec(Section):
     tokens: Count | None = None
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] = "bf16"
     grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    loss_scale: LossScaleSpec = LEFT_OUT
+    loss_scale: Annotated[LossScaleSpec, used_when(where("training.precision", "fp16"))] = LEFT_OUT
     optimizer: OptimizerSpec = LEFT_OUT
     schedule: ScheduleSpec = LEFT_OUT
     gradient_clipping: NonNegative = Field(default=1.0, description="largest gradient norm; 0 turns clipping off")
-    gradient_clipping_by: Literal["norm", "value", "adaptive"] = Field(
+    gradient_clipping_by: Annotated[
+        Literal["norm", "value", "adaptive"],
+        used_when(where_not("training.gradient_clipping", 0.0), where("training.gradient_clipping_by", "adaptive")),
+    ] = Field(
         default="norm", description="of all gradients, of each element, or of all against what it has been (ZClip)"
     )
     label_smoothing: Fraction = 0.0
@@ -118,4 +151,4 @@ class EvaluationSpec(Section):
     """Validation loss every ``every`` steps over ``batches`` global batches; ``every: 0`` turns it off."""
 
     every: WholeOrZero = 500
-    batches: Whole = 20
+    batches: Annotated[Whole, used_when(where_not("evaluation.every", 0))] = 20

@@ -69,7 +69,8 @@ def training_text(spec: RunSpec) -> str:
     return (
         f"{whole_text(spec.total_steps)} steps of {whole_text(training.global_batch_size)} {samples}, "
         f"{count_text(seen)} {spec.unit}, {training.precision}, {training.optimizer.name} "
-        f"at {training.optimizer.lr:g}, {training.schedule.name} schedule"
+        f"at {training.optimizer.lr:g} with weight decay {training.optimizer.weight_decay:g}, "
+        f"{training.schedule.name} schedule"
     )
 
 

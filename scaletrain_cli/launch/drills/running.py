@@ -59,7 +59,6 @@ def drill_spec(spec: RunSpec, steps: int) -> RunSpec:
         "training.schedule.warmup_steps": min(schedule.warmup_steps, every),
         "training.early_stopping.patience": 0,
         "evaluation.every": steps if spec.evaluation.every else 0,
-        "evaluation.batches": 1,
         "checkpoint.every": every,
         "checkpoint.keep": 3,
         "checkpoint.dir": "auto",
@@ -67,6 +66,8 @@ def drill_spec(spec: RunSpec, steps: int) -> RunSpec:
         "tracking.log_every": 1,
         "tracking.wandb.mode": "disabled",
     }
+    if spec.evaluation.every:
+        settings["evaluation.batches"] = 1
     if schedule.name == "wsd":
         settings["training.schedule.cooldown_steps"] = min(schedule.cooldown_steps, every)
     return override_spec(spec, [f"{key}={value}" for key, value in settings.items()], file="the drills' spec")

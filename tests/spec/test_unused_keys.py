@@ -1,0 +1,133 @@
+"""A key that has no effect beside the other keys of its spec is refused, at its line; a default is not."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.spec import ModelSpec, RunSpec, override_spec
+from scaletrain_cli.spec.section import UsedWhen
+from tests.cli.command_line import SMALL, scaletrain
+from tests.spec.samples import PROJECT, RECIPES, SPEC, error, load, problem
+
+GPT = SPEC.replace("family: llama", "family: gpt")
+# For each key with a condition: a value, settings with which it has no effect, and settings with which it has one.
+CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "model.rope_theta": ("5e5", ("model.family=gpt",), ("model.family=llama",)),
+    "model.qkv_bias": ("true", ("model.bias=true",), ("model.bias=false",)),
+    "model.router_aux_loss_coef": ("0.5", (), ("model.num_experts=2", "model.num_experts_per_tok=1")),
+    "data.tokenizer.vocab_size": ("99", ("data.tokenizer={kind: file, path: t.json}",), ()),
+    "training.loss_scale": ("{initial: 8}", (), ("training.precision=fp16",)),
+    "training.optimizer.betas": ("[0.8, 0.9]", ("training.optimizer.name=sgd",), ("training.optimizer.name=lion",)),
+    "training.optimizer.eps": ("1e-7", ("training.optimizer.name=lion",), ("training.optimizer.name=adam",)),
+    "training.optimizer.momentum": ("0.5", (), ("training.optimizer.name=momentum",)),
+    "training.optimizer.decay_embeddings": ("false", ("training.optimizer.name=sgd",), ()),
+    "training.schedule.min_lr": ("1e-5", ("training.schedule.name=constant",), ()),
+    "training.schedule.step_size": ("3", (), ("training.schedule.name=step",)),
+    "training.schedule.gamma": ("0.5", (), ("training.schedule={name: step, step_size: 3, gamma: 0.5}",)),
+    "training.schedule.cooldown_steps": ("3", (), ("training.schedule.name=wsd",)),
+    "training.gradient_clipping_by": ("value", ("training.gradient_clipping=0",), ()),
+    "training.early_stopping.min_delta": ("0.1", (), ("training.early_stopping.patience=2",)),
+    "training.averaging.decay": ("0.9", ("training.averaging.name=checkpoints",), ("training.averaging.name=ema",)),
+    "training.averaging.every": ("5", (), ("training.averaging.name=checkpoints",)),
+    "evaluation.batches": ("3", ("evaluation.every=0",), ()),
+    "layout.selective_scope": ("attention", ("layout.activation_checkpointing=full",), ()),
+    "layout.selective_every": ("3", ("layout.activation_checkpointing=none",), ()),
+    "layout.tensor_sequence_parallel": ("true", ("layout.tensor_parallel=1",), ("layout.tensor_parallel=2",)),
+    "layout.expert_tensor_parallel": ("2", (), ("model.num_experts=2", "model.num_experts_per_tok=1")),
+    "layout.offload_device": ("nvme", (), ("layout.offload=optimizer",)),
+    "cluster.per_node_mtbf": ("9h", ("cluster.mean_time_between_interruptions=3h",), ("cluster.spot=true",)),
+    "cluster.kubernetes.rdma_count": ("4", (), ("cluster.kubernetes.rdma_resource=rdma/a",)),
+    "cluster.kubernetes.ipc_lock": ("false", (), ("cluster.kubernetes.rdma_resource=rdma/a",)),
+    "guard.spike.retries": ("5", ("guard.spike.action=warn",), ("guard.spike.action=warn", "guard.nan=rollback")),
+    "tracking.wandb.project": ("mine", (), ("tracking.wandb.mode=offline",)),
+    "code.uncommitted": ("refuse", (), ("code.path=.",)),
+    "code.max_size": ("1MB", (), ("code.path=.",)),
+}
+
+
+def conditional(section: type[BaseModel] = RunSpec, before: str = "") -> Iterator[str]:
+    """Dotted keys of the schema that say when they are used."""
+    for name, field in section.model_fields.items():
+        key = f"{before}{field.alias or name}"
+        if any(isinstance(one, UsedWhen) for one in field.metadata):
+            yield key
+        for kind in [ModelSpec] if key == "model" else [field.annotation, *typing.get_args(field.annotation)]:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from conditional(kind, f"{key}.")
+
+
+def test_each_key_with_a_condition_is_tried_here() -> None:
+    assert {*conditional()} == CASES.keys()
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_a_key_that_does_nothing_is_refused_and_the_same_key_is_taken_where_it_does(key: str) -> None:
+    value, without, within = CASES[key]
+    refused = [str(one) for one in error(SPEC, *without, f"{key}={value}").problems]
+    expected = re.compile(rf"--set {re.escape(key)}[a-z_.]* = .*: has no effect with [a-z_.]+ = .*\. Remove it, or ")
+    assert len([line for line in refused if expected.match(line)]) == 1, refused
+    load(SPEC, *within, f"{key}={value}")
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_a_default_that_does_nothing_is_silent(key: str) -> None:
+    _, without, _ = CASES[key]
+    written_out = load(SPEC, *without).model_dump(mode="json", by_alias=True)
+    for part in key.split("."):
+        written_out = written_out[part]
+    load(SPEC, *without, f"{key}={written_out}".replace("'", "").replace("None", "null").replace("False", "false"))
+
+
+def test_the_line_in_the_file_is_named_and_the_command_ends_with_2() -> None:
+    text = SPEC + "guard:\n  spike: {action: warn,\n          retries: 7}\n"
+    line = len(text.splitlines())
+    assert problem(text) == (
+        f"run.yaml:{line} guard.spike.retries = 7: has no effect with guard.spike.action = warn and guard.nan = stop. "
+        "Remove it, or set guard.spike.action to rollback or set guard.nan to rollback."
+    )
+    ended = scaletrain("validate", SMALL, "--set", "training.optimizer={name: sgd, momentum: 0.8}")
+    assert ended.code == ExitCode.USAGE
+    assert "momentum = 0.8: has no effect with training.optimizer.name = sgd. Remove it, or set" in ended.err
+
+
+def test_a_rotary_base_of_a_preset_without_rotary_positions_is_nobodys_mistake() -> None:
+    load(SPEC, "model={preset: gpt2, seq_len: 32}")
+    assert "has no effect with model.position_embedding = learned" in problem(GPT, "model.rope_theta=5e5")
+
+
+def test_what_the_users_clusters_say_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, mtbf = tmp_path / "clusters.yaml", "mean_time_between_interruptions=3h"
+    monkeypatch.setenv("SCALETRAIN_CLUSTERS", str(file))
+    file.write_text("default: lab\nclusters: {lab: {per_node_mtbf: 9h}}\n")
+    assert scaletrain("validate", SMALL, "--set", f"cluster.{mtbf}").code == 0
+    assert scaletrain("validate", SMALL, "--set", f"cluster.{mtbf}", "--set", "cluster.per_node_mtbf=8h").code == 2
+
+
+def test_overrides_of_a_run_are_judged_and_what_it_had_is_not() -> None:
+    run = load(SPEC, "training.optimizer={name: momentum, momentum: 0.5}")
+    assert override_spec(run, ["training.optimizer.name=adamw"], file="run.json").training.optimizer.momentum == 0.5
+    with pytest.raises(Exception, match=r"--set tracking\.wandb.project = x: has no effect"):
+        override_spec(run, ["tracking.wandb.project=x"], file="run.json")
+
+
+def test_no_recipe_has_a_key_that_does_nothing() -> None:
+    for path in [*RECIPES, PROJECT / "recipes" / "own-engine" / "run.yaml"]:
+        assert scaletrain("validate", path).code == 0, path
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("adamw", 0.1), ("lion", 0.1), ("adam", 0.0), ("sgd", 0.0), ("momentum", 0.0)]
+)
+def test_weight_decay_is_a_default_only_where_it_is_decoupled(name: str, expected: float) -> None:
+    assert load(SPEC, f"training.optimizer.name={name}").training.optimizer.weight_decay == expected
+    assert load(SPEC, f"training.optimizer={{name: {name}, weight_decay: 0.2}}").training.optimizer.weight_decay == 0.2
+    assert f"{name} at 0.0003 with weight decay {expected:g}" in " ".join(
+        scaletrain("validate", SMALL, "--set", f"training.optimizer={{name: {name}}}").out.split()
+    )
