@@ -112,10 +112,13 @@ def show_status(directory: Path) -> None:
 
 def stop(directory: Path, *, keep: bool = False) -> None:
     """End the cluster with SIGKILL: nothing of its state is needed, and asking nicely takes seconds per daemon."""
+    known = load(directory) if (directory / "cluster.json").exists() else None
+    if known is not None:
+        processes.thaw(known)
     processes.kill_all(lambda: processes.members(directory))
     network.remove(directory)
-    if (directory / "cluster.json").exists():
-        processes.clear_freezers(load(directory))
+    if known is not None:
+        processes.clear_freezers(known)
         processes.record(directory, {})
         if not keep:
             shutil.rmtree(directory)
@@ -123,11 +126,13 @@ def stop(directory: Path, *, keep: bool = False) -> None:
 
 
 def node_down(directory: Path, node: str, *, cut: bool) -> None:
-    check_node(load(directory), node)
+    cluster = load(directory)
+    check_node(cluster, node)
     if cut:
         network.set_link(directory, node, "down")
         return
     processes.forget(directory, node)
+    processes.thaw(cluster, node)
     processes.kill_all(lambda: processes.members(directory, node))
 
 

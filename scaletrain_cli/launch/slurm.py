@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
+from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.exclusion import Exclusion
 from scaletrain_cli.launch.outlook import Outlook, Start
@@ -30,7 +30,7 @@ from scaletrain_cli.launch.slurm_queue import (
     rows_of_run,
 )
 from scaletrain_cli.launch.slurm_script import job_script, sbatch_options
-from scaletrain_cli.launch.slurm_site import ask_site, user_name
+from scaletrain_cli.launch.slurm_site import Site, ask_site, user_name
 from scaletrain_cli.launch.slurm_start import start_and_rest
 from scaletrain_cli.launch.submission import Request, open_request, read_submission
 from scaletrain_cli.plan.result import RunPlan
@@ -55,6 +55,7 @@ class SlurmScheduler:
     """
 
     answers: Mapping[Path, Job | SchedulerError] = field(default_factory=dict)
+    _sites: dict[str, Site] = field(default_factory=dict)  # what one command asks of a site, it asks once
 
     @classmethod
     def asked_once(cls, runs: Sequence[RunDir]) -> SlurmScheduler:
@@ -80,7 +81,7 @@ class SlurmScheduler:
         Raises SchedulerError with every reason why it can not, or with Slurm's own words where there is no better one.
         """
         _check_path(runs_root())
-        site = ask_site(spec.cluster, spec.secret_env)
+        site = self._site(spec)
         verdict = judge(site, spec, lambda hosts: node_names(hosts, spec.secret_env))
         if verdict.problems:
             raise SchedulerError(
@@ -89,7 +90,12 @@ class SlurmScheduler:
         excluded = None if run is None else exclude_option(spec, exclusion_for(run, spec))
         options = sbatch_options(spec, "preflight", excluded)
         script = "\n".join(["#!/bin/bash", *(f"#SBATCH --{option}" for option in options)])
-        answer = call_slurm(["sbatch", "--test-only"], text=script + "\ntrue\n", without=spec.secret_env)
+        try:
+            answer = call_slurm(["sbatch", "--test-only"], text=script + "\ntrue\n", without=spec.secret_env)
+        except SchedulerSilentError:
+            raise
+        except SchedulerError as error:
+            raise _at_its_key(spec, error) from error
         said = [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
         start, rest = start_and_rest(said, site.now, reservations_hidden=site.hides_reservations)
         if spec.cluster.slurm.extra.get("hold") is True:
@@ -131,8 +137,21 @@ class SlurmScheduler:
             record.run_id,
             run.path,
             exclude=exclude_option(record.spec, excluded),
-            preemption=_preemption(record.spec),
+            preemption=self._preemption(record.spec),
         )
+
+    def _site(self, spec: RunSpec) -> Site:
+        key = f"{spec.cluster.model_dump_json()} {sorted(spec.secret_env)}"
+        if key not in self._sites:
+            self._sites[key] = ask_site(spec.cluster, spec.secret_env)
+        return self._sites[key]
+
+    def _preemption(self, spec: RunSpec) -> str:
+        """The site's rule in words; nothing where Slurm cannot be asked, as in a dry run on a laptop."""
+        try:
+            return preemption_rule(self._site(spec), spec.cluster)
+        except SchedulerError:
+            return ""
 
     def job(self, run: RunDir, record: RunRecord) -> Job:
         answer = self.answers.get(run.path)
@@ -255,12 +274,29 @@ def _continue(row: JobRow, record: RunRecord) -> None:
         ) from error
 
 
-def _preemption(spec: RunSpec) -> str:
-    """The site's rule in words; nothing where Slurm cannot be asked, as in a dry run on a laptop."""
-    try:
-        return preemption_rule(ask_site(spec.cluster, spec.secret_env), spec.cluster)
-    except SchedulerError:
-        return ""
+# What sbatch says of the value of one key (schedmd/slurm, slurm_errno.c), where the tables of the site did not tell.
+_SAID_OF: dict[str, tuple[str, ...]] = {
+    "constraint": ("Invalid feature specification", "Requested node configuration is not available"),
+    "licenses": ("Invalid license specification", "Licenses are not available"),
+    "reservation": ("Requested reservation is invalid", "reservation not usable"),
+    "account": ("Invalid account",),
+    "qos": ("Invalid qos",),
+    "partition": ("Invalid partition",),
+    "gres_type": ("Invalid generic resource",),
+    "nodelist": ("Invalid node name",),
+    "time": ("Requested time limit is invalid",),
+}
+
+
+def _at_its_key(spec: RunSpec, error: SchedulerError) -> SchedulerError:
+    """Return sbatch's refusal as a problem of the key that it is about; as it is where that is not certain."""
+    for name, phrases in _SAID_OF.items():
+        value = getattr(spec.cluster.slurm, name)
+        if value is not None and any(phrase in error.message for phrase in phrases):
+            key, said = f"cluster.slurm.{name}", error.message.rpartition("refused: ")[2]
+            problem = Problem(spec.where(key), key, said, str(value), "Correct it, or leave it out.")
+            return SchedulerError("Slurm refuses this job. Nothing was queued.", (problem,))
+    return error
 
 
 def _dependency(run: RunDir) -> list[str]:

@@ -62,9 +62,10 @@ Module = Annotated[
 
 # Options that the launcher itself sets, or that would break its contract with the run directory.
 SLURM_OWN_OPTIONS = frozenset(
-    "array chdir cpus-per-task dependency error export gpus gpus-per-node gres input job-name kill-on-invalid-dep "
-    "no-requeue nodes ntasks ntasks-per-node open-mode output parsable requeue signal test-only wait wrap partition "
-    "account qos time reservation constraint exclude nodelist mem licenses switches".split()
+    "array chdir comment cpus-per-task dependency error export gpus gpus-per-node gres input job-name "
+    "kill-on-invalid-dep no-requeue nodes ntasks ntasks-per-node open-mode output parsable requeue "
+    "signal test-only wait wrap partition account qos time reservation constraint exclude nodelist mem "
+    "licenses switches".split()
 )
 
 

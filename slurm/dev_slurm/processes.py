@@ -130,9 +130,9 @@ def freezer_writable() -> bool:
     return (FREEZER / "release_agent").exists() and os.access(FREEZER, os.W_OK)
 
 
-def job_freezers(cluster: Cluster) -> Iterator[Path]:
-    """The cgroups of our jobs that proctrack/cgroup made, the innermost first."""
-    for job in FREEZER.glob("slurm_n*/uid_*/job_*"):
+def job_freezers(cluster: Cluster, node: str = "n*") -> Iterator[Path]:
+    """The cgroups of our jobs that proctrack/cgroup made, on all nodes or on one, the innermost first."""
+    for job in FREEZER.glob(f"slurm_{node}/uid_*/job_*"):
         if int(job.name.removeprefix("job_")) in cluster.job_ids:
             for folder, _, _ in os.walk(job, topdown=False):
                 yield Path(folder)
@@ -142,10 +142,16 @@ def pids_in(group: Path) -> list[str]:
     return (group / "cgroup.procs").read_text().split()
 
 
+def thaw(cluster: Cluster, node: str = "n*") -> None:
+    """Let suspended jobs run: a frozen process does not die of SIGKILL."""
+    for group in job_freezers(cluster, node):
+        with contextlib.suppress(FileNotFoundError):  # its last process has just ended
+            (group / "freezer.state").write_text("THAWED")
+
+
 def clear_freezers(cluster: Cluster) -> None:
-    """Thaw, empty and remove the cgroups of our jobs; a frozen process does not die of SIGKILL."""
-    for group in job_freezers(cluster):
-        (group / "freezer.state").write_text("THAWED")
+    """Empty and remove the cgroups of our jobs."""
+    thaw(cluster)
     kill_all(lambda: {int(pid) for group in job_freezers(cluster) for pid in pids_in(group)})
     for group in job_freezers(cluster):
         group.rmdir()

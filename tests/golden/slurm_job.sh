@@ -19,8 +19,8 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.log
-#SBATCH --comment=scaletrain
 #SBATCH --exclusive
+#SBATCH --wckey=scaletrain
 
 # Preemption: by partition tier. gpu: PreemptMode=REQUEUE, GraceTime 120 s.
 

@@ -21,8 +21,10 @@ from scaletrain_cli.launch.status import run_status, run_statuses
 from scaletrain_cli.launch.submission import create_run, open_request, read_submission, submit_run
 from scaletrain_cli.rundir.documents import read_document, write_document
 from tests.launch.conftest import MadeRun, make_plan, make_spec
+from tests.launch.test_slurm_preflight import ask
 
 SLURM = SlurmScheduler()
+ANSWERS = Path(__file__).parent / "slurm_answers"
 # Each command appends its line to `calls`. NAME.fails is what NAME prints and fails with, before or (with NAME.works)
 # after it has done its work.
 PROLOGUE = """#!/bin/sh
@@ -39,6 +41,12 @@ for word; do case $word in
 esac; done; true
 """,
     "sbatch": """
+case "$*" in *--test-only*)
+    cat > /dev/null
+    [ ! -e test-only.says ] || { cat test-only.says >&2; exit 1; }
+    echo "sbatch: Job 9 to start at 2026-11-22T08:00:00 using 2 processors on nodes n1 in partition main" >&2
+    exit 0;;
+esac
 for word; do case $word in --comment=*) comment=${word#--comment=};; esac; done
 name=$(sed -n 's/^#SBATCH --job-name=//p' "$OLDPWD/job.sh")
 id=$((100 + $(wc -l < jobs)))
@@ -53,12 +61,20 @@ for id; do :; done
 case "$*" in *--signal*) ;; *) sed -i "s/^$id|[A-Z]*/$id|CANCELLED/" jobs;; esac
 """,
     "scontrol": """
+case "$*" in
+    *config*) cat {answers}/config.txt;;
+    *partition*) cat {answers}/partitions.txt;;
+    *reservation*) cat {answers}/reservations.txt;;
+    *assoc_mgr*) cat {answers}/assoc_mgr.txt;;
+esac
 [ "$1" = resume ] && sed -i "s/^$2|SUSPENDED/$2|RUNNING/" jobs
 true
 """,
     "sacct": """cat accounted 2>/dev/null; true""",
-    "sinfo": "",
-    "sacctmgr": "",
+    "sinfo": "cat {answers}/nodes.txt",
+    "sacctmgr": """
+case "$*" in *associations*) cat {answers}/associations.txt;; *qos*) cat {answers}/qos.txt;; *) echo lab;; esac
+""",
 }
 
 
@@ -70,7 +86,7 @@ class Controller:
         (folder / "bin").mkdir(parents=True)
         for name, body in COMMANDS.items():
             path = folder / "bin" / name
-            path.write_text(PROLOGUE.format(folder=folder) + body)
+            path.write_text(PROLOGUE.format(folder=folder) + body.replace("{answers}", str(ANSWERS)))
             path.chmod(0o755)
         for name in ("jobs", "names", "calls"):
             (folder / name).touch()
@@ -248,6 +264,39 @@ def test_a_list_of_runs_is_one_question_to_slurm_however_many_there_are(
     found = run_statuses([one.run for one in runs])
     assert {status.state for status in found if not isinstance(status, Exception)} == {"unknown"}
     assert len(controller.calls) - before == 2
+
+
+def test_a_submission_asks_slurm_eleven_times_where_it_has_accounting(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+    spec, scheduler = ask(), SlurmScheduler()
+    plan = make_plan(spec)
+    scheduler.preflight(spec, plan)
+    made = create_run(spec, plan, "life")
+    submit_run(made.run, made.record, scheduler)
+    asked = sorted(" ".join(call.split()[:4]) for call in controller.calls)
+    assert len(asked) == len(set(asked)) == 11, asked
+
+
+@pytest.mark.parametrize(
+    ("setting", "said", "key"),
+    [
+        ("constraint=a100", "sbatch: error: Invalid feature specification", "constraint"),
+        ("licenses=matlab:1", "allocation failure: Invalid license specification", "licenses"),
+    ],
+)
+def test_what_sbatch_refuses_stands_at_its_line_of_the_spec(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, said: str, key: str
+) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+    (controller.folder / "test-only.says").write_text(said)
+    spec = ask(f"cluster.slurm.{setting}")
+    with pytest.raises(SchedulerError) as caught:
+        SlurmScheduler().preflight(spec, make_plan(spec))
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.where) == (f"cluster.slurm.{key}", spec.where(f"cluster.slurm.{key}"))
+    assert said.rpartition(": ")[2] in problem.message
 
 
 def test_a_job_that_slurm_has_forgotten_ended_as_the_accounting_says(controller: Controller, made: MadeRun) -> None:

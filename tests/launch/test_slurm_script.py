@@ -41,7 +41,7 @@ EVERY_OPTION = (
     "cluster.slurm.switches_wait=30m",
     "cluster.slurm.modules=[cuda/12.4, nccl/2.21]",
     "cluster.slurm.activate=/opt/it's venv/bin/activate",
-    "cluster.slurm.extra={exclusive: true, comment: scaletrain, spread-job: false}",
+    "cluster.slurm.extra={exclusive: true, wckey: scaletrain, spread-job: false}",
     "cluster.cpus_per_gpu=12",
     'env={NCCL_DEBUG: WARN, NOTE: "it\'s $(not) run", MASTER_ADDR: ignored}',
 )
@@ -301,7 +301,7 @@ def test_options_are_one_word_whatever_the_spec_says(name: str, values: list[str
     try:
         slurm = SlurmSpec(
             **dict(zip(keys, values[:8], strict=False)),
-            extra=dict.fromkeys(["comment"], values[8]) if values[8:] else {},
+            extra=dict.fromkeys(["wckey"], values[8]) if values[8:] else {},
         )
     except ValidationError:
         assume(False)

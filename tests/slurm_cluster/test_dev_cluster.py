@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -138,6 +140,17 @@ def test_stop_leaves_nothing_and_spares_other_clusters(cluster: DevCluster, tmp_
     assert len(cluster.run("srun", "-N3", "hostname").stdout.split()) == 3
 
 
+def test_a_cluster_with_a_suspended_job_stops_and_a_node_of_it_can_be_powered_off() -> None:
+    with DevCluster.running(nodes=2) as cluster:
+        job = cluster.submit("srun sleep 31313", "-N2", "--exclusive", "-o/dev/null")
+        wait_until(lambda: len(states_of("^/usr/bin/sleep 31313")) == 2)
+        cluster.run("scontrol", "suspend", job)
+        wait_until(lambda: set(states_of("^/usr/bin/sleep 31313")) <= set("DT"))
+        cluster.node_down("n2")
+        cluster.stop()
+        assert leftovers(cluster) == []
+
+
 def test_the_example_of_partitions_is_valid() -> None:
     example = Path(__file__).parents[2] / "slurm" / "partitions.conf.example"
     lines = [line for line in example.read_text().splitlines() if line and not line.startswith("#")]
@@ -215,6 +228,15 @@ def tag(cluster: DevCluster) -> str:
 
 def network(tag: str) -> list[str]:
     return [path.name for parent in ("/run/netns", "/sys/class/net") for path in Path(parent).glob(f"{tag}*")]
+
+
+def states_of(command: str) -> list[str]:
+    """The kernel's letters for the states of the processes with that command line."""
+    found = []
+    for pid in subprocess.run(["pgrep", "-f", command], capture_output=True, text=True, check=False).stdout.split():
+        with contextlib.suppress(OSError):
+            found.append(Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0])
+    return found
 
 
 def leftovers(cluster: DevCluster) -> list[str]:

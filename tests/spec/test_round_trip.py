@@ -17,7 +17,7 @@ cluster:
   nodes: 2
   gpu: {name: mine, memory: 80GiB, fp32_flops: 67TFLOPS, memory_bandwidth: 3.35TB/s, intra_node_bandwidth: 450GB/s}
   mean_time_between_interruptions: 3h
-  slurm: {partition: gpu, time: 24:00:00, memory_per_node: 1TiB, extra: {exclusive: true, nice: -5, comment: a}}
+  slurm: {partition: gpu, time: 24:00:00, memory_per_node: 1TiB, extra: {exclusive: true, nice: -5, wckey: a}}
 checkpoint: {every: 7, async: false, dir: /tmp/a b}
 guard: {hang: 10m}
 restarts: {preemption: 4}
