@@ -65,6 +65,7 @@ from scaletrain_cli.spec import RunSpec
 _LINES_LOOKED_AT = 200  # of pod 0, for the newest step
 _RUNTIME_SECONDS = 15.0  # until webhooks, which read from caches, have seen a runtime that was just made
 _RETRY_SECONDS = 0.5
+_SERVER_TROUBLE = 500  # and above: no answer to what was asked
 _LOST_ANSWER_PAUSES = (1.0, 3.0)  # before a request without an answer is made again
 
 
@@ -357,36 +358,46 @@ def _apply_workload(cluster: Cluster, workload: Object) -> Object:
     deadline = time.monotonic() + _RUNTIME_SECONDS
     while True:
         try:
-            return _apply_surely(cluster, workload)
+            return _apply_surely(cluster, workload, to_make=True)
         except RefusedError as error:
             if not misses_runtime(error.said) or time.monotonic() > deadline:
                 raise
         time.sleep(_RETRY_SECONDS)
 
 
-def _apply_surely(cluster: Cluster, body: Object) -> Object:
+def _apply_surely(cluster: Cluster, body: Object, *, to_make: bool = False) -> Object:
     """Apply, and again where the answer was lost: a second time changes nothing of what the first has made.
 
-    Raises SchedulerSilentError where that does not help, RefusedError where the server is known not to have it.
+    What there is ``to_make`` is looked for first then: a controller may have changed it meanwhile. Raises
+    SchedulerSilentError where all that does not help, RefusedError where the server is known not to have it.
     """
     lost: SchedulerSilentError | None = None
-    for pause in (*_LOST_ANSWER_PAUSES, None):
+    kind, metadata = kind_of(body), body["metadata"]
+    for pause in (0.0, *_LOST_ANSWER_PAUSES):
+        time.sleep(pause)
         try:
+            if lost is not None and to_make:
+                there = cluster.get(kind, metadata["namespace"], metadata["name"])
+                if there is not None:
+                    return there
             return cluster.apply(body)
         except SchedulerSilentError as error:
             lost = error
-        except RefusedError:
+        except RefusedError as refused:
             if lost is None:
                 raise
+            if refused.status >= _SERVER_TROUBLE:  # of the look before it
+                continue
             try:
-                there = cluster.get(kind_of(body), body["metadata"]["namespace"], body["metadata"]["name"])
+                there = cluster.get(kind, metadata["namespace"], metadata["name"])
             except SchedulerError as error:
                 raise lost from error
             if there is None:
                 raise
             return there
-        if pause is not None:
-            time.sleep(pause)
+        except SchedulerError:
+            if lost is None:
+                raise
     assert lost is not None
     raise lost
 

@@ -52,6 +52,7 @@ class FakeApi:
         self.lost: dict[tuple[str, str], int] = {}  # (verb, resource) -> how many answers are lost though it is done
         self.after_lost: dict[tuple[str, str], tuple[int, Object]] = {}  # refusals from the next lost answer on
         self.strict = False  # about each kind, and not about its group's version alone
+        self.later: dict[tuple[str, str], tuple[int, Object]] = {}  # refusals that take the place of one that was given
         self.page: int | None = None
         self.silent_pods: set[str] = set()  # their kubelet does not answer
         self.dead_pods: set[str] = set()  # their node is never heard of, and the server waits for it
@@ -249,6 +250,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._not_served()
             return True
         if refusal is not None:
+            self.api.refusals[(verb, resource)] = self.api.later.get((verb, resource), refusal)
             self._answer(*refusal)
         return refusal is not None
 

@@ -5,9 +5,10 @@ The server is the fake one: it does what it is asked and answers 504, as a gatew
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from tests.launch.conftest import MadeRun
 from tests.launch.kubernetes.conftest import SETTINGS, condition, pod
 from tests.launch.kubernetes.fake_api import FakeApi, status
 
-TRIES = 3
 UNAVAILABLE = (503, status(503, "ServiceUnavailable", "the server is currently unable to handle the request"))
 
 
@@ -48,13 +48,22 @@ def names(api: FakeApi, plural: str) -> list[str]:
     return sorted(body["metadata"]["name"] for body in api.all(plural))
 
 
+@contextlib.contextmanager
+def server_away_after_the_first_request(api: FakeApi) -> Iterator[None]:
+    """It makes the workload, and nothing is heard of it afterwards."""
+    api.lost[("create", "jobsets")] = 1
+    api.after_lost = {("get", "jobsets"): UNAVAILABLE, ("patch", "jobsets"): UNAVAILABLE}
+    try:
+        yield
+    finally:
+        api.after_lost = {}
+        api.refusals.clear()
+
+
 def unanswered(made: MadeRun, api: FakeApi, *, hand_over: Callable[[MadeRun], Any] = submit) -> None:
     """Hand it over so that the job is made and no answer comes, however often it is asked for."""
-    api.lost[("create", "jobsets")] = 1
-    api.lost[("patch", "jobsets")] = TRIES
-    with pytest.raises(SchedulerSilentError, match=f"scaletrain status {made.run.run_id}"):
+    with server_away_after_the_first_request(api), pytest.raises(SchedulerSilentError, match="scaletrain status fake"):
         hand_over(made)
-    api.lost.clear()
 
 
 @pytest.fixture
@@ -155,6 +164,17 @@ def test_a_refusal_after_a_lost_answer_is_believed_only_if_nothing_is_there(made
     assert api.all("configmaps")
 
 
+def test_a_refusal_after_an_answer_that_was_lost_before_anything_was_done_is_a_refusal(
+    made: MadeRun, api: FakeApi
+) -> None:
+    api.refusals[("create", "jobsets")] = UNAVAILABLE
+    api.later = {("create", "jobsets"): (403, status(403, "Forbidden", "a webhook says no"))}
+    with pytest.raises(SchedulerError, match="a webhook says no") as caught:
+        submit(made)
+    assert not isinstance(caught.value, SchedulerSilentError)
+    assert not api.objects
+
+
 def test_who_may_only_read_the_run_directory_sees_the_job_all_the_same(
     made: MadeRun, api: FakeApi, later: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,9 +197,7 @@ def test_a_preflight_whose_submission_was_not_answered_keeps_what_finds_its_job(
     made: MadeRun, api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
-    api.lost[("create", "jobsets")] = 1
-    api.lost[("patch", "jobsets")] = TRIES
-    with pytest.raises(SchedulerSilentError):
+    with server_away_after_the_first_request(api), pytest.raises(SchedulerSilentError):
         run_preflight(made.record.spec, made.record.plan, KubernetesScheduler(), 1.0, lambda status: None)
     (folder,) = (tmp_path / "runs").glob("preflight-*")
     assert run_status(RunDir(folder)).state == "queued"
