@@ -23,6 +23,15 @@ def command(
     sweep: Annotated[
         str | None, typer.Option("--sweep", metavar="NAME", help="Only the runs of this sweep; else those of all.")
     ] = None,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--state",
+            metavar="STATE",
+            help="Only runs in this state, as in running; also active or over; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the runs under the runs root ($SCALETRAIN_RUNS, your clusters.yaml, or ./runs), newest first."""

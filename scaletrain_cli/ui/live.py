@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.text import Text
 
 from scaletrain_cli.launch.status import RunStatus
-from scaletrain_cli.ui.console import line, plain, talk
+from scaletrain_cli.ui.console import line, talk
+from scaletrain_cli.ui.event_view import event_line
 from scaletrain_cli.ui.status_view import measures_text
-from scaletrain_cli.ui.units import bytes_text, seconds_text
 
-_NOT_DETAILS = ("time", "event", "metrics_bytes")
 
 
 class StatusLine:
@@ -54,20 +51,5 @@ class StatusLine:
         self._progress.update(self._task, completed=done, total=total or None, state=state, measures=measures)
 
     def note_event(self, event: Mapping[str, Any]) -> None:
-        """A line that stays: one event of the run, with its details as they stand in events.jsonl."""
-        when = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0.0)))
-        shown = {key: value for key, value in event.items() if key not in _NOT_DETAILS}
-        details = ", ".join(_detail(key, value) for key, value in shown.items())
-        name = plain(str(event.get("event", "")))
-        line(self._console, Text.assemble((when, "dim"), f"  {name:<13}", (f"  {plain(details)}", "dim")))
-
-
-def _detail(key: str, value: Any) -> str:
-    if key == "bytes":
-        return bytes_text(value)
-    if key.endswith("seconds"):
-        name = key.removesuffix("seconds").strip("_")
-        return f"{name} {seconds_text(value)}".strip()
-    if key in ("why", "message"):
-        return str(value)
-    return f"{key.replace('_', ' ')} {format(value, '.5g') if isinstance(value, float) else value}"
+        """Print a line that stays: one event of the run, in words."""
+        line(self._console, event_line(event))

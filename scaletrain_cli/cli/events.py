@@ -1,0 +1,80 @@
+"""`scaletrain events`: what happened to a run, one event a line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from scaletrain_cli.cli.options import AsJson, RunName
+from scaletrain_cli.errors import ExitCode
+
+if TYPE_CHECKING:
+    from scaletrain_cli.rundir.paths import RunDir
+
+EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
+_LOOK_EVERY_SECONDS = 0.5
+_ASK_EVERY_SECONDS = 3.0
+
+
+def command(
+    run: RunName,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new events until the run has ended.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what happened to a run: submissions, starts, checkpoints, signals, rollbacks, ends of attempts.
+
+    With --json the events are as in events.jsonl; with --follow, each is a line of its own.
+    """
+    from scaletrain_cli.rundir.journal import read_events
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.record import read_record
+    from scaletrain_cli.ui.json import print_json
+    from scaletrain_cli.ui.messages import say
+
+    found = find_run(run)
+    read_record(found)
+    show = _stream if as_json else _show
+    if not follow:
+        events = read_events(found)
+        if as_json:
+            print_json({"run_id": found.run_id, "events": events})
+        elif events:
+            _show(events)
+        else:
+            say(f"nothing has happened to {found.run_id} yet.")
+        return
+    seen, asked = 0, 0.0
+    while True:
+        over = False
+        if time.monotonic() - asked >= _ASK_EVERY_SECONDS or not asked:
+            asked, over = time.monotonic(), _is_over(found)
+        events = read_events(found)  # after the question, so that the last of an ended run are among them
+        show(events[seen:])
+        seen = len(events)
+        if over:
+            break
+        time.sleep(_LOOK_EVERY_SECONDS)
+    if as_json:
+        print_json({"run_id": found.run_id})
+
+
+def _is_over(run: RunDir) -> bool:
+    from scaletrain_cli.launch.status import is_over, run_status
+
+    return is_over(run, run_status(run))
+
+
+def _show(events: Iterable[dict[str, Any]]) -> None:
+    from scaletrain_cli.ui.event_view import show_events
+
+    show_events(events)
+
+
+def _stream(events: Iterable[dict[str, Any]]) -> None:
+    from scaletrain_cli.ui.json import stream_json
+
+    for event in events:
+        stream_json(event)
