@@ -39,6 +39,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("train", "Run here, in this terminal; ctrl-C saves and stops."),
         Verb("resume", "Continue a run from its newest sound checkpoint."),
         Verb("cancel", "Stop a run for good."),
+        Verb("rm", "Delete runs that are over."),
         Verb("drill", "Hurt small runs on your cluster on purpose, and see that nothing is lost."),
     ),
     "Follow": (
@@ -46,6 +47,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("explain", "Say why a run waits, or why it ended, and what to do."),
         Verb("list", "Show all runs."),
         Verb("logs", "Show what a run printed."),
+        Verb("events", "Show what happened to a run."),
         Verb("nodes", "Nodes that runs keep away from: nodes list, nodes clear."),
         Verb("checkpoint", "Look after checkpoints: checkpoint list|verify|export|prune."),
     ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from scaletrain_cli.rundir.paths import RunDir
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
+_DAMAGED = "damaged"  # whose record cannot be read
+_OVER = frozenset({"finished", "failed", "cancelled"})
 
 
 def command(
@@ -34,20 +38,30 @@ def command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the runs under the runs root ($SCALETRAIN_RUNS, your clusters.yaml, or ./runs), newest first."""
+    """Show the runs under the runs root ($SCALETRAIN_RUNS, your clusters.yaml, or ./runs), newest first.
+
+    The states: queued, running, suspended, ending, preempted, finished, failed, cancelled, unknown, damaged.
+    """
     from scaletrain_cli.launch.status import run_statuses
     from scaletrain_cli.rundir.paths import list_runs, runs_root
     from scaletrain_cli.rundir.sweeps import find_sweep
 
+    wanted = _wanted(state or ())
     chosen = list_runs() if sweep is None else find_sweep(sweep).runs
-    runs = sorted(chosen, key=lambda run: run.record.stat().st_mtime, reverse=True)
-    shown = runs[:limit] if limit else runs
-    found = list(zip(shown, run_statuses(shown), strict=True))
+    runs = [run for _, run in sorted(_with_times(chosen), key=lambda found: found[0], reverse=True)]
+    if wanted is None:
+        shown = runs[:limit] if limit else runs
+        found = list(zip(shown, run_statuses(shown), strict=True))
+        left = len(runs) - len(shown)
+    else:
+        fitting = [pair for pair in zip(runs, run_statuses(runs), strict=True) if _state(pair[1]) in wanted]
+        found = fitting[:limit] if limit else fitting
+        left = len(fitting) - len(found)
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
         rows = [_row(run, status) for run, status in found]
-        print_json({"runs_root": str(runs_root()), "runs": rows, "not_shown": len(runs) - len(shown)})
+        print_json({"runs_root": str(runs_root()), "runs": rows, "not_shown": left})
         return
     from scaletrain_cli.ui.messages import say
 
@@ -56,12 +70,40 @@ def command(
         return
     from scaletrain_cli.ui.run_list import show_runs
 
+    if not found:
+        say(f"none of {len(runs)} runs under {runs_root()} is {' or '.join(state or ())}.")
+        return
     show_runs(found)
-    if len(shown) < len(runs):
-        say(f"and {len(runs) - len(shown)} older; --limit 0 shows them all")
+    if left:
+        say(f"and {left} older; --limit 0 shows them all")
+
+
+def _wanted(given: Sequence[str]) -> frozenset[str] | None:
+    """Return the states that --state means; None without the option. Raises UsageError."""
+    from scaletrain_cli.launch.status import RunState
+
+    if not given:
+        return None
+    states = frozenset((*get_args(RunState), _DAMAGED))
+    groups = {"active": states - _OVER - {_DAMAGED}, "over": _OVER, **{name: frozenset((name,)) for name in states}}
+    unknown = [name for name in given if name not in groups]
+    if unknown:
+        raise UsageError(f"--state {unknown[0]}: there is no such state. Use {', '.join(sorted(groups))}.")
+    return frozenset().union(*(groups[name] for name in given))
+
+
+def _with_times(runs: Iterable[RunDir]) -> Iterator[tuple[float, RunDir]]:
+    """Yield each run with the time of its record, without those that have been deleted meanwhile."""
+    for run in runs:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            yield run.record.stat().st_mtime, run
+
+
+def _state(status: RunStatus | UsageError) -> str:
+    return _DAMAGED if isinstance(status, UsageError) else status.state
 
 
 def _row(run: RunDir, status: RunStatus | UsageError) -> dict[str, Any]:
     if isinstance(status, UsageError):
-        return {"run_id": run.run_id, "state": "damaged", "error": status.to_json()}
+        return {"run_id": run.run_id, "state": _DAMAGED, "error": status.to_json()}
     return status.to_json()

@@ -72,9 +72,7 @@ def _resumed(event: Event) -> str:
 
 def _checkpoint(event: Event) -> str:
     blocked = f", training waited {seconds_text(event['blocked_seconds'])}" if event.get("blocked_seconds") else ""
-    return (
-        f"step {event['step']} committed, {bytes_text(event['bytes'])} in {seconds_text(event['seconds'])}{blocked}"
-    )
+    return f"step {event['step']} committed, {bytes_text(event['bytes'])} in {seconds_text(event['seconds'])}{blocked}"
 
 
 def _first_loss(event: Event) -> str:
@@ -101,14 +99,15 @@ def _attempt_ended(event: Event) -> str:
     message = f": {event['message']}" if event.get("message") else ""
     then = "another attempt follows" if event.get("requeue") else "no attempt follows"
     why = f" ({event['why']})" if event.get("why") else ""
-    return f"attempt {event['attempt']} ended with exit code {event['exit_code']}, {event['reason']}{message}; {then}{why}"
+    return (
+        f"attempt {event['attempt']} ended with exit code {event['exit_code']}, {event['reason']}{message}; {then}{why}"
+    )
 
 
 def _rolled_back(event: Event) -> str:
     first, last = event["skip"]
-    return (
-        f"from step {event['from_step']} to step {event['to_step']}; the batches of steps {first} to {last} are left out"
-    )
+    left_out = f"the batches of steps {first} to {last} are left out"
+    return f"from step {event['from_step']} to step {event['to_step']}; {left_out}"
 
 
 def _spike(event: Event) -> str:

@@ -226,6 +226,18 @@ class KubernetesScheduler:
         if not (seen.pods and shares_volume(run)):  # else the first pod records it, once all have saved
             record_event(run, "cancelled", job_id=place.job_id)
 
+    def remove_ended(self, run: RunDir, record: RunRecord) -> list[str]:
+        """Delete the run's workloads, all of which are over; return their names. What they own goes with them."""
+        place = whereabouts_of(run, record)
+        if place is None:
+            return []
+        cluster, seen = self._look(place, record)
+        kind = BACKENDS[parse_id(place.job_id)[0]]
+        doomed = [one for one in (seen.workload, *seen.others) if one is not None and _has_ended(one)]
+        for one in doomed:
+            _delete(cluster, kind, place.namespace, one)
+        return [str(one["metadata"]["name"]) for one in doomed]
+
     def logs(self, run: RunDir, record: RunRecord) -> PodLogs | None:
         """What brings the pods' output here; None where it is here already, or there is no job."""
         place = whereabouts_of(run, record)

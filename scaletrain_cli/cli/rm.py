@@ -1,0 +1,127 @@
+"""`scaletrain rm`: delete runs that are over."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from scaletrain_cli.cli.options import AsJson, Yes
+from scaletrain_cli.errors import ExitCode, Problem, ScaletrainError, UsageError
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.removal import Removal
+    from scaletrain_cli.rundir.paths import RunDir
+
+EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
+
+
+def command(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...",
+            help="Run ids, beginnings of them, or run directories; or sweeps, for all of their runs.",
+            show_default=False,
+        ),
+    ],
+    checkpoints: Annotated[
+        bool, typer.Option("--checkpoints", help="Also delete their checkpoints in checkpoint.dir; else these stay.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted, and delete nothing.")] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete runs that are over: run directory, logs, checkpoints in it, and what is left of the job in the cluster.
+
+    An active run and another user's run are refused, and then none is deleted. Asks once; where nobody can be asked,
+    --yes is needed. Datasets, code shared with other runs and Weights & Biases are left alone.
+    """
+    from scaletrain_cli.cli.confirmation import confirm
+    from scaletrain_cli.launch.removal import plan_removal, remove, remove_leftovers
+    from scaletrain_cli.rundir.paths import runs_root
+    from scaletrain_cli.ui.messages import say, warn
+    from scaletrain_cli.ui.units import bytes_text
+
+    found = [plan_removal(run, with_checkpoints=checkpoints) for run in _chosen(runs)]
+    for one in found:
+        say(_line(one))
+        if one.checkpoints is not None and not checkpoints:
+            warn(
+                f"its checkpoints stay in {one.checkpoints} ({bytes_text(one.kept_bytes)}); --checkpoints deletes them"
+            )
+    total = sum(one.bytes for one in found)
+    if dry_run:
+        _answer(as_json, found, dry_run=True)
+        say(f"{_count(found)} would be deleted, {bytes_text(total)}")
+        return
+    if not yes and not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError("nobody can be asked here whether to delete this.", remedy="Add --yes to delete it.")
+    confirm(f"Delete {_count(found)}, {bytes_text(total)}? This cannot be undone.", yes)
+    done: list[Removal] = []
+    failed: list[tuple[str, ScaletrainError]] = []
+    for one in found:
+        try:
+            objects = remove(one, with_checkpoints=checkpoints)
+        except ScaletrainError as error:
+            failed.append((one.run_id, error))
+            continue
+        done.append(one)
+        if objects:
+            say(f"deleted {', '.join(objects)} in the cluster of {one.run_id}")
+    remove_leftovers(runs_root())
+    _answer(as_json, done, dry_run=False)
+    if done:
+        say(f"deleted {_count(done)}, {bytes_text(sum(one.bytes for one in done))}")
+    if len(failed) == 1:
+        raise failed[0][1]
+    if failed:
+        worst = max((error for _, error in failed), key=lambda error: error.exit_code)
+        worst.message = f"{len(failed)} runs were not deleted"
+        worst.problems = tuple(Problem(name, "", str(error)) for name, error in failed)
+        raise worst
+
+
+def _chosen(names: list[str]) -> list[RunDir]:
+    """Return each run once, in the order given. Raises UsageError."""
+    from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
+
+    chosen: dict[str, RunDir] = {}
+    for name in names:
+        found = find_run_or_sweep(name)
+        for run in found.runs if isinstance(found, Sweep) else (found,):
+            chosen.setdefault(str(run.path), run)
+    return list(chosen.values())
+
+
+def _line(one: Removal) -> str:
+    from scaletrain_cli.ui.units import bytes_text
+
+    newest = "no checkpoint" if one.newest_checkpoint is None else f"newest checkpoint step {one.newest_checkpoint}"
+    return f"{one.run_id}: {one.state}, {newest}, {bytes_text(one.bytes)}"
+
+
+def _count(found: list[Removal]) -> str:
+    return f"{len(found)} run" if len(found) == 1 else f"{len(found)} runs"
+
+
+def _answer(as_json: bool, found: list[Removal], *, dry_run: bool) -> None:
+    if not as_json:
+        for one in found:
+            typer.echo(one.run_id)
+        return
+    from scaletrain_cli.ui.json import print_json
+
+    rows: list[dict[str, Any]] = [
+        {
+            "run_id": one.run_id,
+            "run_dir": str(one.run.path),
+            "state": one.state,
+            "bytes": one.bytes,
+            "newest_checkpoint_step": one.newest_checkpoint,
+            "checkpoints_left": None if one.checkpoints is None or not one.kept_bytes else str(one.checkpoints),
+        }
+        for one in found
+    ]
+    print_json({"dry_run": dry_run, "deleted": rows})

@@ -1,0 +1,225 @@
+"""--json: every verb of the command line, in every state of a run, answers with the one envelope of docs/json.md."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import typer
+
+from scaletrain_cli.cli.app import app
+from scaletrain_cli.errors import ScaletrainError, SchedulerError
+from scaletrain_cli.launch.local import LocalScheduler
+from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
+from tests.cli.prepared_runs import STATES, living_process, prepare
+
+PAGE = (PROJECT / "docs" / "json.md").read_text(encoding="utf-8")
+CODES = {code: int(number) for code, number in re.findall(r"^\| `([a-z-]+)` \| (\d+) \|", PAGE, flags=re.MULTILINE)}
+TEXT = {"type": ["string", "null"]}
+LINE = {"type": ["integer", "null"], "minimum": 1}
+PROBLEM = {
+    "type": "object",
+    "properties": {"where": {"type": "string"}, "file": TEXT, "line": LINE, "key": TEXT}
+    | {"message": {"type": "string"}, "given": TEXT, "hint": TEXT},
+    "required": ["where", "file", "line", "key", "message", "given", "hint"],
+    "additionalProperties": False,
+}
+ERROR = {
+    "type": "object",
+    "properties": {"code": {"enum": sorted(CODES)}, "key": TEXT, "file": TEXT, "line": LINE}
+    | {"message": {"type": "string", "minLength": 1}, "remedy": TEXT, "problems": {"type": "array", "items": PROBLEM}},
+    "required": ["code", "key", "file", "line", "message", "remedy", "problems"],
+    "additionalProperties": False,
+}
+ENVELOPE = {
+    "type": "object",
+    "properties": {"schema": {"type": "string", "pattern": r"^scaletrain\.[a-z-]+/v1$"}, "ok": {"type": "boolean"}},
+    "required": ["schema", "ok"],
+    "if": {"properties": {"ok": {"const": True}}},
+    "then": {"not": {"required": ["error"]}},
+    "else": {"required": ["error"], "properties": {"error": ERROR}},
+}
+CHECK = jsonschema.Draft202012Validator(ENVELOPE)
+# What stands for an argument or an option that a command needs, by the name that its help gives it.
+VALUES = {"SPEC": str(SMALL), "RUN": "r1", "[RUN]": "r1", "RUN...": "r1", "DIR": "out"}
+# Options that make a command that would wait, ask or start something end by itself.
+ALSO = {"init": ["-o", "new.yaml"], "drill": ["--list"], "rm": ["--yes"], "preflight": ["--yes"], "submit": ["--yes"]}
+
+
+def commands(command: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command of the application, with the words that call it."""
+    command = command or typer.main.get_command(app)
+    if not hasattr(command, "list_commands"):
+        yield words, command
+        return
+    context = command.make_context("scaletrain", [], resilient_parsing=True)
+    for name in command.list_commands(context):
+        yield from commands(command.get_command(context, name), (*words, name))
+
+
+ALL = dict(commands())
+OF_A_RUN = [
+    words for words, command in ALL.items() if any(p.metavar in ("RUN", "[RUN]", "RUN...") for p in command.params)
+]
+
+
+def command_line(words: tuple[str, ...]) -> list[str]:
+    """The words with all that the command needs."""
+    given = list(words)
+    for parameter in ALL[words].params:
+        is_argument = parameter.param_type_name == "argument"
+        if parameter.required or parameter.metavar == "[RUN]":
+            value = VALUES[parameter.metavar]
+            given += [value] if is_argument else [parameter.opts[0], value]
+    return [*given, *ALSO.get(words[0], [])]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Jobs are taken and never run; what would start a process and wait for it is refused."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise SchedulerError("nothing is started here.")
+
+    monkeypatch.setattr(LocalScheduler, "submit", lambda self, run, record: "7")
+    monkeypatch.setattr("scaletrain_cli.launch.preflight_alone.run_preflight", refuse)
+    monkeypatch.setattr("scaletrain_cli.launch.local.run_in_foreground", refuse)
+    monkeypatch.setattr("scaletrain_cli.cli.engine_process.ask_engine", refuse)
+    monkeypatch.setattr("scaletrain_cli.launch.drills.running.run_drill", refuse)
+    monkeypatch.chdir(tmp_path)
+
+
+def checked(ended: Ended) -> dict[str, Any]:
+    """The envelope, which must be one and agree with the exit code."""
+    assert ended.out.endswith("}\n"), ended
+    data = json.loads(ended.out)
+    errors = [f"{error.json_path}: {error.message}" for error in CHECK.iter_errors(data)]
+    assert not errors, (errors, ended)
+    assert data["ok"] == (ended.code == 0), ended
+    if not data["ok"]:
+        assert CODES[data["error"]["code"]] == ended.code, ended
+    assert "Traceback" not in ended.err, ended
+    return dict(data)
+
+
+def test_every_command_takes_json() -> None:
+    assert {
+        " ".join(words) for words, command in ALL.items() if not any("--json" in p.opts for p in command.params)
+    } == set()
+
+
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_without_any_run_every_command_answers_in_the_envelope(words: tuple[str, ...]) -> None:
+    data = checked(scaletrain(*command_line(words), "--json"))
+    assert data["schema"] == SCHEMAS.get(words, f"scaletrain.{'-'.join(words)}/v1")
+
+
+# Answers whose schema has another name than the command, as docs/json.md says.
+SCHEMAS = {("preflight",): "scaletrain.preflight-report/v1", ("drill",): "scaletrain.drill-list/v1"}
+
+
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_a_wrong_command_line_is_answered_in_the_envelope(words: tuple[str, ...]) -> None:
+    parameters = ALL[words].params
+    assert checked(scaletrain(*command_line(words), "--no-such-option", "--json"))["error"]["code"] == "usage"
+    if any(parameter.required for parameter in parameters):
+        assert checked(scaletrain(*words, "--json"))["error"]["code"] == "usage"
+    if not any(parameter.nargs == -1 for parameter in parameters):
+        assert checked(scaletrain(*command_line(words), "too", "many", "--json"))["error"]["code"] == "usage"
+
+
+@pytest.mark.parametrize("arguments", [["vaildate"], ["data"], ["checkpoint", "lst"], [], ["--versoin"]], ids=str)
+def test_a_verb_that_is_not_there_is_answered_in_the_envelope(arguments: list[str]) -> None:
+    data = checked(scaletrain(*arguments, "--json"))
+    assert data["error"]["code"] == "usage"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """A runs root for each state, with the run r1 in it."""
+    roots: dict[str, Path] = {}
+    with living_process() as process, pytest.MonkeyPatch.context() as patch:
+        for state in STATES:
+            roots[state] = tmp_path_factory.mktemp(state)
+            patch.setenv("SCALETRAIN_RUNS", str(roots[state]))
+            prepare(state, "r1", process)
+        yield roots
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_in_every_state_of_a_run_every_command_answers_in_the_envelope(
+    state: str, prepared: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalScheduler, "cancel", lambda self, run, record: None)
+    seen = set()
+    for number, words in enumerate(OF_A_RUN):
+        root = shutil.copytree(prepared[state], tmp_path / str(number), symlinks=True)
+        monkeypatch.setenv("SCALETRAIN_RUNS", str(root))
+        data = checked(scaletrain(*command_line(words), "--json"))
+        seen.add(data["schema"])
+        if words == ("status",):
+            assert data.get("state") == (state if state != "damaged" else None)
+        listed = checked(scaletrain("list", "--json"))
+        rows = {row["run_id"]: row for row in listed["runs"]}
+        assert words == ("rm",) or "r1" in rows
+        if state == "damaged" and "r1" in rows:
+            errors = list(jsonschema.Draft202012Validator(ERROR).iter_errors(rows["r1"]["error"]))
+            assert (rows["r1"]["state"], errors) == ("damaged", [])
+    assert {f"scaletrain.{'-'.join(words)}/v1" for words in OF_A_RUN} == seen
+
+
+def test_an_interrupted_command_is_answered_in_the_envelope(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scaletrain_cli.spec.load_spec", interrupt)
+    data = checked(scaletrain("plan", SMALL, "--json"))
+    assert data["error"]["code"] == "interrupted"
+
+
+def test_what_is_wrong_in_a_spec_has_its_file_and_line_apart(tmp_path: Path) -> None:
+    spec = tmp_path / "a:7.yaml"  # a name that looks like a file and a line
+    lines = SMALL.read_text(encoding="utf-8").splitlines()
+    spec.write_text("\n".join([*lines, "no_such_key: 1"]), encoding="utf-8")
+    error = checked(scaletrain("validate", spec, "--json"))["error"]
+    assert (error["code"], error["key"], error["file"]) == ("spec", "no_such_key", str(spec))
+    assert error["line"] == len(lines) + 1
+    assert error["remedy"] == error["problems"][0]["hint"]
+
+
+def test_a_dry_run_is_an_answer_like_any_other() -> None:
+    data = checked(scaletrain("submit", SMALL, "--dry-run", "--json"))
+    assert "local_supervisor" in data["would_send"]
+    sweep = checked(scaletrain("submit", SMALL, "--dry-run", "--json", "--sweep", "training.seed=1,2"))
+    assert [len(run["overrides"]) for run in sweep["runs"]] == [1, 1]
+
+
+def test_an_answer_that_json_cannot_hold_is_a_bug_in_the_envelope(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scaletrain_cli.spec.json_schema", lambda: {"a": float("nan")})
+    ended = scaletrain("schema", "--json", expect_bug=True)
+    assert checked(ended)["error"]["code"] == "internal"
+
+
+def test_every_code_of_an_error_is_documented() -> None:
+    def codes(kind: type[ScaletrainError]) -> Iterator[str]:
+        yield kind.code
+        for below in kind.__subclasses__():
+            yield from codes(below)
+
+    assert set(codes(ScaletrainError)) <= CODES.keys()
+
+
+def test_followed_answers_are_one_document_a_line(prepared: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(prepared["finished"]))
+    for verb, field in (("logs", "text"), ("events", "event")):
+        ended = scaletrain(verb, "r1", "--follow", "--json")
+        *lines, last = [json.loads(line) for line in ended.out.splitlines()]
+        assert last == {"schema": f"scaletrain.{verb}/v1", "ok": True, "run_id": "r1"}
+        assert lines
+        assert all(field in line for line in lines)

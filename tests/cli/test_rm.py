@@ -1,0 +1,215 @@
+"""rm, events and list --state: what is deleted, what is refused, and what a failure leaves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import ExitCode, SchedulerError
+from scaletrain_cli.launch.local import LocalScheduler
+from scaletrain_cli.launch.processes import ProcessIdentity
+from scaletrain_cli.rundir.committing import close_attempt
+from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.ui.event_view import event_sentence
+from tests.cli.command_line import scaletrain
+from tests.cli.prepared_runs import living_process, prepare
+from tests.rundir.test_checkpoints import ATTEMPT, save
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessIdentity]:
+    with living_process() as found:
+        yield found
+
+
+def test_a_run_that_is_over_is_deleted_with_all_that_is_in_it() -> None:
+    run = prepare("finished", "r1")
+    other = prepare("failed", "r2")
+    ended = scaletrain("rm", "r1", "--yes")
+    assert (ended.code, ended.out) == (0, "r1\n"), ended.err
+    assert "r1: finished, newest checkpoint step 2, " in ended.err
+    assert sorted(path.name for path in runs_root().iterdir()) == [other.name]
+    assert not run.exists()
+    assert scaletrain("rm", "r1", "--yes").code == ExitCode.USAGE
+
+
+def test_nothing_is_deleted_in_a_dry_run_or_where_nobody_can_be_asked() -> None:
+    prepare("finished", "r1")
+    dry = scaletrain("rm", "r1", "--dry-run", "--json")
+    (row,) = dry.data["deleted"]
+    assert (dry.code, dry.data["dry_run"], row["newest_checkpoint_step"]) == (0, True, 2)
+    assert row["bytes"] > 5000
+    silent = scaletrain("rm", "r1")
+    assert (silent.code, "--yes" in silent.err) == (ExitCode.USAGE, True)
+    assert RunDir(runs_root() / "r1").record.exists()
+
+
+@pytest.mark.parametrize("state", ["running", "queued", "unknown"])
+def test_a_run_that_is_or_may_be_active_is_refused_and_the_others_stay_with_it(
+    state: str, process: ProcessIdentity
+) -> None:
+    prepare("finished", "over")
+    prepare(state, "r1", process)
+    ended = scaletrain("rm", "over", "r1", "--yes")
+    assert ended.code == ExitCode.USAGE
+    assert "r1" in ended.err
+    assert ("scaletrain cancel r1" in ended.err) == (state != "unknown")
+    assert {"over", "r1"} <= {path.name for path in runs_root().iterdir()}
+
+
+def test_a_run_whose_scheduler_cannot_be_asked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare("failed", "r1")
+
+    def silent(*arguments: object) -> None:
+        raise SchedulerError("squeue did not answer.")
+
+    monkeypatch.setattr(LocalScheduler, "job", silent)
+    ended = scaletrain("rm", "r1", "--yes")
+    assert (ended.code, "may be active" in ended.err) == (ExitCode.SCHEDULER, True)
+    assert (runs_root() / "r1" / "run.json").exists()
+
+
+def test_a_run_of_another_user_is_refused() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    run = prepare("finished", "r1")
+    os.chown(run, 65534, 65534)
+    ended = scaletrain("rm", "r1", "--yes")
+    assert (ended.code, "belongs to" in ended.err) == (ExitCode.USAGE, True)
+    assert (run / "run.json").exists()
+
+
+def test_links_are_deleted_and_never_what_they_lead_to(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("mine")
+    run = prepare("finished", "r1")
+    (run / "link").symlink_to(precious)
+    shutil.rmtree(run / "attempts" / "0001" / "logs")
+    (run / "attempts" / "0001" / "logs").symlink_to(precious)
+    assert scaletrain("rm", "r1", "--yes").code == 0
+    assert (precious / "file").read_text() == "mine"
+    moved = prepare("finished", "r2").rename(tmp_path / "moved")
+    (runs_root() / "r2").symlink_to(moved)
+    linked = scaletrain("rm", "r2", "--yes")
+    assert (linked.code, "symbolic link" in linked.err) == (ExitCode.USAGE, True)
+    assert (moved / "run.json").exists()
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["stay", "go"])
+def test_checkpoints_outside_the_run_directory_go_only_when_that_is_asked(asked: bool, tmp_path: Path) -> None:
+    prepare("finished", "r1", None, f"checkpoint.dir={tmp_path}/kept")
+    folder = tmp_path / "kept" / "r1"
+    save(folder, 4)
+    close_attempt(folder, ATTEMPT)
+    (folder / "notes.txt").write_text("not a checkpoint")
+    ended = scaletrain("rm", "r1", "--yes", "--json", *(["--checkpoints"] if asked else []))
+    assert ended.code == 0, ended.err
+    (row,) = ended.data["deleted"]
+    assert row["checkpoints_left"] == (None if asked else str(folder))
+    assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", *([] if asked else ["step-00000004"])]
+    assert (str(folder) in ended.err) == (not asked)
+
+
+def test_a_removal_that_is_cut_short_leaves_no_half_run_and_the_next_one_finishes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepare("finished", "r1")
+    prepare("finished", "r2")
+    with monkeypatch.context() as patch:
+
+        def cut(path: Path, **options: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr("scaletrain_cli.launch.removal.shutil.rmtree", cut)
+        assert scaletrain("rm", "r1", "--yes").code == 130
+    assert [row["run_id"] for row in scaletrain("list", "--json").data["runs"]] == ["r2"]
+    assert len(list(runs_root().iterdir())) == 2, "what is left of r1 is hidden"
+    assert scaletrain("rm", "r2", "--yes").code == 0
+    assert list(runs_root().iterdir()) == []
+
+
+def test_what_cannot_be_deleted_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare("finished", "r1")
+    real = os.unlink
+
+    def immutable(path: str, **options: int) -> None:
+        if str(path).endswith("events.jsonl"):
+            raise PermissionError(1, "Operation not permitted", path)
+        real(path, **options)
+
+    monkeypatch.setattr("os.unlink", immutable)
+    ended = scaletrain("rm", "r1", "--yes")
+    assert ended.code == ExitCode.CRASHED
+    assert "r1 is no longer a run" in ended.err
+    assert "Operation not permitted" in ended.err
+    (left,) = runs_root().iterdir()
+    assert str(left) in ended.err
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (["--state", "finished"], {"r-finished"}),
+        (["--state", "failed", "--state", "damaged"], {"r-failed", "r-damaged"}),
+        (["--state", "over"], {"r-finished", "r-failed"}),
+        (["--state", "active"], {"r-running"}),
+        (["--state", "finished", "--limit", "1"], {"r-finished"}),
+    ],
+    ids=str,
+)
+def test_the_list_is_filtered_by_state(wanted: list[str], found: set[str], process: ProcessIdentity) -> None:
+    for state in ("finished", "failed", "damaged", "running"):
+        prepare(state, f"r-{state}", process)
+    listed = scaletrain("list", *wanted, "--json").data
+    assert {row["run_id"] for row in listed["runs"]} == found
+    assert listed["not_shown"] == 0
+    assert found <= set(scaletrain("list", *wanted).out.split())
+
+
+def test_a_state_that_is_none_is_refused_and_an_empty_answer_says_so() -> None:
+    prepare("finished", "r1")
+    wrong = scaletrain("list", "--state", "runing")
+    assert (wrong.code, "cancelled" in wrong.err) == (ExitCode.USAGE, True)
+    none = scaletrain("list", "--state", "failed")
+    assert (none.code, none.out) == (0, "")
+    assert "none of 1 runs" in none.err
+
+
+def test_events_are_sentences() -> None:
+    prepare("failed", "r1")
+    shown = scaletrain("events", "r1")
+    assert shown.code == 0
+    lines = shown.out.splitlines()
+    assert lines[0].endswith("submitted       job 7 on local")
+    assert lines[-1].endswith("attempt 1 ended with exit code 1, crash: it was so; no attempt follows")
+    followed = scaletrain("events", "r1", "--follow")
+    assert followed.out == shown.out
+    assert scaletrain("events", "r1", "--json").data["events"][0]["event"] == "submitted"
+
+
+@pytest.mark.parametrize(
+    ("event", "sentence"),
+    [
+        ({"event": "resumed", "step": 40, "lost_steps": 1, "passed_over": []}, "from step 40; 1 step to train again"),
+        ({"event": "finished", "step": 9}, "at step 9"),
+        ({"event": "spike"}, ""),
+        ({"event": "of another version", "a_b": 0.123456789, "none": None, "yes": True}, "a b 0.12346, yes yes"),
+        ({"event": "checkpoint", "step": "x"}, "step x"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_an_event_of_any_form_is_a_sentence(event: dict[str, object], sentence: str) -> None:
+    assert event_sentence(event) == sentence
+
+
+def test_no_event_shows_what_only_python_says() -> None:
+    values: list[Callable[[], object]] = [lambda: None, lambda: [], lambda: "", lambda: {"a": None}]
+    for name in ("resumed", "preempted", "attempt-ended", "hang", "nodes-excluded", "stragglers"):
+        for value in values[:3]:
+            text = event_sentence({"event": name, "step": 1, "message": value(), "rank": value(), "spared": value()})
+            assert "None" not in text
