@@ -14,7 +14,6 @@ from scaletrain_cli.ui.event_view import event_line
 from scaletrain_cli.ui.status_view import measures_text
 
 
-
 class StatusLine:
     """A context in which ``update`` redraws the line and ``note`` prints a lasting one above it. On stderr."""
 
