@@ -25,6 +25,8 @@ from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.heartbeat import Heartbeat
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.engine.signals import PreemptionFlag, die_with_agent
+from scaletrain_cli.engine.trainer import Trainer
+from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 
@@ -57,10 +59,10 @@ class TakingTurns(Faults):
             return
         if self._began is not None:
             self._add("engine", self._began)
-        for name, train in self.rivals.items():
+        for name, loop in self.rivals.items():
             gc.enable()  # as a loop that knows nothing of it would have it
             began = self._start()
-            train(self.block)
+            loop.train(self.block)
             self._add(name, began)
             gc.disable()
         self._began = self._start()
@@ -84,6 +86,15 @@ class TakingTurns(Faults):
         self.seconds.setdefault(name, []).append(self._now().since(began))
 
 
+def _check_same_data(trainer: Trainer, rivals: Mapping[str, Loop]) -> None:
+    """The engine's loss of step 1 is the mean over ranks and micro-batches, so that the rivals' are near it."""
+    first = read_metrics(trainer.run)[0]["loss"]
+    for name, loop in rivals.items():
+        assert loop.first_loss is not None
+        if abs(loop.first_loss / first - 1) > 0.02:
+            raise RuntimeError(f"{name} begins with loss {loop.first_loss} and the engine with {first}")
+
+
 def main() -> None:
     """Train to the end of the run; print what each block took."""
     die_with_agent()
@@ -95,6 +106,7 @@ def main() -> None:
     trainer.faults = turns
     trainer.fit()
     if ranks.rank == 0:
+        _check_same_data(trainer, rivals)
         print(json.dumps(turns.seconds), flush=True)
     dist.barrier()
     os._exit(0)  # destructors of process groups wait for peers

@@ -1,13 +1,15 @@
 """The barest loops that train the same model: on DeepSpeed with the engine's own configuration, and on plain torch DDP.
 
-No data to read, no schedule, no metrics, no checks, nothing decided between steps: what any real loop must add to.
+The same weights and the same batches as the engine's, in the same order; the batches are in memory before the first
+step. No schedule, no metrics, no checks, nothing decided between steps: what any real loop must add to.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,57 +21,78 @@ from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.spec import RunSpec
 
-Loop = Callable[[int], None]  # trains so many optimizer steps
+Batches = Sequence[Sequence[tuple[Tensor, Tensor]]]  # by step and micro-batch: tokens and labels
+
+
+@dataclass
+class Loop:
+    """A rival: trains one step after the other. ``first_loss``: of its first micro-batch, before any update."""
+
+    batches: Batches
+    train_step: Callable[[Sequence[tuple[Tensor, Tensor]]], Tensor]
+    first_loss: float | None = None
+    _step: int = 0
+
+    def train(self, steps: int) -> None:
+        """Train that many steps."""
+        for _ in range(steps):
+            loss = self.train_step(self.batches[self._step % len(self.batches)])  # it has one block more than the run
+            self._step += 1
+            if self.first_loss is None:
+                self.first_loss = loss.item()
 
 
 def bare_deepspeed(trainer: Trainer) -> Loop:
     """``deepspeed.initialize`` and its three calls, with the very configuration of the engine's own."""
     import deepspeed
 
-    spec, layout, engine = trainer.record.spec, trainer.record.plan.layout, trainer.plan_check.composed.engine
+    spec, engine = trainer.record.spec, trainer.plan_check.composed.engine
     config = copy.deepcopy(engine._config._param_dict)
-    model = _model(spec, trainer.device)
+    model = _model(trainer)
     bare, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(spec, model, trainer.device), config=config)
-    batches = _batches(spec, layout.micro_batch_size, trainer.device)
 
-    def train(steps: int) -> None:
-        for step in range(steps * layout.gradient_accumulation_steps):
-            loss = bare(*batches[step % len(batches)])
-            bare.backward(loss)
+    def train_step(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        losses: list[Tensor] = []
+        for batch in micro_batches:
+            losses.append(bare(*batch))
+            bare.backward(losses[-1])
             bare.step()
+        return losses[0].detach()
 
-    return train
+    return Loop(_batches(trainer), train_step)
 
 
 def plain_ddp(trainer: Trainer) -> Loop:
     """torch's DistributedDataParallel in fp32 or, whole, in bf16; clipping as configured."""
-    spec, layout, device = trainer.record.spec, trainer.record.plan.layout, trainer.device
-    model = _model(spec, device).to(torch.bfloat16 if spec.training.precision == "bf16" else torch.float32)
+    spec, device = trainer.record.spec, trainer.device
+    model = _model(trainer).to(torch.bfloat16 if spec.training.precision == "bf16" else torch.float32)
     alone = dist.get_world_size() == 1
     wrapped = model if alone else nn.parallel.DistributedDataParallel(model)
     optimizer = _optimizer(spec, model, device)
-    batches, accumulation = _batches(spec, layout.micro_batch_size, device), layout.gradient_accumulation_steps
 
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            for micro in range(accumulation):
-                last = micro == accumulation - 1
-                with contextlib.nullcontext() if last or alone else wrapped.no_sync():  # type: ignore[operator]
-                    (wrapped(*batches[micro % len(batches)]) / accumulation).backward()
-            if spec.training.gradient_clipping:
-                nn.utils.clip_grad_norm_(model.parameters(), spec.training.gradient_clipping)
-            optimizer.step()
-            optimizer.zero_grad()
+    def train_step(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        losses: list[Tensor] = []
+        for number, batch in enumerate(micro_batches, start=1):
+            last = number == len(micro_batches)
+            with contextlib.nullcontext() if last or alone else wrapped.no_sync():  # type: ignore[operator]
+                losses.append(wrapped(*batch))
+                (losses[-1] / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
+        if spec.training.gradient_clipping:
+            nn.utils.clip_grad_norm_(model.parameters(), spec.training.gradient_clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses[0].detach()
 
-    return train
+    return Loop(_batches(trainer), train_step)
 
 
-def _model(spec: RunSpec, device: torch.device) -> CausalLM:
-    model = outline(spec.transformer).to_empty(device=device)
-    torch.manual_seed(spec.training.seed)
+def _model(trainer: Trainer) -> CausalLM:
+    """A copy in fp32 of the engine's model, whose weights are whole on each rank below ZeRO-3."""
+    model = outline(trainer.record.spec.transformer).to_empty(device=trainer.device)
+    own = dict(trainer.model.named_parameters(remove_duplicate=False))  # tied ones under both names
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(own[name])
     return model
 
 
@@ -83,9 +106,9 @@ def _optimizer(spec: RunSpec, model: nn.Module, device: torch.device) -> torch.o
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)
 
 
-def _batches(spec: RunSpec, size: int, device: torch.device, count: int = 8) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and labels that are there already, another set on each rank."""
-    draw = torch.Generator().manual_seed(dist.get_rank())
-    model = spec.transformer
-    rows = torch.randint(model.vocab_size, (count, size, model.seq_len + 1), generator=draw).to(device)
-    return [(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
+def _batches(trainer: Trainer) -> Batches:
+    """This rank's part of every batch of the run, as the engine reads it."""
+    read = trainer.feed._read
+    steps = range(1, trainer.record.spec.total_steps + 1)
+    read_ahead = ([batch.to(trainer.device) for batch in read(step).micro_batches()] for step in steps)
+    return [[(batch.tokens, batch.labels) for batch in batches] for batches in read_ahead]

@@ -13,6 +13,7 @@ from typing import Any
 
 from scaletrain_cli.launch.submission import create_run
 from scaletrain_cli.plan import make_plan
+from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec, load_spec
 
@@ -23,7 +24,7 @@ def made_run(recipe: Path, overrides: list[str]) -> tuple[RunDir, RunSpec]:
     """A run directory under $SCALETRAIN_RUNS with its first attempt claimed."""
     spec = load_spec(recipe, overrides)
     run = create_run(spec, make_plan(spec)).run
-    run.new_attempt()
+    open_attempt(run.checkpoints, run.new_attempt())
     return run, spec
 
 

@@ -165,7 +165,7 @@ def _guard(spec: RunSpec) -> Guard:
 
 def _leave_if_asked(flag: PreemptionFlag, set_up: Agreement) -> None:
     """Between two stages of a set-up that may take longer than the grace period; the ranks leave together."""
-    verdict, _ = set_up.reach(Verdict.PREEMPT if flag.raised else Verdict.CONTINUE, writing=False)
+    verdict, _, _ = set_up.reach(Verdict.PREEMPT if flag.raised else Verdict.CONTINUE, writing=False)
     if verdict is Verdict.PREEMPT:
         raise PreemptedError("asked to leave before the first step; the newest checkpoint is as it was")
 

@@ -6,11 +6,13 @@ One all-reduce. Whoever is told something, all ranks act on it at the same step.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scaletrain_cli.engine.cadence import Cadence
 from scaletrain_cli.engine.checkpointing import Checkpointer
 from scaletrain_cli.engine.heartbeat import Heartbeat
+from scaletrain_cli.engine.late_metrics import StepMeasures
 from scaletrain_cli.engine.ledger import LedgerClock
 from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict
 from scaletrain_cli.engine.signals import PreemptionFlag
@@ -34,15 +36,21 @@ class Boundary:
     _looked: float = field(default=0.0, init=False)
     _asked: bool = field(default=False, init=False)
 
-    def meet(self, step: int) -> Verdict:
-        """What all ranks do after ``step`` steps, which is the most that any of them wants."""
+    def meet(self, step: int, measures: Sequence[StepMeasures] = ()) -> tuple[Verdict, list[StepMeasures]]:
+        """What all ranks do after ``step`` steps, which is the most that any of them wants; and rank 0's measures.
+
+        Sums that other groups of ranks made may differ in their last bits, so that all ranks judge rank 0's.
+        """
         self.heartbeat.meet()
-        verdict, anyone_writing = self.agreement.reach(self._wish(step), self.checkpointer.writing)
+        values = [value for measured in measures for value in measured.values.values()]
+        verdict, anyone_writing, agreed = self.agreement.reach(self._wish(step), self.checkpointer.writing, values)
+        found = iter(agreed)
+        judged = [measured._replace(values={name: next(found) for name in measured.values}) for measured in measures]
         with self.ledger.during("save"):
             self.checkpointer.settle(anyone_writing)
         for cost in self.checkpointer.take_costs():
             self.cadence.save_took(cost.blocked_seconds, cost.seconds)
-        return verdict
+        return verdict, judged
 
     def saving(self, step: int) -> None:
         """The state after ``step`` steps is about to be saved."""

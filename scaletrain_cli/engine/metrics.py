@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
+import queue
 import resource
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from scaletrain_cli.rundir.journal import append_line, record_event
+from scaletrain_cli.rundir.journal import append_lines, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 
@@ -25,6 +27,7 @@ class MetricsLog:
     def __init__(self, run: RunDir, record: RunRecord, rank: int, attempt: int, device: torch.device) -> None:
         self._run, self._record, self._attempt, self._device = run, record, attempt, device
         self._active = rank == 0
+        self._writer = _Writer(run.metrics)
         self._wandb = _open_wandb(run, record) if self._active else None
         # MFU is model FLOPs per second over peak FLOPs per second; the plan states it for its own speed.
         plan = record.plan.time
@@ -37,6 +40,11 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        try:
+            self._writer.close()
+        except OSError:
+            if error is None:
+                raise
         if self._wandb is not None:
             # In a thread that is not waited for long: a slow upload must not use up the grace of a preemption. What is
             # not sent stays on disk for `wandb sync`.
@@ -63,6 +71,10 @@ class MetricsLog:
         self._append(line)
         print(_for_people(line, self._record.spec.total_steps), flush=True)
 
+    def flush(self) -> None:
+        """Wait until all that was logged is in the file. Raises OSError where the disk did not take it."""
+        self._writer.flush()
+
     def log_validation(self, step: int, sequences: int, **losses: float) -> None:
         """Record losses after ``step`` steps, over so many sequences, as a line of its own."""
         if not self._active:
@@ -73,9 +85,69 @@ class MetricsLog:
         print(f"step {step:>6}/{self._record.spec.total_steps}  {shown}", flush=True)
 
     def _append(self, line: dict[str, Any]) -> None:
-        append_line(self._run.metrics, line)
+        self._writer.put(line)
         if self._wandb is not None:
             self._wandb.log({f"train/{name}": value for name, value in line.items() if value is not None})
+
+
+class _Writer:
+    """Appends lines in their order from a thread: on a slow shared file system one takes as long as several steps.
+
+    The thread starts with the first line. What it raised is raised by the next call.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def put(self, line: dict[str, Any]) -> None:
+        """Write it soon."""
+        self._raise()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="metrics", daemon=True)
+            self._thread.start()
+        self._queue.put(line)
+
+    def flush(self) -> None:
+        """Wait until every line is in the file."""
+        if self._thread is not None:
+            written = threading.Event()
+            self._queue.put(written)
+            written.wait()
+        self._raise()
+
+    def close(self) -> None:
+        """Flush, and end the thread."""
+        try:
+            self.flush()
+        finally:
+            if self._thread is not None:
+                self._queue.put(None)
+                self._thread.join()
+                self._thread = None
+
+    def _write_all(self) -> None:
+        while True:
+            items = [self._queue.get()]
+            while not self._queue.empty():  # all that came while the last write took its time
+                items.append(self._queue.get())
+            lines = [item for item in items if isinstance(item, dict)]
+            try:
+                if lines and self._error is None:
+                    append_lines(self._path, lines)
+            except Exception as error:
+                self._error = error
+            for item in items:
+                if isinstance(item, threading.Event):
+                    item.set()
+            if None in items:
+                return
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 def peak_memory_bytes(device: torch.device) -> int:

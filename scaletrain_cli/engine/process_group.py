@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -15,6 +17,7 @@ from torch.distributed import distributed_c10d
 from scaletrain_cli.engine.messages import decode, encode
 
 T = TypeVar("T")
+_LEAST_INTEGER = -(1 << 63)
 
 
 class Verdict(IntEnum):
@@ -54,11 +57,23 @@ class Agreement:
     def __init__(self, timeout_seconds: float) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
-    def reach(self, wish: Verdict, writing: bool) -> tuple[Verdict, bool]:
-        """The strongest wish of any rank, and whether any rank still writes its part of a checkpoint."""
-        votes = torch.tensor([int(wish), int(writing)])
+    def reach(self, wish: Verdict, writing: bool, values: Sequence[float] = ()) -> tuple[Verdict, bool, list[float]]:
+        """The strongest wish of any rank, whether any rank still writes its part of a checkpoint, and rank 0's values.
+
+        One all-reduce. Values travel as the integers that have their bits, to which the other ranks add the least
+        integer there is: so a NaN arrives, too.
+        """
+        count = len(values)
+        bits = struct.unpack(f"{count}q", struct.pack(f"{count}d", *values))
+        mine = bits if dist.get_rank() == 0 else (_LEAST_INTEGER,) * count
+        votes = torch.tensor([int(wish), int(writing), *mine])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
-        return Verdict(int(votes[0])), bool(votes[1])
+        strongest, anyone_writing, *agreed = votes.tolist()
+        return (
+            Verdict(strongest),
+            bool(anyone_writing),
+            list(struct.unpack(f"{count}d", struct.pack(f"{count}q", *agreed))),
+        )
 
     def least(self, value: float) -> float:
         """The smallest value of any rank."""

@@ -88,16 +88,20 @@ class Trainer:
         ):
             if evaluated and self._should_stop():
                 last = step
-            while (verdict := self.boundary.meet(step)) is not Verdict.PREEMPT:
+            while True:
+                verdict, due = self.boundary.meet(step, self.late.due(step))
+                if verdict is Verdict.PREEMPT:
+                    break
                 saving = verdict is Verdict.SAVE or step == last
                 evaluating = self._evaluation_is_due(step) and not evaluated
-                # Both want all that was measured; else a step is judged when its measures are there.
-                everything = saving or evaluating or step == last
-                stands = self._judge(self.late.rest() if everything else self.late.due(step), step, metrics)
+                if saving or evaluating or step == last:  # which want all that was measured
+                    due += self._rest()
+                stands, due = self._judge(due, step, metrics), []
                 if stands < step:
                     step, evaluated, last = stands, True, total
                     continue
                 if saving:
+                    metrics.flush()  # whoever resumes there logs none of these steps again
                     self._save(step, wait=not spec.checkpoint.asynchronous)
                 if evaluating:
                     with self.ledger.during("evaluation"):
@@ -115,7 +119,8 @@ class Trainer:
                 self.ledger.step_trained()
                 self.checkpointer.allocate()
                 garbage.after_step(step)
-            step = self._judge(self.late.rest(), step, metrics)
+            step = self._judge([*due, *self._rest()], step, metrics)
+            metrics.flush()
             done = step == last and (evaluated or not self._evaluation_is_due(step))
             saved = self._save_at_the_end(step)
             if done:
@@ -170,11 +175,13 @@ class Trainer:
             measured |= {"loss_scale": scale, "skipped": float(stepped.skipped)}
         self.late.end(step, measured)
 
+    def _rest(self) -> list[StepMeasures]:
+        """What is measured and not agreed on yet. On a CPU nothing is; on a GPU the newest step."""
+        agreed = self.boundary.agreement.on_values
+        return [measured._replace(values=agreed(measured.values)) for measured in self.late.rest()]
+
     def _judge(self, measures: list[StepMeasures], step: int, metrics: MetricsLog) -> int:
         """Where the run stands once these are judged: at ``step``, or where it was rolled back to."""
-        measures = [
-            measured._replace(values=self.boundary.agreement.on_values(measured.values)) for measured in measures
-        ]
         for measured in measures:
             self.boundary.cadence.step_took(measured.seconds)
         stands = self.judge.judge(measures, step, metrics)
@@ -223,7 +230,7 @@ class Trainer:
         waiting = self.validation.in_order(rounds)
         # As many at a time as a step takes, so that a pipeline is as full.
         while batches := list(itertools.islice(waiting, self.record.plan.layout.gradient_accumulation_steps)):
-            if self.boundary.meet(step) is Verdict.PREEMPT:
+            if self.boundary.meet(step)[0] is Verdict.PREEMPT:
                 return None
             self.heartbeat.beat(step, "evaluation")
             total += len(batches) * self.stepper.validation_loss([batch.to(self.device) for batch in batches])

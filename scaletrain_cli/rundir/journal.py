@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,13 @@ _METRICS_BYTES = "metrics_bytes"
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Add one JSON object as one line, starting on a fresh line even after a torn one."""
-    line = json.dumps(record, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    append_lines(path, [record])
+
+
+def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Add JSON objects, a line each, in one write. Raises OSError, and ValueError before anything is written."""
+    text = "".join(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n" for record in records)
+    line = text.encode()
     descriptor = open_to_append(path)
     try:
         with contextlib.suppress(OSError):  # some shared file systems have no locks; O_APPEND must do there

@@ -68,7 +68,7 @@ class Judge:
                 del measured["grad_norm"]  # which is infinite: it did not fit into fp16
             loss, norm = measured["loss"], measured.get("grad_norm", 0.0)
             if not (math.isfinite(loss) and math.isfinite(norm)):  # no loss scale would mend a loss
-                return self._after_non_finite(step, trained, loss, norm)
+                return self._after_non_finite(step, trained, loss, norm, metrics)
             if step == 1:
                 self._report_first_loss(loss)
             judgement, findings = self.guard.observe(step, measured)
@@ -76,31 +76,31 @@ class Judge:
                 self._tell(finding.event, step=step, **finding.evidence)
             if step % spec.tracking.log_every == 0 or step in (1, spec.total_steps):
                 metrics.log(step, tokens=tokens, step_seconds=seconds, **measured)
-            if judgement == "spike" and (back := self._after_spike(step, trained)) is not None:
+            if judgement == "spike" and (back := self._after_spike(step, trained, metrics)) is not None:
                 return back
             if (clean := self.guard.clean_step(step)) is not None:
                 self.checkpointer.mark_clean_up_to(clean)
         return trained
 
-    def _after_spike(self, step: int, trained: int) -> int | None:
+    def _after_spike(self, step: int, trained: int, metrics: MetricsLog) -> int | None:
         """The step that the run was rolled back to; None where it goes on."""
         spike, evidence = self.record.spec.guard.spike, self.guard.evidence()
         then = "goes on: guard.spike.action is warn"
         if spike.action == "rollback":
             with self.ledger.during("rollback"):
-                back = self._roll_back(step, trained, spike.patience, "spike", evidence)
+                back = self._roll_back(step, trained, spike.patience, "spike", evidence, metrics)
             if back is not None:
                 return back
             then = "goes on: no checkpoint is known to be clean yet"
         self._tell("spike", step=step, then=then, **evidence)
         return None
 
-    def _after_non_finite(self, step: int, trained: int, loss: float, norm: float) -> int:
+    def _after_non_finite(self, step: int, trained: int, loss: float, norm: float, metrics: MetricsLog) -> int:
         """The step that the run was rolled back to. The batch itself is to blame, so it takes no patience."""
         evidence = {"loss": str(loss), "grad_norm": str(norm), **self.guard.evidence()}  # JSON knows no NaN
         if self.record.spec.guard.nan == "rollback":
             with self.ledger.during("rollback"):
-                back = self._roll_back(step, trained, 1, "nan", evidence)
+                back = self._roll_back(step, trained, 1, "nan", evidence, metrics)
             if back is not None:
                 return back
         self.heartbeat.beat(trained, "save")
@@ -111,7 +111,9 @@ class Judge:
             f"{self.batch_number(step)}."
         )
 
-    def _roll_back(self, step: int, trained: int, margin: int, cause: str, evidence: dict[str, Any]) -> int | None:
+    def _roll_back(
+        self, step: int, trained: int, margin: int, cause: str, evidence: dict[str, Any], metrics: MetricsLog
+    ) -> int | None:
         """To the newest clean checkpoint, without the batches from ``margin`` before the first outlier to the last
         one trained on; None where there is no such checkpoint.
 
@@ -138,6 +140,7 @@ class Judge:
         rollback = Rollback(from_step=trained, to_step=target.step, skip=skip)
         if self.ranks.rank == 0:
             self.checkpointer.retire_newer(target.step)
+            metrics.flush()  # the event says where in the file these lines end
             record_rollback(self.run, rollback, cause=cause, retry=retry, retries=allowed, **evidence)
             say("rolled-back", **vars(rollback), cause=cause, retry=retry, **evidence)
         self.set_up.barrier()

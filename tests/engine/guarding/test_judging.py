@@ -71,6 +71,9 @@ class Logged:
     def log(self, step: int, **measured: float) -> None:
         self.steps.append(step)
 
+    def flush(self) -> None:
+        pass
+
 
 def commit(folder: Path, step: int, *, clean: bool) -> None:
     committing.open_attempt(folder, 1)
