@@ -19,7 +19,16 @@ from scaletrain_cli.launch.exclusion import Exclusion
 from scaletrain_cli.launch.kubernetes.api import Cluster, connect
 from scaletrain_cli.launch.kubernetes.conditions import CANCELLED, job_of
 from scaletrain_cli.launch.kubernetes.documents import documents_for
-from scaletrain_cli.launch.kubernetes.kinds import BACKENDS, CONFIG_MAP, RUNTIME, TRAIN_JOB, Kind, Object, kind_of
+from scaletrain_cli.launch.kubernetes.kinds import (
+    BACKENDS,
+    CONFIG_MAP,
+    NATIVE_POD_GROUP,
+    RUNTIME,
+    TRAIN_JOB,
+    Kind,
+    Object,
+    kind_of,
+)
 from scaletrain_cli.launch.kubernetes.manifest import Manifest, manifest
 from scaletrain_cli.launch.kubernetes.names import (
     DOCUMENTS_ANNOTATION,
@@ -334,6 +343,7 @@ def _remove_leftovers(cluster: Cluster, place: Whereabouts, record: RunRecord) -
     workload = Workload(record.run_id, submission_number(place.job_id), backend=parse_id(place.job_id)[0])
     left = [(CONFIG_MAP, workload.config_map)]
     left += [(RUNTIME, workload.name)] if workload.backend == "trainjob" else []
+    left += [(NATIVE_POD_GROUP, workload.name)] if record.spec.cluster.kubernetes.native_gang != "none" else []
     for kind, name in left:
         with contextlib.suppress(SchedulerError):
             there = cluster.get(kind, place.namespace, name)

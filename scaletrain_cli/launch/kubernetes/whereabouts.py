@@ -11,18 +11,22 @@ import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.attempts import read_attempts
+from scaletrain_cli.launch.kubernetes.names import submission_number
 from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.safe_files import locked
 
 # An API server ends a request after 60 s (--request-timeout), whatever became of the connection.
 _SETTLED_SECONDS = 75.0
+_LOCK_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,11 @@ class Whereabouts:
 
 def whereabouts_of(run: RunDir, record: RunRecord) -> Whereabouts | None:
     """Return where the latest job is, or would be if the API server took it; None before the first."""
-    data = read_document(run.path / "kubernetes.json")
-    if data is not None:
-        return Whereabouts(**data)
-    submission = read_submission(run)
+    data, submission = read_document(run.path / "kubernetes.json"), read_submission(run)
+    place = None if data is None else Whereabouts(**data)
+    recorded = "" if submission is None else submission.job_id
+    if place is not None and submission_number(place.job_id) >= submission_number(recorded):
+        return place
     if submission is None:
         return None
     cluster = record.spec.cluster.kubernetes
@@ -75,11 +80,12 @@ def heading_for(run: RunDir, place: Whereabouts) -> Iterator[None]:
     if before is not None and not before.get("confirmed", True):
         before = before["before"]  # of a request that is made again
     intent = dataclasses.replace(place, confirmed=False, asked=time.time(), before=before)
-    write_whereabouts(run, intent)
+    with _writing(run):
+        write_document(path, dataclasses.asdict(intent))
     try:
         yield
     except SchedulerSilentError:
-        write_whereabouts(run, dataclasses.replace(intent, asked=time.time()))
+        update(run, intent, dataclasses.replace(intent, asked=time.time()))
         raise
     except SchedulerError:
         withdraw_intent(run, intent)
@@ -89,21 +95,38 @@ def heading_for(run: RunDir, place: Whereabouts) -> Iterator[None]:
 
 def confirm(run: RunDir, intent: Whereabouts) -> None:
     """Remember that the API server has the job."""
-    write_whereabouts(run, dataclasses.replace(intent, confirmed=True, before=None))
+    update(run, intent, dataclasses.replace(intent, confirmed=True, before=None))
 
 
 def withdraw_intent(run: RunDir, intent: Whereabouts) -> None:
     """Put back what was known before a request of which nothing came."""
     path = run.path / "kubernetes.json"
-    if intent.before is None:
-        path.unlink(missing_ok=True)
-    else:
-        write_document(path, intent.before)
+    with _writing(run):
+        if not _is_still(path, intent):
+            return
+        if intent.before is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_document(path, intent.before)
 
 
-def write_whereabouts(run: RunDir, place: Whereabouts) -> None:
-    """Replace what is known of it."""
-    write_document(run.path / "kubernetes.json", dataclasses.asdict(place))
+def update(run: RunDir, old: Whereabouts, new: Whereabouts) -> None:
+    """Replace what is known of a job, unless another one was sent meanwhile. Raises OSError."""
+    path = run.path / "kubernetes.json"
+    with _writing(run):
+        if _is_still(path, old):
+            write_document(path, dataclasses.asdict(new))
+
+
+def _writing(run: RunDir) -> contextlib.AbstractContextManager[bool]:
+    """Who looks at a run and who submits it again may write at the same time."""
+    return locked(run.path / "kubernetes.lock", wait_seconds=_LOCK_SECONDS)
+
+
+def _is_still(path: Path, place: Whereabouts) -> bool:
+    """Whether the document is of this job and this request, or there is none."""
+    there = read_document(path)
+    return there is None or (there["job_id"], there.get("asked", 0.0)) == (place.job_id, place.asked)
 
 
 def remember_end(run: RunDir, place: Whereabouts, job: Job) -> None:
@@ -113,13 +136,13 @@ def remember_end(run: RunDir, place: Whereabouts, job: Job) -> None:
         place, ended=True, detail=job.detail, exit_code=job.exit_code, progress=progress, forgotten=job.forgotten
     )
     if ended != place:
-        write_whereabouts(run, ended)
+        update(run, place, ended)
 
 
 def remember_progress(run: RunDir, place: Whereabouts, progress: Mapping[str, float]) -> None:
     """Keep how far the pods were: their output goes with them."""
     if progress and dict(progress) != dict(place.progress):
-        write_whereabouts(run, dataclasses.replace(place, progress=dict(progress)))
+        update(run, place, dataclasses.replace(place, progress=dict(progress)))
 
 
 def shares_volume(run: RunDir) -> bool:

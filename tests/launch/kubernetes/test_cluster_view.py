@@ -14,7 +14,7 @@ from scaletrain_cli.launch.cluster_view import ClusterView, GpuRow, NodesRow, Qu
 from scaletrain_cli.launch.kubernetes.cluster_view import Seen, kubernetes_view, make_view
 from scaletrain_cli.launch.kubernetes.queue_rows import Runs
 from scaletrain_cli.launch.kubernetes.watchdog import unix_time
-from scaletrain_cli.launch.kubernetes.whereabouts import Whereabouts, write_whereabouts
+from scaletrain_cli.launch.kubernetes.whereabouts import Whereabouts, update
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from scaletrain_cli.ui.cluster_view import show_cluster
 from tests.cli.command_line import scaletrain
@@ -261,7 +261,7 @@ def test_without_a_namespace_in_the_settings_the_cluster_is_shown_where_the_user
     for number, (namespace, ended) in enumerate((("over", True), ("ml", False), ("vision", False))):
         run = make_run(*SETTINGS, run_id=f"r{number}").run
         place = Whereabouts(f"jobset/r{number}-s1", namespace, None, ended=ended)
-        write_whereabouts(run, place)
+        update(run, place, place)
         os.utime(run.record, (number, number))
     view = shown()
     assert view.cluster == "current context, vision"

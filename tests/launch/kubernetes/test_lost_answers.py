@@ -193,6 +193,21 @@ def test_who_may_only_read_the_run_directory_sees_the_job_all_the_same(
     assert (job(made).id, job(made).state) == (first, "ended")
 
 
+def test_who_looked_at_the_job_before_never_writes_over_the_one_that_was_sent_since(
+    made: MadeRun, api: FakeApi
+) -> None:
+    """`status` takes seconds on a slow server, in which somebody else may have resumed the run."""
+    submit(made)
+    cancel(made)
+    stale = whereabouts.whereabouts_of(made.run, made.record)
+    assert stale is not None
+    second = resume(made.run).submission.job_id
+    whereabouts.remember_end(made.run, stale, Job(stale.job_id, "ended", "it is no longer in the cluster"))
+    whereabouts.remember_progress(made.run, stale, {"step": 3})
+    whereabouts.withdraw_intent(made.run, stale)
+    assert (job(made).id, job(made).state) == (second, "queued")
+
+
 def test_a_preflight_whose_submission_was_not_answered_keeps_what_finds_its_job(
     made: MadeRun, api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

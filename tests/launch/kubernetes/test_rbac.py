@@ -15,6 +15,7 @@ from scaletrain_cli.launch.kubernetes.api import connect
 from scaletrain_cli.launch.kubernetes.cluster_view import look
 from scaletrain_cli.launch.kubernetes.scheduler import KubernetesScheduler
 from scaletrain_cli.launch.submission import submit_run
+from scaletrain_cli.rundir.documents import read_document, write_document
 from tests.launch.conftest import MadeRun
 from tests.launch.kubernetes.conftest import SETTINGS, ended, pod
 from tests.launch.kubernetes.fake_api import FakeApi, status
@@ -54,6 +55,7 @@ def live(api: FakeApi, made: MadeRun) -> None:
     with contextlib.suppress(SchedulerError):  # nothing is there, so every name is looked up and the others listed
         scheduler.preflight(made.record.spec, made.record.plan)
     _refuse_the_workload(api, made)
+    _lose_the_workload(api, made)
     submit_run(made.run, made.record, scheduler)
     (made.run.path / "submission.json").unlink()  # who did not live to write it finds the job again
     workload = submit_run(made.run, made.record, scheduler).job_id.partition("/")[2]
@@ -80,6 +82,22 @@ def _refuse_the_workload(api: FakeApi, made: MadeRun) -> None:
     with pytest.raises(SchedulerError):
         submit_run(made.run, made.record, KubernetesScheduler())
     del api.refusals[("create", plural)]
+
+
+def _lose_the_workload(api: FakeApi, made: MadeRun) -> None:
+    """What was made for a workload that the server never took is removed by cancel."""
+    whole = KubernetesScheduler()._manifest(made.run, made.record, lambda: pytest.fail("asked"))[0].workload_object
+    plural = f"{whole['kind'].lower()}s"
+    api.refusals[("create", plural)] = (503, status(503, "ServiceUnavailable", "later"))
+    with pytest.raises(SchedulerError):
+        submit_run(made.run, made.record, KubernetesScheduler())
+    del api.refusals[("create", plural)]
+    place = read_document(made.run.path / "kubernetes.json")
+    assert place is not None
+    write_document(made.run.path / "kubernetes.json", place | {"asked": 0.0})
+    KubernetesScheduler().cancel(made.run, made.record)
+    made.run.stop_file.unlink()
+    assert not [body for body in api.objects.values() if body["metadata"]["name"].startswith(made.run.run_id)]
 
 
 def put_queue(api: FakeApi) -> None:
