@@ -89,6 +89,7 @@ def build_case(
             "micro_batch_size": micro_batch,
             "steps": 1000,
             "cross_entropy": "whole",  # nobody here computed the loss in chunks
+            "compile": False,
             **(training or {}),
         },
         "layout": _layout(degrees),

@@ -25,7 +25,8 @@ class ModelSize:
 class Layout:
     """How the job is cut. world_size = data x tensor x pipeline x sequence x context; batch sizes in sequences.
 
-    ``cross_entropy``: what training.cross_entropy came to, ``whole``, ``chunked`` or ``liger``.
+    ``cross_entropy``: what training.cross_entropy came to, ``whole``, ``chunked`` or ``liger``. ``compile``: whether
+    the blocks are compiled, what training.compile came to.
     """
 
     world_size: int
@@ -43,6 +44,7 @@ class Layout:
     activation_checkpointing: str
     offload: str
     cross_entropy: str = "whole"
+    compile: bool = False
 
 
 # The fields of StageMemory that add up to its peak.

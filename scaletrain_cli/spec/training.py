@@ -114,7 +114,10 @@ class TrainingSpec(Section):
     early_stopping: EarlyStoppingSpec = LEFT_OUT
     averaging: AveragingSpec = LEFT_OUT
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 42
-    compile: bool = False
+    compile: bool | Literal["auto"] = Field(
+        default="auto",
+        description="torch.compile of the blocks; auto: on GPUs, but for experts, fp8 and short runs",
+    )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """(key, message) for each setting that contradicts another one."""

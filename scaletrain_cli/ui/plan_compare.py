@@ -70,6 +70,7 @@ _FIGURES = (
             "recompute": "activation_checkpointing",
             "offload": "offload",
             "loss": "cross_entropy",
+            "compile": "compile",
         }.items()
     ),
     _Figure("memory", lambda _, plan: plan.memory.peak, bytes_text, needs_fit=False),

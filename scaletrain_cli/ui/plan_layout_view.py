@@ -54,6 +54,8 @@ def layout_text(layout: Layout) -> str:
         extras.append(f"offload {layout.offload}")
     if layout.cross_entropy != "whole":
         extras.append(f"cross-entropy {layout.cross_entropy}")
+    if layout.compile:
+        extras.append("compiled")
     return f"{' × '.join(used)}, {', '.join(extras)}"
 
 

@@ -6,6 +6,7 @@ The second half of ``explain``; knows layouts that fit, and sizes their neighbou
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from scaletrain_cli.plan.advice.explanation import Question, Row, percent
@@ -13,9 +14,10 @@ from scaletrain_cli.plan.advice.hypothetical import modes, row, samples, sized
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.result import Layout, RunPlan, Time
 from scaletrain_cli.plan.search.choice import Candidate
+from scaletrain_cli.plan.search.layout_search import evaluate
 from scaletrain_cli.plan.search.layouts import CHECKPOINTING
 from scaletrain_cli.plan.search.rule import divisors
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
 
 _AXES = {
     "tensor_parallel": "tensor",
@@ -33,6 +35,7 @@ def speed_questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterat
     """What each choice of a plan that fits buys, against the same layout without it."""
     yield from _axes(spec, plan, device)
     yield from _recomputation(spec, plan, device)
+    yield from _compiled(spec, plan, device)
     yield from _micro_batch(spec, plan, device)
     yield from _bubble(plan)
     yield _communication(plan)
@@ -77,6 +80,24 @@ def _recomputation(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterato
     else:
         verdict, follows = f"Taken: {mode}; less of it would leave too little room, or no gain.", ""
     yield Question("recomputation", "Must activations be computed again?", rows, bool(less), verdict, follows)
+
+
+def _compiled(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Question]:
+    """Compare the step with and without torch.compile, for the engine's own transformers on GPUs."""
+    if device.is_cpu or not isinstance(spec.model, ModelSpec) or spec.planner.framework != "deepspeed":
+        return
+    on = plan.layout.compile
+    other = evaluate(spec, replace(plan.layout, compile=not on), device)
+    chosen = Row("compiled" if on else "eager", plan.memory.peak, plan.time.step, note=_CHOSEN)
+    rows = (chosen, row("eager" if on else "compiled", other))
+    gain = 100 * (max(other.time.step, plan.time.step) / min(other.time.step, plan.time.step) - 1)
+    if on:
+        verdict = f"Yes: by the model an eager step takes {gain:.0f} % longer. training.compile: false turns it off."
+    elif spec.training.compile is False:
+        verdict = f"No, as the spec asks; by the model compiled blocks would make a step {gain:.0f} % faster."
+    else:
+        verdict = "No: auto is off for experts, fp8, short runs and older GPUs. training.compile: true turns it on."
+    yield Question("compile", "Are the blocks compiled?", rows, on, verdict)
 
 
 def _micro_batch(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Question]:

@@ -40,7 +40,7 @@ def _about_layout(spec: RunSpec, layout: Layout, memory: Memory, device: Acceler
     if memory.fits and memory.peak > _TIGHT_SHARE * memory.capacity:
         share = 100 * memory.peak / memory.capacity
         yield f"the plan fills {share:.0f} % of the device; the memory model errs by a few percent."
-    if spec.training.compile and layout.zero_stage == 3 and spec.planner.framework == "deepspeed":
+    if spec.training.compile is True and layout.zero_stage == 3 and spec.planner.framework == "deepspeed":
         yield (
             "training.compile gains little under ZeRO-3: DeepSpeed gathers weights in hooks, which break the graph at "
             "each layer. The times here count it as whole."
@@ -112,7 +112,7 @@ def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: 
     framework = spec.planner.framework
     return (
         f"device {device.name}: {device.source}",
-        *_about_time(spec, device),
+        *_about_time(spec, layout, device),
         *_about_memory(spec, device),
         *(_about_text(spec, parameters) if isinstance(spec.model, ModelSpec) else _about_images(spec)),
         "checkpoints: 1.2 GB/s per node to shared storage unless the spec says, as BLOOM's chronicle reports; "
@@ -122,11 +122,17 @@ def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: 
     )
 
 
-def _about_time(spec: RunSpec, device: Accelerator) -> Iterator[str]:
+def _about_time(spec: RunSpec, layout: Layout, device: Accelerator) -> Iterator[str]:
     yield (
         "kernels: shares of the device's rates by size and GPU generation, in kernel_rates.json; host work and overlap "
         f"as {spec.planner.framework} has them, in framework_time.py; `make bench-planner` prints how far they miss"
     )
+    if layout.compile:
+        yield (
+            "compiled blocks: one kernel for each chain of element-wise operations, held to torchtitan's and "
+            "build-nanogpt's figures, not to a GPU run of this engine; ZeRO-3's hooks, which break the graph, are not "
+            "counted. Memory is that of eager blocks where training.compile is auto"
+        )
     network = spec.cluster.network or device.network
     yield (
         f"network between nodes: {network}; bus bandwidths by number of nodes, measured or estimated, in networks.json"

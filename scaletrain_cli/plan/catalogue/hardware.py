@@ -119,6 +119,13 @@ def memory_bytes(cluster: ClusterSpec) -> int:
     return int(_catalogue()[full_name(wanted)]["memory_bytes"]) if isinstance(wanted, str) else wanted.memory
 
 
+def cuda_capability(cluster: ClusterSpec) -> float:
+    """Return the CUDA compute capability of the device; 0 for others, and for one that the spec describes."""
+    wanted = cluster.gpu
+    known = str(_catalogue()[full_name(wanted)]["compute_capability"]) if isinstance(wanted, str) else ""
+    return float(known) if re.fullmatch(r"\d+\.\d+", known) else 0.0
+
+
 def full_name(given: str) -> str:
     """The catalogue's name that ``given`` is, or that alone has all its parts. Raises UsageError."""
     if given in _catalogue():

@@ -82,7 +82,7 @@ def _per_token(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Toke
         layout.tensor_parallel,
         fused,
         sequence_parallel=layout.sequence_parallel,
-        compiled=spec.training.compile,
+        compiled=spec.training.compile is True,  # auto runs what cannot be compiled eagerly, and that must fit too
     )
     plain = of_block(experts=False)
     return plain, of_block() if model.num_experts else plain

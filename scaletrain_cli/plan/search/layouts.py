@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from scaletrain_cli.plan.catalogue.hardware import memory_bytes
+from scaletrain_cli.plan.catalogue.hardware import cuda_capability, memory_bytes
 from scaletrain_cli.plan.memory.loss_memory import chosen_cross_entropy
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.result import Layout
@@ -16,6 +16,9 @@ CHECKPOINTING = ("none", "selective", "full")
 OFFLOAD = ("none", "optimizer", "optimizer+params")
 # Micro-batches tried; above the smallest few dozen nothing gets faster.
 _MOST_MICRO_BATCHES = 24
+# Compiling takes about a minute at the start of each attempt; shorter runs are tries.
+_STEPS_WORTH_COMPILING = 500
+_TRITON_CAPABILITY = 8.0
 _OFFLOAD_STAGE = {"auto": 0, "none": 0, "optimizer": 1, "optimizer+params": 3}
 
 
@@ -149,6 +152,27 @@ def build_layout(
         activation_checkpointing=checkpointing,
         offload=offload,
         cross_entropy=chosen_cross_entropy(spec, tokens, axes.tensor, memory_bytes(spec.cluster)),
+        compile=chosen_compile(spec),
+    )
+
+
+def chosen_compile(spec: RunSpec) -> bool:
+    """Return whether the blocks are compiled: ``training.compile``, or for ``auto`` where that can be relied on.
+
+    That is this engine's dense transformer in a 16-bit or wider precision, in a run that is long enough to pay for the
+    minute of compiling, on a CUDA device for which Triton generates code (compute capability 8.0 or later). Experts
+    receive another number of tokens in each step, for which graphs are compiled again.
+    """
+    wanted = spec.training.compile
+    if wanted != "auto":
+        return wanted
+    return (
+        isinstance(spec.model, ModelSpec)
+        and not spec.model.num_experts
+        and spec.planner.framework == "deepspeed"
+        and spec.training.precision != "fp8"
+        and spec.total_steps >= _STEPS_WORTH_COMPILING
+        and cuda_capability(spec.cluster) >= _TRITON_CAPABILITY
     )
 
 
@@ -168,4 +192,5 @@ def describe(layout: Layout) -> str:
     parts += [f"activation checkpointing {layout.activation_checkpointing}"]
     parts += [f"offload {layout.offload}"] if layout.offload != "none" else []
     parts += [f"cross-entropy {layout.cross_entropy}"] if layout.cross_entropy != "whole" else []
+    parts += ["compiled"] if layout.compile else []
     return ", ".join(parts)

@@ -216,5 +216,5 @@ def _slice(spec: RunSpec, layout: Layout, device: Accelerator) -> Slice:
         expert_tensor=layout.tensor_parallel if expert_tensor == "auto" else expert_tensor,
         sharded_norms=shards_norms(spec, layout),
         flash=flash if wanted == "auto" else wanted == "flash" and not drops_scores(spec),
-        compiled=spec.training.compile,
+        compiled=layout.compile,
     )

@@ -49,7 +49,7 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     """Seconds per optimizer step by cause, and what follows; and the traffic of the busiest rank."""
     model = spec.transformer
     habits = habits_of(spec.planner.framework, device.compute_capability)
-    if spec.training.compile:
+    if layout.compile:
         habits = fused(habits)
     rate, link = rates(device, spec.training.precision), cluster_link(spec.cluster, device)
     whole = _architecture(model, layout.tensor_parallel, layout.expert_parallel)

@@ -26,7 +26,7 @@ def plan_vision_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tupl
     model, training = vision_model(spec), spec.training
     habits = HABITS[spec.planner.framework]
     micro_batches, full = layout.gradient_accumulation_steps, layout.activation_checkpointing == "full"
-    on = machine(device, training.precision, training.compile)
+    on = machine(device, training.precision, layout.compile)
     forward, backward, launched = pass_seconds(planned_network(spec, device), layout.micro_batch_size, on)
     passes = (2 if full else 1) * forward + backward
     issued = 0.0 if device.is_cpu else launched * _ISSUE_SECONDS

@@ -21,8 +21,8 @@ BIG: dict[str, Any] = {
     "layout__pipeline_parallel": 8,
     "planner__framework": "megatron",
 }
-ORDER = ["states", "one_rank", "sharding", "tensor", "pipeline", "axes", "recomputation", "micro_batch", "bubble"]
-ORDER += ["communication", "winner"]
+ORDER = ["states", "one_rank", "sharding", "tensor", "pipeline", "axes", "recomputation", "compile", "micro_batch"]
+ORDER += ["bubble", "communication", "winner"]
 
 
 def explained(spec: RunSpec) -> tuple[RunPlan, dict[str, Question]]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.plan.advice.explain import explain
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.estimate import plan_memory
+from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
 from scaletrain_cli.plan.speed.compiled import fused
 from scaletrain_cli.plan.speed.framework_time import HABITS
@@ -40,3 +45,35 @@ def test_compiling_moves_fewer_bytes_and_issues_fewer_kernels(framework: str) ->
     assert compiled.norm_forward <= eager.norm_forward
     assert compiled.forward_host < eager.forward_host
     assert compiled.loss == eager.loss
+
+
+def test_auto_compiles_where_it_can_be_relied_on() -> None:
+    def layout(preset: str = "llama-7b", **overrides: Any) -> Layout:
+        return make_plan(spec_of(preset, **overrides)).layout
+
+    assert layout().compile
+    assert layout(cluster__gpu="a100-sxm-80gb").compile
+    assert layout("gpt2", training__compile=True, cluster__gpu="v100-sxm2-32gb", training__precision="fp16").compile
+    for case in (
+        {"training__compile": False},
+        {"training__precision": "fp8"},
+        {"training__steps": 100},
+        {"planner__framework": "fsdp"},
+        {"cluster__gpu": "mi300x-192gb"},
+    ):
+        assert not layout(**case).compile, case
+    for gpu, precision in (("cpu", "bf16"), ("v100-sxm2-32gb", "fp16")):
+        assert not layout("gpt2", cluster__gpu=gpu, training__precision=precision).compile
+    assert not layout("mixtral-8x7b", cluster__nodes=8).compile
+
+
+def test_auto_is_planned_with_the_time_of_compiled_blocks_and_the_memory_of_eager_ones() -> None:
+    auto, eager = (spec_of("llama-7b", training__compile=compile) for compile in ("auto", False))
+    plan = make_plan(auto)
+    device, layout = find_accelerator(auto.cluster), replace(plan.layout, compile=False)
+    assert plan.time.step < plan_time(eager, layout, device)[0].step
+    assert plan.memory == plan_memory(eager, layout, device)
+    (question,) = [each for each in explain(auto, plan) if each.key == "compile"]
+    assert question.answer is True
+    assert [row.name for row in question.rows] == ["compiled", "eager"]
+    assert question.verdict.startswith("Yes: by the model an eager step takes")
