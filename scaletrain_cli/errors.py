@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
+
+# After a word, and before a blank or the end: neither `..` of a path nor `...`.
+_TWO_STOPS = re.compile(r"(?<=[\w)\]'\"`%])\.\.(?=\s|$)")
 
 
 class ExitCode(IntEnum):
@@ -18,6 +22,11 @@ class ExitCode(IntEnum):
     WRONG_NODES = 5
     PREEMPTED = 75
     DO_NOT_REQUEUE = 93
+
+
+def one_stop(text: str) -> str:
+    """Return the text with one full stop where a quoted sentence, of a library or the system, brought its own."""
+    return _TWO_STOPS.sub(".", text)
 
 
 class Place(str):
@@ -44,6 +53,10 @@ class Problem:
     message: str
     given: str | None = None
     hint: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", one_stop(self.message))
+        object.__setattr__(self, "hint", None if self.hint is None else one_stop(self.hint))
 
     def __str__(self) -> str:
         subject = f"{self.where} {self.key}" if self.key else self.where
@@ -88,7 +101,7 @@ class ScaletrainError(Exception):
         file: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
+        self.message = one_stop(message)
         self.problems = problems
         self.remedy = remedy
         self.file = file

@@ -214,7 +214,7 @@ class Trainer:
         wanted = self.record.spec.evaluation.batches * layout.global_batch_size
         rounds = min(wanted, len(self.validation.sequences)) // width
         losses = {"validation_loss": self._mean_loss(step, rounds)}
-        if self.average is not None:
+        if self.average is not None and self.average.taken:  # before the first weights are in it, there is none
             with self.average.in_use():
                 losses["averaged_validation_loss"] = self._mean_loss(step, rounds)
         measured = {name: loss for name, loss in losses.items() if loss is not None}

@@ -33,7 +33,10 @@ _SAME = "="
 
 @dataclass(frozen=True)
 class _Figure:
-    """One row: a number or word of a plan (None where there is none), and whether a ratio to the first one helps."""
+    """One row: a number or word of a plan (None where there is none), and whether a ratio to the first one helps.
+
+    The empty label is that of the rate, whose unit the runs decide.
+    """
 
     label: str
     value: Callable[[Compared, RunPlan], float | str | None]
@@ -76,7 +79,7 @@ _FIGURES = (
     _Figure("memory", lambda _, plan: plan.memory.peak, bytes_text, needs_fit=False),
     _Figure("of device", lambda _, plan: plan.memory.peak / plan.memory.capacity, percent_text, False, False, False),
     _Figure("step", lambda _, plan: plan.time.step, seconds_text),
-    _Figure("units/s", lambda _, plan: plan.time.tokens_per_second),
+    _Figure("", lambda _, plan: plan.time.tokens_per_second),
     _Figure("MFU", lambda _, plan: plan.time.mfu, percent_text, ratio=False),
     _Figure("whole run", lambda _, plan: plan.time.to_train, seconds_text),
     _Figure("goodput", lambda _, plan: plan.durability.expected_goodput, lambda x: f"{100 * x:.4g} %", ratio=False),
@@ -116,7 +119,7 @@ def _table(columns: Sequence[Compared]) -> Table:
         values = [_value(figure, column) for column in columns]
         if all(value is None for value in values) or (figure.only_if_different and len(set(values)) == 1):
             continue
-        table.add_row(figure.label, *_cells(figure, columns))
+        table.add_row(figure.label or f"{_unit(columns)}/s", *_cells(figure, columns))
     return table
 
 
@@ -144,6 +147,12 @@ def _verdict(column: Compared) -> Text:
         return Text("does not divide", "bold red")
     verdict = column.plan.memory.verdict
     return Text(verdict, f"bold {VERDICT_STYLES[verdict]}")
+
+
+def _unit(columns: Sequence[Compared]) -> str:
+    """Return what all of the runs train on, ``tokens`` or ``images``; ``samples`` where they differ."""
+    units = {column.spec.unit for column in columns}
+    return units.pop() if len(units) == 1 else "samples"
 
 
 def _gpu(column: Compared) -> str:

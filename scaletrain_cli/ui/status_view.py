@@ -43,7 +43,7 @@ def show_status(status: RunStatus, attempts: Sequence[AttemptRecord], now: float
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    if status.why and status.state != "finished":
+    if status.why and status.state not in ("finished", "running"):
         table.add_row("  why", words(status.why))
     if measures := measures_text(status):
         table.add_row("  last", words(measures))
@@ -58,7 +58,8 @@ def show_status(status: RunStatus, attempts: Sequence[AttemptRecord], now: float
         table.add_row("  saved", words(f"step {status.last_checkpoint_step}{lost}"))
     where = f"{status.scheduler} job {status.job_id}" if status.job_id else status.scheduler
     nodes = f" on {', '.join(status.nodes)}" if status.nodes else ""
-    table.add_row("  job", words(where + nodes))
+    says = f": {status.job.detail}" if status.state == "running" and status.job.detail else ""
+    table.add_row("  job", words(where + nodes + says))
     show(console, table)
     line(console, Text.assemble(("  files  ", "dim"), plain(status.run_dir)))
     if attempts:
@@ -91,9 +92,13 @@ def memory_text(measured: Measured) -> str:
     )
 
 
+# By the names of the JSON object; an attempt's set-up is that of its first start as well, which restores nothing.
+_PARTS = {"restore": "set-up", "lost_work": "lost work"}
+
+
 def goodput_text(goodput: Goodput) -> str:
-    """``93.1 % of 2 h 3 min; restore 3.2 %, lost work 2.1 %``: what took most of the rest first, crumbs left out."""
-    rest = {name.replace("_", " "): seconds for name, seconds in vars(goodput).items() if name != "productive"}
+    """``93.1 % of 2 h 3 min; set-up 3.2 %, lost work 2.1 %``: what took most of the rest first, crumbs left out."""
+    rest = {_PARTS.get(name, name): seconds for name, seconds in vars(goodput).items() if name != "productive"}
     shares = {name: seconds / goodput.wall for name, seconds in rest.items() if goodput.wall > 0}
     named = [name for name in sorted(shares, key=lambda name: -shares[name]) if shares[name] >= 0.0005]
     parts = ", ".join(f"{name} {percent_text(shares[name])}" for name in named)

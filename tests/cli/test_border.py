@@ -206,3 +206,10 @@ def test_a_full_disk_is_an_error_in_one_line(options: list[str]) -> None:
     assert ended.returncode == ExitCode.CRASHED
     said = "error: the answer could not be written: No space left on device. Free some space on that disk, or set "
     assert ended.stderr == f"{said}$SCALETRAIN_RUNS (runs) or $TMPDIR to another one.\n"
+
+
+def test_a_message_ends_with_one_full_stop_whatever_it_quotes() -> None:
+    error = SpecError("cannot read x: it is broken..", (Problem("a", "b", "said: no..", "1", "See '..'.. Stop."),))
+    assert str(error) == "cannot read x: it is broken.\n  a b = 1: said: no. See '..'. Stop."
+    kept = "look in .. or ../x or and so on... There are 1..3 of them"
+    assert str(SpecError(kept)) == kept
