@@ -1,0 +1,302 @@
+"""Every command line in README, docs, CONTRIBUTING, slurm/, k8s/ and the recipes' comments runs, and ends as told.
+
+A line that needs a real cluster, a GPU, another program or many minutes is in a table with the reason, and is parsed.
+A new line that is in neither table fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from scaletrain_cli.cli.app import app
+from scaletrain_cli.launch.local import LocalScheduler
+from scaletrain_cli.launch.submission import create_run
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.spec import load_spec
+from tests.cli.command_line import SMALL, scaletrain
+
+PROJECT = Path(__file__).parent.parent
+PAGES = [
+    PROJECT / "README.md",
+    PROJECT / "CONTRIBUTING.md",
+    *sorted((PROJECT / "docs").glob("*.md")),
+    PROJECT / "slurm" / "README.md",
+    PROJECT / "k8s" / "README.md",
+]
+COMMENTED = [
+    path
+    for folder in ("recipes", "slurm", "k8s")
+    for path in sorted((PROJECT / folder).rglob("*"))
+    if path.suffix in (".yaml", ".sh", ".example", ".conf") or path.name == "Containerfile"
+]
+PROGRAMS = ("scaletrain", "make", "pip", "python", "python3", "kubectl", "helm", "docker", "eval", "sinfo", "srun")
+PROGRAMS += ("slurm/install_packages.sh", ".ci/run", ".venv/bin/ruff", ".venv/bin/pytest")
+ENGINE = "tests.launch.fake_engine"
+
+
+@dataclass(frozen=True)
+class Runs:
+    """``line`` is what is run in place of the documented one; it ends with ``code`` and shows ``says``."""
+
+    line: str
+    says: str
+    code: int = 0
+
+
+SPEC = "recipes/llama-10m-cpu.yaml"
+KUBERNETES = "recipes/llama-13b-kueue.yaml --set cluster.kubernetes.image=r.example/scaletrain:0.1.0"
+RUN: dict[str, Runs] = {
+    "scaletrain plan recipes/llama-7b-h100.yaml": Runs("plan recipes/llama-7b-h100.yaml", ": fits"),
+    "scaletrain plan recipes/llama-70b-spot.yaml --deadline 90d": Runs(
+        "plan recipes/llama-70b-spot.yaml --deadline 90d", "Cluster for the fewest GPUs: at most 256 GPUs, done in 90 d"
+    ),
+    "scaletrain submit recipes/llama-7b-h100.yaml": Runs("submit recipes/llama-7b-h100.yaml --dry-run", "#SBATCH"),
+    "scaletrain plan SPEC": Runs(f"plan {SPEC}", ": fits"),
+    "scaletrain plan SPEC --explain": Runs(f"plan {SPEC} --explain", "Why"),
+    "scaletrain plan SPEC --all": Runs(f"plan {SPEC} --all", "PaLM"),
+    "scaletrain plan A B": Runs(f"plan {SPEC} recipes/gpt2-124m-a100.yaml", "gpt2-124m-a100"),
+    "scaletrain plan SPEC --plot plan.html": Runs(f"plan {SPEC} --plot plan.html", "wrote plan.html"),
+    "scaletrain plan SPEC --deadline 30d": Runs(f"plan {SPEC} --deadline 30d", "done in 30 d"),
+    "scaletrain plan SPEC --objective cost --max-gpus 512": Runs(
+        "plan recipes/gpt2-124m-a100.yaml --objective cost --max-gpus 512", "Cluster for the lowest cost"
+    ),
+    "scaletrain plan SPEC --trace FILE": Runs(f"plan {SPEC} --trace trace.json", "trace"),
+    "scaletrain submit run.yaml": Runs("submit run.yaml --dry-run", "local_supervisor"),
+    "scaletrain submit run.yaml --dry-run": Runs(f"submit {KUBERNETES} --dry-run", "kind: JobSet"),
+    "scaletrain submit run.yaml --output yaml": Runs(f"submit {KUBERNETES} --output yaml", "kind: JobSet"),
+    "scaletrain submit k8s/smoke.yaml": Runs(
+        "submit k8s/smoke.yaml --dry-run --set cluster.kubernetes.image=r.example/scaletrain:0.1.0", "kind: JobSet"
+    ),
+    "scaletrain submit run.yaml --sweep training.optimizer.lr=1e-4,3e-4,1e-3 --sweep training.seed=1,2 "
+    "--max-concurrent 2": Runs(
+        "submit run.yaml --set cluster.scheduler=slurm --sweep training.optimizer.lr=3e-4,1e-3 "
+        "--sweep training.seed=1,2 --max-concurrent 2 --dry-run",
+        "#SBATCH",
+    ),
+    "scaletrain init --scheduler kubernetes --preset llama-7b": Runs(
+        "init --scheduler kubernetes --preset llama-7b new.yaml", "wrote new.yaml"
+    ),
+    "scaletrain init --scheduler kubernetes": Runs("init --scheduler kubernetes -", "kubernetes:"),
+    "scaletrain init --list": Runs("init --list", "own-engine"),
+    "scaletrain init --recipe NAME": Runs("init --recipe llama-7b-h100 recipe.yaml", "wrote recipe.yaml"),
+    "scaletrain init --files k8s DIR": Runs("init --files k8s there", "wrote there/rbac.yaml"),
+    "scaletrain --help": Runs("--help", "Usage: scaletrain"),
+    "scaletrain schema": Runs("schema", '"$schema"'),
+    "scaletrain doctor": Runs("doctor", "python"),
+    "scaletrain status": Runs("status", "small"),
+    "scaletrain logs RUN": Runs("logs small", "[rank 0] up"),
+    "scaletrain explain RUN": Runs("explain small", ""),
+    "scaletrain checkpoint list": Runs("checkpoint list small", ""),
+    "scaletrain nodes list": Runs("nodes list", ""),
+    "scaletrain resume RUN --nodes 2": Runs("resume queued --nodes 2 --dry-run", "#SBATCH --nodes=2"),
+    "scaletrain resume RUN --new-code": Runs("resume small --new-code --dry-run", "", code=2),  # it kept no code
+    "scaletrain drill --list": Runs("drill --list", "sigkill"),
+    "scaletrain --install-completion": Runs("--show-completion bash", "complete"),
+}
+# Parsed alone: the verb, its options and their values are checked, and nothing is run.
+CLUSTER, HURT = "needs a cluster that answers", "hurts real runs for minutes; tests/drills/test_drill_verb.py runs it"
+SWEPT = "needs runs of a sweep; tests/launch/test_sweep_life.py makes them"
+PARSED: dict[str, str] = {
+    "scaletrain drill": HURT,
+    "scaletrain drill sigkill truncate --spec run.yaml": HURT,
+    "scaletrain drill --scheduler slurm --nodes 2 --gpus-per-node 8 --gpu h100-sxm-80gb --set "
+    "cluster.slurm.partition=gpu": HURT,
+    "scaletrain preflight k8s/smoke.yaml": CLUSTER,
+    "scaletrain logs smoke --follow": CLUSTER,
+    "scaletrain status --cluster": CLUSTER,
+    "scaletrain submit --probe": CLUSTER,
+    "scaletrain status SWEEP": SWEPT,
+    "scaletrain list --sweep SWEEP": SWEPT,
+    "scaletrain cancel SWEEP": SWEPT,
+    "scaletrain resume --from-scratch": "tests/drills runs it",
+    "scaletrain submit --dry-run": "an option by its name",
+}
+OPTION_BY_NAME = ("scaletrain submit --probe", "scaletrain submit --dry-run", "scaletrain resume --from-scratch")
+
+
+def documented() -> Iterator[tuple[str, str]]:
+    """``(place, command line)``, each command of a pipe or an ``&&`` by itself, without its comment."""
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        for block in re.finditer(r"^```(\w*)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+            if block[1] in ("", "sh"):
+                for line in block[2].replace("\\\n", " ").splitlines():
+                    yield from _commands(path, line)
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        for code in re.findall(r"`([^`]+)`", prose):
+            yield from _commands(path, " ".join(code.split()))
+    for path in COMMENTED:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            comment = line.partition("#")[2] if "#" in line else ""
+            for code in [*re.findall(r"`([^`]+)`", comment), comment.strip()]:
+                yield from _commands(path, code)
+
+
+def _commands(path: Path, line: str) -> Iterator[tuple[str, str]]:
+    line = re.split(r"\s+# ", line.strip())[0]
+    if any(mark in line for mark in "►→"):  # a drawing
+        return
+    for part in re.split(r"&&|\s\|\s", line):
+        words = part.split()
+        if words and words[0] in PROGRAMS and not (len(words) == 1 and words[0] not in (".ci/run",)):
+            yield str(path.relative_to(PROJECT)), re.sub(r"\s*(>|\[--json\]).*", "", " ".join(words))
+
+
+COMMANDS = sorted({command for _, command in documented()})
+OURS = [command for command in COMMANDS if command.startswith("scaletrain ")]
+VERB_ALONE = re.compile(r"scaletrain( [a-z]+){1,2}")
+
+
+def test_the_pages_hold_command_lines() -> None:
+    assert len(OURS) > 30
+    assert {"README.md", "docs/planner.md", "k8s/README.md"} <= {place for place, _ in documented()}
+
+
+def test_every_command_line_of_ours_is_in_a_table_or_names_a_verb() -> None:
+    unknown = [command for command in OURS if command not in RUN.keys() | PARSED.keys() and not _names_a_verb(command)]
+    assert unknown == [], "add them to RUN or, with a reason, to PARSED"
+
+
+def test_no_entry_of_a_table_is_left_over() -> None:
+    mentioned = {"scaletrain logs RUN", "scaletrain explain RUN"}  # README writes them with bars between
+    assert (RUN.keys() | PARSED.keys()) - set(OURS) - mentioned == set()
+
+
+def _names_a_verb(command: str) -> bool:
+    """Return whether a command is the mere name of a verb that exists, such as ``scaletrain nodes clear``."""
+    return VERB_ALONE.fullmatch(command) is not None and _parses(command.split()[1:], names_alone=True)
+
+
+def _parses(words: list[str], names_alone: bool = False) -> bool:
+    """Parse a command line as the command would, and run nothing. Raises UsageError of click."""
+    group: Any = typer.main.get_command(app)
+    context = group.make_context("scaletrain", list(words), resilient_parsing=True)
+    while words and hasattr(group, "resolve_command"):
+        name, group, words = group.resolve_command(context, words)
+        context = group.make_context(name, list(words), parent=context, resilient_parsing=names_alone)
+    return True
+
+
+@pytest.mark.parametrize("command", [command for command in PARSED if command not in OPTION_BY_NAME])
+def test_a_command_line_that_cannot_run_here_is_one_that_the_command_takes(command: str) -> None:
+    assert _parses(shlex.split(command)[1:])
+
+
+@pytest.mark.parametrize("command", OPTION_BY_NAME)
+def test_an_option_that_is_named_exists(command: str) -> None:
+    _, verb, option = command.split()
+    assert option in scaletrain(verb, "--help").out
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the recipes and the cluster files, a run that has ended and one for Slurm that has not begun."""
+    folder = tmp_path_factory.mktemp("documented")
+    for name in ("recipes", "k8s", "slurm"):
+        (folder / name).symlink_to(PROJECT / name)
+    (folder / "data").mkdir()
+    (folder / "data" / "a.jsonl").write_text('{"text": "data of the user"}\n')
+    shutil.copy(SMALL, folder / "run.yaml")
+    (folder / "trace.json").write_text('{"metadata": {"gap_seconds": 3600}, "data": [1, 1, 0, 1]}')
+    here = Path.cwd()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("SCALETRAIN_RUNS", str(folder / "runs"))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")]))
+        patch.setattr(LocalScheduler.__init__, "__defaults__", (ENGINE,))
+        slurm = load_spec("run.yaml", ["cluster.scheduler=slurm"])
+        create_run(slurm, make_plan(slurm), "queued")
+        submitted = scaletrain("submit", "run.yaml", "--run-id", "small", "--set", "env={FAKE: '{}'}")
+        assert submitted.code == 0, submitted.err
+        assert scaletrain("status", "small", "--wait", "60s").code == 0
+        yield folder
+    os.chdir(here)
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_a_documented_command_line_runs_and_ends_as_told(
+    command: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workplace)
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(workplace / "runs"))
+    wanted = RUN[command]
+    ended = scaletrain(*shlex.split(wanted.line))
+    assert ended.code == wanted.code, ended.err
+    assert wanted.says in ended.out + ended.err
+
+
+def test_every_make_target_that_is_named_exists_and_ci_runs_what_contributing_says() -> None:
+    named = {command.split()[1] for command in COMMANDS if command.startswith("make ")}
+    makefile = (PROJECT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
+    assert named <= targets
+    in_ci = re.findall(r"^make ([a-z-]+)$", (PROJECT / ".ci" / "run").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    page = (PROJECT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    told = re.search(r"CI runs `\.ci/run`, which calls (.*?), and nothing else", page, flags=re.DOTALL)
+    assert told is not None
+    assert set(re.findall(r"`make ([a-z-]+)`", told[1])) == set(in_ci)
+    assert {"demo", "check", "test", "test-long"} == set(in_ci)
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("pip install")])
+def test_extras_that_pip_is_to_install_exist(command: str) -> None:
+    wanted = {extra for group in re.findall(r"\.\[([a-z0-9,]+)\]", command) for extra in group.split(",")}
+    text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
+    assert wanted <= set(re.findall(r"^([a-z0-9]+) = \[", text, flags=re.MULTILINE))
+    assert "-c constraints.txt" in command or not (wanted & {"train", "k8s"}), (
+        "the tested versions are in constraints.txt"
+    )
+
+
+def test_files_that_other_programs_are_given_exist() -> None:
+    others = [command for command in COMMANDS if command.split()[0] not in ("scaletrain", "make", "pip")]
+    files = {word for command in others for word in re.findall(r"\b(?:k8s|slurm|benchmarks|\.ci)/[\w./-]+", command)}
+    assert {"k8s/rbac.yaml", "slurm/dev_cluster.py"} <= files
+    assert [file for file in files if not (PROJECT / file).exists()] == []
+
+
+def test_the_development_cluster_takes_what_the_page_gives_it() -> None:
+    """tests/slurm_cluster runs it; here the verbs and options of the page are those of the script."""
+    lines = [command for command in COMMANDS if "slurm/dev_cluster.py" in command]
+    verbs = {re.search(r"dev_cluster\.py ([a-z-]+)", line)[1] for line in lines}  # type: ignore[index]
+    done = subprocess.run(
+        ["python3", "slurm/dev_cluster.py", "--help"], cwd=PROJECT, capture_output=True, text=True, check=True
+    )
+    assert verbs
+    assert all(re.search(rf"\b{verb}\b", done.stdout) for verb in verbs)
+
+
+def _told_by_the_program() -> Iterator[tuple[str, str]]:
+    """``(file, scaletrain ...)`` in the texts of the package, which people read when something went wrong."""
+    for path in sorted((PROJECT / "scaletrain_cli").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                for told in re.findall(r"\bscaletrain (?:[a-z]+)(?: [a-z]+)?(?: --?[a-z-]+)*", node.value):
+                    yield str(path.relative_to(PROJECT)), told
+
+
+def test_the_program_names_only_verbs_and_options_that_exist() -> None:
+    verbs = set(typer.main.get_command(app).list_commands(None))  # type: ignore[attr-defined]
+    helps: dict[str, str] = {}
+    for file, told in sorted(set(_told_by_the_program())):
+        _, verb, *rest = told.split()
+        if verb not in verbs:
+            assert not [word for word in rest if word.startswith("--")], (file, told)
+            continue
+        second = [rest[0]] if rest and not rest[0].startswith("-") and verb in ("checkpoint", "nodes", "data") else []
+        key = " ".join([verb, *second])
+        helps[key] = helps.get(key) or scaletrain(verb, *second, "--help").out
+        for option in (word for word in rest if word.startswith("--")):
+            assert option in helps[key], (file, told)
