@@ -95,12 +95,23 @@ def withdraw_restart(run: RunDir, number: int, why: str, *, left_to_scheduler: b
 
 
 def conclude_run(run: RunDir, decision: Decision) -> int:
-    """Record that no attempt follows; returns the run's exit code. Of a run that is done the engine has recorded it."""
+    """Record that no attempt follows; returns the run's exit code. Of a run that is done the engine has recorded it.
+
+    The values of its secrets go, unless it was only preempted: whoever resumes it later gives them anew.
+    """
+    if decision.exit_code != ExitCode.PREEMPTED or run.is_told_to_stop:
+        forget_secrets(run)
     if decision.exit_code != ExitCode.DONE:
         if run.is_told_to_stop:
             record_event(run, "cancelled")
         record_event(run, "stopped", exit_code=decision.exit_code, why=decision.why)
     return decision.exit_code
+
+
+def forget_secrets(run: RunDir) -> None:
+    """Remove the values of ``secret_env`` from the run directory."""
+    with contextlib.suppress(OSError):  # the run's verdict does not depend on it
+        run.secrets.unlink(missing_ok=True)
 
 
 def _remember_bad_nodes(run: RunDir, number: int, outcome: Outcome, down: frozenset[str] | None) -> None:

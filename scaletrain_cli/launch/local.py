@@ -18,6 +18,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, MissingPackageError, SchedulerError
 from scaletrain_cli.extras import install_command
+from scaletrain_cli.launch.conclusion import forget_secrets
 from scaletrain_cli.launch.node_check import problems_of_node
 from scaletrain_cli.launch.node_record import read_node_records
 from scaletrain_cli.launch.outlook import Outlook, Start
@@ -113,6 +114,7 @@ class LocalScheduler:
         for agent in living_agents(run):
             send_signal(agent, signal.SIGTERM)
         record_event(run, "cancelled")
+        forget_secrets(run)
 
 
 def run_in_foreground(

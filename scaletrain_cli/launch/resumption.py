@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from scaletrain_cli.errors import ScaletrainError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
 from scaletrain_cli.launch.code_snapshot import write_snapshot
+from scaletrain_cli.launch.conclusion import forget_secrets
 from scaletrain_cli.launch.resizing import Resize
 from scaletrain_cli.launch.scheduler import Job, Scheduler, scheduler_for
-from scaletrain_cli.launch.submission import Submission, hand_over, read_submission, submit_lock
+from scaletrain_cli.launch.submission import Submission, hand_over, keep_secrets, read_submission, submit_lock
 from scaletrain_cli.launch.unreported import unreported_end
 from scaletrain_cli.rundir.checkpoints import Checkpoint, newest_that_verifies
 from scaletrain_cli.rundir.journal import has_committed, last_logged_step, record_event, withdraw_event
@@ -29,6 +30,7 @@ from scaletrain_cli.rundir.record import (
     read_record,
     withdraw_revision,
 )
+from scaletrain_cli.spec import RunSpec
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,12 @@ def resume(
             raise UsageError(f"{run.run_id} was resized by someone else meanwhile. Look again, and resume it then.")
         spec = record.spec if resize is None else resize.spec
         scheduler = scheduler or scheduler_for(spec.cluster.scheduler)
-        with _revised(run, record, resize) as revised, _started_over(run, from_scratch), _stop_lifted(run):
+        with (
+            _secrets_at_hand(run, spec),
+            _revised(run, record, resize) as revised,
+            _started_over(run, from_scratch),
+            _stop_lifted(run),
+        ):
             return Resumption(report, hand_over(run, revised, scheduler))
 
 
@@ -149,6 +156,21 @@ def _refuse_to_cut_blocks(run: RunDir, resize: Resize) -> None:
             f"{run.run_id} cannot go on in another layout: {name} keeps its states quantised in blocks that follow the "
             "layout, and cutting them anew would change them. Resume it on as many GPUs and in the layout it had."
         )
+
+
+@contextlib.contextmanager
+def _secrets_at_hand(run: RunDir, spec: RunSpec) -> Iterator[None]:
+    """With the values of ``secret_env``, which an ended run has no more; gone again if the scheduler refuses."""
+    had = run.secrets.exists()
+    keep_secrets(run, spec)
+    try:
+        yield
+    except SchedulerSilentError:
+        raise
+    except ScaletrainError:
+        if not had:
+            forget_secrets(run)
+        raise
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.attempts import read_attempts
+from scaletrain_cli.launch.conclusion import forget_secrets
 from scaletrain_cli.launch.exclusion import Exclusion
 from scaletrain_cli.launch.outlook import Outlook, Start
 from scaletrain_cli.launch.scheduler import Job
@@ -206,6 +207,7 @@ class SlurmScheduler:
             raise
         if not running and not any(row.state == "ending" for row in living):
             record_event(run, "cancelled")
+            forget_secrets(run)
 
     def _rows(self, run: RunDir) -> list[JobRow]:
         """The jobs of the run by their mark, and the latest by its id: a site may rewrite comments."""

@@ -33,7 +33,7 @@ from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.ownership import require_own_run
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_first_record, read_record, write_record
-from scaletrain_cli.safe_files import FOLDER_MODE, create_file, locked, make_folder, require_writable
+from scaletrain_cli.safe_files import FOLDER_MODE, create_file, locked, make_folder, replace_file, require_writable
 from scaletrain_cli.spec import RunSpec, changed_keys
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -216,6 +216,22 @@ def _existing(run: RunDir, wanted: RunRecord) -> CreatedRun:
             f"run id, or give the run the new code with `scaletrain resume {run.run_id} --new-code`."
         )
     return CreatedRun(run, read_record(run), created=False)
+
+
+def keep_secrets(run: RunDir, spec: RunSpec) -> None:
+    """Write the values of ``secret_env`` as they are here; those that are not set here stay as they are in the run.
+
+    Raises UsageError for names without a value in either place.
+    """
+    if spec.cluster.scheduler == "kubernetes" or not spec.secret_env:
+        return
+    before = read_document(run.secrets) or {}
+    values = {name: os.environ.get(name, before.get(name)) for name in spec.secret_env}
+    missing = [name for name, value in values.items() if value is None]
+    if missing:
+        raise UsageError(f"secret_env names {', '.join(missing)}, which is not set here. Export it before resuming.")
+    if values != before:
+        replace_file(run.secrets, json.dumps(values), private=True)
 
 
 def _secret_values(spec: RunSpec) -> dict[str, str]:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from scaletrain_cli.errors import Problem, SpecError
 from scaletrain_cli.spec.architecture_source import DERIVED_FROM, SourceError, complete, presets
+from scaletrain_cli.spec.clear_secrets import with_secrets
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.clusters import Cluster, choose_cluster
 from scaletrain_cli.spec.problems import contradictions, field_problem, in_file
@@ -104,6 +105,7 @@ def parse_spec(
     problems += incomplete + found
     if spec is not None:
         problems += unused_keys(spec, given, source)
+    problems = with_secrets(problems, raw, source)
     if problems or spec is None:
         count = len(problems)
         raise SpecError(
@@ -128,6 +130,7 @@ def override_spec(spec: RunSpec, overrides: Sequence[str], *, file: str) -> RunS
     problems += found
     if new is not None:
         problems += unused_keys(new, given, source)
+    problems = with_secrets(problems, raw, source)
     if problems or new is None:
         raise SpecError("these overrides do not make a run spec", tuple(problems))
     new.read_from(source)

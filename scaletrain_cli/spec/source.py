@@ -118,6 +118,7 @@ def _load(text: str, file: str) -> Any:
         mark = error.problem_mark or error.context_mark
         where = Place(file, mark.line + 1) if mark and file != OPTION else file
         what = " ".join(f"{error.context or ''} {error.problem or ''}".split())
+        what = re.sub(r' with value ".*" \(original value: ".*"\)', "", what)  # of a duplicate key; perhaps a secret
         hint = "Indent with spaces; YAML forbids tabs." if "'\\t'" in what else None
         raise SpecError(f"{file} is not valid YAML", (Problem(where, "", f"{what}.", hint=hint),)) from error
     except ReaderError as error:

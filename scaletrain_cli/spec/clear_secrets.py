@@ -1,0 +1,155 @@
+"""Secrets that stand in a spec in clear, by the name of their key or by their form.
+
+All that a spec holds ends in run.json, in job scripts and in Weights & Biases. Nothing here returns or prints a value
+that it takes for a secret, but for removing it from a text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from scaletrain_cli.errors import Place, Problem
+from scaletrain_cli.spec.source import Key, Source
+
+HIDDEN = "(not shown)"
+# Sections whose keys are names of the user's own; elsewhere a key says what it is (tokenizer, pad_token, secret).
+_FREE_NAMES = ("env", "labels", "annotations", "extra", "node_selector", "config", "args")
+_BEFORE = r"(?<![A-Za-z0-9])"
+_FORMS = {
+    "a token of Hugging Face": rf"{_BEFORE}hf_[A-Za-z0-9]{{16,}}",
+    "an API key (sk-...)": rf"{_BEFORE}sk-(?=[\w-]*\d)[A-Za-z0-9_-]{{16,}}",
+    "a token of GitHub": rf"{_BEFORE}(gh[pousr]_[A-Za-z0-9]{{20,}}|github_pat_[A-Za-z0-9_]{{20,}})",
+    "a token of GitLab": rf"{_BEFORE}glpat-[A-Za-z0-9_-]{{16,}}",
+    "a token of Slack": rf"{_BEFORE}xox[a-z]-[A-Za-z0-9-]{{10,}}",
+    "an access key of AWS": rf"{_BEFORE}(AKIA|ASIA)[0-9A-Z]{{16}}(?![0-9A-Z])",
+    "an API key of Google": rf"{_BEFORE}AIza[0-9A-Za-z_-]{{30,}}",
+    "an API key of Weights & Biases": rf"{_BEFORE}wandb_v\d+_[A-Za-z0-9_]{{16,}}",
+    "a JSON Web Token": rf"{_BEFORE}eyJ[A-Za-z0-9_-]{{8,}}\.[A-Za-z0-9_-]{{8,}}\.[A-Za-z0-9_-]{{4,}}",
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY",
+    "a password in a URL": r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@$]{1,}@",
+}
+_FORM = re.compile("|".join(f"(?P<f{index}>{pattern})" for index, pattern in enumerate(_FORMS.values())))
+_HEX_KEY = re.compile(r"[0-9a-f]{40}")  # of Weights & Biases; a commit looks alike
+_NAME = re.compile(
+    r"(^|[_.\-/])(token|secrets?|password|passwd|passphrase|credentials?|(api|access|secret|private|auth)[_-]?key)$"
+)
+_PASSWORD = re.compile(r"pass(word|wd|phrase)$")
+_PLAIN = re.compile(r"(?i)|true|false|yes|no|on|off|none|null|auto|\d{1,6}|[~./][^\s]*|file://\S+")
+_RANDOM = re.compile(r"[A-Za-z0-9+_/-]{32,}={0,2}")
+_LARGEST_NUMBER = 10.0**40
+_BITS_PER_CHARACTER = 4.2
+_CHANGES_PER_CHARACTER = 0.45  # between capitals, small letters and digits: about 0.6 in random text, 0.2 in names
+
+
+@dataclass(frozen=True)
+class ClearSecret:
+    """One value of a spec that looks like a secret: where it stands, why it looks so. ``value`` is never shown."""
+
+    key: Key
+    why: str
+    value: str
+
+    def __repr__(self) -> str:
+        return f"ClearSecret({self.key!r}, {self.why!r})"
+
+
+def clear_secrets(raw: Mapping[str, Any]) -> tuple[ClearSecret, ...]:
+    """Return the values, and the keys, of a spec as plain data that look like secrets."""
+    return tuple(_below(raw, ()))
+
+
+def with_secrets(problems: list[Problem], raw: Mapping[str, Any], source: Source) -> list[Problem]:
+    """Return the problems of a spec and one for each secret in clear, with no text in them that looks like one."""
+    found = clear_secrets(raw)
+    told = " ".join(problem.message for problem in problems if "also stands in env" in problem.message)
+    untold = [each for each in found if each.key[0] != "env" or f"{each.key[-1]}" not in re.findall(r"\w+", told)]
+    return [*(_problem(each, found, source) for each in untold), *_without_secrets(problems, found)]
+
+
+def _problem(secret: ClearSecret, found: tuple[ClearSecret, ...], source: Source) -> Problem:
+    dotted = without(".".join(map(str, secret.key)), found)
+    name = str(secret.key[-1]) if secret.key[0] == "env" else "NAME"
+    message = f"{secret.why}, and what a spec holds is kept and sent in clear."
+    hint = f"Remove it here, write secret_env: [{without(name, found)}], and export the value before you submit."
+    return Problem(source.place(secret.key), dotted, message, HIDDEN, hint)
+
+
+def without(text: str, found: tuple[ClearSecret, ...]) -> str:
+    """Return the text with each of the values removed from it."""
+    for secret in sorted(found, key=lambda each: -len(each.value)):
+        for value in {secret.value, repr(secret.value)[1:-1], " ".join(secret.value.split())}:
+            text = text.replace(value, HIDDEN) if value else text
+    return _FORM.sub(HIDDEN, text)
+
+
+def _without_secrets(problems: list[Problem], found: tuple[ClearSecret, ...]) -> list[Problem]:
+    """Return the problems, with no text in them that looks like a secret."""
+    cleaned = []
+    for problem in problems:
+        where = problem.where
+        if without(where, found) != where:
+            where = Place(without(problem.file or where, found), problem.line)
+        # A part of the spec is shown shortened, so that the beginning of a value could be left.
+        around = any(problem.key and ".".join(map(str, each.key)).startswith(problem.key) for each in found)
+        named = _why_name("?", tuple(problem.key.split("."))) is not None
+        if problem.given is not None and (around or named):
+            problem = replace(problem, given=HIDDEN)
+        texts = {name: getattr(problem, name) for name in ("key", "message", "given", "hint")}
+        cleaned.append(
+            replace(problem, where=where, **{name: text and without(text, found) for name, text in texts.items()})
+        )
+    return cleaned
+
+
+def _below(value: Any, key: Key) -> Iterator[ClearSecret]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if why := _why_form(str(name), ()):
+                yield ClearSecret((*key, str(name)), why, str(name))
+            yield from _below(inner, (*key, str(name)))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _below(inner, (*key, index))
+    elif isinstance(value, str) or (isinstance(value, int | float) and abs(value) < _LARGEST_NUMBER):
+        text = str(value)
+        why = _why_name(text, key) or (_why_form(text, key) if isinstance(value, str) else None)
+        if why is not None:
+            yield ClearSecret(key, why, text)
+
+
+def _why_name(text: str, key: Key) -> str | None:
+    """Return why the key says that this is a secret; paths, switches and small numbers are none."""
+    if len(key) < 2 or not any(str(part) in _FREE_NAMES for part in key[:-1]):
+        return None
+    name = next(str(part) for part in reversed(key) if isinstance(part, str))
+    matched = _NAME.search(name.lower())
+    if matched is None or (_PLAIN.fullmatch(text) and not (text and _PASSWORD.search(name.lower()) and text.isdigit())):
+        return None
+    return f"is a secret by its name, which ends in {name[matched.start(2) :]}"
+
+
+def _why_form(text: str, key: Key) -> str | None:
+    if (found := _FORM.search(text)) is not None:
+        assert found.lastgroup is not None
+        kind = next(name for index, name in enumerate(_FORMS) if found[f"f{index}"] is not None)
+        return f"looks like {kind}"
+    if "wandb" in ".".join(map(str, key)).lower() and _HEX_KEY.fullmatch(text):
+        return "looks like an API key of Weights & Biases"
+    return "looks like a secret: random letters and digits" if _is_random(text) else None
+
+
+def _is_random(text: str) -> bool:
+    if _RANDOM.fullmatch(text) is None or text[0] in "/-" or text.count("/") > len(text) // 16:
+        return False
+    kinds = ["a" if c.islower() else "A" if c.isupper() else "0" if c.isdigit() else "" for c in text]
+    if min(kinds.count("a"), kinds.count("A"), kinds.count("0")) < 3:
+        return False
+    changes = sum(one != other for one, other in itertools.pairwise(kinds))
+    bits = -sum(n / len(text) * math.log2(n / len(text)) for n in Counter(text).values())
+    return changes >= _CHANGES_PER_CHARACTER * len(text) and bits >= _BITS_PER_CHARACTER

@@ -1,0 +1,68 @@
+"""The values of secret_env: in the run directory as long as a rank may need them, and no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.launch.resumption import resume
+from scaletrain_cli.launch.submission import submit_run
+from scaletrain_cli.launch.waiting import wait_for_end
+from tests.launch.conftest import LOCAL, MadeRun, wait_until
+
+MakeRun = Callable[..., MadeRun]
+
+
+def ended(made: MadeRun) -> str:
+    return wait_for_end(made.run, LOCAL, 60.0, lambda status: None).state
+
+
+def test_a_run_that_has_ended_keeps_no_secret_and_a_resumed_one_takes_it_from_the_environment(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "first")
+    made = make_run("secret_env=[MY_TOKEN]", "restarts.crash=1", die={"1:0": 1, "2:0": 93}, echo=["MY_TOKEN"])
+    assert made.run.secrets.stat().st_mode & 0o777 == 0o600
+    submit_run(made.run, made.record, LOCAL)
+    assert ended(made) == "failed"
+    assert "MY_TOKEN='first'" in made.log(2, 0), "a retry has it still"
+    assert not made.run.secrets.exists()
+
+    monkeypatch.delenv("MY_TOKEN")
+    with pytest.raises(UsageError, match="MY_TOKEN"):
+        resume(made.run, scheduler=LOCAL)
+    monkeypatch.setenv("MY_TOKEN", "second")
+    resume(made.run, scheduler=LOCAL)
+    assert ended(made) == "finished"
+    assert "MY_TOKEN='second'" in made.log(3, 0)
+    assert not made.run.secrets.exists()
+
+
+def test_a_run_that_is_cancelled_keeps_no_secret(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "first")
+    made = make_run("secret_env=[MY_TOKEN]", steps=1000)
+    submit_run(made.run, made.record, LOCAL)
+    wait_until(lambda: "up" in made.log(1, 0), "the ranks are up")
+    LOCAL.cancel(made.run, made.record)
+    assert ended(made) == "cancelled"
+    assert not made.run.secrets.exists()
+    unstarted = make_run("secret_env=[MY_TOKEN]", run_id="unstarted")
+    LOCAL.cancel(unstarted.run, unstarted.record)
+    assert not unstarted.run.secrets.exists()
+
+
+def test_a_refused_resume_leaves_no_secret_behind(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "first")
+    made = make_run("secret_env=[MY_TOKEN]", "restarts.crash=0", die={"1:0": 93})
+    submit_run(made.run, made.record, LOCAL)
+    assert ended(made) == "failed"
+
+    def refuse(*_: object) -> str:
+        raise ScaletrainError("refused")
+
+    monkeypatch.setattr("scaletrain_cli.launch.local.LocalScheduler.submit", refuse)
+    with pytest.raises(ScaletrainError, match="refused"):
+        resume(made.run, scheduler=LOCAL)
+    assert not made.run.secrets.exists()

@@ -1,0 +1,184 @@
+"""Secrets in a spec are refused by name or by form, and their values are shown nowhere."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import random
+import string
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scaletrain_cli.errors import SpecError
+from scaletrain_cli.spec import RunSpec, load_spec, override_spec, parse_spec
+from scaletrain_cli.spec.clear_secrets import clear_secrets
+from tests.cli.command_line import scaletrain
+
+PROJECT = Path(__file__).parent.parent.parent
+SMALL = (PROJECT / "tests" / "cli" / "small.yaml").read_text(encoding="utf-8")
+# Made here at each start, so that no scanner of repositories takes them for real.
+_DRAWN = random.Random(7)
+
+
+def drawn(count: int, letters: str = string.ascii_letters + string.digits) -> str:
+    return "".join(_DRAWN.choice(letters) for _ in range(count - 1)) + "7"
+
+
+TOKENS = {
+    "Hugging Face": "hf_" + drawn(34),
+    "OpenAI": "sk-proj-" + drawn(40),
+    "GitHub": "ghp_" + drawn(36),
+    "GitHub, fine-grained": "github_pat_" + drawn(60),
+    "GitLab": "glpat-" + drawn(20),
+    "Slack": "xoxb-" + drawn(40),
+    "AWS": "AKIA" + drawn(16, string.ascii_uppercase + string.digits),
+    "Google": "AIza" + drawn(35),
+    "a JSON Web Token": f"eyJ{drawn(20)}.eyJ{drawn(30)}.{drawn(43)}",
+    "a private key": "-----BEGIN OPENSSH PRIVATE KEY-----",
+    "a URL with a password": f"https://ada:{drawn(12)}@proxy.example.org:3128",
+    "random letters": drawn(44),
+}
+NAMES = (
+    "HF_TOKEN WANDB_API_KEY DB_PASSWORD my_secret AWS_SECRET_ACCESS_KEY GCP_CREDENTIALS OPENAI_API_KEY APIKEY".split()
+)
+HARMLESS = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+    "HF_TOKEN_PATH": "/home/ada/.cache/huggingface/token",
+    "GOOGLE_APPLICATION_CREDENTIALS": "/etc/gcp/key.json",
+    "WANDB_API_KEY_FILE": "x",
+    "MAX_TOKEN": "4096",
+    "USE_TOKEN": "true",
+    "GIT_COMMIT": hashlib.sha1(b"a").hexdigest(),
+    "DATA_SHA256": "sha256:" + hashlib.sha256(b"a").hexdigest(),
+    "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1,mlx5_4:1,mlx5_5:1",
+    "NCCL_SOCKET_IFNAME": "^docker0,lo",
+    "LD_LIBRARY_PATH": "/opt/amazon/efa/lib64:/opt/AWS-OFI-nccl/lib:/usr/local/Cuda-12.4/lib64",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:512",
+    "RUN_NOTE": "TheSeventhRunOfLlama70BWithLongerWarmupAndLowerRate2026",
+    "PROXY": "http://proxy.example.org:3128",
+    "IMAGE": "nvcr.io/nvidia/pytorch@sha256:" + "0123456789abcdef" * 4,
+    "UUID": "GPU-8f6f0d3e-2b1c-4c4e-9d2a-0a1b2c3d4e5f",
+    "SSH": "ssh://git@example.org:22/repo",
+    "S3": "s3://bucket-Name0/Folder1/SubFolder2/File3.parquet",
+}
+
+
+def parsed(*overrides: str) -> RunSpec:
+    return parse_spec(SMALL, file="run.yaml", base_dir=PROJECT / "tests" / "cli", overrides=overrides)
+
+
+def refused(text: str, overrides: Sequence[str] = ()) -> SpecError:
+    with pytest.raises(SpecError) as raised:
+        parse_spec(text, file="run.yaml", base_dir=PROJECT / "tests" / "cli", overrides=overrides)
+    return raised.value
+
+
+def everything(error: SpecError) -> str:
+    return f"{error}{error.to_json()}{error!r}"
+
+
+@pytest.mark.parametrize("kind", TOKENS)
+def test_a_value_of_a_known_form_is_refused_wherever_it_stands_and_is_not_shown(kind: str) -> None:
+    value = TOKENS[kind]
+    places = {
+        "env.NOTE": f"env: {{NOTE: {json.dumps(value)}}}",
+        "name": f"name: {json.dumps(value)}",
+        "tracking.wandb.project": f"tracking: {{wandb: {{project: {json.dumps(value)}}}}}",
+        "cluster.slurm.extra.comment": f"cluster: {{slurm: {{extra: {{comment: {json.dumps(f'a {value}')}}}}}}}",
+        "data.source": f"data: {{source: {json.dumps(value)}}}",
+    }
+    for key, line in places.items():
+        if kind == "random letters" and "comment" in key:
+            continue  # a word among others
+        section = line.partition(":")[0]
+        kept = "\n".join(row for row in SMALL.splitlines() if not row.startswith(f"{section}:"))
+        error = refused(f"{kept}\n{line}\n")
+        (problem,) = [each for each in error.problems if each.key == key and "secret_env" in str(each)]
+        assert problem.where == f"run.yaml:{len(kept.splitlines()) + 1}"
+        assert value not in everything(error)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variable_that_is_a_secret_by_its_name_is_refused_with_what_to_do(name: str) -> None:
+    error = refused(f"{SMALL}\nenv: {{{name}: correct horse}}\n")
+    (problem,) = error.problems
+    assert problem.key == f"env.{name}"
+    assert f"secret_env: [{name}]" in str(problem)
+    assert "horse" not in everything(error)
+    numeric = refused(f"{SMALL}\nenv: {{DB_PASSWORD: 12345}}\n")
+    assert "12345" not in everything(numeric)
+
+
+def test_what_only_resembles_a_secret_is_taken() -> None:
+    spec = parsed(*(f"env.{name}={json.dumps(value)}" for name, value in HARMLESS.items()))
+    assert spec.env == HARMLESS
+
+
+def test_recipes_hold_no_secret() -> None:
+    recipes = [path for path in sorted(PROJECT.rglob("recipes/*.yaml")) if ".venv" not in path.parts]
+    assert len(recipes) >= 5
+    for path in recipes:
+        assert clear_secrets(load_spec(path).model_dump(mode="json", by_alias=True)) == ()
+
+
+def test_an_override_that_is_a_secret_is_not_shown_even_where_it_is_wrong_otherwise() -> None:
+    value = TOKENS["Hugging Face"]
+    for overrides in (
+        [f"env.HF_TOKEN={value}"],
+        ["env.HF_TOKEN=[correct horse]"],
+        ["env.HF_TOKEN={correct horse"],
+        [f"env.{value}=1"],
+        [f"cluster.nodes={value}"],
+        [f"{value}"],
+        [f"env.A={value}", "training.steps=-1"],
+        [f"env=[{value}]"],
+    ):
+        error = refused(SMALL, overrides)
+        assert value not in everything(error), overrides
+        assert "horse" not in everything(error), overrides
+    twice = refused(f"{SMALL}\nenv: {{HF_TOKEN: correct horse, HF_TOKEN: battery staple}}\n")
+    assert "horse" not in everything(twice)
+    assert "staple" not in everything(twice)
+    with pytest.raises(SpecError) as again:
+        override_spec(parsed(), [f"env.HF_TOKEN={value}"], file="run.json")
+    assert value not in everything(again.value)
+
+
+def test_no_verb_and_no_file_shows_or_keeps_the_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = TOKENS["GitHub"]
+    spec = tmp_path / "run.yaml"
+    spec.write_text(f"{SMALL}\nenv: {{MY_VARIABLE: {value}}}\n")
+    monkeypatch.chdir(tmp_path)
+    for verb in (["validate"], ["plan"], ["submit", "--yes"], ["submit", "--dry-run"], ["train"]):
+        for more in ([], ["--json"]) if verb[0] != "train" else ([],):
+            out, err = io.StringIO(), io.StringIO()
+            with redirect_stdout(out), redirect_stderr(err):
+                ended = scaletrain(*verb, spec, *more)
+            assert ended.code == 2, verb
+            assert value not in f"{ended.out}{ended.err}{out.getvalue()}{err.getvalue()}", verb
+            assert "secret_env" in f"{ended.out}{ended.err}", verb
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path != spec]
+    assert not any(value in path.read_text(errors="replace") for path in written)
+
+
+@given(st.text(alphabet=string.ascii_letters + string.digits, min_size=17, max_size=60), st.text(max_size=20))
+def test_a_token_within_any_text_is_found_and_removed(body: str, around: str) -> None:
+    value = f"hf_{body}"
+    raw = {"env": {"A": f"{around} {value}"}}
+    assert [secret.key for secret in clear_secrets(raw)] == [("env", "A")]
+
+
+@given(
+    st.recursive(
+        st.text() | st.integers() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+    )
+)
+def test_any_data_can_be_looked_through(data: object) -> None:
+    clear_secrets({"env": data, "name": data})
