@@ -35,12 +35,14 @@ from scaletrain_cli.engine.stepping import stepper
 from scaletrain_cli.engine.stragglers import Stragglers
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError, UsageError, WrongNodesError
-from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 from scaletrain_cli.rundir.rollbacks import read_rollbacks
 from scaletrain_cli.rundir.shared_datasets import owner_of_dataset
 from scaletrain_cli.spec import RunSpec
+
+_HELD_BACK = "validation-held-back"
 
 
 def assemble(
@@ -206,10 +208,48 @@ def _open_data(
         raise UsageError(
             f"{folder} has {info.vocab_size} token ids and model.vocab_size is {spec.transformer.vocab_size}."
         )
-    width = record.plan.layout.micro_batch_size * record.plan.layout.data_parallel
-    if spec.evaluation.every and len(validation) < width:
-        raise UsageError(
-            f"the validation split holds {len(validation)} sequences, fewer than one round of {width}. "
-            f"Raise data.validation_split, or set evaluation.every: 0."
+    if spec.evaluation.every:
+        held_back = agreement.follow_rank_zero(
+            sequences_held_back(run, record, len(train), len(validation)) if ranks.rank == 0 else 0
         )
+        if held_back < 0:
+            raise UsageError(_too_little_to_validate(record, len(train), len(validation)))
+        if held_back:
+            rest = len(train) - held_back
+            train, validation = train.part(0, rest), train.part(rest, held_back)
     return info, train, validation
+
+
+def sequences_held_back(run: RunDir, record: RunRecord, train: int, validation: int) -> int:
+    """How many of the ``train`` sequences are validated on instead, where the ``validation`` ones are too few.
+
+    Decided by the first attempt that needs them, for all that follow, whatever their layout: an event says so. -1 where
+    neither is enough.
+    """
+    layout, decided = record.plan.layout, None
+    width = layout.micro_batch_size * layout.data_parallel
+    for event in read_events(run):
+        if event["event"] == _HELD_BACK:
+            decided = int(event["sequences"])
+    if decided is None:
+        if validation >= width:
+            return 0
+        # One round of any layout of this batch size, where that is no large part of what there is.
+        whole = layout.global_batch_size
+        decided = whole if train >= 10 * whole else min(whole, max(width, train // 20))
+    if decided < width or train < 2 * decided:
+        return -1
+    if not any(event["event"] == _HELD_BACK for event in read_events(run)):
+        record_event(run, _HELD_BACK, sequences=decided, of=train)
+        print(f"validating on the last {decided} of {train} sequences: the validation split holds {validation}")
+    return decided
+
+
+def _too_little_to_validate(record: RunRecord, train: int, validation: int) -> str:
+    layout, length = record.plan.layout, record.spec.transformer.seq_len
+    width = layout.micro_batch_size * layout.data_parallel
+    return (
+        f"data.source is too small to validate on: it makes {train} sequences of {length} tokens to train on and "
+        f"{validation} to validate on, and one round of validation takes {width}. Give more text, or submit the run "
+        "with a shorter model.seq_len or with evaluation.every: 0."
+    )

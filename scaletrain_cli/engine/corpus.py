@@ -2,87 +2,197 @@
 
 from __future__ import annotations
 
-import glob
+import hashlib
 import importlib
-import json
+import io
+import os
+import re
 import sys
-import sysconfig
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.extras import install_command
+from scaletrain_cli.spec.corpus_files import (
+    MOST_REPLACED,
+    PYTHON_STDLIB,
+    find_files,
+    kind_of,
+    open_bytes,
+    text_of_line,
+    unreadable_among,
+)
 
-PYTHON_STDLIB = "python-stdlib"
-# Not the library itself: installed packages, and tests, whose generated tables are not prose or code worth learning.
-_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_FORMATS = ("txt", "md", "py", "jsonl", "parquet")
 _LONGEST_TEXT_DOCUMENT = 1 << 20  # characters
+# Prose in one long file: a run of paragraphs of this length, about 4,000 tokens, is a document.
+_TEXT_DOCUMENT = 1 << 14
+_BLANK_LINE = re.compile(r"\n[ \t]*\n")
+_BROKEN = re.compile("[\ud800-\udfff]")
+_FEW_REPLACED = 3
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass
+class Tally:
+    """What was read of a corpus so far; ``replaced`` counts bytes that are no UTF-8, now U+FFFD."""
+
+    characters: int = 0
+    replaced: int = 0
 
 
 def source_files(source: str) -> list[Path]:
-    """The files of a corpus in a fixed order. Raises UsageError when there are none, or of a kind we cannot read."""
-    if source == PYTHON_STDLIB:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        found = [p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(p.relative_to(root).parts)]
-        return sorted(found)
-    path = Path(source).expanduser()
-    if path.is_dir():
-        found = [entry for entry in path.rglob("*") if entry.is_file()]
-    else:  # a name may hold what a glob would interpret
-        found = [path] if path.exists() else [Path(name) for name in glob.glob(str(path), recursive=True)]
-    files = sorted(entry for entry in found if entry.suffix.lstrip(".") in _FORMATS)
-    if not files:
-        raise UsageError(
-            f"data.source = {source}: no {', '.join(_FORMATS)} file there. "
-            f"Give {PYTHON_STDLIB}, a prepared dataset, or a path or glob of text files."
-        )
-    return files
+    """The files of a corpus in a fixed order. Raises UsageError for none, and for what cannot be read."""
+    files = find_files(source).files
+    if source != PYTHON_STDLIB and (problem := unreadable_among(files)):
+        raise UsageError(f"data.source = {source}: {problem}.")
+    return list(files)
 
 
 def corpus_identity(source: str) -> list[str]:
-    """What makes two corpora the same without reading them: names, sizes and times, or the interpreter's version."""
+    """What makes two corpora the same: the content of their files, or the interpreter's version. Reads all of it."""
     if source == PYTHON_STDLIB:
         return [PYTHON_STDLIB, sys.version]
-    return [f"{path.absolute()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in source_files(source)]
+    return [f"{kind_of(path)} {_content_hash(path)}" for path in source_files(source)]
 
 
-def documents(source: str) -> Iterator[str]:
-    """Every document's text. jsonl and parquet hold one document per row, in the field ``text``."""
+def corpus_state(source: str) -> str:
+    """A hash that changes with every write to a file of the corpus, from what the file system says of each.
+
+    The times of change of inodes are in it, which no program sets back, as it may those of modification.
+    """
+    digest = hashlib.sha256(source.encode("utf-8", "surrogateescape"))
     for path in source_files(source):
-        if path.suffix == ".jsonl":
-            with path.open(encoding="utf-8", errors="replace") as file:
-                for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        yield _text_field(path, number, line)
-        elif path.suffix == ".parquet":
-            yield from _parquet(path)
+        found = path.stat()
+        state = (str(path.absolute()), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        digest.update(repr(state).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def documents(source: str, tally: Tally | None = None) -> Iterator[str]:
+    """Every document's text. jsonl and parquet hold one document per row, in the field ``text``.
+
+    Text files are split into documents of whole lines: .txt and .md at blank lines. Raises UsageError for a file that
+    cannot be read, and for one that is not UTF-8 but for a stray byte.
+    """
+    whole = Tally() if tally is None else tally
+    for path in source_files(source):
+        own = Tally()
+        with _readable(path):
+            for text in _documents_of(path, own):
+                own.characters += len(text)
+                if own.replaced > max(_FEW_REPLACED, MOST_REPLACED * max(own.characters, _TEXT_DOCUMENT)):
+                    _refuse_encoding(path, own)
+                yield text
+        if own.replaced > max(_FEW_REPLACED, MOST_REPLACED * own.characters):
+            _refuse_encoding(path, own)
+        whole.characters += own.characters
+        whole.replaced += own.replaced
+
+
+def _refuse_encoding(path: Path, tally: Tally) -> None:
+    raise UsageError(
+        f"{path}: is no UTF-8 text: {tally.replaced} of {tally.characters} characters cannot be decoded. "
+        "Convert it with iconv, or leave it out of data.source."
+    )
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, zlib.error) as error:
+        raise UsageError(f"{path}: is no complete gzip file: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _documents_of(path: Path, tally: Tally) -> Iterator[str]:
+    kind = kind_of(path)
+    if kind == "parquet":
+        yield from _parquet(path)
+        return
+    # What is no UTF-8 comes through as lone surrogates, which _clean() counts.
+    with open_bytes(path) as opened, io.TextIOWrapper(opened, encoding="utf-8", errors="surrogateescape") as file:
+        if kind == "jsonl":
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _text_field(path, number, _clean(line, tally))
+        elif kind in ("txt", "md"):
+            yield from _paragraphs(_blocks(file, tally))
         else:
-            yield from _pieces(path)
+            yield from (block for block in _blocks(file, tally) if block.strip())
 
 
-def _pieces(path: Path) -> Iterator[str]:
-    """A text file as documents of whole lines, bounded so that a large file is streamed and can be split."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        while piece := "".join(file.readlines(_LONGEST_TEXT_DOCUMENT)):
-            if piece.strip():
-                yield piece
+def _blocks(file: io.TextIOWrapper, tally: Tally) -> Iterator[str]:
+    """The text in blocks of whole lines, bounded so that a large file is streamed and can be split."""
+    while block := "".join(file.readlines(_LONGEST_TEXT_DOCUMENT)):
+        yield _clean(block, tally)
+
+
+def _paragraphs(blocks: Iterator[str]) -> Iterator[str]:
+    """Documents that end at the first blank line after so many characters."""
+    held = ""
+    for block in blocks:
+        held += block
+        start = 0
+        for match in _BLANK_LINE.finditer(held):
+            if match.end() - start >= _TEXT_DOCUMENT:
+                yield held[start : match.end()]
+                start = match.end()
+        held = held[start:]
+        if len(held) >= _LONGEST_TEXT_DOCUMENT:
+            yield held
+            held = ""
+    if held.strip():
+        yield held
+
+
+def _clean(text: str, tally: Tally) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text, replaced = _BROKEN.subn("\ufffd", text)
+        tally.replaced += replaced
+    return text
 
 
 def _text_field(path: Path, number: int, line: str) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        text = None
-    if not isinstance(text, str):
+    text = text_of_line(line)
+    if text is None:
         raise UsageError(f'{path}:{number}: each line must be a JSON object with a string in "text"')
     return text.encode("utf-8", "replace").decode()  # JSON may hold lone surrogates
 
 
 def _parquet(path: Path) -> Iterator[str]:
     try:
-        parquet = importlib.import_module("pyarrow.parquet")
+        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise UsageError(f"{path}: reading parquet needs pyarrow. Run {install_command('parquet')}.") from error
-    for batch in parquet.ParquetFile(path).iter_batches(columns=["text"]):
-        yield from (str(value) for value in batch.column(0).to_pylist())
+        raise UsageError(f"{path}: reading parquet needs pyarrow; pip install pyarrow.") from error
+    try:
+        file = parquet.ParquetFile(path)
+        schema = file.schema_arrow
+        if "text" not in schema.names:
+            raise UsageError(f"{path}: has no column text; it has {', '.join(schema.names[:20])}.")
+        kind = schema.field("text").type
+        if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+            raise UsageError(f"{path}: its column text holds {kind}, and must hold strings.")
+        row = 0
+        for batch in file.iter_batches(columns=["text"]):
+            values = batch.column(0).to_pylist()
+            if None in values:
+                raise UsageError(f"{path}: row {row + values.index(None)} of its column text is null. Leave it out.")
+            yield from values
+            row += len(values)
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read as parquet: {error}") from error
+
+
+def _content_hash(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=32)
+    with _readable(path), path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.engine.chunk_hashes import CheckedFile, DamagedDataError, HashedFile
-from scaletrain_cli.engine.corpus import corpus_identity, documents
+from scaletrain_cli.engine.corpus import Tally, corpus_identity, corpus_state, documents
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.shared_datasets import building, dataset_place
+from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.end_of_text import END_OF_TEXT, ENDS_OF_TEXT
 
@@ -49,6 +53,7 @@ class DatasetInfo:
     validation_tokens: int
     train_documents: int
     validation_documents: int
+    replaced: int = 0  # bytes of the text that are no UTF-8, each now U+FFFD
     seal: str = ""
 
     @property
@@ -70,16 +75,22 @@ class TokenSequences:
     document_ends: npt.NDArray[np.int64]
     file: CheckedFile | None = None
     ends_file: CheckedFile | None = None
+    first: int = 0
+    count: int | None = None  # of sequences from ``first`` on; None: all that there are
 
     def __len__(self) -> int:
-        return max(0, (len(self.tokens) - 1) // self.seq_len)
+        return max(0, (len(self.tokens) - 1) // self.seq_len - self.first) if self.count is None else self.count
+
+    def part(self, first: int, count: int) -> TokenSequences:
+        """``count`` of these sequences from ``first`` on."""
+        return replace(self, first=self.first + first, count=count)
 
     def rows(self, indices: list[int]) -> npt.NDArray[np.int64]:
         """Sequences as [len(indices), seq_len + 1]: inputs are [:, :-1], labels [:, 1:].
 
         Raises DamagedDataError where they are not what was prepared.
         """
-        starts = [index * self.seq_len for index in indices]
+        starts = [(self.first + index) * self.seq_len for index in indices]
         if self.file is not None:
             width = self.tokens.itemsize
             for start in starts:
@@ -91,7 +102,7 @@ class TokenSequences:
 
         What such a token is followed by, its label, is the first token of another document.
         """
-        start, stop = first * self.seq_len, last * self.seq_len
+        start, stop = ((self.first + index) * self.seq_len for index in (first, last))
         low, high = np.searchsorted(self.document_ends, (start, stop))
         return self.document_ends[low:high] - start
 
@@ -136,7 +147,7 @@ def _sequences(folder: Path, split: str, info: DatasetInfo, seq_len: int) -> Tok
     if not info.is_verified:
         return TokenSequences(mapped[0], seq_len, mapped[1])
     files = [CheckedFile(path, content.view(np.uint8)) for path, content in zip(paths, mapped, strict=True)]
-    return TokenSequences(mapped[0], seq_len, mapped[1], *files)
+    return TokenSequences(mapped[0], seq_len, mapped[1], files[0], files[1])
 
 
 def _seal(info: DatasetInfo, hashes: list[bytes]) -> str:
@@ -168,9 +179,25 @@ def dataset_folder(data: DataSpec, runs_root: Path) -> Path:
     tokenizer = data.tokenizer.model_dump_json()
     if data.tokenizer.path is not None:
         tokenizer = hashlib.sha256(_tokenizer_file(data.tokenizer.path)).hexdigest()
-    identity = [_SCHEMA, *corpus_identity(data.source), tokenizer, repr(data.validation_split)]
+    identity = [_SCHEMA, _known_content(data.source, runs_root), tokenizer, repr(data.validation_split)]
     key = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
     return dataset_place(runs_root, key)
+
+
+def _known_content(source: str, runs_root: Path) -> str:
+    """A hash of the content of a corpus: read, or remembered by this user of files that nobody has written to since."""
+    note = runs_root / "datasets" / f".content-{os.geteuid()}-{corpus_state(source)[:32]}"
+    with contextlib.suppress(OSError, ValueError):
+        found = note.lstat()
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+            known = note.read_text(encoding="ascii").strip()
+            if len(bytes.fromhex(known)) == hashlib.sha256().digest_size:
+                return known
+    content = hashlib.sha256("\n".join(corpus_identity(source)).encode()).hexdigest()
+    with contextlib.suppress(OSError):  # a root that this user may not write to: it is read again next time
+        if note.parent.is_dir():
+            replace_file(note, f"{content}\n")
+    return content
 
 
 def prepare_dataset(data: DataSpec, runs_root: Path) -> Path:
@@ -191,7 +218,12 @@ def _build(data: DataSpec, folder: Path) -> None:
     from tokenizers import Tokenizer
 
     if data.tokenizer.path is not None:
-        tokenizer = Tokenizer.from_buffer(_tokenizer_file(data.tokenizer.path))
+        try:
+            tokenizer = Tokenizer.from_buffer(_tokenizer_file(data.tokenizer.path))
+        except UsageError:
+            raise
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise UsageError(f"data.tokenizer.path = {data.tokenizer.path}: cannot be used: {error}.") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
     else:
@@ -206,12 +238,14 @@ def _build(data: DataSpec, folder: Path) -> None:
         )
     dtype = _DTYPES[vocab_size > 1 << 16]
     counts, ended = dict.fromkeys(_SPLITS, 0), dict.fromkeys(_SPLITS, 0)
-    digest = hashlib.sha256()
+    digest, tally = hashlib.sha256(), Tally()
+    # Without the offsets of tokens in the text, which nobody reads.
+    encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
     with ExitStack() as opened:
         files = {split: opened.enter_context(HashedFile(folder / f"{split}.bin")) for split in _SPLITS}
         ends = {split: opened.enter_context(HashedFile(folder / f"{split}.ends.bin")) for split in _SPLITS}
-        for texts in _batched(documents(data.source), _DOCUMENTS_PER_ENCODE):
-            for text, encoded in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        for texts in _batched(documents(data.source, tally), _DOCUMENTS_PER_ENCODE):
+            for text, encoded in zip(texts, encode(texts), strict=True):
                 split = "validation" if _draw(text) < data.validation_split else "train"
                 ids = [*encoded.ids, end_of_text]
                 packed = np.asarray(ids, dtype=dtype).tobytes()
@@ -231,6 +265,7 @@ def _build(data: DataSpec, folder: Path) -> None:
         validation_tokens=counts["validation"],
         train_documents=ended["train"],
         validation_documents=ended["validation"],
+        replaced=tally.replaced,
     )
     write_document(folder / "dataset.json", asdict(replace(info, seal=_seal(info, hashes))))
 

@@ -27,6 +27,8 @@ def answer(arguments: Sequence[str]) -> dict[str, Any]:
         raise ScaletrainError(str(error)) from error
     if (owner := owner_of_dataset(folder)) is not None:
         print(f"{folder} was prepared by {owner}, and is read as it is", file=sys.stderr)
+    if info.replaced:
+        print(f"{info.replaced} bytes of the text are no UTF-8, and were replaced by U+FFFD", file=sys.stderr)
     print(f"ready in {time.monotonic() - started:.1f} s", file=sys.stderr)
     return {
         "path": str(folder),
@@ -36,5 +38,6 @@ def answer(arguments: Sequence[str]) -> dict[str, Any]:
         "train_sequences": len(train),
         "validation_sequences": len(validation),
         "vocab_size": info.vocab_size,
+        "replaced": info.replaced,
         "dtype": info.dtype,
     }

@@ -352,7 +352,7 @@ def check_external(
     """
     view = View(spec, Path(folder or os.getcwd()), os.environ, code, begun, secrets=secrets)
     problems = tuple(dict.fromkeys(found for check in _CHECKS for found in check(view)))
-    return Findings(problems, tuple(_not_checked(view)))
+    return Findings(problems, (*_not_checked(view), *_not_read(view)))
 
 
 def require_external(spec: RunSpec, snapshot: Snapshot | None) -> tuple[str, ...]:
@@ -671,6 +671,20 @@ def _not_checked(view: View) -> Iterator[str]:
         yield f"not checked here: {', '.join(named)}; looked for {place}. Each node checks it before it starts a rank."
 
 
+def _not_read(view: View) -> Iterator[str]:
+    """Files of a folder that no run would read."""
+    source = view.spec.data.source
+    if view.spec.code.engine is not None or source == PYTHON_STDLIB or view.unseen(_parent_of_glob(source)):
+        return
+    if (view.folder / Path(source).expanduser() / "dataset.json").is_file():
+        return
+    with contextlib.suppress(UsageError):
+        left_out = find_files(source, view.folder).not_read
+        if left_out:
+            kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(left_out.items()))
+            yield f"data.source = {source}: these files are not read: {kinds}"
+
+
 def _prepared_problem(folder: Path, spec: RunSpec) -> str:
     try:
         info = json.loads((folder / "dataset.json").read_bytes())
@@ -679,13 +693,15 @@ def _prepared_problem(folder: Path, spec: RunSpec) -> str:
             found, said = (folder / f"{split}.bin").stat().st_size // width, info[f"{split}_tokens"]
             if found != said:
                 return f"{split}.bin holds {found} tokens, and dataset.json says {said}."
-        vocab_size = int(info["vocab_size"])
+        vocab_size, tokens = int(info["vocab_size"]), int(info["train_tokens"])
     except OSError as error:
         return f"is no complete prepared dataset: {error.filename}: {error.strerror or error}."
     except (ValueError, KeyError, TypeError):
         return "has a dataset.json that cannot be read."
     if isinstance(spec.model, ModelSpec) and vocab_size > spec.model.vocab_size:
         return f"has {vocab_size} token ids, and model.vocab_size is {spec.model.vocab_size}."
+    if isinstance(spec.model, ModelSpec) and tokens <= spec.model.seq_len:
+        return f"holds {tokens} tokens to train on, fewer than one sequence of {spec.model.seq_len}."
     return ""
 
 

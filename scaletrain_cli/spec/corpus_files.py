@@ -94,15 +94,20 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 def problems_of(files: tuple[Path, ...]) -> Iterator[str]:
     """What shows at the beginning of the files: of all of them whether they can be read, of some what they hold."""
-    unreadable = [f"{path}: {why}" for path in files if (why := _unreadable(path))]
-    if unreadable:
-        yield unreadable[0] + (f" (and {len(unreadable) - 1} more)" if len(unreadable) > 1 else "")
+    if unreadable := unreadable_among(files):
+        yield unreadable
         return
     step = max(1, len(files) // _LOOKED_INTO)
     for path in files[::step]:
         if why := problem_of(path):
             yield f"{path}: {why}"
             return
+
+
+def unreadable_among(files: tuple[Path, ...]) -> str:
+    """The first file that cannot be opened, and why; empty where all can be."""
+    found = [f"{path}: {why}" for path in files if (why := _unreadable(path))]
+    return found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "") if found else ""
 
 
 def problem_of(path: Path) -> str:

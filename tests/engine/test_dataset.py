@@ -1,19 +1,26 @@
 """Text becomes tokens once, whole, and the same way every time."""
 
+import gzip
 import json
+import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 from tokenizers import Tokenizer
 
+from scaletrain_cli.engine import dataset
 from scaletrain_cli.engine.chunk_hashes import CHUNK_BYTES, CheckedFile, DamagedDataError, HashedFile
-from scaletrain_cli.engine.corpus import documents, source_files
+from scaletrain_cli.engine.corpus import Tally, documents, source_files
 from scaletrain_cli.engine.dataset import dataset_folder, open_dataset, prepare_dataset
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import DataSpec
+from scaletrain_cli.spec.corpus_files import find_files
 
 
 @pytest.fixture
@@ -296,3 +303,118 @@ def test_a_dataset_of_a_version_without_hashes_is_opened_and_called_unverified(t
     edit(folder, "schema", "scaletrain.dataset/v9")
     with pytest.raises(UsageError, match="v9"):
         open_dataset(folder, 16)
+
+
+def test_a_long_text_becomes_documents_at_blank_lines(tmp_path: Path) -> None:
+    paragraphs = [f"Paragraph {number}. " + "It goes on and on. " * 100 + "\n\n" for number in range(60)]
+    (tmp_path / "book.txt").write_text("".join(paragraphs))
+    found = list(documents(str(tmp_path / "book.txt")))
+    assert "".join(found) == "".join(paragraphs)
+    assert len(found) > 5
+    assert all(text.endswith("\n\n") for text in found)
+    (tmp_path / "code.py").write_text("".join(paragraphs))
+    assert len(list(documents(str(tmp_path / "code.py")))) == 1, "a file of code is one document"
+
+
+def test_a_folder_is_trained_on_without_what_describes_it(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("about the corpus")
+    (tmp_path / "LICENSE.txt").write_text("about the rights")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "description.txt").write_text("hidden")
+    (tmp_path / "a.jsonl.zst").write_bytes(b"not read")
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write('{"text": "compressed"}\n')
+    (tmp_path / "b.txt").write_text("plain")
+    assert list(documents(str(tmp_path))) == ["compressed", "plain"]
+    assert find_files(str(tmp_path)).not_read == {".zst": 1}
+    assert list(documents(str(tmp_path / "README.md"))) == ["about the corpus"], "by its own name it is taken"
+
+
+def test_stray_bytes_are_counted_and_another_encoding_is_refused(tmp_path: Path) -> None:
+    good = "Straße für Straße, größer. " * 400
+    (tmp_path / "a.txt").write_bytes(good.encode() + b"\xff\xfe" + good.encode() + "\ufffd".encode())
+    tally = Tally()
+    (text,) = documents(str(tmp_path / "a.txt"), tally)
+    assert (tally.replaced, text.count("\ufffd")) == (2, 3)
+    info, *_ = open_dataset(prepare_dataset(spec(tmp_path / "a.txt"), tmp_path / "runs"), 16)
+    assert info.replaced == 2
+    late = good.encode() * 200 + good.encode("latin-1") * 40  # its beginning is well
+    (tmp_path / "b.txt").write_bytes(late)
+    with pytest.raises(UsageError, match=r"b\.txt: is no UTF-8 text: \d+ of \d+ characters"):
+        list(documents(str(tmp_path / "b.txt")))
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (["good", None], r"row 1 of its column text is null"),
+        ([1, 2], "its column text holds int64, and must hold strings"),
+    ],
+)
+def test_a_parquet_column_without_text_is_named(column: list[object], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": column}), path)
+    with pytest.raises(UsageError, match=said):
+        list(documents(str(path)))
+
+
+def test_what_is_no_parquet_with_text_is_named_before_it_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"body": ["a"]}), path)
+    with pytest.raises(UsageError, match="has no column text"):
+        list(documents(str(path)))
+    parquet.write_table(pyarrow.table({"text": ["a"] * 5, "context": ["b"] * 5}), path)
+    assert list(documents(str(path))) == ["a"] * 5
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(UsageError, match=r"a\.parquet: cannot be read as parquet"):
+        list(documents(str(path)))
+    parquet.write_table(pyarrow.table({"text": ["a" * 100] * 500}), path, use_dictionary=False, compression="NONE")
+    content = bytearray(path.read_bytes())
+    content[20:30] = b"\xff" * 10  # of a page header
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"a\.parquet: cannot be read"):
+        list(documents(str(path)))
+
+
+def test_a_broken_tokenizer_a_dangling_link_and_a_cut_archive_are_named(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(UsageError, match=r"tokenizer\.json: cannot be used"):
+        prepare_dataset(with_tokenizer(texts, tmp_path / "tokenizer.json"), tmp_path / "runs")
+    (texts / "a.txt").symlink_to("gone.txt")
+    with pytest.raises(UsageError, match=r"a\.txt: is a link to a file that does not exist"):
+        prepare_dataset(spec(texts), tmp_path / "runs")
+    (texts / "a.txt").unlink()
+    whole = gzip.compress(random.Random(0).randbytes(300_000).hex().encode())
+    (texts / "a.txt.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UsageError, match=r"a\.txt\.gz: is no complete gzip file"):
+        prepare_dataset(spec(texts), tmp_path / "runs")
+
+
+def test_the_content_of_a_corpus_decides_and_not_its_times_or_place(texts: Path, tmp_path: Path) -> None:
+    folder = prepare_dataset(spec(texts), tmp_path)
+    os.utime(texts / "00.txt", (1, 1))
+    assert dataset_folder(spec(texts), tmp_path) == folder
+    shutil.copytree(texts, tmp_path / "copy")
+    assert dataset_folder(spec(tmp_path / "copy"), tmp_path) == folder
+    before = (texts / "00.txt").stat()
+    (texts / "00.txt").write_text((texts / "00.txt").read_text().replace("story", "STORY"))
+    os.utime(texts / "00.txt", ns=(before.st_atime_ns, before.st_mtime_ns))  # as `cp -p` and rsync leave it
+    assert (texts / "00.txt").stat().st_size == before.st_size
+    assert dataset_folder(spec(texts), tmp_path) != folder
+
+
+def test_content_that_is_known_is_not_read_again(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = prepare_dataset(spec(texts), tmp_path)
+    assert dataset_folder(spec(texts), tmp_path) == folder  # remembers
+    monkeypatch.setattr(dataset, "corpus_identity", lambda source: pytest.fail("read again"))
+    assert dataset_folder(spec(texts), tmp_path) == folder
+
+
+def test_a_part_of_the_sequences_is_read_as_they_are(texts: Path, tmp_path: Path) -> None:
+    _, train, _ = open_dataset(prepare_dataset(spec(texts), tmp_path), 16)
+    rest, held_back = train.part(0, len(train) - 3), train.part(len(train) - 3, 3)
+    assert (len(rest), len(held_back)) == (len(train) - 3, 3)
+    assert held_back.rows([0, 2]).tolist() == train.rows([len(train) - 3, len(train) - 1]).tolist()
+    assert held_back.document_ends_within(1, 3).tolist() == (
+        train.document_ends_within(len(train) - 2, len(train)).tolist()
+    )

@@ -396,6 +396,15 @@ def test_a_tokenizer_is_judged_by_its_end_of_text_and_its_ids(tmp_path: Path) ->
     assert "is no tokenizer.json" in judged({"a": "b"}, [{}])
 
 
+def test_files_that_no_run_would_read_are_told(things: Path) -> None:
+    (things / "corpus").mkdir()
+    for name in ("a.txt", "b.jsonl.zst", "c.jsonl.zst", "README.md"):
+        (things / "corpus" / name).write_text("text")
+    told = submit("data.source=corpus")
+    assert told.code == 0
+    assert "these files are not read: 2 .zst" in " ".join(told.err.split())
+
+
 def test_a_look_writes_nothing(things: Path) -> None:
     before = sorted(things.parent.rglob("*"))
     assert check_external(load_spec(SMALL, ["data.source=prepared", "model.weights=weights"])).problems

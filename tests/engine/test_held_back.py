@@ -1,0 +1,46 @@
+"""A corpus without enough to validate on gives some of its sequences, the same ones in every attempt and layout."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from scaletrain_cli.engine.assembly import sequences_held_back
+from scaletrain_cli.launch.submission import create_run
+from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from tests.launch.conftest import make_plan, make_spec
+
+
+@pytest.fixture
+def run() -> tuple[RunDir, RunRecord]:
+    spec = make_spec("training.global_batch_size=16")
+    made = create_run(spec, make_plan(spec), "r1")
+    return made.run, in_layout(made.record, micro=2, data=2)
+
+
+def in_layout(record: RunRecord, micro: int, data: int) -> RunRecord:
+    layout = dataclasses.replace(record.plan.layout, micro_batch_size=micro, data_parallel=data, global_batch_size=16)
+    return dataclasses.replace(record, plan=dataclasses.replace(record.plan, layout=layout))
+
+
+def test_enough_to_validate_on_is_left_as_it_is(run: tuple[RunDir, RunRecord]) -> None:
+    assert sequences_held_back(*run, 1000, 4) == 0
+    assert not [event for event in read_events(run[0]) if event["event"] == "validation-held-back"]
+
+
+@pytest.mark.parametrize(("train", "expected"), [(1000, 16), (100, 5), (50, 4), (8, 4), (7, -1)])
+def test_a_batch_is_held_back_or_as_much_as_a_small_corpus_bears(
+    run: tuple[RunDir, RunRecord], train: int, expected: int
+) -> None:
+    assert sequences_held_back(*run, train, 0) == expected
+
+
+def test_later_attempts_hold_back_the_same_in_any_layout(run: tuple[RunDir, RunRecord]) -> None:
+    folder, record = run
+    assert sequences_held_back(folder, record, 1000, 3) == 16
+    for micro, data in ((1, 1), (4, 4), (2, 2)):  # of some of these the split alone would be enough
+        assert sequences_held_back(folder, in_layout(record, micro, data), 1000, 3) == 16
+    assert len([event for event in read_events(folder) if event["event"] == "validation-held-back"]) == 1
