@@ -6,6 +6,7 @@ What runs inside the job is in slurm_script (the text) and slurm_job (its first 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,6 +120,7 @@ class SlurmScheduler:
             raise SchedulerError(
                 f"job {row.job_id} of {record.run_id} is there with an older layout. Run scancel {row.job_id} first."
             )
+        _refuse_while_unsettled(run)
         script = run.path / "job.sh"
         excluded = exclusion_for(run, record.spec)
         replace_file(script, self._script(run, record, excluded))
@@ -246,6 +248,17 @@ def _rows_before(run: RunDir, secrets: Sequence[str]) -> list[JobRow]:
         return rows_of_run(run, secrets)
     except SchedulerSilentError as error:
         raise SchedulerError(f"{error.message.rstrip('.')}. Nothing was queued.") from error
+
+
+def _refuse_while_unsettled(run: RunDir) -> None:
+    """Raise SchedulerError where a job of an earlier request may still appear beside the one that is to be queued."""
+    request = open_request(run)
+    left = 0.0 if request is None or request.earlier is None else request.earlier + _SETTLED_SECONDS - time.time()
+    if left > 0:
+        raise SchedulerError(
+            f"the last sbatch for {run.run_id} gave no answer, and Slurm may still accept its job. Nothing was queued. "
+            f"Submit again in {math.ceil(left / 60)} min, if `scaletrain status {run.run_id}` shows no job until then."
+        )
 
 
 def _found_after_all(run: RunDir, comment: str, error: SchedulerSilentError, secrets: Sequence[str]) -> str:

@@ -64,7 +64,8 @@ class Submission:
 class Request:
     """A hand-over whose answer is not known: the scheduler was, or was about to be, asked at ``asked`` (Unix time).
 
-    ``before`` is the submission that it was to replace.
+    ``before`` is the submission that it was to replace, ``earlier`` when the request before it was made, where that
+    went without an answer, too.
     """
 
     scheduler: str
@@ -72,6 +73,7 @@ class Request:
     first_attempt: int
     revision: int
     before: Submission | None
+    earlier: float | None = None
 
 
 def new_run_id(name: str, now: float) -> str:
@@ -159,7 +161,8 @@ def hand_over(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submissio
     earlier, request, before = read_document(_submission_path(run)), open_request(run), read_submission(run)
     first_attempt = request.first_attempt if request is not None else max(run.attempts(), default=0) + 1
     text = scheduler.render(run, record)
-    asked = Request(record.spec.cluster.scheduler, time.time(), first_attempt, record.revision, before)
+    lost = None if request is None else request.asked
+    asked = Request(record.spec.cluster.scheduler, time.time(), first_attempt, record.revision, before, lost)
     _write_submission(run, {"state": "asked", **dataclasses.asdict(asked)})
     try:
         job_id = scheduler.submit(run, record)

@@ -15,6 +15,7 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.attempts import begin_attempt
+from scaletrain_cli.launch.explaining.slurm_jobs import why_it_waits
 from scaletrain_cli.launch.slurm import SlurmScheduler
 from scaletrain_cli.launch.slurm_commands import node_names
 from scaletrain_cli.launch.status import run_status, run_statuses
@@ -194,6 +195,11 @@ def test_a_job_that_slurm_never_took_may_still_come_for_some_minutes_and_then_no
     write_document(made.run.path / "submission.json", asked(made, time.time()))
     job = SLURM.job(made.run, made.record)
     assert (job.state, job.may_be_active) == ("unknown", True)
+    request = open_request(made.run)
+    with pytest.raises(SchedulerError, match="Submit again in 5 min"):  # two jobs of one run must never meet
+        submit_run(made.run, made.record, SLURM)
+    assert open_request(made.run) == request
+    assert not controller.called("sbatch")
     write_document(made.run.path / "submission.json", asked(made, time.time() - 3600))
     job = SLURM.job(made.run, made.record)
     assert (job.state, job.may_be_active) == ("ended", False)
@@ -309,6 +315,12 @@ def test_a_job_that_slurm_has_forgotten_ended_as_the_accounting_says(controller:
     found = run_status(made.run)
     assert found.state == "cancelled"
     assert "its job was cancelled" in found.why
+
+
+def test_a_job_that_is_forgotten_while_it_is_looked_at_is_not_said_to_wait(controller: Controller) -> None:
+    finding = why_it_waits("100", "life")
+    assert (finding.cause, finding.waits_for_ever) == ("not-known", False)
+    assert "no longer knows job 100" in finding.headline
 
 
 def test_a_completing_job_is_ending_and_its_log_is_named_only_where_there_is_one(

@@ -23,6 +23,9 @@ _NO_TIME = ("Unknown", "N/A", "")
 def why_it_waits(job_id: str, run_id: str) -> Finding:
     """Of a job in the queue. Raises SchedulerError when Slurm does not answer."""
     told = job_fields(job_id)
+    if not told:
+        actions = (f"scaletrain status {run_id} shows what is known of its end", f"scaletrain resume {run_id}")
+        return Finding("not-known", f"Slurm no longer knows job {job_id}: it is not waiting any more", (), actions)
     word = told.get("Reason", "None")
     reason = queue_reason(word)
     return Finding(
