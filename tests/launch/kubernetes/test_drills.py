@@ -81,14 +81,14 @@ DRILLS = {
     ),
     # The Node object goes with the node: the garbage collector fails the pod after about a minute.
     "a node deleted": (
-        Step(jobset(), (RUNNING[0], UNWELL), "running", "no word from node n1"),
+        Step(jobset(), (RUNNING[0], UNWELL), "running", "node n1 does not report, 1 pod on it may be lost"),
         Step(jobset(), (RUNNING[0], leaving(1, until=OVERDUE)), "queued", "1 pod of the last gang leaving"),
         Step(jobset(restarts=1), (leaving(0),), "queued", "1 pod of the last gang leaving (restart 1)"),
         Step(jobset(restarts=1), RUNNING, "running", "all 2 pods running (restart 1)"),
     ),
     # The Node object stays: nobody confirms the pod's end, whatever Kueue does about the rest of the gang.
     "a node dead": (
-        Step(jobset(queue="q"), (RUNNING[0], UNWELL), "running", "no word from node n1"),
+        Step(jobset(queue="q"), (RUNNING[0], UNWELL), "running", "node n1 does not report, 1 pod on it may be lost"),
         Step(
             jobset(queue="q"),
             (RUNNING[0], leaving(1, until=OVERDUE)),
