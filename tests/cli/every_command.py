@@ -1,0 +1,60 @@
+"""Every command of the application, as the application has it, with a command line that it can do. No tests here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+
+from scaletrain_cli.cli.app import app
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.local import LocalScheduler
+from tests.cli.command_line import SMALL
+
+# What stands for an argument or an option that a command needs, by the name that its help gives it.
+VALUES = {"SPEC": str(SMALL), "RUN": "r1", "[RUN]": "r1", "RUN...": "r1", "DIR": "out"}
+# Options that make a command that would wait, ask or start something end by itself.
+ALSO = {"init": ["-o", "new.yaml"], "drill": ["--list"], "rm": ["--yes"], "preflight": ["--yes"], "submit": ["--yes"]}
+
+
+def commands(command: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command of the application, with the words that call it."""
+    command = command or typer.main.get_command(app)
+    if not hasattr(command, "list_commands"):
+        yield words, command
+        return
+    context = command.make_context("scaletrain", [], resilient_parsing=True)
+    for name in command.list_commands(context):
+        yield from commands(command.get_command(context, name), (*words, name))
+
+
+ALL = dict(commands())
+OF_A_RUN = [
+    words for words, command in ALL.items() if any(p.metavar in ("RUN", "[RUN]", "RUN...") for p in command.params)
+]
+
+
+def command_line(words: tuple[str, ...]) -> list[str]:
+    """The words with all that the command needs."""
+    given = list(words)
+    for parameter in ALL[words].params:
+        is_argument = parameter.param_type_name == "argument"
+        if parameter.required or parameter.metavar == "[RUN]":
+            value = VALUES[parameter.metavar]
+            given += [value] if is_argument else [parameter.opts[0], value]
+    return [*given, *ALSO.get(words[0], [])]
+
+
+def start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs are taken and never run; what would start a process and wait for it is refused."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise SchedulerError("nothing is started here.")
+
+    monkeypatch.setattr(LocalScheduler, "submit", lambda self, run, record: "7")
+    monkeypatch.setattr("scaletrain_cli.launch.preflight_alone.run_preflight", refuse)
+    monkeypatch.setattr("scaletrain_cli.launch.local.run_in_foreground", refuse)
+    monkeypatch.setattr("scaletrain_cli.cli.engine_process.ask_engine", refuse)
+    monkeypatch.setattr("scaletrain_cli.launch.drills.running.run_drill", refuse)
