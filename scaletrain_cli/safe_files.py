@@ -103,6 +103,18 @@ def closing_descriptor(descriptor: int) -> Iterator[int]:
         os.close(descriptor)
 
 
+def open_to_read(path: Path) -> BinaryIO:
+    """Return the file, opened for reading. Raises OSError, at once for a FIFO or device, which counts as no file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
+
+
 def touch(path: Path) -> None:
     """Make sure that a file of this name exists. Raises OSError."""
     with _folder(path.parent) as folder:

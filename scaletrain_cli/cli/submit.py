@@ -110,6 +110,8 @@ def command(
         raise UsageError("--probe runs a job on the nodes: it needs cluster.scheduler = slurm, and no --dry-run.")
     plan = plan_for_engine(run_spec, spec)
     scheduler, snapshot = scheduler_for(run_spec.cluster.scheduler), take_snapshot(run_spec)
+    if run_id is not None and os.path.lexists(runs_root() / run_id):
+        require_own_run(RunDir(runs_root() / run_id), trust_owner=trust_owner, remedy="Use another --run-id")
     earlier = _submitted_before(run_id) if run_id is not None and not dry_run else None
     not_checked = require_external(run_spec, snapshot) if earlier is None else ()
     if dry_run:
@@ -127,8 +129,6 @@ def command(
             typer.echo(sent, nl=False)
         return
 
-    if run_id is not None and os.path.lexists(runs_root() / run_id):
-        require_own_run(RunDir(runs_root() / run_id), trust_owner=trust_owner, remedy="Use another --run-id")
     if earlier is not None:  # create_run says how the spec or the code differs
         made = create_run(
             run_spec, plan, run_id, snapshot=snapshot, trust_owner=trust_owner

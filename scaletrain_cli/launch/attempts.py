@@ -15,7 +15,7 @@ from scaletrain_cli.launch.judgement import Outcome, Reason, judge
 from scaletrain_cli.launch.node_record import read_node_records
 from scaletrain_cli.rundir.checkpoints import Checkpoint, committed_folders, read_checkpoint
 from scaletrain_cli.rundir.committing import open_attempt
-from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.documents import damage_told, read_document, write_document
 from scaletrain_cli.rundir.failures import read_failures
 from scaletrain_cli.rundir.journal import last_logged_step
 from scaletrain_cli.rundir.paths import RunDir
@@ -126,8 +126,10 @@ def close_unended(run: RunDir, spec: RunSpec) -> list[AttemptRecord]:
 
 def read_attempt(run: RunDir, number: int) -> AttemptRecord | None:
     """One attempt; None if it never got as far as a record."""
-    data = read_document(run.attempt(number) / "attempt.json")
-    return _from_json(data) if data is not None else None
+    path = run.attempt(number) / "attempt.json"
+    data = read_document(path)
+    with damage_told(path):
+        return _from_json(data) if data is not None else None
 
 
 def read_attempts(run: RunDir) -> list[AttemptRecord]:

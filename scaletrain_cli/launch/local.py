@@ -28,7 +28,7 @@ from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.code import CodeRecord
-from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.documents import damage_told, from_document, read_document, write_document
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -149,10 +149,13 @@ def supervisor_command(run: RunDir, engine: str = ENGINE_MODULE) -> list[str]:
 
 def read_supervisor(run: RunDir) -> Supervisor | None:
     """The run's latest supervisor, None before the first."""
-    data = read_document(run.path / "supervisor.json")
+    path = run.path / "supervisor.json"
+    data = read_document(path)
     if data is None:
         return None
-    return Supervisor(data["hostname"], ProcessIdentity(data["pid"], data["start_ticks"]))
+    with damage_told(path):
+        identity = {"pid": data["pid"], "start_ticks": data["start_ticks"]}
+        return Supervisor(str(data["hostname"]), from_document(ProcessIdentity, identity, path))
 
 
 def write_supervisor(run: RunDir, process: ProcessIdentity) -> None:

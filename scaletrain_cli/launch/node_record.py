@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaletrain_cli.launch.processes import ProcessIdentity
-from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.documents import damage_told, read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder, touch
 
@@ -69,8 +69,10 @@ def write_node_record(run: RunDir, attempt: int, record: NodeRecord) -> None:
 
 def read_node_records(run: RunDir, attempt: int) -> list[NodeRecord]:
     """The records of an attempt's nodes, by node rank."""
-    found = [_node_record(data) for data in _documents(run, attempt, "nodes")]
-    return sorted(found, key=lambda record: record.node_rank)
+    folder = run.attempt(attempt) / "nodes"
+    with damage_told(folder):
+        found = [_node_record(data) for data in _documents(run, attempt, "nodes")]
+        return sorted(found, key=lambda record: record.node_rank)
 
 
 def announce_failure(run: RunDir, attempt: int) -> None:

@@ -28,7 +28,7 @@ from scaletrain_cli.launch.code_snapshot import Snapshot, take_snapshot, write_s
 from scaletrain_cli.launch.scheduler import Scheduler
 from scaletrain_cli.launch.sent import keep_sent
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.ownership import require_own_run
 from scaletrain_cli.rundir.paths import RunDir, runs_root
@@ -187,8 +187,8 @@ def read_submission(run: RunDir) -> Submission | None:
     """Return the latest submission that the scheduler has confirmed, None before the first."""
     data = read_document(_submission_path(run))
     if data is not None and data.get("state") == "asked":
-        data = data["before"]
-    return None if data is None else Submission(**{key: value for key, value in data.items() if key != "state"})
+        data = data.get("before")
+    return None if data is None else _submission(run, data)
 
 
 def open_request(run: RunDir) -> Request | None:
@@ -197,7 +197,13 @@ def open_request(run: RunDir) -> Request | None:
     if data is None or data.get("state") != "asked":
         return None
     fields = {key: value for key, value in data.items() if key != "state"}
-    return Request(**{**fields, "before": None if data["before"] is None else Submission(**data["before"])})
+    before = None if data.get("before") is None else _submission(run, data["before"])
+    return from_document(Request, {**fields, "before": before}, _submission_path(run))
+
+
+def _submission(run: RunDir, data: dict[str, Any]) -> Submission:
+    fields = {key: value for key, value in data.items() if key != "state"}
+    return from_document(Submission, fields, _submission_path(run))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder
 
@@ -35,4 +35,4 @@ def write_failure(run: RunDir, attempt: int, name: str, failure: Failure) -> Non
 def read_failures(run: RunDir, attempt: int) -> list[Failure]:
     """Every reason left, by file name."""
     paths = sorted((run.attempt(attempt) / "failures").glob("[!.]*.json"))
-    return [Failure(**data) for path in paths if (data := read_document(path)) is not None]
+    return [from_document(Failure, data, path) for path in paths if (data := read_document(path)) is not None]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.safe_files import open_to_append, open_to_change
+from scaletrain_cli.safe_files import open_to_append, open_to_change, open_to_read
 
 _BLOCK_BYTES = 1 << 16
 _PLACED = ("from-scratch", "started", "resumed", "rolled-back")
@@ -50,7 +50,8 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Every whole JSON object in the file, oldest first; nothing if the file is not there."""
     try:
-        text = path.read_bytes()
+        with open_to_read(path) as file:
+            text = file.read()
     except FileNotFoundError:
         return
     yield from _objects(text.split(b"\n"))
@@ -60,7 +61,7 @@ def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             yield record
@@ -69,7 +70,7 @@ def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 def read_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
     """Every whole JSON object, newest first, reading no more of the file than is asked for."""
     try:
-        file = path.open("rb")
+        file = open_to_read(path)
     except FileNotFoundError:
         return
     with file:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 
 SCHEMA = "scaletrain.ledger/v1"
@@ -37,4 +37,4 @@ def read_ledger(run: RunDir, attempt: int) -> Ledger | None:
     data = read_document(run.ledger(attempt))
     if data is None or data.pop("schema", None) != SCHEMA:
         return None
-    return Ledger(**data)
+    return from_document(Ledger, data, run.ledger(attempt))

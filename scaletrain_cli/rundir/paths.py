@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.safe_files import make_folder
+from scaletrain_cli.safe_files import make_folder, user_name
 
 _ATTEMPT = re.compile(r"\d{4,}")
 
@@ -123,6 +123,12 @@ def find_run(name: str) -> RunDir:
         raise UsageError(
             f"{name} matches {len(found)} runs: {', '.join(run.run_id for run in found)}. Give more of it."
         )
+    place = root / name
+    if name and os.path.lexists(place) and not os.access(place, os.R_OK | os.X_OK, effective_ids=True):
+        raise UsageError(
+            f"{place} cannot be read by {user_name(os.geteuid())}: it belongs to {user_name(place.lstat().st_uid)}. "
+            f"Ask that user to run `chmod -R g+rX {place}`."
+        )
     raise UsageError(
         f"no run {name[:200]!r} under {root}. `scaletrain list` shows the runs; $SCALETRAIN_RUNS moves their root."
     )
@@ -140,4 +146,5 @@ def list_runs() -> list[RunDir]:
     if not root.is_dir():
         return []
     visible = (entry for entry in sorted(root.iterdir()) if not entry.name.startswith("."))  # a run in the making hides
-    return [RunDir(entry) for entry in visible if (entry / "run.json").is_file()]
+    # os.path, unlike Path, answers False for what this user may not look at.
+    return [RunDir(entry) for entry in visible if os.path.isfile(entry / "run.json")]

@@ -6,6 +6,7 @@ Any reader of safetensors opens it (https://github.com/huggingface/safetensors#f
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.state.pieces import Piece
+from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.rundir.checkpoints import FileDigest
 from scaletrain_cli.rundir.committing import HashingWriter
 
@@ -70,20 +72,39 @@ def write_shard(
     return writer.close()
 
 
+def _check_place(key: str, entry: dict[str, Any], data_bytes: int) -> None:
+    first, last = entry["data_offsets"]
+    width = _TORCH_DTYPES[entry["dtype"]].itemsize
+    if not (type(first) is type(last) is int and 0 <= first <= last <= data_bytes and (last - first) % width == 0):
+        raise ValueError(f"{key} is at bytes {first} to {last} of {data_bytes}")
+
+
+class DamagedShardError(ScaletrainError, ValueError):
+    """A file with the name of a shard that is none, or was made up."""
+
+
 class ShardFile:
     """A rank's file, opened. Tensors are read when asked for, and only the part that is."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, or ValueError where it is no such file; a checkpoint that verifies has none of these."""
+        """Raises OSError, or DamagedShardError where it is no such file; its hash does not tell who wrote it."""
         self._path = path
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            index: dict[str, Any] = json.loads(file.read(size))
-        metadata = index.pop("__metadata__")
-        if metadata["schema"] != SCHEMA:
-            raise ValueError(f"{path} has schema {metadata['schema']!r}; this version reads {SCHEMA}")
-        pieces = {name: Piece.from_json(name, data) for name, data in json.loads(metadata["pieces"]).items()}
-        self.header = ShardHeader(int(metadata["rank"]), pieces, json.loads(metadata["counts"]))
+        try:
+            with path.open("rb") as file:
+                whole = os.fstat(file.fileno()).st_size
+                size = int.from_bytes(file.read(8), "little")
+                if size > whole - 8:  # or a forged size would have all memory allocated
+                    raise ValueError(f"a header of {size} bytes in a file of {whole}")
+                index: dict[str, Any] = json.loads(file.read(size))
+            metadata = index.pop("__metadata__")
+            if metadata["schema"] != SCHEMA:
+                raise ValueError(f"has schema {metadata['schema']!r}; this version reads {SCHEMA}")
+            pieces = {name: Piece.from_json(name, data) for name, data in json.loads(metadata["pieces"]).items()}
+            self.header = ShardHeader(int(metadata["rank"]), pieces, json.loads(metadata["counts"]))
+            for key, entry in index.items():
+                _check_place(key, entry, whole - 8 - size)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise DamagedShardError(f"{path} is no shard of a checkpoint: {error}") from error
         self._index, self._data_start = index, 8 + size
 
     @property

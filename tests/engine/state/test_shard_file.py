@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from scaletrain_cli.engine.parallel.cuts import Cut
 from scaletrain_cli.engine.state.pieces import Piece
 from scaletrain_cli.engine.state.reader import StateReader, shard_name
-from scaletrain_cli.engine.state.shard_file import Entry, ShardFile, ShardHeader, write_shard
+from scaletrain_cli.engine.state.shard_file import DamagedShardError, Entry, ShardFile, ShardHeader, write_shard
 
 HEADER = ShardHeader(3, {"a.weight": Piece("a.weight", (4, 6), Cut(1, 2, 1), 2, 9)}, {"step": 7.0})
 ENTRIES = [
@@ -74,3 +75,25 @@ def test_a_checkpoint_is_read_from_the_files_in_its_manifest_alone(tmp_path: Pat
         reader = StateReader(tmp_path, rank, [whole] if rank == 2 else [], named)
         assert reader.read("weight", whole).tolist() == [0.0] * 4 + [1.0] * 4
         assert list(reader.shapes) == ["a.weight"]
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda size, text: (1 << 62).to_bytes(8, "little") + text,
+        lambda size, text: b"",
+        lambda size, text: size.to_bytes(8, "little") + b"[" * size,
+        lambda size, text: size.to_bytes(8, "little") + text[:size].replace(b'"F32"', b'"F99"') + text[size:],
+        lambda size, text: (
+            size.to_bytes(8, "little") + text[:size].replace(b'"data_offsets":[0,', b'"data_offsets":[9,')
+        ),
+        lambda size, text: size.to_bytes(8, "little") + text[:size],
+    ],
+)
+def test_a_forged_header_is_an_error_and_allocates_nothing(tmp_path: Path, forge: Any) -> None:
+    path = tmp_path / "rank-00000.safetensors"
+    write_shard(path, ShardHeader(0, {}, {}), [Entry("weight/a", torch.ones(4))])
+    content = path.read_bytes()
+    path.write_bytes(forge(int.from_bytes(content[:8], "little"), content[8:]))
+    with pytest.raises(DamagedShardError, match="no shard of a checkpoint"):
+        ShardFile(path)
