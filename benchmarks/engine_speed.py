@@ -35,7 +35,7 @@ SMALL = (
     *("model.hidden_size=256", "model.num_hidden_layers=4", "model.num_attention_heads=8"),
     *("model.num_key_value_heads=4", "model.intermediate_size=704"),
 )
-QUIET = ("evaluation.every=0", "checkpoint.every=1000000", "checkpoint.keep=1")
+QUIET = ("evaluation.every=1000000", "checkpoint.every=1000000", "checkpoint.keep=1")
 
 
 def paired(rounds: int, zero_stage: int, overrides: list[str], *, tiny: bool = False) -> Iterator[str]:
