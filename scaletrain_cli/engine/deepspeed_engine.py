@@ -56,7 +56,8 @@ def deepspeed_config(spec: RunSpec, layout: Layout, parameters: int, swap_folder
 
     Learning rate and checkpoints are ours, not DeepSpeed's. ``swap_folder``: on a disk of the node, for NVMe offload.
     """
-    buffers = zero_buffers(parameters, layout.zero_stage)  # as the plan counted them
+    # As the plan counted them.
+    buffers = zero_buffers(parameters, layout.zero_stage, pipeline=layout.pipeline_parallel > 1)
     config: dict[str, Any] = {
         # Sequence ranks are hidden among its data-parallel ones, so that it counts each sequence that many times.
         "train_batch_size": layout.global_batch_size * layout.sequence_parallel,

@@ -106,7 +106,9 @@ def engine_stage(
         shard = stage_shard(whole, stage)
         count, accumulation = shard.parameters, layout.gradient_accumulation_steps
         precision, grad_dtype, zero = training.precision, training.grad_dtype, layout.zero_stage
-        buffers = between + communication_buffer_bytes(count, shard.largest_block, zero, element, grads, shards)
+        buffers = between + communication_buffer_bytes(
+            count, shard.largest_block, zero, element, grads, shards, pipeline=layout.pipeline_parallel > 1
+        )
         buffers += second_gradient_bytes(count, precision, grad_dtype, zero, shards, accumulation)
         if layout.offload == "none":
             step = step_temporary_bytes(count, precision, grad_dtype, zero, shards, training.optimizer.name)

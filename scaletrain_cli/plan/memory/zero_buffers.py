@@ -40,11 +40,12 @@ class ZeroBuffers:
     overlap_comm: bool
 
 
-def zero_buffers(parameters: int, zero_stage: int) -> ZeroBuffers:
-    """Settings for a rank that computes with ``parameters``.
+def zero_buffers(parameters: int, zero_stage: int, *, pipeline: bool) -> ZeroBuffers:
+    """Settings for a rank that computes with ``parameters``; ``pipeline``: with more than one stage.
 
-    Communication overlaps the backward pass where DeepSpeed can: stages 2 and 3. Stages 0 and 1 reduce once, after the
-    last micro-batch (``engine.py allreduce_gradients``).
+    Reduction overlaps the backward pass where DeepSpeed can: of each micro-batch in stages 2 and 3, of the last one in
+    stage 1 (``stage_1_and_2.py process_gradients``). Stage 0 reduces after the last micro-batch, and so does stage 1
+    under a pipeline, whose engine turns the overlap off (``engine.py _configure_zero_optimizer``).
     """
     bucket = max(2, min(parameters, _LARGEST_BUCKET_ELEMENTS))
     bucket += bucket % 2  # NCCL's 4-byte alignment of 16-bit elements (nccl_start_alignment_factor)
@@ -54,22 +55,30 @@ def zero_buffers(parameters: int, zero_stage: int) -> ZeroBuffers:
         prefetch_bucket_size=min(bucket, _PREFETCH_ELEMENTS),
         max_live_parameters=min(max(parameters, 1), _LARGEST_LIVE_ELEMENTS),
         param_persistence_threshold=PERSISTENT_ELEMENTS,
-        overlap_comm=zero_stage >= 2,
+        overlap_comm=zero_stage >= 2 or (zero_stage == 1 and not pipeline),
     )
 
 
 def communication_buffer_bytes(
-    parameters: int, largest_block: int, zero_stage: int, weight_bytes: int, gradient_bytes: int, data_parallel: int
+    parameters: int,
+    largest_block: int,
+    zero_stage: int,
+    weight_bytes: int,
+    gradient_bytes: int,
+    data_parallel: int,
+    *,
+    pipeline: bool,
 ) -> int:
     """Bytes of gradient buckets and, under stage 3, of gathered weights, during the backward pass."""
     if data_parallel == 1 and zero_stage == 0:
         return 0
-    buffers = zero_buffers(parameters, zero_stage)
+    buffers = zero_buffers(parameters, zero_stage, pipeline=pipeline)
     if zero_stage == 0:
         return min(parameters, _FLATTENED_ELEMENTS) * weight_bytes
     if zero_stage == 1:
-        # One bucket in the accumulation dtype; BF16_Optimizer has none, which leaves this a little high.
-        return buffers.reduce_bucket_size * gradient_bytes
+        # Buckets in the accumulation dtype, two where communication overlaps. BF16_Optimizer has none, which leaves
+        # this a little high.
+        return buffers.reduce_bucket_size * gradient_bytes * (2 if buffers.overlap_comm else 1)
     buckets = buffers.reduce_bucket_size * weight_bytes * 2  # two, because communication overlaps
     if zero_stage == 2:
         return buckets

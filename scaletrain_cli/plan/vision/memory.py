@@ -60,7 +60,7 @@ def _rank_memory(
     shard = Shard(count, 0, max(block.parameters for block in whole.blocks))
     states = rank_states(spec, layout, shard)
     element, grads = weight_bytes(precision), gradient_bytes(precision, grad_dtype)
-    buffers = communication_buffer_bytes(count, shard.largest_block, stage, element, grads, shards)
+    buffers = communication_buffer_bytes(count, shard.largest_block, stage, element, grads, shards, pipeline=False)
     buffers += second_gradient_bytes(count, precision, grad_dtype, stage, shards, layout.gradient_accumulation_steps)
     step = step_temporary_bytes(count, precision, grad_dtype, stage, shards, training.optimizer.name)
     moments = (Moment(held.kept, logits, buffers, 0), Moment(held.backward, 0, buffers, 0), Moment(0, 0, 0, step))
