@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from scaletrain_cli.cli.exit_codes import describe
+from scaletrain_cli.text import visible
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         from scaletrain_cli import __version__
 
-        typer.echo(f"scaletrain {__version__}")
+        typer.echo(visible(f"scaletrain {__version__}"))
         raise typer.Exit
 
 

@@ -12,6 +12,7 @@ import typer
 from scaletrain_cli.cli.exit_codes import describe
 from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, Yes
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
+from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.rundir.checkpoints import Checkpoint
@@ -80,7 +81,7 @@ def verify(
         _print({"folder": folder, "problems": problems, "sound": not any(problems.values())})
     for name, found in problems.items():
         for problem in () if as_json else found:
-            typer.echo(f"{name}/{problem}")
+            typer.echo(visible(f"{name}/{problem}"))
     bad = sum(bool(found) for found in problems.values())
     say(f"{len(problems) - bad} of {len(problems)} checkpoints are sound")
     raise typer.Exit(ExitCode.CRASHED if bad else ExitCode.DONE)
@@ -133,7 +134,7 @@ def export(
     say(f"step {checkpoint.step} as {told['model_type']}: {size}")
     if told["tokenizer"] is None:
         say("without a tokenizer: neither the prepared data nor a tokenizer of the spec is at hand here")
-    typer.echo(str(output))
+    typer.echo(visible(str(output)))
 
 
 @app.command(epilog=describe(PRUNING))
@@ -175,7 +176,7 @@ def prune(
         _print({"deleted": names, "bytes": freed, "dry_run": dry_run, "newest_sound_step": found.sound.step})
         return
     for name in names:
-        typer.echo(name)
+        typer.echo(visible(name))
     verb = "would be deleted" if dry_run else "deleted"
     say(f"{len(names)} checkpoints {verb}, {bytes_text(freed)}; step {found.sound.step} is sound")
 

@@ -11,6 +11,7 @@ import typer
 from scaletrain_cli.cli.exit_codes import describe
 from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.text import visible
 
 app = typer.Typer(
     add_completion=False,
@@ -56,4 +57,4 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
         f"{whole_text(told['train_tokens'])} tokens to train on, {whole_text(told['validation_tokens'])} to validate, "
         f"a vocabulary of {whole_text(told['vocab_size'])}"
     )
-    typer.echo(told["path"])
+    typer.echo(visible(told["path"]))

@@ -11,6 +11,7 @@ import typer
 from scaletrain_cli.cli.completion import complete_gpu
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, Yes
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
+from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.drills.kinds import DrillKind
@@ -151,7 +152,7 @@ def _list(as_json: bool) -> None:
         return
     width = max(map(len, KINDS))
     for kind in KINDS.values():
-        typer.echo(f"{kind.name:<{width}}  {kind.summary}")
+        typer.echo(visible(f"{kind.name:<{width}}  {kind.summary}"))
 
 
 def _seconds(text: str) -> float:

@@ -8,13 +8,16 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode, MissingPackageError, Place, Problem, ScaletrainError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_command
+from scaletrain_cli.text import visible
 
 _PATIENCE_SECONDS = 10.0  # after Ctrl-C, which the process hears as well, to remove what it has half written
 _SIGNALS = {number.value for number in signal.Signals}
@@ -58,10 +61,23 @@ def ask_engine(*words: str, needs: Sequence[str], cwd: str | Path | None = None)
     command = python_command("scaletrain_cli.engine.one_answer", *words)
     environment = absolute_paths(os.environ) | SAFE_CHILDREN
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace", cwd=cwd
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        cwd=cwd,
     ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        talk = threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True)
+        talk.start()
         try:
-            text, _ = process.communicate()
+            text = process.stdout.read()
+            talk.join()
+            process.wait()
         except BaseException:  # Ctrl-C: it hears that as well and leaves, unless it cannot
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_PATIENCE_SECONDS)
@@ -73,6 +89,13 @@ def ask_engine(*words: str, needs: Sequence[str], cwd: str | Path | None = None)
     if process.returncode != 0 or not told:
         raise EngineProcessError(process.returncode, told.get("error", {}))
     return told
+
+
+def _pass_on(lines: Iterable[str]) -> None:
+    """Show what the process says, as text: it may name files of others."""
+    for line in lines:
+        sys.stderr.write(visible(line))
+        sys.stderr.flush()
 
 
 def _last_object(text: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import typer
 from scaletrain_cli.cli.completion import complete_gpu, complete_preset, complete_recipe
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
+from scaletrain_cli.text import visible
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
 _USUAL_GPU = "h100-sxm-80gb"
@@ -85,7 +86,7 @@ def command(
         if as_json:
             print_json(known)
         for title, names in () if as_json else known.items():
-            typer.echo(f"{title}: {', '.join(names)}")
+            typer.echo(visible(f"{title}: {', '.join(names)}"))
         return
     if files is not None:
         written = _copy_folder(*files)
@@ -107,7 +108,9 @@ def command(
         if as_json:
             print_json({"file": None, "text": contents[target]})
         else:
-            typer.echo(contents[target], nl=False)
+            from scaletrain_cli.ui.console import document
+
+            typer.echo(document(contents[target]), nl=False)
         return
     _write(contents)
     if as_json:

@@ -11,6 +11,7 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, RunName
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.log_bringing import FirstWords
@@ -38,6 +39,7 @@ def command(
 ) -> None:
     """Show what the ranks of a run printed. With more than one rank, each line says whose it is.
 
+    What a terminal would obey (colours, cursor movements) is written out; the files in attempts/N/logs have the bytes.
     With --json the lines are {"attempt", "node", "rank", "text"}; with --follow, each is a line of its own.
     """
     from scaletrain_cli.launch.log_bringing import FirstWords, first_words, logs_brought
@@ -78,7 +80,7 @@ def command(
     _print(read_logs(found, attempt, rank, tail), label=len(files) > 1)
     for path in words:
         say(f"{path.stem}, before its attempt began:")
-        typer.echo(path.read_text(encoding="utf-8", errors="replace"), nl=False)
+        typer.echo(visible(path.read_text(encoding="utf-8", errors="replace")), nl=False)
     if not files and not words:
         say(f"nothing was printed yet. `scaletrain status {found.run_id}` says how it is doing.")
 
@@ -92,13 +94,13 @@ def _tell_first_words(words: FirstWords, as_json: bool) -> bool:
         if as_json:
             stream_json({"pod": pod, "text": text})
         else:
-            typer.echo(f"[pod {pod}] {text}")
+            typer.echo(visible(f"[pod {pod}] {text}"))
     return bool(lines)
 
 
 def _print(lines: Iterable[LogLine], *, label: bool) -> None:
     for line in lines:
-        typer.echo(f"[rank {line.source.rank}] {line.text}" if label else line.text)
+        typer.echo(visible(f"[rank {line.source.rank}] {line.text}" if label else line.text))
 
 
 def _stream(lines: Iterable[LogLine]) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, Overrides, RunName, TrustOwner, Yes
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.outlook import Prospect
@@ -88,7 +89,9 @@ def command(
             _print(told | {"would_send": text})
         else:
             show_changes(changed)
-            typer.echo(text, nl=False)
+            from scaletrain_cli.ui.console import document
+
+            typer.echo(document(text), nl=False)
         return
     prospect = _prospect(found, record, report, scheduler)
     for note in (*not_checked, *prospect.notes):
@@ -102,7 +105,7 @@ def command(
         return
     say(f"resumed: job {submission.job_id} in {found.path}")
     suggest(useful_commands(found.run_id, found.path))
-    typer.echo(found.run_id)
+    typer.echo(visible(found.run_id))
 
 
 def _prospect(run: RunDir, record: RunRecord, report: ResumeReport, scheduler: Scheduler) -> Prospect:

@@ -9,6 +9,7 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, Yes
 from scaletrain_cli.errors import ExitCode, Problem, ScaletrainError, UsageError
+from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.removal import Removal
@@ -109,7 +110,7 @@ def _count(found: list[Removal]) -> str:
 def _answer(as_json: bool, found: list[Removal], *, dry_run: bool) -> None:
     if not as_json:
         for one in found:
-            typer.echo(one.run_id)
+            typer.echo(visible(one.run_id))
         return
     from scaletrain_cli.ui.json import print_json
 

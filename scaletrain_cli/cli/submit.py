@@ -11,6 +11,7 @@ import typer
 from scaletrain_cli.cli.completion import complete_setting
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, TrustOwner, Yes
 from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.submission import CreatedRun, Submission
@@ -126,7 +127,9 @@ def command(
             told = {"run_id": record.run_id, "run_dir": str(runs_root() / record.run_id), "dry_run": True}
             print_json(told | {"scheduler": run_spec.cluster.scheduler, "would_send": sent})
         else:
-            typer.echo(sent, nl=False)
+            from scaletrain_cli.ui.console import document
+
+            typer.echo(document(sent), nl=False)
         return
 
     if earlier is not None:  # create_run says how the spec or the code differs
@@ -179,7 +182,7 @@ def _tell(made: CreatedRun, submission: Submission, told_before: dict[str, objec
         return
     say(f"{'submitted' if made.created else 'was submitted before'}: job {submission.job_id} in {made.run.path}")
     suggest(useful_commands(made.run.run_id, made.run.path))
-    typer.echo(made.run.run_id)
+    typer.echo(visible(made.run.run_id))
 
 
 def useful_commands(run_id: str, path: Path) -> dict[str, str]:

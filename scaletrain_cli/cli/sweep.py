@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from scaletrain_cli.errors import InfeasibleError, SpecError, UsageError
+from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.sweep import Point
@@ -57,13 +58,15 @@ def submit_points(
     if dry_run:
         for note in not_checked:
             warn(note)
+        from scaletrain_cli.ui.console import document
+
         texts = []
         for point in planned:
             record = make_record(point.spec, point.plan, point.run_id, snapshots[point.spec.code])
             texts.append(scheduler.render(RunDir(runs_root() / point.run_id), record))
             if not as_json:
-                typer.echo(f"# {point.run_id}: {', '.join(point.overrides)}")
-                typer.echo(texts[-1])
+                typer.echo(visible(f"# {point.run_id}: {', '.join(point.overrides)}"))
+                typer.echo(document(texts[-1]))
         if as_json:
             from scaletrain_cli.ui.json import print_json
 
@@ -105,7 +108,7 @@ def submit_points(
     before = f"; {len(done) - new} were submitted before" if new < len(done) else ""
     say(f"submitted {new} runs of the sweep {sweep}, {at_once}{before}; `scaletrain list` shows them")
     for one in done:
-        typer.echo(one.run.run_id)
+        typer.echo(visible(one.run.run_id))
 
 
 def _planned(

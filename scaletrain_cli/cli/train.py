@@ -9,6 +9,7 @@ import typer
 
 from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.status import RunStatus
@@ -63,7 +64,7 @@ def command(
     made = create_run(run_spec, plan, run_id, snapshot=snapshot)
     say(f"run directory {made.run.path}; ctrl-C saves and stops")
     if not as_json:
-        typer.echo(made.run.run_id)
+        typer.echo(visible(made.run.run_id))
     with StatusLine() as line:
         watcher = Watcher(made.run, line)
         code = run_in_foreground(made.run, made.record, on_tick=watcher.look)

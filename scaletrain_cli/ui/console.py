@@ -8,6 +8,8 @@ from typing import TextIO
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from scaletrain_cli.text import visible
+
 _WIDEST = 120  # further apart than this, the eye loses the line
 _PIPED = 100
 _ASCII = str.maketrans("×→·•–≤", "x>-*-<") | {ord("µ"): "u"}  # each of one column, so that tables stay straight
@@ -26,6 +28,11 @@ def talk() -> Console:
 def plain(text: str) -> str:
     """``text`` without anything that a terminal obeys; line ends and escapes become visible."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def document(text: str) -> str:
+    """Return a document for stdout: for a file or a pipe as it is, for a terminal as visible()."""
+    return visible(text) if sys.stdout.isatty() else text
 
 
 def words(text: str, style: str = "") -> Text:

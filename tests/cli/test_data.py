@@ -39,7 +39,7 @@ def test_text_is_tokenized_once() -> None:
 def test_a_source_that_is_not_there_ends_with_2_and_says_so() -> None:
     ended = prepare("nowhere/*.txt")
     assert (ended.code, ended.out) == (ExitCode.USAGE, "")
-    assert ended.err.startswith("error: ")
+    assert "\nerror: " in ended.err, "after what the process said"
     assert "nowhere" in ended.err
     as_json = prepare("nowhere/*.txt", "--json")
     assert (as_json.code, as_json.data["error"]["code"]) == (ExitCode.USAGE, "usage")
