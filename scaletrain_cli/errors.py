@@ -64,6 +64,11 @@ class Problem:
         return f"{text} {self.hint}" if self.hint else text
 
     @property
+    def subject(self) -> str:
+        """The key, and the value that was given for it where one was."""
+        return self.key if self.given is None else f"{self.key} = {self.given}"
+
+    @property
     def file(self) -> str | None:
         """Path of the file that the problem is in; None where it is in no file."""
         return self.where.file if isinstance(self.where, Place) else None

@@ -379,7 +379,7 @@ def unwritable(folder: Path) -> str:
         found = folder.stat()
         read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
     except OSError as error:
-        return f"{folder}: {error.strerror}. Choose another place: {remedy}."
+        return f"{folder}: {error.strerror or error}. Choose another place: {remedy}."
     if not stat.S_ISDIR(found.st_mode):
         return f"{folder} is not a folder. Choose another place: {remedy}."
     if read_only:

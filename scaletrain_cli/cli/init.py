@@ -178,7 +178,7 @@ def _write(contents: dict[Path, str]) -> None:
         try:
             create_file(path, text, public=True)  # replaces nothing, not even a file that appeared meanwhile
         except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}.") from error
+            raise UsageError(f"cannot write {path}: {error.strerror or error}.") from error
 
 
 def _fitting_spec(

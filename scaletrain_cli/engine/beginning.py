@@ -93,7 +93,7 @@ def _names(folder: Path, ranks: Ranks, agreement: Agreement) -> list[str]:
         try:
             names = [path.name for path in reversed(committed_folders(folder))]
         except OSError as error:
-            problem = f"{folder} cannot be read: {error.strerror}. Check the file system and the rights on it."
+            problem = f"{folder} cannot be read: {error.strerror or error}. Check the file system and the rights on it."
     names, problem = agreement.follow_rank_zero((names, problem))
     if problem:
         raise UnreadableCheckpointsError(problem)

@@ -210,7 +210,7 @@ def prepare_dataset(data: DataSpec, runs_root: Path) -> Path:
             if staging is not None:
                 _build(data, staging)
     except PermissionError as error:
-        raise UsageError(f"{folder} cannot be prepared: {error.filename}: {error.strerror}.") from error
+        raise UsageError(f"{folder} cannot be prepared: {error.filename}: {error.strerror or error}.") from error
     return folder
 
 
@@ -301,7 +301,7 @@ def _tokenizer_file(path: str) -> bytes:
         return Path(path).expanduser().read_bytes()
     except OSError as error:
         raise UsageError(
-            f"data.tokenizer.path = {path}: {error.strerror}. Give a Hugging Face tokenizer.json."
+            f"data.tokenizer.path = {path}: {error.strerror or error}. Give a Hugging Face tokenizer.json."
         ) from error
 
 

@@ -478,7 +478,7 @@ def weights_problems(view: View) -> Iterator[Problem]:
         yield view.problem("model.weights", error.message.removeprefix("model.weights: "), given, "Give other weights.")
         return
     for problem in differing:
-        message = f"its config.json has {problem.key} = {problem.given}, and {problem.message}"
+        message = f"its config.json has {problem.subject}, and {problem.message}"
         yield view.problem("model.weights", message, given, str(problem.hint))
 
 

@@ -116,5 +116,5 @@ def _problem_of(folder: Path, token: str) -> str:
             return f"{folder} is not the folder that the submitter sees."
         touch(folder / f"written-by-{socket.gethostname()}")
     except OSError as error:
-        return f"{error.filename} cannot be used here: {error.strerror}."
+        return f"{error.filename} cannot be used here: {error.strerror or error}."
     return ""

@@ -49,7 +49,7 @@ class _Judge:
         named = [*self._no_partition(partitions), *self._who()]
         problems = [] if self.site.may_rewrite_jobs else named
         if self.site.may_rewrite_jobs:  # then sbatch --test-only is the judge of names
-            notes += [f"{one.key} = {one.given}: {one.message} A plugin of the site may change that." for one in named]
+            notes += [f"{one.subject}: {one.message} A plugin of the site may change that." for one in named]
         by_partition = [list(self._of_partition(partition, notes)) for partition in partitions]
         if all(by_partition):  # Slurm takes the first of a list of partitions that can
             problems += [one for found in by_partition for one in found]

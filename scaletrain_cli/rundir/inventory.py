@@ -109,7 +109,7 @@ def _missing(checkpoint: Checkpoint) -> str:
         try:
             size = (checkpoint.path / name).stat().st_size
         except OSError as error:
-            return f"{name}: {error.strerror}"
+            return f"{name}: {error.strerror or error}"
         if size != expected.size:
             return f"{name}: {size} bytes instead of {expected.size}"
     return ""

@@ -36,7 +36,7 @@ def check_plot_file(path: Path) -> None:
         create_file(probe, b"")
         probe.unlink()
     except OSError as error:
-        raise UsageError(f"--plot {path}: it cannot be written there: {error.strerror}.") from error
+        raise UsageError(f"--plot {path}: it cannot be written there: {error.strerror or error}.") from error
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingPackageError("--plot needs matplotlib.", install_command("plot"))
 

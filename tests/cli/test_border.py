@@ -213,3 +213,10 @@ def test_a_message_ends_with_one_full_stop_whatever_it_quotes() -> None:
     assert str(error) == "cannot read x: it is broken.\n  a b = 1: said: no. See '..'. Stop."
     kept = "look in .. or ../x or and so on... There are 1..3 of them"
     assert str(SpecError(kept)) == kept
+
+
+def test_what_was_not_given_is_no_none_in_a_message() -> None:
+    assert Problem("a", "layout.zero_stage", "is missing.").subject == "layout.zero_stage"
+    assert Problem("a", "layout.zero_stage", "is wrong.", "9").subject == "layout.zero_stage = 9"
+    shown = [str(Problem("run.yaml:1", "", "no.")), str(Problem("x", "k", "no.", None, None))]
+    assert shown == ["run.yaml:1: no.", "x k: no."]

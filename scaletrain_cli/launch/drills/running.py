@@ -83,7 +83,7 @@ def make_folder() -> Path:
         safe_files.make_shared_folder(datasets)
         (folder / "datasets").symlink_to(datasets)  # runs look beside themselves; one corpus does for all of them
     except OSError as error:
-        raise UsageError(f"{folder} cannot be made: {error.strerror}. $SCALETRAIN_RUNS moves it.") from error
+        raise UsageError(f"{folder} cannot be made: {error.strerror or error}. $SCALETRAIN_RUNS moves it.") from error
     return folder
 
 

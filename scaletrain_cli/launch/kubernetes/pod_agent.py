@@ -295,7 +295,8 @@ def volume_error(options: PodOptions, error: OSError) -> ScaletrainError:
 
     if error.errno in _FULL:
         return DoNotRequeueError(
-            f"the volume of cluster.kubernetes.runs is full: {error.strerror}. Free space on it, then resume the run"
+            f"the volume of cluster.kubernetes.runs is full: {error.strerror or error}. Free space on it, then resume "
+            "the run"
         )
     restarts = options.gang.rpartition("/")[2]
     again = restarts.isdigit() and int(restarts) + 1 >= _MOST_GANGS
@@ -305,7 +306,7 @@ def volume_error(options: PodOptions, error: OSError) -> ScaletrainError:
     folder, groups = _folder_in_question(options), ", ".join(map(str, sorted(os.getgroups()))) or "none"
     ours = f"uid {os.geteuid()}, gid {os.getegid()}, groups {groups}"
     if os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
-        return kind(f"{error.filename or folder} cannot be written by the pods ({ours}): {error.strerror}")
+        return kind(f"{error.filename or folder} cannot be written by the pods ({ours}): {error.strerror or error}")
     try:
         found, flags = folder.stat(), os.statvfs(folder).f_flag
     except OSError:

@@ -76,5 +76,5 @@ def _compared(name: str, spec: RunSpec) -> Compared:
         reason = error.message
         if error.plan is None and error.problems:
             first = error.problems[0]
-            reason = f"{first.key} = {first.given}: {first.message.rstrip('.')}"
+            reason = f"{first.subject}: {first.message.rstrip('.')}"
         return Compared(name, spec, error.plan, reason, error.problems)
