@@ -4,6 +4,7 @@ sequence, weights, compile and activation checkpointing, DeepSpeed. Knows no dat
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def _cut(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> Cau
 def _weights(spec: RunSpec, model: CausalLM, device: torch.device, resuming: bool) -> WeightSource:
     own = spec.transformer
     if own.weights is not None and not resuming:
-        return HuggingFaceFolder(Path(own.weights).expanduser(), outline(own))
+        return HuggingFaceFolder(Path(os.path.expanduser(own.weights)), outline(own))
     return ScaledInitialisation(
         spec.training.seed, own.initializer_range, own.num_hidden_layers, model.residual_projections, device
     )

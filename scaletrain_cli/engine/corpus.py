@@ -114,7 +114,7 @@ def _documents_of(path: Path, tally: Tally) -> Iterator[str]:
         yield from _parquet(path)
         return
     # What is no UTF-8 comes through as lone surrogates, which _clean() counts.
-    with open_bytes(path) as opened, io.TextIOWrapper(opened, encoding="utf-8", errors="surrogateescape") as file:
+    with open_bytes(path) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig", errors="surrogateescape") as file:
         if kind == "jsonl":
             for number, line in enumerate(file, start=1):
                 if line.strip():

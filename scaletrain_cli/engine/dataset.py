@@ -173,7 +173,7 @@ def _map(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
 
 def dataset_folder(data: DataSpec, runs_root: Path) -> Path:
     """Where the prepared form of ``data`` is, or will be: the source itself if it is one, else under the runs root."""
-    source = Path(data.source).expanduser()
+    source = Path(os.path.expanduser(data.source))
     if (source / "dataset.json").is_file():
         return source
     tokenizer = data.tokenizer.model_dump_json()
@@ -298,7 +298,7 @@ def _beginning(texts: Iterator[str]) -> Iterator[str]:
 
 def _tokenizer_file(path: str) -> bytes:
     try:
-        return Path(path).expanduser().read_bytes()
+        return Path(os.path.expanduser(path)).read_bytes()
     except OSError as error:
         raise UsageError(
             f"data.tokenizer.path = {path}: {error.strerror or error}. Give a Hugging Face tokenizer.json."

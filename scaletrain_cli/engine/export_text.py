@@ -6,6 +6,7 @@ Without these transformers assumes token ids that mean something else, and gener
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +91,8 @@ def _derived(spec: RunSpec, vocabulary: dict[str, int]) -> TextFiles:
 def _origins(spec: RunSpec) -> list[Path]:
     """Folders that may hold what stands beside the tokenizer."""
     weights, path = spec.transformer.weights, spec.data.tokenizer.path
-    found = [] if weights is None else [Path(weights).expanduser()]
-    return found if path is None else [*found, Path(path).expanduser().parent]
+    found = [] if weights is None else [Path(os.path.expanduser(weights))]
+    return found if path is None else [*found, Path(os.path.expanduser(path)).parent]
 
 
 def _dataset_tokenizer(spec: RunSpec, runs_root: Path) -> Path | None:
@@ -99,7 +100,7 @@ def _dataset_tokenizer(spec: RunSpec, runs_root: Path) -> Path | None:
         return dataset_folder(spec.data, runs_root) / "tokenizer.json"
     except (ScaletrainError, OSError):  # of data that this machine does not have
         path = spec.data.tokenizer.path
-        return None if path is None else Path(path).expanduser()
+        return None if path is None else Path(os.path.expanduser(path))
 
 
 def _vocabulary(tokenizer: bytes) -> dict[str, int]:

@@ -54,7 +54,7 @@ def place_code(run: RunDir, record: RunRecord, folder: Path) -> Path | None:
 
 def code_environment(record: RunRecord, place: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """What makes a rank import from ``place`` before anything else, and nothing from the tree that was submitted."""
-    tree = os.path.normpath(Path(record.working_folder, Path(record.spec.code.path or ".").expanduser()))
+    tree = os.path.normpath(Path(record.working_folder, Path(os.path.expanduser(record.spec.code.path or "."))))
     paths = [os.path.normpath(place / record.spec.code.import_root)]
     for entry in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
         meant = os.path.normpath(Path(record.working_folder, entry))

@@ -38,7 +38,7 @@ def take_snapshot(spec: RunSpec, working_folder: str = "", runs: Path | None = N
     code = spec.code
     if code.path is None:
         return None
-    tree = WorkingTree(Path(working_folder, Path(code.path).expanduser()).absolute(), spec.where("code.path"))
+    tree = WorkingTree(Path(working_folder, Path(os.path.expanduser(code.path))).absolute(), spec.where("code.path"))
     commit = tree.commit()
     kept, changed = tree.kept(but=runs or runs_root()), tree.changed()
     uncommitted = sorted(path for path in changed if path in kept or not tree.holds(path))

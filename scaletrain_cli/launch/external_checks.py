@@ -327,12 +327,12 @@ class View:
             return ""
         if cluster.scheduler == "kubernetes":
             return "in the pods"
-        place = PurePosixPath(self.folder / Path(path).expanduser())
+        place = PurePosixPath(self.folder / Path(os.path.expanduser(path)))
         if cluster.slurm.container is not None:
             seen = [mount.split(":")[:2] for mount in cluster.slurm.container.mounts]
             if not any(len(set(mount)) == 1 and place.is_relative_to(mount[0]) for mount in seen):
                 return "in the container"
-        beside_the_submitter = not Path(path).expanduser().is_absolute()
+        beside_the_submitter = not Path(os.path.expanduser(path)).is_absolute()
         if beside_the_submitter or os.path.lexists(place) or _is_shared(place):
             return ""
         return "on the nodes"
@@ -393,7 +393,9 @@ def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: P
     spec, begun = record.spec, has_committed(run)
     view = View(spec, Path.cwd(), os.environ, None, begun, on_node=True)
     checks = [weights_problems, checkpoint_problems]
-    if node_rank == 0 or (Path(spec.data.source).expanduser() / "dataset.json").is_file():  # its first rank prepares
+    if (
+        node_rank == 0 or (Path(os.path.expanduser(spec.data.source)) / "dataset.json").is_file()
+    ):  # its first rank prepares
         checks += [source_problems, tokenizer_problems]
     problems = [found for check in checks for found in check(view)]
     if code_folder is None and spec.code.engine is not None:
@@ -412,7 +414,7 @@ def source_problems(view: View) -> Iterator[Problem]:
     if view.spec.code.engine is not None or source == PYTHON_STDLIB or view.unseen(_parent_of_glob(source)):
         return
     hint = f"Give {PYTHON_STDLIB}, a prepared dataset, or a path or glob of text files."
-    prepared = view.folder / Path(source).expanduser()
+    prepared = view.folder / Path(os.path.expanduser(source))
     if (prepared / "dataset.json").is_file():
         if why := _prepared_problem(prepared, view.spec):
             yield view.problem("data.source", why, source, "Prepare it again with `scaletrain data prepare`.")
@@ -435,7 +437,7 @@ def tokenizer_problems(view: View) -> Iterator[Problem]:
     path = view.spec.data.tokenizer.path
     if view.spec.code.engine is not None or path is None or view.unseen(path):
         return
-    why = tokenizer_problem(view.folder / Path(path).expanduser(), view.spec)
+    why = tokenizer_problem(view.folder / Path(os.path.expanduser(path)), view.spec)
     if why:
         yield view.problem("data.tokenizer.path", f"{why}.", path, "Give a Hugging Face tokenizer.json.")
 
@@ -467,7 +469,7 @@ def weights_problems(view: View) -> Iterator[Problem]:
     given = getattr(view.spec.model, "weights", None)
     if view.spec.code.engine is not None or given is None or view.begun or view.unseen(given):
         return
-    folder = view.folder / Path(given).expanduser()
+    folder = view.folder / Path(os.path.expanduser(given))
     if why := _weights_problem(folder):
         hint = "Give a folder with Hugging Face *.safetensors."
         yield view.problem("model.weights", f"{why}.", given, hint)
@@ -580,7 +582,7 @@ def checkpoint_problems(view: View) -> Iterator[Problem]:
     given = view.spec.checkpoint.dir
     if given == "auto" or view.unseen(given):
         return
-    folder = view.folder / Path(given).expanduser()
+    folder = view.folder / Path(os.path.expanduser(given))
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not there.is_dir():
         yield view.problem("checkpoint.dir", f"{there} is no folder.", given, "Name a folder.")
@@ -676,7 +678,7 @@ def _not_read(view: View) -> Iterator[str]:
     source = view.spec.data.source
     if view.spec.code.engine is not None or source == PYTHON_STDLIB or view.unseen(_parent_of_glob(source)):
         return
-    if (view.folder / Path(source).expanduser() / "dataset.json").is_file():
+    if (view.folder / Path(os.path.expanduser(source)) / "dataset.json").is_file():
         return
     with contextlib.suppress(UsageError):
         left_out = find_files(source, view.folder).not_read

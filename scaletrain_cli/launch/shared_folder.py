@@ -50,7 +50,7 @@ def room_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1, there:
     if spec.cluster.scheduler == "kubernetes":
         return []  # the pods save on a volume of theirs, which need not be this one
     if spec.checkpoint.dir != "auto":
-        folder = Path(spec.checkpoint.dir).expanduser()
+        folder = Path(os.path.expanduser(spec.checkpoint.dir))
     # The next one comes before the last of those kept goes.
     one, kept = plan.durability.checkpoint_bytes * runs, max(1, spec.checkpoint.keep + 1 - there)
     free = _free_bytes(folder)

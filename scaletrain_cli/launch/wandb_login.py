@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import netrc
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -33,7 +34,7 @@ def has_login(spec: RunSpec, environment: Mapping[str, str], folder: Path) -> bo
 def _base_url(environment: Mapping[str, str], folder: Path) -> str:
     if url := environment.get("WANDB_BASE_URL"):
         return url
-    home = Path(environment.get("HOME", "~")).expanduser()
+    home = Path(os.path.expanduser(environment.get("HOME", "~")))
     config = Path(environment.get("WANDB_CONFIG_DIR") or home / ".config" / "wandb")
     for settings in (folder / "wandb" / "settings", config / "settings"):
         parser = configparser.ConfigParser(interpolation=None)
@@ -48,8 +49,8 @@ def _base_url(environment: Mapping[str, str], folder: Path) -> str:
 
 def _netrc_files(environment: Mapping[str, str]) -> list[Path]:
     if named := environment.get("NETRC"):
-        return [Path(named).expanduser()]
-    home = Path(environment.get("HOME", "~")).expanduser()
+        return [Path(os.path.expanduser(named))]
+    home = Path(os.path.expanduser(environment.get("HOME", "~")))
     return [home / ".netrc", home / "_netrc"]
 
 

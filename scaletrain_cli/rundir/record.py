@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -50,7 +51,9 @@ class RunRecord:
 
 def checkpoint_folder(run: RunDir, spec: RunSpec) -> Path:
     """Where this run's checkpoints are: in the run directory, or under ``checkpoint.dir`` by run id."""
-    return run.checkpoints if spec.checkpoint.dir == "auto" else Path(spec.checkpoint.dir).expanduser() / run.run_id
+    return (
+        run.checkpoints if spec.checkpoint.dir == "auto" else Path(os.path.expanduser(spec.checkpoint.dir)) / run.run_id
+    )
 
 
 def write_record(run: RunDir, record: RunRecord) -> None:

@@ -135,6 +135,9 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
     if "rope_theta" in rope:
         config = {**config, "rope_theta": rope["rope_theta"]}
     _require_known(config, known_keys(kind, frozenset((*_SAME_NAME, *renamed.values()))))
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or set(map(str, kinds)) - {"full_attention", "sliding_attention"}:
+        raise SourceError("hf_config", f"has layer_types = {str(kinds)[:80]}, and only full attention is trained here")
     found = {key: config[key] for key in _SAME_NAME if key in config}
     found |= {key: config[theirs] for key, theirs in renamed.items() if theirs in config}
     shared, width = config.get("n_shared_experts"), config.get("moe_intermediate_size")

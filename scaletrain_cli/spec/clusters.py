@@ -66,7 +66,7 @@ class Cluster:
 def clusters_file() -> Path:
     """``$SCALETRAIN_CLUSTERS``, or ``scaletrain/clusters.yaml`` in the user's configuration folder."""
     if named := os.environ.get("SCALETRAIN_CLUSTERS"):
-        return Path(named).expanduser()
+        return Path(os.path.expanduser(named))
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "scaletrain" / "clusters.yaml"
 
 
@@ -101,7 +101,7 @@ def configured_runs_root() -> Path | None:
     if not file.exists():
         return None
     runs = _read(file)[0]["runs"]
-    return Path(runs).expanduser() if runs is not None else None
+    return Path(os.path.expanduser(runs)) if runs is not None else None
 
 
 def _read(file: Path) -> tuple[dict[str, Any], Source]:

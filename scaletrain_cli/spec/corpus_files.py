@@ -56,7 +56,7 @@ def find_files(source: str, folder: Path = Path()) -> CorpusFiles:
         root = Path(sysconfig.get_paths()["stdlib"])
         found = [p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(p.relative_to(root).parts)]
         return CorpusFiles(tuple(sorted(found)), {})
-    path = folder / Path(source).expanduser()
+    path = folder / Path(os.path.expanduser(source))
     not_read: Counter[str] = Counter()
     try:
         if path.is_dir():
@@ -64,7 +64,7 @@ def find_files(source: str, folder: Path = Path()) -> CorpusFiles:
         elif os.path.lexists(path):  # a name may hold what a glob would interpret
             found = [path]
         else:
-            names = glob.glob(str(Path(source).expanduser()), root_dir=folder, recursive=True)
+            names = glob.glob(str(Path(os.path.expanduser(source))), root_dir=folder, recursive=True)
             found = [entry for name in names if not (entry := folder / name).is_dir()]
     except OSError as error:
         raise UsageError(f"data.source = {source}: cannot be read: {error}.") from error
@@ -146,7 +146,7 @@ def _line_problem(beginning: bytes) -> str:
     complete = lines if len(beginning) < _FIRST_BYTES else lines[:-1]  # the last one may be cut by us
     for number, line in enumerate(complete, start=1):
         if line.strip():
-            held = text_of_line(line.decode("utf-8", "replace"))
+            held = text_of_line(line.decode("utf-8-sig", "replace"))
             return "" if held is not None else f'line {number} must be a JSON object with a string in "text"'
     return ""
 

@@ -20,7 +20,7 @@ from scaletrain_cli.engine.corpus import Tally, documents, source_files
 from scaletrain_cli.engine.dataset import dataset_folder, open_dataset, prepare_dataset
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import DataSpec
-from scaletrain_cli.spec.corpus_files import find_files
+from scaletrain_cli.spec.corpus_files import find_files, problems_of
 
 
 @pytest.fixture
@@ -328,6 +328,13 @@ def test_a_folder_is_trained_on_without_what_describes_it(tmp_path: Path) -> Non
     assert list(documents(str(tmp_path))) == ["compressed", "plain"]
     assert find_files(str(tmp_path)).not_read == {".zst": 1}
     assert list(documents(str(tmp_path / "README.md"))) == ["about the corpus"], "by its own name it is taken"
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfb\r\nc")
+    assert list(documents(str(tmp_path))) == ["a", "b\nc"]
+    assert list(problems_of(find_files(str(tmp_path)).files)) == []
 
 
 def test_stray_bytes_are_counted_and_another_encoding_is_refused(tmp_path: Path) -> None:

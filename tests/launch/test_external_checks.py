@@ -84,6 +84,7 @@ ON_SLURM = "cluster.scheduler=slurm"
 CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("data.source", ("data.source=nowhere",), "data.source", "no such file or folder"),
     ("data.source", ("data.source=nowhere/*.jsonl",), "data.source", "no file matches"),
+    ("data.source", ("data.source=~nobody-of-this-name/a.txt",), "data.source", "no such file or folder"),
     ("data.source", ("data.source=link.txt",), "data.source", "is a link to a file that does not exist"),
     ("data.source", ("data.source=cut.parquet",), "data.source", "its footer is missing"),
     ("data.source", ("data.source=other.parquet",), "data.source", "has no column text"),

@@ -86,6 +86,7 @@ def test_what_each_architecture_adds_is_known() -> None:
 FAMILIES = "llama mistral mixtral qwen2 qwen3 qwen3_moe deepseek_v2 deepseek_v3 gpt2 resnet convnext vit clip".split()
 # Settings of transformers' classes under which a model computes something else, each refused by name.
 OTHERWISE = {
+    "qwen3": {"layer_types": ["chunked_attention"]},
     "llama": {"hidden_act": "gelu", "attention_bias": True, "mlp_bias": True},
     "mixtral": {"router_jitter_noise": 0.1},
     "qwen3_moe": {"decoder_sparse_step": 2, "mlp_only_layers": [3]},

@@ -326,7 +326,7 @@ def configured_namespace(context: str | None) -> str | None:
 def is_configured() -> bool:
     """Whether there is anything to connect to: a kubeconfig, or the cluster of the pod that this runs in."""
     files = (os.environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)
-    return any(Path(file).expanduser().is_file() for file in files if file) or _is_in_cluster(os.environ)
+    return any(Path(os.path.expanduser(file)).is_file() for file in files if file) or _is_in_cluster(os.environ)
 
 
 def _is_in_cluster(environment: Mapping[str, str]) -> bool:

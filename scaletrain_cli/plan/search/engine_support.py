@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def unsupported(spec: RunSpec, layout: Layout) -> list[str]:
     What an engine of the user's own (``code.engine``) can run is not ours to say.
     """
     found = [] if spec.code.engine else _beyond_this_engine(spec, layout)
-    if spec.checkpoint.dir != "auto" and not Path(spec.checkpoint.dir).expanduser().is_absolute():
+    if spec.checkpoint.dir != "auto" and not Path(os.path.expanduser(spec.checkpoint.dir)).is_absolute():
         found.append(f"checkpoint.dir = {spec.checkpoint.dir}: must be absolute, because nodes do not start here.")
     return found
 
