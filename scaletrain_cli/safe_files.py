@@ -214,7 +214,8 @@ def _open(path: Path, flags: int, *, create: bool, private: bool = False, shared
                     return _create(folder, path, private=private, shared=shared)
                 continue
             except OSError as error:
-                if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):
+                closed = error.errno == errno.EACCES and private
+                if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK) or closed:
                     _refuse(path, folder)
                 if error.errno == errno.EACCES and shared and flags & os.O_ACCMODE != os.O_RDONLY:
                     flags = os.O_RDONLY  # enough for a lock, except on NFS
@@ -344,10 +345,10 @@ def user_name(uid: int) -> str:
 
 def other_owner(path: Path) -> int | None:
     """Return the uid that owns the file or folder, or a link of this name; None where that is this user or root."""
-    try:
-        owners = {path.lstat().st_uid, path.stat().st_uid}
-    except OSError:
-        return None
+    owners = set()
+    for look in (path.lstat, path.stat):  # a link to nothing has an owner, too
+        with contextlib.suppress(OSError):
+            owners.add(look().st_uid)
     return next(iter(sorted(owners - {os.geteuid(), 0})), None)
 
 

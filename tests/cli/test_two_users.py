@@ -8,9 +8,12 @@ is imported before.
 from __future__ import annotations
 
 import ast
+import encodings.ascii  # noqa: F401 (what the standard library imports late)
+import grp  # noqa: F401
 import importlib
 import json
 import os
+import pwd  # noqa: F401
 import shutil
 import stat
 import sys
