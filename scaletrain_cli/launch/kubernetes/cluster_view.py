@@ -5,6 +5,7 @@ look() asks; make_view() is pure. A right that is missing for a part leaves the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.cluster_view import ClusterView, GpuRow, NodesRow, QuotaRow
 from scaletrain_cli.launch.kubernetes.kinds import (
     BACKENDS,
@@ -30,7 +32,7 @@ from scaletrain_cli.launch.kubernetes.quantities import as_number, requested
 from scaletrain_cli.launch.kubernetes.queue_rows import Runs, others, queue_rows
 from scaletrain_cli.launch.kubernetes.refusals import NotServedError, RefusedError
 from scaletrain_cli.launch.kubernetes.watchdog import is_ready
-from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.launch.kubernetes.whereabouts import read_whereabouts
 from scaletrain_cli.rundir.paths import list_runs
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 
@@ -89,9 +91,10 @@ def _namespaces_of_runs(context: str | None) -> list[str]:
     """Where this user's runs are that are not over as far as is known here, the newest first."""
     places = []
     for run in list_runs():
-        place = read_document(run.path / "kubernetes.json")
-        if place is not None and not place.get("ended") and context in (None, place["context"]):
-            places.append((run.record.stat().st_mtime, str(place["namespace"])))
+        with contextlib.suppress(UsageError, OSError):  # a damaged run is told of where it is looked at
+            place = read_whereabouts(run)
+            if place is not None and not place.ended and context in (None, place.context):
+                places.append((run.record.stat().st_mtime, place.namespace))
     return list(dict.fromkeys(namespace for _, namespace in sorted(places, reverse=True)))
 
 

@@ -52,6 +52,8 @@ from scaletrain_cli.launch.kubernetes.whereabouts import (
     Whereabouts,
     confirm,
     heading_for,
+    place_before,
+    read_whereabouts,
     remember_end,
     remember_progress,
     shares_volume,
@@ -64,7 +66,6 @@ from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.launch.submission import make_record, read_submission
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.code import CodeRecord
-from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_record
@@ -180,8 +181,8 @@ class KubernetesScheduler:
             return Job(place.job_id, "unknown", f"{words}; whether it takes it is known in {math.ceil(wait)} s")
         with contextlib.suppress(OSError):
             withdraw_intent(run, place)
-        if place.before is not None:
-            return self._job_at(run, record, Whereabouts(**place.before))
+        if (before := place_before(run, place)) is not None:
+            return self._job_at(run, record, before)
         return Job("", "unknown", f"never submitted: the API server did not answer, and has nothing of {place.job_id}")
 
     def _active_earlier(
@@ -288,12 +289,15 @@ class KubernetesScheduler:
 
 def _next_number(run: RunDir) -> int:
     """Return the number of this submission. A job whose answer was lost is asked for again under the same number."""
-    submission, place = read_submission(run), read_document(run.path / "kubernetes.json") or {}
+    submission, place = read_submission(run), read_whereabouts(run)
     recorded = 0 if submission is None else submission_number(submission.job_id)
-    if not place.get("confirmed", True):
-        return max(recorded, submission_number((place["before"] or {}).get("job_id", ""))) + 1
-    known = submission_number(place.get("job_id", ""))
-    if known > recorded and not place.get("ended"):  # found after its answer was lost
+    if place is None:
+        return recorded + 1
+    if not place.confirmed:
+        before = place_before(run, place)
+        return max(recorded, 0 if before is None else submission_number(before.job_id)) + 1
+    known = submission_number(place.job_id)
+    if known > recorded and not place.ended:  # found after its answer was lost
         return known
     return max(recorded, known) + 1
 

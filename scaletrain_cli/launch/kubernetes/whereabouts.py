@@ -16,10 +16,10 @@ from typing import Any
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.attempts import read_attempts
-from scaletrain_cli.launch.kubernetes.names import submission_number
+from scaletrain_cli.launch.kubernetes.names import parse_id, submission_number
 from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.launch.submission import read_submission
-from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.documents import damage_told, from_document, read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import locked
@@ -61,8 +61,7 @@ class Whereabouts:
 
 def whereabouts_of(run: RunDir, record: RunRecord) -> Whereabouts | None:
     """Return where the latest job is, or would be if the API server took it; None before the first."""
-    data, submission = read_document(run.path / "kubernetes.json"), read_submission(run)
-    place = None if data is None else Whereabouts(**data)
+    place, submission = read_whereabouts(run), read_submission(run)
     recorded = "" if submission is None else submission.job_id
     if place is not None and submission_number(place.job_id) >= submission_number(recorded):
         return place
@@ -72,16 +71,37 @@ def whereabouts_of(run: RunDir, record: RunRecord) -> Whereabouts | None:
     return Whereabouts(submission.job_id, cluster.namespace, cluster.context)
 
 
+def read_whereabouts(run: RunDir) -> Whereabouts | None:
+    """Return what kubernetes.json says; None where there is none. Raises UsageError where it is damaged."""
+    path = run.path / "kubernetes.json"
+    data = read_document(path)
+    return None if data is None else _from_document(data, path)
+
+
+def place_before(run: RunDir, place: Whereabouts) -> Whereabouts | None:
+    """Return the place of the job before an intent. Raises UsageError where it is damaged."""
+    return None if place.before is None else _from_document(place.before, run.path / "kubernetes.json")
+
+
+def _from_document(data: dict[str, Any], path: Path) -> Whereabouts:
+    place = from_document(Whereabouts, data, path)
+    with damage_told(path):
+        parse_id(place.job_id)
+        if not isinstance(place.before, dict | None) or not isinstance(place.progress, dict):
+            raise TypeError("before and progress must be objects")
+    return place
+
+
 @contextlib.contextmanager
 def heading_for(run: RunDir, place: Whereabouts) -> Iterator[None]:
     """Write the intent before the job is handed over. A refusal puts back what was there."""
-    path = run.path / "kubernetes.json"
-    before = read_document(path)
-    if before is not None and not before.get("confirmed", True):
-        before = before["before"]  # of a request that is made again
+    there = read_whereabouts(run)
+    if there is not None and not there.confirmed:
+        there = place_before(run, there)  # of a request that is made again
+    before = None if there is None else dataclasses.asdict(there)
     intent = dataclasses.replace(place, confirmed=False, asked=time.time(), before=before)
     with _writing(run):
-        write_document(path, dataclasses.asdict(intent))
+        write_document(run.path / "kubernetes.json", dataclasses.asdict(intent))
     try:
         yield
     except SchedulerSilentError:
@@ -126,7 +146,7 @@ def _writing(run: RunDir) -> contextlib.AbstractContextManager[bool]:
 def _is_still(path: Path, place: Whereabouts) -> bool:
     """Whether the document is of this job and this request, or there is none."""
     there = read_document(path)
-    return there is None or (there["job_id"], there.get("asked", 0.0)) == (place.job_id, place.asked)
+    return there is None or (there.get("job_id"), there.get("asked", 0.0)) == (place.job_id, place.asked)
 
 
 def remember_end(run: RunDir, place: Whereabouts, job: Job) -> None:

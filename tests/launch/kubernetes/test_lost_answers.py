@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
+from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.kubernetes import whereabouts
 from scaletrain_cli.launch.kubernetes.conditions import CANCELLED
 from scaletrain_cli.launch.kubernetes.kinds import TRAIN_JOB
@@ -206,6 +206,17 @@ def test_who_looked_at_the_job_before_never_writes_over_the_one_that_was_sent_si
     whereabouts.remember_progress(made.run, stale, {"step": 3})
     whereabouts.withdraw_intent(made.run, stale)
     assert (job(made).id, job(made).state) == (second, "queued")
+
+
+@pytest.mark.parametrize(
+    "damage", [{"job_id": "slurm/7"}, {"namespace": 7}, {"surprise": 1}, {"before": []}, {"progress": "x"}]
+)
+def test_a_damaged_place_is_named_with_its_file(made: MadeRun, api: FakeApi, damage: dict[str, Any]) -> None:
+    submit(made)
+    path = made.run.path / "kubernetes.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    with pytest.raises(UsageError, match=r"kubernetes\.json"):
+        job(made)
 
 
 def test_a_preflight_whose_submission_was_not_answered_keeps_what_finds_its_job(
