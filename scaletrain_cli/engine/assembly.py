@@ -25,6 +25,7 @@ from scaletrain_cli.engine.late_metrics import LateMetrics
 from scaletrain_cli.engine.ledger import LedgerClock
 from scaletrain_cli.engine.measure.out_of_memory import remember_allocations
 from scaletrain_cli.engine.measure.plan_check import PlanCheck
+from scaletrain_cli.engine.numa import pin_to_numa_node
 from scaletrain_cli.engine.optimization.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.preflight import gate
@@ -58,6 +59,8 @@ def assemble(
     if ranks.world_size != layout.world_size:
         raise WrongNodesError(f"planned for {layout.world_size} ranks, started as {ranks.world_size}")
     device = _device(spec.cluster.gpu == "cpu", ranks.local_rank)
+    if pinned := pin_to_numa_node(device, ranks.local_rank, spec.cluster.gpus_per_node, os.environ):
+        print(pinned, flush=True)
     remember_allocations(device)
     heartbeat.hang_seconds = None if spec.guard.hang == "auto" else spec.guard.hang
     hang_seconds = collective_seconds(heartbeat.hang_seconds)

@@ -1,0 +1,99 @@
+"""Keep a rank on the cores of the NUMA node that its GPU is attached to, where the kernel says which that is.
+
+Memory that such a rank touches first, its pinned buffers too, is then on that node. Reads /sys; knows no training.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+OFF = "SCALETRAIN_NUMA"  # set to "off": leave ranks on every core that the scheduler gave
+_FEWEST_CORES_PER_RANK = 2  # for the rank itself and for the threads that write checkpoints and read batches
+_SYS = Path("/sys")
+
+
+def pin_to_numa_node(device: torch.device, local_rank: int, local_ranks: int, environment: Mapping[str, str]) -> str:
+    """Bind this process and the threads that it starts from now on; return what was done, empty where nothing was."""
+    if environment.get(OFF) == "off":
+        return ""
+    cores_of = numa_cores(_SYS)
+    if len(cores_of) < 2:
+        return ""
+    nodes: Sequence[int | None]
+    if device.type == "cuda":
+        nodes = [_node_of_gpu(index) for index in range(min(local_ranks, torch.cuda.device_count()))]
+    else:
+        nodes = spread(local_ranks, sorted(cores_of))
+    chosen = chosen_cores(cores_of, nodes, local_rank, frozenset(os.sched_getaffinity(0)))
+    if not chosen:
+        return ""
+    try:
+        os.sched_setaffinity(0, chosen)
+    except OSError:  # a container may forbid it
+        return ""
+    return f"rank on NUMA node {nodes[local_rank]}: {len(chosen)} cores"
+
+
+def numa_cores(sys: Path) -> dict[int, frozenset[int]]:
+    """Cores by NUMA node, of the nodes that have any; empty where the kernel does not say."""
+    found: dict[int, frozenset[int]] = {}
+    for folder in (sys / "devices" / "system" / "node").glob("node[0-9]*"):
+        try:
+            cores = frozenset(_numbers((folder / "cpulist").read_text(encoding="ascii")))
+        except (OSError, ValueError):
+            return {}
+        if cores:
+            found[int(folder.name.removeprefix("node"))] = cores
+    return found
+
+
+def node_of_pci_device(sys: Path, address: str) -> int | None:
+    """The NUMA node of a device such as ``0000:3b:00.0``; None where the kernel does not know."""
+    try:
+        node = int((sys / "bus" / "pci" / "devices" / address / "numa_node").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def spread(ranks: int, nodes: Sequence[int]) -> list[int]:
+    """A node for each rank: neighbors share one, and no node has more than one rank more than another."""
+    return [nodes[rank * len(nodes) // ranks] for rank in range(ranks)]
+
+
+def chosen_cores(
+    cores_of: Mapping[int, frozenset[int]], nodes: Sequence[int | None], local_rank: int, allowed: frozenset[int]
+) -> frozenset[int]:
+    """The cores to keep a rank on; empty where it stays on all that it has.
+
+    ``nodes``: the NUMA node of each rank of this machine. ``allowed``: the cores that the scheduler gave this one. It
+    stays where it is if the node is unknown, if the scheduler has bound it already, or if its node has too few of the
+    allowed cores for all ranks that belong there.
+    """
+    node = nodes[local_rank] if local_rank < len(nodes) else None
+    here = allowed & cores_of.get(node, frozenset()) if node is not None else frozenset[int]()
+    if here == allowed or len(here) < _FEWEST_CORES_PER_RANK * list(nodes).count(node):
+        return frozenset()
+    return here
+
+
+def _node_of_gpu(index: int) -> int | None:
+    found = torch.cuda.get_device_properties(index)
+    place = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if any(part is None for part in place):
+        return None
+    domain, bus, device = place
+    return node_of_pci_device(_SYS, f"{domain:04x}:{bus:02x}:{device:02x}.0")
+
+
+def _numbers(text: str) -> list[int]:
+    """``0-3,8`` as the kernel writes lists of cores. Raises ValueError."""
+    found: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
