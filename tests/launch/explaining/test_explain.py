@@ -51,10 +51,10 @@ def test_an_attempt_that_ended_in_any_way_is_explained(make_run: MakeRun, reason
 
 
 def test_a_crash_shows_the_reason_that_the_rank_gave_and_the_end_of_its_log(make_run: MakeRun) -> None:
-    explanation = ran(make_run("restarts.crash=0", die={"*:1": 1}, reason="data"))
+    explanation = ran(make_run("restarts.crash=0", die={"*:1": 1}, reason="odd"))
     (finding,) = explanation.findings
     assert (explanation.state, finding.cause) == ("failed", "crash")
-    assert "data on request" in told(finding)
+    assert "odd on request" in told(finding)
     assert "-00001.log: " in told(finding)
     assert "dying 1" in told(finding)
 
@@ -71,7 +71,7 @@ def test_a_run_that_was_never_submitted_says_so(make_run: MakeRun) -> None:
 
 
 def test_the_verb_prints_the_headline_the_evidence_and_the_actions(make_run: MakeRun) -> None:
-    made = make_run("restarts.crash=0", die={"*:1": 1}, reason="data")
+    made = make_run("restarts.crash=0", die={"*:1": 1}, reason="odd")
     ran(made)
     shown = scaletrain("explain", made.run.run_id)
     assert shown.code == 0
