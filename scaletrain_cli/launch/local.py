@@ -19,6 +19,7 @@ from pathlib import Path
 from scaletrain_cli.errors import ExitCode, MissingPackageError, SchedulerError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.conclusion import forget_secrets
+from scaletrain_cli.launch.logs import end_of
 from scaletrain_cli.launch.node_check import problems_of_node
 from scaletrain_cli.launch.node_record import read_node_records
 from scaletrain_cli.launch.outlook import Outlook, Start
@@ -37,6 +38,7 @@ from scaletrain_cli.safe_files import open_to_append, touch
 from scaletrain_cli.spec import RunSpec
 
 _ENGINE_NEEDS = ("torch", "deepspeed", "numpy", "tokenizers")  # looked up, not imported
+CANNOT_GO_ON = "the supervisor cannot go on"
 _START_SECONDS = 60.0  # a Python start on a busy machine with a cold file cache
 _POLL_SECONDS = 0.05
 _TICK_SECONDS = 0.2
@@ -85,8 +87,10 @@ class LocalScheduler:
         return shlex.join(supervisor_command(run, self.engine)) + "\n"
 
     def submit(self, run: RunDir, record: RunRecord) -> str:
-        pid = _spawn(supervisor_command(run, self.engine), run.path / "supervisor.log")
-        _wait_for_start(run, pid)
+        log = run.path / "supervisor.log"
+        said_before = log.stat().st_size if log.exists() else 0
+        pid = _spawn(supervisor_command(run, self.engine), log)
+        _wait_for_start(run, pid, said_before)
         return str(pid)
 
     def job(self, run: RunDir, record: RunRecord) -> Job:
@@ -102,7 +106,7 @@ class LocalScheduler:
             return Job(job_id, "running", "the supervisor runs", nodes)
         if living_agents(run):
             return Job(job_id, "running", "the supervisor is gone; the node agent is ending its ranks", nodes)
-        return Job(job_id, "ended", "no process is left", nodes)
+        return Job(job_id, "ended", _last_words(run) or "no process is left", nodes)
 
     def cancel(self, run: RunDir, record: RunRecord) -> None:
         supervisor = read_supervisor(run)
@@ -126,11 +130,13 @@ def run_in_foreground(
     """
     # A child, not this process: supervising owns the signal mask and adopts orphans, which a caller may not want.
     command = [*supervisor_command(run, engine), "--parent-pid", str(os.getpid())]
-    pid = _spawn(command, run.path / "supervisor.log")
+    log = run.path / "supervisor.log"
+    said_before = log.stat().st_size if log.exists() else 0
+    pid = _spawn(command, log)
     code = None
     while code is None:
         try:
-            code = _wait_for_start(run, pid)
+            code = _wait_for_start(run, pid, said_before)
             while code is None:
                 on_tick()
                 time.sleep(_TICK_SECONDS)
@@ -158,9 +164,10 @@ def read_supervisor(run: RunDir) -> Supervisor | None:
         return Supervisor(str(data["hostname"]), from_document(ProcessIdentity, identity, path))
 
 
-def write_supervisor(run: RunDir, process: ProcessIdentity) -> None:
-    """Make this process known as the run's supervisor."""
+def write_supervisor(run: RunDir, process: ProcessIdentity, *, at_work: bool = False) -> None:
+    """Make this process known as the run's supervisor; ``at_work`` once it has begun an attempt, or waits to."""
     data = {"hostname": socket.gethostname(), "pid": process.pid, "start_ticks": process.start_ticks}
+    data |= {"at_work": at_work}
     write_document(run.path / "supervisor.json", data)
 
 
@@ -200,24 +207,35 @@ def _spawn(command: list[str], log: Path) -> int:
         os.close(output)
 
 
-def _wait_for_start(run: RunDir, pid: int) -> int | None:
-    """Return once the supervisor holds its lock; its exit code if it has ended since.
+def _wait_for_start(run: RunDir, pid: int, said_before: int) -> int | None:
+    """Return once the supervisor is at work; its exit code if it has ended since.
 
-    Raises SchedulerError when it ended before that.
+    ``said_before``: the bytes of its log that earlier ones wrote. Raises SchedulerError when it ended before that.
     """
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         code = _exit_code(pid)  # before the file is read, which an ended process can no longer write
-        supervisor = read_supervisor(run)
-        if supervisor is not None and supervisor.process.pid == pid:
+        supervisor = read_document(run.path / "supervisor.json")
+        is_known = supervisor is not None and supervisor["pid"] == pid
+        if supervisor is not None and is_known and supervisor.get("at_work"):
             return code
         if code is not None:
-            log = (run.path / "supervisor.log").read_text(encoding="utf-8", errors="replace")
-            raise SchedulerError(f"the supervisor did not start: {log.strip()[-500:]}")
+            with (run.path / "supervisor.log").open("rb") as log:
+                log.seek(said_before)
+                said = " ".join(log.read().decode(errors="replace").split())[-500:]
+            raise SchedulerError(f"the supervisor did not start: {said or f'it ended with exit code {code}'}")
         time.sleep(_POLL_SECONDS)
+    if is_known:  # it holds the run, and a slow disk holds it up
+        return None
     os.kill(pid, signal.SIGKILL)  # or it might start after all, unknown to anyone
     os.waitpid(pid, 0)
     raise SchedulerError(f"the supervisor {pid} gave no sign of life for {_START_SECONDS:.0f} s; see {run.path}.")
+
+
+def _last_words(run: RunDir) -> str | None:
+    """Return why the supervisor ended in the middle of its work, if it could say so."""
+    lines = end_of(run.path / "supervisor.log").strip().splitlines()
+    return lines[-1] if lines and lines[-1].startswith(CANNOT_GO_ON) else None
 
 
 def _exit_code(pid: int) -> int | None:

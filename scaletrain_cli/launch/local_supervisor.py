@@ -21,7 +21,7 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.launch.attempts import Decision, begin_attempt
 from scaletrain_cli.launch.conclusion import conclude_abandoned, conclude_attempt, conclude_run
 from scaletrain_cli.launch.full_disk import is_full, say
-from scaletrain_cli.launch.local import living_agents, run_to_wait_for, write_supervisor
+from scaletrain_cli.launch.local import CANNOT_GO_ON, living_agents, run_to_wait_for, write_supervisor
 from scaletrain_cli.launch.node_agent import HEARD
 from scaletrain_cli.launch.ports import free_port
 from scaletrain_cli.launch.processes import (
@@ -34,6 +34,7 @@ from scaletrain_cli.launch.processes import (
 )
 from scaletrain_cli.launch.ranks import ENGINE_MODULE
 from scaletrain_cli.own_processes import absolute_paths, python_command
+from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.safe_files import locked
@@ -63,10 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(str(error))
         return error.exit_code
     except OSError as error:
-        if not is_full(error):
-            raise
-        say(f"{error}; no attempt follows, since none could record anything")
-        return ExitCode.DO_NOT_REQUEUE
+        why = f"{CANNOT_GO_ON}: {error}. No attempt follows; `scaletrain resume` goes on once that is put right"
+        with contextlib.suppress(OSError):
+            record_event(run, "stopped", exit_code=int(ExitCode.CRASHED), why=why)
+        say(why)
+        return ExitCode.DO_NOT_REQUEUE if is_full(error) else ExitCode.CRASHED
 
 
 @contextlib.contextmanager
@@ -86,12 +88,17 @@ class Supervision:
     record: RunRecord
     engine: str
     told_to_stop: bool = field(default=False, init=False)
+    at_work: bool = field(default=False, init=False)
 
     def run_to_end(self) -> int:
         """The exit code of the run as a whole."""
+        if living_agents(self.run):
+            self._be_at_work()
         while living_agents(self.run) and not self.told_to_stop:
             self._listen(timeout=_WAIT_SECONDS)  # of a supervisor that was killed: its agent is saving the state
         conclude_abandoned(self.run, self.record)
+        if run_to_wait_for(self.run) is not None:
+            self._be_at_work()
         while run_to_wait_for(self.run) is not None and not (self.told_to_stop or self.run.is_told_to_stop):
             self._listen(timeout=_WAIT_SECONDS)
         # Whoever submits anew grants new budgets, so earlier attempts do not count against them.
@@ -100,14 +107,22 @@ class Supervision:
             self._listen()
             if self.told_to_stop or self.run.is_told_to_stop:
                 decision = Decision(False, ExitCode.PREEMPTED, "stopped before an attempt began")
+                self._be_at_work()
             else:
                 decision = self._attempt(first)
             if not decision.requeue:
                 return conclude_run(self.run, decision)
 
+    def _be_at_work(self) -> None:
+        """Tell who submitted the run that it has begun."""
+        if not self.at_work:
+            write_supervisor(self.run, own_identity(), at_work=True)
+        self.at_work = True
+
     def _attempt(self, first: int) -> Decision:
         here = (socket.gethostname(),)
         number = begin_attempt(self.run, self.record.spec, scheduler="local", job_id=str(os.getpid()), nodes=here)
+        self._be_at_work()
         code = self._run_agent(number)
         return conclude_attempt(
             self.run,

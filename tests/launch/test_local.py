@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from scaletrain_cli.launch.local_supervisor import supervisor_lock
 from scaletrain_cli.launch.node_record import read_node_records
 from scaletrain_cli.launch.resumption import resume
 from scaletrain_cli.launch.status import exit_code_of, run_status
-from scaletrain_cli.launch.submission import submit_run
+from scaletrain_cli.launch.submission import read_submission, submit_run
 from tests.launch.conftest import ENGINE, LOCAL, MadeRun, is_running, make_plan, make_spec, wait_until
 
 ONE_RANK = ("cluster.gpus_per_node=1", "training.global_batch_size=1")
@@ -282,3 +283,38 @@ def test_a_node_that_cannot_start_its_ranks_says_why(submit: Submit, monkeypatch
     last = read_attempts(made.run)[-1]
     assert (last.exit_code, last.reason) == (2, "usage")
     assert "does not hold TOKEN" in last.message
+
+
+def block_checkpoints(made: MadeRun) -> Path:
+    """No checkpoint folder can be made, as on a file system that is read-only; root's rights do not help."""
+    folder = made.run.path / "checkpoints"
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.write_text("in the way")
+    return folder
+
+
+def test_a_supervisor_that_cannot_begin_an_attempt_makes_submit_fail_with_its_reason(
+    make_run: Callable[..., MadeRun],
+) -> None:
+    made = make_run()
+    block_checkpoints(made)
+    with pytest.raises(SchedulerError, match=r"checkpoints"):
+        submit_run(made.run, made.record, LOCAL)
+    assert read_submission(made.run) is None
+
+
+def test_a_resume_that_cannot_begin_says_so_and_status_tells_no_other_story(submit: Submit) -> None:
+    made = submit("restarts.crash=0", die={"1:0": 93})
+    wait_for_end(made)
+    folder = block_checkpoints(made)
+    before = read_submission(made.run)
+    with pytest.raises(SchedulerError, match=r"the supervisor cannot go on.*checkpoints"):
+        resume(made.run, scheduler=LOCAL, from_scratch=True)
+    assert read_submission(made.run) == before
+    assert "cannot go on" in LOCAL.job(made.run, made.record).detail
+    assert [event["why"] for event in made.events("stopped")][-1].startswith("the supervisor cannot go on")
+    folder.unlink()
+    resume(made.run, scheduler=LOCAL, from_scratch=True)
+    wait_for_end(made)
+    assert run_status(made.run, LOCAL).state == "finished"
