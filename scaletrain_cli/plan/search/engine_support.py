@@ -109,6 +109,9 @@ def _beyond_this_engine(spec: RunSpec, layout: Layout) -> list[str]:
         found.append("training.cross_entropy = liger: its kernel needs a GPU. Use chunked or auto.")
     if spec.layout.tensor_sequence_parallel is True and layout.tensor_parallel > 1:
         found.append("layout.tensor_sequence_parallel = true: this engine keeps norms whole. Use false or auto.")
+    if spec.planner.attention != "auto":
+        what = "plans for a kernel that this engine leaves to PyTorch. Use auto to submit."
+        found.append(f"planner.attention = {spec.planner.attention}: {what}")
     if spec.planner.framework != "deepspeed":
         found.append(f"planner.framework = {spec.planner.framework}: for comparison only. Use deepspeed to submit.")
     return found

@@ -132,7 +132,7 @@ def test_what_cannot_be_right_is_refused() -> None:
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
     spec = run_spec({"optimizer": {"name": "lion"}})
-    with pytest.raises(UsageError, match=r"needs bitsandbytes.*scaletrain\[optimizers\]"):
+    with pytest.raises(UsageError, match=r"needs bitsandbytes.*'\.\[optimizers\]'"):
         build_optimizer(spec, small_model(), layout_of(spec, 1), CPU)
 
 

@@ -57,6 +57,7 @@ EXPERTS = {"model__num_experts": 4, "model__num_experts_per_tok": 2}
         ),
         ({"checkpoint__dir": "scratch"}, "checkpoint.dir = scratch: must be absolute"),
         ({"planner__framework": "megatron"}, "planner.framework = megatron"),
+        ({"planner__attention": "materialised"}, "planner.attention = materialised: plans for a kernel that this"),
     ],
 )
 def test_what_the_engine_cannot_run_is_planned_but_not_submitted(overrides: dict[str, Any], expected: str) -> None:
