@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
@@ -27,10 +28,31 @@ def read_document(path: Path) -> dict[str, Any] | None:
     """The object in the file; None when there is no such file or it is not a JSON object (a disk that was full)."""
     try:
         with open_to_read(path) as file:
-            data = json.load(file)
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+            data = parse_json(file.read())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return data if isinstance(data, dict) else None
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the JSON value. Raises ValueError for all else: other encodings, NaN, infinity, values nested too deeply.
+
+    So one file that is damaged, or planted in a shared runs root, cannot end a verb that reads all runs.
+    """
+    try:
+        return _DECODER.decode(data.decode())
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits} is not a finite number")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def from_document(kind: type[T], data: dict[str, Any], path: Path) -> T:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.rundir.documents import parse_json
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import open_to_append, open_to_change, open_to_read
 
@@ -60,8 +61,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = parse_json(line)
+        except ValueError:
             continue
         if isinstance(record, dict):
             yield record

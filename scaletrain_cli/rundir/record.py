@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.code import CodeRecord, code_file
-from scaletrain_cli.rundir.documents import write_document
+from scaletrain_cli.rundir.documents import parse_json, write_document
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.safe_files import create_file, make_folder, replace_file
+from scaletrain_cli.safe_files import create_file, make_folder, open_to_read, replace_file
 from scaletrain_cli.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -172,7 +172,8 @@ def _decided(record: RunRecord) -> dict[str, Any]:
 
 def _read(path: Path, schema: str) -> dict[str, Any]:
     try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        with open_to_read(path) as file:
+            data: dict[str, Any] = parse_json(file.read())
         if data["schema"] != schema:
             raise UsageError(f"{path} has schema {data['schema']!r}; this version reads {schema}.")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import (
     append_line,
     last_logged_step,
@@ -177,3 +179,34 @@ def test_only_the_newest_event_of_that_name_can_be_withdrawn(tmp_path: Path) -> 
     withdraw_event(run, "submitted")
     record_event(run, "again")
     assert len(read_events(run)) == 1
+
+
+HOSTILE_LINES = {
+    "nested too deeply": "[" * 100_000,
+    "deep object": '{"step": 1, "a":' * 50_000,
+    "infinity": '{"step": 7, "loss": Infinity}',
+    "NaN": '{"step": 7, "loss": NaN}',
+    "beyond every number": '{"step": 7, "loss": 1e999}',
+    "too many digits": f'{{"step": {"9" * 5000}}}',
+    "no text": "\x00\x01",
+}
+
+
+@either_way
+@pytest.mark.parametrize("line", HOSTILE_LINES.values(), ids=HOSTILE_LINES)
+def test_a_line_that_no_writer_of_ours_makes_is_skipped(tmp_path: Path, read: Read, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n', encoding="utf-8")
+    assert read(path) == [{"step": 1}, {"step": 2}]
+
+
+@either_way
+def test_a_pipe_in_the_place_of_a_journal_holds_no_reader_up(tmp_path: Path, read: Read) -> None:
+    os.mkfifo(tmp_path / "events.jsonl")
+    assert read(tmp_path / "events.jsonl") == []
+
+
+def test_a_pipe_or_a_hostile_document_is_read_as_none(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000, encoding="utf-8")
+    assert read_document(tmp_path / "pipe.json") is read_document(tmp_path / "deep.json") is None

@@ -49,7 +49,7 @@ class Seal:
         body = json.dumps({"gang": self.gang, "word": word})
         return json.dumps({"body": body, "code": self._code(body)}).encode() + b"\n"
 
-    def open(self, line: bytes) -> Word | None:
+    def word(self, line: bytes) -> Word | None:
         """Return the word of a line; None for anything but a word of this gang."""
         try:
             outer = json.loads(line)
@@ -154,7 +154,7 @@ class Host:
         line.connection.close()
 
     def _welcome(self, connection: socket.socket, line: bytes) -> None:
-        said = self._seal.open(line)
+        said = self._seal.word(line)
         number = said.pop("number", None) if said is not None else None
         if said is None or type(number) is not int or not 1 <= number <= self._others:
             connection.close()  # a port scan, or a pod of another gang
@@ -180,7 +180,7 @@ def attend(
                 line = _Line(connection, deadline)
                 for _ in _until(deadline - time.monotonic(), interrupted):
                     if _readable([connection]) and line.read():
-                        if (word := seal.open(bytes(line.data))) is not None:
+                        if (word := seal.word(bytes(line.data))) is not None:
                             return word
                         trouble = "it hung up, or is not the first pod of this gang"
                         break
