@@ -236,10 +236,17 @@ def test_the_kernel_refusing_is_a_message_for_every_verb(
     tmp_path.chmod(0o755)
     for words in WORDS:
         fresh(prepared["failed"], tmp_path)
+        before = files(tmp_path)
         ended = in_child(limit, words)
         assert "Traceback" not in ended.err, (words, ended.err)
         assert BUG not in ended.err, (words, ended.err)
         assert ended.code in (0, 1, 2, 3, 4, 5), (words, ended)
+        if limit is full_disk:
+            assert {path for path in files(tmp_path) - before if path.suffix != ".lock"} == set(), words
+
+
+def files(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("where", ["a file", "below a file", "a loop", "not UTF-8", "gone"])
