@@ -50,13 +50,14 @@ from scaletrain_cli.launch.kubernetes.trainjob import misses_runtime
 from scaletrain_cli.launch.kubernetes.watchdog import Finding, force_delete, never_ends_by_itself
 from scaletrain_cli.launch.kubernetes.whereabouts import (
     Whereabouts,
-    confirm,
+    confirmed,
     heading_for,
     place_before,
     read_whereabouts,
     remember_end,
     remember_progress,
     shares_volume,
+    update,
     whereabouts_of,
     withdraw_intent,
 )
@@ -154,9 +155,9 @@ class KubernetesScheduler:
         if not place.confirmed:
             if seen.workload is not None:
                 with contextlib.suppress(OSError):
-                    confirm(run, place)
-                place = dataclasses.replace(place, confirmed=True, before=None)
-            elif not seen.pods and not seen.others:
+                    update(run, place, confirmed(place))
+                place = confirmed(place)
+            elif not seen.pods and all(_has_ended(other) for other in seen.others):
                 return self._job_of_lost_request(run, record, place, now)
         job = job_of(seen, place.job_id, now, cancelled=run.is_told_to_stop)
         if job.state == "ended" and (earlier := self._active_earlier(cluster, place, record, seen, now)) is not None:
@@ -177,7 +178,7 @@ class KubernetesScheduler:
         wait = place.unsettled_seconds(now)
         if wait:
             asked = time.strftime("%H:%M:%S", time.localtime(place.asked))
-            words = f"the API server did not answer at {asked}, and has nothing of {place.job_id} so far"
+            words = f"the API server was asked at {asked}, has not answered and has nothing of {place.job_id} so far"
             return Job(place.job_id, "unknown", f"{words}; whether it takes it is known in {math.ceil(wait)} s")
         with contextlib.suppress(OSError):
             withdraw_intent(run, place)

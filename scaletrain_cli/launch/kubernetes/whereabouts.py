@@ -94,48 +94,57 @@ def _from_document(data: dict[str, Any], path: Path) -> Whereabouts:
 
 @contextlib.contextmanager
 def heading_for(run: RunDir, place: Whereabouts) -> Iterator[None]:
-    """Write the intent before the job is handed over. A refusal puts back what was there."""
+    """Write the intent before the job is handed over. A refusal puts back what was there.
+
+    For holders of submit_lock(): what they know counts, whatever somebody who looked at the run has written meanwhile.
+    """
     there = read_whereabouts(run)
     if there is not None and not there.confirmed:
         there = place_before(run, there)  # of a request that is made again
     before = None if there is None else dataclasses.asdict(there)
     intent = dataclasses.replace(place, confirmed=False, asked=time.time(), before=before)
-    with _writing(run):
-        write_document(run.path / "kubernetes.json", dataclasses.asdict(intent))
+    _write(run, intent)
     try:
         yield
     except SchedulerSilentError:
-        update(run, intent, dataclasses.replace(intent, asked=time.time()))
+        _write(run, dataclasses.replace(intent, asked=time.time()))
         raise
     except SchedulerError:
-        withdraw_intent(run, intent)
+        _write(run, there)
         raise
-    confirm(run, intent)
+    _write(run, confirmed(intent))
 
 
-def confirm(run: RunDir, intent: Whereabouts) -> None:
-    """Remember that the API server has the job."""
-    update(run, intent, dataclasses.replace(intent, confirmed=True, before=None))
+def confirmed(intent: Whereabouts) -> Whereabouts:
+    """Return the place of a job that the API server has."""
+    return dataclasses.replace(intent, confirmed=True, before=None)
 
 
 def withdraw_intent(run: RunDir, intent: Whereabouts) -> None:
-    """Put back what was known before a request of which nothing came."""
-    path = run.path / "kubernetes.json"
+    """Put back what was known before a request of which nothing came, unless another was made meanwhile."""
     with _writing(run):
-        if not _is_still(path, intent):
-            return
-        if intent.before is None:
-            path.unlink(missing_ok=True)
-        else:
-            write_document(path, intent.before)
+        if _is_still(run, intent):
+            _put(run, place_before(run, intent))
 
 
 def update(run: RunDir, old: Whereabouts, new: Whereabouts) -> None:
     """Replace what is known of a job, unless another one was sent meanwhile. Raises OSError."""
-    path = run.path / "kubernetes.json"
     with _writing(run):
-        if _is_still(path, old):
-            write_document(path, dataclasses.asdict(new))
+        if _is_still(run, old):
+            _put(run, new)
+
+
+def _write(run: RunDir, place: Whereabouts | None) -> None:
+    with _writing(run):
+        _put(run, place)
+
+
+def _put(run: RunDir, place: Whereabouts | None) -> None:
+    path = run.path / "kubernetes.json"
+    if place is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_document(path, dataclasses.asdict(place))
 
 
 def _writing(run: RunDir) -> contextlib.AbstractContextManager[bool]:
@@ -143,9 +152,9 @@ def _writing(run: RunDir) -> contextlib.AbstractContextManager[bool]:
     return locked(run.path / "kubernetes.lock", wait_seconds=_LOCK_SECONDS)
 
 
-def _is_still(path: Path, place: Whereabouts) -> bool:
+def _is_still(run: RunDir, place: Whereabouts) -> bool:
     """Whether the document is of this job and this request, or there is none."""
-    there = read_document(path)
+    there = read_document(run.path / "kubernetes.json")
     return there is None or (there.get("job_id"), there.get("asked", 0.0)) == (place.job_id, place.asked)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.kubernetes import whereabouts
+from scaletrain_cli.launch.kubernetes.api import Cluster
 from scaletrain_cli.launch.kubernetes.conditions import CANCELLED
 from scaletrain_cli.launch.kubernetes.kinds import TRAIN_JOB
 from scaletrain_cli.launch.kubernetes.scheduler import KubernetesScheduler
@@ -154,6 +155,48 @@ def test_a_resume_of_which_nothing_came_leaves_the_job_before_it(
     assert job(made) == before
     assert before.id == first
     assert resume(made.run).submission.job_id.endswith("-s2")
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_the_submitter_knows_better_than_who_looked_meanwhile(
+    made: MadeRun, api: FakeApi, later: Callable[[], None], monkeypatch: pytest.MonkeyPatch, answered: bool
+) -> None:
+    """A server that takes minutes: `status` sees nothing of the job and takes the request for lost."""
+    first = submit(made)
+    api.objects[("jobset.x-k8s.io", "jobsets", "ml", first.partition("/")[2])]["status"] = {
+        "conditions": [condition("Failed")]
+    }
+    assert job(made).state == "ended"
+    later()
+    look = KubernetesScheduler()._cluster(made.record.spec).apply
+
+    def slow(self: Any, body: Any, **more: Any) -> Any:
+        assert job(made).id == first, "nothing of the second is there, so the first counts"
+        made_of_it = look(body, **more)
+        if not answered and body["kind"] == "JobSet":
+            raise SchedulerSilentError("no answer")
+        return made_of_it
+
+    monkeypatch.setattr(Cluster, "apply", slow)
+    monkeypatch.setattr("scaletrain_cli.launch.kubernetes.scheduler._LOST_ANSWER_PAUSES", ())
+    with contextlib.nullcontext() if answered else pytest.raises(SchedulerSilentError):
+        resume(made.run)
+    assert (job(made).id, job(made).state) == (first[:-1] + "2", "queued")
+
+
+def test_a_resume_of_which_nothing_came_leaves_an_ended_job_that_is_still_there(
+    made: MadeRun, api: FakeApi, later: Callable[[], None]
+) -> None:
+    first = submit(made)
+    whole = api.objects[("jobset.x-k8s.io", "jobsets", "ml", first.partition("/")[2])]
+    whole["status"] = {"conditions": [condition("Failed", reason="ReachedMaxRestarts")]}
+    before = job(made)
+    api.refusals[("create", "jobsets")] = UNAVAILABLE
+    with pytest.raises(SchedulerSilentError):
+        resume(made.run)
+    assert job(made).state == "unknown"
+    later()
+    assert job(made) == before
 
 
 def test_a_refusal_after_a_lost_answer_is_believed_only_if_nothing_is_there(made: MadeRun, api: FakeApi) -> None:
