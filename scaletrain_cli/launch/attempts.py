@@ -111,7 +111,7 @@ def with_outcome(
 
 
 def _brings_back_after_lost_nodes(attempt: AttemptRecord) -> bool:
-    """Whether the scheduler restarts a job that has lost a node as a preempted one; Volcano charges each restart."""
+    """Return whether the scheduler restarts a job that lost a node for free; Volcano charges each restart."""
     return attempt.scheduler == "kubernetes" and not attempt.job_id.startswith("volcano/")
 
 

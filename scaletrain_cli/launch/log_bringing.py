@@ -41,7 +41,7 @@ class FirstWords:
     """Hands out what pods say before their attempt begins, as it is brought: some end before any attempt does."""
 
     def __init__(self, run: RunDir, since: Sequence[LogFile]) -> None:
-        """What is older than the logs of an attempt, ``since``, is no news."""
+        """Leave out what is older than the logs of an attempt, ``since``."""
         self._folder = run.path / "pods"
         news = first_words(run, since)
         self._read = {path: path.stat().st_size for path in self._folder.glob("*.log") if path not in news}

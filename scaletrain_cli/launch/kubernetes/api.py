@@ -190,7 +190,7 @@ class Cluster:
             response.close()  # whatever was not read would be the answer to the next question
 
     def serves(self, kind: Kind) -> bool:
-        """Whether the cluster has this kind, in this version or an older one that is known here."""
+        """Return whether the cluster has this kind, in this version or an older one that is known here."""
         return any(self._serves(dataclasses.replace(kind, version=each)) for each in (kind.version, *kind.older))
 
     def _serves(self, kind: Kind) -> bool:

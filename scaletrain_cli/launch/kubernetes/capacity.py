@@ -94,7 +94,7 @@ def _capability(spec: RunSpec, queue: Object, pod: Object) -> Iterator[Found]:
 
 
 def _activity(spec: RunSpec, queue: Object, given: str, *, caused_elsewhere: bool = False) -> Iterator[Found]:
-    """Whether the queue takes jobs. A LocalQueue whose ClusterQueue does not repeats that: the other has the cause."""
+    """Yield why the queue takes no jobs. A LocalQueue repeats what its ClusterQueue says, which has the cause."""
     what = f"{queue['kind']} {queue['metadata']['name']}"
     if queue["spec"].get("stopPolicy", "None") != "None":
         yield f"{what} is held (stopPolicy {queue['spec']['stopPolicy']}): the job waits until it is let go"
@@ -185,7 +185,7 @@ def namespace_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
 
 
 def node_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
-    """Whether there are nodes for the gang at all. Kueue's quota is a number: it says nothing of labels and cordons."""
+    """Yield why there are not enough nodes for the gang. Kueue's quota is a number, without labels and cordons."""
     if not pod:
         return
     places, may_grow = _places(cluster, spec, pod)
@@ -220,7 +220,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Room:
-    """How many pods the nodes could run; ``why``: how many of the others lack what."""
+    """Pods that the nodes could run now, and once uncordoned; ``why`` counts the other nodes by what they lack."""
 
     fits: int
     cordoned: int

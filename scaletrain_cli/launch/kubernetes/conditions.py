@@ -127,7 +127,7 @@ def _last_words(message: str) -> str:
 
 
 def _leaving(pods: Sequence[Object], seen: Observation, doing: str = "saving and leaving") -> str:
-    """What pods that are told to end do, as far as their nodes are heard of."""
+    """Return in words what pods that are asked to end do, as far as their nodes report."""
     silent = _silent_nodes(pods, seen)
     well = [pod for pod in pods if pod.get("spec", {}).get("nodeName") not in silent]
     parts = [f"{_pods(len(well))} {doing}"] if well else []
@@ -135,7 +135,7 @@ def _leaving(pods: Sequence[Object], seen: Observation, doing: str = "saving and
 
 
 def _silent_nodes(pods: Sequence[Object], seen: Observation) -> dict[str, int]:
-    """Nodes of which nothing is heard, with how many of the pods each has."""
+    """Return the nodes that do not report, with the number of the pods on each."""
     known = {node["metadata"]["name"]: is_ready(node) for node in seen.nodes}
     found: dict[str, int] = {}
     for pod in pods:
@@ -200,7 +200,7 @@ def _evicted_words(queued: Object, evicted: Object) -> str:
 
 
 def _trouble_of_lost_pods(seen: Observation) -> str:
-    """Why pods that Kueue has removed did not come up, by the events that outlive them."""
+    """Return why pods that Kueue has removed did not come up, by the events that outlive them."""
     told = [event for event in seen.events if event.get("involvedObject", {}).get("kind") == "Pod"]
     for is_it in (_tells_of_image, lambda event: event.get("reason") in (*_TROUBLE, "FailedScheduling")):
         for event in reversed(told):

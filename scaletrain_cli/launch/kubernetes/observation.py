@@ -116,7 +116,7 @@ def _mark(item: Object) -> str:
 
 
 def _is_trainers(item: Object) -> bool:
-    """Whether Trainer has made it of a TrainJob, from which it has the labels."""
+    """Return whether Trainer has made it of a TrainJob, from which it has the labels."""
     return any(owner.get("kind") == "TrainJob" for owner in item["metadata"].get("ownerReferences", ()))
 
 
@@ -172,7 +172,7 @@ def owned_by(owner: Object, candidates: Iterable[Object]) -> Object | None:
 def _events(
     cluster: Cluster, namespace: str, name: str, jobs: list[Object], pods: list[Object], *, of_lost_pods: bool
 ) -> list[Object]:
-    """Of the workload and its jobs while something is missing, and of some pods that wait.
+    """Return events of the workload and its jobs while something is missing, and of some pods that wait.
 
     ``of_lost_pods``: also of pods that are gone. Kueue removes those that did not come up, and why not with them.
     """

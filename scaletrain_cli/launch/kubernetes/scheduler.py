@@ -226,7 +226,7 @@ class KubernetesScheduler:
         ]
         for one in doomed:  # asked before anything is changed
             _delete(cluster, kind, place.namespace, one, dry_run=True)
-        with _stop_told(run, cluster, kind, place.namespace, doomed):
+        with _stop_requested(run, cluster, kind, place.namespace, doomed):
             for one in doomed:
                 _delete(cluster, kind, place.namespace, one)
         if doomed:
@@ -319,7 +319,9 @@ def _delete(cluster: Cluster, kind: Kind, namespace: str, workload: Object, *, d
 
 
 @contextlib.contextmanager
-def _stop_told(run: RunDir, cluster: Cluster, kind: Kind, namespace: str, doomed: Sequence[Object]) -> Iterator[None]:
+def _stop_requested(
+    run: RunDir, cluster: Cluster, kind: Kind, namespace: str, doomed: Sequence[Object]
+) -> Iterator[None]:
     """With the stop file, and the mark on the objects for who does not see that file; both go if the server refuses."""
     had = run.stop_file.exists()
     touch(run.stop_file)

@@ -1,4 +1,4 @@
-"""Whether the pods can write to the volume of run directories: its owner, where that is seen, and who applies fs_group.
+"""Checks that the pods can write to the volume of run directories: its owner, where that is seen, and its driver.
 
 The kubelet gives a volume to the group fs_group only where the volume's driver lets it, which NFS never does.
 """
@@ -74,7 +74,7 @@ def _may_write(kubernetes: KubernetesSpec, uid: int, gid: int, mode: int) -> boo
 
 
 def _applies_group(cluster: Cluster, claim: Object) -> tuple[bool | None, str]:
-    """Whether the kubelet gives the volume to fs_group, None where that is not known; and why."""
+    """Return whether the kubelet gives the volume to fs_group, None where that is not known; and why."""
     name = claim.get("spec", {}).get("volumeName")
     if not name:
         return None, "the claim is not bound yet"

@@ -153,7 +153,7 @@ def _writing(run: RunDir) -> contextlib.AbstractContextManager[bool]:
 
 
 def _is_still(run: RunDir, place: Whereabouts) -> bool:
-    """Whether the document is of this job and this request, or there is none."""
+    """Return whether the document is of this job and this request, or there is none."""
     there = read_document(run.path / "kubernetes.json")
     return there is None or (there.get("job_id"), there.get("asked", 0.0)) == (place.job_id, place.asked)
 
