@@ -171,6 +171,19 @@ def make_folder(path: Path, *, mode: int = FOLDER_MODE, exist_ok: bool = True, p
             pass
 
 
+def make_private_folder(path: Path) -> None:
+    """Make a folder that only this user can look into, mode 0700. Raises PermissionError where it is not, and OSError.
+
+    For what is read back and trusted, at a name below /tmp that others could have taken.
+    """
+    make_folder(path, mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(
+            errno.EPERM, f"not used: it is not private to {user_name(os.geteuid())}. Remove it", str(path)
+        )
+
+
 def make_shared_folder(path: Path) -> None:
     """Make a folder that everybody who may write to its parent may write to, and no others. Raises OSError."""
     with _folder(path.parent) as parent, contextlib.suppress(FileExistsError):

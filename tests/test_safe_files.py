@@ -241,3 +241,17 @@ def test_a_lock_file_that_somebody_else_made_is_refused_for_they_could_hold_it_f
     os.chown(root / "lock", 65534, 65534)
     with pytest.raises(PermissionError, match=r"another user's file, made by .*65534"):
         hold_lock(root / "lock")
+
+
+@needs_root
+def test_a_private_folder_that_somebody_else_made_or_may_look_into_is_not_used(root: Path) -> None:
+    safe_files.make_private_folder(root / "mine")
+    safe_files.make_private_folder(root / "mine")
+    assert mode(root / "mine") & 0o777 == 0o700
+    for name in ("theirs", "open", "link"):
+        (root / name).mkdir(mode=0o700) if name != "link" else (root / name).symlink_to(root / "mine")
+    os.chown(root / "theirs", 65534, 65534)
+    (root / "open").chmod(0o750)
+    for name in ("theirs", "open", "link"):
+        with pytest.raises(PermissionError, match="not private to"):
+            safe_files.make_private_folder(root / name)

@@ -23,7 +23,6 @@ MAY_WRITE = {
         "scaletrain_cli/launch/drills/running.py",
         "(folder / 'datasets').symlink_to",
     ): "in a folder made anew, to its own",
-    ("scaletrain_cli/engine/dataset.py", "tokenizer.save"): "the library's writer, in a folder made anew, mode 0700",
 }
 MAY_LOAD = {
     ("scaletrain_cli/engine/measure/out_of_memory.py", "import pickle"): "to dump for torch's viewer, never to load",
@@ -71,7 +70,10 @@ def writes(tree: ast.AST) -> Iterator[tuple[int, str]]:
             else:  # Path.open has the mode first, tarfile.open and gzip.open have it second
                 module = name.partition(".")[0] in ("tarfile", "gzip", "bz2", "lzma", "zipfile", "codecs", "io")
                 mode, shown = given(call, "mode", 1 if module else 0), name
-            if mode is not None and not (isinstance(mode, ast.Constant) and not set("wax+") & set(str(mode.value))):
+            if isinstance(mode, ast.Constant):
+                if set("wax+") & set(str(mode.value)):
+                    yield call.lineno, shown
+            elif mode is not None and (name == "open" or "mode" in ast.unparse(mode)):  # else no file: a sealed box
                 yield call.lineno, shown
         elif (
             attribute in ("write_text", "write_bytes", "touch", "mkdir", "makedirs", "symlink_to", "hardlink_to")

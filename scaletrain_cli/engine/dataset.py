@@ -22,7 +22,7 @@ from scaletrain_cli.engine.corpus import Tally, corpus_identity, corpus_state, d
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.shared_datasets import building, dataset_place
-from scaletrain_cli.safe_files import replace_file
+from scaletrain_cli.safe_files import create_file, replace_file
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.end_of_text import END_OF_TEXT, ENDS_OF_TEXT
 
@@ -228,7 +228,7 @@ def _build(data: DataSpec, folder: Path) -> None:
         tokenizer.no_padding()
     else:
         tokenizer = _train_tokenizer(data)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    create_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
     known = (tokenizer.token_to_id(name) for name in ENDS_OF_TEXT)
     end_of_text = next((token for token in known if token is not None), None)

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +34,9 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.failures import Failure, write_failure
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.safe_files import make_private_folder
+
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 # What a retry cannot cure, or only elsewhere: such a code of a rank becomes the node's, any other failure becomes 1.
 VERDICTS = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES, ExitCode.DO_NOT_REQUEUE)
@@ -142,6 +145,23 @@ def _remove(*folders: Path) -> None:
             folder.parent.rmdir()
 
 
+def compiled_code(*environments: Mapping[str, str]) -> dict[str, str]:
+    """Return where torch.compile keeps what it compiled: its own default below /tmp could be another user's folder.
+
+    What is in it is run. Nothing is returned where one of the environments says another place.
+    """
+    if any(_COMPILED in environment for environment in environments):
+        return {}
+    parent = Path(os.environ.get("TMPDIR") or "/tmp").absolute()
+    folder = parent / f"scaletrain-compiled-{os.geteuid()}"
+    try:
+        make_private_folder(folder)
+    except PermissionError:  # somebody took the name
+        folder = folder.with_name(f"{folder.name}-{os.urandom(8).hex()}")
+        make_private_folder(folder)
+    return {_COMPILED: str(folder)}
+
+
 def _start_ranks(gang: Gang, run: RunDir, record: RunRecord, options: AgentOptions) -> None:
     # Relative paths in the spec mean the same whoever starts the attempt, and from where.
     if os.path.isdir(record.working_folder):
@@ -150,6 +170,8 @@ def _start_ranks(gang: Gang, run: RunDir, record: RunRecord, options: AgentOptio
     for folder in (found for mine in own for found in mine.parent.glob("attempt-*")):
         if not folder.name.startswith(f"attempt-{options.attempt:04d}-"):
             _remove(folder)  # of an attempt whose agent was killed, or is taken for lost
+    if record.spec.layout.offload_device == "nvme":  # optimizer states are read back from there
+        make_private_folder(own[0].parent)
     code = place_code(run, record, own[1])
     check_on_node(run, record, options.node_rank, code)
     command = python_command(record.spec.code.engine or options.engine, str(run.path))
@@ -159,11 +181,12 @@ def _start_ranks(gang: Gang, run: RunDir, record: RunRecord, options: AgentOptio
     missing = set(record.spec.secret_env) - secrets.keys() - (os.environ.keys() if in_pod else set())
     if missing:
         raise UsageError(f"{run.secrets} does not hold {', '.join(sorted(missing))}, which secret_env names.")
+    base = {**compiled_code(os.environ, record.spec.env), **os.environ}
     cores = usable_cores()
     per_node = record.spec.cluster.gpus_per_node
     for local_rank in range(per_node):
         rank = options.node_rank * per_node + local_rank
-        environment = rank_environment(record.spec, place, local_rank, base=os.environ, secrets=secrets, cores=cores)
+        environment = rank_environment(record.spec, place, local_rank, base=base, secrets=secrets, cores=cores)
         if code is not None:
             environment |= code_environment(record, code, environment)
         log = run.attempt(options.attempt) / "logs" / f"{options.node_name}-{rank:05d}.log"

@@ -15,7 +15,7 @@ import pytest
 from scaletrain_cli.launch.attempts import attempt_outcome, begin_attempt
 from scaletrain_cli.launch.node_agent import parse_options
 from scaletrain_cli.launch.node_record import RankRecord, read_node_records
-from scaletrain_cli.launch.node_run import node_exit_code
+from scaletrain_cli.launch.node_run import compiled_code, node_exit_code
 from scaletrain_cli.rundir.failures import read_failures
 from tests.launch.conftest import ENGINE, Agent, MadeRun, is_running, wait_until
 
@@ -282,3 +282,15 @@ def test_options_win_over_the_environment_and_slurm_names_are_understood() -> No
     given = ["/run", "--attempt", "3", "--node-rank", "1", "--node-name", "x", "--master-port", "5"]
     found = parse_options(given, environment)
     assert (found.node_rank, found.node_name, found.master_port, found.parent_pid) == (1, "x", 5, None)
+
+
+def test_compiled_code_is_kept_where_no_other_user_can_put_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    own = Path(compiled_code({})["TORCHINDUCTOR_CACHE_DIR"])
+    assert own.stat().st_mode & 0o077 == 0
+    assert compiled_code({}) == {"TORCHINDUCTOR_CACHE_DIR": str(own)}
+    own.chmod(0o777)  # as if somebody else had been first
+    other = Path(compiled_code({})["TORCHINDUCTOR_CACHE_DIR"])
+    assert other != own
+    assert other.stat().st_mode & 0o077 == 0
+    assert compiled_code({}, {"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}) == {}
