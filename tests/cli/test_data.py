@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,3 +49,22 @@ def test_a_source_that_is_not_there_ends_with_2_and_says_so() -> None:
     as_json = prepare("nowhere/*.txt", "--json")
     assert (as_json.code, as_json.data["error"]["code"]) == (ExitCode.USAGE, "usage")
     assert "nowhere" in as_json.data["error"]["message"]
+
+
+def test_ctrl_c_ends_both_processes_without_a_traceback_or_half_a_dataset(tmp_path: Path) -> None:
+    Path("text.jsonl").write_text("".join(f'{{"text": "It was the worst of times, {n}."}}\n' for n in range(50_000)))
+    small = ["--set", "data.tokenizer.vocab_size=300", "--set", "data.source=text.jsonl", "--json"]
+    command = [sys.executable, "-m", "scaletrain_cli", "data", "prepare", str(SMALL), *small]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert "preparing" in said
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        out, rest = process.communicate(timeout=60)
+    assert process.returncode == 130, rest
+    assert "Traceback" not in rest
+    assert json.loads(out)["error"]["code"] == "interrupted"
+    left = [path for path in (tmp_path / "runs").rglob("*") if path.suffix in (".bin", ".tmp")]
+    assert left == []

@@ -180,6 +180,18 @@ def test_a_state_that_is_none_is_refused_and_an_empty_answer_says_so() -> None:
     assert "none of 1 runs" in none.err
 
 
+def test_a_healthy_run_is_not_said_to_have_lost_anything(process: ProcessIdentity) -> None:
+    prepare("running", "r1", process)
+    resumed = scaletrain("resume", "r1")
+    assert resumed.code == ExitCode.USAGE
+    assert "still active" in resumed.err
+    assert "lost" not in resumed.err
+    assert "left without" not in resumed.err
+    shown = scaletrain("status", "r1").out
+    assert "why" not in shown.split("attempt  began")[0], "nothing asks for a reason"
+    assert "the supervisor runs" in shown
+
+
 def test_events_are_sentences() -> None:
     prepare("failed", "r1")
     shown = scaletrain("events", "r1")

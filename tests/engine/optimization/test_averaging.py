@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.optimization.averaging import WeightAverage
+from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.spec.training import AveragingSpec
 from tests.engine.optimization.small_engine import run_spec, small_model, start, train, weights
 from tests.engine.ranks import on_ranks
@@ -130,3 +132,23 @@ def test_it_goes_on_from_a_checkpoint() -> None:
     engine.set_all(3.0)
     second.update(2)
     assert lent_after(engine, second) == 2.0
+
+
+def test_the_averaged_loss_is_taken_once_there_is_an_average() -> None:
+    average = WeightAverage(PlainEngine(), AveragingSpec.model_validate({"name": "ema", "every": 3}), STEPS)
+    logged: list[set[str]] = []
+    stand_in: Any = SimpleNamespace(
+        record=SimpleNamespace(
+            plan=SimpleNamespace(layout=SimpleNamespace(micro_batch_size=1, data_parallel=1, global_batch_size=1)),
+            spec=SimpleNamespace(evaluation=SimpleNamespace(batches=1)),
+        ),
+        validation=SimpleNamespace(sequences=[0]),
+        average=average,
+        _mean_loss=lambda step, rounds: 1.0,
+        _validation_losses=[],
+    )
+    metrics: Any = SimpleNamespace(log_validation=lambda step, size, **losses: logged.append(set(losses)))
+    for step in (2, 3):
+        average.update(step)
+        assert Trainer.evaluate(stand_in, step, metrics)
+    assert logged == [{"validation_loss"}, {"validation_loss", "averaged_validation_loss"}]
