@@ -10,14 +10,15 @@ from pydantic import BaseModel
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.spec.run import RunSpec
 from scaletrain_cli.spec.section import Condition, UsedWhen
-from scaletrain_cli.spec.source import Key, Source, shown
+from scaletrain_cli.spec.source import OPTION, Key, Source, shown
 
 
 def unused_keys(spec: RunSpec, given: Mapping[str, Any], source: Source) -> Iterator[Problem]:
     """Yield a problem for each key in ``given``, which a person wrote, that changes nothing in ``spec``.
 
-    A key that is given its default is none: a spec written out in full is as good as a short one. Facts about a cluster
-    (links, prices, names of resources) have no such condition: they hold whether a run uses them or not.
+    A key that is given its default is none: a spec written out in full is as good as a short one. Neither is a key of
+    the file that an override makes useless: ``--set evaluation.every=0`` switches it off for one run. Facts about
+    a cluster (links, prices, names of resources) have no such condition: they hold whether a run uses them or not.
     """
     yield from _unused(spec, spec, given, (), None, source)
 
@@ -33,8 +34,18 @@ def _unused(
         rule = next((one for one in field.metadata if isinstance(one, UsedWhen) and not _is_met(spec, one)), above)
         if isinstance(value, BaseModel) and isinstance(given[alias], dict):
             yield from _unused(spec, value, given[alias], inner, rule, source)
-        elif rule is not None and value != field.get_default(call_default_factory=True):
+        elif (
+            rule is not None
+            and value != field.get_default(call_default_factory=True)
+            and not _is_switched_off(rule, inner, source)
+        ):
             yield _problem(spec, rule, inner, value, source)
+
+
+def _is_switched_off(rule: UsedWhen, key: Key, source: Source) -> bool:
+    """Return whether the file holds the key, and an override is what makes it useless."""
+    makes = (source.place(tuple(one.shown_key.split("."))) for one in rule.conditions)
+    return source.place(key) != OPTION and OPTION in makes
 
 
 def _is_met(spec: RunSpec, rule: UsedWhen) -> bool:

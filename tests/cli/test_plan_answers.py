@@ -139,10 +139,10 @@ def test_a_wrong_question_is_one_error_and_leaves_nothing(arguments: list[Any], 
 def test_a_place_where_no_picture_can_be_written_is_found_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path) -> None:
+    def refuse(path: Path, data: bytes) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "touch", refuse)
+    monkeypatch.setattr("scaletrain_cli.ui.plan_plot_file.create_file", refuse)
     monkeypatch.setattr("scaletrain_cli.plan.advice.answer.answer", _must_not_run)
     ended = scaletrain("plan", SMALL, "--plot", "a.svg")
     assert (ended.code, ended.out) == (ExitCode.USAGE, "")

@@ -110,6 +110,14 @@ def test_what_the_users_clusters_say_is_not_judged(tmp_path: Path, monkeypatch: 
     assert scaletrain("validate", SMALL, "--set", f"cluster.{mtbf}", "--set", "cluster.per_node_mtbf=8h").code == 2
 
 
+def test_an_override_may_switch_off_what_the_file_has_settings_for() -> None:
+    text = SPEC.replace("steps: 10", "steps: 10\n  optimizer: {name: momentum, momentum: 0.5}")
+    text += "evaluation: {every: 5, batches: 3}\n"
+    assert load(text, "evaluation.every=0").evaluation.batches == 3
+    assert load(text, "training.optimizer.name=adamw").training.optimizer.momentum == 0.5
+    assert "evaluation.batches = 3: has no effect" in problem(text.replace("every: 5", "every: 0"))
+
+
 def test_overrides_of_a_run_are_judged_and_what_it_had_is_not() -> None:
     run = load(SPEC, "training.optimizer={name: momentum, momentum: 0.5}")
     assert override_spec(run, ["training.optimizer.name=adamw"], file="run.json").training.optimizer.momentum == 0.5
