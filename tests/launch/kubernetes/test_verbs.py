@@ -15,7 +15,7 @@ from scaletrain_cli.launch.kubernetes.pod_lines import beginning_line
 from tests.cli.command_line import SMALL, Ended, scaletrain
 from tests.launch.conftest import MadeRun
 from tests.launch.kubernetes.conftest import SETTINGS, condition, ended, pod
-from tests.launch.kubernetes.fake_api import FakeApi
+from tests.launch.kubernetes.fake_api import FakeApi, status
 from tests.launch.working_tree import WorkingTree
 
 GROUP = "jobset.x-k8s.io"
@@ -68,6 +68,25 @@ def test_a_run_is_submitted_looked_at_read_cancelled_and_resumed(ready: FakeApi)
     resumed = scaletrain("resume", "r1", "--yes", "--json")
     assert resumed.code == ExitCode.DONE, resumed.err
     assert resumed.data["job_id"] == "jobset/r1-s2"
+
+
+def test_a_submission_without_an_answer_is_shown_explained_and_cancelled_by_its_run_id(ready: FakeApi) -> None:
+    unavailable = (503, status(503, "ServiceUnavailable", "later"))
+    ready.lost[("create", "jobsets")] = 1
+    ready.after_lost = {("get", "jobsets"): unavailable, ("patch", "jobsets"): unavailable}
+    sent = submit("--yes")
+    assert sent.code == ExitCode.SCHEDULER
+    assert "`scaletrain status r1` looks for its job" in " ".join(sent.err.split())
+    ready.after_lost, ready.refusals = {}, {}
+    put_pods(ready, pod("r1-s1", 0), pod("r1-s1", 1))
+    assert scaletrain("status", "r1", "--json").data["state"] == "running"
+    assert "all 2 pods running" in scaletrain("explain", "r1").out
+    said = scaletrain("cancel", "r1", "--yes").err
+    assert "told to save and stop; `scaletrain status r1` shows when its pods are gone" in " ".join(said.split())
+    assert scaletrain("status", "r1", "--json").data["state"] == "ending"
+    ready.objects = {key: body for key, body in ready.objects.items() if key[1] not in ("jobsets", "pods")}
+    assert scaletrain("status", "r1", "--json").data["state"] == "cancelled"
+    assert scaletrain("resume", "r1", "--yes", "--json").data["job_id"] == "jobset/r1-s2"
 
 
 def test_a_dry_run_prints_the_objects_and_sends_nothing(ready: FakeApi) -> None:
