@@ -22,7 +22,7 @@ from scaletrain_cli.launch.attempts import (
     revise_decision,
     with_outcome,
 )
-from scaletrain_cli.launch.judgement import Outcome, Reason
+from scaletrain_cli.launch.judgement import Outcome, Reason, ended_with_its_job
 from scaletrain_cli.launch.restart_policy import decide
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
 from scaletrain_cli.rundir.journal import record_event
@@ -60,6 +60,8 @@ def conclude_attempt(
     """
     spec, cancelled = record.spec, run.is_told_to_stop
     outcome = attempt_outcome(run, spec, number, cancelled=cancelled, launcher_exit_code=launcher_exit_code)
+    if told_to_stop is not None and outcome.lost and not down:
+        outcome = ended_with_its_job(outcome)
     if outcome.reason in ("preempted", "out-of-grace") and time_is_up():
         outcome = dataclasses.replace(outcome, reason="time-limit", message=f"out of time; {outcome.message}")
     if told_to_stop is not None and not cancelled and outcome.exit_code != ExitCode.DONE:

@@ -37,6 +37,7 @@ _SPECIFIC: tuple[Reason, ...] = (
 _STATED: tuple[Reason, ...] = (*_SPECIFIC, "hang", "communication")  # believed as said; all else is a crash
 _AGAINST_ITS_NODE: tuple[Reason, ...] = ("wrong-nodes", "hardware", "hang")
 _STOPPING = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
+_LOST = "lost without reporting an exit status"
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,13 @@ def _vanished(
     names = ", ".join([*(node.node for node in missing), *([never] if unseen > 0 else [])])
     # When all have gone, it was the job that was ended, and no node of it is worse than another.
     against = (*(node.name for node in missing), *silent) if len(missing) < len(nodes) else ()
-    return Outcome(ExitCode.CRASHED, "node", f"lost without reporting an exit status: {names}", against, lost=True)
+    return Outcome(ExitCode.CRASHED, "node", f"{_LOST}: {names}", against, lost=True)
+
+
+def ended_with_its_job(outcome: Outcome) -> Outcome:
+    """Return a node's silence as what it is where its scheduler ended the job and holds the node to be up."""
+    message = outcome.message.replace(_LOST, "ended with its job before it had reported an end")
+    return Outcome(outcome.exit_code, "cancelled" if outcome.reason == "cancelled" else "out-of-grace", message)
 
 
 def _reason(stated: str, code: int) -> Reason:

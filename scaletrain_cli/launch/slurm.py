@@ -308,7 +308,7 @@ def _at_its_key(spec: RunSpec, error: SchedulerError) -> SchedulerError:
     for name, phrases in _SAID_OF.items():
         value = getattr(spec.cluster.slurm, name)
         if value is not None and any(phrase in error.message for phrase in phrases):
-            key, said = f"cluster.slurm.{name}", error.message.rpartition("refused: ")[2]
+            key, said = f"cluster.slurm.{name}", error.message.rpartition("refused: ")[2].rstrip(".") + "."
             problem = Problem(spec.where(key), key, said, str(value), "Correct it, or leave it out.")
             return SchedulerError("Slurm refuses this job. Nothing was queued.", (problem,))
     return error

@@ -84,7 +84,7 @@ def _quotas(limits: Sequence[Limit]) -> tuple[QuotaRow, ...]:
 def _mine(rows: Sequence[Sequence[str]], user: str) -> tuple[QueueRow, ...]:
     waiting = sorted((row for row in rows if row[2] == "PENDING"), key=_order)
     found = []
-    for row in [row for row in rows if row[1] == user and row[2] in _RUNNING] + [
+    for row in [row for row in rows if row[1] == user and row[2] in (*_RUNNING, "SUSPENDED")] + [
         row for row in waiting if row[1] == user
     ]:
         job_id, _, state, reason, _, nodes, per_node, start, partition, name = row

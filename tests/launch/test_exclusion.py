@@ -135,6 +135,20 @@ def test_a_silent_node_is_a_lost_one_only_if_the_scheduler_agrees_where_it_ended
         assert [found.node for found in read_bad_nodes(root, time.time())] == names
 
 
+@pytest.mark.parametrize(("down", "reason"), [(frozenset({"n1"}), "node"), (frozenset(), "out-of-grace")])
+def test_a_node_that_falls_silent_as_its_job_is_ended_ended_with_it_unless_the_scheduler_holds_it_to_be_down(
+    make_run: MakeRun, down: frozenset[str], reason: str
+) -> None:
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes=2")
+    number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="1", nodes=("n0", "n1"))
+    write_node_record(made.run, number, node(75, rank(0, 75)))
+    write_node_record(made.run, number, node(None, number=1))
+    conclude_attempt(made.run, made.record, number, first_attempt=1, told_to_stop="Slurm is ending the job", down=down)
+    (ended,) = made.events("attempt-ended")
+    assert ended["reason"] == reason
+    assert ("lost" in ended["message"]) == (reason == "node")
+
+
 def test_a_preemption_at_the_end_of_the_jobs_time_is_a_time_limit_and_free(make_run: MakeRun) -> None:
     made = make_run("restarts.preemption=0")
     conclude(made, code=75, time_is_up=lambda: True)

@@ -44,7 +44,7 @@ def why_it_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Jo
     left = attempt.decision is not None and attempt.decision.left_to_scheduler
     if left and job.cause is not None and reason in ("preempted", "out-of-grace", "node"):
         # The attempt saw that its job was being ended; why, its scheduler says.
-        reason, meaning = job.cause, f"{JOB_WAS[job.cause]} ({job.detail})"
+        reason, ending, meaning = job.cause, ENDINGS[job.cause], f"{JOB_WAS[job.cause]} ({job.detail})"
     return Finding(
         cause=reason,
         headline=f"attempt {attempt.number} ended: {meaning}",
