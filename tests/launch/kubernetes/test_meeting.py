@@ -96,11 +96,11 @@ def test_who_knows_the_name_of_the_gang_and_not_its_key_can_neither_come_nor_ans
     for thread in threads:
         thread.join()
     assert [str(words[number]).count("gave no word") for number in (1, 2)] == [1, 1]
-    assert SEAL.open(SEAL.line({"attempt": 3})) == {"attempt": 3}
-    assert SEAL.open(Seal("gang", b"guessed").line({"attempt": 3})) is None
-    assert SEAL.open(SEAL.line({"attempt": 3}).replace(b"3", b"4")) is None
+    assert SEAL.word(SEAL.line({"attempt": 3})) == {"attempt": 3}
+    assert SEAL.word(Seal("gang", b"guessed").line({"attempt": 3})) is None
+    assert SEAL.word(SEAL.line({"attempt": 3}).replace(b"3", b"4")) is None
     for odd in (b"", b"[]", b"{}", b"null", b'{"body": 1, "code": 1}', b'{"body": "a", "code": null}', b"[" * 60000):
-        assert SEAL.open(odd) is None
+        assert SEAL.word(odd) is None
 
 
 def test_a_connection_that_sends_a_byte_at_a_time_holds_nobody_up(host: Host) -> None:
