@@ -23,7 +23,7 @@ from scaletrain_cli.launch.logs import end_of
 from scaletrain_cli.launch.node_check import problems_of_node
 from scaletrain_cli.launch.node_record import read_node_records
 from scaletrain_cli.launch.outlook import Outlook, Start
-from scaletrain_cli.launch.processes import ProcessIdentity, send_signal
+from scaletrain_cli.launch.processes import ProcessIdentity, command_line, send_signal
 from scaletrain_cli.launch.ranks import ENGINE_MODULE
 from scaletrain_cli.launch.scheduler import Job
 from scaletrain_cli.own_processes import absolute_paths, python_command
@@ -113,10 +113,10 @@ class LocalScheduler:
         if supervisor is not None and not supervisor.is_here:
             raise SchedulerError(f"{run.run_id} was started on {supervisor.hostname}; cancel it there.")
         touch(run.stop_file)
-        if supervisor is not None and send_signal(supervisor.process, signal.SIGTERM):
+        if supervisor is not None and _stop(supervisor.process, run):
             return  # it records the end itself, once there is one
         for agent in living_agents(run):
-            send_signal(agent, signal.SIGTERM)
+            _stop(agent, run)
         record_event(run, "cancelled")
         forget_secrets(run)
 
@@ -179,6 +179,18 @@ def run_to_wait_for(run: RunDir) -> RunDir | None:
     before = RunDir(run.path.parent / place.after)
     supervisor = read_supervisor(before)
     return before if (supervisor is not None and supervisor.is_alive) or living_agents(before) else None
+
+
+def _stop(process: ProcessIdentity, run: RunDir) -> bool:
+    """Send SIGTERM to a process of this run; False when it has gone.
+
+    Its pid was read from a file that others of the team may be able to write, so a process that was not started for
+    this run directory is none of its processes, whatever the file says.
+    """
+    folder = os.path.realpath(run.path)
+    if not any(os.path.realpath(word) == folder for word in command_line(process.pid)):
+        return False
+    return send_signal(process, signal.SIGTERM)
 
 
 def living_agents(run: RunDir) -> list[ProcessIdentity]:

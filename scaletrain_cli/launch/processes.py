@@ -48,6 +48,15 @@ def identify(pid: int) -> ProcessIdentity | None:
     return ProcessIdentity(pid, entry.start_ticks) if entry else None
 
 
+def command_line(pid: int) -> list[str]:
+    """Return the words that a process was started with; none when it has gone."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return [os.fsdecode(word) for word in words.split(b"\0")[:-1]]
+
+
 def process_state(pid: int) -> str:
     """The kernel's letter for what a process does: R, S, D, T and so on; X when there is none."""
     entry = _stat(pid)

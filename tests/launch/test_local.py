@@ -15,9 +15,10 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
-from scaletrain_cli.launch.local import read_supervisor, run_in_foreground, supervisor_command
+from scaletrain_cli.launch.local import read_supervisor, run_in_foreground, supervisor_command, write_supervisor
 from scaletrain_cli.launch.local_supervisor import supervisor_lock
 from scaletrain_cli.launch.node_record import read_node_records
+from scaletrain_cli.launch.processes import identify
 from scaletrain_cli.launch.resumption import resume
 from scaletrain_cli.launch.status import exit_code_of, run_status
 from scaletrain_cli.launch.submission import read_submission, submit_run
@@ -318,3 +319,19 @@ def test_a_resume_that_cannot_begin_says_so_and_status_tells_no_other_story(subm
     resume(made.run, scheduler=LOCAL, from_scratch=True)
     wait_for_end(made)
     assert run_status(made.run, LOCAL).state == "finished"
+
+
+def test_cancel_signals_no_process_that_was_not_started_for_the_run(make_run: Callable[..., MadeRun]) -> None:
+    """Who may write to a run directory of the team could name any process of the user who cancels."""
+    made = make_run(*ONE_RANK)
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
+        identity = identify(bystander.pid)
+        assert identity is not None
+        write_supervisor(made.run, identity)
+        LOCAL.cancel(made.run, made.record)
+        with pytest.raises(subprocess.TimeoutExpired):
+            bystander.wait(timeout=0.5)
+    finally:
+        bystander.kill()
+        bystander.wait()
