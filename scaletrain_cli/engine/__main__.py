@@ -11,7 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from scaletrain_cli.engine.heartbeat import Heartbeat, show_stacks_when_asked
+from scaletrain_cli.engine.heartbeat import IMPORT_SECONDS, Heartbeat, show_stacks_when_asked
 from scaletrain_cli.engine.last_words import exit_code_of, reason_of
 from scaletrain_cli.engine.signals import PreemptionFlag, die_with_agent
 from scaletrain_cli.errors import ExitCode, PreemptedError
@@ -30,7 +30,7 @@ def main() -> int:
     die_with_agent()
     show_stacks_when_asked(os.environ)
     heartbeat = Heartbeat.from_environment(os.environ)
-    heartbeat.beat(0, "imports")
+    heartbeat.beat(0, "imports", IMPORT_SECONDS)
     run, attempt, rank = RunDir(Path(sys.argv[1])), int(os.environ["SCALETRAIN_ATTEMPT"]), int(os.environ["RANK"])
     try:
         return int(_train(run, attempt, flag, heartbeat))

@@ -20,7 +20,7 @@ from scaletrain_cli.engine.feeding.batches import BatchReader
 from scaletrain_cli.engine.feeding.prefetch import Feed
 from scaletrain_cli.engine.guarding.guard import Guard
 from scaletrain_cli.engine.guarding.judging import Judge
-from scaletrain_cli.engine.heartbeat import DATA_SECONDS, Heartbeat, collective_seconds
+from scaletrain_cli.engine.heartbeat import DATA_SECONDS, IMPORT_SECONDS, Heartbeat, collective_seconds
 from scaletrain_cli.engine.late_metrics import LateMetrics
 from scaletrain_cli.engine.ledger import LedgerClock
 from scaletrain_cli.engine.measure.out_of_memory import remember_allocations
@@ -62,8 +62,14 @@ def assemble(
     if pinned := pin_to_numa_node(device, ranks.local_rank, spec.cluster.gpus_per_node, os.environ):
         print(pinned, flush=True)
     remember_allocations(device)
-    heartbeat.hang_seconds = None if spec.guard.hang == "auto" else spec.guard.hang
-    hang_seconds = collective_seconds(heartbeat.hang_seconds)
+    heartbeat.allow(
+        hang_seconds=None if spec.guard.hang == "auto" else spec.guard.hang,
+        step_seconds=record.plan.time.step,
+        bytes_per_node=record.plan.durability.checkpoint_bytes / spec.cluster.nodes,
+        compiled=bool(spec.training.compile),
+    )
+    hang_seconds = collective_seconds(heartbeat.longest_seconds)
+    heartbeat.beat(0, "connect", IMPORT_SECONDS + heartbeat.set_up_seconds)  # ranks elsewhere may still import
     connect(device, hang_seconds)
     agreement, set_up = Agreement(hang_seconds), Agreement(DATA_SECONDS)
     if gate.is_wanted(record):

@@ -16,8 +16,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from statistics import median
 
-# What may take as long as it takes on a healthy cluster: imports, compilation, a restore, a wait for a slow disk.
+# What may take as long as it takes on a healthy cluster: a save, a rollback, a wait for a slow disk.
 LONG_SECONDS = 1800.0
+IMPORT_SECONDS = 900.0  # of torch, by all nodes at once from one shared disk
+# Of the set-up and of the first steps: without what the size of the run, its planned step and compilation add.
+_SET_UP_SECONDS, _FIRST_STEP_SECONDS, _COMPILE_SECONDS = 600.0, 300.0, 900.0
+_SLOWEST_BYTES_PER_SECOND = 50e6  # of a node that loads its part of the states from a busy shared disk
+_PLANNED_STEPS = 20.0  # a first step loads kernels, makes communicators and fills caches; plans of CPUs are rough
+_SMALLEST_FIRST_STEP_SECONDS = 60.0  # whatever guard.hang says of steps
 DATA_SECONDS = 24 * 3600.0  # others wait while rank 0 prepares data and verifies a checkpoint
 _FLOOR_SECONDS = 30.0
 _MEDIANS = 5.0
@@ -25,6 +31,7 @@ _TIMED_BEFORE_TRUSTED = 3
 _TIMES_KEPT = 64
 # What repeats itself so evenly that its own median says what is too long.
 _EVEN_PHASES = ("step", "evaluation")
+_SET_UP_PHASES = ("connect", "preflight", "set-up", "restore")
 
 
 def collective_seconds(hang_seconds: float | None) -> float:
@@ -39,6 +46,7 @@ class Heartbeat:
         self, descriptor: int | None, *, several_nodes: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.hang_seconds: float | None = None
+        self.set_up_seconds = self.first_step_seconds = LONG_SECONDS
         self._descriptor = descriptor
         self._several_nodes = several_nodes
         self._clock = clock
@@ -50,6 +58,25 @@ class Heartbeat:
         """The line that the agent opened, which no process of the rank's inherits; a mute one without an agent."""
         several = environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE")
         return cls(_own(environment, "SCALETRAIN_HEARTBEAT_FD"), several_nodes=several)
+
+    def allow(self, *, hang_seconds: float | None, step_seconds: float, bytes_per_node: float, compiled: bool) -> None:
+        """Set the limits of a run: how long its set-up and its first steps may be silent, before any step is timed.
+
+        ``hang_seconds`` is the user's own limit for steps, ``step_seconds`` the planned time of one, ``bytes_per_node``
+        what each node loads.
+        """
+        self.hang_seconds = hang_seconds
+        compilation = _COMPILE_SECONDS if compiled else 0.0
+        self.set_up_seconds = _SET_UP_SECONDS + bytes_per_node / _SLOWEST_BYTES_PER_SECOND
+        planned = _FIRST_STEP_SECONDS + _PLANNED_STEPS * step_seconds
+        self.first_step_seconds = compilation + (
+            planned if hang_seconds is None else max(hang_seconds, _SMALLEST_FIRST_STEP_SECONDS)
+        )
+
+    @property
+    def longest_seconds(self) -> float:
+        """The longest silence that any phase but the preparation of data allows itself."""
+        return max(LONG_SECONDS, self.hang_seconds or 0.0, self.set_up_seconds, self.first_step_seconds)
 
     def beat(self, step: int, phase: str, allowed_seconds: float | None = None) -> None:
         """Now in ``phase`` of ``step``; the next beat comes within ``allowed_seconds``, or what experience says.
@@ -73,8 +100,10 @@ class Heartbeat:
 
     def _usual(self, phase: str) -> float:
         times = self._times.get(phase, ())
+        if phase in _SET_UP_PHASES:
+            return self.set_up_seconds
         if len(times) < _TIMED_BEFORE_TRUSTED:
-            return self._long()
+            return self.first_step_seconds if phase == "step" else self._long()
         return self.hang_seconds or max(_FLOOR_SECONDS, _MEDIANS * median(times))
 
     def _long(self) -> float:

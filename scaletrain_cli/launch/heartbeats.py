@@ -12,7 +12,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-START_SECONDS = 1800.0  # for the first beat: an interpreter that starts off a slow shared disk
+from scaletrain_cli.launch.processes import STOPPED_SECONDS
+from scaletrain_cli.spec import RunSpec
+
+START_SECONDS = 900.0  # for the first beat: an interpreter that starts off a slow shared disk
 _READ_BYTES = 1 << 16
 # Between two looks of an agent that is not stopped itself, by the scheduler or a debugger, with all its ranks.
 _LONGEST_PAUSE_SECONDS = 10.0
@@ -39,6 +42,11 @@ class Beat:
     def progress(self) -> tuple[int, int, float]:
         """Orders ranks: all pass the same places, so of two in one step the one heard of earlier is behind."""
         return self.turn, self.step, self.heard
+
+
+def stopped_seconds(spec: RunSpec) -> float:
+    """Return how long a process of the run may be stopped by a signal before it counts as hanging."""
+    return STOPPED_SECONDS if spec.guard.hang == "auto" else min(STOPPED_SECONDS, spec.guard.hang)
 
 
 def come_to_a_stand(beats: Mapping[int, Beat], now: float) -> int | None:

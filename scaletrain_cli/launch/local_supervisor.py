@@ -21,10 +21,12 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.launch.attempts import Decision, begin_attempt
 from scaletrain_cli.launch.conclusion import conclude_abandoned, conclude_attempt, conclude_run
 from scaletrain_cli.launch.full_disk import is_full, say
+from scaletrain_cli.launch.heartbeats import stopped_seconds
 from scaletrain_cli.launch.local import CANNOT_GO_ON, living_agents, run_to_wait_for, write_supervisor
 from scaletrain_cli.launch.node_agent import HEARD
 from scaletrain_cli.launch.ports import free_port
 from scaletrain_cli.launch.processes import (
+    Standstill,
     adopt_orphans,
     die_with_parent,
     kill_descendants,
@@ -154,11 +156,14 @@ class Supervision:
         return code if code >= 0 else int(ExitCode.CRASHED)
 
     def _wait_for(self, agent: int) -> int:
-        deadline = float("inf")
+        deadline, standstill = float("inf"), Standstill(stopped_seconds(self.record.spec))
         while True:
             for pid, code in reap():
                 if pid == agent:
                     return code
+            if standstill.found([agent]) is not None:
+                say(f"the node agent {agent} is stopped (state T) and hears no signal; it is ended with its ranks")
+                os.kill(agent, signal.SIGKILL)
             if time.monotonic() > deadline:
                 os.kill(agent, signal.SIGKILL)
                 deadline = float("inf")

@@ -22,11 +22,12 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError, WrongNo
 from scaletrain_cli.launch.code_on_node import code_environment, place_code, unpacked_folder
 from scaletrain_cli.launch.external_checks import check_on_node
 from scaletrain_cli.launch.full_disk import is_full
+from scaletrain_cli.launch.heartbeats import stopped_seconds
 from scaletrain_cli.launch.node_agent import AgentOptions
 from scaletrain_cli.launch.node_check import usable_cores
 from scaletrain_cli.launch.node_inspection import inspect_node, write_inspection
 from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, announce_failure, write_node_record
-from scaletrain_cli.launch.processes import adopt_orphans, die_with_parent, kill_descendants, own_identity
+from scaletrain_cli.launch.processes import Standstill, adopt_orphans, die_with_parent, kill_descendants, own_identity
 from scaletrain_cli.launch.ranks import Gang, NodePlace, rank_environment
 from scaletrain_cli.launch.watch import Watch
 from scaletrain_cli.own_processes import python_command
@@ -81,7 +82,8 @@ def run_node(options: AgentOptions) -> int:
             _remove(*_own_folders(run, record, options))
             raise
         write_node_record(run, options.attempt, replace(node, ranks=tuple(gang.ranks)))
-        watch = Watch(run, options, node.node, gang, record.spec.cluster)
+        standstill = Standstill(stopped_seconds(record.spec))
+        watch = Watch(run, options, node.node, gang, record.spec.cluster, standstill)
         watch.run_to_end()
     finally:
         # Before the record says "ended": who reads that may start the next attempt here.

@@ -11,12 +11,14 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+STOPPED_SECONDS = 60.0  # until a process that is stopped counts as hanging
+_LONGEST_PAUSE_SECONDS = 10.0  # between two looks of a process that runs
 _SIGSET_BYTES = 128  # sigset_t of every C library on Linux
 _KILL_WAIT_SECONDS = 10.0  # a process in uninterruptible sleep (dead NFS, hung driver) may never go
 
@@ -79,6 +81,28 @@ def send_signal(identity: ProcessIdentity, signum: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+class Standstill:
+    """Notices processes that a signal has stopped (state T) and nobody continues; one under a debugger is none."""
+
+    def __init__(self, limit_seconds: float) -> None:
+        self._limit_seconds = limit_seconds
+        self._since: dict[int, float] = {}
+        self._looked = time.monotonic()
+
+    def found(self, pids: Iterable[int]) -> int | None:
+        """Return one that was stopped at every look of the last seconds. Call it about every second.
+
+        When this process was stopped itself, all begin anew: they are continued after it.
+        """
+        now = time.monotonic()
+        if now - self._looked > _LONGEST_PAUSE_SECONDS:
+            self._since.clear()
+        self._looked = now
+        stopped = [pid for pid in pids if process_state(pid) == "T"]
+        self._since = {pid: self._since.get(pid, now) for pid in stopped}
+        return next((pid for pid, since in self._since.items() if now - since >= self._limit_seconds), None)
 
 
 class _Timespec(ctypes.Structure):

@@ -19,7 +19,7 @@ from scaletrain_cli.launch.hang import find_suspect, look_into
 from scaletrain_cli.launch.heartbeats import Patience, come_to_a_stand
 from scaletrain_cli.launch.node_agent import HEARD, AgentOptions
 from scaletrain_cli.launch.node_record import RankRecord, announce_failure, announce_hang, has_failed, is_hung
-from scaletrain_cli.launch.processes import next_signal, reap
+from scaletrain_cli.launch.processes import STOPPED_SECONDS, Standstill, next_signal, reap
 from scaletrain_cli.launch.ranks import Gang
 from scaletrain_cli.rundir.failures import Failure, read_failures, write_failure
 from scaletrain_cli.rundir.journal import record_event
@@ -40,6 +40,7 @@ class Watch:
     node: str
     gang: Gang
     cluster: ClusterSpec
+    standstill: Standstill = field(default_factory=lambda: Standstill(STOPPED_SECONDS))
     autopsies: Autopsies = field(default_factory=Autopsies, init=False)
     patience: Patience = field(default_factory=Patience, init=False)
     deadline: float = field(default=float("inf"), init=False)  # monotonic: SIGKILL for whoever is left
@@ -75,11 +76,18 @@ class Watch:
         if not beats:
             return
         # From the first signal on the end of the grace period is what counts.
-        stuck = None if self.told_to_leave else come_to_a_stand(beats, time.monotonic())
+        stuck = None if self.told_to_leave else self._stopped()
+        if stuck is None and not self.told_to_leave:
+            stuck = come_to_a_stand(beats, time.monotonic())
         if stuck is not None or is_hung(self.run, self.options.attempt):
             self._end_the_hang(stuck)
         elif has_failed(self.run, self.options.attempt):
             self._end_the_rest("another node failed")
+
+    def _stopped(self) -> int | None:
+        """Return a rank that a signal has stopped: it makes no progress, whatever silence it asked for."""
+        pid = self.standstill.found([rank.pid for rank in self.gang.alive])
+        return next((rank.rank for rank in self.gang.alive if rank.pid == pid), None)
 
     def _end_the_hang(self, stuck: int | None) -> None:
         """Say who holds the others up, and kill: ranks in a dead collective cannot save anything."""

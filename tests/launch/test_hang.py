@@ -7,16 +7,23 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from scaletrain_cli.engine.heartbeat import LONG_SECONDS, Heartbeat, collective_seconds
+from scaletrain_cli.launch import processes
 from scaletrain_cli.launch.attempts import attempt_outcome
 from scaletrain_cli.launch.hang import RankView, find_suspect
 from scaletrain_cli.launch.heartbeats import Beat, Channel, come_to_a_stand
+from scaletrain_cli.launch.node_record import read_node_records
+from scaletrain_cli.launch.submission import submit_run
+from scaletrain_cli.launch.waiting import wait_for_end
 from scaletrain_cli.rundir.failures import read_failures
-from tests.launch.conftest import Agent, MadeRun, wait_until
+from tests.launch.conftest import LOCAL, Agent, MadeRun, is_running, wait_until
 
 MakeRun = Callable[..., MadeRun]
 StartAgent = Callable[..., Agent]
@@ -204,3 +211,67 @@ def test_a_hang_after_a_signal_is_left_to_the_end_of_the_grace_period(
     agent.process.send_signal(signal.SIGTERM)
     assert agent.wait() == 1
     assert read_failures(made.run, 1) == []
+
+
+def test_a_rank_that_is_stopped_before_its_first_beat_is_found(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run("guard.hang=2s", start_seconds=100)
+    agent = start_agent(made)
+    started = lambda: [rank for node in read_node_records(made.run, 1) for rank in node.ranks]  # noqa: E731
+    wait_until(lambda: len(started()) == 2, "the ranks are started")
+    os.kill(agent.node.ranks[1].pid, signal.SIGSTOP)
+    began = time.monotonic()
+    assert agent.wait() == 1
+    assert time.monotonic() - began < 20
+    (failure,) = read_failures(made.run, 1)
+    assert (failure.rank, failure.reason) == (1, "hang")
+    assert "stopped by a signal (state T), since step 0 (start)" in failure.message
+
+
+def test_a_node_agent_that_is_stopped_is_ended_and_the_run_goes_on(make_run: MakeRun) -> None:
+    made = make_run("guard.hang=2s", "restarts.node=1", steps=60, step_seconds=0.05)
+    submit_run(made.run, made.record, LOCAL)
+    wait_until(lambda: "up" in made.log(1, 0), "the ranks are up")
+    (node,) = read_node_records(made.run, 1)
+    os.kill(node.agent_pid, signal.SIGSTOP)
+    assert wait_for_end(made.run, LOCAL, 90.0, lambda status: None).state == "finished"
+    assert len(made.run.attempts()) == 2
+    assert "is stopped (state T)" in (made.run.path / "supervisor.log").read_text()
+    assert not any(is_running(rank.pid) for rank in node.ranks)
+
+
+def test_stops_that_end_in_time_and_those_of_a_debugger_are_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    states = {1: "T", 2: "t", 3: "S"}
+    monkeypatch.setattr(processes, "process_state", lambda pid: states[pid])
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    watched = processes.Standstill(5.0)
+
+    def found(at: float, state: str) -> int | None:
+        clock[0], states[1] = at, state
+        return watched.found(states)
+
+    assert [found(at, "T") for at in (1.0, 2.0, 3.0)] == [None] * 3
+    assert [found(at, "S") for at in (4.0, 5.0)] == [None] * 2
+    assert [found(at, "T") for at in (6.0, 8.0, 10.0, 11.0)] == [None, None, None, 1]
+    assert found(60.0, "T") is None, "this process was stopped itself meanwhile"
+
+
+def test_the_limits_of_set_up_and_first_steps_follow_from_the_size_of_the_run(line: Line) -> None:
+    def limits(**given: Any) -> tuple[float, float]:
+        sizes = {"hang_seconds": None, "step_seconds": 1.0, "bytes_per_node": 0.0, "compiled": False}
+        line.heart.allow(**{**sizes, **given})
+        line.heart.beat(0, "set-up")
+        set_up = line.allowed()
+        line.heart.beat(1, "step")
+        return set_up, line.allowed()
+
+    assert limits() == (600.0, 320.0)
+    assert limits(step_seconds=30.0) == (600.0, 900.0)
+    assert limits(bytes_per_node=1e11) == (2600.0, 320.0)
+    assert limits(compiled=True) == (600.0, 1220.0)
+    assert limits(hang_seconds=120.0) == (600.0, 120.0), "the user's own limit holds from the first step on"
+    assert limits(hang_seconds=5.0) == (600.0, 60.0)
+    assert limits(hang_seconds=120.0, compiled=True) == (600.0, 1020.0)
+    line.heart.beat(1, "save")
+    assert line.allowed() == LONG_SECONDS
+    assert collective_seconds(line.heart.longest_seconds) > max(line.heart.longest_seconds, LONG_SECONDS)
