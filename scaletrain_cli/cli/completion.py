@@ -28,6 +28,12 @@ def _runs() -> Iterator[str]:
     return (run.run_id for run in list_runs())
 
 
+def _states() -> Iterable[str]:
+    from scaletrain_cli.cli.list import state_names
+
+    return state_names()
+
+
 def _recipes() -> Iterable[str]:
     from scaletrain_cli.project_files import recipes
 
@@ -75,6 +81,7 @@ def _choices(annotation: Any) -> list[str]:
 
 
 complete_run = _completer(_runs)
+complete_state = _completer(_states)
 complete_recipe = _completer(_recipes)
 complete_preset = _completer(_presets)
 complete_gpu = _completer(_gpus)

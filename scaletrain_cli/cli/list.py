@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from scaletrain_cli.cli.completion import complete_state
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.text import did_you_mean
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.status import RunStatus
@@ -33,6 +35,7 @@ def command(
             "--state",
             metavar="STATE",
             help="Only runs in this state, as in running; also active or over; repeatable.",
+            autocompletion=complete_state,
             show_default=False,
         ),
     ] = None,
@@ -78,17 +81,27 @@ def command(
         say(f"and {left} older; --limit 0 shows them all")
 
 
-def _wanted(given: Sequence[str]) -> frozenset[str] | None:
-    """Return the states that --state means; None without the option. Raises UsageError."""
+def state_names() -> list[str]:
+    """Return what --state takes."""
+    return sorted(_groups())
+
+
+def _groups() -> dict[str, frozenset[str]]:
+    """Return the states that each word means."""
     from scaletrain_cli.launch.status import RunState
 
+    states = frozenset((*get_args(RunState), _DAMAGED))
+    return {"active": states - _OVER - {_DAMAGED}, "over": _OVER, **{name: frozenset((name,)) for name in states}}
+
+
+def _wanted(given: Sequence[str]) -> frozenset[str] | None:
+    """Return the states that --state means; None without the option. Raises UsageError."""
     if not given:
         return None
-    states = frozenset((*get_args(RunState), _DAMAGED))
-    groups = {"active": states - _OVER - {_DAMAGED}, "over": _OVER, **{name: frozenset((name,)) for name in states}}
-    unknown = [name for name in given if name not in groups]
-    if unknown:
-        raise UsageError(f"--state {unknown[0]}: there is no such state. Use {', '.join(sorted(groups))}.")
+    groups = _groups()
+    if unknown := [name for name in given if name not in groups]:
+        remedy = f"{did_you_mean(unknown[0], groups)}Use {', '.join(sorted(groups))}."
+        raise UsageError(f"--state {unknown[0]}: there is no such state.", remedy=remedy)
     return frozenset().union(*(groups[name] for name in given))
 
 

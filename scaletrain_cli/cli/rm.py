@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from scaletrain_cli.cli.completion import complete_run
 from scaletrain_cli.cli.options import AsJson, Yes
 from scaletrain_cli.errors import ExitCode, Problem, ScaletrainError, UsageError
 from scaletrain_cli.text import visible
@@ -25,6 +26,7 @@ def command(
             metavar="RUN...",
             help="Run ids, beginnings of them, or run directories; or sweeps, for all of their runs.",
             show_default=False,
+            autocompletion=complete_run,
         ),
     ],
     checkpoints: Annotated[

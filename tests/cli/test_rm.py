@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.cli.completion import complete_run, complete_state
 from scaletrain_cli.errors import ExitCode, SchedulerError
 from scaletrain_cli.launch.local import LocalScheduler
 from scaletrain_cli.launch.processes import ProcessIdentity
@@ -174,7 +175,7 @@ def test_the_list_is_filtered_by_state(wanted: list[str], found: set[str], proce
 def test_a_state_that_is_none_is_refused_and_an_empty_answer_says_so() -> None:
     prepare("finished", "r1")
     wrong = scaletrain("list", "--state", "runing")
-    assert (wrong.code, "cancelled" in wrong.err) == (ExitCode.USAGE, True)
+    assert (wrong.code, "Did you mean running? Use active, cancelled" in wrong.err) == (ExitCode.USAGE, True)
     none = scaletrain("list", "--state", "failed")
     assert (none.code, none.out) == (0, "")
     assert "none of 1 runs" in none.err
@@ -190,6 +191,13 @@ def test_a_healthy_run_is_not_said_to_have_lost_anything(process: ProcessIdentit
     shown = scaletrain("status", "r1").out
     assert "why" not in shown.split("attempt  began")[0], "nothing asks for a reason"
     assert "the supervisor runs" in shown
+
+
+def test_what_can_be_completed_is_what_is_taken() -> None:
+    prepare("finished", "r1")
+    assert complete_run("r") == ["r1"]
+    assert complete_state("f") == ["failed", "finished"]
+    assert all(scaletrain("list", "--state", name).code == 0 for name in complete_state(""))
 
 
 def test_events_are_sentences() -> None:
