@@ -79,7 +79,7 @@ def _packages() -> Iterator[Check]:
 
 
 def _tested_versions() -> dict[str, str]:
-    """Return the version of each package that CI tests with, by name."""
+    """Return the tested version of each package, by name."""
     text = project_file("constraints.txt").read_text(encoding="utf-8")
     return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, flags=re.MULTILINE))
 
