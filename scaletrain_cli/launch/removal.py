@@ -44,6 +44,7 @@ class Removal:
     newest_checkpoint: int | None
     checkpoints: Path | None
     kept_bytes: int
+    identity: tuple[int, int]  # of the run directory: another folder that gets its name meanwhile stays
 
     @property
     def run_id(self) -> str:
@@ -68,6 +69,7 @@ def plan_removal(run: RunDir, *, with_checkpoints: bool) -> Removal:
         newest_checkpoint=newest_checkpoint_step(run, record.spec),
         checkpoints=outside,
         kept_bytes=0 if with_checkpoints else stored,
+        identity=_identity(run.path),
     )
 
 
@@ -86,6 +88,9 @@ def remove(found: Removal, *, with_checkpoints: bool) -> list[str]:
             _remove_checkpoints(found.checkpoints)
         doomed = run.path.with_name(f"{_LEFT}{run.run_id}-{secrets.token_hex(4)}")
         run.path.rename(doomed)
+        if _identity(doomed) != found.identity:
+            doomed.rename(run.path)
+            raise UsageError(f"{run.path} is another folder than a moment ago: nothing of it was deleted.")
     _empty(doomed, run.run_id)
     return objects
 
@@ -111,6 +116,11 @@ def tree_bytes(folder: Path) -> int:
                     seen.add((found.st_dev, found.st_ino))
                     total += found.st_blocks * 512
     return total
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    found = folder.lstat()
+    return found.st_dev, found.st_ino
 
 
 def _require_folder(run: RunDir) -> None:
@@ -144,10 +154,17 @@ def _require_own_folder(folder: Path) -> None:
 
 def _remove_checkpoints(folder: Path) -> None:
     """Delete the checkpoints of a folder, and the folder where nothing else is in it."""
-    for entry in take_inventory(folder):
-        if not entry.path.is_symlink():
-            delete(entry.path)
-    left = [entry.path.name for entry in take_inventory(folder)]
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(descriptor).st_uid not in (os.geteuid(), 0):
+            raise UsageError(f"{folder} belongs to another user: nothing was deleted.")
+        here = Path(f"/proc/self/fd/{descriptor}")  # this very folder, whatever takes its name meanwhile
+        for entry in take_inventory(here):
+            if not entry.path.is_symlink():
+                delete(entry.path)
+        left = [entry.path.name for entry in take_inventory(here)]
+    finally:
+        os.close(descriptor)
     if left:
         raise ScaletrainError(
             f"{', '.join(left[:3])} in {folder} cannot be deleted: check the owner and permissions. The run is still "

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.cli.completion import complete_run, complete_state
-from scaletrain_cli.errors import ExitCode, SchedulerError
+from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
+from scaletrain_cli.launch import removal
 from scaletrain_cli.launch.local import LocalScheduler
 from scaletrain_cli.launch.processes import ProcessIdentity
 from scaletrain_cli.rundir.committing import close_attempt
@@ -114,6 +115,31 @@ def test_checkpoints_outside_the_run_directory_go_only_when_that_is_asked(asked:
     assert row["checkpoints_left"] == (None if asked else str(folder))
     assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", *([] if asked else ["step-00000004"])]
     assert (str(folder) in ended.err) == (not asked)
+
+
+def test_a_link_in_place_of_the_folder_of_checkpoints_is_not_followed(tmp_path: Path) -> None:
+    other = prepare("finished", "precious")
+    prepare("finished", "r1", None, f"checkpoint.dir={tmp_path}/kept")
+    shutil.rmtree(tmp_path / "kept" / "r1", ignore_errors=True)
+    (tmp_path / "kept" / "r1").symlink_to(other / "checkpoints")
+    ended = scaletrain("rm", "r1", "--yes", "--checkpoints")
+    assert (ended.code, "is not a folder of checkpoints" in ended.err) == (ExitCode.USAGE, True)
+    assert (other / "checkpoints" / "step-00000002" / "manifest.json").exists()
+    assert (runs_root() / "r1" / "run.json").exists()
+    with pytest.raises(OSError, match=r"Not a directory|symbolic link"):
+        removal._remove_checkpoints(tmp_path / "kept" / "r1")
+
+
+def test_a_run_that_takes_the_name_of_a_deleted_one_meanwhile_stays() -> None:
+    prepare("finished", "r1")
+    prepare("finished", "r2")
+    found = removal.plan_removal(RunDir(runs_root() / "r1"), with_checkpoints=False)
+    (runs_root() / "r1").rename(runs_root() / "away")
+    (runs_root() / "r2").rename(runs_root() / "r1")
+    with pytest.raises(UsageError, match="another folder"):
+        removal.remove(found, with_checkpoints=False)
+    assert sorted(path.name for path in runs_root().iterdir()) == ["away", "r1"]
+    assert (runs_root() / "r1" / "checkpoints" / "step-00000002").is_dir()
 
 
 def test_a_removal_that_is_cut_short_leaves_no_half_run_and_the_next_one_finishes_it(
