@@ -98,6 +98,8 @@ RUN: dict[str, Runs] = {
     "scaletrain status": Runs("status", "small"),
     "scaletrain logs RUN": Runs("logs small", "[rank 0] up"),
     "scaletrain explain RUN": Runs("explain small", ""),
+    "scaletrain events RUN": Runs("events small", "submitted"),
+    "scaletrain rm RUN...": Runs("rm small --dry-run", "small"),
     "scaletrain checkpoint list": Runs("checkpoint list small", ""),
     "scaletrain nodes list": Runs("nodes list", ""),
     "scaletrain resume RUN --nodes 2": Runs("resume queued --nodes 2 --dry-run", "#SBATCH --nodes=2"),
