@@ -40,7 +40,7 @@ def command(
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a run for good. What runs is told to save a checkpoint first; `scaletrain resume` can still bring it back.
+    """Stop a run for good. What runs is asked to save a checkpoint first; `scaletrain resume` can still bring it back.
 
     Of a sweep, stop every run that is not over yet; asks once. Where one cannot be stopped, the others still are.
     """
@@ -83,8 +83,10 @@ def _done(status: RunStatus) -> str:
     if status.job.state == "queued":
         return f"cancelled {status.run_id}, which was queued; {kept}"
     if status.job.may_be_active:
-        told = "resumed and told to save and stop" if status.job.state == "suspended" else "told to save and stop"
-        return f"{status.run_id} was {told}; now {kept}, and `scaletrain status {status.run_id}` shows the one it saves"
+        asked = "resumed and asked to save and stop" if status.job.state == "suspended" else "asked to save and stop"
+        return (
+            f"{status.run_id} was {asked}; now {kept}, and `scaletrain status {status.run_id}` shows the one it saves"
+        )
     return f"cancelled {status.run_id}; {kept}"
 
 

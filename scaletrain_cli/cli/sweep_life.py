@@ -62,7 +62,7 @@ def cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as_
         over = f"; {len(done.over)} were over before" if done.over else ""
         say(
             f"cancelled {len(done.cancelled)} runs of the sweep {sweep.name}{over}; "
-            f"what was running was told to save and stop. `scaletrain resume {done.cancelled[0]}` continues "
+            f"what was running was asked to save and stop. `scaletrain resume {done.cancelled[0]}` continues "
             f"{'it' if one else 'the first of them'}."
         )
     if done.refused:

@@ -58,7 +58,7 @@ class AttemptRecord:
 
     @property
     def may_be_followed(self) -> bool:
-        """Whether another attempt may follow by itself: only a decision that the run stops rules that out."""
+        """Return whether another attempt may follow by itself: only a decision that the run stops rules that out."""
         return self.decision is None or self.decision.requeue or self.decision.left_to_scheduler
 
     @property

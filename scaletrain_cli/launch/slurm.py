@@ -150,7 +150,7 @@ class SlurmScheduler:
         return self._sites[key]
 
     def _preemption(self, spec: RunSpec) -> str:
-        """The site's rule in words; nothing where Slurm cannot be asked, as in a dry run on a laptop."""
+        """Return the site's rule in words; nothing where Slurm cannot be asked, as in a dry run on a laptop."""
         try:
             return preemption_rule(self._site(spec), spec.cluster)
         except SchedulerError:
@@ -186,8 +186,8 @@ class SlurmScheduler:
         living = [row for row in self._rows(run) if row.state != "ended"]
         running = [row for row in living if row.state in ("running", "suspended")]
         for row in running:
-            if row.user != user_name():  # Slurm alone knows whether this user may; SIGCONT to what runs does nothing
-                call_slurm(["scancel", "--signal=CONT", row.job_id])
+            if row.user != user_name():
+                _require_right(row, run.run_id)
         for row in running:
             if row.state == "suspended":  # a stopped process cannot save, and Slurm would kill it as it is
                 _continue(row, record)
@@ -201,7 +201,7 @@ class SlurmScheduler:
                 # Plain scancel would leave KillWait, not the grace period, before SIGKILL.
                 call_slurm(["scancel", "--signal=TERM", row.job_id])
         except SchedulerSilentError as error:
-            told = "The run is told to stop by its stop file; its nodes see that within seconds."
+            told = "The stop file of the run is set all the same; its nodes see that within seconds and stop it."
             raise SchedulerSilentError(f"{error.message} {told}") from error
         except SchedulerError:
             if not was_told:
@@ -229,7 +229,7 @@ def _latest_id(run: RunDir) -> str:
 
 
 def _end_is_open(run: RunDir) -> bool:
-    """Whether the run directory leaves open how the run ended: only then the accounting can add something."""
+    """Return whether the run directory leaves open how the run ended: only then the accounting can add something."""
     attempts = read_attempts(run)
     return not attempts or attempts[-1].ended is None or attempts[-1].may_be_followed
 
@@ -274,6 +274,17 @@ def _found_after_all(run: RunDir, comment: str, error: SchedulerSilentError, sec
         f"`scaletrain status {run.run_id}` finds it if it did, `scaletrain cancel {run.run_id}` ends it, and the same "
         f"submit with --run-id {run.run_id} makes no second one."
     ) from error
+
+
+def _require_right(row: JobRow, run_id: str) -> None:
+    """Raise SchedulerError unless Slurm lets this user signal the job; SIGCONT changes nothing in what runs."""
+    try:
+        call_slurm(["scancel", "--signal=CONT", row.job_id])
+    except SchedulerError as error:
+        raise SchedulerError(
+            f"job {row.job_id} of {run_id} belongs to {row.user}, and may not be cancelled from here: "
+            f"{error.message.rstrip('.')}. Nothing was changed."
+        ) from error
 
 
 def _continue(row: JobRow, record: RunRecord) -> None:

@@ -121,7 +121,7 @@ def test_waiting_ends_in_time() -> None:
 def test_a_cancelled_run_keeps_its_state_and_can_be_resumed() -> None:
     submit(steps=60, step_seconds=0.05)
     wait_for_step("r1", 2)
-    assert "told to save and stop" in scaletrain("cancel", "r1").err
+    assert "asked to save and stop" in scaletrain("cancel", "r1").err
     waited = ended()
     assert (waited.code, waited.data["state"]) == (ExitCode.PREEMPTED, "cancelled")
     assert "was cancelled before. Nothing was done." in scaletrain("cancel", "r1").err

@@ -114,7 +114,7 @@ def test_a_run_outlives_suspension_silence_and_lost_answers_and_cancel_saves_it(
     site.cluster.run("scontrol", "suspend", job_id)
     site.wait(run_id, lambda now: now["state"] == "suspended", "it is suspended again")
     said = site.scaletrain("cancel", run_id, "--yes").stderr
-    assert "resumed and told to save and stop" in said
+    assert "resumed and asked to save and stop" in said
     ended = site.wait(run_id, lambda now: now["state"] == "cancelled", "it is cancelled")
     assert ended["last_checkpoint_step"] == ended["step"] > step
     assert site.ends(run_id) == [(75, "cancelled")]

@@ -93,7 +93,7 @@ def _actions(attempt: AttemptRecord, job: Job, usual: tuple[str, ...]) -> Iterat
 
 
 def _goes_on(attempt: AttemptRecord, job: Job) -> bool:
-    """Whether another attempt follows by itself: its job is there and nothing was decided against that."""
+    """Return whether another attempt follows by itself: its job is there and nothing was decided against that."""
     return job.is_active and attempt.may_be_followed
 
 
