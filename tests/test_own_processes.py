@@ -205,3 +205,29 @@ def test_every_command_line_of_python_is_made_in_one_place() -> None:
     assert [place for place in found if not (place.startswith(allowed) and place.endswith("sys.executable"))] == []
     assert "$start" in (PROJECT / allowed).read_text(encoding="utf-8")
     assert not set("'\"$`\\") & set(START), "what is no quote needs none in bash, YAML and JSON"
+
+
+@pytest.mark.long
+def test_a_whole_run_of_this_engine_uses_nothing_of_the_folder_that_it_was_submitted_from(
+    hostile: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    spec = PROJECT / "tests" / "cli" / "small.yaml"
+    script = tmp_path / "scaletrain"
+    script.write_text("from scaletrain_cli.__main__ import main\nmain()\n")
+
+    def scaletrain(*words: str) -> None:
+        done = subprocess.run(
+            [sys.executable, str(script), *words],
+            env={**os.environ, "PYTHONPATH": str(PROJECT)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+
+    short = ["training.steps=4", "training.schedule.warmup_steps=1", "checkpoint.every=2", "guard.hang=90s"]
+    scaletrain("submit", str(spec), "--yes", "--run-id", "r", *[word for one in short for word in ("--set", one)])
+    scaletrain("status", "r", "--wait", "280")
+    scaletrain("checkpoint", "verify", "r")
+    scaletrain("checkpoint", "export", "r", "--output", str(tmp_path / "exported"))
+    assert hostile() == []
