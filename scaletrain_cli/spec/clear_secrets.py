@@ -32,6 +32,10 @@ _FORMS = {
     "an API key of Weights & Biases": rf"{_BEFORE}wandb_v\d+_[A-Za-z0-9_]{{16,}}",
     "a JSON Web Token": rf"{_BEFORE}eyJ[A-Za-z0-9_-]{{8,}}\.[A-Za-z0-9_-]{{8,}}\.[A-Za-z0-9_-]{{4,}}",
     "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY",
+    "an authorization header": r"(?i:\bbearer\s+[A-Za-z0-9._~+/-]{16,})",
+    "a password beside its name": (
+        rf"(?i:{_BEFORE}(password|passwd|(api|access|secret|private)[_-]?key|auth[_-]?token)\s*[=:]\s*[^\s,;'\"/]{{6,}})"
+    ),
     "a password in a URL": r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@$]{1,}@",
 }
 _FORM = re.compile("|".join(f"(?P<f{index}>{pattern})" for index, pattern in enumerate(_FORMS.values())))

@@ -42,6 +42,8 @@ TOKENS = {
     "a JSON Web Token": f"eyJ{drawn(20)}.eyJ{drawn(30)}.{drawn(43)}",
     "a private key": "-----BEGIN OPENSSH PRIVATE KEY-----",
     "a URL with a password": f"https://ada:{drawn(12)}@proxy.example.org:3128",
+    "an authorization header": f"Authorization: Bearer {drawn(24)}",
+    "a password beside its name": f"user=ada;password={drawn(10)}",
     "random letters": drawn(44),
 }
 NAMES = (
