@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 from pydantic import BaseModel
 
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.source import Source, parse_yaml
 from tests.spec.samples import PROJECT, SPEC, load
 
 PAGE = (PROJECT / "docs" / "spec-reference.md").read_text(encoding="utf-8")
@@ -42,6 +44,25 @@ def test_the_example_of_the_page_that_explains_loads() -> None:
         r"```yaml\n(schema: .*?)```", (PROJECT / "docs" / "spec.md").read_text(), flags=re.DOTALL
     ):
         assert isinstance(load(example), RunSpec)
+
+
+def test_every_example_of_every_page_is_part_of_a_spec() -> None:
+    pages = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md")), *sorted(PROJECT.glob("*/README.md"))]
+    base, tried = parse_yaml(SPEC, Source("base")), 0
+    for page in pages:
+        for example in re.findall(r"```ya?ml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+            found = parse_yaml(example, Source(page.name))
+            if "slurm" in found:  # a part of the cluster section
+                found = {"cluster": found}
+            if "clusters" not in found:  # the user's own clusters, which tests of those read
+                under = {} if "schema" in found else base
+                sections = {
+                    key: {**under.get(key, {}), **value} if isinstance(value, dict) else value
+                    for key, value in found.items()
+                }
+                load(json.dumps({**under, **sections}))
+                tried += 1
+    assert tried >= 6
 
 
 def test_an_accelerator_of_ones_own_loads() -> None:
