@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -85,9 +86,17 @@ class Channel:
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._reads, _READ_BYTES):
                 *lines, self._rest = (self._rest + data).split(b"\n")
+                self._rest = self._rest[-_READ_BYTES:]
                 for line in lines:
-                    told = json.loads(line)
-                    self.beat = Beat(told["step"], told["phase"], told["allowed"], time.monotonic(), told["turn"])
+                    self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        """Take one beat; what is none, as a program of the user's may write, is passed over."""
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            told = json.loads(line)
+            step, turn, allowed = int(told["step"]), int(told["turn"]), float(told["allowed"])
+            if not math.isnan(allowed):
+                self.beat = Beat(step, str(told["phase"]), allowed, time.monotonic(), turn)
 
     def forgive(self, seconds: float) -> None:
         """Time in which nobody could be heard, or could speak."""

@@ -66,6 +66,8 @@ def read_logs(
 
 def end_of(path: Path) -> str:
     """The last 64 KiB of a log, in which whoever ended badly has said why; empty where there is none."""
+    if not path.is_file():
+        return ""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
@@ -107,6 +109,6 @@ def _files_of(run: RunDir, attempt: int) -> list[LogFile]:
     files = []
     for path in (run.attempt(attempt) / "logs").glob("*.log"):
         node, _, rank = path.stem.rpartition("-")
-        if rank.isdigit():
+        if rank.isdigit() and path.is_file():  # a FIFO or a device of that name would never end
             files.append(LogFile(attempt, node, int(rank), path))
     return sorted(files, key=lambda file: file.rank)

@@ -275,3 +275,20 @@ def test_the_limits_of_set_up_and_first_steps_follow_from_the_size_of_the_run(li
     line.heart.beat(1, "save")
     assert line.allowed() == LONG_SECONDS
     assert collective_seconds(line.heart.longest_seconds) > max(line.heart.longest_seconds, LONG_SECONDS)
+
+
+def test_what_is_no_beat_is_passed_over() -> None:
+    channel = Channel()
+    with channel.inherited() as variables:
+        writes = os.dup(int(variables["SCALETRAIN_HEARTBEAT_FD"]))
+    beats = [b"", b"{", b"[]", b"null", b'{"step": "x"}', b'{"step": 1e999, "turn": 0, "phase": "", "allowed": 1}']
+    beats += [b"[" * 5000, b'{"step": 1, "turn": 0, "phase": "step", "allowed": NaN}', b"\xff\xfe"]
+    for beat in beats:
+        os.write(writes, beat + b"\n")
+        channel.listen()
+    assert channel.beat.phase == "start"
+    os.write(writes, b'{"step": 3, "turn": 0, "phase": "step", "allowed": 2}\n')
+    channel.listen()
+    assert (channel.beat.step, channel.beat.allowed_seconds) == (3, 2.0)
+    os.close(writes)
+    channel.close()

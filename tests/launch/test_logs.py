@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.launch.logs import LogFollower, log_files, read_logs
+from scaletrain_cli.launch.logs import LogFollower, end_of, log_files, read_logs
 from tests.launch.conftest import MadeRun
 
 
@@ -67,3 +68,15 @@ def test_a_follower_hands_out_each_whole_line_once_and_goes_on_into_the_next_att
     assert [(line.source.attempt, line.source.rank, line.text) for line in follower.new_lines()] == [(2, 1, "again")]
     assert [line.text for line in follower.new_lines(to_the_end=True)] == ["three"]
     assert follower.new_lines(to_the_end=True) == []
+
+
+def test_a_fifo_or_a_device_in_the_place_of_a_log_is_not_read(make_run: Callable[..., MadeRun]) -> None:
+    made = make_run()
+    logs = made.run.new_attempt()
+    folder = made.run.attempt(logs) / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(folder / "n-00000.log")
+    (folder / "n-00001.log").symlink_to("/dev/zero")
+    assert list(read_logs(made.run)) == []
+    assert LogFollower(made.run).new_lines(to_the_end=True) == []
+    assert end_of(folder / "n-00000.log") == ""
