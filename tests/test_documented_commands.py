@@ -209,7 +209,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name in ("recipes", "k8s", "slurm"):
         (folder / name).symlink_to(PROJECT / name)
     (folder / "data").mkdir()
-    (folder / "data" / "a.jsonl").write_text('{"text": "data of the user"}\n')
+    (folder / "data" / "a.jsonl").write_text('{"text": "data of the user"}\n' * 500)
     shutil.copy(SMALL, folder / "run.yaml")
     (folder / "trace.json").write_text('{"metadata": {"gap_seconds": 3600}, "data": [1, 1, 0, 1]}')
     here = Path.cwd()

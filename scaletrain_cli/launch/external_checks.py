@@ -427,9 +427,27 @@ def source_problems(view: View) -> Iterator[Problem]:
         return
     for why in problems_of(found.files):
         yield view.problem("data.source", f"{why}.", source, "Repair the file, or leave it out of the source.")
+    if why := _too_little_text(found.files, view.spec):
+        yield view.problem("data.source", why, source, "Give more text, or a shorter model.seq_len.")
     here = view.spec.cluster.scheduler == "local"
     if here and any(kind_of(path) == "parquet" for path in found.files) and find_spec("pyarrow") is None:
         yield view.problem("data.source", "reading parquet needs pyarrow.", source, "Run pip install pyarrow.")
+
+
+def _too_little_text(files: tuple[Path, ...], spec: RunSpec) -> str:
+    """Of plain files, of which each token has a byte at least, if it is trained on them, and each document one more."""
+    if any(path.suffix in (".parquet", ".gz") for path in files) or not isinstance(spec.model, ModelSpec):
+        return ""
+    try:
+        size = sum(path.stat().st_size for path in files)
+    except OSError:
+        return ""
+    if size == 0:
+        return "holds no text."
+    length = spec.model.seq_len
+    if spec.data.tokenizer.kind == "file" or size + len(files) > length:
+        return ""
+    return f"holds {size} bytes, too few for one sequence of {length} tokens."
 
 
 def tokenizer_problems(view: View) -> Iterator[Problem]:

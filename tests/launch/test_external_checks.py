@@ -85,6 +85,8 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("data.source", ("data.source=nowhere",), "data.source", "no such file or folder"),
     ("data.source", ("data.source=nowhere/*.jsonl",), "data.source", "no file matches"),
     ("data.source", ("data.source=~nobody-of-this-name/a.txt",), "data.source", "no such file or folder"),
+    ("data.source", ("data.source=empty.txt",), "data.source", "holds no text"),
+    ("data.source", ("data.source=short.jsonl",), "data.source", "holds 13 bytes, too few for one sequence of 128"),
     ("data.source", ("data.source=link.txt",), "data.source", "is a link to a file that does not exist"),
     ("data.source", ("data.source=cut.parquet",), "data.source", "its footer is missing"),
     ("data.source", ("data.source=other.parquet",), "data.source", "has no column text"),
@@ -158,6 +160,8 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("NETRC", raising=False)
     (folder / "link.txt").symlink_to("gone")
+    (folder / "empty.txt").touch()
+    (folder / "short.jsonl").write_text('{"text": "a"}')
     footer = b"\x04name"
     (folder / "other.parquet").write_bytes(b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1")
     (folder / "cut.parquet").write_bytes(b"PAR1" + bytes(40))
@@ -400,7 +404,7 @@ def test_a_tokenizer_is_judged_by_its_end_of_text_and_its_ids(tmp_path: Path) ->
 def test_files_that_no_run_would_read_are_told(things: Path) -> None:
     (things / "corpus").mkdir()
     for name in ("a.txt", "b.jsonl.zst", "c.jsonl.zst", "README.md"):
-        (things / "corpus" / name).write_text("text")
+        (things / "corpus" / name).write_text("text " * 100)
     told = submit("data.source=corpus")
     assert told.code == 0
     assert "these files are not read: 2 .zst" in " ".join(told.err.split())
