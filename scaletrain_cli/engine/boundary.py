@@ -14,7 +14,7 @@ from scaletrain_cli.engine.checkpointing import Checkpointer
 from scaletrain_cli.engine.heartbeat import Heartbeat
 from scaletrain_cli.engine.late_metrics import StepMeasures
 from scaletrain_cli.engine.ledger import LedgerClock
-from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict
+from scaletrain_cli.engine.process_group import SLOTS, Agreement, Ranks, Verdict, from_slots, in_slots
 from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.rundir.paths import RunDir
 
@@ -42,10 +42,12 @@ class Boundary:
         Sums that other groups of ranks made may differ in their last bits, so that all ranks judge rank 0's.
         """
         self.heartbeat.meet()
-        values = [value for measured in measures for value in measured.values.values()]
+        values = [value for measured in measures for value in in_slots(measured.values)]
         verdict, anyone_writing, agreed = self.agreement.reach(self._wish(step), self.checkpointer.writing, values)
-        found = iter(agreed)
-        judged = [measured._replace(values={name: next(found) for name in measured.values}) for measured in measures]
+        judged = [
+            measured._replace(values=from_slots(measured.values, agreed[place * SLOTS :]))
+            for place, measured in enumerate(measures)
+        ]
         with self.ledger.during("save"):
             self.checkpointer.settle(anyone_writing)
         for cost in self.checkpointer.take_costs():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from scaletrain_cli.engine.messages import decode, encode
 
 T = TypeVar("T")
+SLOTS = 16  # for the measures of one step
 _LEAST_INTEGER = -(1 << 63)
 
 
@@ -51,6 +52,17 @@ def connect(device: torch.device, timeout_seconds: float) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
 
 
+def in_slots(values: Mapping[str, float]) -> list[float]:
+    """The values of one step in as many places on every rank: a pipeline stage without experts measures fewer."""
+    assert len(values) <= SLOTS, f"{len(values)} measures of a step and {SLOTS} places"
+    return [*values.values(), *[0.0] * (SLOTS - len(values))]
+
+
+def from_slots(own: Mapping[str, float], agreed: Sequence[float]) -> dict[str, float]:
+    """Rank 0's values under this rank's names, of which the ones that every rank has come first."""
+    return dict(zip(own, agreed, strict=False))
+
+
 class Agreement:
     """One all-reduce per step on a gloo group of its own, so that it never waits for the GPU."""
 
@@ -83,9 +95,9 @@ class Agreement:
 
     def on_values(self, values: dict[str, float]) -> dict[str, float]:
         """Rank 0's, under the same names: sums that other groups of ranks made may differ in their last bits."""
-        agreed = torch.tensor(list(values.values()), dtype=torch.float64)
+        agreed = torch.tensor(in_slots(values), dtype=torch.float64)
         dist.broadcast(agreed, src=0, group=self._group)
-        return dict(zip(values, agreed.tolist(), strict=True))
+        return from_slots(values, agreed.tolist())
 
     def gather(self, item: T) -> list[T] | None:
         """Every rank's item on rank 0, in rank order; None elsewhere."""

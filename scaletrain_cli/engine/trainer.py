@@ -168,11 +168,11 @@ class Trainer:
             "grad_norm": stepped.grad_norm,
             "learning_rate": rate,
         }
-        routing = routing_measures(self.model) if self.model.spec.num_experts else None
-        if routing is not None:
-            measured |= {f"router_{name}": value for name, value in routing._asdict().items()}
         if self.record.spec.training.precision == "fp16":
             measured |= {"loss_scale": scale, "skipped": float(stepped.skipped)}
+        routing = routing_measures(self.model) if self.model.spec.num_experts else None
+        if routing is not None:  # last, because a pipeline stage without experts has none
+            measured |= {f"router_{name}": value for name, value in routing._asdict().items()}
         self.late.end(step, measured)
 
     def _rest(self) -> list[StepMeasures]:

@@ -6,10 +6,25 @@ import math
 
 import torch.distributed as dist
 
-from scaletrain_cli.engine.process_group import Agreement, Verdict
+from scaletrain_cli.engine.process_group import SLOTS, Agreement, Verdict, from_slots, in_slots
 from tests.engine.ranks import on_ranks
 
 VALUES = [2.5, -1e300, math.inf, -math.inf, math.nan, -0.0, 5e-324]
+
+
+def judged_by_all() -> tuple[dict[str, float], dict[str, float]]:
+    """As in a pipeline whose second stage alone has experts."""
+    agreement, rank = Agreement(30), dist.get_rank()
+    own = {"loss": 2.0 + rank, "grad_norm": 0.5} | ({"router_balance": 1.5} if rank else {})
+    _, _, values = agreement.reach(Verdict.CONTINUE, False, in_slots(own))
+    assert len(values) == SLOTS
+    return from_slots(own, values), agreement.on_values(own)
+
+
+def test_a_rank_that_measures_more_than_rank_zero_judges_the_same_loss() -> None:
+    for first, second in on_ranks(2, judged_by_all):
+        assert first == second
+        assert (first["loss"], first["grad_norm"]) == (2.0, 0.5)
 
 
 def agree() -> list[tuple[Verdict, bool, list[float]]]:
