@@ -58,7 +58,7 @@ def command(
     from scaletrain_cli.launch.resumption import inspect_resume, refuse, resume
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.sent import changes_since_sent
-    from scaletrain_cli.rundir.ownership import require_changeable, require_own_run
+    from scaletrain_cli.rundir.ownership import require_changeable, require_own_checkpoints, require_own_run
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record
     from scaletrain_cli.ui.messages import say, suggest, warn
@@ -78,6 +78,7 @@ def command(
         if resize is not None:
             show_resize(resize)
     refuse(found, report, from_scratch=from_scratch, resize=resize)
+    require_own_checkpoints(found, read_record(found).spec, trust_owner=trust_owner)
     record = resize.after if resize is not None else read_record(found)
     not_checked = require_external_to_resume(found, record, None if resize is None else resize.snapshot)
     scheduler = scheduler_for(record.spec.cluster.scheduler)

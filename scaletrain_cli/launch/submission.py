@@ -30,7 +30,7 @@ from scaletrain_cli.launch.sent import keep_sent
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.rundir.journal import record_event
-from scaletrain_cli.rundir.ownership import require_own_run
+from scaletrain_cli.rundir.ownership import require_own_checkpoints, require_own_run
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_first_record, read_record, write_record
 from scaletrain_cli.safe_files import FOLDER_MODE, create_file, locked, make_folder, replace_file, require_writable
@@ -120,6 +120,7 @@ def create_run(
     run = RunDir((root or runs_root()) / record.run_id)
     if os.path.lexists(run.path):
         require_own_run(run, trust_owner=trust_owner, remedy="Use another --run-id")
+    require_own_checkpoints(run, spec, trust_owner=trust_owner)
     if run.record.exists():
         return _existing(run, record)
     values = _secret_values(spec)

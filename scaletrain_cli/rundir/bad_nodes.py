@@ -38,7 +38,9 @@ def bad_nodes_file(root: Path) -> Path:
 
 def read_bad_nodes(root: Path, now: float) -> list[BadNode]:
     """Those that are still to be kept away from, newest evidence first."""
-    data = read_document(bad_nodes_file(root))
+    data = None
+    with contextlib.suppress(OSError):  # a folder of that name, or closed to this user: no node is known
+        data = read_document(bad_nodes_file(root))
     if data is None or data.get("schema") != SCHEMA:
         return []
     nodes = [_by_this_clock(node, now) for entry in data.get("nodes", ()) if (node := _bad_node(entry)) is not None]

@@ -10,13 +10,25 @@ import os
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import checkpoint_folder
 from scaletrain_cli.safe_files import other_owner, require_own, require_writable, user_name
+from scaletrain_cli.spec import RunSpec
 
 
 def require_own_run(run: RunDir, *, trust_owner: bool, remedy: str) -> None:
     """Raise UsageError where the run directory or its record belongs to another user who is not to be trusted."""
     for path in (run.path, run.record):
         require_own(path, "the run", trust=trust_owner, remedy=remedy)
+
+
+def require_own_checkpoints(run: RunDir, spec: RunSpec, *, trust_owner: bool) -> None:
+    """Raise UsageError where another user has made the folder of this run's checkpoints: what is in it is loaded.
+
+    On Kubernetes the pods make it, as a user of their own.
+    """
+    folder = checkpoint_folder(run, spec)
+    if spec.cluster.scheduler != "kubernetes" and os.path.lexists(folder):
+        require_own(folder, "the checkpoint folder", trust=trust_owner, remedy="Use another --run-id or checkpoint.dir")
 
 
 def require_changeable(run: RunDir, purpose: str) -> None:

@@ -236,6 +236,35 @@ def test_nodes_that_one_user_found_bad_another_can_clear(root: Path) -> None:
         assert [node.node for node in read_bad_nodes(root, now)] == ["n2"]
 
 
+def test_checkpoints_that_somebody_left_where_a_run_will_look_for_its_own_are_refused(root: Path) -> None:
+    place = root.parent / "checkpoints"
+    place.mkdir()
+    place.chmod(0o1777)
+    BOB.does(lambda: (place / "run-of-alice").mkdir())
+    options = ("--set", f"checkpoint.dir={place}")
+    code, text = submit(ALICE, "run-of-alice", *options)
+    assert code == 2, text
+    assert f"the checkpoint folder {place / 'run-of-alice'} belongs to uid 61002" in text.replace("\n", " ")
+    assert submit(ALICE, "another", *options)[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["folder", "closed", "fifo"])
+def test_whatever_somebody_put_in_the_place_of_the_bad_nodes_hinders_no_submission(root: Path, kind: str) -> None:
+    def plant() -> None:
+        path = root / "bad-nodes.json"
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "fifo":
+            os.mkfifo(path)
+        else:
+            path.write_text("{}")
+            path.chmod(0o600)
+
+    BOB.does(plant)
+    assert ALICE.calls("nodes", "list")[0] == 0
+    assert submit(ALICE, "run-of-alice")[0] == 0
+
+
 def test_an_unwritable_root_is_one_error_that_says_what_to_do(root: Path) -> None:
     assert submit(ALICE, "run-of-alice")[0] == 0
     root.chmod(0o2755)
