@@ -230,7 +230,7 @@ def _open_data(
 
 
 def sequences_held_back(run: RunDir, record: RunRecord, train: int, validation: int) -> int:
-    """How many of the ``train`` sequences are validated on instead, where the ``validation`` ones are too few.
+    """Return how many of the ``train`` sequences to validate on, where the ``validation`` ones are too few.
 
     Decided by the first attempt that needs them, for all that follow, whatever their layout: an event says so. -1 where
     neither is enough.

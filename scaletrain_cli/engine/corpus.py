@@ -36,7 +36,7 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass
 class Tally:
-    """What was read of a corpus so far; ``replaced`` counts bytes that are no UTF-8, now U+FFFD."""
+    """Counts of the text read so far; ``replaced`` are bytes that are no UTF-8, now U+FFFD."""
 
     characters: int = 0
     replaced: int = 0
@@ -51,7 +51,7 @@ def source_files(source: str) -> list[Path]:
 
 
 def corpus_identity(source: str) -> list[str]:
-    """What makes two corpora the same: the content of their files, or the interpreter's version. Reads all of it."""
+    """Return what two equal corpora have in common: the hashes of their files, or the interpreter's version."""
     if source == PYTHON_STDLIB:
         return [PYTHON_STDLIB, sys.version]
     return [f"{kind_of(path)} {_content_hash(path)}" for path in source_files(source)]

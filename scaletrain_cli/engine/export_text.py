@@ -1,4 +1,4 @@
-"""What an exported folder needs to read and write text: the tokenizer, its special tokens, and where generation ends.
+"""The text side of an exported folder: the tokenizer, its special tokens, and where generation ends.
 
 Without these transformers assumes token ids that mean something else, and generation never stops.
 """

@@ -356,12 +356,12 @@ def check_external(
 
 
 def require_external(spec: RunSpec, snapshot: Snapshot | None) -> tuple[str, ...]:
-    """Of a run that is yet to be made, with what was taken of its code: notes. Raises UsageError with all problems."""
+    """Check a new run, with the code that was taken; return notes. Raises UsageError with all problems."""
     return _require(check_external(spec, code=None if snapshot is None else paths_in(snapshot.listing)))
 
 
 def require_external_to_resume(run: RunDir, record: RunRecord, snapshot: Snapshot | None = None) -> tuple[str, ...]:
-    """Of a run that is to go on, with code that was taken anew or else is kept with it. Raises UsageError."""
+    """Check a run to resume, with code taken anew or that kept with it; return notes. Raises UsageError."""
     code = None if snapshot is None else paths_in(snapshot.listing)
     if code is None and record.code is not None:
         with contextlib.suppress(OSError):  # place_code tells on the node
@@ -409,7 +409,7 @@ def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: P
 
 
 def source_problems(view: View) -> Iterator[Problem]:
-    """Of ``data.source``, where this package's engine reads it."""
+    """Yield what is wrong with ``data.source``, where this package's engine reads it."""
     source = view.spec.data.source
     if view.spec.code.engine is not None or source == PYTHON_STDLIB or view.unseen(_parent_of_glob(source)):
         return
@@ -435,7 +435,7 @@ def source_problems(view: View) -> Iterator[Problem]:
 
 
 def _too_little_text(files: tuple[Path, ...], spec: RunSpec) -> str:
-    """Of plain files, of which each token has a byte at least, if it is trained on them, and each document one more."""
+    """Return why plain files make no sequence: each trained token has at least a byte, and each document one more."""
     if any(path.suffix in (".parquet", ".gz") for path in files) or not isinstance(spec.model, ModelSpec):
         return ""
     try:
@@ -451,7 +451,7 @@ def _too_little_text(files: tuple[Path, ...], spec: RunSpec) -> str:
 
 
 def tokenizer_problems(view: View) -> Iterator[Problem]:
-    """Of ``data.tokenizer.path``."""
+    """Yield what is wrong with ``data.tokenizer.path``."""
     path = view.spec.data.tokenizer.path
     if view.spec.code.engine is not None or path is None or view.unseen(path):
         return
@@ -461,7 +461,7 @@ def tokenizer_problems(view: View) -> Iterator[Problem]:
 
 
 def tokenizer_problem(path: Path, spec: RunSpec) -> str:
-    """What is wrong with a tokenizer.json; empty for a good one."""
+    """Return what is wrong with a tokenizer.json; empty for a valid one."""
     from scaletrain_cli.spec.end_of_text import ENDS_OF_TEXT
 
     try:
@@ -483,7 +483,7 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> str:
 
 
 def weights_problems(view: View) -> Iterator[Problem]:
-    """Of ``model.weights``, before the first checkpoint: later ones replace them."""
+    """Yield what is wrong with ``model.weights``; after the first checkpoint they are not read."""
     given = getattr(view.spec.model, "weights", None)
     if view.spec.code.engine is not None or given is None or view.begun or view.unseen(given):
         return
@@ -541,7 +541,7 @@ def _safetensors_problem(path: Path) -> str:
 
 
 def engine_problems(view: View) -> Iterator[Problem]:
-    """Of ``code.engine`` and ``code.import_root``: in the files that are kept of code.path, or installed."""
+    """Yield why ``code.engine`` or ``code.import_root`` is neither in the kept files of code.path nor installed."""
     code = view.spec.code
     if code.path is not None and view.code is None:
         return  # nothing was taken of the tree
@@ -577,7 +577,7 @@ def _module_in(files: Collection[str], path: str) -> bool:
 
 
 def _is_installed(module: str, view: View) -> bool:
-    """Whether ``python -m`` would find it, without importing a parent package, which would run it."""
+    """Return whether ``python -m`` would find the module. Imports no parent package, which would run it."""
     first, *rest = module.split(".")
     try:
         found = find_spec(first)
@@ -596,7 +596,7 @@ def _is_installed(module: str, view: View) -> bool:
 
 
 def checkpoint_problems(view: View) -> Iterator[Problem]:
-    """Of ``checkpoint.dir``: the nearest folder that is there must be one that this user may write."""
+    """Yield why this user cannot write to ``checkpoint.dir``, or to its nearest existing parent."""
     given = view.spec.checkpoint.dir
     if given == "auto" or view.unseen(given):
         return
@@ -610,7 +610,7 @@ def checkpoint_problems(view: View) -> Iterator[Problem]:
 
 
 def secret_problems(view: View) -> Iterator[Problem]:
-    """Of ``secret_env``, whose values are taken from the environment of the verb that submits."""
+    """Yield each name of ``secret_env`` that is not set in this environment."""
     if view.spec.cluster.scheduler == "kubernetes":
         return
     for name in view.spec.secret_env:
@@ -619,7 +619,7 @@ def secret_problems(view: View) -> Iterator[Problem]:
 
 
 def wandb_problems(view: View) -> Iterator[Problem]:
-    """Of ``tracking.wandb`` with mode: online, where this package's engine logs to it."""
+    """Yield what keeps ``tracking.wandb`` with mode: online from logging."""
     from scaletrain_cli.launch.wandb_login import has_login
 
     spec, key = view.spec, "tracking.wandb.mode"
@@ -640,14 +640,14 @@ def wandb_problems(view: View) -> Iterator[Problem]:
 
 
 def activate_problems(view: View) -> Iterator[Problem]:
-    """Of ``cluster.slurm.activate``."""
+    """Yield why ``cluster.slurm.activate`` cannot be sourced."""
     path, key = view.spec.cluster.slurm.activate, "cluster.slurm.activate"
     if view.spec.cluster.scheduler == "slurm" and path is not None and _is_missing(path):
         yield view.problem(key, "there is no such file.", path, "Name the script that sets up Python on the nodes.")
 
 
 def container_problems(view: View) -> Iterator[Problem]:
-    """Of ``cluster.slurm.container``: files and folders whose file system is seen here."""
+    """Yield missing files and folders of ``cluster.slurm.container``, where their file system is seen here."""
     container, key = view.spec.cluster.slurm.container, "cluster.slurm.container"
     if view.spec.cluster.scheduler != "slurm" or container is None:
         return
@@ -674,7 +674,7 @@ _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
 
 
 def _not_checked(view: View) -> Iterator[str]:
-    """What the ranks look for at places that this machine does not see."""
+    """Yield a note for each place that this machine does not see, with the keys that name something there."""
     spec = view.spec
     own = spec.code.engine is not None
     paths = {
@@ -742,7 +742,7 @@ def _is_missing(path: str) -> bool:
 
 
 def _is_shared(path: PurePosixPath) -> bool:
-    """Whether nodes are taken to see at ``path`` what this machine does: not below folders that each host has itself,
+    """Return whether nodes are taken to see at ``path`` what this machine does: not below folders of each host alone,
     nor below a top-level folder that is missing here."""
     own = ("/tmp", "/var", "/run", "/dev", "/proc", "/scratch", "/local", "/localscratch", "/opt", "/usr", "/etc")
     if any(path.is_relative_to(folder) for folder in own):

@@ -1,4 +1,4 @@
-"""Whether a run would find a key of Weights & Biases, by the places that wandb itself looks in. Does not import it."""
+"""Find out whether a run will have a key of Weights & Biases, in the places where wandb looks. Does not import it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SERVICE = "https://api.wandb.ai"
 
 
 def has_login(spec: RunSpec, environment: Mapping[str, str], folder: Path) -> bool:
-    """Whether the ranks will have a key: in their environment, or in the .netrc of the user whom they run as."""
+    """Return whether the ranks will have a key: in their environment, or in the .netrc of their user."""
     kubernetes = spec.cluster.scheduler == "kubernetes"
     for name in _KEYS:
         if name in spec.env or (kubernetes and name in spec.cluster.kubernetes.secrets):

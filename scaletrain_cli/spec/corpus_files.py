@@ -93,7 +93,7 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 
 def problems_of(files: tuple[Path, ...]) -> Iterator[str]:
-    """What shows at the beginning of the files: of all of them whether they can be read, of some what they hold."""
+    """Yield the first file that cannot be opened, or the first of a sample that holds something else than its kind."""
     if unreadable := unreadable_among(files):
         yield unreadable
         return
@@ -111,7 +111,7 @@ def unreadable_among(files: tuple[Path, ...]) -> str:
 
 
 def problem_of(path: Path) -> str:
-    """What is wrong with the beginning of one file, or with the end of a parquet file; empty for a good one."""
+    """Return what is wrong with the beginning of one file, or the end of a parquet file; empty for a valid one."""
     try:
         if kind_of(path) == "parquet":
             return _parquet_problem(path)

@@ -1,4 +1,4 @@
-"""What becomes of each key of a Hugging Face config.json: taken over, known to change nothing, or refused by name.
+"""The keys of a Hugging Face config.json: taken over, known to change nothing, or refused by name.
 
 A key that is none of these is refused too: it may change what the model computes, and would do so in silence.
 """
@@ -118,7 +118,7 @@ CLIP_TOWER = KnownKeys(
 
 
 def refusals(config: Mapping[str, Any], known: KnownKeys) -> Iterator[str]:
-    """What keeps a config from being taken over, one line for each key."""
+    """Yield why a config cannot be taken over, one line for each key."""
     for key, value in config.items():
         if key.startswith("_") or key in known.used or key in known.irrelevant:
             continue

@@ -1,4 +1,4 @@
-"""What the config.json beside Hugging Face weights says that their names and shapes do not."""
+"""Compare the config.json beside Hugging Face weights with the spec, in all that names and shapes do not show."""
 
 from __future__ import annotations
 
