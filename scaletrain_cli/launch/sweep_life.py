@@ -40,7 +40,9 @@ class Member:
 
     def to_json(self) -> dict[str, Any]:
         """As `scaletrain status` has it."""
-        return {"run_id": self.run.run_id, "error": self.error} if self.status is None else self.status.to_json()
+        if self.status is None:
+            return {"run_id": self.run.run_id, "state": self.state, "error": UsageError(self.error).to_json()}
+        return self.status.to_json()
 
 
 @dataclass(frozen=True)
