@@ -93,7 +93,7 @@ def test_a_damaged_run_hides_no_other(runs: list[MadeRun], queue: Queue) -> None
     runs[1].run.record.write_text("{")
     found = look_at(find_sweep("s"))
     assert found.states_in_words == "3 queued, 1 damaged"
-    assert "cannot be read" in found.members[1].to_json()["error"]
+    assert "cannot be read" in found.members[1].to_json()["error"]["message"]
     assert [name for name, _ in cancel_members(found.members).refused] == ["s-2"]
     shown = scaletrain("status", "s").out
     assert "damaged" in shown
