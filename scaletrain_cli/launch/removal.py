@@ -14,7 +14,6 @@ import shutil
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from scaletrain_cli.errors import ScaletrainError, SchedulerError, UsageError
 from scaletrain_cli.launch.attempts import newest_checkpoint_step
@@ -184,15 +183,14 @@ def _remove_objects(run: RunDir, record: RunRecord) -> list[str]:
 
 def _empty(folder: Path, run_id: str) -> None:
     """Delete a folder without following links out of it."""
-    problems: list[str] = []
-
-    def note(function: Any, path: str, failure: Any) -> None:
-        problems.append(f"{path}: {getattr(failure[1], 'strerror', None) or failure[1]}")
-
-    shutil.rmtree(folder, onerror=note)
-    if problems and os.path.lexists(folder):
-        raise ScaletrainError(
-            f"{run_id} is no longer a run, but {len(problems)} of its files cannot be deleted: {problems[0]}.",
-            remedy=f"Correct the permissions and delete {folder} by hand.",
-            file=str(folder),
-        )
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)  # the rest of it
+        if os.path.lexists(folder):
+            raise ScaletrainError(
+                f"{run_id} is no longer a run, but not all of its files can be deleted: {error.filename}: "
+                f"{error.strerror or error}.",
+                remedy=f"Correct the permissions and delete {folder} by hand.",
+                file=str(folder),
+            ) from error
