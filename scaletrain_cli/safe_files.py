@@ -195,7 +195,8 @@ def make_shared_folder(path: Path) -> None:
         made = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
         try:
             if _is_team_folder(bits.st_mode) and os.fstat(made).st_gid != bits.st_gid:
-                os.fchown(made, -1, bits.st_gid)
+                with contextlib.suppress(PermissionError):  # as in /tmp, whose group is root: its mode is for all
+                    os.fchown(made, -1, bits.st_gid)
             os.fchmod(made, wanted | 0o700)
         finally:
             os.close(made)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -188,6 +190,29 @@ def test_what_a_team_shares_is_as_open_as_its_root_whatever_the_umask(root: Path
     safe_files.replace_file(root / "bad-nodes.json", "{}", shared=True)
     assert mode(root / "datasets") == 0o2775
     assert mode(root / ".bad-nodes.lock") == mode(root / "bad-nodes.json") == 0o664
+
+
+@needs_root
+def test_a_root_like_tmp_is_shared_by_users_who_are_not_in_its_group() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        root = Path(folder)
+        root.chmod(0o1777)
+        assert make_shared_folder_as_nobody(root) == 0
+        assert mode(root / "datasets") & 0o777 == 0o777
+
+
+def make_shared_folder_as_nobody(root: Path) -> int:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            safe_files.make_shared_folder(root / "datasets")
+            code = 0
+        os._exit(code)
+    return os.waitpid(pid, 0)[1]
 
 
 def test_a_root_of_one_user_stays_closed(root: Path) -> None:
