@@ -36,7 +36,7 @@ from scaletrain_cli.engine.stepping import stepper
 from scaletrain_cli.engine.stragglers import Stragglers
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError, UsageError, WrongNodesError
-from scaletrain_cli.rundir.journal import read_events, record_event
+from scaletrain_cli.rundir.journal import has_committed, read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 from scaletrain_cli.rundir.rollbacks import read_rollbacks
@@ -66,7 +66,7 @@ def assemble(
         hang_seconds=None if spec.guard.hang == "auto" else spec.guard.hang,
         step_seconds=record.plan.time.step,
         bytes_per_node=record.plan.durability.checkpoint_bytes / spec.cluster.nodes,
-        compiled=bool(spec.training.compile),
+        compiled=layout.compile,
     )
     hang_seconds = collective_seconds(heartbeat.longest_seconds)
     heartbeat.beat(0, "connect", IMPORT_SECONDS + heartbeat.set_up_seconds)  # ranks elsewhere may still import
@@ -233,7 +233,7 @@ def sequences_held_back(run: RunDir, record: RunRecord, train: int, validation: 
     """Return how many of the ``train`` sequences to validate on, where the ``validation`` ones are too few.
 
     Decided by the first attempt that needs them, for all that follow, whatever their layout: an event says so. -1 where
-    neither is enough.
+    neither is enough, and where the run has a checkpoint that was trained without.
     """
     layout, decided = record.plan.layout, None
     width = layout.micro_batch_size * layout.data_parallel
@@ -243,6 +243,8 @@ def sequences_held_back(run: RunDir, record: RunRecord, train: int, validation: 
     if decided is None:
         if validation >= width:
             return 0
+        if has_committed(run):  # trained on all sequences so far: fewer would give each step another batch
+            return -1
         # One round of any layout of this batch size, where that is no large part of what there is.
         whole = layout.global_batch_size
         decided = whole if train >= 10 * whole else min(whole, max(width, train // 20))

@@ -8,7 +8,7 @@ import pytest
 
 from scaletrain_cli.engine.assembly import sequences_held_back
 from scaletrain_cli.launch.submission import create_run
-from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from tests.launch.conftest import make_plan, make_spec
@@ -44,3 +44,12 @@ def test_later_attempts_hold_back_the_same_in_any_layout(run: tuple[RunDir, RunR
     for micro, data in ((1, 1), (4, 4), (2, 2)):  # of some of these the split alone would be enough
         assert sequences_held_back(folder, in_layout(record, micro, data), 1000, 3) == 16
     assert len([event for event in read_events(folder) if event["event"] == "validation-held-back"]) == 1
+
+
+def test_nothing_is_held_back_from_a_run_that_was_trained_on_all_of_it(run: tuple[RunDir, RunRecord]) -> None:
+    folder, record = run
+    assert sequences_held_back(folder, record, 1000, 4) == 0
+    record_event(folder, "checkpoint", step=10)
+    assert sequences_held_back(folder, in_layout(record, 4, 4), 1000, 4) == -1
+    record_event(folder, "from-scratch")
+    assert sequences_held_back(folder, in_layout(record, 4, 4), 1000, 4) == 16
