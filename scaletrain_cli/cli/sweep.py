@@ -35,12 +35,11 @@ def submit_points(
 ) -> None:
     """Prints the run ids on stdout, one a line."""
     from scaletrain_cli.cli.confirmation import confirm
-    from scaletrain_cli.launch.code_snapshot import take_snapshot
     from scaletrain_cli.launch.external_checks import require_external
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.shared_folder import room_notes
     from scaletrain_cli.launch.submission import make_record
-    from scaletrain_cli.launch.sweep import cap_of, submit_sweep
+    from scaletrain_cli.launch.sweep import cap_of, submit_sweep, take_snapshots
     from scaletrain_cli.rundir.paths import RunDir, runs_root
     from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.ui.messages import say, warn
@@ -51,7 +50,7 @@ def submit_points(
         raise UsageError(f"{OPTION} cluster.scheduler: one sweep goes to one scheduler. Submit one for each.")
     scheduler = scheduler_for(section.scheduler)
     cap = cap_of(section, max_concurrent, len(planned))
-    snapshots = {point.spec.code: take_snapshot(point.spec) for point in planned}
+    snapshots = take_snapshots(planned)
     not_checked: dict[str, None] = {}
     for point in planned:
         not_checked |= dict.fromkeys(require_external(point.spec, snapshots[point.spec.code]))
@@ -92,7 +91,7 @@ def submit_points(
         show_points(planned, outlooks[0].start, cap)
     at_once = "all at once" if cap == len(planned) else f"{cap} at a time"
     confirm(f"Submit {len(planned)} runs to {section.scheduler}, {at_once}?", yes)
-    done = submit_sweep(sweep, planned, scheduler, cap)
+    done = submit_sweep(sweep, planned, scheduler, cap, snapshots)
     if as_json:
         from scaletrain_cli.ui.json import print_json
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
-from scaletrain_cli.launch.code_snapshot import take_snapshot
+from scaletrain_cli.launch.code_snapshot import Snapshot, take_snapshot
 from scaletrain_cli.launch.scheduler import Scheduler
 from scaletrain_cli.launch.submission import CreatedRun, Submission, create_run, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place, write_sweep_place
 from scaletrain_cli.spec import ClusterSpec, RunSpec
+from scaletrain_cli.spec.code import CodeSpec
 
 MOST_POINTS = 500
 _LONGEST_ID = 100
@@ -71,10 +72,24 @@ def cap_of(cluster: ClusterSpec, wanted: int | None, points: int) -> int:
     return min(points, wanted or 1)
 
 
-def submit_sweep(sweep: str, points: Sequence[Point], scheduler: Scheduler, cap: int) -> list[SubmittedPoint]:
-    """Hand over every point, or take back those that were. Raises what the scheduler or the file system refused."""
+def take_snapshots(points: Sequence[Point]) -> dict[CodeSpec, Snapshot | None]:
+    """Return one snapshot for each code section of the points. Raises UsageError as take_snapshot()."""
+    return {code: take_snapshot(spec) for code, spec in {point.spec.code: point.spec for point in points}.items()}
+
+
+def submit_sweep(
+    sweep: str,
+    points: Sequence[Point],
+    scheduler: Scheduler,
+    cap: int,
+    snapshots: Mapping[CodeSpec, Snapshot | None] | None = None,
+) -> list[SubmittedPoint]:
+    """Hand over every point, or take back those that were. Raises what the scheduler or the file system refused.
+
+    ``snapshots``: of take_snapshots(), where the code was looked at before; else it is taken as it is now.
+    """
     done: list[tuple[CreatedRun, Submission]] = []
-    code = {point.spec.code: take_snapshot(point.spec) for point in points}  # before any: the tree may change meanwhile
+    code = take_snapshots(points) if snapshots is None else snapshots  # before any: the tree may change meanwhile
     for index, point in enumerate(points):
         after = points[index - cap].run_id if index >= cap else None
         made: CreatedRun | None = None
