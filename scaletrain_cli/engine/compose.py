@@ -75,13 +75,13 @@ def compose(
     dtype = forward_dtype(spec.training.precision)
     partition = zero3_partition(config, unit) if layout.zero_stage == 3 else None
     materialise(model, _weights(spec, model, device, resuming), device, dtype, partition)
-    if spec.training.compile == "auto":  # nobody asked for it, so what cannot be compiled runs eagerly, with a warning
+    if layout.compile and spec.training.compile == "auto":  # so what cannot be compiled runs eagerly, with a warning
         torch._dynamo.config.suppress_errors = True
     wrap_blocks(
         model,
         spec.layout,
         layout.activation_checkpointing,
-        compiled=layout.compile,
+        compiled=layout.compile or spec.training.compile is True,  # plans of earlier versions do not state it
         pin_memory=device.type == "cuda",
     )
     stage = PipelineStage(model, mesh.pipeline) if layout.pipeline_parallel > 1 else None
