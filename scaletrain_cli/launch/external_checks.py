@@ -22,6 +22,7 @@ from scaletrain_cli.rundir.code import code_file, paths_in
 from scaletrain_cli.rundir.journal import has_committed
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.safe_files import open_to_read
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, find_files, kind_of, problems_of
 from scaletrain_cli.spec.weights_config import config_mismatches
@@ -465,7 +466,8 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> str:
     from scaletrain_cli.spec.end_of_text import ENDS_OF_TEXT
 
     try:
-        content = json.loads(path.read_bytes())
+        with open_to_read(path) as file:
+            content = json.loads(file.read())
         model, added = content["model"], content.get("added_tokens") or []
         vocabulary = model["vocab"]
         pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], i) for i, v in enumerate(vocabulary))
@@ -526,7 +528,7 @@ def _weights_problem(folder: Path) -> str:
 
 def _safetensors_problem(path: Path) -> str:
     """The header says how long the file is (github.com/huggingface/safetensors, Format)."""
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, 100_000_000):
@@ -586,7 +588,8 @@ def _is_installed(module: str, view: View) -> bool:
     places = [] if found is None else [Path(place) for place in found.submodule_search_locations or ()]
     if found is not None and not places:
         return not rest and found.origin is not None
-    paths = (Path(entry) for entry in view.environment.get("PYTHONPATH", "").split(os.pathsep) if entry)
+    searched = view.spec.env.get("PYTHONPATH", view.environment.get("PYTHONPATH", ""))  # as each rank gets it
+    paths = (Path(entry) for entry in searched.split(os.pathsep) if entry)
     places += [view.folder / entry / first for entry in paths]
     for place in places:
         target = place.joinpath(*rest)

@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.safe_files import open_to_read
 from scaletrain_cli.spec.hugging_face_keys import CLIP_TOWER, VISION_KEYS, KnownKeys, known_keys, refusals
 from scaletrain_cli.spec.vision import VISION
 from scaletrain_cli.spec.vision_source import merged, vision_from_config, vision_presets
@@ -210,7 +211,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         if path.is_dir():
             path = path / "config.json"
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             data = file.read(_LARGEST_CONFIG_BYTES + 1)
         config = json.loads(data) if len(data) <= _LARGEST_CONFIG_BYTES else None
     except OSError as error:

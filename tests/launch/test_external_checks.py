@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -362,6 +364,34 @@ def record_with(record: RunRecord, **changes: Any) -> RunRecord:
 def test_a_module_that_is_kept_or_installed_is_found() -> None:
     for sets in (("code={path: tree, engine: train}",), ("code.engine=json.tool",), ("code.engine=unittest",)):
         assert submit(*sets).code == 0, sets
+
+
+def test_a_module_in_the_search_path_that_the_spec_gives_to_the_ranks_is_found(things: Path) -> None:
+    (things / "mine.py").write_text("")
+    assert submit("code.engine=mine").code == 2
+    assert submit("code.engine=mine", f"env.PYTHONPATH={things}").code == 0
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("model.weights=pipe",),
+        ("data.tokenizer={kind: file, path: pipe/model.safetensors}",),
+        ("model={hf_config: HERE/pipe/model.safetensors, seq_len: 64}",),
+    ],
+)
+def test_a_pipe_in_the_place_of_a_file_holds_no_verb_up(things: Path, sets: tuple[str, ...]) -> None:
+    (things / "pipe").mkdir()
+    os.mkfifo(things / "pipe" / "model.safetensors")
+    writer = os.open(things / "pipe" / "model.safetensors", os.O_RDWR)  # or a failure would wait for ever
+    rescue = threading.Timer(5, os.close, (writer,))
+    rescue.start()
+    told = submit(*(one.replace("HERE", str(things)) for one in sets))
+    assert rescue.is_alive()
+    rescue.cancel()
+    os.close(writer)
+    assert told.code == 2
+    assert "not a regular file" in " ".join(told.err.split())
 
 
 def test_a_key_of_weights_and_biases_is_found_where_wandb_looks(things: Path, monkeypatch: pytest.MonkeyPatch) -> None:
