@@ -163,7 +163,7 @@ def make_folder(path: Path, *, mode: int = FOLDER_MODE, exist_ok: bool = True, p
         if path.parent == path or not parents:
             raise
         make_folder(path.parent, mode=mode)
-        make_folder(path, mode=mode, exist_ok=exist_ok)
+        make_folder(path, mode=mode, exist_ok=exist_ok, parents=False)
     except FileExistsError:
         if not exist_ok:
             raise

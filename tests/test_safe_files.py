@@ -240,6 +240,11 @@ def test_a_lock_that_is_held_is_waited_for_no_longer_than_asked(root: Path) -> N
         assert 0.1 <= time.monotonic() - began < 2
 
 
+def test_a_folder_that_no_parents_would_bring_about_ends_in_an_error() -> None:
+    with pytest.raises(FileNotFoundError):
+        safe_files.make_folder(Path("/proc/none/such"))
+
+
 def test_an_existing_file_is_never_created_over(root: Path) -> None:
     safe_files.create_file(root / "run.json", "first")
     with pytest.raises(FileExistsError):

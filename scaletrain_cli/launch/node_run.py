@@ -38,6 +38,7 @@ from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.safe_files import make_private_folder
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+_TEMPORARY = ("/tmp", "/var/tmp")
 
 # What a retry cannot cure, or only elsewhere: such a code of a rank becomes the node's, any other failure becomes 1.
 VERDICTS = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES, ExitCode.DO_NOT_REQUEUE)
@@ -154,14 +155,15 @@ def compiled_code(*environments: Mapping[str, str]) -> dict[str, str]:
     """
     if any(_COMPILED in environment for environment in environments):
         return {}
-    parent = Path(os.environ.get("TMPDIR") or "/tmp").absolute()
-    folder = parent / f"scaletrain-compiled-{os.geteuid()}"
-    try:
-        make_private_folder(folder)
-    except PermissionError:  # somebody took the name
-        folder = folder.with_name(f"{folder.name}-{os.urandom(8).hex()}")
-        make_private_folder(folder)
-    return {_COMPILED: str(folder)}
+    name = f"scaletrain-compiled-{os.geteuid()}"
+    unguessed = f"{name}-{os.urandom(8).hex()}"  # where somebody took the name
+    # A job's TMPDIR may be that of the login node, which is not there.
+    for parent in (os.environ.get("TMPDIR") or _TEMPORARY[0], *_TEMPORARY):
+        for folder in (Path(parent).absolute() / name, Path(parent).absolute() / unguessed):
+            with contextlib.suppress(OSError):
+                make_private_folder(folder)
+                return {_COMPILED: str(folder)}
+    return {_COMPILED: str(folder)}  # what compiles nothing can run without
 
 
 def _start_ranks(gang: Gang, run: RunDir, record: RunRecord, options: AgentOptions) -> None:

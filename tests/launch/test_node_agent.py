@@ -294,3 +294,13 @@ def test_compiled_code_is_kept_where_no_other_user_can_put_any(tmp_path: Path, m
     assert other != own
     assert other.stat().st_mode & 0o077 == 0
     assert compiled_code({}, {"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}) == {}
+
+
+def test_a_temporary_folder_that_this_node_does_not_have_keeps_no_rank_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", "/proc/of-the-login-node")
+    monkeypatch.setattr("scaletrain_cli.launch.node_run._TEMPORARY", (str(tmp_path),))
+    assert Path(compiled_code({})["TORCHINDUCTOR_CACHE_DIR"]).parent == tmp_path
+    monkeypatch.setattr("scaletrain_cli.launch.node_run._TEMPORARY", ("/proc/none",))
+    assert not Path(compiled_code({})["TORCHINDUCTOR_CACHE_DIR"]).exists()
