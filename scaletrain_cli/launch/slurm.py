@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError
+from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.conclusion import forget_secrets
 from scaletrain_cli.launch.exclusion import Exclusion
@@ -62,7 +62,11 @@ class SlurmScheduler:
     @classmethod
     def asked_once(cls, runs: Sequence[RunDir]) -> SlurmScheduler:
         """Ask for the jobs of all these runs with one squeue, and at most one sacct for those that it has forgotten."""
-        ids = {run: job_id for run in runs if open_request(run) is None and (job_id := _latest_id(run))}
+        ids: dict[RunDir, str] = {}
+        for run in runs:
+            with contextlib.suppress(UsageError):  # its own row tells of the damage
+                if open_request(run) is None and (job_id := _latest_id(run)):
+                    ids[run] = job_id
         try:
             rows = rows_by_id(ids.values())
         except SchedulerError as error:

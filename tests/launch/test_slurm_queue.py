@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
+from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.explaining.slurm_jobs import why_it_waits
 from scaletrain_cli.launch.slurm import SlurmScheduler
@@ -270,6 +270,11 @@ def test_a_list_of_runs_is_one_question_to_slurm_however_many_there_are(
     found = run_statuses([one.run for one in runs])
     assert {status.state for status in found if not isinstance(status, Exception)} == {"unknown"}
     assert len(controller.calls) - before == 2
+    for damaged in ("submission.json", "attempts/0001/attempt.json"):
+        (runs[0].run.path / damaged).write_text('{"state": "submitted", "job_id": 7}')
+        first, *others = run_statuses([one.run for one in runs])
+        assert isinstance(first, UsageError)
+        assert not any(isinstance(other, Exception) for other in others)
 
 
 @pytest.mark.parametrize(("accounting", "calls"), [("accounting_storage/slurmdbd", 11), ("(null)", 7)])
