@@ -53,7 +53,7 @@ def command(
     """
     from scaletrain_cli.cli.confirmation import confirm
     from scaletrain_cli.cli.submit import useful_commands
-    from scaletrain_cli.launch.external_checks import require_external_to_resume
+    from scaletrain_cli.launch.external.checks import require_external_to_resume
     from scaletrain_cli.launch.resizing import replan
     from scaletrain_cli.launch.resumption import inspect_resume, refuse, resume
     from scaletrain_cli.launch.scheduler import scheduler_for

@@ -92,7 +92,7 @@ def command(
         overrides = [*(overrides or ()), *points[0]]  # a sweep of one value is a plain run
     from scaletrain_cli.cli.confirmation import confirm
     from scaletrain_cli.launch.code_snapshot import take_snapshot
-    from scaletrain_cli.launch.external_checks import require_external
+    from scaletrain_cli.launch.external.checks import require_external
     from scaletrain_cli.launch.outlook import Prospect
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.sent import in_format

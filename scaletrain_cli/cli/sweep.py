@@ -35,7 +35,7 @@ def submit_points(
 ) -> None:
     """Prints the run ids on stdout, one a line."""
     from scaletrain_cli.cli.confirmation import confirm
-    from scaletrain_cli.launch.external_checks import require_external
+    from scaletrain_cli.launch.external.checks import require_external
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.shared_folder import room_notes
     from scaletrain_cli.launch.submission import make_record

@@ -38,7 +38,7 @@ def command(
     `scaletrain resume` continues it. Prints the run id on stdout.
     """
     from scaletrain_cli.launch.code_snapshot import take_snapshot
-    from scaletrain_cli.launch.external_checks import require_external
+    from scaletrain_cli.launch.external.checks import require_external
     from scaletrain_cli.launch.local import run_in_foreground
     from scaletrain_cli.launch.scheduler import scheduler_for
     from scaletrain_cli.launch.submission import create_run

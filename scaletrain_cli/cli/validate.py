@@ -16,7 +16,7 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
     With --json: {"valid", "problems", "spec", "missing", "not_checked"}; the spec is complete with every default and
     derived dimension.
     """
-    from scaletrain_cli.launch.external_checks import check_external
+    from scaletrain_cli.launch.external.checks import check_external
     from scaletrain_cli.plan.catalogue.hardware import find_accelerator
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.spec.loading import STDIN

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.launch.code_on_node import code_environment, place_code, unpacked_folder
-from scaletrain_cli.launch.external_checks import check_on_node
+from scaletrain_cli.launch.external.checks import check_on_node
 from scaletrain_cli.launch.full_disk import is_full
 from scaletrain_cli.launch.heartbeats import stopped_seconds
 from scaletrain_cli.launch.node_agent import AgentOptions

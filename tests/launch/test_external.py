@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.errors import ExitCode, UsageError, WrongNodesError
-from scaletrain_cli.launch.external_checks import EXTERNAL_KEYS, check_external, check_on_node, tokenizer_problem
+from scaletrain_cli.launch.external.checks import check_external, check_on_node
+from scaletrain_cli.launch.external.files import tokenizer_problem
+from scaletrain_cli.launch.external.keys import EXTERNAL_KEYS
 from scaletrain_cli.launch.wandb_login import has_login
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord

@@ -1,0 +1,1 @@
+"""Whether what a run spec names outside itself is there: data, weights, tokenizers, code, credentials."""
