@@ -133,9 +133,7 @@ def command(
         return
 
     if earlier is not None:  # create_run says how the spec or the code differs
-        made = create_run(
-            run_spec, plan, run_id, snapshot=snapshot, trust_owner=trust_owner
-        )  # or says how the spec or the code differs
+        made = create_run(run_spec, plan, run_id, snapshot=snapshot, trust_owner=trust_owner)
         _tell(made, earlier, {}, as_json)
         return
     require_writable(runs_root(), "no run can be submitted")

@@ -11,12 +11,13 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Literal
+
+from scaletrain_cli.safe_files import open_to_read
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -112,7 +113,7 @@ def entries(folder: Path) -> list[Path]:
 def read_checkpoint(path: Path) -> Checkpoint | Defect:
     """The checkpoint as its manifest states it, or what is wrong with the manifest."""
     try:
-        with _open_regular(path / MANIFEST) as file:
+        with open_to_read(path / MANIFEST) as file:
             data = json.loads(file.read().decode("utf-8"))
         stated = data.pop("sha256")
         if stated != manifest_hash(data):
@@ -143,7 +144,7 @@ def manifest_hash(manifest: Mapping[str, object]) -> str:
 
 def _defect_of(path: Path, expected: FileDigest) -> Defect | None:
     try:
-        with _open_regular(path) as file:
+        with open_to_read(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size != expected.size:
                 return Defect("damaged", f"{size} bytes instead of {expected.size}")
@@ -160,19 +161,6 @@ def _os_defect(error: OSError, where: str = "") -> Defect:
         error.errno == errno.ELOOP
     )
     return Defect("damaged" if everywhere else "unreadable", f"{where}{error.strerror or error}")
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError, also for a directory, a pipe or a device in its place."""
-    # Without O_NONBLOCK, opening a pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return open(descriptor, "rb")
-    os.close(descriptor)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, "a directory, not a file", str(path))
-    raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
 
 
 def _is_inside(name: str) -> bool:

@@ -17,9 +17,12 @@ _NOT_SHOWN = ("time", "event", "metrics_bytes")
 
 def event_line(event: Event, *, with_date: bool = False) -> Text:
     """Return ``12:30:05  checkpoint  step 40 committed, 1.2 GB in 3.1 s``."""
-    moment = event.get("time")
+    moment = event.get("time", "")
     form = "%Y-%m-%d %H:%M:%S" if with_date else "%H:%M:%S"
-    when = time.strftime(form, time.localtime(moment if isinstance(moment, int | float) else 0.0))
+    try:
+        when = time.strftime(form, time.localtime(float(moment)))
+    except (TypeError, ValueError, OverflowError, OSError):  # no time, or none that a calendar has
+        when = "no time"
     name = plain(str(event.get("event", "")))
     return Text.assemble((when, "dim"), f"  {name:<14}", (f"  {plain(event_sentence(event))}", "dim"))
 
@@ -36,7 +39,7 @@ def event_sentence(event: Event) -> str:
     sentence = _SENTENCES.get(str(event.get("event")))
     try:
         return sentence(event) if sentence is not None else _fields(event)
-    except (KeyError, TypeError, ValueError):  # written by another version
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):  # written by another version
         return _fields(event)
 
 

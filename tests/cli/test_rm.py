@@ -16,7 +16,7 @@ from scaletrain_cli.launch.local import LocalScheduler
 from scaletrain_cli.launch.processes import ProcessIdentity
 from scaletrain_cli.rundir.committing import close_attempt
 from scaletrain_cli.rundir.paths import RunDir, runs_root
-from scaletrain_cli.ui.event_view import event_sentence
+from scaletrain_cli.ui.event_view import event_line, event_sentence
 from tests.cli.command_line import scaletrain
 from tests.cli.prepared_runs import living_process, prepare
 from tests.rundir.test_checkpoints import ATTEMPT, save
@@ -251,6 +251,11 @@ def test_events_are_sentences() -> None:
 )
 def test_an_event_of_any_form_is_a_sentence(event: dict[str, object], sentence: str) -> None:
     assert event_sentence(event) == sentence
+
+
+@pytest.mark.parametrize("moment", [1e300, -1e18, "x", None, [1]], ids=str)
+def test_an_event_of_no_time_that_a_calendar_has_is_a_line(moment: object) -> None:
+    assert event_line({"event": "finished", "step": 9, "time": moment}).plain.endswith("at step 9")
 
 
 def test_no_event_shows_what_only_python_says() -> None:

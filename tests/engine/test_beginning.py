@@ -232,7 +232,7 @@ def test_a_folder_in_the_place_of_a_shard_costs_that_checkpoint_alone(run: RunDi
     shard.unlink()
     shard.mkdir()
     begin = beginning(run)
-    assert (begin.step, begin.passed_over) == (10, ["step-00000020/shard.pt: a directory, not a file"])
+    assert (begin.step, begin.passed_over) == (10, ["step-00000020/shard.pt: Is a directory"])
 
 
 def test_a_copy_under_another_steps_name_is_reported_and_the_newest_is_taken(run: RunDir) -> None:
