@@ -20,6 +20,7 @@ from typing import IO, cast
 from scaletrain_cli.errors import UsageError
 
 PYTHON_STDLIB = "python-stdlib"
+SOURCES = f"Give {PYTHON_STDLIB}, a prepared dataset, or a path or glob of text files."
 FORMATS = ("txt", "md", "py", "jsonl", "parquet")
 COMPRESSED = ("txt.gz", "md.gz", "py.gz", "jsonl.gz")
 # The library itself only: no installed packages, and no tests, whose generated tables are not worth learning.
@@ -50,8 +51,16 @@ def kind_of(path: Path) -> str:
     return path.suffix.lstrip(".").lower()
 
 
+class NoCorpusError(UsageError):
+    """A source without files that are read (exit 2); ``why`` is the reason alone."""
+
+    def __init__(self, source: str, why: str) -> None:
+        super().__init__(f"data.source = {source}: {why}. {SOURCES}")
+        self.why = why
+
+
 def find_files(source: str, folder: Path = Path()) -> CorpusFiles:
-    """The files that a source names, seen from ``folder``. Raises UsageError where there are none that are read."""
+    """The files that a source names, seen from ``folder``. Raises NoCorpusError where there are none that are read."""
     if source == PYTHON_STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         found = [p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(p.relative_to(root).parts)]
@@ -67,7 +76,7 @@ def find_files(source: str, folder: Path = Path()) -> CorpusFiles:
             names = glob.glob(str(Path(os.path.expanduser(source))), root_dir=folder, recursive=True)
             found = [entry for name in names if not (entry := folder / name).is_dir()]
     except OSError as error:
-        raise UsageError(f"data.source = {source}: cannot be read: {error}.") from error
+        raise NoCorpusError(source, f"cannot be read: {error}") from error
     files = []
     for entry in sorted(found):
         if kind_of(entry) in FORMATS:
@@ -78,10 +87,7 @@ def find_files(source: str, folder: Path = Path()) -> CorpusFiles:
         what = f"no {', '.join((*FORMATS, *COMPRESSED))} file there"
         if not found and not path.is_dir():
             what = "no file matches" if glob.has_magic(source) else "no such file or folder"
-        raise UsageError(
-            f"data.source = {source}: {what}. "
-            f"Give {PYTHON_STDLIB}, a prepared dataset, or a path or glob of text files."
-        )
+        raise NoCorpusError(source, what)
     return CorpusFiles(tuple(files), dict(not_read))
 
 

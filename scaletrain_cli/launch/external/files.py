@@ -8,18 +8,13 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.launch.external.view import View, parent_of_glob
 from scaletrain_cli.safe_files import open_to_read
 from scaletrain_cli.spec import ModelSpec, RunSpec
-from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, find_files, kind_of, problems_of
+from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, SOURCES, NoCorpusError, find_files, kind_of, problems_of
 from scaletrain_cli.spec.weights_config import config_mismatches
-
-if TYPE_CHECKING:
-    pass
-
-from scaletrain_cli.launch.external.view import View, parent_of_glob
 
 
 def source_problems(view: View) -> Iterator[Problem]:
@@ -27,7 +22,6 @@ def source_problems(view: View) -> Iterator[Problem]:
     source = view.spec.data.source
     if view.spec.code.engine is not None or source == PYTHON_STDLIB or view.unseen(parent_of_glob(source)):
         return
-    hint = f"Give {PYTHON_STDLIB}, a prepared dataset, or a path or glob of text files."
     prepared = view.folder / Path(os.path.expanduser(source))
     if (prepared / "dataset.json").is_file():
         if why := _prepared_problem(prepared, view.spec):
@@ -35,9 +29,8 @@ def source_problems(view: View) -> Iterator[Problem]:
         return
     try:
         found = find_files(source, view.folder)
-    except UsageError as error:
-        what = error.message.partition(": ")[2].partition(". ")[0]
-        yield view.problem("data.source", f"{what}.", source, hint)
+    except NoCorpusError as error:
+        yield view.problem("data.source", f"{error.why}.", source, SOURCES)
         return
     for why in problems_of(found.files):
         yield view.problem("data.source", f"{why}.", source, "Repair the file, or leave it out of the source.")

@@ -6,13 +6,9 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.spec import RunSpec
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
