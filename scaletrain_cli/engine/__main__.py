@@ -9,8 +9,10 @@ import contextlib
 import os
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 
+from scaletrain_cli.engine.agent_watch import AgentWatch
 from scaletrain_cli.engine.heartbeat import IMPORT_SECONDS, Heartbeat, show_stacks_when_asked
 from scaletrain_cli.engine.last_words import exit_code_of, reason_of
 from scaletrain_cli.engine.signals import PreemptionFlag, die_with_agent
@@ -32,8 +34,18 @@ def main() -> int:
     heartbeat = Heartbeat.from_environment(os.environ)
     heartbeat.beat(0, "imports", IMPORT_SECONDS)
     run, attempt, rank = RunDir(Path(sys.argv[1])), int(os.environ["SCALETRAIN_ATTEMPT"]), int(os.environ["RANK"])
+    watch = AgentWatch.of_rank(run, attempt)
+    watch.start()
+    code = _exit_code(run, attempt, rank, flag, heartbeat, watch)
+    watch.leave()
+    return code
+
+
+def _exit_code(
+    run: RunDir, attempt: int, rank: int, flag: PreemptionFlag, heartbeat: Heartbeat, watch: AgentWatch
+) -> int:
     try:
-        return int(_train(run, attempt, flag, heartbeat))
+        return int(_train(run, attempt, flag, heartbeat, watch))
     except PreemptedError as error:
         print(error, flush=True)
         return int(error.exit_code)
@@ -47,7 +59,7 @@ def main() -> int:
         return int(code)
 
 
-def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat) -> ExitCode:
+def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat, watch: AgentWatch) -> ExitCode:
     from scaletrain_cli.engine.assembly import assemble, preflight_alone
     from scaletrain_cli.engine.measure.out_of_memory import reporting_out_of_memory
     from scaletrain_cli.engine.preflight import gate
@@ -56,16 +68,17 @@ def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat
 
     record, ranks = read_record(run), Ranks.from_environment()
     grace = record.spec.cluster.grace_seconds
-    flag.at_the_latest(grace - min(_LAST_SECONDS, _LAST_SHARE * grace), _leave_as_it_is)
+    flag.at_the_latest(grace - min(_LAST_SECONDS, _LAST_SHARE * grace), partial(_leave_as_it_is, watch))
     with reporting_out_of_memory(run, record.plan, attempt, ranks.rank):
         if os.environ.get(gate.ONLY) == "preflight":
             return preflight_alone(run, record, ranks, attempt)
         return assemble(run, record, ranks, attempt, flag, heartbeat).fit()
 
 
-def _leave_as_it_is() -> None:
+def _leave_as_it_is(watch: AgentWatch) -> None:
     """From a thread: the main one is in a compilation, a collective or a save that outlasts the grace period."""
     print("the grace period is over: the newest committed checkpoint is what remains", flush=True)
+    watch.leave()
     os._exit(ExitCode.PREEMPTED)
 
 

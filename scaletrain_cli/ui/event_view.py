@@ -127,6 +127,11 @@ def _hang(event: Event) -> str:
     return f"{event.get('message') or 'no progress'} (attempt {event['attempt']}, node {event['node']})"
 
 
+def _node_agent_stopped(event: Event) -> str:
+    then = "does not stay continued; its ranks save and leave" if event["ends"] else "was continued by its ranks"
+    return f"the agent of node {event['node']} was stopped by a signal for {event['seconds']} s and {then}"
+
+
 def _signal(event: Event) -> str:
     return f"{event['signal']} on node {event['node']}, forwarded to its ranks"
 
@@ -151,6 +156,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "spike": _spike,
     "stragglers": _stragglers,
     "hang": _hang,
+    "node-agent-stopped": _node_agent_stopped,
     "signal": _signal,
     "nodes-excluded": _nodes_excluded,
     "wandb-off": lambda event: f"Weights & Biases is off, the run goes on without: {event['message']}",

@@ -204,6 +204,23 @@ def test_a_stopped_rank_is_found_by_its_silence_and_named_and_the_run_goes_on(
 
 
 @pytest.mark.long
+def test_a_stopped_node_agent_is_continued_by_its_ranks_and_the_preemption_that_it_missed_loses_no_step(
+    dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "slow-rank attempt=1 seconds=2 step=15")
+    drill = submit_drill(dataset)
+    drill.wait_for_step(15)
+    agent = drill.agent_pid()
+    for signum in (signal.SIGSTOP, signal.SIGUSR1):
+        os.kill(agent, signum)
+    drill.wait_for_end()
+    assert [event["ends"] for event in drill.events("node-agent-stopped")] == [False]
+    assert [event["reason"] for event in drill.events("attempt-ended")] == ["preempted", "done"]
+    assert drill.beginnings()[1]["lost_steps"] == 0
+    assert_same_run(drill, undisturbed())
+
+
+@pytest.mark.long
 def test_starting_from_scratch_after_damage_keeps_the_new_checkpoints(dataset: Path) -> None:
     drill = submit_drill(dataset, checkpoint__keep=1)
     drill.wait_for_step(22)

@@ -16,9 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from scaletrain_cli.engine.agent_watch import AgentWatch
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.heartbeat import Heartbeat, show_stacks_when_asked
-from scaletrain_cli.rundir.paths import swap_folder
+from scaletrain_cli.rundir.paths import RunDir, swap_folder
 
 RANK = int(os.environ.get("RANK", "0"))
 ATTEMPT = int(os.environ.get("SCALETRAIN_ATTEMPT", "0"))
@@ -46,11 +47,15 @@ def main() -> int:
     for name in fake.get("echo", []):
         say(f"{name}={os.environ[name]!r}")
     say("up")
+    watch = AgentWatch.of_rank(RunDir(run_folder), ATTEMPT, **fake.get("agent_watch", {}))
+    watch.start()
     if fake.get("detached_child"):
         program = "import os, time; print('child', os.getpid(), flush=True); time.sleep(600)"
         subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
         time.sleep(0.3)
-    return misbehave(run_folder, fake)
+    code = misbehave(run_folder, fake)
+    watch.leave()
+    return code
 
 
 def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
@@ -61,6 +66,7 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
     ignore signals. ``save_seconds``: how long a save takes after a signal. ``echo``: variables to print. ``touch``: a
     file to make. ``swap``: write to the node's disk, as NVMe offload does. ``hang``: {"attempt:rank": step at which it
     waits for ever}; with ``stopped``, these ranks do so by SIGSTOP. ``silence``: seconds that a step may take.
+    ``agent_watch``: limits of the watch over the node agent.
     $SCALETRAIN_FAULT strikes as in the engine.
     """
     heartbeat = Heartbeat.from_environment(os.environ)
