@@ -23,6 +23,7 @@ from typing import Any
 
 from scaletrain_cli import __version__
 from scaletrain_cli.errors import ScaletrainError, SchedulerSilentError, UsageError
+from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.code_hash import code_hash
 from scaletrain_cli.launch.code_snapshot import Snapshot, take_snapshot, write_snapshot
 from scaletrain_cli.launch.scheduler import Scheduler
@@ -149,9 +150,20 @@ def create_run(
 def submit_run(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submission:
     """Hand the job over unless that was done before; the earlier submission is returned then."""
     with submit_lock(run):
-        earlier = read_submission(run)
-        done = earlier is not None and open_request(run) is None
-        return earlier if earlier is not None and done else hand_over(run, record, scheduler)
+        earlier, request = read_submission(run), open_request(run)
+        if request is None and earlier is not None:
+            return earlier
+        if request is not None and (begun := _begun_since(run, request)) is not None:
+            return _submitted(run, begun)
+        return hand_over(run, record, scheduler)
+
+
+def _begun_since(run: RunDir, request: Request) -> Submission | None:
+    """Return the submission whose answer was lost, where an attempt of its job shows that the scheduler took it."""
+    begun = [attempt for attempt in read_attempts(run) if attempt.number >= request.first_attempt]
+    if not begun:
+        return None
+    return Submission(request.scheduler, begun[-1].job_id, request.asked, request.first_attempt, request.revision)
 
 
 def hand_over(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submission:
@@ -160,7 +172,7 @@ def hand_over(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submissio
     The intent is on disk before the scheduler is asked, and stays there unless it refuses: an answer may be lost.
     """
     earlier, request, before = read_document(_submission_path(run)), open_request(run), read_submission(run)
-    first_attempt = request.first_attempt if request is not None else max(run.attempts(), default=0) + 1
+    first_attempt = max(run.attempts(), default=0) + 1
     text = scheduler.render(run, record)
     lost = None if request is None else request.asked
     asked = Request(record.spec.cluster.scheduler, time.time(), first_attempt, record.revision, before, lost)
@@ -176,11 +188,17 @@ def hand_over(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submissio
             _write_submission(run, earlier)
         raise
     submission = Submission(record.spec.cluster.scheduler, job_id, time.time(), first_attempt, record.revision)
+    code = {} if record.code is None else {"code": record.code.name}
+    _submitted(run, submission, **code)
+    keep_sent(run, text)
+    return submission
+
+
+def _submitted(run: RunDir, submission: Submission, **more: str) -> Submission:
+    """Record that the scheduler has taken the job."""
     data = dataclasses.asdict(submission)
     _write_submission(run, {"state": "submitted", **data})
-    keep_sent(run, text)
-    code = {} if record.code is None else {"code": record.code.name}
-    record_event(run, "submitted", **{key: value for key, value in data.items() if key != "submitted"}, **code)
+    record_event(run, "submitted", **{key: value for key, value in data.items() if key != "submitted"}, **more)
     return submission
 
 

@@ -175,6 +175,21 @@ def test_a_lost_answer_is_no_refusal_and_a_second_submit_makes_no_second_job(
     assert len(controller.jobs) == len(controller.called("sbatch")) == 1
 
 
+def test_a_job_that_has_run_and_ended_though_sbatch_had_no_answer_is_not_sent_again(
+    controller: Controller, made: MadeRun
+) -> None:
+    controller.fails("sbatch", TIMED_OUT, works=True)
+    (controller.folder / "then-squeue-fails").touch()
+    with pytest.raises(SchedulerSilentError):
+        submit_run(made.run, made.record, SLURM)
+    controller.recovers()
+    begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="100", nodes=("n1",))
+    controller.becomes("COMPLETED")
+    assert submit_run(made.run, made.record, SLURM).job_id == "100"
+    assert len(controller.jobs) == len(controller.called("sbatch")) == 1
+    assert (open_request(made.run), read_submission(made.run) is not None) == (None, True)
+
+
 def test_cancel_ends_a_job_whose_id_was_never_received(controller: Controller, made: MadeRun) -> None:
     controller.fails("sbatch", TIMED_OUT, works=True)
     submit_run(made.run, made.record, SLURM)
