@@ -128,7 +128,7 @@ def _known() -> dict[str, list[str]]:
     from scaletrain_cli.project_files import recipes
     from scaletrain_cli.spec import presets
 
-    return {"recipes": [*recipes()], "presets": [*presets()], "accelerators": ["cpu", *accelerator_names()]}
+    return {"recipes": [*recipes()], "presets": [*presets()], "accelerators": [*accelerator_names()]}
 
 
 def _recipe(name: str, target: Path) -> dict[Path, str]:
