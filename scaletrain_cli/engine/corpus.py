@@ -16,6 +16,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec.corpus_files import (
+    FEW_REPLACED,
     MOST_REPLACED,
     PYTHON_STDLIB,
     find_files,
@@ -30,7 +31,6 @@ _LONGEST_TEXT_DOCUMENT = 1 << 20  # characters
 _TEXT_DOCUMENT = 1 << 14
 _BLANK_LINE = re.compile(r"\n[ \t]*\n")
 _BROKEN = re.compile("[\ud800-\udfff]")
-_FEW_REPLACED = 3
 _BLOCK_BYTES = 1 << 20
 
 
@@ -82,10 +82,10 @@ def documents(source: str, tally: Tally | None = None) -> Iterator[str]:
         with _readable(path):
             for text in _documents_of(path, own):
                 own.characters += len(text)
-                if own.replaced > max(_FEW_REPLACED, MOST_REPLACED * max(own.characters, _TEXT_DOCUMENT)):
+                if own.replaced > max(FEW_REPLACED, MOST_REPLACED * max(own.characters, _TEXT_DOCUMENT)):
                     _refuse_encoding(path, own)
                 yield text
-        if own.replaced > max(_FEW_REPLACED, MOST_REPLACED * own.characters):
+        if own.replaced > max(FEW_REPLACED, MOST_REPLACED * own.characters):
             _refuse_encoding(path, own)
         whole.characters += own.characters
         whole.replaced += own.replaced

@@ -228,7 +228,7 @@ def _wait_for_start(run: RunDir, pid: int, said_before: int) -> int | None:
     while time.monotonic() < deadline:
         code = _exit_code(pid)  # before the file is read, which an ended process can no longer write
         supervisor = read_document(run.path / "supervisor.json")
-        is_known = supervisor is not None and supervisor["pid"] == pid
+        is_known = supervisor is not None and supervisor.get("pid") == pid
         if supervisor is not None and is_known and supervisor.get("at_work"):
             return code
         if code is not None:

@@ -200,7 +200,8 @@ def _sparse_layers(config: dict[str, Any]) -> dict[str, Any]:
 
 def sliding_window(config: dict[str, Any]) -> int | None:
     """The tokens that some layer attends to, where that is less than all of them."""
-    window, used = config.get("sliding_window"), config.get("use_sliding_window", True)
+    window = config.get("sliding_window")
+    used = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))  # as transformers
     if config.get("layer_types"):
         used = "sliding_attention" in config["layer_types"]
     return window if used and isinstance(window, int) and not isinstance(window, bool) else None

@@ -32,7 +32,7 @@ _LOOKED_INTO = 32  # files of a corpus whose beginning is read before a run
 _PARQUET_MAGIC = b"PAR1"
 # Replaced characters per character: a stray byte is dirt, more is another encoding or no text at all.
 MOST_REPLACED = 0.001
-_FEW_REPLACED = 3  # of a beginning, however short
+FEW_REPLACED = 3  # of a text, however short
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def problem_of(path: Path) -> str:
         return "holds NUL bytes and is no UTF-8 text"
     text = beginning.decode("utf-8", "replace")
     replaced = text[:-1].count("\ufffd") - beginning.count("\ufffd".encode())
-    if replaced > max(_FEW_REPLACED, MOST_REPLACED * len(text)):
+    if replaced > max(FEW_REPLACED, MOST_REPLACED * len(text)):
         return f"is no UTF-8 text: {replaced} of its first {len(text)} characters cannot be decoded"
     return ""
 

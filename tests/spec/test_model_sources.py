@@ -10,6 +10,7 @@ import pytest
 from scaletrain_cli.errors import SpecError
 from scaletrain_cli.plan import parameter_count
 from scaletrain_cli.spec import presets
+from scaletrain_cli.spec.architecture_source import sliding_window
 from tests.spec.samples import FIXTURES, load, problem, problems
 
 START = "schema: scaletrain/v1\nname: a\ndata: {source: x, tokenizer: {vocab_size: 512}}\n"
@@ -183,6 +184,8 @@ def test_a_sliding_window_is_trained_within_it_or_refused() -> None:
     told = problem(f"{START}model: {{hf_config: mistral, seq_len: 8192}}\n")
     assert "has sliding_window = 4096, and model.seq_len is 8192" in told
     assert load(f"{START}model: {{hf_config: qwen2}}\n").model.seq_len == 8192, "its window is not used"
+    assert sliding_window({"model_type": "qwen3", "sliding_window": 4096}) is None
+    assert sliding_window({"model_type": "mistral", "sliding_window": 4096}) == 4096
 
 
 def test_keys_beside_a_source_win_over_it() -> None:
