@@ -44,8 +44,11 @@ _NAME = re.compile(
     r"(^|[_.\-/])(token|secrets?|password|passwd|passphrase|credentials?|(api|access|secret|private|auth)[_-]?key)$"
 )
 _PASSWORD = re.compile(r"pass(word|wd|phrase)$")
-_PLAIN = re.compile(r"(?i)|true|false|yes|no|on|off|none|null|auto|\d{1,6}|[~./][^\s]*|file://\S+")
+_PLAIN = re.compile(
+    r"(?i)|true|false|yes|no|on|off|none|null|auto|\d{1,6}|[~./][^\s]*|file://\S+|<[^\s<>]{1,30}>|\[[a-z]{1,10}\]"
+)
 _RANDOM = re.compile(r"[A-Za-z0-9+_/-]{32,}={0,2}")
+_LONGEST_WORD = 12  # between - _ + and /: names of models and runs join shorter ones, with a number here and there
 _LARGEST_NUMBER = 10.0**40
 _BITS_PER_CHARACTER = 4.2
 _CHANGES_PER_CHARACTER = 0.45  # between capitals, small letters and digits: about 0.6 in random text, 0.2 in names
@@ -150,6 +153,8 @@ def _why_form(text: str, key: Key) -> str | None:
 
 def _is_random(text: str) -> bool:
     if _RANDOM.fullmatch(text) is None or text[0] in "/-" or text.count("/") > len(text) // 16:
+        return False
+    if all(len(word) <= _LONGEST_WORD for word in re.split(r"[-_+/]", text)):
         return False
     kinds = ["a" if c.islower() else "A" if c.isupper() else "0" if c.isdigit() else "" for c in text]
     if min(kinds.count("a"), kinds.count("A"), kinds.count("0")) < 3:

@@ -68,6 +68,10 @@ HARMLESS = {
     "IMAGE": "nvcr.io/nvidia/pytorch@sha256:" + "0123456789abcdef" * 4,
     "UUID": "GPU-8f6f0d3e-2b1c-4c4e-9d2a-0a1b2c3d4e5f",
     "SSH": "ssh://git@example.org:22/repo",
+    "PAD_TOKEN": "<pad>",
+    "EOS_TOKEN": "<|endoftext|>",
+    "MASK_TOKEN": "[MASK]",
+    "RUN_NAME": "Llama3-8B-Instruct-DPO-Lr5e6-Beta01-Run42",
     "S3": "s3://bucket-Name0/Folder1/SubFolder2/File3.parquet",
 }
 
