@@ -23,7 +23,8 @@ IMPORT_SECONDS = 900.0  # of torch, by all nodes at once from one shared disk
 _SET_UP_SECONDS, _FIRST_STEP_SECONDS, _COMPILE_SECONDS = 600.0, 300.0, 900.0
 _SLOWEST_BYTES_PER_SECOND = 50e6  # of a node that loads its part of the states from a busy shared disk
 _PLANNED_STEPS = 20.0  # a first step loads kernels, makes communicators and fills caches; plans of CPUs are rough
-_SMALLEST_FIRST_STEP_SECONDS = 60.0  # whatever guard.hang says of steps
+# Whatever guard.hang says of steps: first ones load kernels and set up NCCL, a minute or more over hundreds of GPUs.
+_SMALLEST_FIRST_STEP_SECONDS = 120.0
 DATA_SECONDS = 24 * 3600.0  # others wait while rank 0 prepares data and verifies a checkpoint
 _FLOOR_SECONDS = 30.0
 _MEDIANS = 5.0

@@ -77,13 +77,13 @@ def _probe(spec: RunSpec, plan: RunPlan, folder: Path) -> list[NodeFacts]:
 def _submit(spec: RunSpec, folder: Path) -> Any:
     import submitit
 
-    # srun writes the tasks' logs. Python starts in an empty folder of ours, as submitit's command line imports from it.
-    options: dict[str, str | bool] = {"output": "/dev/null", "error": "/dev/null", "chdir": str(folder)}
+    # srun writes the tasks' logs.
+    options: dict[str, str | bool] = {"output": "/dev/null", "error": "/dev/null"}
     for option in sbatch_options(spec, folder.name):
         name, equals, value = option.partition("=")
         if name not in _SAID_OTHERWISE:
             options[name] = value if equals else True
-    with _only_what_is_passed_on(spec):
+    with _only_what_is_passed_on(spec), _started_in(folder):
         executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=0)
         executor.update_parameters(
             job_name="scaletrain-probe",
@@ -141,6 +141,21 @@ def _nothing_from(names: list[str], folder: Path) -> Iterator[Problem]:
             f"no answer: it does not see {folder.parent}, or Python and this package, at the same place as here.{said}",
             hint="Put the runs root ($SCALETRAIN_RUNS) and the installation on a file system that the nodes share.",
         )
+
+
+@contextlib.contextmanager
+def _started_in(folder: Path) -> Iterator[None]:
+    """Let the job start in this empty folder of ours: Python imports from where submitit's command line starts it.
+
+    Not --chdir, whose value sbatch cannot read in a job script where it has quotes or line breaks.
+    """
+    before = os.open(".", os.O_PATH | os.O_DIRECTORY)
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.fchdir(before)
+        os.close(before)
 
 
 @contextlib.contextmanager

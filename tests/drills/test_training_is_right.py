@@ -73,7 +73,7 @@ def test_a_corpus_that_is_not_there_stops_the_run_with_the_reason(tmp_path: Path
     assert "nothing.jsonl" in ended["message"]
 
 
-def test_another_dataset_under_a_resumed_run_is_refused(dataset: Path, tmp_path: Path) -> None:
+def test_prepared_data_that_were_edited_under_a_stopped_run_are_refused(dataset: Path, tmp_path: Path) -> None:
     copy = tmp_path / "dataset"
     copy.mkdir()
     for path in dataset.iterdir():
@@ -84,5 +84,6 @@ def test_another_dataset_under_a_resumed_run_is_refused(dataset: Path, tmp_path:
     (copy / "dataset.json").write_text(json.dumps({**described, "fingerprint": "0" * 64}))
     drill.preempt()
     drill.wait_for_end()
-    assert [event["exit_code"] for event in drill.events("attempt-ended")] == [75, 2]
-    assert "other data" in drill.events("attempt-ended")[-1]["message"]
+    ended = drill.events("attempt-ended")
+    assert [(event["exit_code"], event["reason"]) for event in ended] == [(75, "preempted"), (93, "data")]
+    assert "dataset.json" in ended[-1]["message"]

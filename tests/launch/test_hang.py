@@ -270,7 +270,7 @@ def test_the_limits_of_set_up_and_first_steps_follow_from_the_size_of_the_run(li
     assert limits(bytes_per_node=1e11) == (2600.0, 320.0)
     assert limits(compiled=True) == (600.0, 1220.0)
     assert limits(hang_seconds=120.0) == (600.0, 120.0), "the user's own limit holds from the first step on"
-    assert limits(hang_seconds=5.0) == (600.0, 60.0)
+    assert limits(hang_seconds=5.0) == (600.0, 120.0)
     assert limits(hang_seconds=120.0, compiled=True) == (600.0, 1020.0)
     line.heart.beat(1, "save")
     assert line.allowed() == LONG_SECONDS

@@ -18,6 +18,7 @@ _FEWEST_NORMS = 32  # gradient norms of a fresh model change by orders of magnit
 _FEWEST_LOSSES_FOR_SPREAD = 32
 _LOSS_DEVIATIONS = 7.0
 _LOSS_RATIO = 1.25
+_USUAL_FACTOR = 3.0  # the default of guard.spike.factor
 # Norms have heavy tails: one that is thrice the median is an ordinary step. OLMo 2 calls seven standard deviations from
 # the running mean a spike (arXiv:2501.00656, spike score); where norms hardly vary at all that is little, so it must be
 # ten times the median besides. SPAM's spikes are of a squared gradient of 50 times its mean (arXiv:2501.06842).
@@ -102,8 +103,9 @@ class SpikeGuard:
             return False
         if len(self._losses) < _FEWEST_LOSSES_FOR_SPREAD:
             return loss > self._factor * median
-        limit = max(_LOSS_RATIO * median, median + _LOSS_DEVIATIONS * _deviation(self._losses, median))
-        return loss > min(limit, self._factor * median)
+        lenient = max(1.0, self._factor / _USUAL_FACTOR)  # who asks for a larger factor has rougher losses
+        spread = lenient * max((_LOSS_RATIO - 1) * median, _LOSS_DEVIATIONS * _deviation(self._losses, median))
+        return loss > min(median + spread, self._factor * median)
 
     def _norm_stands_out(self, norm: float) -> bool:
         median = self.median_norm

@@ -114,6 +114,14 @@ def test_a_late_spike_below_the_factor_is_found_by_the_spread() -> None:
     assert judged(noisy, [(4.5, 0.5)] * 3) == ["fine"] * 3, "twice the median, and within the spread"
 
 
+def test_a_large_factor_makes_the_spread_lenient_too() -> None:
+    late = [(2.2 + 0.01 * (step % 3), 0.5) for step in range(64)]
+    lenient = SpikeGuard(12.0, 1)
+    judged(lenient, late)
+    assert judged(lenient, [(4.0, 0.5)]) == ["fine"], "four times a quarter above the median is allowed"
+    assert judged(lenient, [(4.6, 0.5)]) == ["spike"]
+
+
 def test_a_small_factor_is_still_kept_to() -> None:
     strict = SpikeGuard(1.1, 1)
     judged(strict, [(2.2 + 0.01 * (step % 3), 0.5) for step in range(64)])

@@ -117,5 +117,5 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_torchao_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(UsageError, match=r"needs torchao.*scaletrain\[fp8\]"):
+    with pytest.raises(UsageError, match=r"needs torchao.*pip install.*\[fp8\]"):
         use_fp8_linears(build_model(spec("llama"), seed=0), CPU, emulated=True)
