@@ -67,9 +67,9 @@ def clear(
 
     root = runs_root()
     try:
-        gone = forget_bad_nodes(root, nodes or (), time.time())
+        gone = forget_bad_nodes(root, nodes or (), time.time()) if root.is_dir() else []
     except OSError as error:
-        raise UsageError(f"{root} cannot be written: {error}") from error
+        raise UsageError(f"{root} cannot be written: {error.strerror or error}") from error
     missing = sorted(set(nodes or ()) - set(gone))
     if missing:
         raise UsageError(f"nothing was known against {', '.join(missing)}. `scaletrain nodes list` shows the nodes.")

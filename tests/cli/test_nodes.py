@@ -65,6 +65,14 @@ def test_a_node_is_forgotten_by_name_and_an_unknown_one_is_an_error() -> None:
     assert scaletrain("nodes", "list", "--json").data["nodes"] == []
 
 
-def test_a_runs_root_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "none"))
-    assert scaletrain("nodes", "clear").code == 2
+def test_a_runs_root_that_cannot_be_written_is_an_error(root: Path) -> None:
+    (root / ".bad-nodes.lock").mkdir()
+    ended = scaletrain("nodes", "clear")
+    assert (ended.code, "cannot be written" in ended.err, "Errno" in ended.err) == (2, True, False), ended.err
+
+
+def test_before_the_first_run_there_is_nothing_to_forget(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(root / "not made yet"))
+    ended = scaletrain("nodes", "clear")
+    assert (ended.code, "nothing to forget" in ended.err) == (0, True)
+    assert not (root / "not made yet").exists()
