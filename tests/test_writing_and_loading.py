@@ -27,7 +27,10 @@ MAY_WRITE = {
 MAY_LOAD = {
     ("scaletrain_cli/engine/measure/out_of_memory.py", "import pickle"): "to dump for torch's viewer, never to load",
     ("scaletrain_cli/engine/measure/out_of_memory.py", "pickle.dump"): "what pytorch.org/memory_viz reads",
-    ("scaletrain_cli/launch/slurm_probe.py", "import submitit"): "pickles in a folder made anew, mode 0700",
+    (
+        "scaletrain_cli/launch/slurm_probe.py",
+        "import submitit",
+    ): "composes and sends the batch script alone; pickles in submit(), which is not called",
     ("scaletrain_cli/launch/slurm_probe.py", "submitit.SlurmExecutor"): "the same",
 }
 _UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "submitit"}

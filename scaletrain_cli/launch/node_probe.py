@@ -1,14 +1,17 @@
 """What a node says of itself before a job is queued, and how that compares with the plan.
 
-probe_node runs on every node, so it uses the standard library only. Knows no scheduler.
+Started on every node as ``python -m scaletrain_cli.launch.node_probe FOLDER TOKEN``, it leaves its facts in the folder
+as JSON. probe_node uses the standard library only. Knows no scheduler.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import platform
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +21,7 @@ from scaletrain_cli.errors import Problem
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.node_check import count_gpus, usable_cores
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.safe_files import create_file, touch
 from scaletrain_cli.spec import RunSpec
 
@@ -38,6 +42,18 @@ class NodeFacts:
     python: str
     packages: dict[str, str]
     folder_problem: str
+
+
+def answer_file(folder: Path, task: int) -> Path:
+    """Return where the task of this number leaves what it found."""
+    return folder / f"node-{task}.json"
+
+
+def read_answer(folder: Path, task: int) -> NodeFacts | None:
+    """Return what a task found; None as long as it has left nothing. Raises UsageError for something else there."""
+    path = answer_file(folder, task)
+    data = read_document(path)
+    return None if data is None else from_document(NodeFacts, data, path)
 
 
 def place_token(folder: Path, token: str) -> None:
@@ -118,3 +134,13 @@ def _problem_of(folder: Path, token: str) -> str:
     except OSError as error:
         return f"{error.filename} cannot be used here: {error.strerror or error}."
     return ""
+
+
+def main(folder: str, token: str) -> None:
+    """Look around and leave the facts, under the number that Slurm gave this task."""
+    task = int(os.environ["SLURM_PROCID"])
+    write_document(answer_file(Path(folder), task), dataclasses.asdict(probe_node(folder, token)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

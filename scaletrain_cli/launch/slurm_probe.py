@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -17,11 +18,11 @@ from typing import Any
 
 from scaletrain_cli.errors import MissingPackageError, Problem, SchedulerError, UsageError, WrongNodesError
 from scaletrain_cli.extras import install_command
-from scaletrain_cli.launch.node_probe import NodeFacts, place_token, probe_node, probe_problems
+from scaletrain_cli.launch.node_probe import NodeFacts, answer_file, place_token, probe_problems, read_answer
 from scaletrain_cli.launch.slurm_commands import call_slurm, node_names, passed_on
 from scaletrain_cli.launch.slurm_queue import job_state
 from scaletrain_cli.launch.slurm_script import sbatch_options
-from scaletrain_cli.own_processes import absolute_paths
+from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.safe_files import make_folder
@@ -43,7 +44,7 @@ def probe_nodes(spec: RunSpec, plan: RunPlan) -> list[NodeFacts]:
     folder = root / f".probe-{secrets.token_hex(4)}"  # the dot hides it from `scaletrain list`
     try:
         make_folder(root, mode=0o777)
-        make_folder(folder, mode=0o700, exist_ok=False)  # submitit unpickles what is in it
+        make_folder(folder, mode=0o700, exist_ok=False)
         place_token(folder, folder.name)
     except OSError as error:
         raise UsageError(f"the runs root {root} cannot be written here: {error}") from error
@@ -56,19 +57,15 @@ def probe_nodes(spec: RunSpec, plan: RunPlan) -> list[NodeFacts]:
 def _probe(spec: RunSpec, plan: RunPlan, folder: Path) -> list[NodeFacts]:
     job = _submit(spec, folder)
     try:
-        silent = _wait(job, spec.cluster.nodes)
+        silent = _wait(job.job_id, spec.cluster.nodes, folder)
     finally:
         # --quiet: a job that has ended is what it should be.
         call_slurm(["scancel", "--quiet", job.job_id], accept=("Invalid job id", "already completing"))
-    answers = {index: job.task(index) for index in range(spec.cluster.nodes) if index not in silent}
-    errors = {index: error for index, task in answers.items() if (error := task.exception()) is not None}
-    problems = []
-    if silent or errors:
+    nodes = [facts for index in range(spec.cluster.nodes) if (facts := read_answer(folder, index)) is not None]
+    problems = list(probe_problems(spec, plan, nodes))
+    if silent:
         names = _names(job.job_id, spec.cluster.nodes)
-        problems += [Problem(names[index], "", f"the probe failed: {error}") for index, error in errors.items()]
         problems += _nothing_from([names[index] for index in sorted(silent)], folder)
-    nodes = [task.result() for index, task in answers.items() if index not in errors]
-    problems += probe_problems(spec, plan, nodes)
     if problems:
         raise WrongNodesError("The nodes are not what was planned. Nothing was queued.", tuple(problems))
     return nodes
@@ -83,7 +80,8 @@ def _submit(spec: RunSpec, folder: Path) -> Any:
         name, equals, value = option.partition("=")
         if name not in _SAID_OTHERWISE:
             options[name] = value if equals else True
-    with _only_what_is_passed_on(spec), _started_in(folder):
+    command = shlex.join(python_command("scaletrain_cli.launch.node_probe", str(folder), folder.name))
+    with _only_what_is_passed_on(spec):
         executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=0)
         executor.update_parameters(
             job_name="scaletrain-probe",
@@ -95,17 +93,18 @@ def _submit(spec: RunSpec, folder: Path) -> Any:
             srun_args=["--export=ALL", "--mpi=none", "--kill-on-bad-exit=0"],
         )
         try:
-            return executor.submit(probe_node, str(folder), folder.name)
+            # Not submit(): it pickles, and who may write to the runs root could put another folder in place of ours.
+            return executor._submit_command(command)
         except submitit.core.utils.FailedJobError as error:
             raise SchedulerError(f"the probe was refused: {error}") from error
 
 
-def _wait(job: Any, nodes: int) -> set[int]:
+def _wait(job_id: str, nodes: int, folder: Path) -> set[int]:
     """Until every node has answered or none will any more; the tasks without an answer."""
     deadline = time.monotonic() + _QUEUE_SECONDS
     ended: float | None = None
     while True:
-        silent = {index for index in range(nodes) if not job.task(index).paths.result_pickle.exists()}
+        silent = {index for index in range(nodes) if not answer_file(folder, index).exists()}
         now = time.monotonic()
         if not silent or (ended is not None and now > ended + _LATE_SECONDS):
             return silent
@@ -113,7 +112,7 @@ def _wait(job: Any, nodes: int) -> set[int]:
             raise SchedulerError(
                 f"Slurm gave the probe no {nodes} nodes within {_QUEUE_SECONDS / 60:.0f} min. Submit without --probe."
             )
-        if ended is None and _has_ended(job.job_id):
+        if ended is None and _has_ended(job_id):
             ended = now
         time.sleep(_POLL_SECONDS)
 
@@ -141,21 +140,6 @@ def _nothing_from(names: list[str], folder: Path) -> Iterator[Problem]:
             f"no answer: it does not see {folder.parent}, or Python and this package, at the same place as here.{said}",
             hint="Put the runs root ($SCALETRAIN_RUNS) and the installation on a file system that the nodes share.",
         )
-
-
-@contextlib.contextmanager
-def _started_in(folder: Path) -> Iterator[None]:
-    """Let the job start in this empty folder of ours: Python imports from where submitit's command line starts it.
-
-    Not --chdir, whose value sbatch cannot read in a job script where it has quotes or line breaks.
-    """
-    before = os.open(".", os.O_PATH | os.O_DIRECTORY)
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.fchdir(before)
-        os.close(before)
 
 
 @contextlib.contextmanager
