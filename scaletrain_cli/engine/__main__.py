@@ -83,7 +83,7 @@ def _leave_as_it_is(watch: AgentWatch) -> None:
 
 
 def _record_damaged_data(run: RunDir, attempt: int, rank: int, evidence: dict[str, int | str]) -> None:
-    """Once per file and attempt, though many ranks may read it."""
+    """Record the damage unless another rank of the attempt has; two that find it in one instant both do."""
     event = "damaged-data"
     with contextlib.suppress(OSError):
         known = {(e.get("attempt"), e.get("file")) for e in read_events(run) if e["event"] == event}

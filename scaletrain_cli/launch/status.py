@@ -235,6 +235,8 @@ def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -
         return f"{why}. {SCHEDULERS.get(last.scheduler, last.scheduler)} says: {job.detail}"
     if job.state == "ended" and last.decision is not None and last.decision.requeue:
         return f"{why}. But the job is gone, so that restart will not come; `scaletrain resume` goes on"
+    if job.state == "ended" and last.decision is not None and last.decision.left_to_scheduler:
+        return f"{why}. The job is over, so no attempt follows; `scaletrain resume` goes on"
     return why
 
 

@@ -142,7 +142,7 @@ def test_whatever_slurm_does_to_a_run_costs_no_step_that_was_saved(login: Login)
 
     cluster.run("scancel", job_id)
     cluster.wait_for_state(job_id, "CANCELLED")
-    stopped = login.wait(run_id, lambda now: len(ends(now["run_dir"])) == 2)
+    stopped = login.wait(run_id, lambda now: len(ends(now["run_dir"])) == 2 and now["job"]["state"] == "ended")
     assert stopped["attempt"] == 2
     assert stopped["last_checkpoint_step"] == stopped["step"]
     assert "scaletrain resume" in stopped["why"]
