@@ -91,6 +91,10 @@ def main() -> int:
     if RANK == 0:
         committing.open_attempt(folder, ATTEMPT)  # from here on no earlier attempt can commit any more
         record_event(run, "resumed" if step else "started", step=step)
+    if step >= spec.total_steps:  # saved, and killed before it could say that it was done
+        if RANK == 0:
+            record_event(run, "finished", step=step)
+        return ExitCode.DONE
 
     def save() -> None:
         """4. Hash while writing, commit by rename; a kill in between leaves the one before."""
@@ -135,5 +139,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    dist.destroy_process_group()
-    sys.exit(code)
+    sys.stdout.flush()
+    os._exit(code)  # a process group whose peer has gone may abort in its destructor, which would hide the code
