@@ -74,12 +74,12 @@ def command(
 
 
 def _done(status: RunStatus) -> str:
-    """What was done, by how the job stood. That a state was saved is for `status` to say, once it is on disk."""
+    """Return what cancel did, by the state of the job. It claims no save: `status` reports one once it is on disk."""
     newest = status.last_checkpoint_step
     kept = "it has no checkpoint" if newest is None else f"its newest checkpoint is of step {newest}"
     if status.scheduler == "kubernetes" and status.job.may_be_active and newest is None and not status.attempt:
         gone = f"`scaletrain status {status.run_id}` shows when its pods are gone"  # their volume is not seen here
-        return f"{status.run_id} was told to save and stop; {gone}"
+        return f"{status.run_id} was asked to save and stop; {gone}"
     if status.job.state == "queued":
         return f"cancelled {status.run_id}, which was queued; {kept}"
     if status.job.may_be_active:

@@ -125,14 +125,14 @@ def export(
         options = ["--dtype", dtype, *(["--averaged"] if averaged else [])]
         # From where the run was submitted, or relative paths in its spec would mean something else.
         start = record.working_folder if Path(record.working_folder).is_dir() else None
-        told = ask_engine("export", *map(str, places), *options, needs=_NEEDS, cwd=start)
-    told |= {"step": checkpoint.step, "dtype": dtype}
+        exported = ask_engine("export", *map(str, places), *options, needs=_NEEDS, cwd=start)
+    exported |= {"step": checkpoint.step, "dtype": dtype}
     if as_json:
-        _print(told)
+        _print(exported)
         return
-    size = f"{whole_text(told['parameters'])} parameters, {bytes_text(told['bytes'])} in {dtype}"
-    say(f"step {checkpoint.step} as {told['model_type']}: {size}")
-    if told["tokenizer"] is None:
+    size = f"{whole_text(exported['parameters'])} parameters, {bytes_text(exported['bytes'])} in {dtype}"
+    say(f"step {checkpoint.step} as {exported['model_type']}: {size}")
+    if exported["tokenizer"] is None:
         say("without a tokenizer: neither the prepared data nor a tokenizer of the spec is at hand here")
     typer.echo(visible(str(output)))
 

@@ -47,14 +47,15 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
         resolved = Path(folder) / "spec.json"
         create_file(resolved, json.dumps(run.model_dump(mode="json", by_alias=True)))
         # A process of its own: the tokenizer and numpy stay out of the command line. Its talk is our talk.
-        told = ask_engine("prepare", str(resolved), str(runs_root()), needs=_NEEDS)
+        prepared = ask_engine("prepare", str(resolved), str(runs_root()), needs=_NEEDS)
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
-        print_json(told)
+        print_json(prepared)
         return
     say(
-        f"{whole_text(told['train_tokens'])} tokens to train on, {whole_text(told['validation_tokens'])} to validate, "
-        f"a vocabulary of {whole_text(told['vocab_size'])}"
+        f"{whole_text(prepared['train_tokens'])} tokens to train on, "
+        f"{whole_text(prepared['validation_tokens'])} to validate, "
+        f"a vocabulary of {whole_text(prepared['vocab_size'])}"
     )
-    typer.echo(visible(told["path"]))
+    typer.echo(visible(prepared["path"]))

@@ -82,7 +82,7 @@ def test_a_submission_without_an_answer_is_shown_explained_and_cancelled_by_its_
     assert scaletrain("status", "r1", "--json").data["state"] == "running"
     assert "all 2 pods running" in scaletrain("explain", "r1").out
     said = scaletrain("cancel", "r1", "--yes").err
-    assert "told to save and stop; `scaletrain status r1` shows when its pods are gone" in " ".join(said.split())
+    assert "asked to save and stop; `scaletrain status r1` shows when its pods are gone" in " ".join(said.split())
     assert scaletrain("status", "r1", "--json").data["state"] == "ending"
     ready.objects = {key: body for key, body in ready.objects.items() if key[1] not in ("jobsets", "pods")}
     assert scaletrain("status", "r1", "--json").data["state"] == "cancelled"
