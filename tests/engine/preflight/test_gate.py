@@ -46,9 +46,8 @@ def checked(path: Path, slow_rank: int | None, scheduler: str) -> str:
         measuring._flops = lambda device: 1.0  # type: ignore[assignment]
     else:
         measuring._flops = lambda device: 1e9  # type: ignore[assignment]  # these share two cores
-    if slow_rank is not None:  # and so do their links: another rank could be found slow besides
-        measured = measuring._links
-        measuring._links = lambda *given: [1e9 for _ in measured(*given)]  # type: ignore[assignment]
+    measured = measuring._links  # over cores that the ranks share: only whether each link was measured is kept
+    measuring._links = lambda *given: [1e9 if link > 0 else 0.0 for link in measured(*given)]  # type: ignore[assignment]
     try:
         gate.check_together(run, record, ranks, 1, Agreement(8), torch.device("cpu"))
     except WrongNodesError as error:
