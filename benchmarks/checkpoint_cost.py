@@ -17,19 +17,19 @@ from itertools import pairwise
 from pathlib import Path
 
 from scaletrain_cli.engine.assembly import assemble
-from scaletrain_cli.engine.cadence import Cadence
+from scaletrain_cli.engine.checkpoint.schedule import Cadence
 from scaletrain_cli.engine.faults import Faults
-from scaletrain_cli.engine.heartbeat import Heartbeat
 from scaletrain_cli.engine.process_group import Ranks
-from scaletrain_cli.engine.signals import PreemptionFlag
 from scaletrain_cli.launch.attempts import begin_attempt
-from scaletrain_cli.launch.ports import free_port
-from scaletrain_cli.launch.submission import create_run
+from scaletrain_cli.launch.node.ranks import free_port
+from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
-from scaletrain_cli.plan.survival.durability import best_interval_steps
+from scaletrain_cli.plan.reliability.durability import best_interval_steps
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec import RunSpec, parse_spec
+from scaletrain_cli.worker.heartbeat import Heartbeat
+from scaletrain_cli.worker.signals import PreemptionFlag
 
 _SPEC = """
 schema: scaletrain/v1

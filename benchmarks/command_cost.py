@@ -64,8 +64,8 @@ def make_runs(root: Path, count: int) -> None:
     """Finished runs, as the launcher and the engine leave them."""
     from scaletrain_cli.errors import ExitCode
     from scaletrain_cli.launch.attempts import Decision, begin_attempt, end_attempt
-    from scaletrain_cli.launch.judgement import Outcome
-    from scaletrain_cli.launch.submission import create_run
+    from scaletrain_cli.launch.exit_classification import Outcome
+    from scaletrain_cli.launch.submit import create_run
     from scaletrain_cli.plan import make_plan
     from scaletrain_cli.rundir import committing
     from scaletrain_cli.rundir.journal import record_event

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.plan.survival.durability import best_interval_steps, expected_goodput
+from scaletrain_cli.plan.reliability.durability import best_interval_steps, expected_goodput
 from scaletrain_cli.rundir.goodput import AttemptSpan, Goodput, sum_goodput
 from scaletrain_cli.rundir.ledger import Ledger
 

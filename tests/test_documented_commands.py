@@ -21,8 +21,8 @@ import pytest
 import typer
 
 from scaletrain_cli.cli.app import app
-from scaletrain_cli.launch.local import LocalScheduler
-from scaletrain_cli.launch.submission import create_run
+from scaletrain_cli.launch.backends.local.backend import LocalScheduler
+from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import load_spec
 from tests.cli.command_line import SMALL, scaletrain
@@ -109,7 +109,7 @@ RUN: dict[str, Runs] = {
 }
 # Parsed alone: the verb, its options and their values are checked, and nothing is run.
 CLUSTER, HURT = "needs a cluster that answers", "hurts real runs for minutes; tests/drills/test_drill_verb.py runs it"
-SWEPT = "needs runs of a sweep; tests/launch/test_sweep_life.py makes them"
+SWEPT = "needs runs of a sweep; tests/launch/test_sweep_status.py makes them"
 PARSED: dict[str, str] = {
     "scaletrain drill": HURT,
     "scaletrain drill sigkill truncate --spec run.yaml": HURT,

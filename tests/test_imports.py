@@ -182,15 +182,23 @@ def test_every_folder_of_the_package_is_a_room_of_the_design() -> None:
 @pytest.mark.parametrize(
     ("file", "source", "expected"),
     [
-        ("plan/memory/states.py", "import scaletrain_cli.launch.slurm", "plan may import spec"),
+        ("plan/memory/states.py", "import scaletrain_cli.launch.backends.slurm.backend", "plan may import spec"),
         ("plan/memory/states.py", "from scaletrain_cli import engine", "plan may import spec"),
         ("plan/memory/states.py", "from ...rundir import records", "plan may import spec"),
         ("plan/__init__.py", "from ..rundir import records", "plan may import spec"),
         ("plan/memory/states.py", "import pydantic", "plan may use the standard one only"),
         ("spec/run.py", "def load():\n    from scaletrain_cli.plan import make_plan", "spec may import no other room"),
-        ("launch/local.py", "import importlib\nimportlib.import_module('scaletrain_cli.engine.train')", "launch may"),
-        ("launch/local.py", "import rich.table", "launch may use kubernetes, submitit, urllib3"),
-        ("launch/local.py", "from scaletrain_cli.cli.main import app", "launch may import plan, rundir, spec"),
+        (
+            "launch/backends/local/backend.py",
+            "import importlib\nimportlib.import_module('scaletrain_cli.engine.train')",
+            "launch may",
+        ),
+        ("launch/backends/local/backend.py", "import rich.table", "launch may use kubernetes, submitit, urllib3"),
+        (
+            "launch/backends/local/backend.py",
+            "from scaletrain_cli.cli.main import app",
+            "launch may import plan, rundir, spec",
+        ),
         ("launch/probe.py", "try:\n    import submitit\nexcept ImportError:\n    pass", "heavy"),
         ("launch/probe.py", "class Probe:\n    import submitit", "heavy"),
         ("launch/probe.py", "def probe():\n    import torch", "launch may use"),

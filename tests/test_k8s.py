@@ -10,8 +10,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from scaletrain_cli.errors import SpecError
-from scaletrain_cli.launch.kubernetes.names import Workload
-from scaletrain_cli.launch.submittable import plan_for_engine
+from scaletrain_cli.launch.backends.kubernetes.names import Workload
+from scaletrain_cli.launch.submit import plan_for_engine
 from scaletrain_cli.spec import load_spec
 
 PROJECT = Path(__file__).parent.parent

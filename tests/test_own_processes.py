@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.slurm_script import job_script
-from scaletrain_cli.launch.submission import create_run, submit_run
-from scaletrain_cli.launch.waiting import wait_for_end
+from scaletrain_cli.launch.backends.slurm.script import job_script
+from scaletrain_cli.launch.submit import create_run, submit_run
+from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.own_processes import START, absolute_paths, leave_current_folder, python_command
 from tests.launch.conftest import LOCAL, MadeRun, make_plan, make_spec
 
@@ -73,8 +73,8 @@ def test_the_supervisor_the_agent_and_the_ranks_import_nothing_from_where_a_run_
         ("scaletrain_cli.engine", ["nowhere"], "SCALETRAIN_ATTEMPT"),
         ("scaletrain_cli.engine.one_answer", ["prepare", "nowhere", "nowhere"], "nowhere"),
         ("scaletrain_cli.engine.one_answer", ["export", "--help"], "Hugging Face"),
-        ("scaletrain_cli.launch.slurm_job", ["begin", "nowhere"], "nowhere"),
-        ("scaletrain_cli.launch.kubernetes.pod_agent", ["--help"], "--runs-root"),
+        ("scaletrain_cli.launch.backends.slurm.job", ["begin", "nowhere"], "nowhere"),
+        ("scaletrain_cli.launch.backends.kubernetes.pod_agent", ["--help"], "--runs-root"),
     ],
 )
 def test_a_process_of_ours_imports_nothing_from_the_current_folder(
@@ -142,7 +142,7 @@ def test_the_batch_script_runs_no_program_and_no_module_of_the_folder_that_it_st
 
 
 def test_an_engine_of_ones_own_keeps_the_path_that_the_spec_gives(hostile: Callable[[], list[str]]) -> None:
-    from scaletrain_cli.launch.ranks import NodePlace, rank_environment
+    from scaletrain_cli.launch.node.ranks import NodePlace, rank_environment
 
     def environment(*overrides: str) -> dict[str, str]:
         spec = make_spec(*overrides, env={"PYTHONPATH": "src:/opt/lib", "PATH": "bin:/bin"})
@@ -201,7 +201,9 @@ def test_every_command_line_of_python_is_made_in_one_place() -> None:
         if path.name != "own_processes.py"
         for place in command_lines_made_elsewhere(path)
     ]
-    allowed = "scaletrain_cli/launch/slurm_script.py"  # writes the interpreter into the script, and START after it
+    allowed = (
+        "scaletrain_cli/launch/backends/slurm/script.py"  # writes the interpreter into the script, and START after it
+    )
     assert [place for place in found if not (place.startswith(allowed) and place.endswith("sys.executable"))] == []
     assert "$start" in (PROJECT / allowed).read_text(encoding="utf-8")
     assert not set("'\"$`\\") & set(START), "what is no quote needs none in bash, YAML and JSON"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.cli import machine
+from scaletrain_cli.cli import doctor
 from scaletrain_cli.extras import EXTRAS, install_command
 from scaletrain_cli.project_files import FOLDERS, project_file, recipes
 
@@ -87,9 +87,9 @@ def test_the_doctor_warns_of_a_torch_that_is_not_tested(monkeypatch: pytest.Monk
             raise importlib.metadata.PackageNotFoundError(name)
         return installed.get(name, "1")
 
-    monkeypatch.setattr(machine, "version", version)
-    found = {check.name: check for check in machine._packages()}
+    monkeypatch.setattr(doctor, "version", version)
+    found = {check.name: check for check in doctor._packages()}
     assert found["[train]"].state == "warn"
     assert found["[train]"].advice.startswith(f"tested with torch {PINS['torch']}: pip install -c constraints.txt")
     installed["torch"] = f"{PINS['torch']}+cpu"
-    assert {check.name: check.state for check in machine._packages()}["[train]"] == "ok"
+    assert {check.name: check.state for check in doctor._packages()}["[train]"] == "ok"

@@ -16,22 +16,25 @@ HOME = "scaletrain_cli/safe_files.py"  # opens for all others
 MAY_WRITE = {
     ("scaletrain_cli/cli/init.py", "shutil.copytree"): "into a folder that the user named and that is made anew",
     ("scaletrain_cli/unexpected.py", "open(number, ...)"): "a descriptor of mkstemp, which opens exclusively",
-    ("scaletrain_cli/launch/working_tree.py", "shutil.copy2"): "into a folder of TemporaryDirectory, mode 0700",
-    ("scaletrain_cli/launch/working_tree.py", "Path(scratch, 'info').mkdir"): "within the same folder",
-    ("scaletrain_cli/engine/export.py", "save_file"): "the library's writer, in a folder made anew under a random name",
+    ("scaletrain_cli/launch/code/working_tree.py", "shutil.copy2"): "into a folder of TemporaryDirectory, mode 0700",
+    ("scaletrain_cli/launch/code/working_tree.py", "Path(scratch, 'info').mkdir"): "within the same folder",
     (
-        "scaletrain_cli/launch/drills/running.py",
+        "scaletrain_cli/engine/checkpoint/export.py",
+        "save_file",
+    ): "the library's writer, in a folder made anew under a random name",
+    (
+        "scaletrain_cli/launch/drill.py",
         "(folder / 'datasets').symlink_to",
     ): "in a folder made anew, to its own",
 }
 MAY_LOAD = {
-    ("scaletrain_cli/engine/measure/out_of_memory.py", "import pickle"): "to dump for torch's viewer, never to load",
-    ("scaletrain_cli/engine/measure/out_of_memory.py", "pickle.dump"): "what pytorch.org/memory_viz reads",
+    ("scaletrain_cli/engine/metrics/out_of_memory.py", "import pickle"): "to dump for torch's viewer, never to load",
+    ("scaletrain_cli/engine/metrics/out_of_memory.py", "pickle.dump"): "what pytorch.org/memory_viz reads",
     (
-        "scaletrain_cli/launch/slurm_probe.py",
+        "scaletrain_cli/launch/backends/slurm/probe.py",
         "import submitit",
     ): "composes and sends the batch script alone; pickles in submit(), which is not called",
-    ("scaletrain_cli/launch/slurm_probe.py", "submitit.SlurmExecutor"): "the same",
+    ("scaletrain_cli/launch/backends/slurm/probe.py", "submitit.SlurmExecutor"): "the same",
 }
 _UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "submitit"}
 _COPIES = {"copy", "copy2", "copyfile", "copytree", "move", "unpack_archive"}

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from engine_loops.rivals import Loop, bare_deepspeed, plain_ddp
 from scaletrain_cli.engine.assembly import assemble
 from scaletrain_cli.engine.faults import Faults
-from scaletrain_cli.engine.heartbeat import Heartbeat
 from scaletrain_cli.engine.process_group import Ranks
-from scaletrain_cli.engine.signals import PreemptionFlag, die_with_agent
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.worker.heartbeat import Heartbeat
+from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
 
 
 class Moment(NamedTuple):

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.launch.submission import create_run
+from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.rundir.paths import RunDir

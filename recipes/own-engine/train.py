@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from scaletrain_cli.engine.heartbeat import Heartbeat, show_stacks_when_asked
-from scaletrain_cli.engine.signals import PreemptionFlag, die_with_agent
+from scaletrain_cli.worker.heartbeat import Heartbeat, show_stacks_when_asked
+from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
 
 # 1. Signals are blocked until somebody listens: do so before torch loads, so that no notice is lost.
 die_with_agent()

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from scaletrain_cli.cli.exit_codes import describe
+from scaletrain_cli.cli.options import describe
 from scaletrain_cli.text import visible
 
 

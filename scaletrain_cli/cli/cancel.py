@@ -44,17 +44,17 @@ def command(
 
     Of a sweep, stop every run that is not over yet; asks once. Where one cannot be stopped, the others still are.
     """
-    from scaletrain_cli.cli.confirmation import confirm
-    from scaletrain_cli.launch.scheduler import scheduler_for
+    from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.launch.backends.base import scheduler_for
     from scaletrain_cli.launch.status import run_status
     from scaletrain_cli.rundir.ownership import require_cancellable
     from scaletrain_cli.rundir.record import read_record
     from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
-    from scaletrain_cli.ui.messages import say
+    from scaletrain_cli.ui.console import say
 
     found = find_run_or_sweep(run)
     if isinstance(found, Sweep):
-        from scaletrain_cli.cli.sweep_life import cancel_sweep
+        from scaletrain_cli.cli.sweep_status import cancel_sweep
 
         cancel_sweep(found, force=force, trust_owner=trust_owner, yes=yes, as_json=as_json)
         return
@@ -99,8 +99,8 @@ def _answer(as_json: bool, run_id: str, state: str, *, cancelled: bool, removed_
 
 
 def _remove_pods(run: RunDir, record: RunRecord) -> Sequence[str]:
-    from scaletrain_cli.launch.kubernetes.scheduler import KubernetesScheduler
-    from scaletrain_cli.ui.messages import say
+    from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+    from scaletrain_cli.ui.console import say
 
     removed = KubernetesScheduler().force(run, record)
     say(f"removed {', '.join(removed)}" if removed else "no pod of it is on a node that does not report.")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from scaletrain_cli.cli.exit_codes import describe
-from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, Yes
+from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, Yes, describe
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.text import visible
 
@@ -39,8 +38,8 @@ def group() -> None:
 @app.command("list", epilog=describe(READING))
 def list_them(run: RunName, as_json: AsJson = False) -> None:
     """Show a run's checkpoints, the unsound too, by names and sizes alone; verify reads the files."""
-    from scaletrain_cli.ui.checkpoint_view import entry_json, show_entries
-    from scaletrain_cli.ui.messages import say
+    from scaletrain_cli.ui.checkpoints import entry_json, show_entries
+    from scaletrain_cli.ui.console import say
 
     folder, entries = _inventory(run)
     if as_json:
@@ -59,8 +58,8 @@ def verify(
 ) -> None:
     """Read every byte of a run's checkpoints and compare the hashes. A line for each problem, with the file's name."""
     from scaletrain_cli.rundir.inventory import verify_files
-    from scaletrain_cli.ui.checkpoint_view import VerifyingLine
-    from scaletrain_cli.ui.messages import say
+    from scaletrain_cli.ui.checkpoints import VerifyingLine
+    from scaletrain_cli.ui.console import say
 
     folder, entries = _inventory(run)
     # What is half-written or set aside no attempt would go on from.
@@ -110,7 +109,7 @@ def export(
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import checkpoint_folder, read_record
     from scaletrain_cli.safe_files import create_file
-    from scaletrain_cli.ui.messages import say
+    from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.units import bytes_text, whole_text
 
     found = find_run(run)
@@ -156,11 +155,11 @@ def prune(
 
     Never deletes the newest that verifies, nor the newest that is marked clean. Refuses while the run is active.
     """
-    from scaletrain_cli.cli.confirmation import confirm
-    from scaletrain_cli.launch.pruning import carry_out, pruning
+    from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.launch.remove import carry_out, pruning
     from scaletrain_cli.rundir.ownership import require_changeable, require_own_run
     from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.ui.messages import say
+    from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.units import bytes_text
 
     chosen = find_run(run)

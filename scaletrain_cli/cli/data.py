@@ -8,8 +8,7 @@ from pathlib import Path
 
 import typer
 
-from scaletrain_cli.cli.exit_codes import describe
-from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath
+from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, describe
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.text import visible
 
@@ -39,7 +38,7 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
     from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.spec import load_spec
-    from scaletrain_cli.ui.messages import say
+    from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.units import whole_text
 
     run = load_spec(spec, overrides or ())

@@ -2,8 +2,211 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.extras import install_command
+from scaletrain_cli.project_files import project_file
+
+# What this machine has, for `doctor`: read from the system, never by importing an extra or touching a device.
+
+
+_FEW_BYTES = 20 * 10**9  # a few checkpoints of a small model
+_SMALL_SHARED_MEMORY_BYTES = 2**30  # Docker's default of 64 MiB makes NCCL and data loaders fail
+_PATIENCE_SECONDS = 10
+
+_CORE = ("typer", "rich", "pydantic", "ruamel.yaml")
+_EXTRAS = {
+    "train": (("torch", "deepspeed", "numpy", "tokenizers"), "to train on this machine"),
+    "slurm": (("submitit",), "for the probe that checks Slurm nodes"),
+    "k8s": (("kubernetes",), "to submit to Kubernetes"),
+    "track": (("wandb",), "to mirror metrics to Weights & Biases"),
+}
+# How many parts of a version must be those of the tested one; torch and DeepSpeed change behaviour in minor versions.
+_COMPARED_PARTS = {"torch": 2, "deepspeed": 2}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at; ``advice`` says what to do about a warning."""
+
+    name: str
+    state: Literal["ok", "warn", "none"]
+    found: str
+    advice: str = ""
+
+
+def checks(runs_root: Path) -> Iterator[Check]:
+    """Everything a run may need, cheapest first."""
+    yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield from _packages()
+    yield _cores()
+    yield _memory()
+    yield _shared_memory()
+    yield from _gpus()
+    yield from _compilers()
+    yield _scheduler("slurm", "sbatch", "srun", "squeue", "scontrol", "sacct")
+    yield _kubernetes()
+    yield _runs_root(runs_root)
+
+
+def _packages() -> Iterator[Check]:
+    yield Check("scaletrain", "ok", ", ".join(f"{name} {version(name)}" for name in _CORE))
+    tested = _tested_versions()
+    for extra, (names, purpose) in _EXTRAS.items():
+        found, missing = [], []
+        for name in names:
+            try:
+                found.append(f"{name} {version(name)}")
+            except PackageNotFoundError:
+                missing.append(name)
+        text = ", ".join([*found, *(f"no {name}" for name in missing)])
+        untested = [f"{name} {wanted}" for name in names if (wanted := _untested(name, tested))]
+        if missing:
+            yield Check(f"[{extra}]", "none", text, f"{purpose}: {install_command(extra)}")
+        elif untested:
+            yield Check(f"[{extra}]", "warn", text, f"tested with {', '.join(untested)}: {install_command(extra)}")
+        else:
+            yield Check(f"[{extra}]", "ok", text)
+
+
+def _tested_versions() -> dict[str, str]:
+    """Return the tested version of each package, by name."""
+    text = project_file("constraints.txt").read_text(encoding="utf-8")
+    return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, flags=re.MULTILINE))
+
+
+def _untested(name: str, tested: dict[str, str]) -> str | None:
+    """Return the tested version of an installed package where the installed one may behave differently, else None."""
+    try:
+        installed = version(name)
+    except PackageNotFoundError:
+        return None
+    parts = _COMPARED_PARTS.get(name, 1)
+    wanted = tested.get(name, installed)
+    return wanted if wanted.split(".")[:parts] != installed.split(".")[:parts] else None
+
+
+def _cores() -> Check:
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 0
+    return Check("cores", "ok", f"{usable}" if usable == present else f"{usable} of {present}")
+
+
+def _memory() -> Check:
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * page
+    limit = _read_number(Path("/sys/fs/cgroup/memory.max"))
+    if limit is not None and limit < total:
+        return Check("memory", "ok", f"{_gib(limit)} allowed of {_gib(total)}")
+    return Check("memory", "ok", _gib(total))
+
+
+def _shared_memory() -> Check:
+    try:
+        size = shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return Check("/dev/shm", "warn", "none", "ranks on one node talk through it; mount a tmpfs there")
+    if size < _SMALL_SHARED_MEMORY_BYTES:
+        return Check("/dev/shm", "warn", _gib(size), "too small for NCCL; give the container --shm-size=8g")
+    return Check("/dev/shm", "ok", _gib(size))
+
+
+def _gpus() -> Iterator[Check]:
+    if shutil.which("nvidia-smi") is None:
+        yield Check("gpu", "none", "no nvidia-smi", "gpu: cpu trains on the cores")
+        return
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    code, text = _run(query)
+    if code != 0:
+        yield Check("gpu", "warn", f"nvidia-smi ended with {code}", text or "look at the driver")
+        return
+    for index, line in enumerate(text.splitlines()):
+        name, memory, driver = (part.strip() for part in (*line.split(","), "", "")[:3])
+        yield Check(f"gpu {index}", "ok", f"{name}, {memory}, driver {driver}")
+
+
+def _compilers() -> Iterator[Check]:
+    missing = [name for name in ("g++", "ninja") if shutil.which(name) is None]
+    advice = (
+        f"DeepSpeed compiles its own kernels (offload) with {' and '.join(missing)}; install them" if missing else ""
+    )
+    found = ", ".join(path for name in ("g++", "ninja") if (path := shutil.which(name))) or "neither g++ nor ninja"
+    yield Check("compiler", "none" if missing else "ok", found, advice)
+
+
+def _scheduler(name: str, command: str, *others: str) -> Check:
+    path = shutil.which(command)
+    if path is None:
+        return Check(name, "none", f"no {command}", f"scheduler: {name} needs it; scheduler: local works without")
+    missing = [other for other in others if shutil.which(other) is None]
+    if missing:
+        return Check(name, "warn", path, f"{', '.join(missing)} not found beside it; check PATH")
+    code, text = _run(["scontrol", "ping"])
+    if code != 0:
+        return Check(name, "warn", path, f"the controller does not answer: {text.splitlines()[0] if text else code}")
+    return Check(name, "ok", f"{path}, {text.splitlines()[0] if text else 'the controller answers'}")
+
+
+def _kubernetes() -> Check:
+    """The one check that calls somebody else's machine: only where a context says which."""
+    from scaletrain_cli.errors import SchedulerError, UsageError
+    from scaletrain_cli.launch.backends.kubernetes.api import connect, is_configured
+
+    if not is_configured():
+        return Check("kubernetes", "none", "no kubeconfig", "scheduler: kubernetes needs one; set $KUBECONFIG")
+    try:
+        cluster = connect(None, "default")
+        return Check("kubernetes", "ok", f"{cluster.version(_PATIENCE_SECONDS)}, {cluster.where}")
+    except UsageError as error:
+        return Check("kubernetes", "none", "a kubeconfig, and no client", error.message)
+    except SchedulerError as error:
+        return Check("kubernetes", "warn", "the cluster of the current context cannot be asked", error.message)
+
+
+def _runs_root(root: Path) -> Check:
+    existing = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not os.access(existing, os.W_OK):
+        return Check("runs", "warn", str(root), "not writable; set $SCALETRAIN_RUNS to a folder that every node sees")
+    usage, inodes = shutil.disk_usage(existing), os.statvfs(existing).f_favail
+    found = f"{root}, {usage.free / 1e9:,.0f} GB free of {usage.total / 1e9:,.0f} GB"
+    if usage.free < _FEW_BYTES:
+        return Check("runs", "warn", found, "checkpoints will fill it; set $SCALETRAIN_RUNS to a larger disk")
+    if 0 < inodes < 100_000:
+        return Check("runs", "warn", f"{found}, {inodes:,} files left", "set $SCALETRAIN_RUNS elsewhere")
+    return Check("runs", "ok", found)
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """Exit code and the first words of a command that must not hang us; 124 when it does."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, errors="replace")
+    except subprocess.TimeoutExpired:
+        return 124, f"no answer within {_PATIENCE_SECONDS} s"
+    except OSError as error:
+        return 126, error.strerror or str(error)
+    return done.returncode, (done.stdout or done.stderr).strip()
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return None
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:,.1f} GiB"
+
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
@@ -14,7 +217,6 @@ def command(as_json: AsJson = False) -> None:
     A warning is something that will hurt; a dash is something that is not here and may not be needed.
     With --json: {"checks": [{"name", "state", "found", "advice"}]}, state being ok, warn or none.
     """
-    from scaletrain_cli.cli.machine import checks
     from scaletrain_cli.rundir.paths import runs_root
 
     found = checks(runs_root())
@@ -23,6 +225,6 @@ def command(as_json: AsJson = False) -> None:
 
         print_json({"checks": [vars(check) for check in found]})
         return
-    from scaletrain_cli.ui.check_list import show_checks
+    from scaletrain_cli.ui.tables import show_checks
 
     show_checks((check.name, check.state, check.found, check.advice) for check in found)

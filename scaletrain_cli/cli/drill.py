@@ -14,7 +14,7 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.drills.kinds import DrillKind
+    from scaletrain_cli.launch.drill import DrillKind
     from scaletrain_cli.spec import RunSpec
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
@@ -55,7 +55,7 @@ def command(
     One run per kind, one after another, each with the same model and data. A run survives when it does what it must,
     finishes, and is the run that it would have been: to the bit on CPUs, within 1e-4 of the final loss on GPUs.
     """
-    from scaletrain_cli.launch.drills.kinds import KINDS
+    from scaletrain_cli.launch.drill import KINDS
 
     if list_kinds:
         _list(as_json)
@@ -79,16 +79,14 @@ def command(
 def _drill(
     kinds: list[DrillKind], base: RunSpec, steps: int, timeout: float, *, keep: bool, yes: bool, as_json: bool
 ) -> ExitCode:
-    from scaletrain_cli.cli.confirmation import confirm
-    from scaletrain_cli.launch.drills.kinds import UNDISTURBED
-    from scaletrain_cli.launch.drills.running import Range, drill_spec, make_folder, run_drill
-    from scaletrain_cli.launch.drills.verdict import judge
-    from scaletrain_cli.launch.scheduler import scheduler_for
-    from scaletrain_cli.launch.submittable import plan_for_engine
-    from scaletrain_cli.ui.drill_view import show_verdicts, verdicts_json
+    from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.launch.backends.base import scheduler_for
+    from scaletrain_cli.launch.drill import UNDISTURBED, Range, compare_runs, drill_spec, make_folder, run_drill
+    from scaletrain_cli.launch.submit import plan_for_engine
+    from scaletrain_cli.ui.console import say, warn
+    from scaletrain_cli.ui.drill import show_verdicts, verdicts_json
     from scaletrain_cli.ui.live import StatusLine
-    from scaletrain_cli.ui.messages import say, warn
-    from scaletrain_cli.ui.queueing_view import show_start
+    from scaletrain_cli.ui.submission import show_start
 
     if base.code.engine is not None:
         raise UsageError(
@@ -115,7 +113,7 @@ def _drill(
         for kind in kinds:
             say(f"{kind.name}: {kind.summary}")
             run, course = run_drill(Range(folder, small, plan, scheduler, timeout), kind, line.update)
-            verdicts.append(judge(kind, str(run.path), course, undisturbed, exact=device == "cpu"))
+            verdicts.append(compare_runs(kind, str(run.path), course, undisturbed, exact=device == "cpu"))
     survived = all(verdict.survived for verdict in verdicts)
     if as_json:
         from scaletrain_cli.ui.json import print_json
@@ -141,7 +139,7 @@ def _spec(path: Path | None, overrides: list[str], cluster: str | None) -> RunSp
 
 
 def _list(as_json: bool) -> None:
-    from scaletrain_cli.launch.drills.kinds import KINDS
+    from scaletrain_cli.launch.drill import KINDS
 
     if as_json:
         from scaletrain_cli.ui.json import print_json

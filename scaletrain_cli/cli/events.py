@@ -31,8 +31,8 @@ def command(
     from scaletrain_cli.rundir.journal import read_events
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record
+    from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.json import print_json
-    from scaletrain_cli.ui.messages import say
 
     found = find_run(run)
     read_record(found)
@@ -68,7 +68,7 @@ def _is_over(run: RunDir) -> bool:
 
 
 def _show(events: Iterable[dict[str, Any]]) -> None:
-    from scaletrain_cli.ui.event_view import show_events
+    from scaletrain_cli.ui.events import show_events
 
     show_events(events)
 

@@ -13,7 +13,7 @@ def command(run: RunName, as_json: AsJson = False) -> None:
 
     Reads the run directory and asks the scheduler. Works where the scheduler has forgotten the job, or is silent.
     """
-    from scaletrain_cli.launch.explaining.explain import explain
+    from scaletrain_cli.launch.explain import explain
     from scaletrain_cli.rundir.paths import find_run
 
     explanation = explain(find_run(run))
@@ -22,6 +22,6 @@ def command(run: RunName, as_json: AsJson = False) -> None:
 
         print_json(explanation.to_json())
         return
-    from scaletrain_cli.ui.explain_view import show_explanation
+    from scaletrain_cli.ui.explain import show_explanation
 
     show_explanation(explanation)

@@ -78,8 +78,8 @@ def command(
     has a kubeconfig. With --scheduler kubernetes: a spec to which only your namespace, queue and image are to be added.
     An existing file is never overwritten.
     """
+    from scaletrain_cli.ui.console import say, suggest
     from scaletrain_cli.ui.json import print_json
-    from scaletrain_cli.ui.messages import say, suggest
 
     if listed:
         known = _known()
@@ -219,8 +219,8 @@ def _planned(preset: str | None, gpu: str, per_node: int, nodes: int | None, sch
 
 def _scheduler_here() -> Scheduler:
     """Return the scheduler of several nodes that this machine has; Slurm, and a word about it, where it has none."""
-    from scaletrain_cli.launch.kubernetes.api import is_configured
-    from scaletrain_cli.ui.messages import say
+    from scaletrain_cli.launch.backends.kubernetes.api import is_configured
+    from scaletrain_cli.ui.console import say
 
     if shutil.which("sbatch"):
         return "slurm"

@@ -66,12 +66,12 @@ def command(
         rows = [_row(run, status) for run, status in found]
         print_json({"runs_root": str(runs_root()), "runs": rows, "not_shown": left})
         return
-    from scaletrain_cli.ui.messages import say
+    from scaletrain_cli.ui.console import say
 
     if not runs:
         say(f"no runs under {runs_root()}; `scaletrain submit SPEC` starts one.")
         return
-    from scaletrain_cli.ui.run_list import show_runs
+    from scaletrain_cli.ui.tables import show_runs
 
     if not found:
         say(f"none of {len(runs)} runs under {runs_root()} is {' or '.join(state or ())}.")

@@ -14,8 +14,7 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.log_bringing import FirstWords
-    from scaletrain_cli.launch.logs import LogLine
+    from scaletrain_cli.launch.logs import FirstWords, LogLine
     from scaletrain_cli.rundir.paths import RunDir
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
@@ -42,11 +41,10 @@ def command(
     What a terminal would obey (colours, cursor movements) is written out; the files in attempts/N/logs have the bytes.
     With --json the lines are {"attempt", "node", "rank", "text"}; with --follow, each is a line of its own.
     """
-    from scaletrain_cli.launch.log_bringing import FirstWords, first_words, logs_brought
-    from scaletrain_cli.launch.logs import LogFollower, log_files, read_logs
+    from scaletrain_cli.launch.logs import FirstWords, LogFollower, first_words, log_files, logs_brought, read_logs
     from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.ui.console import say, warn
     from scaletrain_cli.ui.json import print_json
-    from scaletrain_cli.ui.messages import say, warn
 
     found = find_run(run)
     with logs_brought(found, follow=follow) as trouble:

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from scaletrain_cli.cli.exit_codes import describe
-from scaletrain_cli.cli.options import AsJson
+from scaletrain_cli.cli.options import AsJson, describe
 from scaletrain_cli.errors import ExitCode, UsageError
 
 app = typer.Typer(
@@ -44,11 +43,11 @@ def list_nodes(as_json: AsJson = False) -> None:
         print_json({"file": str(bad_nodes_file(root)), "nodes": [dataclasses.asdict(node) for node in nodes]})
         return
     if not nodes:
-        from scaletrain_cli.ui.messages import say
+        from scaletrain_cli.ui.console import say
 
         say(f"nothing speaks against any node under {root}.")
         return
-    from scaletrain_cli.ui.node_list import show_nodes
+    from scaletrain_cli.ui.tables import show_nodes
 
     show_nodes(nodes, now)
 
@@ -63,7 +62,7 @@ def clear(
     """Forget what speaks against nodes, as after a repair. Jobs in the queue keep what they were told."""
     from scaletrain_cli.rundir.bad_nodes import forget_bad_nodes
     from scaletrain_cli.rundir.paths import runs_root
-    from scaletrain_cli.ui.messages import say
+    from scaletrain_cli.ui.console import say
 
     root = runs_root()
     try:

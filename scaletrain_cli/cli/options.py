@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from scaletrain_cli.cli.completion import complete_cluster, complete_run, complete_setting
+from scaletrain_cli.errors import DeclinedError, ExitCode
+
+# The one question before something happens.
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Return to go on. Raises DeclinedError when the answer is no."""
+    if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return
+    if not typer.confirm(question, default=True, err=True):
+        typer.echo("Nothing was done.", err=True)
+        raise DeclinedError("the question was answered with no. Nothing was done.")
+
+
+# What each exit code means, as `--help` says it; docs/exit-codes.md has the whole story.
+
+
+MEANINGS = {
+    ExitCode.DONE: "done",
+    ExitCode.CRASHED: "crashed",
+    ExitCode.USAGE: "usage or spec error",
+    ExitCode.INFEASIBLE: "the plan is infeasible",
+    ExitCode.SCHEDULER: "the scheduler refused or cannot be reached",
+    ExitCode.WRONG_NODES: "the nodes are not what was planned",
+    ExitCode.PREEMPTED: "stopped early, checkpoint committed",
+    ExitCode.DO_NOT_REQUEUE: "a verdict that a retry cannot cure",
+}
+
+
+def describe(codes: Sequence[ExitCode]) -> str:
+    """``Exit codes: 0 done; 2 usage or spec error.``"""
+    return f"Exit codes: {'; '.join(f'{code.value} {MEANINGS[code]}' for code in codes)}."
+
 
 SpecPath = Annotated[
     Path, typer.Argument(metavar="SPEC", help="Run spec, a YAML file; - reads stdin.", show_default=False)

@@ -13,8 +13,8 @@ from scaletrain_cli.errors import ExitCode, InfeasibleError, UsageError
 
 if TYPE_CHECKING:
     from scaletrain_cli.plan.advice.answer import Answer
+    from scaletrain_cli.plan.reliability.spot_trace import SpotTrace
     from scaletrain_cli.plan.search.limits import Limits
-    from scaletrain_cli.plan.survival.trace_file import SpotTrace
     from scaletrain_cli.spec import RunSpec
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
@@ -104,12 +104,12 @@ def command(
         _compare(specs, overrides or [], sets, cluster, as_json=as_json)
         return
     if plot is not None:
-        from scaletrain_cli.ui.plan_plot_file import check_plot_file
+        from scaletrain_cli.ui.plan_figure import check_plot_file
 
         check_plot_file(plot)
     recorded = None
     if trace is not None:
-        from scaletrain_cli.plan.survival.trace_file import read_trace
+        from scaletrain_cli.plan.reliability.spot_trace import read_trace
 
         recorded = read_trace(trace)
     run = _load(specs[0], overrides or [], sets[0], cluster)
@@ -132,7 +132,7 @@ def command(
 
 
 def _load(path: Path, overrides: list[str], varied: tuple[str, ...], cluster: str | None) -> RunSpec:
-    from scaletrain_cli.cli.varied import load_varied
+    from scaletrain_cli.cli.overrides import load_varied
     from scaletrain_cli.spec.variants import OPTION as VARY
 
     return load_varied(path, overrides, varied, VARY, cluster)
@@ -153,7 +153,7 @@ def _ask(run: RunSpec, limits: Limits | None, explain: bool, trace: SpotTrace | 
 
             print_json(error.to_json() if isinstance(error, SizingError) else refusal(error))
         elif isinstance(error, SizingError):
-            from scaletrain_cli.ui.plan_sizing import show_considered
+            from scaletrain_cli.ui.plan_answer import show_considered
 
             show_considered(error.considered)
         raise
@@ -162,7 +162,7 @@ def _ask(run: RunSpec, limits: Limits | None, explain: bool, trace: SpotTrace | 
 def _priced(run: RunSpec) -> RunSpec:
     """The run with the prices of today, which are told on stderr with their source."""
     from scaletrain_cli.cli.live_prices import with_live_prices
-    from scaletrain_cli.ui.messages import say
+    from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.units import dollars_text
 
     priced, prices = with_live_prices(run)
@@ -184,7 +184,7 @@ def _compare(
 
         print_json({"schema": "scaletrain.plan-comparison/v1", "runs": [column.to_json() for column in compared]})
     else:
-        from scaletrain_cli.ui.plan_compare import show_comparison
+        from scaletrain_cli.ui.plan_comparison import show_comparison
 
         show_comparison(compared)
     if error := none_feasible(compared):
@@ -193,8 +193,8 @@ def _compare(
 
 def _draw(found: Answer, path: Path) -> None:
     from scaletrain_cli.plan.advice.pictures import pictures
-    from scaletrain_cli.ui.messages import say
-    from scaletrain_cli.ui.plan_plot_file import write_plot
+    from scaletrain_cli.ui.console import say
+    from scaletrain_cli.ui.plan_figure import write_plot
 
     write_plot(path, found, pictures(found.spec, found.plan))
     say(f"wrote {path}")

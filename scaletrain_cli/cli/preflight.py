@@ -29,15 +29,15 @@ def command(
     Each node looks at its GPUs, memory, /dev/shm and clock; all ranks time a matrix product, exchanges between pairs
     of nodes and an all-reduce. A training run does the same before its first step (guard.preflight).
     """
-    from scaletrain_cli.cli.confirmation import confirm
-    from scaletrain_cli.launch.preflight_alone import run_preflight
-    from scaletrain_cli.launch.scheduler import scheduler_for
-    from scaletrain_cli.launch.submittable import plan_for_engine
+    from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.launch.backends.base import scheduler_for
+    from scaletrain_cli.launch.preflight import run_preflight
+    from scaletrain_cli.launch.submit import plan_for_engine
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.spec.quantities import parse_seconds
+    from scaletrain_cli.ui.console import warn
     from scaletrain_cli.ui.live import StatusLine
-    from scaletrain_cli.ui.messages import warn
-    from scaletrain_cli.ui.queueing_view import show_start
+    from scaletrain_cli.ui.submission import show_start
 
     try:
         seconds = parse_seconds(timeout)
@@ -63,7 +63,7 @@ def command(
 
         print_json(found.to_json())
     else:
-        from scaletrain_cli.ui.preflight_view import show_preflight
+        from scaletrain_cli.ui.preflight import show_preflight
 
         show_preflight(found)
     raise typer.Exit(found.exit_code)

@@ -11,9 +11,8 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.outlook import Prospect
-    from scaletrain_cli.launch.resumption import ResumeReport
-    from scaletrain_cli.launch.scheduler import Scheduler
+    from scaletrain_cli.launch.backends.base import Scheduler, SubmissionSummary
+    from scaletrain_cli.launch.resume import ResumeReport
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
 
@@ -51,19 +50,19 @@ def command(
     With --nodes, --gpus-per-node or --set it is planned anew before anything is queued: the same samples at every
     step and the same global batch, in a layout that fits. What is trained cannot be changed.
     """
-    from scaletrain_cli.cli.confirmation import confirm
+    from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.cli.submit import useful_commands
-    from scaletrain_cli.launch.external.checks import require_external_to_resume
-    from scaletrain_cli.launch.resizing import replan
-    from scaletrain_cli.launch.resumption import inspect_resume, refuse, resume
-    from scaletrain_cli.launch.scheduler import scheduler_for
-    from scaletrain_cli.launch.sent import changes_since_sent
+    from scaletrain_cli.launch.backends.base import scheduler_for
+    from scaletrain_cli.launch.rendered_job import changes_since_sent
+    from scaletrain_cli.launch.replan import replan
+    from scaletrain_cli.launch.resource_checks.checks import require_external_to_resume
+    from scaletrain_cli.launch.resume import inspect_resume, refuse, resume
     from scaletrain_cli.rundir.ownership import require_changeable, require_own_checkpoints, require_own_run
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record
-    from scaletrain_cli.ui.messages import say, suggest, warn
-    from scaletrain_cli.ui.queueing_view import show_before_resuming, show_changes
-    from scaletrain_cli.ui.resume_view import resume_json, show_resize, show_resume
+    from scaletrain_cli.ui.console import say, suggest, warn
+    from scaletrain_cli.ui.resume import resume_json, show_resize, show_resume
+    from scaletrain_cli.ui.submission import show_before_resuming, show_changes
 
     found = find_run(run)
     require_own_run(found, trust_owner=trust_owner, remedy="Ask that user to resume it, or submit a run of your own")
@@ -109,9 +108,9 @@ def command(
     typer.echo(visible(found.run_id))
 
 
-def _prospect(run: RunDir, record: RunRecord, report: ResumeReport, scheduler: Scheduler) -> Prospect:
+def _prospect(run: RunDir, record: RunRecord, report: ResumeReport, scheduler: Scheduler) -> SubmissionSummary:
     """The same questions as before a first submission. Raises SchedulerError before anything has changed."""
-    from scaletrain_cli.launch.outlook import Prospect
+    from scaletrain_cli.launch.backends.base import SubmissionSummary
     from scaletrain_cli.launch.shared_folder import room_notes
     from scaletrain_cli.rundir.checkpoints import committed_folders
     from scaletrain_cli.rundir.record import checkpoint_folder
@@ -121,7 +120,7 @@ def _prospect(run: RunDir, record: RunRecord, report: ResumeReport, scheduler: S
     room = room_notes(spec, plan, run.path.parent, there=len(committed_folders(checkpoint_folder(run, spec))))
     # Of checkpoints that are not seen here, about as many steps are done as the pods have printed.
     step = report.checkpoint.step if report.checkpoint is not None else int(report.job.progress.get("step", 0))
-    return Prospect(spec, plan, outlook.start, step, (*outlook.notes, *room), record.code)
+    return SubmissionSummary(spec, plan, outlook.start, step, (*outlook.notes, *room), record.code)
 
 
 def _print(data: dict[str, object]) -> None:

@@ -13,7 +13,7 @@ from scaletrain_cli.errors import ExitCode, Problem, ScaletrainError, UsageError
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.removal import Removal
+    from scaletrain_cli.launch.remove import Removal
     from scaletrain_cli.rundir.paths import RunDir
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
@@ -41,10 +41,10 @@ def command(
     An active run and another user's run are refused, and then none is deleted. Asks once; where nobody can be asked,
     --yes is needed. Datasets, code shared with other runs and Weights & Biases are left alone.
     """
-    from scaletrain_cli.cli.confirmation import confirm
-    from scaletrain_cli.launch.removal import plan_removal, remove, remove_leftovers
+    from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.launch.remove import plan_removal, remove, remove_leftovers
     from scaletrain_cli.rundir.paths import runs_root
-    from scaletrain_cli.ui.messages import say, warn
+    from scaletrain_cli.ui.console import say, warn
     from scaletrain_cli.ui.units import bytes_text
 
     found = [plan_removal(run, with_checkpoints=checkpoints) for run in _chosen(runs)]

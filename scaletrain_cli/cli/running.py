@@ -16,7 +16,7 @@ from typing import Any
 import typer
 
 from scaletrain_cli.cli.app import app, verb_words
-from scaletrain_cli.cli.exit_codes import MEANINGS
+from scaletrain_cli.cli.options import MEANINGS
 from scaletrain_cli.errors import DeclinedError, ExitCode, Problem, ScaletrainError
 from scaletrain_cli.unexpected import error_of_bug, error_of_system, known_error
 

@@ -72,7 +72,7 @@ def command(
 
     found = find_run_or_sweep(run) if run is not None else _newest()
     if isinstance(found, Sweep):
-        from scaletrain_cli.cli.sweep_life import show_status_of_sweep
+        from scaletrain_cli.cli.sweep_status import show_status_of_sweep
 
         raise typer.Exit(show_status_of_sweep(found, None if wait is None else _seconds(wait), as_json))
     if wait is None:
@@ -85,14 +85,14 @@ def command(
 
         print_json(status.to_json() | {"attempts": [dataclasses.asdict(attempt) for attempt in attempts]})
     else:
-        from scaletrain_cli.ui.status_view import show_status
+        from scaletrain_cli.ui.status import show_status
 
         show_status(status, attempts)
     raise typer.Exit(code)
 
 
 def _show_cluster(name: str | None, scheduler: str | None, as_json: bool) -> None:
-    from scaletrain_cli.launch.cluster_view import view_of
+    from scaletrain_cli.launch.backends.cluster_view import view_of
 
     view = view_of(_cluster(name, scheduler))
     if as_json:
@@ -100,14 +100,14 @@ def _show_cluster(name: str | None, scheduler: str | None, as_json: bool) -> Non
 
         print_json(view.to_json())
     else:
-        from scaletrain_cli.ui.cluster_view import show_cluster
+        from scaletrain_cli.ui.cluster import show_cluster
 
         show_cluster(view)
 
 
 def _cluster(name: str | None, scheduler: str | None) -> ClusterSpec:
     """The user's cluster of that name, or the default one, unless another scheduler was asked for."""
-    from scaletrain_cli.launch.cluster_view import usual_scheduler
+    from scaletrain_cli.launch.backends.cluster_view import usual_scheduler
     from scaletrain_cli.spec import ClusterSpec, load_cluster
 
     section = load_cluster(name)

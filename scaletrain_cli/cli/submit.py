@@ -14,7 +14,7 @@ from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.submission import CreatedRun, Submission
+    from scaletrain_cli.launch.submit import CreatedRun, Submission
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES)
 
@@ -90,21 +90,19 @@ def command(
             )
             return
         overrides = [*(overrides or ()), *points[0]]  # a sweep of one value is a plain run
-    from scaletrain_cli.cli.confirmation import confirm
-    from scaletrain_cli.launch.code_snapshot import take_snapshot
-    from scaletrain_cli.launch.external.checks import require_external
-    from scaletrain_cli.launch.outlook import Prospect
-    from scaletrain_cli.launch.scheduler import scheduler_for
-    from scaletrain_cli.launch.sent import in_format
+    from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.launch.backends.base import SubmissionSummary, scheduler_for
+    from scaletrain_cli.launch.code.snapshot import take_snapshot
+    from scaletrain_cli.launch.rendered_job import in_format
+    from scaletrain_cli.launch.resource_checks.checks import require_external
     from scaletrain_cli.launch.shared_folder import room_notes
-    from scaletrain_cli.launch.submission import create_run, make_record, submit_run
-    from scaletrain_cli.launch.submittable import plan_for_engine
+    from scaletrain_cli.launch.submit import create_run, make_record, plan_for_engine, submit_run
     from scaletrain_cli.rundir.ownership import require_own_run
     from scaletrain_cli.rundir.paths import RunDir, runs_root
     from scaletrain_cli.rundir.shared_datasets import shared_root_notes
     from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.spec import load_spec
-    from scaletrain_cli.ui.messages import say, warn
+    from scaletrain_cli.ui.console import say, warn
 
     run_spec = load_spec(spec, overrides or (), cluster=cluster)
     if probe and (dry_run or run_spec.cluster.scheduler != "slurm"):
@@ -140,16 +138,18 @@ def command(
     outlook = scheduler.preflight(run_spec, plan)
     shared = shared_root_notes(runs_root(), prepares=run_spec.code.engine is None)
     notes = (*not_checked, *outlook.notes, *shared, *room_notes(run_spec, plan, runs_root()))
-    prospect = Prospect(run_spec, plan, outlook.start, notes=notes, code=None if snapshot is None else snapshot.record)
+    prospect = SubmissionSummary(
+        run_spec, plan, outlook.start, notes=notes, code=None if snapshot is None else snapshot.record
+    )
     for note in notes:
         warn(note)
     if not as_json:
-        from scaletrain_cli.ui.queueing_view import show_before_submission
+        from scaletrain_cli.ui.submission import show_before_submission
 
         show_before_submission(prospect, run_id)
     if probe:
-        from scaletrain_cli.launch.slurm_probe import probe_nodes
-        from scaletrain_cli.ui.probe_view import show_probe
+        from scaletrain_cli.launch.backends.slurm.probe import probe_nodes
+        from scaletrain_cli.ui.submission import show_probe
 
         show_probe(probe_nodes(run_spec, plan))
     confirm(f"Submit to {run_spec.cluster.scheduler}?", yes)
@@ -160,7 +160,7 @@ def command(
 
 def _submitted_before(run_id: str) -> Submission | None:
     """Of this very run: there is nothing to ask the scheduler, or the user, then."""
-    from scaletrain_cli.launch.submission import open_request, read_submission
+    from scaletrain_cli.launch.submit import open_request, read_submission
     from scaletrain_cli.rundir.paths import RunDir, runs_root
 
     run = RunDir(runs_root() / run_id)
@@ -171,8 +171,8 @@ def _submitted_before(run_id: str) -> Submission | None:
 
 
 def _tell(made: CreatedRun, submission: Submission, told_before: dict[str, object], as_json: bool) -> None:
+    from scaletrain_cli.ui.console import say, suggest
     from scaletrain_cli.ui.json import print_json
-    from scaletrain_cli.ui.messages import say, suggest
 
     if as_json:
         answer = {"run_id": made.run.run_id, "run_dir": str(made.run.path), "created": made.created}

@@ -34,15 +34,15 @@ def submit_points(
     as_json: bool,
 ) -> None:
     """Prints the run ids on stdout, one a line."""
-    from scaletrain_cli.cli.confirmation import confirm
-    from scaletrain_cli.launch.external.checks import require_external
-    from scaletrain_cli.launch.scheduler import scheduler_for
+    from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.launch.backends.base import scheduler_for
+    from scaletrain_cli.launch.resource_checks.checks import require_external
     from scaletrain_cli.launch.shared_folder import room_notes
-    from scaletrain_cli.launch.submission import make_record
+    from scaletrain_cli.launch.submit import make_record
     from scaletrain_cli.launch.sweep import cap_of, submit_sweep, take_snapshots
     from scaletrain_cli.rundir.paths import RunDir, runs_root
     from scaletrain_cli.safe_files import require_writable
-    from scaletrain_cli.ui.messages import say, warn
+    from scaletrain_cli.ui.console import say, warn
 
     sweep, planned = _planned(spec, overrides, points, cluster, run_id)
     section = planned[0].spec.cluster
@@ -86,7 +86,7 @@ def submit_points(
     for note in [*notes, *room_notes(largest.spec, largest.plan, runs_root(), runs=len(planned))]:
         warn(note)
     if not as_json:
-        from scaletrain_cli.ui.sweep_view import show_points
+        from scaletrain_cli.ui.sweep import show_points
 
         show_points(planned, outlooks[0].start, cap)
     at_once = "all at once" if cap == len(planned) else f"{cap} at a time"
@@ -120,9 +120,8 @@ def _planned(
     """The sweep's name and its points. Raises for the first one that cannot be, and says which."""
     import time
 
-    from scaletrain_cli.cli.varied import load_varied
-    from scaletrain_cli.launch.submission import new_run_id
-    from scaletrain_cli.launch.submittable import plan_for_engine
+    from scaletrain_cli.cli.overrides import load_varied
+    from scaletrain_cli.launch.submit import new_run_id, plan_for_engine
     from scaletrain_cli.launch.sweep import Point, point_ids
 
     found: list[tuple[RunSpec, RunPlan]] = []

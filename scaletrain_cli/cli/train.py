@@ -37,20 +37,19 @@ def command(
     Ctrl-C does what a preemption does: the step is finished, a checkpoint is committed, and the exit code is 75.
     `scaletrain resume` continues it. Prints the run id on stdout.
     """
-    from scaletrain_cli.launch.code_snapshot import take_snapshot
-    from scaletrain_cli.launch.external.checks import require_external
-    from scaletrain_cli.launch.local import run_in_foreground
-    from scaletrain_cli.launch.scheduler import scheduler_for
-    from scaletrain_cli.launch.submission import create_run
-    from scaletrain_cli.launch.submittable import plan_for_engine
+    from scaletrain_cli.launch.backends.base import scheduler_for
+    from scaletrain_cli.launch.backends.local.backend import run_in_foreground
+    from scaletrain_cli.launch.code.snapshot import take_snapshot
+    from scaletrain_cli.launch.resource_checks.checks import require_external
+    from scaletrain_cli.launch.submit import create_run, plan_for_engine
     from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.rundir.shared_datasets import shared_root_notes
     from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.spec import load_spec
+    from scaletrain_cli.ui.console import say, warn
     from scaletrain_cli.ui.live import StatusLine
-    from scaletrain_cli.ui.messages import say, warn
-    from scaletrain_cli.ui.plan_view import show_plan_summary
-    from scaletrain_cli.ui.status_view import measures_text
+    from scaletrain_cli.ui.plan import show_plan_summary
+    from scaletrain_cli.ui.status import measures_text
 
     run_spec = load_spec(spec, [*(overrides or ()), "cluster.scheduler=local"])
     plan, snapshot = plan_for_engine(run_spec, spec), take_snapshot(run_spec)

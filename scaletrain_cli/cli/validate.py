@@ -16,7 +16,7 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
     With --json: {"valid", "problems", "spec", "missing", "not_checked"}; the spec is complete with every default and
     derived dimension.
     """
-    from scaletrain_cli.launch.external.checks import check_external
+    from scaletrain_cli.launch.resource_checks.checks import check_external
     from scaletrain_cli.plan.catalogue.hardware import find_accelerator
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.spec.loading import STDIN
@@ -42,8 +42,8 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
         told = {"missing": [problem.to_json() for problem in found.problems], "not_checked": list(found.notes)}
         print_json({"valid": True, "problems": [], "spec": run.model_dump(mode="json", by_alias=True)} | told)
         return
-    from scaletrain_cli.ui.messages import warn
-    from scaletrain_cli.ui.spec_summary import show_summary
+    from scaletrain_cli.ui.console import warn
+    from scaletrain_cli.ui.spec import show_summary
 
     show_summary(run, STDIN if str(spec) == "-" else str(spec))
     for problem in found.problems:

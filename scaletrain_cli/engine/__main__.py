@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 
 from scaletrain_cli.engine.agent_watch import AgentWatch
-from scaletrain_cli.engine.heartbeat import IMPORT_SECONDS, Heartbeat, show_stacks_when_asked
-from scaletrain_cli.engine.last_words import exit_code_of, reason_of
-from scaletrain_cli.engine.signals import PreemptionFlag, die_with_agent
+from scaletrain_cli.engine.failure_reason import exit_code_of, reason_of
 from scaletrain_cli.errors import ExitCode, PreemptedError
-from scaletrain_cli.rundir.failures import Failure, write_failure
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.worker.failures import Failure, write_failure
+from scaletrain_cli.worker.heartbeat import IMPORT_SECONDS, Heartbeat, show_stacks_when_asked
+from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
 
 # Of the grace period, to leave before whoever sent the signal does it the hard way.
 _LAST_SECONDS, _LAST_SHARE = 5.0, 0.1
@@ -61,8 +61,8 @@ def _exit_code(
 
 def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat, watch: AgentWatch) -> ExitCode:
     from scaletrain_cli.engine.assembly import assemble, preflight_alone
-    from scaletrain_cli.engine.measure.out_of_memory import reporting_out_of_memory
-    from scaletrain_cli.engine.preflight import gate
+    from scaletrain_cli.engine.health import preflight
+    from scaletrain_cli.engine.metrics.out_of_memory import reporting_out_of_memory
     from scaletrain_cli.engine.process_group import Ranks
     from scaletrain_cli.rundir.record import read_record
 
@@ -70,7 +70,7 @@ def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat
     grace = record.spec.cluster.grace_seconds
     flag.at_the_latest(grace - min(_LAST_SECONDS, _LAST_SHARE * grace), partial(_leave_as_it_is, watch))
     with reporting_out_of_memory(run, record.plan, attempt, ranks.rank):
-        if os.environ.get(gate.ONLY) == "preflight":
+        if os.environ.get(preflight.ONLY) == "preflight":
             return preflight_alone(run, record, ranks, attempt)
         return assemble(run, record, ranks, attempt, flag, heartbeat).fit()
 

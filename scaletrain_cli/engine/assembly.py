@@ -9,31 +9,29 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from scaletrain_cli.engine.beginning import find_beginning
-from scaletrain_cli.engine.boundary import Boundary
-from scaletrain_cli.engine.cadence import Cadence
-from scaletrain_cli.engine.checkpointing import Checkpointer
+from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
+from scaletrain_cli.engine.checkpoint.disk_space import NoRoomError, check_room
+from scaletrain_cli.engine.checkpoint.schedule import Cadence
 from scaletrain_cli.engine.compose import compose
-from scaletrain_cli.engine.dataset import DatasetInfo, TokenSequences, open_dataset, prepare_dataset
+from scaletrain_cli.engine.data.batches import BatchReader
+from scaletrain_cli.engine.data.dataset import DatasetInfo, TokenSequences, open_dataset, prepare_dataset
+from scaletrain_cli.engine.data.prefetch import Feed
 from scaletrain_cli.engine.faults import Faults
-from scaletrain_cli.engine.feeding.batches import BatchReader
-from scaletrain_cli.engine.feeding.prefetch import Feed
-from scaletrain_cli.engine.guarding.guard import Guard
-from scaletrain_cli.engine.guarding.judging import Judge
-from scaletrain_cli.engine.heartbeat import DATA_SECONDS, IMPORT_SECONDS, Heartbeat, collective_seconds
-from scaletrain_cli.engine.late_metrics import LateMetrics
-from scaletrain_cli.engine.ledger import LedgerClock
-from scaletrain_cli.engine.measure.out_of_memory import remember_allocations
-from scaletrain_cli.engine.measure.plan_check import PlanCheck
+from scaletrain_cli.engine.health import preflight
+from scaletrain_cli.engine.health.guard import Guard
+from scaletrain_cli.engine.health.rollback import Judge
+from scaletrain_cli.engine.health.stragglers import Stragglers
+from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
+from scaletrain_cli.engine.metrics.metrics import LateMetrics
+from scaletrain_cli.engine.metrics.out_of_memory import remember_allocations
+from scaletrain_cli.engine.metrics.plan_check import PlanCheck
 from scaletrain_cli.engine.numa import pin_to_numa_node
-from scaletrain_cli.engine.optimization.averaging import WeightAverage
+from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import build_mesh
-from scaletrain_cli.engine.preflight import gate
-from scaletrain_cli.engine.process_group import Agreement, Ranks, Verdict, connect
-from scaletrain_cli.engine.room import NoRoomError, check_room
-from scaletrain_cli.engine.signals import PreemptionFlag
-from scaletrain_cli.engine.stepping import stepper
-from scaletrain_cli.engine.stragglers import Stragglers
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks, StepDecision, connect
+from scaletrain_cli.engine.resume_point import find_beginning
+from scaletrain_cli.engine.step import stepper
+from scaletrain_cli.engine.step_sync import Boundary
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.journal import has_committed, read_events, record_event
@@ -42,6 +40,8 @@ from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 from scaletrain_cli.rundir.rollbacks import read_rollbacks
 from scaletrain_cli.rundir.shared_datasets import owner_of_dataset
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.worker.heartbeat import DATA_SECONDS, IMPORT_SECONDS, Heartbeat, collective_seconds
+from scaletrain_cli.worker.signals import PreemptionFlag
 
 _HELD_BACK = "validation-held-back"
 
@@ -71,10 +71,10 @@ def assemble(
     hang_seconds = collective_seconds(heartbeat.longest_seconds)
     heartbeat.beat(0, "connect", IMPORT_SECONDS + heartbeat.set_up_seconds)  # ranks elsewhere may still import
     connect(device, hang_seconds)
-    agreement, set_up = Agreement(hang_seconds), Agreement(DATA_SECONDS)
-    if gate.is_wanted(record):
+    agreement, set_up = RankConsensus(hang_seconds), RankConsensus(DATA_SECONDS)
+    if preflight.is_wanted(record):
         heartbeat.beat(0, "preflight")
-        gate.check_together(run, record, ranks, attempt, set_up, device)
+        preflight.check_together(run, record, ranks, attempt, set_up, device)
     heartbeat.beat(0, "data", DATA_SECONDS)
     dataset, train, validation = _open_data(run, record, ranks, set_up)
     begin = find_beginning(run, checkpoint_folder(run, spec), attempt, ranks, set_up)
@@ -143,11 +143,11 @@ def preflight_alone(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) 
     """Connect the ranks, have them measure each other, and leave. Raises WrongNodesError on those that are bad."""
     device = _device(record.spec.cluster.gpu == "cpu", ranks.local_rank)
     connect(device, DATA_SECONDS)
-    gate.check_together(run, record, ranks, attempt, Agreement(DATA_SECONDS), device)
+    preflight.check_together(run, record, ranks, attempt, RankConsensus(DATA_SECONDS), device)
     return ExitCode.DONE
 
 
-def _check_room(record: RunRecord, folder: Path, ranks: Ranks, agreement: Agreement) -> None:
+def _check_room(record: RunRecord, folder: Path, ranks: Ranks, agreement: RankConsensus) -> None:
     """Rank 0 looks; all ranks raise NoRoomError together."""
     problem = ""
     if ranks.rank == 0:
@@ -174,10 +174,10 @@ def _guard(spec: RunSpec) -> Guard:
     )
 
 
-def _leave_if_asked(flag: PreemptionFlag, set_up: Agreement) -> None:
+def _leave_if_asked(flag: PreemptionFlag, set_up: RankConsensus) -> None:
     """Between two stages of a set-up that may take longer than the grace period; the ranks leave together."""
-    verdict, _, _ = set_up.reach(Verdict.PREEMPT if flag.raised else Verdict.CONTINUE, writing=False)
-    if verdict is Verdict.PREEMPT:
+    verdict, _, _ = set_up.reach(StepDecision.PREEMPT if flag.raised else StepDecision.CONTINUE, writing=False)
+    if verdict is StepDecision.PREEMPT:
         raise PreemptedError("asked to leave before the first step; the newest checkpoint is as it was")
 
 
@@ -198,7 +198,7 @@ def _device(cpu: bool, local_rank: int) -> torch.device:
 
 
 def _open_data(
-    run: RunDir, record: RunRecord, ranks: Ranks, agreement: Agreement
+    run: RunDir, record: RunRecord, ranks: Ranks, agreement: RankConsensus
 ) -> tuple[DatasetInfo, TokenSequences, TokenSequences]:
     """Prepare on rank 0, then open everywhere; an error of rank 0 is raised on all, not waited out."""
     spec, folder, failure = record.spec, Path(), ""

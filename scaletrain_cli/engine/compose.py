@@ -4,40 +4,107 @@ sequence, weights, compile and activation checkpointing, DeepSpeed. Knows no dat
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from scaletrain_cli.engine.deepspeed_engine import (
     ModelParallelUnit,
     deepspeed_config,
+    forward_dtype,
+    load_async_io,
     prepare_deepspeed,
     start_deepspeed,
 )
 from scaletrain_cli.engine.model import outline
-from scaletrain_cli.engine.model.block_wrapping import wrap_blocks
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.dropout import give_dropout_keys
+from scaletrain_cli.engine.model.initialization import ScaledInitialisation
+from scaletrain_cli.engine.model.linear import use_fp8_linears
 from scaletrain_cli.engine.model.loss import choose_cross_entropy
-from scaletrain_cli.engine.native_builds import load_async_io
-from scaletrain_cli.engine.optimization.fp8 import use_fp8_linears
-from scaletrain_cli.engine.optimization.loss_scale import allow_fp16_on_cpu, mend_loss_scale
-from scaletrain_cli.engine.optimization.optimizers import build_optimizer
-from scaletrain_cli.engine.optimization.parameter_groups import parameter_groups
-from scaletrain_cli.engine.optimization.precision import forward_dtype
+from scaletrain_cli.engine.model.materialization import WeightSource, materialise, zero3_partition
+from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
+from scaletrain_cli.engine.optim.loss_scale import allow_fp16_on_cpu, fix_loss_scale
+from scaletrain_cli.engine.optim.optimizers import build_optimizer, parameter_groups
 from scaletrain_cli.engine.parallel.expert import announce_experts, cut_experts, with_expert_groups
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.parallel.pipeline import PipelineStage, keep_stage, pipeline_module
 from scaletrain_cli.engine.parallel.sequence import attend_over_sequence_ranks, number_heads
 from scaletrain_cli.engine.parallel.tensor import cut_over_tensor_ranks
-from scaletrain_cli.engine.weights.initialise import ScaledInitialisation
-from scaletrain_cli.engine.weights.materialise import WeightSource, materialise, zero3_partition
-from scaletrain_cli.engine.weights.safetensors import HuggingFaceFolder
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.layout import LayoutSpec
+
+# How each block of a model runs: compiled or not, and what its backward pass computes again or fetches from the host.
+
+
+Forward = Callable[..., Any]
+
+
+def wrap_blocks(
+    model: CausalLM, layout: LayoutSpec, mode: str, *, compiled: bool = False, pin_memory: bool = False
+) -> None:
+    """Replace the forward passes of the blocks of this rank, or of their attention.
+
+    ``mode``: none, selective or full activation checkpointing. ``pin_memory``: of what waits on the host. Whole blocks
+    are recomputed around the compiled graph, because a checkpoint within one sends mixtures of experts back to eager
+    execution. The head and the embedding, which may share a weight that ZeRO-3 holds in shards, are not compiled.
+    """
+    attention_only = mode == "selective" and layout.selective_scope == "attention"
+    every = {"none": 0, "selective": layout.selective_every, "full": 1}[mode]
+    block: Any
+    for index, block in enumerate(model.blocks.values()):
+        if attention_only:
+            block.attention.forward = _recomputed(block.attention.forward)
+        if compiled:
+            block.forward = torch.compile(block.forward)
+        if every and not attention_only and index % every == 0:
+            block.forward = _recomputed(block.forward)
+        if layout.activation_offload:
+            block.forward = _on_host(block, pin_memory)
+
+
+def _recomputed(forward: Forward) -> Forward:
+    """Non-reentrant, because ZeRO-3's hooks break DeepSpeed's own variant. A closure: dynamo skips a partial.
+
+    Random states are not kept for the second time, because nothing within draws from them: see dropout.
+    """
+
+    @functools.wraps(forward)
+    def wrapped(*arguments: Any) -> Any:
+        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+    return wrapped
+
+
+def _on_host(block: nn.Module, pin_memory: bool) -> Forward:
+    """What is saved within waits on the host. Weights do not: they stay on the device, or ZeRO-3 gathers them again."""
+    forward, weights = block.forward, list(block.parameters())
+    away = save_on_cpu(pin_memory=pin_memory)
+
+    def pack(tensor: Tensor) -> Any:
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        address = tensor.untyped_storage().data_ptr()  # a view of a weight has the weight's
+        return tensor if any(w.untyped_storage().data_ptr() == address for w in weights) else away.pack_hook(tensor)
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else away.unpack_hook(packed)
+
+    @functools.wraps(forward)
+    def wrapped(*arguments: Any) -> Any:
+        with saved_tensors_hooks(pack, unpack):
+            return forward(*arguments)
+
+    return wrapped
 
 
 @dataclass(frozen=True)
@@ -90,7 +157,7 @@ def compose(
     groups = with_expert_groups(parameter_groups(model, spec.training.optimizer))
     optimizer = build_optimizer(spec, groups, layout, device)
     engine = start_deepspeed(config, module, optimizer, unit)
-    mend_loss_scale(engine)
+    fix_loss_scale(engine)
     return Composed(model, engine, optimizer, stage)
 
 

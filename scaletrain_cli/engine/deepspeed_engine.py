@@ -5,19 +5,138 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import cpp_extension
 
-from scaletrain_cli.engine.optimization.offload import offload_config
-from scaletrain_cli.engine.optimization.precision import precision_config
 from scaletrain_cli.engine.parallel.mesh import Mesh, group_of
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan import zero_buffers
+from scaletrain_cli.plan.memory.zero_buffers import NVME_OPTIMIZER_BUFFERS
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.safe_files import locked, make_folder
 from scaletrain_cli.spec import RunSpec
+
+# Build DeepSpeed's native operators so that a killed build cannot hold up those that come after.
+
+
+def load_async_io() -> None:
+    """What NVMe offload reads and writes with; minutes the first time. Raises UsageError where it cannot be built."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    builder = AsyncIOBuilder()
+    if not builder.is_compatible():
+        raise UsageError(
+            "layout.offload_device = nvme: DeepSpeed's async_io operator needs libaio with its headers and a C++ "
+            "compiler on every node (Debian: apt-get install libaio-dev g++). Or offload to cpu."
+        )
+    load_operator(builder)
+
+
+def load_operator(builder: Any) -> None:
+    """Build a DeepSpeed operator (its ``OpBuilder``) or load what was built before; DeepSpeed then finds it loaded."""
+    with sole_builder(extensions_folder()):
+        builder.load()
+
+
+def extensions_folder() -> Path:
+    """Where torch builds, in folders of folders: $TORCH_EXTENSIONS_DIR, or the user's cache."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+
+
+@contextmanager
+def sole_builder(folder: Path) -> Generator[None]:
+    """Within, no other process of ours builds in this folder, and nothing there waits for a build that has died."""
+    make_folder(folder)
+    with locked(folder / ".scaletrain-builds"):
+        for lock in folder.rglob("lock"):
+            if not _is_open(lock):
+                lock.unlink(missing_ok=True)
+        yield
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a process on this node that we may look at has the file open, as a living builder has."""
+    wanted = path.stat()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            found = descriptor.stat()
+        except OSError:  # gone meanwhile, or not ours
+            continue
+        if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+            return True
+    return False
+
+
+# DeepSpeed's settings for states and weights that wait outside the device.
+
+
+def offload_config(spec: RunSpec, layout: Layout, swap_folder: Path) -> dict[str, Any]:
+    """What goes into ``zero_optimization``. ``swap_folder``: on a disk of the node itself, for NVMe offload."""
+    if layout.offload == "none":
+        return {}
+    nvme = spec.layout.offload_device == "nvme"
+    # Page-locked memory is what lets a GPU copy while it computes; a CPU rank has nothing to copy to.
+    place: dict[str, Any] = {"device": spec.layout.offload_device, "pin_memory": spec.cluster.gpu != "cpu"}
+    if not nvme:
+        # torch's fused optimizers are as fast on the host as DeepSpeed's own, which it would insist on.
+        config = {"offload_optimizer": place}
+        return config | ({"offload_param": place} if layout.offload == "optimizer+params" else {})
+    place["nvme_path"] = str(swap_folder)
+    config = {"offload_optimizer": {**place, "buffer_count": NVME_OPTIMIZER_BUFFERS}}
+    if layout.offload == "optimizer+params":
+        config["offload_param"] = {**place, "buffer_size": _largest_piece(spec, layout)}
+    return config
+
+
+def _largest_piece(spec: RunSpec, layout: Layout) -> int:
+    """Elements that hold ZeRO-3's piece of any one parameter: what a buffer must take, and no more of five buffers."""
+    model = spec.transformer
+    heads = model.num_attention_heads * model.head_dim
+    experts = 2 * model.num_experts * model.expert_size if model.num_experts else 0  # they lie in one parameter
+    widest = max(model.vocab_size, model.max_position_embeddings, model.intermediate_size, 3 * heads, experts)
+    return -(-model.hidden_size * widest // (layout.data_parallel * layout.sequence_parallel))
+
+
+# DeepSpeed's settings for each precision.
+
+
+def precision_config(spec: RunSpec) -> dict[str, Any]:
+    """The sections ``bf16`` or ``fp16`` and ``data_types``; nothing for fp32 and tf32. fp8 products have bf16 weights.
+
+    16 bits need ZeRO-1 or higher, to which the planner maps stage 0: without ZeRO DeepSpeed accumulates and clips in
+    16 bits (fp16/unfused_optimizer.py) or refuses.
+    """
+    training = spec.training
+    if training.precision in ("fp32", "tf32"):
+        return {}
+    config: dict[str, Any] = {"data_types": {"grad_accum_dtype": training.grad_dtype}}
+    if training.precision == "fp16":
+        scale = training.loss_scale
+        config["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,  # dynamic
+            "initial_scale_power": scale.initial.bit_length() - 1,
+            "loss_scale_window": scale.window,
+            "hysteresis": scale.hysteresis,
+            "min_loss_scale": scale.minimum,
+        }
+    else:
+        # Without check_grad_overflow a NaN gradient would go into the weights; without immediate_grad_update stage 1
+        # keeps the bf16 gradients beside the fp32 ones.
+        config["bf16"] = {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": True}
+    return config
+
+
+def forward_dtype(precision: str) -> torch.dtype:
+    """Of weights and activations in the forward pass."""
+    return {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
 
 
 def prepare_deepspeed(device: torch.device) -> None:

@@ -20,10 +20,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaletrain_cli.engine.damage import DAMAGES, damage
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.checkpoints import Checkpoint, list_checkpoints
 from scaletrain_cli.rundir.committing import open_attempt
+from scaletrain_cli.safe_files import open_to_change
+
+# Damage on purpose to a committed checkpoint, as disks and people do it.
+
+
+DAMAGES = ("truncate", "flip", "delete")
+
+
+def damage(checkpoint: Checkpoint, kind: str) -> Path:
+    """Truncate, flip a bit of, or delete the largest file that the manifest names; returns which."""
+    name = max(checkpoint.files, key=lambda name: checkpoint.files[name].size)
+    path, middle = checkpoint.path / name, checkpoint.files[name].size // 2
+    if kind == "delete":
+        path.unlink()
+    elif kind == "truncate":
+        os.truncate(path, middle)
+    else:
+        with os.fdopen(open_to_change(path), "r+b") as file:
+            file.seek(middle)
+            byte = file.read(1)[0]
+            file.seek(middle)
+            file.write(bytes([byte ^ 1]))
+    return path
+
 
 VARIABLE = "SCALETRAIN_FAULT"
 

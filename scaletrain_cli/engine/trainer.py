@@ -10,35 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaletrain_cli.engine.beginning import Beginning
-from scaletrain_cli.engine.boundary import Boundary
-from scaletrain_cli.engine.checkpointing import Checkpointer
-from scaletrain_cli.engine.dataset import DatasetInfo
+from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
+from scaletrain_cli.engine.data.batches import BatchReader
+from scaletrain_cli.engine.data.dataset import DatasetInfo
+from scaletrain_cli.engine.data.prefetch import Feed
+from scaletrain_cli.engine.events import say, tell
 from scaletrain_cli.engine.faults import Faults
-from scaletrain_cli.engine.feeding.batches import BatchReader
-from scaletrain_cli.engine.feeding.prefetch import Feed
-from scaletrain_cli.engine.garbage import GarbageCollection
-from scaletrain_cli.engine.guarding.judging import Judge
-from scaletrain_cli.engine.heartbeat import Heartbeat
-from scaletrain_cli.engine.late_metrics import LateMetrics, StepMeasures
-from scaletrain_cli.engine.ledger import LedgerClock
-from scaletrain_cli.engine.measure.out_of_memory import reporting_out_of_memory
-from scaletrain_cli.engine.measure.plan_check import PlanCheck
-from scaletrain_cli.engine.metrics import MetricsLog
-from scaletrain_cli.engine.model.attention_kernel import attention_kernel_of
+from scaletrain_cli.engine.health.garbage_collection import GarbageCollection
+from scaletrain_cli.engine.health.rollback import Judge
+from scaletrain_cli.engine.health.stragglers import Stragglers
+from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
+from scaletrain_cli.engine.metrics.metrics import LateMetrics, MetricsLog, StepMeasures
+from scaletrain_cli.engine.metrics.out_of_memory import reporting_out_of_memory
+from scaletrain_cli.engine.metrics.plan_check import PlanCheck
+from scaletrain_cli.engine.model.attention import attention_kernel_of
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.mixture import routing_measures
-from scaletrain_cli.engine.optimization.averaging import WeightAverage
-from scaletrain_cli.engine.optimization.early_stopping import should_stop
-from scaletrain_cli.engine.optimization.schedules import learning_rate
-from scaletrain_cli.engine.process_group import Ranks, Verdict
-from scaletrain_cli.engine.stepping import Stepper
-from scaletrain_cli.engine.stragglers import Stragglers
-from scaletrain_cli.engine.telling import say, tell
+from scaletrain_cli.engine.model.moe import routing_measures
+from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.optim.schedules import learning_rate, should_stop
+from scaletrain_cli.engine.process_group import Ranks, StepDecision
+from scaletrain_cli.engine.resume_point import ResumePoint
+from scaletrain_cli.engine.step import Stepper
+from scaletrain_cli.engine.step_sync import Boundary
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.rundir.goodput import run_goodput
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.worker.heartbeat import Heartbeat
 
 
 @dataclass
@@ -49,7 +47,7 @@ class Trainer:
     record: RunRecord
     ranks: Ranks
     attempt: int
-    begin: Beginning
+    begin: ResumePoint
     device: torch.device
     model: CausalLM
     stepper: Stepper
@@ -90,9 +88,9 @@ class Trainer:
                 last = step
             while True:
                 verdict, due = self.boundary.meet(step, self.late.due(step))
-                if verdict is Verdict.PREEMPT:
+                if verdict is StepDecision.PREEMPT:
                     break
-                saving = verdict is Verdict.SAVE or step == last
+                saving = verdict is StepDecision.SAVE or step == last
                 evaluating = self._evaluation_is_due(step) and not evaluated
                 if saving or evaluating or step == last:  # which want all that was measured
                     due += self._rest()
@@ -230,7 +228,7 @@ class Trainer:
         waiting = self.validation.in_order(rounds)
         # As many at a time as a step takes, so that a pipeline is as full.
         while batches := list(itertools.islice(waiting, self.record.plan.layout.gradient_accumulation_steps)):
-            if self.boundary.meet(step)[0] is Verdict.PREEMPT:
+            if self.boundary.meet(step)[0] is StepDecision.PREEMPT:
                 return None
             self.heartbeat.beat(step, "evaluation")
             total += len(batches) * self.stepper.validation_loss([batch.to(self.device) for batch in batches])
@@ -249,7 +247,7 @@ class Trainer:
         state = {"step": step, **data, "guard": self.judge.guard.state_dict()}
         self.checkpointer.save(step, state, wait=wait)
 
-    def resume(self) -> Beginning:
+    def resume(self) -> ResumePoint:
         """Restore the checkpoint that the attempt begins with, if any. Raises UsageError where it is of other data."""
         begin = self.begin
         self.heartbeat.beat(begin.step, "restore")

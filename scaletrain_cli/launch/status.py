@@ -9,19 +9,75 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
-from scaletrain_cli.launch.attempts import AttemptRecord, newest_checkpoint_step, read_attempts
-from scaletrain_cli.launch.judgement import Reason
-from scaletrain_cli.launch.node_record import read_node_records
-from scaletrain_cli.launch.resumption import why_ended
-from scaletrain_cli.launch.scheduler import Job, Scheduler, scheduler_for
-from scaletrain_cli.launch.submission import open_request, read_submission
-from scaletrain_cli.launch.unreported import SCHEDULERS, unreported_end
+from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome, newest_checkpoint_step, read_attempts
+from scaletrain_cli.launch.backends.base import Job, Scheduler, scheduler_for
+from scaletrain_cli.launch.exit_classification import Reason
+from scaletrain_cli.launch.node.full_disk import has_no_space
+from scaletrain_cli.launch.node.record import read_node_records
+from scaletrain_cli.launch.submit import open_request, read_submission
 from scaletrain_cli.rundir.goodput import Goodput, run_goodput
 from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
 from scaletrain_cli.rundir.measured import Measured, read_measured
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place
+
+# The end of an attempt that recorded none: what may be said of it, given what its scheduler says of the job.
+
+
+SCHEDULERS = {"slurm": "Slurm", "kubernetes": "Kubernetes", "local": "this machine"}
+# Every cause that a scheduler names for the end of a whole job (Job.cause).
+JOB_WAS: dict[Reason, str] = {
+    "cancelled": "its job was cancelled",
+    "preempted": "its job was preempted",
+    "time-limit": "its job reached its time limit",
+    "host-oom": "its job exceeded its memory limit",
+    "node": "its job lost a node",
+}
+
+
+@dataclass(frozen=True)
+class UnreportedEnd:
+    """``state``: ``open`` while the job is not over as far as is known, ``known`` where evidence or the scheduler names
+    a ``reason``, else ``not-known``. ``message`` is a sentence without its full stop.
+    """
+
+    state: Literal["open", "known", "not-known"]
+    message: str
+    reason: Reason | None = None
+
+
+def unreported_end(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Job) -> UnreportedEnd:
+    """Return what is known of an attempt without a recorded end. ``job`` is the scheduler's latest answer."""
+    says = f"{SCHEDULERS.get(attempt.scheduler, attempt.scheduler)} says: {job.detail}"
+    if job.state == "unknown":
+        return UnreportedEnd("open", f"whether attempt {attempt.number} still runs is not known: {job.detail}")
+    if job.state == "running":
+        return UnreportedEnd("open", f"attempt {attempt.number} runs; {says}")
+    if job.state != "ended":
+        return UnreportedEnd("open", f"attempt {attempt.number} has reported no end, and its job is not over; {says}")
+    silent = f"attempt {attempt.number} ended without reporting an exit status"
+    outcome = attempt_outcome(run, record.spec, attempt.number, cancelled=False)
+    reported = any(node.ended is not None for node in read_node_records(run, attempt.number))
+    if outcome.reason != "node" or (reported and job.cause is None and not run.is_told_to_stop):
+        return UnreportedEnd("known", f"{silent}: {outcome.message}", outcome.reason)
+    cause: Reason | None = "cancelled" if run.is_told_to_stop else job.cause
+    if cause is not None:
+        return UnreportedEnd("known", f"{silent}: {JOB_WAS[cause]}; {says}", cause)
+    if has_no_space(run.path):
+        return UnreportedEnd("known", f"{silent}: the file system of {run.path} is full; {says}", "disk-full")
+    return UnreportedEnd("not-known", f"{silent}, and the cause is not known; {says}")
+
+
+def why_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord | None, job: Job) -> str:
+    """Return the last attempt's end in words. Without a recorded end, ``job`` decides what may be said of it."""
+    if attempt is None:
+        return "no attempt began"
+    if attempt.ended is None:
+        return unreported_end(run, record, attempt, job).message
+    decided = f"; {attempt.decision.why}" if attempt.decision is not None else ""
+    return f"attempt {attempt.number} ended with exit code {attempt.exit_code}: {attempt.message}{decided}"
+
 
 # fmt: off
 RunState = Literal[
@@ -125,7 +181,7 @@ def _schedulers(runs: Sequence[RunDir]) -> list[Scheduler | None]:
                 on_slurm.append(run)
     if len(on_slurm) < 2:
         return [None] * len(runs)
-    from scaletrain_cli.launch.slurm import SlurmScheduler
+    from scaletrain_cli.launch.backends.slurm.backend import SlurmScheduler
 
     asked = SlurmScheduler.asked_once(on_slurm)
     return [asked if run in on_slurm else None for run in runs]
@@ -179,7 +235,7 @@ def _ask(run: RunDir, record: RunRecord, last: AttemptRecord | None, scheduler: 
 def _sent_as(run: RunDir, record: RunRecord, last: AttemptRecord | None) -> str:
     """The id of the job that was handed over, or may have been: the scheduler's answer may have been lost."""
     if record.spec.cluster.scheduler == "kubernetes":
-        from scaletrain_cli.launch.kubernetes.whereabouts import whereabouts_of
+        from scaletrain_cli.launch.backends.kubernetes.job_ref import whereabouts_of
 
         place = whereabouts_of(run, record)
         return "" if place is None else place.job_id

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
-from scaletrain_cli.launch.code_snapshot import Snapshot, take_snapshot
-from scaletrain_cli.launch.scheduler import Scheduler
-from scaletrain_cli.launch.submission import CreatedRun, Submission, create_run, read_submission, submit_run
+from scaletrain_cli.launch.backends.base import Scheduler
+from scaletrain_cli.launch.code.snapshot import Snapshot, take_snapshot
+from scaletrain_cli.launch.submit import CreatedRun, Submission, create_run, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place, write_sweep_place

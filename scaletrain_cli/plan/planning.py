@@ -7,6 +7,8 @@ from scaletrain_cli.plan.advice.training_sanity import check_recipe
 from scaletrain_cli.plan.advice.warnings import assumptions, warnings
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.estimate import model_size
+from scaletrain_cli.plan.reliability.cost import plan_cost
+from scaletrain_cli.plan.reliability.durability import plan_durability
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.choice import Candidate
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, does_not_divide, does_not_fit
@@ -15,9 +17,7 @@ from scaletrain_cli.plan.search.layout_search import Found, alternatives, evalua
 from scaletrain_cli.plan.search.layouts import resolve_axes
 from scaletrain_cli.plan.search.rejections import Tally
 from scaletrain_cli.plan.search.search_space import axes_to_try
-from scaletrain_cli.plan.search.ways_out import ways_out
-from scaletrain_cli.plan.survival.cost import plan_cost
-from scaletrain_cli.plan.survival.durability import plan_durability
+from scaletrain_cli.plan.search.suggestions import ways_out
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.problems import placed
 

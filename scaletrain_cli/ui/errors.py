@@ -6,13 +6,13 @@ from rich.padding import Padding
 from rich.text import Text
 
 from scaletrain_cli.errors import Problem, ScaletrainError
-from scaletrain_cli.ui.console import line, plain, talk, words
+from scaletrain_cli.ui.console import escaped_text, line, plain, stderr_console
 from scaletrain_cli.ui.console import show as show_block
 
 
 def show(error: ScaletrainError) -> None:
     """Print the error; piped, each problem is one line that starts with ``file:line``, as compilers do it."""
-    console = talk()
+    console = stderr_console()
     headline = Text.assemble(("error: ", "bold red"), (plain(error.message), "bold"))
     if error.remedy:
         headline.append(f" {plain(error.remedy)}", "green")
@@ -37,7 +37,7 @@ def _place(problem: Problem) -> Text:
 
 
 def _advice(problem: Problem) -> Text:
-    text = words(problem.message)
+    text = escaped_text(problem.message)
     if problem.hint:
         text.append(f" {plain(problem.hint)}", "green")
     return text

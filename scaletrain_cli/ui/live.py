@@ -9,16 +9,16 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TextColumn
 
 from scaletrain_cli.launch.status import RunStatus
-from scaletrain_cli.ui.console import line, talk
-from scaletrain_cli.ui.event_view import event_line
-from scaletrain_cli.ui.status_view import measures_text
+from scaletrain_cli.ui.console import line, stderr_console
+from scaletrain_cli.ui.events import event_line
+from scaletrain_cli.ui.status import measures_text
 
 
 class StatusLine:
     """A context in which ``update`` redraws the line and ``note`` prints a lasting one above it. On stderr."""
 
     def __init__(self) -> None:
-        self._console = talk()
+        self._console = stderr_console()
         self._progress = Progress(
             TextColumn("{task.fields[state]}", markup=False),
             BarColumn(bar_width=24),

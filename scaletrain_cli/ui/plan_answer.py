@@ -2,24 +2,186 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from scaletrain_cli.plan.advice.answer import Answer
-from scaletrain_cli.ui.plan_view import show_plan
+from scaletrain_cli.plan.advice.explanation import Question, Row
+from scaletrain_cli.plan.reliability.spot_trace import Spread, TraceOutcome
+from scaletrain_cli.plan.search.cluster_choice import Considered
+from scaletrain_cli.plan.search.sizing import Sizing
+from scaletrain_cli.ui.console import escaped_text, plain, show, speaks_unicode, stdout_console
+from scaletrain_cli.ui.plan import goodput_text, show_plan
+from scaletrain_cli.ui.units import bytes_text, count_text, dollars_text, percent_text, seconds_text, whole_text
+
+# A run replayed on a recorded spot market, for people: days, goodput, interruptions and dollars.
+
+
+def show_trace(outcome: TraceOutcome, console: Console | None = None) -> None:
+    """The median of all starts, and the range that four of five fall into."""
+    title = (
+        f"On the spot market of {plain(outcome.name)}: {outcome.finished} of {outcome.starts} starts finish, "
+        f"{seconds_text(outcome.trace_days * 86400)} recorded"
+    )
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(width=13, style="bold")
+    table.add_column(overflow="fold")
+    for name, text in _rows(outcome):
+        table.add_row(name, escaped_text(text))
+    notes = [escaped_text(note, "dim") for note in outcome.notes]
+    show(console or stdout_console(), Group("", escaped_text(title, "bold"), table, *notes))
+
+
+def _rows(outcome: TraceOutcome) -> Iterator[tuple[str, str]]:
+    nodes = f"{whole_text(outcome.nodes_needed)} needed, {outcome.nodes_assumed}"
+    yield "Nodes", nodes
+    days = _spread(outcome.days, lambda days: seconds_text(days * 86400))
+    yield "Days", f"{days}; on demand {seconds_text(outcome.on_demand_days * 86400)}"
+    yield "Goodput", _spread(outcome.goodput, percent_text)
+    yield "Interruptions", _spread(outcome.interruptions, lambda n: count_text(round(n)))
+    yield "Lost work", _spread(outcome.lost_hours, _hours)
+    yield "Waiting", _spread(outcome.waiting_hours, _hours)
+    if outcome.spot_usd is not None:
+        text = _spread(outcome.spot_usd, dollars_text)
+        if outcome.on_demand_usd is not None:
+            text += f"; on demand {dollars_text(outcome.on_demand_usd)}"
+        yield "Dollars", text
+
+
+def _hours(hours: float) -> str:
+    return seconds_text(hours * 3600) if hours else "none"
+
+
+def _spread(spread: Spread, text: Callable[[float], str]) -> str:
+    """``12 d (10 d to 15 d)``."""
+    low, middle, high = text(spread.p10), text(spread.median), text(spread.p90)
+    return middle if low == middle == high else f"{middle} ({low} to {high})"
+
+
+# The choice of a cluster for people: every size that was considered, what it takes, and why it was not taken.
+
+
+_OBJECTIVES = {"time": "the soonest end", "cost": "the lowest cost", "gpus": "the fewest GPUs"}
+_TITLES = ("GPUs", "done in", "expected cost", "goodput", "why not")
+
+
+def show_sizing(sizing: Sizing, console: Console | None = None) -> None:
+    """What was asked, and the table of sizes."""
+    console = console or stdout_console()
+    limits = [f"at most {whole_text(sizing.max_gpus)} GPUs"]
+    if sizing.deadline_seconds is not None:
+        limits.append(f"done in {seconds_text(sizing.deadline_seconds)}")
+    if sizing.budget_usd is not None:
+        limits.append(f"for {dollars_text(sizing.budget_usd)} at most")
+    asked = f"Cluster for {_OBJECTIVES[sizing.objective]}: {', '.join(limits)}"
+    notes = [escaped_text(note, "yellow") for note in sizing.notes]
+    show(console, Group(escaped_text(asked, "bold"), *notes, "", _table(sizing.considered), ""))
+
+
+def show_considered(considered: Sequence[Considered], console: Console | None = None) -> None:
+    """The table alone, where no size will do."""
+    if considered:
+        show(console or stdout_console(), _table(considered))
+
+
+def _table(considered: Sequence[Considered]) -> Table:
+    several = len({row.gpu for row in considered}) > 1
+    table = Table.grid(padding=(0, 2, 0, 0))
+    if several:
+        table.add_column(no_wrap=True)
+    for title in _TITLES:
+        table.add_column(justify="left" if title == "why not" else "right", no_wrap=title != "why not", overflow="fold")
+    table.add_row(*(Text(title, "dim") for title in (*(("GPU",) if several else ()), *_TITLES)))
+    for row in considered:
+        cells = [
+            whole_text(row.gpus),
+            "-" if row.seconds is None else seconds_text(row.seconds),
+            "-" if row.dollars is None else dollars_text(row.dollars),
+            "-" if row.goodput is None else goodput_text(row.goodput),
+            "chosen" if row.chosen else _short(row.why),
+        ]
+        style = "bold green" if row.chosen else ""
+        table.add_row(*(escaped_text(cell, style) for cell in ([row.gpu] if several else []) + cells))
+    return table
+
+
+def _short(why: str) -> str:
+    """What does not fit, part by part, is a sentence too long for a table; JSON has it."""
+    return "does not fit" if why.startswith("does not fit") else why
+
+
+# The explanation of a plan for people: questions in order, the arithmetic under each, the answer, what follows.
+
+
+_ANSWER_STYLES = {True: "green", False: "red", None: "bold"}
+_INDENT = 4
+_NAME = 34
+
+
+def show_explanation(questions: Sequence[Question], console: Console | None = None) -> None:
+    """All questions, numbered."""
+    console = console or stdout_console()
+    arrow = "→" if speaks_unicode(console) else "->"
+    blocks: list[RenderableType] = ["", Text("Why this layout", "bold")]
+    for number, question in enumerate(questions, 1):
+        blocks += ["", _numbered(number, question.question)]
+        if question.rows:
+            blocks.append(Padding(_arithmetic(question.rows), (0, 0, 0, _INDENT)))
+        blocks.append(Padding(escaped_text(question.verdict, _ANSWER_STYLES[question.answer]), (0, 0, 0, _INDENT)))
+        if question.follows:
+            blocks.append(Padding(escaped_text(f"{arrow} {question.follows}"), (0, 0, 0, _INDENT)))
+    show(console, Group(*blocks))
+
+
+def _numbered(number: int, question: str) -> RenderableType:
+    table = Table.grid(padding=0)
+    table.add_column(width=_INDENT, style="dim")
+    table.add_column(overflow="fold")
+    table.add_row(f"{number:>2}.", escaped_text(question, "bold"))
+    return table
+
+
+def _arithmetic(rows: Sequence[Row]) -> RenderableType:
+    """Name, size, time, share and remark, in the columns that any row fills; titled where the rows are layouts."""
+    columns = {
+        "memory": [bytes_text(row.bytes) if row.bytes is not None else "" for row in rows],
+        "step": [seconds_text(row.seconds) if row.seconds is not None else "" for row in rows],
+        "of device": ["" if row.share is None else _share(row.share) for row in rows],
+        "": [_remark(row) for row in rows],
+    }
+    columns = {title: cells for title, cells in columns.items() if any(cells)}
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(max_width=_NAME, overflow="fold")
+    for title in columns:
+        table.add_column(justify="right" if title else "left", no_wrap=bool(title), overflow="fold")
+    if any(row.fits is not None for row in rows):
+        table.add_row("", *(Text(title, "dim") for title in columns))
+    for index, row in enumerate(rows):
+        style = "red" if row.fits is False else ""
+        table.add_row(escaped_text(row.name), *(escaped_text(cells[index], style) for cells in columns.values()))
+    return table
+
+
+def _share(share: float) -> str:
+    return percent_text(share) if share < 9.995 else f"{share:,.0f} x"
+
+
+def _remark(row: Row) -> str:
+    if row.fits is False and not row.note.startswith("does not fit"):
+        return f"does not fit{f', {row.note}' if row.note else ''}"
+    return "does not fit" if row.fits is False else row.note
 
 
 def show_answer(found: Answer, *, everything: bool = False, console: Console | None = None) -> None:
     """On stdout unless ``console`` says otherwise; what was not asked costs no import."""
     if found.sizing is not None:
-        from scaletrain_cli.ui.plan_sizing import show_sizing
-
         show_sizing(found.sizing, console)
     show_plan(found.spec, found.plan, everything=everything, console=console)
     if found.outcome is not None:
-        from scaletrain_cli.ui.plan_trace import show_trace
-
         show_trace(found.outcome, console)
     if found.explanation is not None:
-        from scaletrain_cli.ui.plan_explain import show_explanation
-
         show_explanation(found.explanation, console)

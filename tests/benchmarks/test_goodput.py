@@ -7,7 +7,7 @@ import statistics
 import pytest
 from goodput import LARGER, Costs, costs_of, simulated
 
-from scaletrain_cli.plan.survival.durability import best_interval_steps, expected_goodput
+from scaletrain_cli.plan.reliability.durability import best_interval_steps, expected_goodput
 
 HOUR, DAY = 3600.0, 86400.0
 CHEAP = Costs(step=2.0, save=3.0, blocked=0.1, restart=60.0)

@@ -10,7 +10,7 @@ import typer
 
 from scaletrain_cli.cli.app import app
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.local import LocalScheduler
+from scaletrain_cli.launch.backends.local.backend import LocalScheduler
 from tests.cli.command_line import SMALL
 
 # What stands for an argument or an option that a command needs, by the name that its help gives it.
@@ -54,7 +54,7 @@ def start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise SchedulerError("nothing is started here.")
 
     monkeypatch.setattr(LocalScheduler, "submit", lambda self, run, record: "7")
-    monkeypatch.setattr("scaletrain_cli.launch.preflight_alone.run_preflight", refuse)
-    monkeypatch.setattr("scaletrain_cli.launch.local.run_in_foreground", refuse)
+    monkeypatch.setattr("scaletrain_cli.launch.preflight.run_preflight", refuse)
+    monkeypatch.setattr("scaletrain_cli.launch.backends.local.backend.run_in_foreground", refuse)
     monkeypatch.setattr("scaletrain_cli.cli.engine_process.ask_engine", refuse)
-    monkeypatch.setattr("scaletrain_cli.launch.drills.running.run_drill", refuse)
+    monkeypatch.setattr("scaletrain_cli.launch.drill.run_drill", refuse)

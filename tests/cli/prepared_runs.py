@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
-from scaletrain_cli.launch.local import write_supervisor
-from scaletrain_cli.launch.processes import ProcessIdentity, identify
-from scaletrain_cli.launch.submission import CreatedRun, create_run
+from scaletrain_cli.launch.backends.local.backend import write_supervisor
+from scaletrain_cli.launch.node.processes import ProcessIdentity, identify
+from scaletrain_cli.launch.submit import CreatedRun, create_run
 from scaletrain_cli.rundir.committing import close_attempt
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.sweeps import SweepPlace, write_sweep_place

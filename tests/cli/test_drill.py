@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.drills.kinds import KINDS
-from scaletrain_cli.launch.local import LocalScheduler
+from scaletrain_cli.launch.backends.local.backend import LocalScheduler
+from scaletrain_cli.launch.drill import KINDS
 from scaletrain_cli.rundir.paths import list_runs, runs_root
 from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
 

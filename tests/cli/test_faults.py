@@ -53,7 +53,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pat
 @pytest.fixture(autouse=True)
 def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     start_nothing(monkeypatch)
-    monkeypatch.setattr("scaletrain_cli.launch.local.LocalScheduler.cancel", lambda self, run, record: None)
+    monkeypatch.setattr(
+        "scaletrain_cli.launch.backends.local.backend.LocalScheduler.cancel", lambda self, run, record: None
+    )
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.cli.app import GROUPS
-from scaletrain_cli.cli.exit_codes import MEANINGS
+from scaletrain_cli.cli.options import MEANINGS
 from scaletrain_cli.errors import ExitCode
 from tests.cli.command_line import PROJECT, scaletrain
 

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from scaletrain_cli.errors import ScaletrainError
-from scaletrain_cli.launch.local import LocalScheduler
+from scaletrain_cli.launch.backends.local.backend import LocalScheduler
 from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
 from tests.cli.every_command import ALL, OF_A_RUN, command_line, start_nothing
 from tests.cli.prepared_runs import STATES, living_process, prepare

@@ -142,7 +142,7 @@ def test_a_place_where_no_picture_can_be_written_is_found_before_the_work(
     def refuse(path: Path, data: bytes) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("scaletrain_cli.ui.plan_plot_file.create_file", refuse)
+    monkeypatch.setattr("scaletrain_cli.ui.plan_figure.create_file", refuse)
     monkeypatch.setattr("scaletrain_cli.plan.advice.answer.answer", _must_not_run)
     ended = scaletrain("plan", SMALL, "--plot", "a.svg")
     assert (ended.code, ended.out) == (ExitCode.USAGE, "")
@@ -192,7 +192,7 @@ def test_a_plan_that_does_not_fit_is_drawn_against_the_device() -> None:
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs the extra [plot]")
 def test_a_picture_that_cannot_be_finished_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("a.svg").write_text("precious")
-    monkeypatch.setattr("scaletrain_cli.ui.plan_plot.image", _must_not_run)
+    monkeypatch.setattr("scaletrain_cli.ui.plan_figure.image", _must_not_run)
     with pytest.raises(AssertionError):
         scaletrain("plan", SMALL, "--plot", "a.svg")
     assert Path("a.svg").read_text() == "precious"

@@ -10,13 +10,11 @@ from rich.console import Console
 
 from scaletrain_cli.plan.advice.comparison import Compared
 from scaletrain_cli.plan.advice.explanation import Question, Row
+from scaletrain_cli.plan.reliability.spot_trace import Spread, TraceOutcome
 from scaletrain_cli.plan.search.cluster_choice import Considered
 from scaletrain_cli.plan.search.sizing import Sizing
-from scaletrain_cli.plan.survival.spot_trace import Spread, TraceOutcome
-from scaletrain_cli.ui.plan_compare import show_comparison
-from scaletrain_cli.ui.plan_explain import show_explanation
-from scaletrain_cli.ui.plan_sizing import show_sizing
-from scaletrain_cli.ui.plan_trace import show_trace
+from scaletrain_cli.ui.plan_answer import show_explanation, show_sizing, show_trace
+from scaletrain_cli.ui.plan_comparison import show_comparison
 from tests.cli.stored_plans import STORED, printed, stored
 
 PLANS = {path.stem: path for path in STORED}

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scaletrain_cli.ui.bars import waterfall
-from scaletrain_cli.ui.plan_layout_view import rejected_view
-from scaletrain_cli.ui.plan_view import show_plan
+from scaletrain_cli.ui.plan import rejected_view, show_plan, waterfall
 from scaletrain_cli.ui.units import (
     binary_bytes_text,
     bytes_text,

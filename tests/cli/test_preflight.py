@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.preflight_alone import Preflight
+from scaletrain_cli.launch.preflight import Preflight
 from scaletrain_cli.rundir.paths import runs_root
-from scaletrain_cli.ui.preflight_view import show_preflight
+from scaletrain_cli.ui.preflight import show_preflight
 from tests.cli.command_line import SMALL, scaletrain
 
 

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from scaletrain_cli.launch.outlook import Prospect, Start
+from scaletrain_cli.launch.backends.base import Start, SubmissionSummary
 from scaletrain_cli.plan.result import Cost
 from scaletrain_cli.rundir.code import CodeRecord
-from scaletrain_cli.ui.queueing_view import (
+from scaletrain_cli.ui.submission import (
     cost_text,
     show_before_resuming,
     show_before_submission,
@@ -25,11 +25,11 @@ HOUR = 3600.0
 SLURM = ("cluster.scheduler=slurm", "cluster.gpu=h100-sxm-80gb", "cluster.nodes=4", "cluster.gpus_per_node=8")
 
 
-def prospect(*overrides: str, cost: Cost | None = None, start: Start | None = None, step: int = 0) -> Prospect:
+def prospect(*overrides: str, cost: Cost | None = None, start: Start | None = None, step: int = 0) -> SubmissionSummary:
     spec = make_spec(*overrides)
     plan = make_plan(spec)
     plan = dataclasses.replace(plan, cost=cost if cost is not None else plan.cost)
-    return Prospect(spec, plan, start if start is not None else Start(None, "nobody knows"), step)
+    return SubmissionSummary(spec, plan, start if start is not None else Start(None, "nobody knows"), step)
 
 
 @pytest.mark.parametrize(

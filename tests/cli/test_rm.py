@@ -11,12 +11,12 @@ import pytest
 
 from scaletrain_cli.cli.completion import complete_run, complete_state
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
-from scaletrain_cli.launch import removal
-from scaletrain_cli.launch.local import LocalScheduler
-from scaletrain_cli.launch.processes import ProcessIdentity
+from scaletrain_cli.launch import remove
+from scaletrain_cli.launch.backends.local.backend import LocalScheduler
+from scaletrain_cli.launch.node.processes import ProcessIdentity
 from scaletrain_cli.rundir.committing import close_attempt
 from scaletrain_cli.rundir.paths import RunDir, runs_root
-from scaletrain_cli.ui.event_view import event_line, event_sentence
+from scaletrain_cli.ui.events import event_line, event_sentence
 from tests.cli.command_line import scaletrain
 from tests.cli.prepared_runs import living_process, prepare
 from tests.rundir.test_checkpoints import ATTEMPT, save
@@ -127,17 +127,17 @@ def test_a_link_in_place_of_the_folder_of_checkpoints_is_not_followed(tmp_path: 
     assert (other / "checkpoints" / "step-00000002" / "manifest.json").exists()
     assert (runs_root() / "r1" / "run.json").exists()
     with pytest.raises(OSError, match=r"Not a directory|symbolic link"):
-        removal._remove_checkpoints(tmp_path / "kept" / "r1")
+        remove._remove_checkpoints(tmp_path / "kept" / "r1")
 
 
 def test_a_run_that_takes_the_name_of_a_deleted_one_meanwhile_stays() -> None:
     prepare("finished", "r1")
     prepare("finished", "r2")
-    found = removal.plan_removal(RunDir(runs_root() / "r1"), with_checkpoints=False)
+    found = remove.plan_removal(RunDir(runs_root() / "r1"), with_checkpoints=False)
     (runs_root() / "r1").rename(runs_root() / "away")
     (runs_root() / "r2").rename(runs_root() / "r1")
     with pytest.raises(UsageError, match="another folder"):
-        removal.remove(found, with_checkpoints=False)
+        remove.remove(found, with_checkpoints=False)
     assert sorted(path.name for path in runs_root().iterdir()) == ["away", "r1"]
     assert (runs_root() / "r1" / "checkpoints" / "step-00000002").is_dir()
 
@@ -152,7 +152,7 @@ def test_a_removal_that_is_cut_short_leaves_no_half_run_and_the_next_one_finishe
         def cut(path: Path, **options: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr("scaletrain_cli.launch.removal.shutil.rmtree", cut)
+        patch.setattr("scaletrain_cli.launch.remove.shutil.rmtree", cut)
         assert scaletrain("rm", "r1", "--yes").code == 130
     assert [row["run_id"] for row in scaletrain("list", "--json").data["runs"]] == ["r2"]
     assert len(list(runs_root().iterdir())) == 2, "what is left of r1 is hidden"

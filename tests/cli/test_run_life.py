@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.errors import ExitCode, SchedulerError
-from scaletrain_cli.launch.local import LocalScheduler, run_in_foreground
-from scaletrain_cli.launch.outlook import Outlook
+from scaletrain_cli.launch.backends.base import PreflightResult
+from scaletrain_cli.launch.backends.local.backend import LocalScheduler, run_in_foreground
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, runs_root
@@ -51,7 +51,9 @@ def wait_for_step(run_id: str, step: int) -> None:
 def test_a_dry_run_prints_what_would_be_sent_and_makes_nothing(tmp_path: Path) -> None:
     ended = submit("submit", "r1", "--dry-run")
     assert ended.code == 0
-    assert ended.out.endswith(f" scaletrain_cli.launch.local_supervisor {runs_root() / 'r1'} --engine {ENGINE}\n")
+    assert ended.out.endswith(
+        f" scaletrain_cli.launch.backends.local.supervisor {runs_root() / 'r1'} --engine {ENGINE}\n"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -184,7 +186,9 @@ def test_a_resume_that_the_scheduler_would_refuse_changes_nothing(monkeypatch: p
     folder = runs_root() / "r1"
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
-    def refuse(self: LocalScheduler, spec: RunSpec, plan: RunPlan, run: RunDir, code: CodeRecord | None) -> Outlook:
+    def refuse(
+        self: LocalScheduler, spec: RunSpec, plan: RunPlan, run: RunDir, code: CodeRecord | None
+    ) -> PreflightResult:
         raise SchedulerError("the quota can never hold it.")
 
     monkeypatch.setattr(LocalScheduler, "preflight", refuse)

@@ -6,7 +6,7 @@ import pytest
 
 from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures
-from scaletrain_cli.ui.status_view import goodput_text, memory_text
+from scaletrain_cli.ui.status import goodput_text, memory_text
 
 
 def measured(**figures: Figure) -> Measured:

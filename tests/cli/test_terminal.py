@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from scaletrain_cli.errors import Place, Problem, UsageError
 from scaletrain_cli.text import visible
 from scaletrain_cli.ui import errors
-from scaletrain_cli.ui.console import document
-from scaletrain_cli.ui.messages import say
+from scaletrain_cli.ui.console import document, say
 from tests.cli.command_line import scaletrain
 from tests.launch.conftest import make_plan, make_spec
 
@@ -73,7 +72,7 @@ def test_letters_of_all_scripts_line_ends_and_tabs_stay() -> None:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_logs_and_their_followers_show_what_a_terminal_would_obey(name: str) -> None:
     from scaletrain_cli.launch.attempts import begin_attempt
-    from scaletrain_cli.launch.submission import create_run
+    from scaletrain_cli.launch.submit import create_run
 
     spec = make_spec("cluster.gpus_per_node=1")
     run = create_run(spec, make_plan(spec), "r1").run

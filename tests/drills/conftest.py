@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.engine.dataset import prepare_dataset
+from scaletrain_cli.engine.data.dataset import prepare_dataset
 from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.spec import DataSpec
 

@@ -14,7 +14,7 @@ import pytest
 
 from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.launch.resumption import resume
+from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.journal import read_metrics

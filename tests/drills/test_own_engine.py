@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.local import LocalScheduler
+from scaletrain_cli.launch.backends.local.backend import LocalScheduler
 from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
 from scaletrain_cli.rundir.paths import find_run
 from tests.cli.command_line import PROJECT, scaletrain

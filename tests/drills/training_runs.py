@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from scaletrain_cli.launch.local import LocalScheduler, living_agents
-from scaletrain_cli.launch.node_record import read_node_records
-from scaletrain_cli.launch.submission import create_run, submit_run
+from scaletrain_cli.launch.backends.local.backend import LocalScheduler, living_agents
+from scaletrain_cli.launch.node.record import read_node_records
+from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
 from scaletrain_cli.rundir.journal import read_events, read_metrics
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec, parse_spec
-from tests.engine.state.whole_state import whole_state
+from tests.engine.checkpoint.whole_state import whole_state
 
 STEPS = 40
 _SPEC = """

@@ -5,8 +5,8 @@ import torch
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.dropout import give_dropout_keys
-from scaletrain_cli.engine.weights.initialise import ScaledInitialisation
-from scaletrain_cli.engine.weights.materialise import materialise
+from scaletrain_cli.engine.model.initialization import ScaledInitialisation
+from scaletrain_cli.engine.model.materialization import materialise
 from scaletrain_cli.spec import ModelSpec
 
 

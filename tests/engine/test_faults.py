@@ -100,7 +100,7 @@ def test_what_hits_a_node_hits_its_agent_and_every_rank(kind: str, alive: list[s
     """An agent of three processes: itself, a rank that strikes and one that sleeps."""
     rank = (
         "import os, sys; from scaletrain_cli.engine.faults import Faults;"
-        "from scaletrain_cli.engine.signals import die_with_agent; die_with_agent();"
+        "from scaletrain_cli.worker.signals import die_with_agent; die_with_agent();"
         "print('up', flush=True); sys.stdin.readline(); Faults(sys.argv[1], 0, 1).before_step(1)"
     )
     agent = (

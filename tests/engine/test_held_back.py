@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from scaletrain_cli.engine.assembly import sequences_held_back
-from scaletrain_cli.launch.submission import create_run
+from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord

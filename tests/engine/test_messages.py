@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.engine.messages import decode, encode
-from scaletrain_cli.engine.process_group import Ranks, Verdict
+from scaletrain_cli.engine.process_group import Ranks, StepDecision, decode, encode
 from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest
 
 CHECKPOINT = Checkpoint(Path("/runs/r/step-1"), 1, 2, True, 1, {"a": FileDigest(3, "ab")})
@@ -15,8 +14,18 @@ CHECKPOINT = Checkpoint(Path("/runs/r/step-1"), 1, 2, True, 1, {"a": FileDigest(
 
 VALUES: list[object] = [None, True, 3, 2.5, float("inf"), "é", [1, [2]], (1, (2, [3])), {1: "a", "b": (2,)}, {1, 2}]
 VALUES += [Path("/x"), CHECKPOINT, (Path("/runs"), ""), [CHECKPOINT, None], Ranks(0, 2, 0)]
-FORGED = ["subprocess:Popen", "builtins:exec", "scaletrain_cli.engine.messages:Path", "scaletrain_cli.errors:Problems"]
-FORGED += ["scaletrain_cli.engine.messages:sys.modules", "scaletrain_cli.rundir.record:RunRecord.__init__", "x", ""]
+FORGED = [
+    "subprocess:Popen",
+    "builtins:exec",
+    "scaletrain_cli.engine.process_group:Path",
+    "scaletrain_cli.errors:Problems",
+]
+FORGED += [
+    "scaletrain_cli.engine.process_group:sys.modules",
+    "scaletrain_cli.rundir.record:RunRecord.__init__",
+    "x",
+    "",
+]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
@@ -26,7 +35,7 @@ def test_a_value_arrives_as_it_was(value: object) -> None:
     assert type(arrived) is type(value)
 
 
-@pytest.mark.parametrize("value", [b"bytes", Verdict.SAVE, object(), {"a": object()}])
+@pytest.mark.parametrize("value", [b"bytes", StepDecision.SAVE, object(), {"a": object()}])
 def test_what_would_arrive_changed_is_not_sent(value: object) -> None:
     with pytest.raises(TypeError, match="do not send each other"):
         encode(value)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from scaletrain_cli.engine.native_builds import extensions_folder, load_operator, sole_builder
+from scaletrain_cli.engine.deepspeed_engine import extensions_folder, load_operator, sole_builder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch has threads, which hold no lock
 FORK = multiprocessing.get_context("fork")

@@ -6,7 +6,7 @@ import math
 
 import torch.distributed as dist
 
-from scaletrain_cli.engine.process_group import SLOTS, Agreement, Verdict, from_slots, in_slots
+from scaletrain_cli.engine.process_group import SLOTS, RankConsensus, StepDecision, from_slots, in_slots
 from tests.engine.ranks import on_ranks
 
 VALUES = [2.5, -1e300, math.inf, -math.inf, math.nan, -0.0, 5e-324]
@@ -14,9 +14,9 @@ VALUES = [2.5, -1e300, math.inf, -math.inf, math.nan, -0.0, 5e-324]
 
 def judged_by_all() -> tuple[dict[str, float], dict[str, float]]:
     """As in a pipeline whose second stage alone has experts."""
-    agreement, rank = Agreement(30), dist.get_rank()
+    agreement, rank = RankConsensus(30), dist.get_rank()
     own = {"loss": 2.0 + rank, "grad_norm": 0.5} | ({"router_balance": 1.5} if rank else {})
-    _, _, values = agreement.reach(Verdict.CONTINUE, False, in_slots(own))
+    _, _, values = agreement.reach(StepDecision.CONTINUE, False, in_slots(own))
     assert len(values) == SLOTS
     return from_slots(own, values), agreement.on_values(own)
 
@@ -27,15 +27,15 @@ def test_a_rank_that_measures_more_than_rank_zero_judges_the_same_loss() -> None
         assert (first["loss"], first["grad_norm"]) == (2.0, 0.5)
 
 
-def agree() -> list[tuple[Verdict, bool, list[float]]]:
-    agreement, rank = Agreement(30), dist.get_rank()
-    wishes = [(Verdict.CONTINUE, False), (Verdict.SAVE, False), (Verdict.PREEMPT, True)]
+def agree() -> list[tuple[StepDecision, bool, list[float]]]:
+    agreement, rank = RankConsensus(30), dist.get_rank()
+    wishes = [(StepDecision.CONTINUE, False), (StepDecision.SAVE, False), (StepDecision.PREEMPT, True)]
     own = VALUES if rank == 0 else [1e308] * len(VALUES)
-    return [agreement.reach(*wishes[rank], own), agreement.reach(Verdict.CONTINUE, False)]
+    return [agreement.reach(*wishes[rank], own), agreement.reach(StepDecision.CONTINUE, False)]
 
 
 def test_the_strongest_wish_wins_and_every_rank_has_the_values_of_rank_zero_to_the_bit() -> None:
     for first, second in on_ranks(3, agree):
-        assert first[:2] == (Verdict.PREEMPT, True)
+        assert first[:2] == (StepDecision.PREEMPT, True)
         assert [value.hex() for value in first[2]] == [value.hex() for value in VALUES]
-        assert second == (Verdict.CONTINUE, False, [])
+        assert second == (StepDecision.CONTINUE, False, [])

@@ -65,7 +65,7 @@ ended_by_slurm=
 trap 'ended_by_slurm=--ended-by-slurm' TERM
 trap : USR1
 
-began=$("$python" -c "$start" scaletrain_cli.launch.slurm_job begin "$run") || exit
+began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || exit
 [ -n "$began" ] || exit 0 # the run is done already
 read -r attempt address port <<<"$began"
 
@@ -76,13 +76,13 @@ env "${dropped[@]}" \
     MASTER_ADDR="$address" MASTER_PORT="$port" \
     "$(type -P srun)" --export=ALL --mpi=none --kill-on-bad-exit=0 --wait=30 --cpus-per-task=96 \
     "$python" \
-    -c "$start" scaletrain_cli.launch.node_agent "$run" --attempt "$attempt" &
+    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" &
 step=$!
 while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal ends wait early
 wait "$step"
 code=$?
 
-verdict=$("$python" -c "$start" scaletrain_cli.launch.slurm_job end "$run" --attempt "$attempt" \
+verdict=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \
     --srun-exit-code "$code" $ended_by_slurm)
 code=$?
 read -r verdict exclude <<<"$verdict"
@@ -101,5 +101,5 @@ for pause in 5 15 30 0; do # the controller may be away for a moment
     sleep "$pause" &
     wait $!
 done
-"$python" -c "$start" scaletrain_cli.launch.slurm_job not-requeued "$run" --attempt "$attempt" $ended_by_slurm
+"$python" -c "$start" scaletrain_cli.launch.backends.slurm.job not-requeued "$run" --attempt "$attempt" $ended_by_slurm
 exit "$code"

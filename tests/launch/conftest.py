@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.launch.attempts import begin_attempt
-from scaletrain_cli.launch.local import LocalScheduler
-from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, read_node_records
-from scaletrain_cli.launch.submission import create_run
+from scaletrain_cli.launch.backends.local.backend import LocalScheduler
+from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, read_node_records
+from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import result
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
@@ -105,7 +105,7 @@ class Agent:
         if node_rank == 0:
             begin_attempt(made.run, made.record.spec, scheduler="test", job_id="1", nodes=("here",))
         self.attempt = made.run.attempts()[-1]
-        command = [sys.executable, "-m", "scaletrain_cli.launch.node_agent", str(made.run.path), "--engine", ENGINE]
+        command = [sys.executable, "-m", "scaletrain_cli.launch.node.agent", str(made.run.path), "--engine", ENGINE]
         command += ["--attempt", str(self.attempt), "--node-rank", str(node_rank), "--master-addr", "127.0.0.1"]
         self.process = subprocess.Popen(
             [*command, "--master-port", "29500", *options],

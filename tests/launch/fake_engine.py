@@ -18,8 +18,8 @@ from typing import Any
 
 from scaletrain_cli.engine.agent_watch import AgentWatch
 from scaletrain_cli.engine.faults import Faults
-from scaletrain_cli.engine.heartbeat import Heartbeat, show_stacks_when_asked
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
+from scaletrain_cli.worker.heartbeat import Heartbeat, show_stacks_when_asked
 
 RANK = int(os.environ.get("RANK", "0"))
 ATTEMPT = int(os.environ.get("SCALETRAIN_ATTEMPT", "0"))

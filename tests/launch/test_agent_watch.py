@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from scaletrain_cli.engine.agent_watch import AgentWatch
-from scaletrain_cli.launch.processes import process_state
-from scaletrain_cli.ui.event_view import event_sentence
+from scaletrain_cli.launch.node.processes import process_state
+from scaletrain_cli.ui.events import event_sentence
 from tests.launch.conftest import Agent, MadeRun, is_running, wait_until
 
 MakeRun = Callable[..., MadeRun]

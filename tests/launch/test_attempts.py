@@ -14,9 +14,9 @@ from scaletrain_cli.launch.attempts import (
     end_attempt,
     read_attempts,
 )
-from scaletrain_cli.launch.judgement import judge
-from scaletrain_cli.launch.node_record import NodeRecord, RankRecord, write_node_record
-from scaletrain_cli.rundir.failures import Failure
+from scaletrain_cli.launch.exit_classification import classify_exit
+from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, write_node_record
+from scaletrain_cli.worker.failures import Failure
 from tests.launch.conftest import MadeRun
 
 
@@ -44,7 +44,7 @@ def rank(number: int, code: int, killed_by_agent: bool = False) -> RankRecord:
 def judged(
     nodes: list[NodeRecord], *failures: Failure, planned: int = 1, cancelled: bool = False
 ) -> tuple[int, str, str]:
-    outcome = judge(nodes, failures, planned, cancelled=cancelled)
+    outcome = classify_exit(nodes, failures, planned, cancelled=cancelled)
     return outcome.exit_code, outcome.reason, outcome.message
 
 
@@ -129,7 +129,7 @@ def test_a_node_that_ended_its_ranks_because_of_another_is_not_blamed() -> None:
 
 
 def test_an_agent_that_could_not_start_passes_its_verdict_on() -> None:
-    outcome = judge([], [], 1, cancelled=False, launcher_exit_code=2)
+    outcome = classify_exit([], [], 1, cancelled=False, launcher_exit_code=2)
     assert (outcome.exit_code, outcome.reason) == (2, "usage")
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.cluster_view import GpuRow, NodesRow
-from scaletrain_cli.launch.local_cluster_view import local_view
-from scaletrain_cli.launch.slurm_cluster_view import make_view
-from scaletrain_cli.launch.slurm_limits import limits_of
-from scaletrain_cli.ui.cluster_view import show_cluster
+from scaletrain_cli.launch.backends.cluster_view import GpuRow, NodesRow
+from scaletrain_cli.launch.backends.local.cluster_view import local_view
+from scaletrain_cli.launch.backends.slurm.cluster_view import make_view
+from scaletrain_cli.launch.backends.slurm.site import limits_of
+from scaletrain_cli.ui.cluster import show_cluster
 from tests.cli.command_line import scaletrain
+from tests.launch.backends.slurm.test_preflight import SITE
+from tests.launch.backends.slurm.test_tables import answer
 from tests.launch.conftest import MadeRun
-from tests.launch.test_slurm_preflight import SITE
-from tests.launch.test_slurm_tables import answer
 
 LIMITS = limits_of(answer("assoc_mgr"), user="root", uid=0, account="lab", qos=["normal"])
 VIEW = make_view(dataclasses.replace(SITE, limits=LIMITS), answer("queue"))

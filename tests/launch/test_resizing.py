@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from scaletrain_cli.errors import InfeasibleError, SchedulerError, SchedulerSilentError, UsageError
-from scaletrain_cli.launch import resumption
-from scaletrain_cli.launch.resizing import replan
-from scaletrain_cli.launch.resumption import resume
-from scaletrain_cli.launch.submission import create_run, read_submission, submit_run
+from scaletrain_cli.launch import resume as resumption
+from scaletrain_cli.launch.replan import replan
+from scaletrain_cli.launch.resume import resume
+from scaletrain_cli.launch.submit import create_run, read_submission, submit_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record, revisions
 from tests.launch.conftest import MadeRun, make_spec
-from tests.launch.test_resumption import Cluster, attempt, commit
+from tests.launch.test_resume import Cluster, attempt, commit
 
 
 class Refusing(Cluster):

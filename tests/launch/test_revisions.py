@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.launch.submission import create_run
+from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.record import (
     add_revision,
     read_first_record,

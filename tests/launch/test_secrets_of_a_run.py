@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from scaletrain_cli.errors import ScaletrainError, UsageError
-from scaletrain_cli.launch.resumption import resume
-from scaletrain_cli.launch.submission import submit_run
-from scaletrain_cli.launch.waiting import wait_for_end
+from scaletrain_cli.launch.resume import resume
+from scaletrain_cli.launch.submit import submit_run
+from scaletrain_cli.launch.wait import wait_for_end
 from tests.launch.conftest import LOCAL, MadeRun, wait_until
 
 MakeRun = Callable[..., MadeRun]
@@ -62,7 +62,7 @@ def test_a_refused_resume_leaves_no_secret_behind(make_run: MakeRun, monkeypatch
     def refuse(*_: object) -> str:
         raise ScaletrainError("refused")
 
-    monkeypatch.setattr("scaletrain_cli.launch.local.LocalScheduler.submit", refuse)
+    monkeypatch.setattr("scaletrain_cli.launch.backends.local.backend.LocalScheduler.submit", refuse)
     with pytest.raises(ScaletrainError, match="refused"):
         resume(made.run, scheduler=LOCAL)
     assert not made.run.secrets.exists()

@@ -10,17 +10,17 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
-from scaletrain_cli.launch.explaining.explain import explain
-from scaletrain_cli.launch.resumption import inspect_resume
-from scaletrain_cli.launch.scheduler import Job, JobState
+from scaletrain_cli.launch.backends.base import Job, JobState
+from scaletrain_cli.launch.explain import explain
+from scaletrain_cli.launch.resume import inspect_resume
 from scaletrain_cli.launch.status import RunStatus, is_over, run_status
-from scaletrain_cli.launch.submission import submit_run
+from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.measured import MODEL_STATES, Figure, Measured, StageFigures, write_measured
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from tests.launch.conftest import MadeRun
-from tests.launch.test_resumption import Cluster, attempt, commit
+from tests.launch.test_resume import Cluster, attempt, commit
 
 
 @pytest.fixture

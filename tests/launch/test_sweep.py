@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
-from scaletrain_cli.launch.local import LocalScheduler
-from scaletrain_cli.launch.outlook import Outlook, Start
-from scaletrain_cli.launch.scheduler import Job
-from scaletrain_cli.launch.slurm_script import job_script
-from scaletrain_cli.launch.submission import create_run
+from scaletrain_cli.launch.backends.base import Job, PreflightResult, Start
+from scaletrain_cli.launch.backends.local.backend import LocalScheduler
+from scaletrain_cli.launch.backends.slurm.script import job_script
+from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.launch.sweep import Point, cap_of, point_ids, submit_sweep
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.code import CodeRecord
@@ -27,8 +26,8 @@ from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.variants import variants
 from tests.cli.command_line import SMALL, scaletrain
+from tests.launch.backends.slurm.test_script import Recorded
 from tests.launch.conftest import ENGINE, MadeRun, make_plan, make_spec, wait_until
-from tests.launch.test_slurm_script import Recorded
 
 
 class Queue:
@@ -41,8 +40,8 @@ class Queue:
 
     def preflight(
         self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
-    ) -> Outlook:
-        return Outlook(Start(None, "nobody knows"))
+    ) -> PreflightResult:
+        return PreflightResult(Start(None, "nobody knows"))
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return ""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.launch.slurm_tables import NODES, nodes, partitions
+from scaletrain_cli.launch.backends.slurm.tables import NODES, nodes, partitions
 from tests.slurm_cluster.cluster import DevCluster
 
 pytestmark = pytest.mark.slurm

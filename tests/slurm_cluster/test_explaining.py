@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.explaining.slurm_jobs import how_it_ended, why_it_waits
+from scaletrain_cli.launch.backends.slurm.explain import how_it_ended, why_it_waits
 from tests.launch.conftest import wait_until
 from tests.slurm_cluster.cluster import DevCluster
 

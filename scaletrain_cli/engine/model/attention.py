@@ -1,7 +1,17 @@
-"""Causal attention over whole sequences: what stands between the projections of an attention module."""
+"""Which kernel torch picks for causal attention, so that a run can say so. Holds no model."""
 
+from __future__ import annotations
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from scaletrain_cli.engine.deepspeed_engine import forward_dtype
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.spec import RunSpec
+
+# Causal attention over whole sequences: what stands between the projections of an attention module.
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, samples: Tensor | None = None) -> Tensor:
@@ -10,3 +20,54 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, samples: Tensor 
     ``samples`` [batch] key the dropout of those variants that have any.
     """
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
+
+
+_NAMES = {
+    SDPBackend.MATH: "math",
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+    SDPBackend.OVERRIDEABLE: "of the device",
+}
+
+
+def attention_kernel_of(spec: RunSpec, layout: Layout, device: torch.device) -> str:
+    """The one for a rank's share of the heads over whole sequences."""
+    model, cut = spec.transformer, layout.tensor_parallel * layout.sequence_parallel
+    heads = model.num_attention_heads // cut
+    return attention_kernel(
+        device,
+        forward_dtype(spec.training.precision),
+        batch=layout.micro_batch_size,
+        heads=heads,
+        kv_heads=model.num_key_value_heads // cut if model.num_key_value_heads % cut == 0 else heads,
+        length=model.seq_len,
+        head_dim=model.head_dim,
+        dropout=model.attention_dropout,
+    )
+
+
+def attention_kernel(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    length: int,
+    head_dim: int,
+    dropout: float = 0.0,
+) -> str:
+    """flash, memory-efficient, cudnn or math (which holds all scores at once), for one rank's share of the heads.
+
+    ``unfused`` where weights are dropped, which is not torch's own attention. Allocates a query, a key and a value.
+    """
+    if dropout:
+        return "unfused"
+    query, key, value = (
+        torch.empty(batch, n, length, head_dim, dtype=dtype, device=device, requires_grad=True)
+        for n in (heads, kv_heads, kv_heads)
+    )
+    # What scaled_dot_product_attention itself asks; torch has no public name for it.
+    choice = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=heads != kv_heads)
+    return _NAMES[SDPBackend(choice)]

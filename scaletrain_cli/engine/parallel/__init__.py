@@ -1,1 +1,1 @@
-"""How a model is cut over ranks: tensor, sequence, expert and pipeline parallelism. Knows no data, no optimizer."""
+"""Tensor, sequence, expert and pipeline parallelism."""

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from scaletrain_cli.engine.model.mixture import Experts, Routing, by_expert, combine, mixtures, rows_of
+from scaletrain_cli.engine.model.moe import Experts, Routing, by_expert, combine, mixtures, rows_of
 from scaletrain_cli.engine.parallel.collectives import copy_to_ranks, sum_over_ranks
-from scaletrain_cli.engine.parallel.cuts import Cut, mark
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, group_of
+from scaletrain_cli.engine.parallel.shard_spec import ShardSpec, mark
 
 
 def cut_experts(model: nn.Module, mesh: Mesh) -> None:
@@ -36,7 +36,7 @@ def _cut(experts: Experts, mesh: Mesh, shards: dist.ProcessGroup | None) -> None
     experts.members = experts.members[expert.rank * held : (expert.rank + 1) * held]
     for name, dim in (("gate_up_proj", 1), ("down_proj", 2)):
         piece = getattr(experts, name)[experts.members.start : experts.members.stop]
-        cut = Cut(dim, tensor.size, tensor.rank, parts=len(experts.joined[name]) if dim == 1 else 1)
+        cut = ShardSpec(dim, tensor.size, tensor.rank, parts=len(experts.joined[name]) if dim == 1 else 1)
         parameter = nn.Parameter(cut.take(piece))
         if tensor.group is not None:
             mark(parameter, cut)

@@ -8,17 +8,66 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.gpt import Conv1D
 from scaletrain_cli.engine.model.linear import Product, linear_product
 from scaletrain_cli.engine.model.llama import rms_norm
+from scaletrain_cli.engine.model.loss import NOT_COUNTED
 from scaletrain_cli.engine.parallel.collectives import copy_to_ranks, sum_over_ranks
-from scaletrain_cli.engine.parallel.cuts import Cut, mark
 from scaletrain_cli.engine.parallel.mesh import Axis
-from scaletrain_cli.engine.parallel.vocabulary_loss import VocabularyLoss
+from scaletrain_cli.engine.parallel.shard_spec import ShardSpec, mark
+
+# Cross-entropy over a vocabulary that is cut over the tensor ranks: no rank ever holds all logits of a token.
+
+
+class VocabularyLoss:
+    """The head's token_loss where its weight holds this rank's share of the vocabulary."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """Summed cross-entropy of tokens: hidden [tokens, size], weight [vocab / ranks, size], labels [tokens]."""
+        logits = F.linear(copy_to_ranks(hidden, self._axis), weight).float()
+        return _CrossEntropy.apply(logits, labels, self._axis, label_smoothing)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, smoothing: float) -> Tensor:
+        held = logits.shape[1]
+        vocabulary = held * axis.size
+        highest = logits.amax(dim=1)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=axis.group)
+        logits = logits - highest.unsqueeze(1)
+        counted, rows = labels != NOT_COUNTED, labels - axis.rank * held
+        here = counted & (rows >= 0) & (rows < held)
+        rows = rows.masked_fill(~here, 0)
+        own = logits.gather(1, rows.unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
+        exponentials = logits.exp()
+        sums = torch.stack([own, exponentials.sum(dim=1), logits.sum(dim=1)])
+        dist.all_reduce(sums, group=axis.group)
+        own, total, everything = sums
+        losses = total.log() - (1 - smoothing) * own - smoothing / vocabulary * everything
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), rows, here, counted)
+        ctx.smoothing, ctx.vocabulary = smoothing, vocabulary
+        summed: Tensor = losses.masked_fill(~counted, 0.0).sum()
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        probabilities, rows, here, counted = ctx.saved_tensors
+        change = probabilities - ctx.smoothing / ctx.vocabulary
+        label = here.to(change.dtype).mul_(ctx.smoothing - 1).unsqueeze(1)
+        change.scatter_add_(1, rows.unsqueeze(1), label)
+        return change.mul_((gradient * counted).unsqueeze(1)), None, None, None
+
 
 # By the last part of a layer's name: output features cut (and how many matrices are fused in it), input features cut.
 _COLUMNS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 1, "up_proj": 1, "c_attn": 3, "c_fc": 1}
@@ -64,8 +113,8 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, whole: Any, axis: Axis, parts: int = 1) -> None:
         super().__init__()
         self.transposed = isinstance(whole, Conv1D)
-        self.weight = _piece(whole.weight, Cut(1 if self.transposed else 0, axis.size, axis.rank, parts))
-        self.bias = None if whole.bias is None else _piece(whole.bias, Cut(0, axis.size, axis.rank, parts))
+        self.weight = _piece(whole.weight, ShardSpec(1 if self.transposed else 0, axis.size, axis.rank, parts))
+        self.bias = None if whole.bias is None else _piece(whole.bias, ShardSpec(0, axis.size, axis.rank, parts))
         self.product: Product = linear_product
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,7 +127,7 @@ class RowParallelLinear(nn.Module):
     def __init__(self, whole: Any, axis: Axis) -> None:
         super().__init__()
         self.axis, self.transposed = axis, isinstance(whole, Conv1D)
-        self.weight = _piece(whole.weight, Cut(0 if self.transposed else 1, axis.size, axis.rank))
+        self.weight = _piece(whole.weight, ShardSpec(0 if self.transposed else 1, axis.size, axis.rank))
         self.bias = whole.bias
         self.product: Product = linear_product
 
@@ -94,7 +143,7 @@ class VocabularyParallelEmbedding(nn.Module):
     def __init__(self, whole: Any, axis: Axis) -> None:
         super().__init__()
         self.axis = axis
-        self.weight = _piece(whole.weight, Cut(0, axis.size, axis.rank))
+        self.weight = _piece(whole.weight, ShardSpec(0, axis.size, axis.rank))
 
     def forward(self, tokens: Tensor) -> Tensor:
         held = self.weight.shape[0]
@@ -119,11 +168,11 @@ def _cut_head(model: CausalLM, axis: Axis) -> None:
     if model.spec.tie_word_embeddings:
         model.tie()
     else:
-        model.lm_head.weight = _piece(model.lm_head.weight, Cut(0, axis.size, axis.rank))
+        model.lm_head.weight = _piece(model.lm_head.weight, ShardSpec(0, axis.size, axis.rank))
     model.lm_head.token_loss = VocabularyLoss(axis)
 
 
-def _piece(whole: Tensor, cut: Cut) -> nn.Parameter:
+def _piece(whole: Tensor, cut: ShardSpec) -> nn.Parameter:
     piece = nn.Parameter(cut.take(whole))
     mark(piece, cut)
     return piece

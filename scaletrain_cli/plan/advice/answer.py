@@ -13,10 +13,9 @@ from scaletrain_cli.spec import RunSpec
 
 if TYPE_CHECKING:  # a plain plan should not wait for what it does not need
     from scaletrain_cli.plan.advice.explanation import Question
+    from scaletrain_cli.plan.reliability.spot_trace import SpotTrace, TraceOutcome
     from scaletrain_cli.plan.search.limits import Limits
     from scaletrain_cli.plan.search.sizing import Sizing
-    from scaletrain_cli.plan.survival.spot_trace import TraceOutcome
-    from scaletrain_cli.plan.survival.trace_file import SpotTrace
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,6 @@ def _explained(spec: RunSpec, plan: RunPlan) -> tuple[Question, ...]:
 
 
 def _replayed(spec: RunSpec, plan: RunPlan, trace: SpotTrace) -> TraceOutcome:
-    from scaletrain_cli.plan.survival.spot_trace import simulate
+    from scaletrain_cli.plan.reliability.spot_trace import simulate
 
     return simulate(spec, plan, trace)

@@ -16,7 +16,7 @@ from scaletrain_cli.plan.result import Layout, RunPlan, Time
 from scaletrain_cli.plan.search.choice import Candidate
 from scaletrain_cli.plan.search.layout_search import evaluate
 from scaletrain_cli.plan.search.layouts import CHECKPOINTING
-from scaletrain_cli.plan.search.rule import divisors
+from scaletrain_cli.plan.search.rejections import divisors
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 _AXES = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.sizing import ScalingPoint, scaling_curve
-from scaletrain_cli.plan.speed.pipeline_schedule import Timeline, timeline
+from scaletrain_cli.plan.speed.pipeline import Timeline, timeline
 from scaletrain_cli.spec import RunSpec
 
 _HALVINGS, _DOUBLINGS = 3, 2  # of the nodes, around those of the run

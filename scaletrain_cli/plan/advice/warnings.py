@@ -9,10 +9,10 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory.engine_memory import drops_scores
 from scaletrain_cli.plan.memory.framework_memory import FRAMEWORK_MEMORY
 from scaletrain_cli.plan.memory.states import weight_bytes
+from scaletrain_cli.plan.reliability.durability import SPOT_HOURS_BETWEEN_PREEMPTIONS, gpu_hours_between_failures
 from scaletrain_cli.plan.result import Durability, Layout, Memory, Time
 from scaletrain_cli.plan.search.engine_support import unsupported
 from scaletrain_cli.plan.search.layouts import is_contrastive
-from scaletrain_cli.plan.survival.durability import SPOT_HOURS_BETWEEN_PREEMPTIONS, gpu_hours_between_failures
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 _TIGHT_SHARE = 0.95

@@ -17,8 +17,8 @@ from scaletrain_cli.plan.memory.activations import (
 )
 from scaletrain_cli.plan.memory.engine_states import engine_states, offload_step_bytes
 from scaletrain_cli.plan.memory.loss_memory import loss_bytes
-from scaletrain_cli.plan.memory.moments import Moment, peak_memory
 from scaletrain_cli.plan.memory.outside_allocator import outside_allocator_bytes
+from scaletrain_cli.plan.memory.peak import Moment, peak_memory
 from scaletrain_cli.plan.memory.states import (
     ModelStates,
     gradient_bytes,

@@ -10,8 +10,8 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory.backlog import backlog_bytes
 from scaletrain_cli.plan.memory.block_activations import BlockActivations, Cut, block_activations
 from scaletrain_cli.plan.memory.framework_memory import FRAMEWORK_MEMORY, FrameworkMemory
-from scaletrain_cli.plan.memory.moments import Moment, peak_memory
 from scaletrain_cli.plan.memory.outside_allocator import outside_allocator_bytes
+from scaletrain_cli.plan.memory.peak import Moment, peak_memory
 from scaletrain_cli.plan.memory.rank_states import device_and_host_states, expert_tensor_parallel
 from scaletrain_cli.plan.memory.states import ModelStates, gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, StageMemory

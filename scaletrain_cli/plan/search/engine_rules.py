@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from scaletrain_cli.plan.memory.states import weight_bytes
-from scaletrain_cli.plan.search.rule import Rule, near
+from scaletrain_cli.plan.search.rejections import Rule, near
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # A vocabulary is padded to a multiple of this at most, in a hint.

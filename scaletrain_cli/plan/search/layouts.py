@@ -9,7 +9,7 @@ from scaletrain_cli.plan.memory.loss_memory import chosen_cross_entropy
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.engine_support import capabilities
-from scaletrain_cli.plan.search.rule import divisors
+from scaletrain_cli.plan.search.rejections import divisors
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 CHECKPOINTING = ("none", "selective", "full")

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.layouts import checkpointing_modes
-from scaletrain_cli.plan.search.rejections import Tally
-from scaletrain_cli.plan.search.rule import divisors
+from scaletrain_cli.plan.search.rejections import Tally, divisors
 from scaletrain_cli.plan.search.search_space import axes_to_try, groups
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.cluster import MOST_NODES

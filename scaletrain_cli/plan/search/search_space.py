@@ -16,8 +16,7 @@ from scaletrain_cli.plan.search.layouts import (
     resolve_axes,
     zero_stages,
 )
-from scaletrain_cli.plan.search.rejections import Tally
-from scaletrain_cli.plan.search.rule import divisors
+from scaletrain_cli.plan.search.rejections import Tally, divisors
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # Fewer tokens than this on a rank do not fill one row of tiles of a matrix product (NVIDIA, Matrix Multiplication

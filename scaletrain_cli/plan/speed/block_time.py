@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from scaletrain_cli.plan.speed.framework_time import Habits
+from scaletrain_cli.plan.speed.framework_time import FrameworkProfile
 from scaletrain_cli.plan.speed.kernels import (
     Rates,
     flash_attention_seconds,
@@ -45,7 +45,7 @@ class PartTime:
 
 
 @lru_cache(maxsize=8192)
-def block_time(model: ModelSpec, cut: Slice, habits: Habits, rate: Rates, experts: bool) -> PartTime:
+def block_time(model: ModelSpec, cut: Slice, habits: FrameworkProfile, rate: Rates, experts: bool) -> PartTime:
     """One block; ``experts``: one whose MLP is a mixture of experts."""
     t = cut.tensor
     heads = -(-model.num_attention_heads // t)
@@ -65,7 +65,7 @@ def block_time(model: ModelSpec, cut: Slice, habits: Habits, rate: Rates, expert
 
 
 @lru_cache(maxsize=8192)
-def head_time(model: ModelSpec, cut: Slice, habits: Habits, rate: Rates) -> PartTime:
+def head_time(model: ModelSpec, cut: Slice, habits: FrameworkProfile, rate: Rates) -> PartTime:
     """Final norm, projection to the vocabulary and loss."""
     columns, hidden = -(-model.vocab_size // cut.tensor), model.hidden_size
     forward, backward = linear_seconds(cut.tokens, hidden, columns, cut.compiled, rate)
@@ -142,7 +142,9 @@ def _expert_products(model: ModelSpec, cut: Slice) -> list[_Product]:
     return products + [(held, rows, inner, columns) for _, rows, inner, columns in one]
 
 
-def _attention_core(model: ModelSpec, cut: Slice, habits: Habits, heads: int, rate: Rates) -> tuple[float, float]:
+def _attention_core(
+    model: ModelSpec, cut: Slice, habits: FrameworkProfile, heads: int, rate: Rates
+) -> tuple[float, float]:
     # Ulysses trades sequence for heads: each rank has all queries of some heads, the same work.
     local = max(1, heads // cut.sequence)
     queries = cut.tokens * cut.sequence
@@ -156,7 +158,7 @@ def _attention_core(model: ModelSpec, cut: Slice, habits: Habits, heads: int, ra
     return materialised_attention_seconds(queries, cut.keys, local, scores, values, habits.scores, dropout, rate)
 
 
-def _moved(model: ModelSpec, cut: Slice, habits: Habits, heads: int, experts: bool) -> tuple[float, float]:
+def _moved(model: ModelSpec, cut: Slice, habits: FrameworkProfile, heads: int, experts: bool) -> tuple[float, float]:
     """Bytes that element-wise kernels of one block move, forward and backward, in 16 bits."""
     t, tokens = cut.tensor, cut.tokens
     hidden = model.hidden_size / (t if cut.sharded_norms else 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from scaletrain_cli.plan.catalogue.networks import Link
 from scaletrain_cli.plan.memory.states import gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, PerStepBytes
-from scaletrain_cli.plan.speed.framework_time import Habits
+from scaletrain_cli.plan.speed.framework_time import FrameworkProfile
 from scaletrain_cli.plan.speed.recompute import recomputed_forwards
 from scaletrain_cli.plan.stages import local_tokens, zero_shards
 from scaletrain_cli.spec import RunSpec
@@ -40,7 +40,7 @@ class DataTraffic:
     sent: int  # bytes per step
 
 
-def block_traffic(spec: RunSpec, layout: Layout, link: Link, habits: Habits) -> BlockTraffic:
+def block_traffic(spec: RunSpec, layout: Layout, link: Link, habits: FrameworkProfile) -> BlockTraffic:
     """Tensor, sequence, context and expert parallelism of one block."""
     model = spec.transformer
     element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
@@ -73,7 +73,7 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link, habits: Habits) -> 
 
 
 def data_traffic(
-    spec: RunSpec, layout: Layout, link: Link, habits: Habits, parameters: int, blocks: int
+    spec: RunSpec, layout: Layout, link: Link, habits: FrameworkProfile, parameters: int, blocks: int
 ) -> DataTraffic:
     """Gradients and weights of one stage that holds ``parameters`` in ``blocks`` blocks on each tensor rank."""
     ranks, stage, m = zero_shards(layout), layout.zero_stage, layout.gradient_accumulation_steps
@@ -105,7 +105,7 @@ def data_traffic(
     return DataTraffic(gather, gather + reduce, 0.0, 0.0, int(m * (2 * weights + reduced) * part))
 
 
-def tied_seconds(spec: RunSpec, layout: Layout, link: Link, habits: Habits, table: int) -> float:
+def tied_seconds(spec: RunSpec, layout: Layout, link: Link, habits: FrameworkProfile, table: int) -> float:
     """Once per step: the first and the last stage add up the gradients of a table that they share."""
     model, p = spec.transformer, layout.pipeline_parallel
     if p == 1 or not model.tie_word_embeddings:
@@ -159,7 +159,7 @@ def exposed(communication: float, compute: float, overlap: float) -> float:
     return communication - beside + CONTENTION * beside
 
 
-def _gradient_bytes(spec: RunSpec, habits: Habits) -> int:
+def _gradient_bytes(spec: RunSpec, habits: FrameworkProfile) -> int:
     given = gradient_bytes(spec.training.precision, spec.training.grad_dtype)
     if habits.gradient_reduced is None:
         return given

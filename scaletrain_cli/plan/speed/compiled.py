@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from scaletrain_cli.plan.speed.framework_time import FUSED_SCORES, Habits
+from scaletrain_cli.plan.speed.framework_time import FUSED_SCORES, FrameworkProfile
 
 
 @cache
-def fused(eager: Habits) -> Habits:
+def fused(eager: FrameworkProfile) -> FrameworkProfile:
     """The same with torch.compile of each block: one kernel for a chain of element-wise operations and reductions.
 
     Each chain reads its inputs and writes its outputs once. A residual sum and the norm after it: two in, two out; the

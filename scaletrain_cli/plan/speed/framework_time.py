@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Habits:
+class FrameworkProfile:
     """One framework. Bytes per element are for 16-bit elements and double in fp32."""
 
     # Host seconds to issue one block's forward and backward, and what tensor parallelism adds to both together.
@@ -78,7 +78,7 @@ _EAGER_SCORES = (32.0, 40.0)
 
 # Our engine: eager PyTorch modules under DeepSpeed 0.19. RMSNorm and rotation compute in fp32 step by step; ZeRO's
 # reduction runs through Python hooks.
-_DEEPSPEED = Habits(
+_DEEPSPEED = FrameworkProfile(
     forward_host=0.75e-3,
     backward_host=1.1e-3,
     tensor_host=0.4e-3,
@@ -106,7 +106,7 @@ _DEEPSPEED = Habits(
     zero_host=5e-3,
 )
 # PyTorch FSDP: eager modules, CPU time for the hooks of each unit; prefetches the next block's weights.
-_FSDP = Habits(
+_FSDP = FrameworkProfile(
     forward_host=0.8e-3,
     backward_host=1.2e-3,
     tensor_host=0.4e-3,
@@ -135,7 +135,7 @@ _FSDP = Habits(
     complex_rotary=True,  # torchtitan, models/llama3/model.py apply_rotary_emb
 )
 # Megatron-LM: fused softmax, bias-GeLU, bias-dropout-add and norms; weight gradients accumulate in the product.
-_MEGATRON = Habits(
+_MEGATRON = FrameworkProfile(
     forward_host=0.85e-3,
     backward_host=1.3e-3,
     tensor_host=0.15e-3,
@@ -183,7 +183,7 @@ _MEGATRON_ENGINE = replace(
 # nanotron: Triton RMSNorm, flash-attention with its rotation, eager SwiGLU and loss; gradients in fp32 are added by a
 # hook and reduced with the last micro-batch (optim/gradient_accumulator.py). Stages are balanced by cost
 # (models/base.py build_model). Sends and receives block, after two messages of metadata (pipeline_parallel/p2p.py).
-_NANOTRON = Habits(
+_NANOTRON = FrameworkProfile(
     forward_host=1.2e-3,
     backward_host=2.0e-3,
     tensor_host=1.1e-3,
@@ -221,7 +221,7 @@ HABITS = {
 }
 
 
-def habits_of(framework: str, compute_capability: str) -> Habits:
+def habits_of(framework: str, compute_capability: str) -> FrameworkProfile:
     """The habits of ``planner.framework`` on a device; ``compute_capability`` as the catalogue has it."""
     major = compute_capability.partition(".")[0]
     if framework == "megatron" and major.isdigit() and int(major) >= 9:

@@ -23,7 +23,7 @@ from scaletrain_cli.plan.speed.communication import (
     exposed,
     shards_norms,
 )
-from scaletrain_cli.plan.speed.framework_time import Habits
+from scaletrain_cli.plan.speed.framework_time import FrameworkProfile
 from scaletrain_cli.plan.speed.kernels import Rates, memory_seconds
 from scaletrain_cli.plan.speed.offload_time import activation_offload_seconds
 from scaletrain_cli.plan.speed.recompute import recompute_seconds, recomputed_forwards
@@ -101,7 +101,7 @@ def stage_times(
     device: Accelerator,
     rate: Rates,
     link: Link,
-    habits: Habits,
+    habits: FrameworkProfile,
     whole: Architecture,
     blocks: tuple[int, ...],
 ) -> list[Stage]:
@@ -131,7 +131,9 @@ def stage_parameters(whole: Architecture, blocks: tuple[int, ...], index: int, f
     return found
 
 
-def _parts(spec: RunSpec, layout: Layout, device: Accelerator, rate: Rates, link: Link, habits: Habits) -> _Parts:
+def _parts(
+    spec: RunSpec, layout: Layout, device: Accelerator, rate: Rates, link: Link, habits: FrameworkProfile
+) -> _Parts:
     model, cut = spec.transformer, _slice(spec, layout, device)
     dense = sparse = block_time(model, cut, habits, rate, experts=bool(model.num_experts))
     if model.num_experts and model.first_k_dense_replace:
@@ -160,7 +162,7 @@ def _stage(
     layout: Layout,
     rate: Rates,
     link: Link,
-    habits: Habits,
+    habits: FrameworkProfile,
     parts: _Parts,
     held: tuple[int, int, bool, bool],
     parameters: int,

@@ -15,10 +15,10 @@ from scaletrain_cli.plan.catalogue.networks import Link, cluster_link
 from scaletrain_cli.plan.result import Layout, Network, Time
 from scaletrain_cli.plan.speed.communication import data_traffic, exposed, sent_bytes, tied_seconds
 from scaletrain_cli.plan.speed.compiled import fused
-from scaletrain_cli.plan.speed.framework_time import Habits, habits_of
+from scaletrain_cli.plan.speed.framework_time import FrameworkProfile, habits_of
 from scaletrain_cli.plan.speed.kernels import Rates, rates
 from scaletrain_cli.plan.speed.offload_time import offload_seconds
-from scaletrain_cli.plan.speed.pipeline_time import one_forward_one_backward
+from scaletrain_cli.plan.speed.pipeline import one_forward_one_backward
 from scaletrain_cli.plan.speed.recompute import recompute_flops_per_token
 from scaletrain_cli.plan.speed.stage_time import Stage, stage_parameters, stage_times
 from scaletrain_cli.plan.stage_blocks import blocks_by_stage
@@ -106,7 +106,7 @@ def _once_per_step(
     device: Accelerator,
     rate: Rates,
     link: Link,
-    habits: Habits,
+    habits: FrameworkProfile,
     stage: Stage,
     parameters: int,
     blocks: int,
@@ -134,7 +134,7 @@ def _architecture(model: ModelSpec, tensor: int, expert: int) -> Architecture:
 
 
 def _optimizer_seconds(
-    spec: RunSpec, layout: Layout, device: Accelerator, rate: Rates, habits: Habits, parameters: int
+    spec: RunSpec, layout: Layout, device: Accelerator, rate: Rates, habits: FrameworkProfile, parameters: int
 ) -> float:
     updated = parameters if layout.zero_stage == 0 else -(-parameters // zero_shards(layout))
     host = 0.0 if rate.is_cpu else habits.step_host + (habits.zero_host if layout.zero_stage else 0.0)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory.device_memory import against_device
 from scaletrain_cli.plan.memory.framework_memory import FRAMEWORK_MEMORY
-from scaletrain_cli.plan.memory.moments import Moment, peak_memory
 from scaletrain_cli.plan.memory.outside_allocator import outside_allocator_bytes
+from scaletrain_cli.plan.memory.peak import Moment, peak_memory
 from scaletrain_cli.plan.memory.rank_states import rank_states
 from scaletrain_cli.plan.memory.states import gradient_bytes, second_gradient_bytes, step_temporary_bytes, weight_bytes
 from scaletrain_cli.plan.memory.zero_buffers import communication_buffer_bytes

@@ -9,7 +9,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import cluster_link
 from scaletrain_cli.plan.memory.states import gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageTime, Time
-from scaletrain_cli.plan.speed.framework_time import HABITS, Habits
+from scaletrain_cli.plan.speed.framework_time import HABITS, FrameworkProfile
 from scaletrain_cli.plan.speed.kernels import Rates, matmul_seconds, memory_seconds
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.plan.vision.kernel_time import machine, pass_seconds
@@ -70,7 +70,9 @@ def _loss_seconds(model: VisionSpec, layout: Layout, rate: Rates) -> float:
     return 6 * product + memory_seconds(2.0 * samples * everyone * 30, 20, rate)
 
 
-def _data_seconds(spec: RunSpec, layout: Layout, device: Accelerator, habits: Habits) -> tuple[int, float, float]:
+def _data_seconds(
+    spec: RunSpec, layout: Layout, device: Accelerator, habits: FrameworkProfile
+) -> tuple[int, float, float]:
     """Bytes that a rank sends per step for gradients and weights; seconds that block, and that backward may hide."""
     ranks, micro_batches, training = zero_shards(layout), layout.gradient_accumulation_steps, spec.training
     model = vision_model(spec)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaletrain_cli.engine.dataset import prepare_dataset
+from scaletrain_cli.engine.data.dataset import prepare_dataset
 from scaletrain_cli.spec import DataSpec
 from tests.drills.campaign.damages import damage_files, fill_disks
 from tests.drills.campaign.elastic import reshard

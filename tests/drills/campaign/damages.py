@@ -12,7 +12,7 @@ import torch
 from scaletrain_cli.rundir.checkpoints import MANIFEST, list_checkpoints, newest_that_verifies
 from tests.drills.campaign.forked_attempts import ForkedRun, strays
 from tests.drills.training_runs import drill_spec
-from tests.engine.state.whole_state import whole_state
+from tests.engine.checkpoint.whole_state import whole_state
 
 _KINDS = ("truncate", "flip", "delete")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from scaletrain_cli.engine.feeding.batches import BatchReader, StepBatch
-from scaletrain_cli.launch.resizing import replan
+from scaletrain_cli.engine.data.batches import BatchReader, StepBatch
+from scaletrain_cli.launch.replan import replan
 from scaletrain_cli.rundir.checkpoints import checkpoint_path
 from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.rundir.journal import read_metrics
@@ -21,8 +21,8 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import add_revision, read_record
 from tests.drills.campaign.forked_attempts import Attempt, ForkedRun, be_rank
 from tests.drills.training_runs import STEPS, drill_spec
+from tests.engine.checkpoint.whole_state import save_again, whole_state
 from tests.engine.ranks import on_ranks
-from tests.engine.state.whole_state import save_again, whole_state
 
 # Ranks and stages one after the other, and the step up to which each trains.
 CHAINS: dict[str, list[tuple[dict[str, int], int]]] = {

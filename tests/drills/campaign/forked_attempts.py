@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.launch.attempts import begin_attempt
-from scaletrain_cli.launch.submission import create_run
+from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.journal import read_events, read_metrics
@@ -28,8 +28,8 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec import RunSpec
 from tests.drills.training_runs import differences
+from tests.engine.checkpoint.whole_state import whole_state
 from tests.engine.ranks import RanksFailedError, on_ranks
-from tests.engine.state.whole_state import whole_state
 
 _SECONDS = 120.0
 

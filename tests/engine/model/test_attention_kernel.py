@@ -9,8 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaletrain_cli.engine.model.attention import causal_attention
-from scaletrain_cli.engine.model.attention_kernel import attention_kernel
+from scaletrain_cli.engine.model.attention import attention_kernel, causal_attention
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from scaletrain_cli.plan.search.engine_support import unsupported
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.rope import RopeScalingSpec
 from tests.engine.fresh_model import build_model
-from tests.engine.test_models import GPT, LLAMA
+from tests.engine.model.test_models import GPT, LLAMA
 from tests.spec.samples import load
 
 EXPERTS = {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -62,8 +62,8 @@ ELSEWHERE = {
     "preset": "only a record",
     "seq_len": "the length of the batch",
     "weights": "the first weights",
-    "router_aux_loss_coef": "tests/engine/model/test_mixture.py",
-    "router_z_loss_coef": "tests/engine/model/test_mixture.py",
+    "router_aux_loss_coef": "tests/engine/model/test_moe.py",
+    "router_z_loss_coef": "tests/engine/model/test_moe.py",
 }
 OF_EXPERTS = {"num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob"}
 OF_EXPERTS |= {"first_k_dense_replace", "capacity_factor", "num_experts", "intermediate_size"}

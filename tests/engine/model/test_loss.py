@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaletrain_cli.engine.deepspeed_engine import prepare_deepspeed
 from scaletrain_cli.engine.model.loss import LanguageModelHead, choose_cross_entropy
-from scaletrain_cli.engine.parallel.cuts import Cut
 from scaletrain_cli.engine.parallel.mesh import Axis
-from scaletrain_cli.engine.parallel.vocabulary_loss import VocabularyLoss
+from scaletrain_cli.engine.parallel.shard_spec import ShardSpec
+from scaletrain_cli.engine.parallel.tensor import VocabularyLoss
 from scaletrain_cli.errors import InfeasibleError
 from tests.engine.ranks import on_ranks
 
@@ -201,7 +201,7 @@ def test_every_zero_stage_trains_alike_whole_and_in_chunks(tied: bool) -> None:
 def loss_over_a_cut_vocabulary(tokens_at_once: int | None) -> tuple[Tensor, Tensor, Tensor]:
     axis = Axis(2, dist.get_rank(), dist.group.WORLD)
     made = head(tokens_at_once, 0.1)
-    made.weight = nn.Parameter(Cut(0, 2, axis.rank).take(made.weight.detach()))
+    made.weight = nn.Parameter(ShardSpec(0, 2, axis.rank).take(made.weight.detach()))
     made.token_loss = VocabularyLoss(axis)
     loss, *gradients = loss_and_gradients(made)
     return loss.detach(), *gradients
@@ -210,4 +210,4 @@ def loss_over_a_cut_vocabulary(tokens_at_once: int | None) -> tuple[Tensor, Tens
 def test_chunks_of_a_cut_vocabulary_are_those_of_a_whole_one() -> None:
     expected, of_hidden, of_weight = loss_and_gradients(head(None, 0.1))
     for rank, found in enumerate(on_ranks(2, loss_over_a_cut_vocabulary, 7)):
-        torch.testing.assert_close(found, (expected.detach(), of_hidden, Cut(0, 2, rank).take(of_weight)))
+        torch.testing.assert_close(found, (expected.detach(), of_hidden, ShardSpec(0, 2, rank).take(of_weight)))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.compose import Composed, compose
-from scaletrain_cli.engine.feeding.batches import MicroBatch
+from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.parallel.expert import (
     cut_experts,
@@ -19,7 +19,7 @@ from scaletrain_cli.engine.parallel.expert import (
     with_expert_groups,
 )
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, build_mesh
-from scaletrain_cli.engine.stepping import Stepper, stepper
+from scaletrain_cli.engine.step import Stepper, stepper
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.engine.fresh_model import build_model

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.compose import compose
-from scaletrain_cli.engine.feeding.batches import MicroBatch
+from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.parallel.mesh import build_mesh
-from scaletrain_cli.engine.stepping import stepper
+from scaletrain_cli.engine.step import stepper
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import parse_spec
 from tests.engine.ranks import on_ranks

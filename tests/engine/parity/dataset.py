@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from scaletrain_cli.engine.dataset import prepare_dataset
+from scaletrain_cli.engine.data.dataset import prepare_dataset
 from scaletrain_cli.spec import DataSpec
 from tests.engine.parity.rows import VOCAB_SIZE
 

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.assembly import assemble
-from scaletrain_cli.engine.heartbeat import Heartbeat
-from scaletrain_cli.engine.measure.activations import watching_activations
-from scaletrain_cli.engine.measure.model_states import ModelStateBytes, watching_model_states
-from scaletrain_cli.engine.parallel.cuts import Cut, cut_of
+from scaletrain_cli.engine.metrics.memory_measurement import (
+    ModelStateBytes,
+    watching_activations,
+    watching_model_states,
+)
 from scaletrain_cli.engine.parallel.expert import is_cut_over_experts
+from scaletrain_cli.engine.parallel.shard_spec import ShardSpec, cut_of
 from scaletrain_cli.engine.process_group import Ranks
-from scaletrain_cli.engine.signals import PreemptionFlag
-from scaletrain_cli.launch.submission import create_run
+from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes
@@ -28,6 +29,8 @@ from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.worker.heartbeat import Heartbeat
+from scaletrain_cli.worker.signals import PreemptionFlag
 from tests.engine.parity.reference import Trained
 from tests.engine.ranks import on_ranks
 
@@ -38,7 +41,7 @@ _SECONDS = 300.0  # of one row, on a machine that does much else
 class Piece:
     """What one rank holds of a parameter: a slice by the cut, of the experts that the expert rank has."""
 
-    cut: Cut | None
+    cut: ShardSpec | None
     expert_rank: int
     values: Tensor
 

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaletrain_cli.engine.dataset import open_dataset
+from scaletrain_cli.engine.data.batches import sample_at
+from scaletrain_cli.engine.data.dataset import open_dataset
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.dropout import give_dropout_keys
-from scaletrain_cli.engine.optimization.schedules import learning_rate
-from scaletrain_cli.engine.sampling import sample_at
-from scaletrain_cli.engine.weights.initialise import ScaledInitialisation
-from scaletrain_cli.engine.weights.materialise import materialise
+from scaletrain_cli.engine.model.initialization import ScaledInitialisation
+from scaletrain_cli.engine.model.materialization import materialise
+from scaletrain_cli.engine.optim.schedules import learning_rate
 from scaletrain_cli.spec import RunSpec
 from tests.engine.ranks import on_ranks
 

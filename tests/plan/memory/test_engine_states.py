@@ -101,10 +101,10 @@ def held(row: tuple[Any, ...]) -> tuple[Held, Held]:
     import torch
 
     from scaletrain_cli.engine.compose import compose
-    from scaletrain_cli.engine.feeding.batches import MicroBatch
-    from scaletrain_cli.engine.measure.model_states import watching_model_states
+    from scaletrain_cli.engine.data.batches import MicroBatch
+    from scaletrain_cli.engine.metrics.memory_measurement import watching_model_states
     from scaletrain_cli.engine.parallel.mesh import build_mesh
-    from scaletrain_cli.engine.stepping import stepper
+    from scaletrain_cli.engine.step import stepper
 
     warnings.simplefilter("ignore")
     spec, layout, cpu = Row(*row).spec, Row(*row).layout, torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaletrain_cli.plan.speed.pipeline_schedule import Timeline, timeline
+from scaletrain_cli.plan.speed.pipeline import Timeline, timeline
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scaletrain_cli.plan.speed.pipeline_time import one_forward_one_backward
+from scaletrain_cli.plan.speed.pipeline import one_forward_one_backward
 
 
 def simulated(stages: list[float], micro_batches: int) -> float:

@@ -1,0 +1,1 @@
+"""Checkpoints: when they are due, what they hold, how they are saved, restored and exported."""

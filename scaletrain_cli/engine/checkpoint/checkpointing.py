@@ -1,0 +1,304 @@
+"""Saving and restoring the full state of a run, without holding up the training thread or ever half-committing.
+
+A save copies the state off the device; a thread writes and hashes it. Once every rank's thread is done, which the step
+agreement tells, rank 0's commits. What the state consists of is engine.state's, the protocol rundir.committing's.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from scaletrain_cli.engine.checkpoint.flat_shards import HeldStates
+from scaletrain_cli.engine.checkpoint.shard_file import RANDOM, Entry, ShardHeader, StateReader, shard_name, write_shard
+from scaletrain_cli.engine.checkpoint.snapshot import (
+    Snapshot,
+    counters,
+    put_back,
+    random_state,
+    restore_random_state,
+    set_counters,
+)
+from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.faults import Faults
+from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks
+from scaletrain_cli.engine.resume_point import newest_valid
+from scaletrain_cli.rundir import checkpoints, committing
+from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest
+from scaletrain_cli.rundir.committing import HashingWriter
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import checkpoint_folder
+from scaletrain_cli.spec import RunSpec
+
+_STATE = "state.json"  # what every rank knows alike: the step, the loss scale, what the guard has seen
+
+
+class Stateful(Protocol):
+    """A small part of the state that every rank has alike, in plain numbers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state; JSON."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from that."""
+
+
+@dataclass(frozen=True)
+class SaveCost:
+    """What a save took: seconds of the training thread, and until it was committed."""
+
+    blocked_seconds: float
+    seconds: float
+
+
+class _Written(NamedTuple):
+    """What one rank has on disk, and how long that took."""
+
+    digests: dict[str, FileDigest]
+    seconds: float
+
+
+@dataclass
+class _Save:
+    """One save in flight. ``commit`` is rank 0's, from when all ranks have written."""
+
+    step: int
+    copy_seconds: float
+    write: Future[_Written]
+    blocked_seconds: float = 0.0
+    all_written: bool = False
+    commit: Future[float] | None = None  # its seconds
+
+
+class Checkpointer:
+    """At most one save in flight. Every method is collective: all ranks call it at the same step boundary."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        spec: RunSpec,
+        composed: Composed,
+        mesh: Mesh,
+        ranks: Ranks,
+        agreement: RankConsensus,
+        *,
+        attempt: int,
+        faults: Faults,
+        average: WeightAverage | None,
+        alike: dict[str, Stateful],
+        expected_seconds: float,
+    ) -> None:
+        """``agreement``: one that waits as long as a save may take. ``alike``: what else to keep, by name.
+
+        ``expected_seconds``: of a save until it is committed, before there was one.
+        """
+        self._run, self._spec, self._ranks, self._agreement = run, spec.checkpoint, ranks, agreement
+        self.folder = checkpoint_folder(run, spec)
+        self._engine, self._average, self._attempt, self._alike = composed.engine, average, attempt, alike
+        self._states = HeldStates(composed.engine, composed.model, mesh)
+        self._snapshot = Snapshot(self._states, average)
+        self._faults = faults
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
+        self._in_flight: _Save | None = None
+        self._chores: list[Future[None]] = []  # marks and deletions, which nobody waits for
+        self._costs: list[SaveCost] = []
+        self._allocated = False
+        self._unmarked: set[int] = set()
+        self.committed_step: int | None = None
+        self.expected_seconds = expected_seconds
+
+    def allocate(self) -> None:
+        """Take the host memory that saves need, so that the first one costs what later ones do. After an update.
+
+        Once, and never while a save reads from it.
+        """
+        if not self._allocated and self._in_flight is None:
+            self._allocated = True
+            self._snapshot.take()
+
+    def take_costs(self) -> list[SaveCost]:
+        """Of the saves that were committed since the last call."""
+        costs, self._costs = self._costs, []
+        return costs
+
+    @property
+    def in_flight_step(self) -> int | None:
+        """What is being saved, if anything."""
+        return None if self._in_flight is None else self._in_flight.step
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank still writes. Raises what the thread raised, so a failed save surfaces at the next step."""
+        for chore in [chore for chore in self._chores if chore.done()]:
+            self._chores.remove(chore)
+            chore.result()
+        save = self._in_flight
+        if save is None:
+            return False
+        job: Future[Any] = save.commit or save.write
+        if job.done():
+            job.result()
+        return not job.done()
+
+    def settle(self, anyone_writing: bool) -> None:
+        """Go on with the save in flight once no rank writes any more: commit it, or take note that this is done."""
+        save = self._in_flight
+        if save is None or anyone_writing:
+            return
+        if save.all_written:
+            self._conclude(save)
+        else:
+            self._begin_commit(save)
+
+    def finish(self) -> None:
+        """Wait for the save in flight, if any, until it is committed."""
+        save = self._in_flight
+        if save is None:
+            return
+        if not save.all_written:
+            self._begin_commit(save)
+        began = time.monotonic()
+        if save.commit is not None:
+            save.commit.result()
+        self._agreement.barrier()
+        save.blocked_seconds += time.monotonic() - began
+        self._conclude(save)
+
+    def tidy_up(self) -> None:
+        """After the last save of a run that is done: leave nothing but checkpoints behind."""
+        self._finish_chores()
+        if self._ranks.rank == 0:
+            committing.close_attempt(self.folder, self._attempt)
+
+    def save(self, step: int, client_state: dict[str, Any], *, wait: bool) -> None:
+        """Begin a save of the state after ``step`` steps; with ``wait`` it is committed on return."""
+        if self._in_flight is not None and self._in_flight.step != step:
+            self.finish()
+        if self._in_flight is None and self.committed_step != step:
+            self._begin(step, client_state)
+        if wait:
+            self.finish()
+
+    def _finish_chores(self) -> None:
+        while self._chores:
+            self._chores.pop(0).result()
+
+    def _begin(self, step: int, client_state: dict[str, Any]) -> None:
+        started = time.monotonic()
+        entries, counts = self._snapshot.take()
+        copied = time.monotonic()
+        pieces = {held.piece.name: held.piece for holder in self._states.holders for held in holder.owned}
+        header = ShardHeader(self._ranks.rank, pieces, counts)
+        entries.append(Entry(RANDOM, random_state(self._states.device)))
+        parts = {name: part.state_dict() for name, part in self._alike.items()}
+        if self._average is not None:
+            parts["average"] = {"taken": self._average.taken}
+        state = json.dumps({"client": client_state, "counters": counters(self._engine), "parts": parts})
+        write = self._thread.submit(self._write, step, header, entries, state)
+        self._in_flight = _Save(step, copied - started, write, time.monotonic() - started)
+
+    def _write(self, step: int, header: ShardHeader, entries: list[Entry], state: str) -> _Written:
+        """In the thread: this rank's files, durable."""
+        began = time.monotonic()
+        staging = committing.begin_staging(self.folder, self._attempt, step)
+        time.sleep(self._faults.save_delay_seconds)
+        name = shard_name(self._ranks.rank)
+        digests = {name: write_shard(staging / name, header, entries, self._faults.before_write)}
+        if self._ranks.rank == 0:
+            self._faults.before_write()
+            file = HashingWriter(staging / _STATE)
+            file.write(state.encode())
+            digests[_STATE] = file.close()
+        return _Written(digests, time.monotonic() - began)
+
+    def _begin_commit(self, save: _Save) -> None:
+        began = time.monotonic()
+        written = self._agreement.gather(save.write.result())
+        save.all_written = True
+        if written is not None:
+            files = {name: digest for part in written for name, digest in part.digests.items()}
+            slowest = max(part.seconds for part in written)
+            save.blocked_seconds += time.monotonic() - began
+            save.commit = self._thread.submit(self._commit, save, files, slowest)
+            self._chores.append(self._thread.submit(self._retire))
+
+    def _commit(self, save: _Save, files: dict[str, FileDigest], write_seconds: float) -> float:
+        """In rank 0's thread; returns how long the whole save took, but for what it waited until a step ended."""
+        began, world_size = time.monotonic(), self._ranks.world_size
+        self._faults.before_write()
+        committing.commit(self.folder, save.step, files, world_size=world_size, clean=False, attempt=self._attempt)
+        record_event(
+            self._run,
+            "checkpoint",
+            step=save.step,
+            attempt=self._attempt,
+            bytes=sum(digest.size for digest in files.values()),
+            seconds=round(seconds := save.copy_seconds + write_seconds + time.monotonic() - began, 4),
+            blocked_seconds=round(save.blocked_seconds, 4),
+            copy_seconds=round(save.copy_seconds, 4),
+        )
+        return seconds
+
+    def _retire(self) -> None:
+        """In rank 0's thread: delete what need not be kept."""
+        for checkpoint in committing.superfluous(self.folder, self._spec.keep, self._spec.keep_every):
+            committing.retire(checkpoint.path, self._attempt)
+
+    def _conclude(self, save: _Save) -> None:
+        self._in_flight, self.committed_step = None, save.step
+        self._unmarked.add(save.step)
+        own = save.copy_seconds + save.write.result().seconds
+        self.expected_seconds = own if save.commit is None else save.commit.result()
+        self._costs.append(SaveCost(save.blocked_seconds, self.expected_seconds))
+
+    def mark_clean_up_to(self, step: int) -> None:
+        """State of the committed checkpoints up to ``step`` that training went well after them."""
+        healthy = {saved for saved in self._unmarked if saved <= step}
+        self._unmarked -= healthy
+        if healthy and self._ranks.rank == 0:
+            self._chores.append(self._thread.submit(self._mark, healthy))
+
+    def _mark(self, steps: set[int]) -> None:
+        """In rank 0's thread; retention may have removed one meanwhile."""
+        for checkpoint in checkpoints.list_checkpoints(self.folder):
+            if checkpoint.step in steps and not checkpoint.clean:
+                committing.mark_clean(checkpoint, self._attempt)
+
+    def newest_clean(self) -> Checkpoint | None:
+        """The newest one after which training is known to have gone well, and which is sound."""
+        self._finish_chores()
+        return newest_valid(self.folder, self._ranks, self._agreement, clean=True).checkpoint
+
+    def retire_newer(self, step: int) -> None:
+        """Remove what was saved after ``step``, on its way into a spike. On rank 0 alone."""
+        for checkpoint in checkpoints.list_checkpoints(self.folder):
+            if checkpoint.step > step:
+                committing.retire(checkpoint.path, self._attempt)
+
+    def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Load the whole state, whatever layout saved it; returns the client state that was saved with it.
+
+        In a fresh engine as in one that trains. Raises UsageError for what no other layout can read.
+        """
+        self.finish()
+        owned = [held.piece for holder in self._states.holders for held in holder.owned]
+        reader = StateReader(checkpoint.path, self._ranks.rank, owned, checkpoint.files)
+        state = json.loads((checkpoint.path / _STATE).read_text(encoding="utf-8"))
+        if self._average is not None:
+            self._average.taken = state["parts"]["average"]["taken"]
+        put_back(reader, self._states, self._average, self._engine)
+        set_counters(self._engine, state["counters"])
+        for name, part in self._alike.items():
+            part.load_state_dict(state["parts"][name])
+        if (saved := reader.random_state()) is not None:
+            restore_random_state(saved, self._states.device)
+        self.committed_step = checkpoint.step
+        self._unmarked = set() if checkpoint.clean else {checkpoint.step}
+        client: dict[str, Any] = state["client"]
+        return client

@@ -1,0 +1,245 @@
+"""The question ``export`` of an engine process: the weights of a checkpoint as Hugging Face has them.
+
+Writes safetensors, config.json and what export_text says of the tokenizer. One matrix is read at a time and one file
+held in memory, whatever layout saved the checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from scaletrain_cli.engine.checkpoint.shard_file import StateReader
+from scaletrain_cli.engine.checkpoint.slices import Slice
+from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, WEIGHT
+from scaletrain_cli.engine.data.dataset import dataset_folder
+from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.materialization import named_matrices
+from scaletrain_cli.engine.model.safetensors import mixtral_name
+from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
+from scaletrain_cli.safe_files import create_file, make_folder
+from scaletrain_cli.spec import RunSpec, to_hugging_face
+from scaletrain_cli.spec.end_of_text import ENDS_OF_TEXT
+
+# The text side of an exported folder: the tokenizer, its special tokens, and where generation ends.
+
+
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Beside a tokenizer.json of Hugging Face: what its tokens mean and how a chat is written with them.
+_BESIDE_A_TOKENIZER = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("chat_template.json", "generation_config.json"),
+)
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """``files``: contents by name. ``ids``: bos, eos and pad ids as config.json holds them, None where not known."""
+
+    files: dict[str, bytes]
+    ids: dict[str, Any]
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return "tokenizer.json" in self.files
+
+
+def text_files(spec: RunSpec, runs_root: Path) -> TextFiles:
+    """Return the text side of an export of this run.
+
+    It is that of the folder which the weights or the tokenizer came from, if that has the tokenizer which the data were
+    made with; else it is derived from the tokenizer. Without a tokenizer at hand only ids of loaded weights are kept.
+    """
+    folders = _origins(spec)
+    tokenizer = _read_json(_dataset_tokenizer(spec, runs_root))
+    if tokenizer is None:
+        known = next((config for folder in folders if (config := _object(folder / "config.json"))), {})
+        return TextFiles({}, {name: known.get(name) for name in _IDS})
+    vocabulary = _vocabulary(tokenizer)
+    for folder in folders:
+        theirs = _read_json(folder / "tokenizer.json")
+        if theirs is not None and _vocabulary(theirs) == vocabulary:
+            files = {name: found for name in _BESIDE_A_TOKENIZER if (found := _read_json(folder / name)) is not None}
+            own = _derived(spec, vocabulary)
+            ids = own.ids | {
+                name: given
+                for source in ("config.json", "generation_config.json")
+                for name, given in _object(folder / source).items()
+                if name in _IDS and given is not None
+            }
+            made = {name: content for name, content in own.files.items() if name != "generation_config.json"}
+            made["generation_config.json"] = _json({name: given for name, given in ids.items() if given is not None})
+            return TextFiles(made | files | {"tokenizer.json": theirs}, ids)
+    derived = _derived(spec, vocabulary)
+    return TextFiles({"tokenizer.json": tokenizer, **derived.files}, derived.ids)
+
+
+def _derived(spec: RunSpec, vocabulary: dict[str, int]) -> TextFiles:
+    """From the token that ends a document, which is also what each document is preceded by, as in GPT-2."""
+    end = next((name for name in ENDS_OF_TEXT if name in vocabulary), None)
+    if end is None:
+        return TextFiles({}, dict.fromkeys(_IDS))
+    ids = dict.fromkeys(_IDS, vocabulary[end])
+    tokens = {"bos_token": end, "eos_token": end, "pad_token": end}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": spec.transformer.max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+        **tokens,
+    }
+    files = {
+        "tokenizer_config.json": _json(config),
+        "special_tokens_map.json": _json(tokens),
+        "generation_config.json": _json(ids),
+    }
+    return TextFiles(files, dict(ids))
+
+
+def _origins(spec: RunSpec) -> list[Path]:
+    """Folders that may hold what stands beside the tokenizer."""
+    weights, path = spec.transformer.weights, spec.data.tokenizer.path
+    found = [] if weights is None else [Path(os.path.expanduser(weights))]
+    return found if path is None else [*found, Path(os.path.expanduser(path)).parent]
+
+
+def _dataset_tokenizer(spec: RunSpec, runs_root: Path) -> Path | None:
+    try:
+        return dataset_folder(spec.data, runs_root) / "tokenizer.json"
+    except (ScaletrainError, OSError):  # of data that this machine does not have
+        path = spec.data.tokenizer.path
+        return None if path is None else Path(os.path.expanduser(path))
+
+
+def _vocabulary(tokenizer: bytes) -> dict[str, int]:
+    """Ids by token, empty where they cannot be read."""
+    try:
+        content = json.loads(tokenizer)
+        return dict(_pairs(content["model"]["vocab"])) | {t["content"]: t["id"] for t in content["added_tokens"]}
+    except (ValueError, KeyError, TypeError, IndexError):
+        return {}
+
+
+def _pairs(vocabulary: Any) -> Iterator[tuple[str, int]]:
+    if isinstance(vocabulary, dict):
+        yield from vocabulary.items()
+    else:  # Unigram: [token, log probability] by id
+        yield from ((entry[0], number) for number, entry in enumerate(vocabulary))
+
+
+def _read_json(path: Path | None) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError:
+        return None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_read_json(path) or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _json(data: dict[str, Any]) -> bytes:
+    return (json.dumps(data, indent=2) + "\n").encode()
+
+
+LARGEST_FILE_BYTES = 5_000_000_000  # as transformers cuts them
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NO_RANK = -1  # so that no rank's file is taken for one's own
+
+
+def answer(arguments: Sequence[str]) -> dict[str, Any]:
+    """Export; the arguments are CHECKPOINT SPEC_JSON OUTPUT RUNS_ROOT and options. Raises ScaletrainError, OSError."""
+    parser = argparse.ArgumentParser(prog="export", description="Write a checkpoint's weights as Hugging Face files.")
+    for name in ("checkpoint", "spec", "output", "runs_root"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
+    parser.add_argument("--averaged", action="store_true")
+    options = parser.parse_args(arguments)
+    spec = RunSpec.model_validate_json(options.spec.read_text(encoding="utf-8"))
+    text, dtype = text_files(spec, options.runs_root), _DTYPES[options.dtype]
+    told = export(options.checkpoint, spec, options.output, dtype, text, averaged=options.averaged)
+    return {**told, "tokenizer": str(options.output / "tokenizer.json") if text.has_tokenizer else None}
+
+
+def export(
+    checkpoint: Path,
+    spec: RunSpec,
+    output: Path,
+    dtype: torch.dtype,
+    text: TextFiles,
+    *,
+    averaged: bool = False,
+    largest_file_bytes: int = LARGEST_FILE_BYTES,
+) -> dict[str, Any]:
+    """Write the folder ``output``, which appears whole or not at all. Raises ScaletrainError and OSError."""
+    model = spec.transformer
+    config = to_hugging_face(model) | {"torch_dtype": str(dtype).removeprefix("torch."), **text.ids}
+    found = read_checkpoint(checkpoint)
+    if not isinstance(found, Checkpoint):
+        raise ScaletrainError(f"{checkpoint} is not a valid checkpoint: {found}.")
+    reader = StateReader(checkpoint, _NO_RANK, (), found.files)
+    kind = AVERAGE if averaged else WEIGHT
+    if kind not in reader.kinds:
+        raise UsageError(f"{checkpoint.name} has no averaged weights: the run has training.averaging.name = none.")
+    if output.exists():
+        raise UsageError(f"{output} exists and is not overwritten. Give another folder with --output.")
+    draft = output.with_name(f".{output.name}.{os.urandom(8).hex()}.tmp")
+    make_folder(draft, mode=0o777, exist_ok=False)
+    try:
+        written = draft / "config.json"
+        create_file(written, json.dumps(config, indent=2) + "\n", public=True)
+        for name, content in text.files.items():
+            create_file(draft / name, content, public=True)
+        shapes = dict(named_matrices(outline(model)))
+        rename = mixtral_name if config["model_type"] == "mixtral" else str
+        files = list(_files(shapes, dtype.itemsize, largest_file_bytes))
+        place: dict[str, str] = {}
+        for number, names in enumerate(files, start=1):
+            name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            tensors = {rename(matrix): _read(reader, kind, matrix, shapes[matrix], dtype) for matrix in names}
+            save_file(tensors, draft / name, metadata={"format": "pt"})  # without it transformers refuses the file
+            (draft / name).chmod(written.stat().st_mode)  # safetensors gives its files to nobody else
+            place |= dict.fromkeys(tensors, name)
+        parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
+        total_bytes = parameters * dtype.itemsize
+        if len(files) > 1:
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": place}
+            create_file(draft / "model.safetensors.index.json", json.dumps(index, indent=2), public=True)
+        draft.rename(output)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return {"path": str(output), "parameters": parameters, "bytes": total_bytes, "model_type": config["model_type"]}
+
+
+def _files(shapes: dict[str, tuple[int, ...]], element_bytes: int, most_bytes: int) -> Iterator[list[str]]:
+    """Names in the order of the model, as many to a file as fit into it, one at the least."""
+    names: list[str] = []
+    held = 0
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel() * element_bytes
+        if names and held + size > most_bytes:
+            yield names
+            names, held = [], 0
+        names.append(name)
+        held += size
+    yield names
+
+
+def _read(reader: StateReader, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    whole = Slice(name, shape, None, 0, torch.Size(shape).numel())
+    return reader.read(kind, whole).view(shape).to(dtype)

@@ -1,0 +1,217 @@
+"""The state in a checkpoint's files, piece by piece, whatever layout saved it. Knows no engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaletrain_cli.engine.checkpoint.slices import Slice, overlaps
+from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.rundir.checkpoints import FileDigest
+from scaletrain_cli.rundir.committing import HashingWriter
+
+# A rank's file of a checkpoint: flat tensors in the safetensors format, whose header says which pieces they are.
+
+
+SCHEMA = "scaletrain.shard/v1"
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8", torch.int64: "I64"}
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+_ALIGNMENT_BYTES = 8
+
+
+class Entry(NamedTuple):
+    """A flat tensor on the host under its name in the file: ``weight/NAME``, ``exp_avg/NAME``, ..."""
+
+    key: str
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """What a file says of itself: the piece behind each name, and what its rank's optimizer counts, such as steps."""
+
+    rank: int
+    pieces: Mapping[str, Slice]
+    counts: Mapping[str, float]
+
+    def to_metadata(self) -> dict[str, str]:
+        """Of strings, which is what safetensors allows."""
+        pieces = {name: piece.to_json() for name, piece in self.pieces.items()}
+        plain = {"schema": SCHEMA, "rank": self.rank, "pieces": pieces, "counts": dict(self.counts)}
+        return {key: value if isinstance(value, str) else json.dumps(value) for key, value in plain.items()}
+
+
+def write_shard(
+    path: Path, header: ShardHeader, entries: Sequence[Entry], before_write: Callable[[], None] = lambda: None
+) -> FileDigest:
+    """Write a rank's file, hashed on the way and durable on return. Raises OSError.
+
+    ``before_write`` is called before each write: where a fault may strike.
+    """
+    index: dict[str, Any] = {"__metadata__": header.to_metadata()}
+    end = 0
+    for key, values in entries:
+        start, end = end, end + values.numel() * values.element_size()
+        index[key] = {"dtype": _DTYPES[values.dtype], "shape": [values.numel()], "data_offsets": [start, end]}
+    text = json.dumps(index, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    before_write()
+    writer = HashingWriter(path)
+    writer.write(len(text).to_bytes(8, "little") + text)
+    for _, values in entries:
+        before_write()
+        writer.write(values.view(torch.uint8).numpy().data)
+    before_write()
+    return writer.close()
+
+
+def _check_place(key: str, entry: dict[str, Any], data_bytes: int) -> None:
+    first, last = entry["data_offsets"]
+    width = _TORCH_DTYPES[entry["dtype"]].itemsize
+    if not (type(first) is type(last) is int and 0 <= first <= last <= data_bytes and (last - first) % width == 0):
+        raise ValueError(f"{key} is at bytes {first} to {last} of {data_bytes}")
+
+
+class DamagedShardError(ScaletrainError, ValueError):
+    """A file with the name of a shard that is none, or was made up."""
+
+
+class ShardFile:
+    """A rank's file, opened. Tensors are read when asked for, and only the part that is."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError, or DamagedShardError where it is no such file; its hash does not tell who wrote it."""
+        self._path = path
+        try:
+            with path.open("rb") as file:
+                whole = os.fstat(file.fileno()).st_size
+                size = int.from_bytes(file.read(8), "little")
+                if size > whole - 8:  # or a forged size would have all memory allocated
+                    raise ValueError(f"a header of {size} bytes in a file of {whole}")
+                index: dict[str, Any] = json.loads(file.read(size))
+            metadata = index.pop("__metadata__")
+            if metadata["schema"] != SCHEMA:
+                raise ValueError(f"has schema {metadata['schema']!r}; this version reads {SCHEMA}")
+            pieces = {name: Slice.from_json(name, data) for name, data in json.loads(metadata["pieces"]).items()}
+            self.header = ShardHeader(int(metadata["rank"]), pieces, json.loads(metadata["counts"]))
+            for key, entry in index.items():
+                _check_place(key, entry, whole - 8 - size)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise DamagedShardError(f"{path} is no shard of a checkpoint: {error}") from error
+        self._index, self._data_start = index, 8 + size
+
+    @property
+    def keys(self) -> list[str]:
+        """Names of its tensors."""
+        return list(self._index)
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Elements ``start`` to ``stop`` of a tensor. Raises KeyError for a name that is not there."""
+        found = self._index[key]
+        dtype, (first, last) = _TORCH_DTYPES[found["dtype"]], found["data_offsets"]
+        width = dtype.itemsize
+        stop = (last - first) // width if stop is None else stop
+        values = torch.empty(stop - start, dtype=dtype)
+        with self._path.open("rb") as file:
+            file.seek(self._data_start + first + start * width)
+            file.readinto(values.view(torch.uint8).numpy().data)
+        return values
+
+
+OPAQUE = "opaque"
+RANDOM = "random"
+_SHARD = re.compile(r"rank-\d{5,}\.safetensors")
+
+
+def shard_name(rank: int) -> str:
+    """Of the file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+class StateReader:
+    """Reads a rank's own file alone where the layout is the one that saved it, else whatever files have its pieces."""
+
+    def __init__(self, folder: Path, rank: int, owned: Sequence[Slice], files: Collection[str]) -> None:
+        """``owned``: what the rank would save itself in the layout that it has now.
+
+        ``files``: the names in the manifest. Others in the folder belong to no checkpoint and are never read.
+        """
+        self._folder, self._own = folder, None
+        self._shards = sorted(name for name in files if _SHARD.fullmatch(name))
+        if shard_name(rank) in self._shards:
+            own = ShardFile(folder / shard_name(rank))
+            self._own = own if own.header.pieces == {piece.name: piece for piece in owned} else None
+        self.counts = dict((self._own or self._files[0]).header.counts)
+
+    def random_state(self) -> Tensor | None:
+        """Of the rank with this number, where the layout is the same."""
+        return None if self._own is None or RANDOM not in self._own.keys else self._own.read(RANDOM)
+
+    @cached_property
+    def kinds(self) -> set[str]:
+        """Of values that are one per element of a matrix."""
+        files = [self._own] if self._own is not None and self._own.header.pieces else self._files
+        return {key.partition("/")[0] for file in files for key in file.keys} - {OPAQUE, RANDOM}
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Every matrix in the checkpoint, whole."""
+        return {name: torch.Size(pieces[0][1].whole_shape) for name, pieces in sorted(self._index.items())}
+
+    def read(self, kind: str, piece: Slice) -> Tensor:
+        """The values of a piece, flat, as saved. Raises ScaletrainError where the files do not have all of it."""
+        key, found, values = f"{kind}/{piece.name}", 0, torch.zeros(piece.numel)
+        for file, saved in self._sources(piece):
+            shared = list(overlaps(saved, piece))
+            if not shared:
+                continue
+            first = min(overlap.at_first for overlap in shared)
+            last = max(overlap.at_first + overlap.length for overlap in shared)
+            stored = file.read(key, first, last)
+            for there, here, length in shared:
+                values[here : here + length] = stored[there - first : there - first + length]
+                found += length
+        if found != piece.numel:
+            raise ScaletrainError(f"{self._folder.name} has {found} of {piece.numel} values of {key}")
+        return values
+
+    def opaque(self, holder: int) -> dict[str, Tensor]:
+        """States of a holder that no other layout can read. Raises UsageError where this is one."""
+        prefix = f"{OPAQUE}/{holder}/"
+        if self._own is not None:
+            return {key.removeprefix(prefix): self._own.read(key) for key in self._own.keys if key.startswith(prefix)}
+        if any(key.startswith(OPAQUE) for file in self._files for key in file.keys):
+            raise UsageError(
+                f"{self._folder.name} has optimizer states that are quantised in blocks, which only the layout that "
+                f"saved them can read. Resume with the same number of ranks, degrees and zero_stage."
+            )
+        return {}
+
+    def _sources(self, piece: Slice) -> Iterator[tuple[ShardFile, Slice]]:
+        """The files to read it from: the rank's own where that has all of it, which no replica's without ZeRO has."""
+        own = None if self._own is None else self._own.header.pieces.get(piece.name)
+        if self._own is not None and own is not None and own.contains(piece):
+            yield self._own, own
+        else:
+            yield from self._index.get(piece.name, [])
+
+    @cached_property
+    def _files(self) -> list[ShardFile]:
+        return [ShardFile(self._folder / name) for name in self._shards]
+
+    @cached_property
+    def _index(self) -> dict[str, list[tuple[ShardFile, Slice]]]:
+        index: dict[str, list[tuple[ShardFile, Slice]]] = {}
+        for file in self._files:
+            for name, piece in file.header.pieces.items():
+                index.setdefault(name, []).append((file, piece))
+        return index

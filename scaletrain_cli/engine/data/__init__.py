@@ -1,0 +1,1 @@
+"""Training data: corpora, token files, batches and prefetching."""

@@ -1,0 +1,315 @@
+"""Tokens on disk: built once from a corpus, then read as memory-mapped sequences. Knows nothing of ranks or steps."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrain_cli.engine.data.chunk_hashes import CheckedFile, DamagedDataError, HashedFile
+from scaletrain_cli.engine.data.corpus import Tally, corpus_identity, corpus_state, documents
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.rundir.documents import write_document
+from scaletrain_cli.rundir.shared_datasets import building, dataset_place
+from scaletrain_cli.safe_files import create_file, replace_file
+from scaletrain_cli.spec import DataSpec
+from scaletrain_cli.spec.end_of_text import END_OF_TEXT, ENDS_OF_TEXT
+
+_SCHEMA = "scaletrain.dataset/v3"
+_WITHOUT_HASHES = "scaletrain.dataset/v2"  # opened, and not verified
+_SPLITS = ("train", "validation")
+_DTYPES = ("uint16", "uint32")
+# A tokenizer learns no more from more text, and needs memory in proportion.
+_MOST_CHARACTERS_TO_LEARN_FROM = 500_000_000
+_DOCUMENTS_PER_ENCODE = 256
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """dataset.json: what the token files hold. ``fingerprint`` is the SHA-256 of all tokens.
+
+    Beside ``train.bin`` and ``validation.bin`` stand ``train.ends.bin`` and ``validation.ends.bin``: where in them each
+    document ends, as int64. Each of the four has the hashes of its chunks in a ``.blake2b`` file, and ``seal`` is the
+    SHA-256 of these files and of the other fields here.
+    """
+
+    schema: str
+    fingerprint: str
+    dtype: str
+    vocab_size: int
+    documents: int
+    train_tokens: int
+    validation_tokens: int
+    train_documents: int
+    validation_documents: int
+    replaced: int = 0  # bytes of the text that are no UTF-8, each now U+FFFD
+    seal: str = ""
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether the data have hashes; what an earlier version prepared has none."""
+        return self.schema != _WITHOUT_HASHES
+
+
+@dataclass(frozen=True)
+class TokenSequences:
+    """Non-overlapping sequences of ``seq_len`` tokens and their successors, from one token file.
+
+    ``document_ends``: indices into ``tokens`` of the last token of each document, ascending. ``file``, ``ends_file``:
+    what compares the two with their hashes.
+    """
+
+    tokens: npt.NDArray[np.unsignedinteger]
+    seq_len: int
+    document_ends: npt.NDArray[np.int64]
+    file: CheckedFile | None = None
+    ends_file: CheckedFile | None = None
+    first: int = 0
+    count: int | None = None  # of sequences from ``first`` on; None: all that there are
+
+    def __len__(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self.seq_len - self.first) if self.count is None else self.count
+
+    def part(self, first: int, count: int) -> TokenSequences:
+        """``count`` of these sequences from ``first`` on."""
+        return replace(self, first=self.first + first, count=count)
+
+    def rows(self, indices: list[int]) -> npt.NDArray[np.int64]:
+        """Sequences as [len(indices), seq_len + 1]: inputs are [:, :-1], labels [:, 1:].
+
+        Raises DamagedDataError where they are not what was prepared.
+        """
+        starts = [(self.first + index) * self.seq_len for index in indices]
+        if self.file is not None:
+            width = self.tokens.itemsize
+            for start in starts:
+                self.file.check(start * width, (start + self.seq_len + 1) * width)
+        return np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts]).astype(np.int64)
+
+    def document_ends_within(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Document ends among the inputs of sequences ``first`` to ``last - 1``, counted from the first one's start.
+
+        What such a token is followed by, its label, is the first token of another document.
+        """
+        start, stop = ((self.first + index) * self.seq_len for index in (first, last))
+        low, high = np.searchsorted(self.document_ends, (start, stop))
+        return self.document_ends[low:high] - start
+
+
+def open_dataset(
+    folder: Path, seq_len: int, rank: int = 0, ranks: int = 1
+) -> tuple[DatasetInfo, TokenSequences, TokenSequences]:
+    """Info, training and validation sequences of a prepared dataset.
+
+    Document ends are compared with their hashes here, this rank's share of them; tokens when they are first read.
+    Raises UsageError, and DamagedDataError where the files are not what was prepared.
+    """
+    try:
+        info = DatasetInfo(**json.loads((folder / "dataset.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{folder} is not a prepared dataset: {error}") from error
+    if info.schema not in (_SCHEMA, _WITHOUT_HASHES):
+        raise UsageError(f"{folder} has schema {info.schema!r}; this version reads {_SCHEMA}. Prepare the data again.")
+    known = {"str": str, "int": int}
+    wrong = [field.name for field in fields(info) if type(getattr(info, field.name)) is not known[str(field.type)]]
+    if wrong or info.dtype not in _DTYPES:
+        raise DamagedDataError(
+            folder / "dataset.json", f"{', '.join(wrong) or 'dtype'} has a value that is not allowed"
+        )
+    train, validation = (_sequences(folder, split, info, seq_len) for split in _SPLITS)
+    if info.is_verified:
+        checked = [part for each in (train, validation) for part in (each.file, each.ends_file) if part is not None]
+        if info.seal != _seal(info, [part.hashes for part in checked]):
+            raise DamagedDataError(folder / "dataset.json", "it and the hashes beside it are not of one dataset")
+        for each in (train, validation):
+            if each.ends_file is not None:
+                each.ends_file.check_share(rank, ranks)
+    if not len(train):
+        raise UsageError(f"{folder} holds {info.train_tokens} training tokens, fewer than one sequence of {seq_len}.")
+    return info, train, validation
+
+
+def _sequences(folder: Path, split: str, info: DatasetInfo, seq_len: int) -> TokenSequences:
+    tokens, documents = (getattr(info, f"{split}_{name}") for name in ("tokens", "documents"))
+    paths = folder / f"{split}.bin", folder / f"{split}.ends.bin"
+    mapped = _map(paths[0], info.dtype, tokens), _map(paths[1], "int64", documents)
+    if not info.is_verified:
+        return TokenSequences(mapped[0], seq_len, mapped[1])
+    files = [CheckedFile(path, content.view(np.uint8)) for path, content in zip(paths, mapped, strict=True)]
+    return TokenSequences(mapped[0], seq_len, mapped[1], files[0], files[1])
+
+
+def _seal(info: DatasetInfo, hashes: list[bytes]) -> str:
+    """``hashes``: of train.bin, train.ends.bin, validation.bin and validation.ends.bin."""
+    stated = {name: value for name, value in asdict(info).items() if name != "seal"}
+    digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode())
+    for each in hashes:
+        digest.update(hashlib.sha256(each).digest())
+    return digest.hexdigest()
+
+
+def _map(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
+    """The numbers in a file without reading it; an empty file cannot be mapped. Raises DamagedDataError."""
+    expected = count * np.dtype(dtype).itemsize
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DamagedDataError(path, str(error.strerror)) from error
+    if size != expected:
+        raise DamagedDataError(path, f"{size} bytes instead of the {expected} that dataset.json states")
+    return np.memmap(path, dtype=dtype, mode="r") if count else np.empty(0, dtype=dtype)
+
+
+def dataset_folder(data: DataSpec, runs_root: Path) -> Path:
+    """Where the prepared form of ``data`` is, or will be: the source itself if it is one, else under the runs root."""
+    source = Path(os.path.expanduser(data.source))
+    if (source / "dataset.json").is_file():
+        return source
+    tokenizer = data.tokenizer.model_dump_json()
+    if data.tokenizer.path is not None:
+        tokenizer = hashlib.sha256(_tokenizer_file(data.tokenizer.path)).hexdigest()
+    identity = [_SCHEMA, _known_content(data.source, runs_root), tokenizer, repr(data.validation_split)]
+    key = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
+    return dataset_place(runs_root, key)
+
+
+def _known_content(source: str, runs_root: Path) -> str:
+    """A hash of the content of a corpus: read, or remembered by this user of files that nobody has written to since."""
+    note = runs_root / "datasets" / f".content-{os.geteuid()}-{corpus_state(source)[:32]}"
+    with contextlib.suppress(OSError, ValueError):
+        found = note.lstat()
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+            known = note.read_text(encoding="ascii").strip()
+            if len(bytes.fromhex(known)) == hashlib.sha256().digest_size:
+                return known
+    content = hashlib.sha256("\n".join(corpus_identity(source)).encode()).hexdigest()
+    with contextlib.suppress(OSError):  # a root that this user may not write to: it is read again next time
+        if note.parent.is_dir():
+            replace_file(note, f"{content}\n")
+    return content
+
+
+def prepare_dataset(data: DataSpec, runs_root: Path) -> Path:
+    """Build the dataset unless it is there; safe against a second builder. Returns its folder. Raises UsageError."""
+    folder = dataset_folder(data, runs_root)
+    if (folder / "dataset.json").is_file():
+        return folder
+    try:
+        with building(folder) as staging:
+            if staging is not None:
+                _build(data, staging)
+    except PermissionError as error:
+        raise UsageError(f"{folder} cannot be prepared: {error.filename}: {error.strerror or error}.") from error
+    return folder
+
+
+def _build(data: DataSpec, folder: Path) -> None:
+    from tokenizers import Tokenizer
+
+    if data.tokenizer.path is not None:
+        try:
+            tokenizer = Tokenizer.from_buffer(_tokenizer_file(data.tokenizer.path))
+        except UsageError:
+            raise
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise UsageError(f"data.tokenizer.path = {data.tokenizer.path}: cannot be used: {error}.") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    else:
+        tokenizer = _train_tokenizer(data)
+    create_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    vocab_size = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
+    known = (tokenizer.token_to_id(name) for name in ENDS_OF_TEXT)
+    end_of_text = next((token for token in known if token is not None), None)
+    if end_of_text is None:
+        raise UsageError(
+            f"{data.tokenizer.path} has no token that ends a document; one of {', '.join(ENDS_OF_TEXT)} is needed."
+        )
+    dtype = _DTYPES[vocab_size > 1 << 16]
+    counts, ended = dict.fromkeys(_SPLITS, 0), dict.fromkeys(_SPLITS, 0)
+    digest, tally = hashlib.sha256(), Tally()
+    # Without the offsets of tokens in the text, which nobody reads.
+    encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
+    with ExitStack() as opened:
+        files = {split: opened.enter_context(HashedFile(folder / f"{split}.bin")) for split in _SPLITS}
+        ends = {split: opened.enter_context(HashedFile(folder / f"{split}.ends.bin")) for split in _SPLITS}
+        for texts in _batched(documents(data.source, tally), _DOCUMENTS_PER_ENCODE):
+            for text, encoded in zip(texts, encode(texts), strict=True):
+                split = "validation" if _draw(text) < data.validation_split else "train"
+                ids = [*encoded.ids, end_of_text]
+                packed = np.asarray(ids, dtype=dtype).tobytes()
+                files[split].write(packed)
+                digest.update(split.encode() + packed)
+                counts[split] += len(ids)
+                ends[split].write(np.int64(counts[split] - 1).tobytes())
+                ended[split] += 1
+        hashes = [file.finish() for split in _SPLITS for file in (files[split], ends[split])]
+    info = DatasetInfo(
+        schema=_SCHEMA,
+        fingerprint=digest.hexdigest(),
+        dtype=dtype,
+        vocab_size=vocab_size,
+        documents=sum(ended.values()),
+        train_tokens=counts["train"],
+        validation_tokens=counts["validation"],
+        train_documents=ended["train"],
+        validation_documents=ended["validation"],
+        replaced=tally.replaced,
+    )
+    write_document(folder / "dataset.json", asdict(replace(info, seal=_seal(info, hashes))))
+
+
+def _train_tokenizer(data: DataSpec) -> Any:
+    """Byte-level BPE (GPT-2 report, section 2.2) on the corpus itself."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=data.tokenizer.vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_beginning(documents(data.source)), trainer)
+    return tokenizer
+
+
+def _beginning(texts: Iterator[str]) -> Iterator[str]:
+    total = 0
+    for text in texts:
+        yield text
+        total += len(text)
+        if total > _MOST_CHARACTERS_TO_LEARN_FROM:
+            return
+
+
+def _tokenizer_file(path: str) -> bytes:
+    try:
+        return Path(os.path.expanduser(path)).read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"data.tokenizer.path = {path}: {error.strerror or error}. Give a Hugging Face tokenizer.json."
+        ) from error
+
+
+def _draw(text: str) -> float:
+    """A number in [0, 1) that depends on the document alone, so that its split never changes."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+
+
+def _batched(items: Iterator[str], size: int) -> Iterator[list[str]]:
+    while batch := list(islice(items, size)):
+        yield batch

@@ -1,0 +1,1 @@
+"""Checks on a running job: loss guard and rollback, stragglers, and the preflight of devices and links."""

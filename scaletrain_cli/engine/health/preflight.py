@@ -1,0 +1,325 @@
+"""Before step 1: measure, compare, write attempts/NNNN/preflight.json, and keep the job off a node that is bad."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from scaletrain_cli.engine.events import say
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks
+from scaletrain_cli.errors import WrongNodesError
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.catalogue.networks import cluster_link
+from scaletrain_cli.rundir.documents import write_document
+from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+
+# What one rank measures of its device and of its links, in a second or two.
+
+
+REDUCED_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
+_SENT_BYTES = {"cuda": 128 << 20, "cpu": 1 << 20}
+_MATRIX = {"cuda": 8192, "cpu": 256}
+_REPEATED = {"cuda": 10, "cpu": 3}
+_PARTNERS = 3  # each node with so many others: one that is slow with all of them is slow itself
+
+
+def measure(
+    ranks: Ranks, per_node: int, device: torch.device, agreement: RankConsensus, node: str, free: tuple[int, int]
+) -> RankMeasures:
+    """This rank's own figures; ``free`` and total bytes of the device, (0, 0) where they do not count."""
+    agreement.barrier()
+    clock = time.time()
+    return RankMeasures(
+        rank=ranks.rank,
+        node_rank=ranks.rank // per_node,
+        node=node,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU process {ranks.rank}",
+        total_bytes=free[1],
+        free_bytes=free[0],
+        flops=_measure_flops(device),
+        links=tuple(_measure_links(ranks, per_node, device, agreement)),
+        clock=clock,
+        versions=_measure_versions(device),
+    )
+
+
+def all_reduce_seconds(device: torch.device) -> float:
+    """Of REDUCED_BYTES over all ranks, the fastest of a few."""
+    data = torch.zeros(REDUCED_BYTES[device.type] // 4, device=device)
+    return min(_timed(device, lambda: dist.all_reduce(data), 1) for _ in range(_REPEATED[device.type]))
+
+
+def partners(node: int, nodes: int) -> Iterator[int]:
+    """With whom a node exchanges in each round, itself where it has nobody; no two rounds pair the same nodes.
+
+    The circle method: one node stays, the others go round. Every node of a round has one partner, who has it too.
+    """
+    seats = nodes + nodes % 2
+    for round_number in range(min(_PARTNERS, seats - 1)):
+        last = seats - 1
+        if node == last:
+            other = round_number
+        elif node == round_number:
+            other = last
+        else:
+            other = (2 * round_number - node) % last
+        yield other if other < nodes else node
+
+
+def _measure_links(ranks: Ranks, per_node: int, device: torch.device, agreement: RankConsensus) -> Iterator[float]:
+    """Between the first ranks of two nodes, both ways at once. The others wait at the barrier of each round."""
+    nodes = ranks.world_size // per_node
+    if nodes < 2:
+        return
+    size = _SENT_BYTES[device.type]
+    sent = torch.zeros(size, dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    mine = ranks.rank // per_node
+    for partner in partners(mine, nodes):
+        agreement.barrier()
+        if ranks.rank % per_node == 0 and partner != mine:
+            peer = partner * per_node
+            seconds = min(_timed(device, lambda: _exchange(sent, received, peer), 1) for _ in range(3))  # noqa: B023
+            yield 2 * size / seconds
+
+
+def _exchange(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]):
+        work.wait()
+
+
+def _measure_flops(device: torch.device) -> float:
+    """Of a product of matrices in the type that its units are for, the fastest of a few."""
+    size = _MATRIX[device.type]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    seconds = min(_timed(device, lambda: torch.mm(left, right), 5) for _ in range(_REPEATED[device.type]))
+    return 5 * 2 * size**3 / seconds
+
+
+def _timed(device: torch.device, work: Callable[[], object], times: int) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(times):
+        work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def _measure_versions(device: torch.device) -> dict[str, str]:
+    found = {"torch": str(torch.__version__)}
+    if device.type == "cuda":
+        found["CUDA"] = str(torch.version.cuda)
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        # The libraries that NCCL loads at run time are the image's or the host's, and need not be the same.
+        found["NCCL_NET_PLUGIN"] = os.environ.get("NCCL_NET_PLUGIN", "")
+    return found
+
+
+# Which device or node is worse than the others, from what each rank has measured.
+
+
+# A GPU that is held down by heat or power loses a third or more; between healthy ones of a kind lie a few per cent.
+_SLOW_DEVICE = 0.7
+# A link that fell back to TCP, or to fewer lanes, is several times slower.
+_SLOW_NODE = 0.5
+_SLOW_ALL = 0.3
+_FEWEST_TO_COMPARE = 3  # of two, nobody knows which one is wrong
+_CLOCK_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class RankMeasures:
+    """One rank's. ``links``: bytes per second to and from a rank of another node at once, one for each partner."""
+
+    rank: int
+    node_rank: int
+    node: str
+    device: str
+    total_bytes: int
+    free_bytes: int
+    flops: float
+    links: tuple[float, ...]
+    clock: float
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the plan says: bytes of a rank's peak, seconds of the all-reduce that was measured, and of the measured."""
+
+    peak_bytes: int
+    all_reduce_seconds: float
+    measured_seconds: float
+
+
+@dataclass(frozen=True)
+class PreflightFinding:
+    """``keeps_off``: no attempt should run on that node; else it is worth a word. ``rank`` -1: of no rank alone.
+
+    ``costs_speed``: the job would run all the same, slower.
+    """
+
+    rank: int
+    node: str
+    message: str
+    keeps_off: bool
+    costs_speed: bool = False
+
+
+def compare_ranks(measures: Sequence[RankMeasures], expected: Expected) -> list[PreflightFinding]:
+    """Everything that is wrong with these ranks, what keeps off first."""
+    found = [
+        *_memory(measures, expected),
+        *_slow_devices(measures),
+        *_slow_links(measures),
+        *_different_versions(measures),
+        *_clocks(measures),
+        *_together(expected),
+    ]
+    return sorted(found, key=lambda finding: not finding.keeps_off)
+
+
+def _memory(measures: Sequence[RankMeasures], expected: Expected) -> Iterator[PreflightFinding]:
+    for one in measures:
+        if one.total_bytes and one.free_bytes < expected.peak_bytes:
+            message = (
+                f"{one.device} has {one.free_bytes / 1e9:.1f} GB free of {one.total_bytes / 1e9:.1f} GB and the plan "
+                f"needs {expected.peak_bytes / 1e9:.1f} GB"
+            )
+            yield PreflightFinding(one.rank, one.node, message, keeps_off=True)
+
+
+def _slow_devices(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
+    usual = median(one.flops for one in measures)
+    if len(measures) < _FEWEST_TO_COMPARE:
+        return
+    for one in measures:
+        if one.flops < _SLOW_DEVICE * usual:
+            message = f"{one.device} multiplies {one.flops / 1e12:.3g} TFLOP/s, the others {usual / 1e12:.3g}"
+            yield PreflightFinding(one.rank, one.node, message, keeps_off=True, costs_speed=True)
+
+
+def _slow_links(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
+    """By the best link of each node: a healthy node looks bad beside a bad partner, but not beside all of them."""
+    best = {one.rank: max(one.links) for one in measures if one.links}
+    if len(best) < _FEWEST_TO_COMPARE:
+        return
+    usual = median(best.values())
+    for one in measures:
+        if one.rank in best and best[one.rank] < _SLOW_NODE * usual:
+            message = f"its network moves {best[one.rank] / 1e9:.3g} GB/s, that of the other nodes {usual / 1e9:.3g}"
+            yield PreflightFinding(one.rank, one.node, message, keeps_off=True, costs_speed=True)
+
+
+def _different_versions(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
+    for name in sorted({name for one in measures for name in one.versions}):
+        told = [one.versions.get(name, "none") for one in measures]
+        usual = max(sorted(set(told)), key=told.count)
+        for one, version in zip(measures, told, strict=True):
+            if version != usual:
+                message = f"{name} {version}, the others have {usual}"
+                yield PreflightFinding(one.rank, one.node, message, keeps_off=False)
+
+
+def _clocks(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
+    usual = median(one.clock for one in measures)
+    for one in measures:
+        if abs(one.clock - usual) > _CLOCK_SECONDS:
+            side = "ahead of" if one.clock > usual else "behind"
+            message = f"its clock is {abs(one.clock - usual):.0f} s {side} the others'"
+            yield PreflightFinding(one.rank, one.node, message, keeps_off=False)
+
+
+def _together(expected: Expected) -> Iterator[PreflightFinding]:
+    if expected.all_reduce_seconds and expected.measured_seconds * _SLOW_ALL > expected.all_reduce_seconds:
+        message = (
+            f"an all-reduce over all ranks takes {expected.measured_seconds * 1e3:.0f} ms, where the plan counts "
+            f"{expected.all_reduce_seconds * 1e3:.0f}: NCCL_DEBUG=INFO says whether it uses the network that is meant"
+        )
+        yield PreflightFinding(-1, "", message, keeps_off=False)
+
+
+SCHEMA = "scaletrain.preflight/v1"
+ONLY = "SCALETRAIN_ONLY"  # what `scaletrain preflight` sets: nothing is trained
+
+
+def is_wanted(record: RunRecord) -> bool:
+    """By default on GPUs alone: the ranks of a CPU run share their cores, and say nothing of each other."""
+    wanted = record.spec.guard.preflight
+    return wanted == "always" or (wanted == "auto" and record.spec.cluster.gpu != "cpu")
+
+
+def check_together(
+    run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, agreement: RankConsensus, device: torch.device
+) -> None:
+    """Collective. Raises WrongNodesError on the ranks that the findings are about; the others learn of it by them."""
+    cluster = record.spec.cluster
+    free = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+    # First of all: NCCL makes a group's communicator at its first operation, for which it needs every rank of it.
+    reduced = all_reduce_seconds(device)
+    own = measure(ranks, cluster.gpus_per_node, device, agreement, _node_name(), free)
+    gathered = agreement.gather(own)
+    findings: list[PreflightFinding] = []
+    if gathered is not None:
+        link = cluster_link(cluster, find_accelerator(cluster))
+        planned = link.reduce(REDUCED_BYTES[device.type], ranks.world_size) if device.type == "cuda" else 0.0
+        found = compare_ranks(gathered, Expected(record.plan.memory.peak, planned, reduced))
+        findings = found if _may_be_moved(run, record) else [_as_a_word(finding) for finding in found]
+        _write(run, attempt, gathered, findings, reduced, planned)
+        for finding in findings:
+            say("preflight", **dataclasses.asdict(finding))
+    findings = agreement.follow_rank_zero(findings)
+    bad = [finding for finding in findings if finding.keeps_off]
+    mine = [finding.message for finding in bad if finding.rank == ranks.rank]
+    if mine:
+        raise WrongNodesError(f"rank {ranks.rank}: {'; '.join(mine)} (guard.preflight: never leaves this out)")
+    if bad:
+        agreement.barrier()  # until the agents end this attempt: they have been told by those who raised
+
+
+def _may_be_moved(run: RunDir, record: RunRecord) -> bool:
+    """Whether another attempt could have better nodes: once the run has been moved in vain, slow is what there is."""
+    ended = (event for event in read_events(run) if event["event"] == "attempt-ended")
+    return record.spec.cluster.scheduler != "local" and not any(event["reason"] == "wrong-nodes" for event in ended)
+
+
+def _as_a_word(finding: PreflightFinding) -> PreflightFinding:
+    """What only costs speed no longer keeps the job off."""
+    return dataclasses.replace(finding, keeps_off=finding.keeps_off and not finding.costs_speed)
+
+
+def _node_name() -> str:
+    return os.environ.get("SLURMD_NODENAME") or os.environ.get("SCALETRAIN_NODE_NAME") or socket.gethostname()
+
+
+def _write(
+    run: RunDir,
+    attempt: int,
+    measures: list[RankMeasures],
+    findings: list[PreflightFinding],
+    reduced: float,
+    planned: float,
+) -> None:
+    write_document(
+        run.attempt(attempt) / "preflight.json",
+        {
+            "schema": SCHEMA,
+            "all_reduce_seconds": reduced,
+            "all_reduce_planned_seconds": planned,
+            "ranks": [dataclasses.asdict(one) for one in measures],
+            "findings": [dataclasses.asdict(finding) for finding in findings],
+        },
+    )

@@ -1,0 +1,156 @@
+"""What the guard's judgements lead to: a warning, an end, or the way back to a clean checkpoint past the bad data.
+
+All ranks see the same numbers and hold the same state, so all decide alike at the same step; rank 0 writes it down.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
+from scaletrain_cli.engine.data.batches import Window, batch_number, merged
+from scaletrain_cli.engine.events import say, tell
+from scaletrain_cli.engine.health.guard import Guard
+from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
+from scaletrain_cli.engine.metrics.metrics import MetricsLog, StepMeasures
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks
+from scaletrain_cli.errors import DoNotRequeueError
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.rollbacks import Rollback, record_rollback
+from scaletrain_cli.worker.heartbeat import Heartbeat
+
+
+class NonFiniteGradientError(DoNotRequeueError):
+    """The gradient was NaN or infinite on some rank; the weights were left as they were."""
+
+
+class SpikeError(DoNotRequeueError):
+    """The loss spiked again and again after the same checkpoint, whatever data were left out."""
+
+
+@dataclass
+class Judge:
+    """``rollbacks``: those of the run so far. ``set_up``: an agreement that waits for longer than a hang."""
+
+    run: RunDir
+    record: RunRecord
+    ranks: Ranks
+    set_up: RankConsensus
+    checkpointer: Checkpointer
+    guard: Guard
+    rollbacks: list[Rollback]
+    ledger: LedgerClock
+    heartbeat: Heartbeat
+
+    @property
+    def skipped(self) -> tuple[Window, ...]:
+        """Windows of batches that are left out: by the spec, and by what was rolled back."""
+        return merged([*self.record.spec.data.skip, *(rollback.skip for rollback in self.rollbacks)])
+
+    def batch_number(self, step: int) -> int:
+        """Which batch a step (1-based) trains on."""
+        return batch_number(step, self.skipped)
+
+    def judge(self, measures: list[StepMeasures], trained: int, metrics: MetricsLog) -> int:
+        """Judge steps and write down what they measured, after ``trained`` steps. Collective.
+
+        Where the run stands then: ``trained``, or the step of the checkpoint that it was rolled back to. Raises
+        NonFiniteGradientError and SpikeError.
+        """
+        spec = self.record.spec
+        tokens = spec.training.global_batch_size * spec.transformer.seq_len
+        for step, seconds, measured in measures:
+            if measured.get("skipped"):
+                del measured["grad_norm"]  # which is infinite: it did not fit into fp16
+            loss, norm = measured["loss"], measured.get("grad_norm", 0.0)
+            if not (math.isfinite(loss) and math.isfinite(norm)):  # no loss scale would mend a loss
+                return self._after_non_finite(step, trained, loss, norm, metrics)
+            if step == 1:
+                self._report_first_loss(loss)
+            judgement, findings = self.guard.observe(step, measured)
+            for finding in findings:
+                self._tell(finding.event, step=step, **finding.evidence)
+            if step % spec.tracking.log_every == 0 or step in (1, spec.total_steps):
+                metrics.log(step, tokens=tokens, step_seconds=seconds, **measured)
+            if judgement == "spike" and (back := self._after_spike(step, trained, metrics)) is not None:
+                return back
+            if (clean := self.guard.clean_step(step)) is not None:
+                self.checkpointer.mark_clean_up_to(clean)
+        return trained
+
+    def _after_spike(self, step: int, trained: int, metrics: MetricsLog) -> int | None:
+        """The step that the run was rolled back to; None where it goes on."""
+        spike, evidence = self.record.spec.guard.spike, self.guard.evidence()
+        then = "goes on: guard.spike.action is warn"
+        if spike.action == "rollback":
+            with self.ledger.during("rollback"):
+                back = self._roll_back(step, trained, spike.patience, "spike", evidence, metrics)
+            if back is not None:
+                return back
+            then = "goes on: no checkpoint is known to be clean yet"
+        self._tell("spike", step=step, then=then, **evidence)
+        return None
+
+    def _after_non_finite(self, step: int, trained: int, loss: float, norm: float, metrics: MetricsLog) -> int:
+        """The step that the run was rolled back to. The batch itself is to blame, so it takes no patience."""
+        evidence = {"loss": str(loss), "grad_norm": str(norm), **self.guard.evidence()}  # JSON knows no NaN
+        if self.record.spec.guard.nan == "rollback":
+            with self.ledger.during("rollback"):
+                back = self._roll_back(step, trained, 1, "nan", evidence, metrics)
+            if back is not None:
+                return back
+        self.heartbeat.beat(trained, "save")
+        self.checkpointer.finish()  # what was saved before is still good
+        raise NonFiniteGradientError(
+            f"step {step}: loss {loss}, gradient norm {norm}. The update was not applied; the newest "
+            f"checkpoint is sound. Lower the learning rate, lengthen the warm-up, or look at batch "
+            f"{self.batch_number(step)}."
+        )
+
+    def _roll_back(
+        self, step: int, trained: int, margin: int, cause: str, evidence: dict[str, Any], metrics: MetricsLog
+    ) -> int | None:
+        """To the newest clean checkpoint, without the batches from ``margin`` before the first outlier to the last
+        one trained on; None where there is no such checkpoint.
+
+        The event comes after newer checkpoints are gone and before a step is trained, so that a kill in between leaves
+        either the decision to be made again or all of it.
+        """
+        self.heartbeat.beat(trained, "rollback")
+        self.checkpointer.finish()
+        target = self.checkpointer.newest_clean()
+        if target is None:
+            return None
+        allowed = self.record.spec.guard.spike.retries
+        retry = 1 + sum(rollback.to_step == target.step for rollback in self.rollbacks)
+        if retry > allowed:
+            plural = "1 rollback" if allowed == 1 else f"{allowed} rollbacks"
+            error = NonFiniteGradientError if cause == "nan" else SpikeError
+            raise error(
+                f"step {step}: {cause} again, after {plural} to step {target.step} (guard.spike.retries) "
+                f"and no newer clean checkpoint: {evidence}. Batches {list(self.skipped)} were left out in vain, so it "
+                f"is not the data. Lower the learning rate, or resume with other settings."
+            )
+        from_batch = max(self.guard.first_outlier(step) - margin, target.step + 1)
+        skip = self.batch_number(from_batch), self.batch_number(trained)
+        rollback = Rollback(from_step=trained, to_step=target.step, skip=skip)
+        if self.ranks.rank == 0:
+            self.checkpointer.retire_newer(target.step)
+            metrics.flush()  # the event says where in the file these lines end
+            record_rollback(self.run, rollback, cause=cause, retry=retry, retries=allowed, **evidence)
+            say("rolled-back", **vars(rollback), cause=cause, retry=retry, **evidence)
+        self.set_up.barrier()
+        self.rollbacks.append(rollback)
+        self.guard.load_state_dict(self.checkpointer.restore(target)["guard"])
+        return target.step
+
+    def _report_first_loss(self, loss: float) -> None:
+        """A fresh model knows nothing, so its loss must be near that of a uniform guess."""
+        expected = math.log(self.record.spec.transformer.vocab_size)
+        self._tell("first-loss", loss=loss, ln_vocab_size=expected, plausible=abs(loss - expected) < 0.1 * expected)
+
+    def _tell(self, name: str, **details: Any) -> None:
+        tell(self.run, self.ranks.rank, name, **details)

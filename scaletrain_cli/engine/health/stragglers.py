@@ -1,0 +1,122 @@
+"""Is one rank slower than the others? Their own work compared every few steps; rank 0 names who is slow for long.
+
+All ranks finish a step together, so what tells them apart is the time that a rank works before it first waits for
+another: from leaving the agreement to the end of its first forward pass where that needs nobody, else to its beginning.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from scaletrain_cli.engine.metrics.metrics import Clock, clock_of
+from scaletrain_cli.engine.process_group import RankConsensus
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.paths import RunDir
+
+WINDOW_STEPS = 20
+_FEWEST_STEPS = 5
+_SLOWER_THAN_OTHERS = 1.5
+_SHARE_OF_STEP = 0.05  # what costs the job less than that is not worth a word
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The slowest rank of a window: its own work per step, and the median of the others', in seconds."""
+
+    rank: int
+    seconds: float
+    others_seconds: float
+
+
+def slowest(own_seconds: Sequence[float], step_seconds: float) -> Straggler | None:
+    """The slowest rank if it is much slower than the others and that matters beside the whole step."""
+    if len(own_seconds) < 2:
+        return None
+    rank = max(range(len(own_seconds)), key=lambda index: own_seconds[index])
+    worst, others = own_seconds[rank], median([*own_seconds[:rank], *own_seconds[rank + 1 :]])
+    if worst <= _SLOWER_THAN_OTHERS * others or worst - others < _SHARE_OF_STEP * step_seconds:
+        return None
+    return Straggler(rank, worst, others)
+
+
+@dataclass
+class Suspicion:
+    """Two windows in a row make a straggler; one good window clears it."""
+
+    _before: int | None = None
+    _told: int | None = None
+
+    def news(self, found: Straggler | None) -> bool:
+        """Whether this window changes what is known: a new straggler, or none any more."""
+        rank = found.rank if found is not None else None
+        confirmed, self._before = rank == self._before, rank
+        if not confirmed or rank == self._told:
+            return False
+        self._told = rank
+        return True
+
+
+@dataclass
+class Stragglers:
+    """One rank's own work, and the comparison. ``begin`` is collective at the end of a window."""
+
+    run: RunDir
+    rank: int
+    agreement: RankConsensus
+    device: torch.device
+    _clock: Clock = field(init=False)
+    _running: bool = field(default=False, init=False)
+    _seconds: list[Callable[[], float]] = field(default_factory=list, init=False)
+    _begun: int = field(default=0, init=False)  # steps in this window
+    _since: float = field(default=0.0, init=False)
+    _suspicion: Suspicion = field(default_factory=Suspicion, init=False)
+
+    def __post_init__(self) -> None:
+        self._clock = clock_of(self.device)
+
+    def watch(self, engine: nn.Module, layout: Layout) -> None:
+        """Stop the clock where a rank's own work ends: ZeRO-3 and the cuts within a model wait inside the forward pass.
+
+        In a pipeline a later stage waits for the ones before it, so there the clock never stops.
+        """
+        if layout.pipeline_parallel > 1:
+            return
+        cuts = layout.tensor_parallel * layout.sequence_parallel * layout.expert_parallel
+        if layout.zero_stage < 3 and cuts == 1:
+            engine.register_forward_hook(self._stop)
+        else:
+            engine.register_forward_pre_hook(self._stop, prepend=True)
+
+    def begin(self, step: int) -> None:
+        """The agreement before ``step`` is left; every so often it is also the moment to compare."""
+        now = time.perf_counter()
+        if step % WINDOW_STEPS == 0:
+            if self._begun >= _FEWEST_STEPS:
+                self._compare(step, (now - self._since) / self._begun)
+            self._seconds.clear()
+            self._begun = 0
+        if self._begun == 0:
+            self._since = now
+        self._begun += 1
+        self._running = True
+        self._clock.start()
+
+    def _stop(self, *_: Any) -> None:
+        if self._running:  # once a step, and not in an evaluation
+            self._running = False
+            self._seconds.append(self._clock.stop())
+
+    def _compare(self, step: int, step_seconds: float) -> None:
+        own = median(seconds() for seconds in self._seconds) if self._seconds else 0.0
+        found = slowest(self.agreement.share(own), step_seconds)
+        if self._suspicion.news(found) and self.rank == 0:
+            told = {"rank": None} if found is None else vars(found)
+            record_event(self.run, "stragglers", step=step, **told)

@@ -1,0 +1,204 @@
+"""Bytes of weights, gradients and optimizer states, counted from the tensors of a rank that trains. Knows no plan.
+
+Reads what DeepSpeed 0.19 keeps behind its optimizers: ``zero/stage_1_and_2.py``, ``zero/stage3.py``,
+``bf16_optimizer.py``. A storage counts whole and once, whatever looks at it: that is what memory holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from scaletrain_cli.engine.model.causal_lm import CausalLM
+
+# Bytes that the blocks of a model keep for their backward pass, seen through autograd's hooks.
+
+
+class SavedActivations:
+    """What one forward pass through the blocks has saved; ``bytes`` is None until there was one.
+
+    Of each storage once, weights left out. A block that is to be computed again hands autograd its inputs before it
+    hides the rest from the hooks out here (torch.utils.checkpoint, ``_NoopSaveInputs``), so those are what it counts
+    for. Tensors that went to the host count as nothing on a GPU, and on a CPU as nothing else does: the hooks that take
+    them there are nearer to the operations than these.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        self.bytes: int | None = None
+        self._parameters = list(model.parameters())
+        self._storages: dict[int, int] = {}
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Around the forward pass."""
+        with saved_tensors_hooks(self._note, lambda kept: kept):
+            yield
+        self.bytes = sum(self._storages.values())
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        # ZeRO-3 gathers each weight for its own operations only, so where they are must be asked each time.
+        if address not in self._storages and all(
+            parameter.untyped_storage().data_ptr() != address for parameter in self._parameters
+        ):
+            self._storages[address] = tensor.untyped_storage().nbytes()
+        return tensor
+
+
+@contextmanager
+def watching_activations(model: CausalLM) -> Iterator[SavedActivations]:
+    """Within it the first forward pass through the model's blocks is counted."""
+    saved, transform = SavedActivations(model), model.transform
+
+    def watched(*arguments: Any) -> Tensor:
+        del model.transform  # back to the method of its class
+        with saved.counting():
+            return transform(*arguments)
+
+    model.transform = watched  # type: ignore[method-assign,assignment]
+    try:
+        yield saved
+    finally:
+        model.__dict__.pop("transform", None)
+
+
+# Lists or dictionaries of tensors on DeepSpeed's optimizers.
+_GRADIENTS = ("averaged_gradients", "all_grad_tensors", "fp32_groups_gradients_flat", "grad_partitions_flat_buffer")
+_OFFLOADED_GRADIENTS = ("accumulated_grads_in_cpu",)
+_MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
+_OFFLOADED_COPIES = ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload")
+
+
+@dataclass(frozen=True)
+class ModelStateBytes:
+    """Of one rank, now. ``host``: what is offloaded, whichever of the three it is."""
+
+    parameters: int
+    gradients: int
+    optimizer_states: int
+    host: int
+
+
+def model_state_bytes(engine: Any) -> ModelStateBytes:
+    """What the rank of this DeepSpeed engine holds at this moment; moments of Adam exist after the first step."""
+    counted = _Counter(engine.device.type == "cpu")
+    wrapper, parameters = engine.optimizer, list(engine.module.parameters())
+    states_away, weights_away = _offloads(engine, "optimizer"), _offloads(engine, "param")
+    inner = getattr(wrapper, "optimizer", wrapper)
+    masters = [*_held(wrapper, _MASTERS), *(p for group in inner.param_groups for p in group["params"])]
+    held = counted.add((p.data for p in parameters), away=False)
+    held += counted.add(_shards(parameters), away=weights_away)
+    counted.add(_held(wrapper, _OFFLOADED_COPIES), away=True)
+    gradients = counted.add((p.grad for p in parameters if p.grad is not None), away=False)
+    gradients += counted.add(_tensors([getattr(p, "grad_accum", None) for p in parameters]), away=False)
+    gradients += counted.add(_held(wrapper, _OFFLOADED_GRADIENTS), away=True)
+    gradients += counted.add((m.grad for m in masters if m.grad is not None), away=states_away)
+    # Stage 3 offloads its gradients with the optimizer, stages 1 and 2 only what they have copied to the host.
+    gradients += counted.add(_held(wrapper, _GRADIENTS), away=states_away and engine.zero_optimization_stage() == 3)
+    states = counted.add(masters, away=states_away)
+    elementwise = (tensor for tensor in _tensors(list(inner.state.values())) if tensor.ndim)  # not Adam's step numbers
+    states += counted.add(elementwise, away=states_away)
+    return ModelStateBytes(held, gradients, states, counted.host)
+
+
+class WatchedStates:
+    """What was counted; ``bytes`` is None until there was an update."""
+
+    def __init__(self) -> None:
+        self.bytes: ModelStateBytes | None = None
+
+
+@contextmanager
+def watching_model_states(engine: Any) -> Iterator[WatchedStates]:
+    """Within it the states are counted at each update: just before it, the gradients of stages 0 and 1 when they are
+    complete, which is before they are reduced, because a rank of stage 1 then drops what is not its own.
+    """
+    watched = WatchedStates()
+    complete: list[int] = []
+
+    def before_reduction() -> None:
+        if engine.zero_optimization_stage() <= 1 and engine.is_gradient_accumulation_boundary():
+            complete[:] = [model_state_bytes(engine).gradients]
+
+    def before_update() -> None:
+        held = model_state_bytes(engine)
+        watched.bytes = replace(held, gradients=complete[0]) if complete else held
+
+    moments = {
+        "allreduce_gradients": before_reduction,
+        "_bf16_reduce_grads": before_reduction,  # a pipeline's
+        "_take_model_step": before_update,
+    }
+    for name, look in moments.items():
+        if hasattr(engine, name):
+            setattr(engine, name, _looking_first(look, getattr(engine, name)))
+    try:
+        yield watched
+    finally:
+        for name in moments:
+            engine.__dict__.pop(name, None)
+
+
+def _looking_first(look: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        look()
+        return method(*arguments, **named)
+
+    return wrapped
+
+
+class _Counter:
+    """Counts each storage once, on the device or on the host."""
+
+    def __init__(self, device_is_cpu: bool) -> None:
+        self.host = 0
+        self._device_is_cpu = device_is_cpu
+        self._seen: set[tuple[torch.device, int]] = set()
+
+    def add(self, tensors: Iterable[Tensor], *, away: bool) -> int:
+        """Bytes on the device that were not counted before. ``away``: offloaded, which on a CPU nothing else tells."""
+        total = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = (tensor.device, storage.data_ptr())
+            if tensor.device.type == "meta" or not storage.nbytes() or key in self._seen:
+                continue
+            self._seen.add(key)
+            if away if self._device_is_cpu else tensor.device.type == "cpu":
+                self.host += storage.nbytes()
+            else:
+                total += storage.nbytes()
+        return total
+
+
+def _offloads(engine: Any, what: str) -> bool:
+    config = engine.zero_offload_optimizer() if what == "optimizer" else engine.zero_offload_param()
+    return config is not None and str(config.device) not in ("none", "OffloadDeviceEnum.none")
+
+
+def _shards(parameters: list[torch.nn.Parameter]) -> Iterator[Tensor]:
+    """What ZeRO-3 keeps of each parameter while it is not gathered."""
+    yield from _tensors([getattr(parameter, "ds_tensor", None) for parameter in parameters])
+
+
+def _held(owner: Any, names: tuple[str, ...]) -> Iterator[Tensor]:
+    for name in names:
+        yield from _tensors(getattr(owner, name, None))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested lists, tuples and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

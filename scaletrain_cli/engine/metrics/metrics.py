@@ -1,0 +1,311 @@
+"""What each step measured: one line in metrics.jsonl, the truth; a line for people; a mirror in Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import resource
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaletrain_cli.rundir.journal import append_lines, record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+
+# Measures of a step fetched without waiting for it: on a GPU one step late, on a CPU at once.
+
+
+class StepMeasures(NamedTuple):
+    """What became of optimizer step ``step``: its seconds, and its values by name."""
+
+    step: int
+    seconds: float
+    values: dict[str, float]
+
+
+class LateMetrics:
+    """A queue between the GPU, which makes the values, and the host, which writes them down.
+
+    ``begin`` and ``end`` enclose a step and only enqueue work. ``due`` hands over the steps that are late enough: which
+    they are follows from the step alone, so that whatever is decided by them is decided by all ranks at the same step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lag = 1 if device.type == "cuda" else 0
+        self._clock = clock_of(device)
+        self._waiting: deque[tuple[int, Callable[[], StepMeasures]]] = deque()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._clock.start()
+
+    def end(self, step: int, values: Mapping[str, Tensor | float]) -> None:
+        """The step's work is under way, or done; ``values`` are scalars."""
+        known = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
+        tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
+        seconds, fetch = self._clock.stop(), self._fetch(list(tensors.values()))
+
+        def measures() -> StepMeasures:
+            fetched = dict(zip(tensors, fetch(), strict=True))
+            return StepMeasures(step, seconds(), {name: (known | fetched)[name] for name in values})
+
+        self._waiting.append((step, measures))
+
+    def due(self, step: int) -> list[StepMeasures]:
+        """Those that are to be looked at after step ``step``, oldest first: all but the newest on a GPU."""
+        return self._until(step - self._lag)
+
+    def rest(self) -> list[StepMeasures]:
+        """All that have not been handed over, waiting for them: before a checkpoint, an evaluation and the end."""
+        return self._until(self._waiting[-1][0]) if self._waiting else []
+
+    def _until(self, last: int) -> list[StepMeasures]:
+        found = []
+        while self._waiting and self._waiting[0][0] <= last:
+            found.append(self._waiting.popleft()[1]())
+        return found
+
+    def _fetch(self, tensors: list[Tensor]) -> Callable[[], list[float]]:
+        """What waits for the values. The copy goes to pinned memory, behind the step on the same stream."""
+        if self._device.type != "cuda" or not tensors:
+            values = [float(tensor) for tensor in tensors]
+            return lambda: values
+        stacked = torch.stack([tensor.to(self._device, torch.float64) for tensor in tensors])
+        host = torch.empty(len(tensors), dtype=torch.float64, pin_memory=True).copy_(stacked, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+
+        def wait() -> list[float]:
+            copied.synchronize()
+            return host.tolist()
+
+        return wait
+
+
+class HostClock:
+    """Between two moments of this process."""
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+
+    def stop(self) -> Callable[[], float]:
+        seconds = time.perf_counter() - self._began
+        return lambda: seconds
+
+
+class GpuClock:
+    """Between two moments of the stream, which the host reaches earlier."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+
+    def start(self) -> None:
+        self._began = self._moment()
+
+    def stop(self) -> Callable[[], float]:
+        began, ended = self._began, self._moment()
+
+        def seconds() -> float:
+            ended.synchronize()
+            return float(began.elapsed_time(ended)) / 1e3
+
+        return seconds
+
+    def _moment(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+
+Clock = HostClock | GpuClock
+
+
+def clock_of(device: torch.device) -> Clock:
+    """What times work on the device: on a GPU the host only enqueues it, and is done long before."""
+    return GpuClock(device) if device.type == "cuda" else HostClock()
+
+
+_WANDB_FINISH_SECONDS = 20.0
+
+
+class MetricsLog:
+    """Writes on rank 0 only; elsewhere every call does nothing."""
+
+    def __init__(self, run: RunDir, record: RunRecord, rank: int, attempt: int, device: torch.device) -> None:
+        self._run, self._record, self._attempt, self._device = run, record, attempt, device
+        self._active = rank == 0
+        self._writer = _Writer(run.metrics)
+        self._wandb = _open_wandb(run, record) if self._active else None
+        # MFU is model FLOPs per second over peak FLOPs per second; the plan states it for its own speed.
+        plan = record.plan.time
+        known = record.spec.cluster.gpu != "cpu" and plan.tokens_per_second > 0
+        self._mfu_per_token_per_second = plan.mfu / plan.tokens_per_second if known else None
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._writer.close()
+        except OSError:
+            if error is None:
+                raise
+        if self._wandb is not None:
+            # In a thread that is not waited for long: a slow upload must not use up the grace of a preemption. What is
+            # not sent stays on disk for `wandb sync`.
+            sender = threading.Thread(target=self._wandb.finish, args=(0 if error is None else 1,), daemon=True)
+            sender.start()
+            sender.join(_WANDB_FINISH_SECONDS)
+
+    def log(self, step: int, *, tokens: int, step_seconds: float, **measured: float) -> None:
+        """Record optimizer step ``step`` (1-based), which trained on ``tokens`` tokens over all ranks."""
+        if not self._active:
+            return
+        tokens_per_second = tokens / step_seconds
+        factor = self._mfu_per_token_per_second
+        line: dict[str, Any] = {
+            "step": step,
+            **measured,
+            "tokens_per_second": round(tokens_per_second, 1),
+            "step_seconds": round(step_seconds, 5),
+            "memory_bytes": peak_memory_bytes(self._device),
+            "mfu": None if factor is None else round(factor * tokens_per_second, 4),
+            "attempt": self._attempt,
+            "time": round(time.time(), 3),
+        }
+        self._append(line)
+        print(_for_people(line, self._record.spec.total_steps), flush=True)
+
+    def flush(self) -> None:
+        """Wait until all that was logged is in the file. Raises OSError where the disk did not take it."""
+        self._writer.flush()
+
+    def log_validation(self, step: int, sequences: int, **losses: float) -> None:
+        """Record losses after ``step`` steps, over so many sequences, as a line of its own."""
+        if not self._active:
+            return
+        measured = {**losses, "validation_sequences": sequences}
+        self._append({"step": step, **measured, "attempt": self._attempt, "time": round(time.time(), 3)})
+        shown = "  ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items())
+        print(f"step {step:>6}/{self._record.spec.total_steps}  {shown}", flush=True)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._writer.put(line)
+        if self._wandb is not None:
+            self._wandb.log({f"train/{name}": value for name, value in line.items() if value is not None})
+
+
+class _Writer:
+    """Appends lines in their order from a thread: on a slow shared file system one takes as long as several steps.
+
+    The thread starts with the first line. What it raised is raised by the next call.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def put(self, line: dict[str, Any]) -> None:
+        """Write it soon."""
+        self._raise()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="metrics", daemon=True)
+            self._thread.start()
+        self._queue.put(line)
+
+    def flush(self) -> None:
+        """Wait until every line is in the file."""
+        if self._thread is not None:
+            written = threading.Event()
+            self._queue.put(written)
+            written.wait()
+        self._raise()
+
+    def close(self) -> None:
+        """Flush, and end the thread."""
+        try:
+            self.flush()
+        finally:
+            if self._thread is not None:
+                self._queue.put(None)
+                self._thread.join()
+                self._thread = None
+
+    def _write_all(self) -> None:
+        while True:
+            items = [self._queue.get()]
+            while not self._queue.empty():  # all that came while the last write took its time
+                items.append(self._queue.get())
+            lines = [item for item in items if isinstance(item, dict)]
+            try:
+                if lines and self._error is None:
+                    append_lines(self._path, lines)
+            except Exception as error:
+                self._error = error
+            for item in items:
+                if isinstance(item, threading.Event):
+                    item.set()
+            if None in items:
+                return
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes this process has held: allocated on its GPU, since its first update; or resident on a CPU, ever."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _for_people(line: dict[str, Any], total_steps: int) -> str:
+    parts = [f"step {line['step']:>6}/{total_steps}", f"loss {line['loss']:.4f}"]
+    skipped = "skipped, the gradient overflowed"
+    parts += [f"grad norm {line['grad_norm']:.3f}" if "grad_norm" in line else skipped]
+    parts += [f"lr {line['learning_rate']:.2e}"]
+    parts += [f"{line['tokens_per_second']:,.0f} tokens/s", f"{line['step_seconds']:.2f} s/step"]
+    parts.append(f"{line['memory_bytes'] / 1e9:.2f} GB")
+    if line["mfu"] is not None:
+        parts.append(f"MFU {100 * line['mfu']:.1f} %")
+    return "  ".join(parts)
+
+
+def _open_wandb(run: RunDir, record: RunRecord) -> Any:
+    """One Weights & Biases run over all attempts. The step is a metric there, since a resumed run repeats steps."""
+    settings = record.spec.tracking.wandb
+    if settings.mode == "disabled":
+        return None
+    os.environ.setdefault("WANDB_SILENT", "true")
+    try:
+        wandb = importlib.import_module("wandb")
+        mirror = wandb.init(
+            project=settings.project,
+            id=record.wandb_run_id,
+            name=record.run_id,
+            resume="allow",
+            mode=settings.mode,
+            dir=str(run.path),
+            config=record.spec.model_dump(mode="json", by_alias=True),
+        )
+        mirror.define_metric("train/*", step_metric="train/step")
+    except Exception as error:  # a service that is down or not logged in is no reason not to train
+        record_event(run, "wandb-off", message=str(error)[:500])
+        print(f"Weights & Biases is off: {error}", flush=True)
+        return None
+    return mirror

@@ -1,0 +1,115 @@
+"""The plan checked by the run: one step of each attempt is measured, and stored beside what was planned for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.metrics.memory_measurement import watching_activations, watching_model_states
+from scaletrain_cli.engine.metrics.out_of_memory import forget_allocations
+from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.engine.process_group import RankConsensus
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes
+from scaletrain_cli.plan.memory.engine_states import engine_states
+from scaletrain_cli.plan.result import Layout, StageMemory
+from scaletrain_cli.plan.stages import pipeline_stages
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures, write_measured
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.spec import RunSpec
+
+_MODEL_STATES_AND_HOST = ("parameters", "gradients", "optimizer_states", "host")
+
+
+@dataclass
+class PlanCheck:
+    """One rank's part in the check of its attempt."""
+
+    run: RunDir
+    record: RunRecord
+    attempt: int
+    composed: Composed
+    average: WeightAverage | None
+    mesh: Mesh
+    agreement: RankConsensus
+    device: torch.device
+    _done: bool = field(default=False, init=False)
+    _updates: int | None = field(default=None, init=False)  # of the weights, before this attempt's first step
+
+    @contextlib.contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Around each training step; does nothing but in the first step that follows an update by this attempt.
+
+        The first update makes the optimizer's moments, and the allocator's first blocks. fp16 may skip steps before it.
+
+        What the ranks hold then is gathered on rank 0 and stored. Collective.
+        """
+        updates = self.composed.engine.global_steps - self.composed.engine.skipped_steps
+        if self._updates is None:
+            self._updates = updates
+        if self._done or updates == self._updates:
+            yield
+            return
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        with watching_model_states(self.composed.engine) as states, watching_activations(self.composed.model) as saved:
+            yield
+        forget_allocations(self.device)
+        if states.bytes is None:  # no rank has updated anything: the gradient was not finite
+            return
+        self._done = True
+        held = {name: getattr(states.bytes, name) for name in _MODEL_STATES_AND_HOST}
+        if self.average is not None:
+            offloaded = self.record.plan.layout.offload != "none"
+            held["host" if offloaded else "optimizer_states"] += self.average.bytes
+        if saved.bytes is not None:
+            held["activations"] = saved.bytes
+        if on_gpu:
+            held["allocated"] = torch.cuda.max_memory_allocated(self.device)
+            held["reserved"] = torch.cuda.max_memory_reserved(self.device)
+        gathered = self.agreement.gather((self.mesh.pipeline.rank, held))
+        if gathered is not None:
+            self._store(step, gathered)
+
+    def _store(self, step: int, gathered: list[tuple[int, dict[str, int]]]) -> None:
+        planned = self.record.plan.memory.by_stage
+        measured = Measured(
+            attempt=self.attempt,
+            step=step,
+            ranks=len(gathered),
+            device=self.device.type,
+            worst=max(range(len(planned)), key=lambda stage: planned[stage].peak),
+            stages=tuple(
+                self._figures(stage, [held for at, held in gathered if at == stage]) for stage in range(len(planned))
+            ),
+        )
+        states = measured.model_states
+        with contextlib.suppress(OSError):  # a full disk costs the figures, not the run
+            write_measured(self.run, measured)
+        record_event(
+            self.run, "measured", step=step, attempt=self.attempt, model_states=states.measured, planned=states.planned
+        )
+
+    def _figures(self, stage: int, ranks: list[dict[str, int]]) -> StageFigures:
+        planned = _planned(self.record.spec, self.record.plan.layout, stage, self.record.plan.memory.by_stage[stage])
+        worst = {name: max(held[name] for held in ranks) for name in ranks[0]}
+        return StageFigures(
+            stage, {name: Figure(planned[name], size) for name, size in worst.items() if size or planned[name]}
+        )
+
+
+def _planned(spec: RunSpec, layout: Layout, stage: int, memory: StageMemory) -> dict[str, Any]:
+    held = next(each for each in pipeline_stages(spec, layout.pipeline_parallel) if each.position == stage)
+    return vars(memory) | {
+        "activations": saved_activation_bytes(spec, layout, find_accelerator(spec.cluster), stage),
+        "host": engine_states(spec, layout, held)[1],  # without the activations there, which are not counted
+    }

@@ -1,0 +1,82 @@
+"""A second set of weights: their average over the run, kept beside the optimizer's and lent to the model on demand.
+
+Each rank averages the fp32 weights that it updates. Knows DeepSpeed through master_weights alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from scaletrain_cli.engine.optim.master_weights import master_weights, use_master_weights
+from scaletrain_cli.spec.training import AveragingSpec
+
+# An equal mean of all weights would keep those of the beginning, so it takes the last quarter of the run, as
+# stochastic weight averaging does (arXiv:1803.05407).
+_LAST_SHARE = 0.25
+
+
+class WeightAverage:
+    """``ema``: exponential; ``checkpoints``: equal, over the last quarter of the run. Both take every n-th step.
+
+    The first weights taken are the average until the next ones. Costs four bytes for each weight that the rank updates.
+    """
+
+    def __init__(self, engine: Any, spec: AveragingSpec, total_steps: int) -> None:
+        """After DeepSpeed has partitioned the weights."""
+        self._engine, self._every = engine, spec.every
+        self.taken = 0
+        exponential = spec.name == "ema"
+        self._first = 1 if exponential else 1 + total_steps - max(1, int(_LAST_SHARE * total_steps))
+        self._add = (
+            get_ema_multi_avg_fn(spec.decay)  # type: ignore[no-untyped-call]
+            if exponential
+            else get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+        )
+        self.averages: list[Tensor] = []  # none until ``taken`` is above 0
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """What is averaged, in the order of ``averages``."""
+        return master_weights(self._engine)
+
+    @property
+    def bytes(self) -> int:
+        """What this rank's averages take once the first weights are in them."""
+        return sum(weight.numel() * weight.element_size() for weight in self.weights)
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take the weights after optimizer step ``step`` (1-based), if it is their turn."""
+        if step < self._first or step % self._every:
+            return
+        weights = self.weights
+        if self.taken == 0:
+            self.averages = [weight.detach().clone() for weight in weights]
+        else:
+            self._add(self.averages, weights, self.taken)
+        self.taken += 1
+
+    @contextmanager
+    def in_use(self) -> Generator[None]:
+        """Within, the model computes with the averages, if there are any yet, and must not be trained. Collective."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        if self.taken == 0:
+            return
+        for weight, average in zip(self.weights, self.averages, strict=True):
+            kept = weight.detach().clone()
+            weight.copy_(average)
+            average.copy_(kept)
+        use_master_weights(self._engine)

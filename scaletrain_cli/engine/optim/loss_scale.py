@@ -1,0 +1,68 @@
+"""Dynamic loss scaling of fp16 (arXiv:1710.03740) as DeepSpeed does it, with its growth put right; and how to read it.
+
+Knows DeepSpeed's ZeRO optimizers, which fp16 always runs under.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scaletrain_cli.errors import DoNotRequeueError
+
+
+class LossScaleAtFloorError(DoNotRequeueError):
+    """The gradient overflows at the smallest loss scale that is allowed: not the scale is at fault."""
+
+
+def allow_fp16_on_cpu() -> None:
+    """DeepSpeed refuses fp16 on a CPU without fp16 instructions; torch computes it all the same, slowly."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+
+
+def loss_scale(engine: Any) -> float:
+    """What the loss is multiplied by before the next backward pass; 1 in other precisions than fp16."""
+    return float(getattr(engine.optimizer, "loss_scale", 1.0))
+
+
+def step_was_skipped(engine: Any) -> bool:
+    """Whether the last step left the weights alone because its gradient was not finite. The same on every rank."""
+    return not engine.was_step_applied()
+
+
+def fix_loss_scale(engine: Any) -> None:
+    """Let the scale grow after a step has used it, and fail at the floor with an error of ours.
+
+    DeepSpeed updates the scale before it divides the gradient by it (zero/stage_1_and_2.py and stage3.py, step): in
+    the step that ends a window the gradient is divided by a scale twice too large. Does nothing without fp16.
+    """
+    if not engine.fp16_enabled():
+        return
+    optimizer, grown = engine.optimizer, 0.0
+
+    def update_scale(has_overflow: bool = False) -> None:
+        nonlocal grown
+        scaler = optimizer.loss_scaler
+        before = scaler.cur_scale
+        if has_overflow and before <= scaler.min_scale and scaler.cur_hysteresis <= 1:
+            raise LossScaleAtFloorError(
+                f"the gradient is not finite at loss scale {before:g}, the smallest that "
+                f"training.loss_scale.minimum allows; the weights were left as they were. "
+                f"Lower the learning rate or look at the batch; with bf16 there is no scale."
+            )
+        scaler.update_scale(has_overflow)
+        if scaler.cur_scale > before:
+            grown, scaler.cur_scale = scaler.cur_scale, before
+
+    step = optimizer.step
+
+    def step_then_grow(*args: Any, **kwargs: Any) -> Any:
+        nonlocal grown
+        grown = 0.0
+        result = step(*args, **kwargs)
+        if grown:
+            optimizer.loss_scaler.cur_scale = grown
+        return result
+
+    optimizer._update_scale, optimizer.step = update_scale, step_then_grow

@@ -1,0 +1,190 @@
+"""Where an attempt begins: at step 0, or at the newest valid checkpoint, which all ranks verify together."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks
+from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
+from scaletrain_cli.rundir.checkpoints import Checkpoint, Defect, committed_folders, find_defects, read_checkpoint
+from scaletrain_cli.rundir.committing import set_aside_newer
+from scaletrain_cli.rundir.journal import has_committed, read_events, read_metrics, steps_logged_since_begun
+from scaletrain_cli.rundir.paths import RunDir
+
+T = TypeVar("T")
+_MOST_PROBLEMS_SHOWN = 5
+
+
+class UnreadableCheckpointsError(ScaletrainError):
+    """There are checkpoints, and no node can read one; the file system may come back (exit 1)."""
+
+
+class OtherNodeUnfitError(ScaletrainError):
+    """Another node cannot read what this one can, and says so itself (exit 1)."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """``step`` steps are done, ``evaluated`` if their validation loss is logged; with those logged so far."""
+
+    checkpoint: Checkpoint | None
+    step: int
+    evaluated: bool
+    validation_losses: list[float]
+    lost_steps: int
+    passed_over: list[str]
+    problem: str = ""
+
+
+class Search(NamedTuple):
+    """The newest valid checkpoint, and a line for each newer one that is not; ``unreadable``: some cannot be read."""
+
+    checkpoint: Checkpoint | None
+    passed_over: list[str]
+    unreadable: bool
+
+
+def find_beginning(run: RunDir, folder: Path, attempt: int, ranks: Ranks, agreement: RankConsensus) -> ResumePoint:
+    """Verify what is in ``folder`` and set aside what is damaged; the answer is the same on every rank. Collective.
+
+    Raises UsageError when there should be a checkpoint and none is valid, UnreadableCheckpointsError when none can be
+    read on any node, and WrongNodesError on a node that cannot read what others can.
+    """
+    search = newest_valid(folder, ranks, agreement)
+    found = _beginning(run, folder, attempt, search) if ranks.rank == 0 else None
+    begin = agreement.follow_rank_zero(found)
+    assert begin is not None
+    if begin.problem:
+        raise UnreadableCheckpointsError(begin.problem) if search.unreadable else UsageError(begin.problem)
+    return begin
+
+
+def newest_valid(folder: Path, ranks: Ranks, agreement: RankConsensus, *, clean: bool = False) -> Search:
+    """Find the newest checkpoint that verifies. Each rank hashes its share of the files. Collective.
+
+    ``clean``: only those that are marked so. Raises UnreadableCheckpointsError and WrongNodesError.
+    """
+    passed_over: list[str] = []
+    unreadable = False
+    for name in _names(folder, ranks, agreement):
+        found = _read_manifest(folder / name, ranks, agreement)
+        if isinstance(found, Defect):
+            passed_over.append(f"{name}/{found}")
+            unreadable |= found.kind == "unreadable"
+        elif found.clean or not clean:
+            defects = _verify_together(found, ranks, agreement)
+            if not defects:
+                return Search(found, passed_over, unreadable)
+            passed_over += [f"{name}/{file}: {defect}" for file, defect in defects.items()]
+            unreadable |= any(defect.kind == "unreadable" for defect in defects.values())
+    return Search(None, passed_over, unreadable)
+
+
+def _names(folder: Path, ranks: Ranks, agreement: RankConsensus) -> list[str]:
+    """Of the committed folders, newest first."""
+    names: list[str] = []
+    problem = ""
+    if ranks.rank == 0:
+        try:
+            names = [path.name for path in reversed(committed_folders(folder))]
+        except OSError as error:
+            problem = f"{folder} cannot be read: {error.strerror or error}. Check the file system and the rights on it."
+    names, problem = agreement.follow_rank_zero((names, problem))
+    if problem:
+        raise UnreadableCheckpointsError(problem)
+    return names
+
+
+def _read_manifest(path: Path, ranks: Ranks, agreement: RankConsensus) -> Checkpoint | Defect:
+    found = agreement.follow_rank_zero(read_checkpoint(path) if ranks.rank == 0 else None)
+    assert found is not None
+    if isinstance(found, Defect) and found.kind == "unreadable":
+        looks = _look_on_each_node(lambda: read_checkpoint(path), ranks, agreement)
+        blind = {node: str(answer) for node, answer in looks if _is_unreadable(answer)}
+        _blame_nodes(path, blind, len(looks))
+        (_, found), *_ = looks
+    return found
+
+
+def _verify_together(checkpoint: Checkpoint, ranks: Ranks, agreement: RankConsensus) -> dict[str, Defect]:
+    """What is wrong with each file. One that a rank could not read is read again on each node."""
+    share = sorted(checkpoint.files)[ranks.rank :: ranks.world_size]  # mostly the file that this rank will read
+    parts = agreement.gather(find_defects(checkpoint, share))
+    merged = {} if parts is None else {name: defect for part in parts for name, defect in part.items()}
+    defects = agreement.follow_rank_zero(dict(sorted(merged.items())))
+    doubtful = [name for name, defect in defects.items() if _is_unreadable(defect)]
+    if not doubtful or len(doubtful) < len(defects):  # else it is damaged, whoever can read the rest of it
+        return defects
+    looks = _look_on_each_node(lambda: find_defects(checkpoint, doubtful), ranks, agreement)
+    for name in doubtful:
+        blind = {node: str(found[name]) for node, found in looks if _is_unreadable(found.get(name))}
+        _blame_nodes(checkpoint.path / name, blind, len(looks))
+    (_, of_rank_zero), *_ = looks
+    return of_rank_zero
+
+
+def _is_unreadable(found: object) -> bool:
+    return isinstance(found, Defect) and found.kind == "unreadable"
+
+
+def _look_on_each_node(look: Callable[[], T], ranks: Ranks, agreement: RankConsensus) -> list[tuple[str, T]]:
+    """Node by node, what its first rank finds; the same on every rank. Collective."""
+    parts = agreement.gather((_own_node(), look()) if ranks.local_rank == 0 else None)
+    return agreement.follow_rank_zero([part for part in parts or () if part is not None])
+
+
+def _own_node() -> str:
+    """The number of this node in the job and its host name, which several nodes of one machine share."""
+    return f"node {os.environ.get('NODE_RANK', '0')} ({socket.gethostname()})"
+
+
+def _blame_nodes(path: Path, blind: Mapping[str, str], nodes: int) -> None:
+    """Raise on every rank where some nodes cannot read what others can: then it is these nodes, not the file."""
+    if not blind or len(blind) == nodes:
+        return
+    if (why := blind.get(_own_node())) is not None:
+        raise WrongNodesError(f"{path} cannot be read on {_own_node()}, while other nodes can read it: {why}")
+    raise OtherNodeUnfitError(f"{path} cannot be read on {', '.join(sorted(blind))}")
+
+
+def _beginning(run: RunDir, folder: Path, attempt: int, search: Search) -> ResumePoint:
+    checkpoint, passed_over = search.checkpoint, search.passed_over
+    step = checkpoint.step if checkpoint is not None else 0
+    problem = ""
+    # Damaged folders count too: a kill, or a lost file, may have cost the event that tells of them.
+    told_to_start_over = any(event["event"] == "from-scratch" for event in read_events(run))
+    if checkpoint is None and (has_committed(run) or (passed_over and not told_to_start_over)):
+        problem = _no_checkpoint(folder, search)
+    else:
+        set_aside_newer(folder, step, attempt)
+    metrics = read_metrics(run)
+    lines = [line for line in metrics if line["step"] <= step]
+    # What was lost before an attempt came to train was counted then, whether or not it logged a step of its own.
+    shown = {line["step"] for line in metrics}
+    logged = [each for each in steps_logged_since_begun(run) if each in shown]
+    return ResumePoint(
+        checkpoint=checkpoint,
+        step=step,
+        evaluated=bool(lines) and lines[-1]["step"] == step and "validation_loss" in lines[-1],
+        validation_losses=[line["validation_loss"] for line in lines if "validation_loss" in line],
+        lost_steps=max(0, max(logged, default=0) - step),
+        passed_over=passed_over,
+        problem=problem,
+    )
+
+
+def _no_checkpoint(folder: Path, search: Search) -> str:
+    found = "; ".join(search.passed_over[:_MOST_PROBLEMS_SHOWN]) or "those that were committed are gone"
+    if len(search.passed_over) > _MOST_PROBLEMS_SHOWN:
+        found += f"; and {len(search.passed_over) - _MOST_PROBLEMS_SHOWN} more problems"
+    if search.unreadable:
+        return (
+            f"no node of the job can read a checkpoint in {folder}: {found}. Check that file system, the owner and the "
+            "rights of the files; `scaletrain resume` then continues the run."
+        )
+    return f"no valid checkpoint in {folder}: {found}. `scaletrain resume --from-scratch` starts over."

@@ -1,0 +1,179 @@
+"""One optimizer step and one validation loss, with and without a pipeline: the two ways in which DeepSpeed is driven.
+
+Knows what a micro-batch is, and neither where it comes from nor what is decided between steps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.data.batches import MicroBatch
+from scaletrain_cli.engine.model.moe import scale_router_losses
+from scaletrain_cli.engine.optim.clipping import AdaptiveClip, clip, clip_elements, gradient_norm
+from scaletrain_cli.engine.optim.loss_scale import loss_scale, step_was_skipped
+from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.spec import TrainingSpec
+
+
+class Stepped(NamedTuple):
+    """Scalars, the same on every rank: mean loss over the global batch in nats, gradient norm before clipping.
+
+    An update whose gradient is not finite was not applied. ``skipped``: it was, because fp16 overflowed.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor | float
+    skipped: bool
+
+
+class Stepper(ABC):
+    """How a step is run. Every method is collective."""
+
+    def __init__(self, composed: Composed, training: TrainingSpec) -> None:
+        self._composed, self._engine = composed, composed.engine
+        self._fp16 = training.precision == "fp16"
+        self._by_norm = training.gradient_clipping if training.gradient_clipping_by == "norm" else 0.0
+        by_value = training.gradient_clipping_by == "value" and training.gradient_clipping > 0
+        if by_value:
+            clip_elements(composed.optimizer, training.gradient_clipping)
+        adaptive = training.gradient_clipping_by == "adaptive"
+        self.adaptive_clip = AdaptiveClip(training.gradient_clipping) if adaptive else None
+
+    def train(self, batches: Sequence[MicroBatch], *, poisoned: bool = False, factor: float = 1.0) -> Stepped:
+        """Forward, backward and update over one global batch.
+
+        Faults on purpose: ``poisoned`` makes this rank's gradient NaN, ``factor`` multiplies the loss of all ranks.
+        """
+        if self._composed.model.spec.num_experts:
+            scale_router_losses(self._composed.model, self.loss_scale / len(batches))
+        loss, norm = self._train(batches, self._largest_norm(), poisoned, factor)
+        if self.adaptive_clip is not None:
+            self.adaptive_clip.observe(float(norm))
+        return Stepped(loss, norm, self._fp16 and step_was_skipped(self._engine))
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by before its backward pass; 1 but for fp16."""
+        return loss_scale(self._engine) if self._fp16 else 1.0
+
+    def _largest_norm(self) -> float:
+        """Of the next update; 0 for any. DeepSpeed is told where it does the clipping, from stage 1 on."""
+        largest = self._by_norm if self.adaptive_clip is None else self.adaptive_clip.threshold()
+        if self._engine.zero_optimization_stage() > 0:
+            self._engine.optimizer.clip_grad = largest
+        return largest
+
+    @abstractmethod
+    def _train(
+        self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool, factor: float
+    ) -> tuple[Tensor, Any]:
+        """Mean loss and gradient norm."""
+
+    @abstractmethod
+    def validation_loss(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Mean loss of some micro-batches over all replicas, on every rank. Trains nothing."""
+
+
+def stepper(composed: Composed, mesh: Mesh, device: torch.device, training: TrainingSpec) -> Stepper:
+    """What drives the composed model."""
+    if composed.stage is not None:
+        return Pipelined(composed, training)
+    return WholeModel(composed, training, mesh, device)
+
+
+class WholeModel(Stepper):
+    """Every rank runs all layers: DeepSpeed with ZeRO 0 to 3, and tensor or sequence parallelism within them."""
+
+    def __init__(self, composed: Composed, training: TrainingSpec, mesh: Mesh, device: torch.device) -> None:
+        super().__init__(composed, training)
+        self._mesh, self._device = mesh, device
+
+    def _train(
+        self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool, factor: float
+    ) -> tuple[Tensor, Any]:
+        total, norm = torch.zeros((), device=self._device), 0.0
+        for batch in batches:
+            loss = self._loss(batch)
+            if poisoned or factor != 1:
+                loss = loss * (torch.nan if poisoned else factor)
+            total += loss.detach()
+            self._engine.backward(loss)
+            if self._engine.is_gradient_accumulation_boundary():
+                norm = self._update(largest_norm)
+            else:
+                self._engine.step()  # which only counts
+        return _mean(total / len(batches), self._mesh.replicas.group), norm
+
+    def _update(self, largest_norm: float) -> Any:
+        """Clip and apply the accumulated gradient; its norm before clipping. One that is not finite is not applied.
+
+        DeepSpeed sees to that from stage 1 on; stage 0 in fp32 neither looks nor reports.
+        """
+        engine = self._engine
+        if engine.zero_optimization_stage() > 0:
+            engine.step()
+            return engine.get_global_grad_norm()
+        parameters = list(engine.module.parameters())
+        norm = gradient_norm(parameters, self._mesh)
+        if torch.isfinite(norm):
+            clip(parameters, norm, largest_norm)
+            engine.step()
+        else:
+            engine.zero_grad()  # or it would still be there for who goes back to a checkpoint
+            engine.micro_steps += 1
+        return norm
+
+    @torch.no_grad()
+    def validation_loss(self, batches: Sequence[MicroBatch]) -> Tensor:
+        self._engine.eval()
+        loss = sum((self._loss(batch) for batch in batches), torch.zeros((), device=self._device))
+        self._engine.train()
+        return _mean(loss / len(batches), self._mesh.replicas.group)
+
+    def _loss(self, batch: MicroBatch) -> Tensor:
+        return self._engine(batch.tokens, batch.labels, batch.positions, batch.samples, batch.divisor)  # type: ignore[no-any-return]
+
+
+class Pipelined(Stepper):
+    """Every rank runs its stage of the layers, one forward and one backward in turn, under ZeRO-1."""
+
+    def _train(
+        self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool, factor: float
+    ) -> tuple[Tensor, Any]:
+        assert self._composed.stage is not None
+        self._composed.stage.poisoned, self._composed.stage.loss_factor = poisoned, factor
+        loss = self._engine.train_batch(self._feed(batches))
+        return loss, self._engine.get_global_grad_norm()
+
+    def validation_loss(self, batches: Sequence[MicroBatch]) -> Tensor:
+        loss: Tensor = self._engine.eval_batch(self._feed(batches), num_micro_batches=len(batches))
+        return loss.reshape(())  # of one replica it comes in a tensor of one element
+
+    def _feed(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[Any, Any]]:
+        """Tokens for the first stage and labels for the last, which DeepSpeed asks for; every stage knows the rest."""
+        assert self._composed.stage is not None
+        self._composed.stage.expect(batches)
+        return iter([(batch.tokens, (batch.labels, _divisor(batch))) for batch in batches])
+
+
+def _divisor(batch: MicroBatch) -> Tensor:
+    """What the model would take for itself: DeepSpeed's pipeline passes tensors only."""
+    if batch.divisor is not None:
+        return batch.divisor
+    # Made on the device: a copy from the host would make the last stage wait in each micro-batch.
+    return torch.full((), float(batch.labels.numel()), device=batch.labels.device)
+
+
+def _mean(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Over the ranks of a group, in place; tensor ranks of a replica hold the same value already."""
+    if group is None:
+        return values
+    dist.all_reduce(values, group=group)
+    return values.div_(dist.get_world_size(group))

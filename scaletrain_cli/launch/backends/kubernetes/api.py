@@ -1,0 +1,360 @@
+"""The API server, by the official client: objects as plain dicts in and out, and a typed error for every refusal.
+
+Asks by path, so no discovery is needed and nothing is converted into the client's models. Knows no runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from scaletrain_cli.errors import MissingPackageError, SchedulerError, SchedulerSilentError
+from scaletrain_cli.extras import install_command
+from scaletrain_cli.launch.backends.kubernetes.api_errors import NotServedError, RefusedError, refusal
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import EVENT, POD, Kind, Object, as_newest, kind_of
+
+FIELD_MANAGER = "scaletrain"
+_CONNECT_SECONDS = 5.0
+_MAY_HAVE_DONE_IT = (502, 503, 504)  # of something between here and the server
+_BUSY, _BUSY_PAUSES_SECONDS = 429, (1.0, 2.0, 4.0)
+_TIMED_OUT = "request timed out"  # etcd's word: committed or not
+_READ_SECONDS = 30.0
+_LOG_SECONDS = 10.0  # to the first line, for which the server asks the pod's node: that may be dead
+_FOLLOW_SECONDS = 300.0  # of silence, after which a followed log is asked for again
+_SILENCE_SECONDS = 10.0
+_PAGE = 500
+_MOST_CONNECTIONS = 300  # every log that is followed holds one
+_Answer = TypeVar("_Answer")
+_IN_CLUSTER_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+
+
+class Cluster:
+    """One API server. ``where`` names it in every error."""
+
+    def __init__(self, client: Any, where: str) -> None:
+        from kubernetes.dynamic import DynamicClient
+
+        self.where = where
+        self._silent_since: float | None = None
+        self._versions: dict[Kind, Kind] = {}  # which one the cluster has, of kinds with older ones
+        # The client's own way to send any path with its credentials; it would read all of the API's groups first.
+        self._client = DynamicClient(client, discoverer=lambda client, cache_file: None)
+
+    def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        """One object; None when there is none of this name. Raises NotServedError where there is no such kind."""
+        try:
+            found = self._in_its_version(kind, lambda served: self._json("get", served, served.path(namespace, name)))
+            return as_newest(kind, found)
+        except NotServedError:
+            raise
+        except RefusedError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def find(self, kind: Kind, namespace: str, *, labels: str = "", fields: str = "") -> list[Object]:
+        """All objects that the selectors leave."""
+        found = self._in_its_version(kind, lambda served: self._find(served, namespace, labels, fields))
+        return [as_newest(kind, item) for item in found]
+
+    def _find(self, kind: Kind, namespace: str, labels: str, fields: str) -> list[Object]:
+        found: list[Object] = []
+        more: str | None = None
+        selectors = {"label_selector": labels or None, "field_selector": fields or None}
+        while True:
+            page = self._json("get", kind, kind.path(namespace), limit=_PAGE, _continue=more, **selectors)
+            found += page.get("items", [])
+            more = page.get("metadata", {}).get("continue")
+            if not more:
+                return found
+
+    def _in_its_version(self, kind: Kind, ask: Callable[[Kind], _Answer]) -> _Answer:
+        """Ask in the version that the cluster has; NotServedError of the newest where it has none of them."""
+        older = (dataclasses.replace(kind, version=version) for version in kind.older)
+        refused: NotServedError | None = None
+        for served in sorted((kind, *older), key=lambda one: one != self._versions.get(kind, kind)):
+            try:
+                answer = ask(served)
+            except NotServedError as error:
+                refused = error if served is kind or refused is None else refused
+                continue
+            except RefusedError as error:
+                if error.status == 404:  # there is no such object, hence there is the kind
+                    self._versions[kind] = served
+                raise
+            self._versions[kind] = served
+            return answer
+        assert refused is not None
+        raise refused
+
+    def events(self, namespace: str, name: str) -> list[Object]:
+        """What was told of the objects of this name, oldest first. The server forgets events within hours."""
+        found = self.find(EVENT, namespace, fields=f"involvedObject.name={name}")
+        return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
+
+    def apply(self, body: Object, *, dry_run: bool = False) -> Object:
+        """Make the object, or make the one of its name like it. ``dry_run`` asks for the judgement alone."""
+        kind, metadata = kind_of(body), body["metadata"]
+        return self._json(
+            "patch",
+            kind,
+            kind.path(metadata.get("namespace", ""), metadata["name"]),
+            body=body,
+            content_type="application/apply-patch+yaml",
+            field_manager=FIELD_MANAGER,
+            dry_run="All" if dry_run else None,
+        )
+
+    def annotate(self, kind: Kind, namespace: str, name: str, annotations: Mapping[str, str | None]) -> None:
+        """Add annotations to an object, and remove those that are None. Does nothing to one that is not there."""
+        body = {"metadata": {"annotations": dict(annotations)}}
+        try:
+            self._json(
+                "patch",
+                kind,
+                kind.path(namespace, name),
+                body=body,
+                content_type="application/merge-patch+json",
+                field_manager=FIELD_MANAGER,
+            )
+        except RefusedError as error:
+            if error.status != 404:
+                raise
+
+    def delete(
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        *,
+        uid: str = "",
+        background: bool = False,
+        at_once: bool = False,
+        dry_run: bool = False,
+    ) -> bool:
+        """Delete an object, and all that it owns before it. Return False when there was none.
+
+        ``uid`` spares a later object of the same name. With ``background`` the object goes first. ``at_once`` waits for
+        no kubelet to confirm the end. ``dry_run`` only asks whether the server would do it.
+        """
+        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
+        if uid:
+            body["preconditions"] = {"uid": uid}
+        if background or at_once:
+            body["propagationPolicy"] = "Background"
+        if at_once:
+            body["gracePeriodSeconds"] = 0
+        if dry_run:
+            body["dryRun"] = ["All"]
+        try:
+            self._json("delete", kind, kind.path(namespace, name), body=body)
+        except RefusedError as error:
+            if error.status == 404 or (error.status == 409 and uid):
+                return False
+            raise
+        return True
+
+    def log(
+        self,
+        namespace: str,
+        pod: str,
+        container: str,
+        *,
+        since: str = "",
+        last_lines: int | None = None,
+        follow: bool = False,
+    ) -> Iterator[str]:
+        """A container's lines, each beginning with its time; from second ``since`` on (RFC 3339).
+
+        Raises RefusedError for a node that does not answer, too.
+        """
+        query = [("container", container), ("timestamps", "true"), ("follow", "true" if follow else "false")]
+        query += [("sinceTime", since)] if since else []
+        query += [("tailLines", str(last_lines))] if last_lines is not None else []
+        read_seconds = _FOLLOW_SECONDS if follow else _LOG_SECONDS
+        path = POD.path(namespace, pod, "log")
+        response = self._send("get", POD, path, query_params=query, read_seconds=read_seconds, by_node_of=pod)
+        try:
+            yield from _lines(response.stream(1 << 16))
+        except _transport_errors() as error:
+            if not follow:  # one that is followed may go silent, or its node away; who follows asks again
+                raise self._silent_node(pod, error) from error
+        finally:
+            response.close()  # whatever was not read would be the answer to the next question
+
+    def serves(self, kind: Kind) -> bool:
+        """Return whether the cluster has this kind, in this version or an older one that is known here."""
+        return any(self._serves(dataclasses.replace(kind, version=each)) for each in (kind.version, *kind.older))
+
+    def _serves(self, kind: Kind) -> bool:
+        try:
+            found = self._json("get", kind, kind.root)
+        except RefusedError as error:
+            if error.status == 404:
+                return False
+            raise
+        return any(resource.get("name") == kind.plural for resource in found.get("resources", []))
+
+    def version(self, patience_seconds: float = _READ_SECONDS) -> str:
+        """The server's version, as ``v1.36.2``. The cheapest question that shows whether it answers."""
+        answer = self._parsed(self._send("get", None, "/version", read_seconds=patience_seconds).data)
+        return str(answer.get("gitVersion", "of unknown version"))
+
+    def _json(self, method: str, kind: Kind, path: str, **options: Any) -> Object:
+        return self._parsed(self._send(method, kind, path, **options).data)
+
+    def _parsed(self, data: bytes) -> Object:
+        try:
+            answer = json.loads(data)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            text = " ".join(data[:200].decode(errors="replace").split())
+            raise RefusedError(f"{self.where} answers, but not as Kubernetes does: {text!r}. Is it a proxy?", 200, text)
+        return answer
+
+    def _silent_node(self, pod: str, error: BaseException) -> RefusedError:
+        said = f"the node of pod {pod} does not answer: {_short(error)}"
+        return RefusedError(f"{self.where}: {said}", 504, said)
+
+    def _send(
+        self,
+        method: str,
+        kind: Kind | None,
+        path: str,
+        *,
+        read_seconds: float = _READ_SECONDS,
+        by_node_of: str = "",
+        **options: Any,
+    ) -> Any:
+        from kubernetes.client.exceptions import ApiException
+
+        timeout = (_CONNECT_SECONDS, read_seconds)
+        if self._silent_since is not None and time.monotonic() - self._silent_since < _SILENCE_SECONDS:
+            raise SchedulerError(f"{self.where} did not answer just now.")  # or a list of runs would wait for each
+        try:
+            return self._ask(method, path, serialize=False, _request_timeout=timeout, **options)
+        except ApiException as error:
+            if method != "get" and (error.status in _MAY_HAVE_DONE_IT or _TIMED_OUT in str(error.body)):
+                message = f"{self.where} failed at it ({error.status} {error.reason})."
+                raise SchedulerSilentError(f"{message} Whether it did what was asked is not known.") from error
+            raise refusal(self.where, method, kind, path, error) from error
+        except _transport_errors() as error:
+            if by_node_of and _is_late(error):  # the server itself may be well, and others ask it at this moment
+                raise self._silent_node(by_node_of, error) from error
+            message = f"{self.where} does not answer: {_short(error)}. Check the VPN, the server and the context."
+            if method == "get":
+                self._silent_since = time.monotonic()
+                raise SchedulerError(message) from error
+            raise SchedulerSilentError(f"{message} Whether it did what was asked is not known.") from error
+
+    def _ask(self, method: str, path: str, **options: Any) -> Any:
+        """Again while the server has too much to do, which it says before it does anything."""
+        from kubernetes.client.exceptions import ApiException
+
+        for pause in _BUSY_PAUSES_SECONDS:
+            try:
+                return self._client.request(method, path, **options)
+            except ApiException as error:
+                if error.status != _BUSY:
+                    raise
+                time.sleep(pause)
+        return self._client.request(method, path, **options)
+
+
+def connect(context: str | None, namespace: str) -> Cluster:
+    """The API server of ``context`` of the kubeconfig; else of the pod that this runs in; else of the current context.
+
+    Asks nothing yet. Raises UsageError without the client's package, SchedulerError without usable credentials.
+    """
+    return _connect(context, namespace, os.environ.get("KUBECONFIG") or None)
+
+
+@functools.lru_cache
+def _connect(context: str | None, namespace: str, file: str | None) -> Cluster:
+    """Once for all runs of a list: credentials may come from a program that takes a second."""
+    try:
+        from kubernetes import client, config
+    except ImportError as error:
+        raise MissingPackageError(
+            "cluster.scheduler = kubernetes needs the Kubernetes client, the package kubernetes.",
+            install_command("k8s"),
+        ) from error
+    settings = client.Configuration()
+    settings.retries = False  # each would wait as long again
+    settings.connection_pool_maxsize = _MOST_CONNECTIONS
+    try:
+        if context is None and _is_in_cluster(os.environ):
+            config.load_incluster_config(client_configuration=settings)
+            name = "this pod's cluster"
+        else:
+            config.load_kube_config(file, context=context, client_configuration=settings, persist_config=False)
+            name = f"context {context or config.list_kube_config_contexts(file)[1]['name']}"
+    except Exception as error:  # whatever may be wrong in a kubeconfig, and in the programs that it names
+        wanted = f"context {context}" if context else "the current context"
+        raise SchedulerError(
+            f"{wanted} of the kubeconfig ({file or '~/.kube/config'}) cannot be used: "
+            f"{_short(error)}. Set $KUBECONFIG, or cluster.kubernetes.context to one of `kubectl config get-contexts`."
+        ) from error
+    return Cluster(client.ApiClient(settings), f"Kubernetes ({name}, {settings.host}, namespace {namespace})")
+
+
+def configured_namespace(context: str | None) -> str | None:
+    """Return the namespace that the context of the kubeconfig names, or that this pod is in; None where none is."""
+    if context is None and _is_in_cluster(os.environ):
+        with contextlib.suppress(OSError):
+            return _IN_CLUSTER_TOKEN.with_name("namespace").read_text(encoding="utf-8").strip() or None
+        return None
+    try:
+        from kubernetes import config
+
+        known, current = config.list_kube_config_contexts(os.environ.get("KUBECONFIG") or None)
+    except Exception:  # connect() says what is wrong with the file
+        return None
+    wanted = current if context is None else next((one for one in known if one["name"] == context), None)
+    named = (wanted or {}).get("context", {}).get("namespace")
+    return str(named) if named else None
+
+
+def is_configured() -> bool:
+    """Whether there is anything to connect to: a kubeconfig, or the cluster of the pod that this runs in."""
+    files = (os.environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)
+    return any(Path(os.path.expanduser(file)).is_file() for file in files if file) or _is_in_cluster(os.environ)
+
+
+def _is_in_cluster(environment: Mapping[str, str]) -> bool:
+    """A notebook in a pod may have a kubeconfig all the same, which was set on purpose then."""
+    return "KUBERNETES_SERVICE_HOST" in environment and "KUBECONFIG" not in environment and _IN_CLUSTER_TOKEN.is_file()
+
+
+def _transport_errors() -> tuple[type[BaseException], ...]:
+    import urllib3.exceptions
+
+    return (urllib3.exceptions.HTTPError, OSError)
+
+
+def _is_late(error: BaseException) -> bool:
+    """Whether there was a connection, and nothing came."""
+    import urllib3.exceptions
+
+    return isinstance(error, urllib3.exceptions.ReadTimeoutError)
+
+
+def _lines(pieces: Iterator[bytes]) -> Iterator[str]:
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from (line.decode(errors="replace") for line in whole)
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

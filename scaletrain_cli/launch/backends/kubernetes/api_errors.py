@@ -1,0 +1,74 @@
+"""An API server's refusals as errors of ours: where, what, which right or resource is missing, and what to do.
+
+Knows the shape of a Status object, and asks nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from scaletrain_cli.errors import Problem, SchedulerError
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import Kind, Object
+from scaletrain_cli.project_files import project_file
+
+_RBAC = re.compile(r'cannot (\S+) resource "([^"]+)" in API group "([^"]*)"')
+
+
+class RefusedError(SchedulerError):
+    """The API server answered, and not as hoped. ``status`` is HTTP's; ``said`` the server's own words."""
+
+    def __init__(self, message: str, status: int, said: str, problems: tuple[Problem, ...] = ()) -> None:
+        super().__init__(message, problems)
+        self.status, self.said = status, said
+
+    @property
+    def is_rights(self) -> bool:
+        """Whether the user lacks a right, as opposed to an object that breaks a rule or a quota."""
+        return self.status == 403 and _RBAC.search(self.said) is not None
+
+
+class NotServedError(RefusedError):
+    """The cluster has no such resource: its CRD is missing, or of another version."""
+
+    def __init__(self, message: str, kind: Kind) -> None:
+        super().__init__(message, 404, message)
+        self.kind = kind
+
+
+def refusal(where: str, method: str, kind: Kind | None, path: str, error: Any) -> RefusedError:
+    """The server's answer in the words of who asked."""
+    answer = _status_of(error)
+    said = str(answer.get("message") or error.reason or f"HTTP {error.status}").strip()
+    subject = f"{where}: {path.rpartition('/')[2] if kind is None else kind.name}"
+    if error.status == 0:  # how the client tells of a certificate
+        return RefusedError(f"{where}: no trusted connection: {said}. Check the CA of the context.", 0, said)
+    if error.status == 401:
+        advice = "Log in again: the credentials of the context are missing, wrong or out of date."
+        return RefusedError(f"{where} does not know you (401). {advice}", 401, said)
+    if (lacks := _RBAC.search(said)) is not None:
+        verb, resource, group = lacks.groups()
+        right = f"{verb} {resource}" + (f".{group}" if group else "")
+        advice = (
+            f"Ask an administrator for the right to {right}: {project_file('k8s/rbac.yaml')} has all that is needed."
+        )
+        return RefusedError(f"{where} forbids it (403): {said}. {advice}", error.status, said)
+    if error.status == 404 and kind is not None and not answer.get("details", {}).get("name"):
+        how = f" Install it: {kind.install}" if kind.install else ""
+        return NotServedError(f"{where} has no {kind.name} of {kind.api_version}.{how}", kind)
+    problems = tuple(
+        Problem(kind.name if kind else path, str(cause.get("field", "")), str(cause.get("message", "")))
+        for cause in answer.get("details", {}).get("causes") or ()
+    )
+    verb = {"get": "cannot be read", "delete": "cannot be deleted"}.get(method, "is refused")
+    return RefusedError(f"{subject} {verb} ({error.status}): {said}", error.status, said, problems)
+
+
+def _status_of(error: Any) -> Object:
+    """The Status object in a refusal; what is not the API server's own (a proxy's page) has none."""
+    try:
+        answer = json.loads(error.body)
+    except (TypeError, ValueError):
+        return {}
+    return answer if isinstance(answer, dict) else {}

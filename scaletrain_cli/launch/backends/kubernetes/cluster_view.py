@@ -1,0 +1,364 @@
+"""A Kubernetes cluster at a glance: nodes, Kueue's quotas and a namespace's runs, as rows that all schedulers share.
+
+look() asks; make_view() is pure. A right that is missing for a part leaves the part out, and a note says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.backends.base import Job
+from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow, QuotaRow
+from scaletrain_cli.launch.backends.kubernetes.api_errors import NotServedError, RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
+    BACKENDS,
+    CLUSTER_QUEUE,
+    LOCAL_QUEUE,
+    NODE,
+    POD,
+    POD_GROUP,
+    WORKLOAD,
+    Kind,
+    Object,
+)
+from scaletrain_cli.launch.backends.kubernetes.conditions import job_of, size_of
+from scaletrain_cli.launch.backends.kubernetes.job_ref import read_whereabouts
+from scaletrain_cli.launch.backends.kubernetes.names import INSTANCE_LABEL, MANAGED, RUN_ID_ANNOTATION
+from scaletrain_cli.launch.backends.kubernetes.observation import QUEUE_LABEL, Observation, index_of, owned_by
+from scaletrain_cli.launch.backends.kubernetes.quantities import as_number, requested
+from scaletrain_cli.launch.backends.kubernetes.watchdog import is_ready, unix_time
+from scaletrain_cli.rundir.paths import list_runs
+from scaletrain_cli.spec.kubernetes import KubernetesSpec
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.backends.kubernetes.api import Cluster
+
+# The runs of a namespace in the order in which Kueue looks at them, and why each waits.
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What a namespace holds of runs, and what stands in its queues of Kueue."""
+
+    workloads: tuple[tuple[str, Object], ...] = ()  # each with its back end
+    pods: tuple[Object, ...] = ()
+    queued: tuple[Object, ...] = ()  # Kueue's Workloads, of anybody
+    groups: tuple[Object, ...] = ()  # Volcano's PodGroups
+    nodes: tuple[Object, ...] = ()
+    queue_known: bool = True
+    nodes_known: bool = True
+
+    @cached_property
+    def waiting(self) -> int:
+        return sum(map(_waits, self.queued))
+
+    def seen(self) -> Iterator[tuple[str, Observation]]:
+        """Each run with its back end. Not the JobSets that Trainer makes of TrainJobs, which have our labels too."""
+        for backend, workload in self.workloads:
+            metadata = workload["metadata"]
+            if any(owner.get("kind") == "TrainJob" for owner in metadata.get("ownerReferences", ())):
+                continue
+            pods = [pod for pod in self.pods if _labels(pod).get(INSTANCE_LABEL) == metadata["name"]]
+            yield (
+                backend,
+                Observation(
+                    workload,
+                    tuple(sorted(pods, key=index_of)),
+                    queued=owned_by(workload, self.queued),
+                    group=owned_by(workload, self.groups),
+                    nodes=self.nodes,
+                    nodes_known=self.nodes_known,
+                    queue_known=self.queue_known,
+                ),
+            )
+
+
+def queue_rows(runs: Runs, queues: Mapping[str, str], gpu_resource: str, now: float) -> tuple[QueueRow, ...]:
+    """Those that run first, then those that wait, in order. ``queues`` maps a LocalQueue to its ClusterQueue."""
+    waiting = sorted(filter(_waits, runs.queued), key=_order)
+    found: list[tuple[tuple[bool, float, float], QueueRow]] = []
+    for backend, seen in runs.seen():
+        assert seen.workload is not None
+        metadata, queued = seen.workload["metadata"], seen.queued
+        job = job_of(seen, f"{backend}/{metadata['name']}", now)
+        if not job.is_active:
+            continue
+        queue = _labels(seen.workload).get(QUEUE_LABEL) or str(seen.workload["spec"].get("queue", ""))
+        to = queues.get(queue, queue)
+        ahead = None
+        if queued is not None and _waits(queued):
+            ahead = sum(
+                _order(other) < _order(queued)
+                for other in waiting
+                if queues.get(other["spec"].get("queueName", ""), other["spec"].get("queueName", "")) == to
+            )
+        row = QueueRow(
+            job_id=job.id,
+            name=metadata.get("annotations", {}).get(RUN_ID_ANNOTATION, metadata["name"]),
+            state=job.state,
+            queue=queue,
+            nodes=size_of(seen.workload),
+            gpus=_gpus(seen, gpu_resource),
+            ahead=ahead,
+            reason=job.detail if job.state == "queued" else "",
+            start=_start(job, seen),
+        )
+        order = _order(queued) if queued is not None else (0.0, unix_time(metadata["creationTimestamp"]))
+        found.append(((job.state != "running", *order), row))
+    return tuple(row for _, row in sorted(found, key=lambda item: item[0]))
+
+
+def others(runs: Runs, pods: Iterable[Object], cluster_queues: Iterable[Object], gpu_resource: str) -> tuple[int, int]:
+    """Jobs of others that run, and that wait: those whose pods ask for GPUs, and what waits for the same quota."""
+    mine = {pod["metadata"].get("uid") for pod in runs.pods}
+    placed: dict[str, bool] = {}
+    for pod in pods:
+        if pod["metadata"].get("uid") in mine or not requested(pod["spec"], gpu_resource):
+            continue
+        owners = pod["metadata"].get("ownerReferences") or [pod["metadata"]]
+        uid = str(owners[0].get("uid"))
+        placed[uid] = placed.get(uid, False) or bool(pod["spec"].get("nodeName"))
+    pending = sum(int(queue.get("status", {}).get("pendingWorkloads", 0)) for queue in cluster_queues)
+    own = sum(seen.queued is not None and _waits(seen.queued) for _, seen in runs.seen())
+    running = sum(placed.values())
+    return running, len(placed) - running + max(0, max(pending, runs.waiting) - own)
+
+
+def _waits(queued: Object) -> bool:
+    is_over = _condition(queued, "Finished") is not None or queued["spec"].get("active") is False
+    return not is_over and _condition(queued, "QuotaReserved") is None
+
+
+def _order(queued: Object) -> tuple[float, float]:
+    """By priority, then by age; what was sent back because its pods did not come up goes to the end."""
+    evicted = _condition(queued, "Evicted")
+    since = queued["metadata"]["creationTimestamp"]
+    if evicted is not None and evicted.get("reason") == "PodsReadyTimeout":
+        since = evicted["lastTransitionTime"]
+    return -float(queued["spec"].get("priority") or 0), unix_time(since)
+
+
+def _gpus(seen: Observation, resource: str) -> int | None:
+    """Of the whole gang, whose pods are alike; None where none is described, as of a TrainJob at first."""
+    assert seen.workload is not None
+    spec, queued = seen.workload["spec"], seen.queued if seen.queued is not None else {"spec": {}}
+    described = [
+        *(job["template"]["spec"]["template"] for job in spec.get("replicatedJobs", ())),
+        *(part["template"] for part in (*spec.get("tasks", ()), *queued["spec"].get("podSets", ()))),
+        *seen.pods,
+    ]
+    return int(size_of(seen.workload) * requested(described[0]["spec"], resource)) if described else None
+
+
+def _start(job: Job, seen: Observation) -> float | None:
+    """When the pods of one that runs began."""
+    starts = [pod.get("status", {}).get("startTime") for pod in seen.pods]
+    found: Sequence[float] = [unix_time(start) for start in starts if start]
+    return min(found) if found and job.state == "running" else None
+
+
+def _condition(item: Object, kind: str) -> Object | None:
+    found = item.get("status", {}).get("conditions", ())
+    return next((each for each in found if each["type"] == kind and each["status"] == "True"), None)
+
+
+def _labels(item: Object) -> Mapping[str, str]:
+    return item["metadata"].get("labels", {})  # type: ignore[no-any-return]
+
+
+_PRODUCT = "nvidia.com/gpu.product"  # a label that GPU feature discovery puts on nodes
+_LIVING = "status.phase!=Succeeded,status.phase!=Failed"
+_BYTES = ("memory", "ephemeral-storage")
+_GIB = 2**30
+# What a part takes the right to list, and what is missing without it.
+_PARTS = {
+    "nodes": "GPUs and nodes",
+    "pods": "which GPUs are free, and jobs of others",
+    "localqueues.kueue.x-k8s.io": "quotas",
+    "clusterqueues.kueue.x-k8s.io": "quotas",
+    "workloads.kueue.x-k8s.io": "why runs wait in queues, and how many are ahead",
+    "jobsets.jobset.x-k8s.io": "runs that were sent as JobSets",
+    "jobs.batch.volcano.sh": "runs that were sent as Volcano Jobs",
+    "trainjobs.trainer.kubeflow.org": "runs that were sent as TrainJobs",
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the API server holds. ``forbidden`` names what the user may not list, which is None here or left out."""
+
+    runs: Runs
+    nodes: tuple[Object, ...] | None = ()
+    pods: tuple[Object, ...] | None = ()  # those that live, in all namespaces
+    local_queues: tuple[Object, ...] = ()
+    cluster_queues: tuple[Object, ...] = ()
+    forbidden: tuple[str, ...] = ()
+
+
+def kubernetes_view(settings: KubernetesSpec) -> ClusterView:
+    """Return the view of the context and namespace that are set. Raises SchedulerError when the API server is silent.
+
+    Where no namespace is set: that of this user's runs which are not over, the newest first; else the kubeconfig's.
+    """
+    from scaletrain_cli.launch.backends.kubernetes.api import configured_namespace, connect
+
+    elsewhere: list[str] = []
+    if "namespace" not in settings.model_fields_set:
+        used = _namespaces_of_runs(settings.context)
+        chosen, *elsewhere = used or [configured_namespace(settings.context) or settings.namespace]
+        settings = settings.model_copy(update={"namespace": chosen})
+    view = make_view(look(connect(settings.context, settings.namespace), settings.namespace), settings, time.time())
+    if not elsewhere:
+        return view
+    note = f"runs of yours are in {', '.join(elsewhere)}, too: set cluster.kubernetes.namespace in clusters.yaml"
+    return dataclasses.replace(view, notes=(*view.notes, note))
+
+
+def _namespaces_of_runs(context: str | None) -> list[str]:
+    """Where this user's runs are that are not over as far as is known here, the newest first."""
+    places = []
+    for run in list_runs():
+        with contextlib.suppress(UsageError, OSError):  # a damaged run is told of where it is looked at
+            place = read_whereabouts(run)
+            if place is not None and not place.ended and context in (None, place.context):
+                places.append((run.record.stat().st_mtime, place.namespace))
+    return list(dict.fromkeys(namespace for _, namespace in sorted(places, reverse=True)))
+
+
+def look(cluster: Cluster, namespace: str) -> Seen:
+    """Everything that the view is made of; raises SchedulerError."""
+    forbidden: list[str] = []
+
+    def ask(kind: Kind, where: str = namespace, **selectors: str) -> tuple[Object, ...] | None:
+        try:
+            return tuple(_named(kind, one) for one in cluster.find(kind, where, **selectors))
+        except NotServedError:
+            return ()
+        except RefusedError as error:
+            if not error.is_rights:
+                raise
+            if not cluster.serves(kind):  # rights are looked at before that
+                return ()
+            forbidden.append(f"{kind.plural}.{kind.group}" if kind.group else kind.plural)
+            return None
+
+    workloads = {name: ask(kind, labels=MANAGED) or () for name, kind in BACKENDS.items()}
+    queued = ask(WORKLOAD)
+    nodes = ask(NODE, "")
+    runs = Runs(
+        tuple((name, one) for name, found in workloads.items() for one in found),
+        tuple(cluster.find(POD, namespace, labels=MANAGED)),
+        queued or (),
+        ask(POD_GROUP) or () if workloads["volcano"] else (),
+        nodes or (),
+        queue_known=queued is not None,
+        nodes_known=nodes is not None,
+    )
+    pods = ask(POD, "", fields=_LIVING)
+    return Seen(runs, nodes, pods, ask(LOCAL_QUEUE) or (), ask(CLUSTER_QUEUE, "") or (), tuple(forbidden))
+
+
+def _named(kind: Kind, item: Object) -> Object:
+    """As it would be had alone: the items of some lists do not say what they are."""
+    return {"apiVersion": kind.api_version, "kind": kind.name, **item}
+
+
+def make_view(seen: Seen, settings: KubernetesSpec, now: float) -> ClusterView:
+    """The view of what was seen; ``now`` is Unix time."""
+    nodes = seen.nodes or ()
+    queues = {queue["metadata"]["name"]: queue["spec"]["clusterQueue"] for queue in seen.local_queues}
+    reachable = [queue for queue in seen.cluster_queues if queue["metadata"]["name"] in queues.values()]
+    running, waiting = others(seen.runs, seen.pods or (), reachable, settings.gpu_resource)
+    return ClusterView(
+        scheduler="kubernetes",
+        cluster=f"{f'context {settings.context}' if settings.context else 'current context'}, {settings.namespace}",
+        gpus=_gpu_rows(nodes, seen.pods, settings.gpu_resource) if seen.pods is not None else (),
+        nodes=tuple(NodesRow(state, count) for state, count in Counter(map(_state, nodes)).items()),
+        quotas=tuple(row for queue in reachable for row in _quotas(queue, queues, settings.gpu_resource)),
+        queue=queue_rows(seen.runs, queues, settings.gpu_resource, now),
+        others_running=running,
+        others_queued=waiting,
+        notes=tuple(_notes(seen, reachable, settings)),
+    )
+
+
+def _gpu_rows(nodes: Iterable[Object], pods: Iterable[Object], resource: str) -> tuple[GpuRow, ...]:
+    used: Counter[str] = Counter()
+    for pod in pods:
+        used[pod.get("spec", {}).get("nodeName", "")] += int(requested(pod["spec"], resource))
+    having: dict[str, list[Object]] = {}
+    for node in nodes:
+        if _count(node, "capacity", resource):
+            having.setdefault(node["metadata"].get("labels", {}).get(_PRODUCT, resource), []).append(node)
+    found = []
+    for kind, members in having.items():
+        total = in_order = taken = wholly_free = 0
+        for node in members:
+            there, well = (_count(node, key, resource) for key in ("capacity", "allocatable"))
+            usable = well if _state(node) == "Ready" else 0
+            held = min(usable, used[node["metadata"]["name"]])
+            total, in_order, taken = total + there, in_order + usable, taken + held
+            wholly_free += usable == there and not held
+        found.append(GpuRow(kind, total, taken, in_order - taken, total - in_order, len(members), wholly_free))
+    return tuple(found)
+
+
+def _count(node: Object, key: str, resource: str) -> int:
+    """Of ``allocatable``, a device that its plugin found broken is no longer part; of ``capacity`` it is."""
+    return int(as_number(node.get("status", {}).get(key, {}).get(resource, 0)))
+
+
+def _state(node: Object) -> str:
+    """As kubectl has it."""
+    words = "Ready" if is_ready(node) else "NotReady"
+    return f"{words},SchedulingDisabled" if node.get("spec", {}).get("unschedulable") else words
+
+
+def _quotas(queue: Object, local: dict[str, str], gpu_resource: str) -> Iterator[QuotaRow]:
+    """What a ClusterQueue may hold, by flavor, under the names of the queues that lead to it."""
+    owner = "queue " + ", ".join(name for name, to in local.items() if to == queue["metadata"]["name"])
+    cohort = queue["spec"].get("cohortName")
+    reserved = {
+        (flavor["name"], resource["name"]): as_number(resource.get("total", 0))
+        for flavor in queue.get("status", {}).get("flavorsReservation", ())
+        for resource in flavor.get("resources", ())
+    }
+    for group in queue["spec"].get("resourceGroups", ()):
+        for flavor in group["flavors"]:
+            for quota in flavor["resources"]:
+                name, limit = quota["name"], flavor["name"]
+                if cohort:
+                    most = quota.get("borrowingLimit")
+                    limit += f", and may borrow {'' if most is None else f'{most} '}of cohort {cohort}"
+                held = reserved.get((flavor["name"], name), Fraction(0))
+                unit = _GIB if name in _BYTES else 1
+                words = {gpu_resource: "GPUs", "cpu": "CPUs"}.get(name, f"{name}, GiB" if unit > 1 else name)
+                allowed = as_number(quota.get("nominalQuota", 0))
+                yield QuotaRow(owner, limit, words, float(allowed / unit), float(held / unit))
+
+
+def _notes(seen: Seen, reachable: Iterable[Object], settings: KubernetesSpec) -> Iterator[str]:
+    for right in seen.forbidden:
+        where = " in all namespaces" if right == "pods" else ""
+        if right in _PARTS:
+            yield f"not shown: {_PARTS[right]}; it takes the right to list {right}{where}"
+    down = [f"{node['metadata']['name']} {_state(node)}" for node in seen.nodes or () if _state(node) != "Ready"]
+    if down:
+        yield f"out of order: {', '.join(down)}"
+    for queue in (*seen.local_queues, *reachable):
+        what = f"{queue['kind']} {queue['metadata']['name']}"
+        for condition in queue.get("status", {}).get("conditions", ()):
+            if condition["type"] == "Active" and condition["status"] == "False":
+                yield f"{what} is not active: {condition.get('message') or condition.get('reason', '')}"
+    waiting = sum(int(queue.get("status", {}).get("pendingWorkloads", 0)) for queue in reachable)
+    if waiting and seen.runs.queue_known and waiting > seen.runs.waiting:
+        yield f"ahead counts namespace {settings.namespace} alone, of the {waiting} that wait for the same quota"

@@ -1,0 +1,327 @@
+"""Everything that is sent for one submission, as objects and as text. Pure: asks no cluster and touches no file.
+
+`documents` are what the pods need of the run directory, by file name; they reach the pods in a ConfigMap.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from scaletrain_cli.errors import Problem, SpecError, UsageError
+from scaletrain_cli.launch.backends.kubernetes.names import DOCUMENTS_ANNOTATION, Workload, record_mark
+from scaletrain_cli.launch.backends.kubernetes.pod import OWN_VARIABLES, pod_template
+from scaletrain_cli.launch.backends.kubernetes.rules import problems
+from scaletrain_cli.launch.backends.kubernetes.workloads import jobset, training_runtime, trainjob, volcano_job
+from scaletrain_cli.launch.code.snapshot import take_snapshot
+from scaletrain_cli.project_files import project_file
+from scaletrain_cli.rundir.code import code_file
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, documents_of
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.kubernetes import KubernetesSpec
+
+# What pods get in the ConfigMap of their run: its record, and the user's code unless that is on the nodes already.
+
+
+def documents_for(run: RunDir, record: RunRecord) -> dict[str, str | bytes]:
+    """Texts and bytes by file name. Raises UsageError where the code can no longer be had."""
+    documents: dict[str, str | bytes] = {**documents_of(run, record)}
+    code = record.code
+    if code is None:
+        return documents
+    suffixes = ("sha256", "tar.gz") if record.spec.code.on_nodes is None else ("sha256",)
+    files = {suffix: code_file(run, code, suffix) for suffix in suffixes}
+    if all(path.is_file() for path in files.values()):
+        return documents | {path.name: path.read_bytes() for path in files.values()}
+    snapshot = take_snapshot(record.spec, record.working_folder, run.path.parent)
+    if snapshot is None or snapshot.record.sha256 != code.sha256:
+        raise UsageError(
+            f"{run.path / 'code'} does not hold the code of {record.run_id} ({code.name}), and the tree has become "
+            "another. Restore it, or give the run the tree as it is: scaletrain resume --new-code."
+        )
+    contents = {"sha256": snapshot.listing.encode("utf-8", "surrogateescape"), "tar.gz": snapshot.archive}
+    return documents | {files[suffix].name: contents[suffix] for suffix in suffixes}
+
+
+# Objects as YAML that every reader takes alike: kubectl follows YAML 1.1, where `on`, `1_0` and `12:30` are no texts.
+
+
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./@=-]*(:[A-Za-z0-9_./@=-]+)*( [A-Za-z0-9_./@=-]+)*")
+_OTHERWISE = frozenset("y n yes no on off true false null none nan inf infinity".split())
+# What JSON may leave as it is and YAML may not: DEL, C1 controls, line separators, the byte-order mark, surrogates.
+_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff\ufffe\uffff]")
+
+
+def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
+    """One document for each object, with `---` between them."""
+    return "---\n".join("".join(f"{line}\n" for line in _lines(one)) for one in objects)
+
+
+def _lines(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _entry(f"{_text(str(key))}:", item, "  ")
+    else:
+        for item in value:
+            inner = _lines(item) if _is_nested(item) else iter([_scalar(item)])
+            yield f"- {next(inner)}"
+            yield from (f"  {line}" for line in inner)
+
+
+def _entry(head: str, item: Any, indent: str) -> Iterator[str]:
+    if not _is_nested(item):
+        yield f"{head} {_scalar(item)}"
+        return
+    yield head
+    yield from (f"{indent}{line}" for line in _lines(item))
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple) and len(value) > 0
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, Mapping):
+        return "{}"
+    return "[]" if isinstance(value, list | tuple) else json.dumps(value)
+
+
+def _text(value: str) -> str:
+    if _PLAIN.fullmatch(value) and value.lower() not in _OTHERWISE:
+        return value
+    quoted = json.dumps(value, ensure_ascii=False)
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", quoted)
+
+
+# The native gang of Kubernetes 1.36 (scheduling.k8s.io/v1alpha2), behind `native_gang`.
+
+
+def pod_group(spec: RunSpec, workload: Workload) -> dict[str, Any]:
+    """What the pods' schedulingGroup names; no pod of it is bound before all can be."""
+    kubernetes = spec.cluster.kubernetes
+    return {
+        "apiVersion": f"scheduling.k8s.io/{kubernetes.native_gang}",
+        "kind": "PodGroup",
+        "metadata": {
+            "name": workload.name,
+            "namespace": kubernetes.namespace,
+            "labels": workload.labels,
+            "annotations": workload.annotations,
+        },
+        "spec": {"schedulingPolicy": {"gang": {"minCount": spec.cluster.nodes}}},
+    }
+
+
+# What someone who submits a run to Kubernetes should know and no field of an object can say.
+
+
+# A spot node on GKE has 30 s in all, and the kubelet leaves pods that are not the system's about half of them.
+_GKE_SPOT_SECONDS = 15
+_CORPUS = "python-stdlib"  # comes with every image
+
+
+def notes(spec: RunSpec) -> Iterator[str]:
+    """One sentence or two each, the key that is meant first."""
+    kubernetes = spec.cluster.kubernetes
+    if kubernetes.image is not None and not kubernetes.image_is_pinned:
+        yield (
+            f"cluster.kubernetes.image = {kubernetes.image}: a tag can come to mean another image between two attempts "
+            "of one run, or between its pods. Name it by digest."
+        )
+    if kubernetes.rdma_resource is not None and kubernetes.ipc_lock:
+        yield (
+            "cluster.kubernetes.ipc_lock: Linux gives IPC_LOCK to root alone, and these pods are not root. RDMA needs "
+            "LimitMEMLOCK=infinity in containerd's unit on the nodes; without it NCCL falls back to TCP, and only its "
+            "log says so. A namespace with the restricted pod security refuses it: set ipc_lock: false there."
+        )
+    elif kubernetes.rdma_resource is not None:
+        yield (
+            "cluster.kubernetes.rdma_resource: needs LimitMEMLOCK=infinity in containerd's unit on the nodes; without "
+            "it NCCL falls back to TCP, and only its log says so."
+        )
+    if kubernetes.host_network:
+        yield (
+            "cluster.kubernetes.host_network: the pods use ports of their nodes, so no other run may share a node; a "
+            "namespace with the baseline pod security refuses them."
+        )
+    yield from _about_files(spec)
+    yield from _about_gangs(spec)
+    yield from _about_leaving(spec)
+    if ignored := sorted(OWN_VARIABLES & spec.env.keys()):
+        yield f"env: {', '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} set by the launcher and ignored here."
+
+
+def _about_files(spec: RunSpec) -> Iterator[str]:
+    """Paths that mean something else in a pod than here, or nothing."""
+    kubernetes = spec.cluster.kubernetes
+    mounted = [kubernetes.runs.path, *(volume.path for volume in kubernetes.volumes)]
+    paths = {
+        "data.source": None if spec.data.source == _CORPUS else spec.data.source,
+        "data.tokenizer.path": spec.data.tokenizer.path,
+        "model.weights": getattr(spec.model, "weights", None),
+        "checkpoint.dir": None if spec.checkpoint.dir == "auto" else spec.checkpoint.dir,
+    }
+    for key, path in paths.items():
+        if path is None:
+            continue
+        if not PurePosixPath(path).is_absolute():
+            yield (
+                f"{key} = {path}: pods look for it in the working folder of the image, not in this one. Give an "
+                f"absolute path on a volume: {', '.join(mounted)}."
+            )
+        elif not any(PurePosixPath(path).is_relative_to(folder) for folder in mounted):
+            yield (
+                f"{key} = {path}: no volume is mounted there, so it must be in the image. These are: "
+                f"{', '.join(mounted)} (cluster.kubernetes.runs and volumes)."
+            )
+
+
+def _about_gangs(spec: RunSpec) -> Iterator[str]:
+    kubernetes, nodes = spec.cluster.kubernetes, spec.cluster.nodes
+    if kubernetes.native_gang != "none":
+        yield (
+            "cluster.kubernetes.native_gang: needs Kubernetes 1.36 with the feature gates GenericWorkload and "
+            "GangScheduling and --runtime-config=scheduling.k8s.io/v1alpha2=true; later versions have other shapes."
+        )
+    elif kubernetes.backend != "volcano" and kubernetes.queue is None and nodes > 1:
+        yield (
+            f"cluster.kubernetes.queue: without one nothing keeps {nodes} pods together. Two runs can each hold a part "
+            "of their nodes and wait for the other's for ever. Name a queue of Kueue, or use backend: volcano."
+        )
+    if kubernetes.backend == "trainjob" and kubernetes.ttl_seconds_after_finished is not None:
+        yield "cluster.kubernetes.ttl_seconds_after_finished: the JobSet and its pods go; Trainer keeps the TrainJob."
+
+
+def _about_leaving(spec: RunSpec) -> Iterator[str]:
+    cluster, kubernetes = spec.cluster, spec.cluster.kubernetes
+    on_gke = kubernetes.spot_taint in ("auto", "gke")
+    if cluster.spot and on_gke and cluster.grace_seconds > _GKE_SPOT_SECONDS:
+        yield (
+            f"cluster.grace_seconds = {cluster.grace_seconds:g}: a spot node of GKE gives a pod at most about "
+            f"{_GKE_SPOT_SECONDS} s. A checkpoint that takes longer is lost there; save more often instead."
+        )
+    if kubernetes.backend == "volcano" and spec.restarts.preemption == "unlimited":
+        yield (
+            "cluster.kubernetes.backend: Volcano counts evictions as retries and cannot leave them out. Because "
+            "restarts.preemption = unlimited its maxRetry is set out of reach; the budgets for nodes and crashes are "
+            "kept by the run itself."
+        )
+    elif kubernetes.backend == "volcano":
+        yield (
+            "cluster.kubernetes.backend: Volcano counts evictions as retries. Its maxRetry is the sum of all budgets "
+            "of restarts; which of them a restart is charged to, the run itself decides."
+        )
+
+
+Object = dict[str, Any]
+_LARGEST_DOCUMENTS_BYTES = 1_000_000  # an object may have 1 MiB in all
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Objects in the order in which they are applied, the workload last, and what is worth telling about them.
+
+    Those before the workload are to be owned by it, so that its end is theirs.
+    """
+
+    workload: Workload
+    objects: tuple[Object, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def workload_object(self) -> Object:
+        return self.objects[-1]
+
+
+def manifest(
+    record: RunRecord, documents: Mapping[str, str | bytes], submission: int = 1, avoid: Sequence[str] = ()
+) -> Manifest:
+    """The objects of a submission; ``avoid`` are nodes to keep off. Raises SpecError for what cannot run."""
+    spec = record.spec
+    require_submittable(spec)
+    backend = spec.cluster.kubernetes.backend
+    workload = Workload(record.run_id, submission, record.revision, backend, record_mark(record))
+    template = pod_template(spec, record.plan, workload, documents, avoid)
+    objects = (_config_map(spec, workload, documents), *_workload_objects(spec, workload, template))
+    if found := problems(objects):
+        raise SpecError("this run would become objects that no cluster can run", found)
+    return Manifest(workload, objects, tuple(notes(spec)))
+
+
+def require_submittable(spec: RunSpec) -> None:
+    """Raise SpecError that names everything a plan does without and a submission does not."""
+    missing = tuple(
+        Problem(spec.where(key), key, "is missing.", hint=hint) for key, hint in _missing(spec.cluster.kubernetes)
+    )
+    if missing:
+        raise SpecError("this run can be planned, but not submitted to Kubernetes", missing)
+
+
+def _workload_objects(spec: RunSpec, workload: Workload, template: Object) -> Iterator[Object]:
+    if spec.cluster.kubernetes.native_gang != "none":
+        yield pod_group(spec, workload)
+    if workload.backend == "volcano":
+        yield volcano_job(spec, workload, template)
+    elif workload.backend == "trainjob":
+        yield training_runtime(spec, workload, template)
+        yield trainjob(spec, workload)
+    else:
+        yield jobset(spec, workload, template)
+
+
+def _missing(kubernetes: KubernetesSpec) -> Iterator[tuple[str, str]]:
+    if kubernetes.image is None:
+        yield (
+            "cluster.kubernetes.image",
+            "Name the image of the pods by digest, as registry/scaletrain@sha256:...; "
+            f"{project_file('k8s/README.md')} says how to build one.",
+        )
+    if kubernetes.runs.claim is None:
+        yield (
+            "cluster.kubernetes.runs.claim",
+            "Name a PersistentVolumeClaim with access mode ReadWriteMany: the pods keep the run directory there.",
+        )
+
+
+def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str | bytes]) -> Object:
+    texts = {name: text for name, text in documents.items() if isinstance(text, str)}
+    files = {name: content for name, content in documents.items() if isinstance(content, bytes)}
+    contents = {name: text.encode() for name, text in texts.items()} | files
+    _require_room({name: len(content) for name, content in contents.items()})
+    digest = hashlib.sha256(b"\0".join(name.encode() + b"\0" + contents[name] for name in sorted(contents))).hexdigest()
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": workload.config_map,
+            "namespace": spec.cluster.kubernetes.namespace,
+            "labels": workload.labels,
+            "annotations": workload.annotations | {DOCUMENTS_ANNOTATION: digest},
+        },
+        "immutable": True,
+        "data": texts,
+        **({"binaryData": {name: base64.b64encode(files[name]).decode() for name in files}} if files else {}),
+    }
+
+
+def _require_room(sizes: Mapping[str, int]) -> None:
+    if sum(sizes.values()) <= _LARGEST_DOCUMENTS_BYTES:
+        return
+    packed = sum(size for name, size in sizes.items() if name.endswith(".tar.gz"))
+    what, cure = f"the run's record takes {sum(sizes.values()):,} bytes", "Shorten env or data.skip."
+    if packed:
+        what = f"the run's record and code take {sum(sizes.values()):,} bytes, {packed:,} of them the packed code"
+        cure = (
+            "Name what the run does not need in .scaletrainignore, or bring the tree into the image or onto a volume "
+            "and say where it is: code.on_nodes."
+        )
+    raise UsageError(f"{what}; a ConfigMap, by which pods get it, has room for {_LARGEST_DOCUMENTS_BYTES:,}. {cure}")

@@ -1,0 +1,78 @@
+"""Which nodes of a cluster could run a pod of the job at all, busy or not, and which bad ones to keep away from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import NODE, Object
+from scaletrain_cli.launch.backends.kubernetes.quantities import as_number, shown
+from scaletrain_cli.launch.node_exclusion import Exclusion, exclusion
+from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.spec import RunSpec
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.backends.kubernetes.api import Cluster
+
+# Which Kubernetes itself puts on nodes that are not well; the job's own tolerations of them are for its last seconds.
+CORDONED = "being schedulable"  # for now: the last thing that is looked at
+_UNWELL = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable", "node.kubernetes.io/unschedulable")
+
+
+def exclusion_for(run: RunDir, spec: RunSpec, reach: Callable[[], Cluster]) -> Exclusion:
+    """The bad nodes to keep away from. ``reach`` is called only where there are any; a silent cluster spares all."""
+    bad = read_bad_nodes(run.path.parent, time.time())
+    if not bad:
+        return Exclusion()
+    try:
+        nodes = reach().find(NODE, "")
+    except SchedulerError as error:
+        return Exclusion(spared=tuple(sorted(node.node for node in bad)), why=error.message)
+    cluster = spec.cluster
+    wanted = {} if cluster.gpu == "cpu" else {cluster.kubernetes.gpu_resource: cluster.gpus_per_node}
+    usable = {node["metadata"]["name"] for node in nodes if not misfits(node, wanted, {}, None)}
+    return exclusion(bad, usable=usable, needed=cluster.nodes)
+
+
+def misfits(
+    node: Object, wanted: Mapping[str, Any], labels: Mapping[str, str], tolerations: Iterable[Object] | None
+) -> str:
+    """Why a pod can never be on this node, in one word for counting; empty when it can. Without tolerations: any."""
+    spec, has = node.get("spec", {}), node.get("status", {}).get("allocatable", {})
+    held = node["metadata"].get("labels", {})
+    for key, value in labels.items():
+        if held.get(key) != value:
+            return f"label {key}={value}"
+    for resource, amount in wanted.items():
+        if as_number(has.get(resource, 0)) < as_number(amount):
+            return f"{shown(as_number(amount))} {resource}"
+    if tolerations is not None:
+        given = list(tolerations)
+        for taint in spec.get("taints", ()):
+            if not tolerated(taint, given):
+                return f"a toleration of {taint['key']}={taint.get('value', '')}:{taint['effect']}"
+    if spec.get("unschedulable"):
+        return CORDONED
+    return ""
+
+
+def tolerated(taint: Object, tolerations: Iterable[Object]) -> bool:
+    """Whether one of the tolerations lets a pod meet the taint, or the taint only asks."""
+    if taint.get("effect") == "PreferNoSchedule" or taint.get("key") in _UNWELL:
+        return True
+    return any(_tolerates(toleration, taint) for toleration in tolerations)
+
+
+def _tolerates(toleration: Object, taint: Object) -> bool:
+    if toleration.get("effect") not in (None, "", taint.get("effect")):
+        return False
+    if not toleration.get("key"):
+        return toleration.get("operator") == "Exists"
+    if toleration["key"] != taint.get("key"):
+        return False
+    if toleration.get("operator", "Equal") == "Exists":
+        return True
+    return bool(toleration.get("value", "") == taint.get("value", ""))

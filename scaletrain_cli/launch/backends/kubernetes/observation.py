@@ -1,0 +1,211 @@
+"""What the API server holds of one run, gathered with as few questions as its state needs. Judges nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scaletrain_cli.launch.backends.kubernetes.api_errors import RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
+    BACKENDS,
+    EVENT,
+    JOB,
+    JOB_SET,
+    NODE,
+    POD,
+    POD_GROUP,
+    VOLCANO_JOB,
+    WORKLOAD,
+    Kind,
+    Object,
+)
+from scaletrain_cli.launch.backends.kubernetes.names import (
+    INSTANCE_LABEL,
+    RECORD_ANNOTATION,
+    RUN_LABEL,
+    belongs_to,
+    record_mark,
+    run_label,
+    submission_number,
+)
+from scaletrain_cli.launch.backends.kubernetes.names import NODE as CONTAINER
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.backends.kubernetes.api import Cluster
+    from scaletrain_cli.rundir.record import RunRecord
+
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_OWNER_LABEL = "kueue.x-k8s.io/job-uid"  # on the Workload that Kueue makes: the UID of what it was made for
+_PODS_ASKED = 3  # of those that wait: all of a gang wait for the same, and each is a question
+_NODES_ASKED = 8  # one by one; for more a list of all is less work
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One look. ``workload`` is the JobSet, Volcano Job or TrainJob; ``jobs`` are its child Jobs."""
+
+    workload: Object | None
+    pods: tuple[Object, ...] = ()
+    jobs: tuple[Object, ...] = ()
+    queued: Object | None = None  # Kueue's Workload
+    group: Object | None = None  # Volcano's PodGroup
+    events: tuple[Object, ...] = ()
+    nodes: tuple[Object, ...] = ()  # of pods that are ending, starting or silent, as far as they still exist
+    nodes_known: bool = True  # False where the user may not look at nodes
+    queue_known: bool = True  # False where the user may not look at Kueue's Workloads
+    jobset: Object | None = None  # that Trainer made of a TrainJob, and that may outlive it
+    others: tuple[Object, ...] = ()  # other workloads of the run, the newest first
+
+
+def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) -> Observation:
+    """Look at the run's workloads by their label, at ``job_id`` in detail, and where it is gone at pods that are left.
+
+    Raises SchedulerError. A right that is missing for a detail leaves the detail out.
+    """
+    backend, _, name = job_id.partition("/")
+    found = workloads_of(cluster, BACKENDS[backend], namespace, record)
+    workload = next((one for one in found if one["metadata"]["name"] == name), None)
+    others = tuple(one for one in found if one is not workload)
+    instance = f"{INSTANCE_LABEL}={name}"
+    jobset = _jobset_of_trainjob(cluster, namespace, name, record) if backend == "trainjob" else None
+    if workload is None:
+        label = f"{RUN_LABEL}={run_label(record.run_id)}"
+        pods = cluster.find(POD, namespace, labels=label)
+        pods = [pod for pod in pods if _mark(pod) in ("", record_mark(record))]
+        living = tuple(pod for pod in pods if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"))
+        nodes, known = _nodes_in_question(cluster, living)
+        return Observation(None, living, nodes=nodes, nodes_known=known, jobset=jobset, others=others)
+    pods = cluster.find(POD, namespace, labels=instance)
+    nodes, nodes_known = _nodes_in_question(cluster, pods)
+    is_volcano = BACKENDS[backend] is VOLCANO_JOB
+    jobs = [] if is_volcano else _allowed(lambda: cluster.find(JOB, namespace, labels=instance)) or []
+    queued: Object | None = None
+    queue_known = True
+    if QUEUE_LABEL in workload["metadata"].get("labels", {}):
+        owner = f"{_OWNER_LABEL}={workload['metadata'].get('uid', '')}"
+        queues = _allowed(lambda: cluster.find(WORKLOAD, namespace, labels=owner))
+        queued, queue_known = owned_by(workload, queues or []), queues is not None
+    groups = _allowed(lambda: cluster.find(POD_GROUP, namespace)) if is_volcano else None
+    evicted = queued is not None and not pods and _is_evicted(queued)
+    return Observation(
+        workload,
+        tuple(sorted(pods, key=index_of)),
+        tuple(jobs),
+        queued,
+        owned_by(workload, groups or []),
+        tuple(_allowed(lambda: _events(cluster, namespace, name, jobs, pods, of_lost_pods=evicted)) or ()),
+        nodes,
+        nodes_known,
+        queue_known,
+        jobset,
+        others,
+    )
+
+
+def workloads_of(cluster: Cluster, kind: Kind, namespace: str, record: RunRecord) -> list[Object]:
+    """Return this run's own workloads of one kind, the newest first, whatever is known of their submission here."""
+    found = cluster.find(kind, namespace, labels=f"{RUN_LABEL}={run_label(record.run_id)}")
+    own = [one for one in found if belongs_to(one, record) and not _is_trainers(one)]
+    named = [{"apiVersion": kind.api_version, "kind": kind.name, **one} for one in own]  # items of a list may lack both
+    return sorted(named, key=lambda one: submission_number(one["metadata"]["name"]), reverse=True)
+
+
+def _mark(item: Object) -> str:
+    return str((item["metadata"].get("annotations") or {}).get(RECORD_ANNOTATION, ""))
+
+
+def _is_trainers(item: Object) -> bool:
+    """Return whether Trainer has made it of a TrainJob, from which it has the labels."""
+    return any(owner.get("kind") == "TrainJob" for owner in item["metadata"].get("ownerReferences", ()))
+
+
+def _jobset_of_trainjob(cluster: Cluster, namespace: str, name: str, record: RunRecord) -> Object | None:
+    found = _allowed(lambda: [one for one in [cluster.get(JOB_SET, namespace, name)] if one is not None])
+    return found[0] if found and belongs_to(found[0], record) else None
+
+
+def _is_evicted(queued: Object) -> bool:
+    conditions = queued.get("status", {}).get("conditions", ())
+    return any(each.get("type") == "Evicted" and each.get("status") == "True" for each in conditions)
+
+
+def index_of(pod: Object) -> int:
+    """Which node of the gang the pod is; the first where nothing says so."""
+    metadata = pod["metadata"]
+    marks = {**metadata.get("labels", {}), **metadata.get("annotations", {})}
+    found = marks.get("batch.kubernetes.io/job-completion-index", marks.get("volcano.sh/task-index", ""))
+    return int(found) if found.isdigit() else 0
+
+
+def own_container(pod: Object) -> Object:
+    """The status of the container that trains: a mesh or a monitor may have put others beside it."""
+    containers = pod.get("status", {}).get("containerStatuses", ())
+    return next((container for container in containers if container.get("name") == CONTAINER), {})
+
+
+def is_heard_of(pod: Object) -> bool:
+    """Whether the pod's node reports: nothing else makes a pod unready whose containers are ready."""
+    found = {each.get("type"): each.get("status") for each in pod.get("status", {}).get("conditions", ())}
+    return found.get("Ready") != "False" or found.get("ContainersReady") == "False"
+
+
+def _allowed(ask: Callable[[], list[Object]]) -> list[Object] | None:
+    """The answer; None where the user lacks the right to ask."""
+    try:
+        return ask()
+    except RefusedError as error:
+        if not error.is_rights:
+            raise
+        return None
+
+
+def owned_by(owner: Object, candidates: Iterable[Object]) -> Object | None:
+    """The one that a controller has made for ``owner``: Kueue's Workload, Volcano's PodGroup."""
+    uid = owner["metadata"].get("uid")
+    for found in candidates:
+        if any(reference.get("uid") == uid for reference in found["metadata"].get("ownerReferences", ())):
+            return found
+    return None
+
+
+def _events(
+    cluster: Cluster, namespace: str, name: str, jobs: list[Object], pods: list[Object], *, of_lost_pods: bool
+) -> list[Object]:
+    """Return events of the workload and its jobs while something is missing, and of some pods that wait.
+
+    ``of_lost_pods``: also of pods that are gone. Kueue removes those that did not come up, and why not with them.
+    """
+    waiting = [pod for pod in pods if pod.get("status", {}).get("phase", "Pending") == "Pending"]
+    if pods and not waiting:
+        return []
+    names = [name, *(job["metadata"]["name"] for job in jobs)] if not pods else []
+    names += [pod["metadata"]["name"] for pod in waiting[:_PODS_ASKED]]
+    found = [event for asked in names for event in cluster.events(namespace, asked)]
+    if of_lost_pods:
+        start = f"{name}-{CONTAINER}-"
+        told = cluster.find(EVENT, namespace, fields="involvedObject.kind=Pod,type=Warning")
+        found += [event for event in told if str(event.get("involvedObject", {}).get("name", "")).startswith(start)]
+    return found
+
+
+def _nodes_in_question(cluster: Cluster, pods: Iterable[Object]) -> tuple[tuple[Object, ...], bool]:
+    """The nodes of pods that should be about to change: whether they will, their node decides."""
+    names = {
+        pod["spec"]["nodeName"]
+        for pod in pods
+        if pod.get("spec", {}).get("nodeName")
+        and (
+            pod["metadata"].get("deletionTimestamp")
+            or pod.get("status", {}).get("phase", "Pending") == "Pending"
+            or not is_heard_of(pod)
+        )
+    }
+
+    def ask() -> list[Object]:
+        if len(names) > _NODES_ASKED:
+            return [node for node in cluster.find(NODE, "") if node["metadata"]["name"] in names]
+        return [node for name in sorted(names) if (node := cluster.get(NODE, "", name)) is not None]
+
+    found = _allowed(ask) if names else []
+    return tuple(found or ()), found is not None

@@ -1,0 +1,313 @@
+"""The pod template of a run, alike for every backend: its container, volumes, security and placement. Pure.
+
+Secrets are in it by reference only. `$` in every value is doubled, because the kubelet expands `$(NAME)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from scaletrain_cli.launch.backends.kubernetes.names import MASTER_PORT, NODE, Workload
+from scaletrain_cli.own_processes import absolute_paths, python_words
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.spec import RunSpec
+
+# What one pod asks of its node: devices, cores, memory, as Kubernetes writes quantities.
+
+
+_MIB, _GIB = 2**20, 2**30
+# Of one rank on a GPU: the interpreter with torch and CUDA, pinned buffers, NCCL's proxies, the loader.
+_GPU_RANK_BYTES = 8 * _GIB
+_CPU_RANK_BYTES = 3 * _GIB // 2  # the interpreter with torch; its tensors are in the plan
+_AGENT_BYTES = _GIB
+_SHM_BASE_BYTES = _GIB
+_SHM_RANK_BYTES = _GIB  # NCCL's rings between the GPUs of a node take some hundred MB; 64 MB is what a container gets
+_CPUS_PER_GPU = 4  # a request that every GPU node can grant; without a limit the pod may use all that it finds
+
+
+def pod_resources(spec: RunSpec, plan: RunPlan) -> dict[str, dict[str, str]]:
+    """``requests`` and ``limits`` of the container."""
+    kubernetes, cluster = spec.cluster.kubernetes, spec.cluster
+    whole = {"memory": quantity(memory_bytes(spec, plan))}
+    if kubernetes.ephemeral_storage is not None:
+        whole["ephemeral-storage"] = quantity(kubernetes.ephemeral_storage)
+    if cluster.gpu != "cpu":
+        whole[kubernetes.gpu_resource] = str(cluster.gpus_per_node)
+    if kubernetes.rdma_resource is not None:
+        whole[kubernetes.rdma_resource] = str(kubernetes.rdma_count)
+    cores = str(cores_per_node(spec))
+    # Cores that were asked for by number are a limit too: the pod is then Guaranteed, the last that a node evicts. A
+    # guess must not throttle anyone.
+    chosen = kubernetes.cpus_per_node != "auto" or cluster.cpus_per_gpu != "auto"
+    return {"requests": {"cpu": cores, **whole}, "limits": {**({"cpu": cores} if chosen else {}), **whole}}
+
+
+def cores_per_node(spec: RunSpec) -> int:
+    """``cpus_per_node``, or ``cluster.cpus_per_gpu`` of each rank, or what any node has."""
+    cluster, asked = spec.cluster, spec.cluster.kubernetes.cpus_per_node
+    if asked != "auto":
+        return asked
+    each = cluster.cpus_per_gpu
+    if each == "auto":
+        each = 1 if cluster.gpu == "cpu" else _CPUS_PER_GPU
+    return each * cluster.gpus_per_node
+
+
+def shm_bytes(spec: RunSpec) -> int:
+    """Size of /dev/shm: 1 GiB, and 1 GiB for each rank."""
+    asked = spec.cluster.kubernetes.shm_size
+    return asked if asked != "auto" else _SHM_BASE_BYTES + _SHM_RANK_BYTES * spec.cluster.gpus_per_node
+
+
+def memory_bytes(spec: RunSpec, plan: RunPlan) -> int:
+    """The pod's memory: the plan's copy of checkpoints and what it offloads, /dev/shm, and a base for each process.
+
+    On CPUs, what the plan calls the device's memory is the node's too.
+    """
+    asked, ranks = spec.cluster.kubernetes.memory_per_node, spec.cluster.gpus_per_node
+    if asked != "auto":
+        return asked
+    rank = plan.memory.host + (_CPU_RANK_BYTES + plan.memory.peak if spec.cluster.gpu == "cpu" else _GPU_RANK_BYTES)
+    whole = plan.durability.copy_bytes_per_node + shm_bytes(spec) + _AGENT_BYTES + ranks * rank
+    return -(-whole // _GIB) * _GIB
+
+
+def quantity(size_bytes: int) -> str:
+    """Bytes rounded up to whole Mi, in the largest unit that divides them, as the API server writes them back."""
+    amount, units = -(-size_bytes // _MIB), ["Mi", "Gi", "Ti", "Pi"]
+    while amount % 1024 == 0 and len(units) > 1:
+        amount //= 1024
+        units.pop(0)
+    return f"{amount}{units[0]}"
+
+
+# Which nodes the pods may be on: taints, labels, nodes to avoid, and how near to one another.
+
+
+GPU_PRODUCT_LABEL = "nvidia.com/gpu.product"  # from GPU feature discovery of the GPU Operator
+# The taints that spot nodes carry. GKE and AKS set theirs; on EKS and with Karpenter it is what the node pool says,
+# and these are what their documentation uses; `spot` is that of k8s/kueue.yaml.
+_SPOT_TAINTS = {
+    "gke": "cloud.google.com/gke-spot",
+    "aks": "kubernetes.azure.com/scalesetpriority",
+    "karpenter": "karpenter.sh/capacity-type",
+    "eks": "eks.amazonaws.com/capacityType",
+}
+_OWN_SPOT_TAINT = "spot"
+_NODE_TROUBLE = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+_KUEUE_TOPOLOGY = "kueue.x-k8s.io/podset-{}-topology"
+# Autoscalers move pods together to free nodes; one pod that is moved restarts the whole gang.
+UNMOVABLE = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+EXCLUSIVE_TOPOLOGY = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+
+
+def tolerations(spec: RunSpec) -> list[dict[str, Any]]:
+    """Of GPU nodes, of spot nodes where the run takes those, and how long of a node in trouble."""
+    cluster, kubernetes = spec.cluster, spec.cluster.kubernetes
+    found: list[dict[str, Any]] = []
+    if cluster.gpu != "cpu":
+        found.append(_tolerate(_gpu_taint(kubernetes.gpu_resource)))
+    if cluster.spot and kubernetes.spot_taint != "none":
+        chosen = _SPOT_TAINTS if kubernetes.spot_taint == "auto" else [kubernetes.spot_taint]
+        found += [_tolerate(_SPOT_TAINTS[provider]) for provider in chosen]
+        found.append(_tolerate(_OWN_SPOT_TAINT))
+    # The API server would put 300 s here: so long nobody would restart the gang of a node that is gone.
+    seconds = math.ceil(kubernetes.not_ready_seconds)
+    found += [
+        {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds} for key in _NODE_TROUBLE
+    ]
+    for own in kubernetes.tolerations:
+        given = {"key": own.key, "operator": own.operator, "value": own.value, "effect": own.effect}
+        toleration: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        found.append(toleration | ({} if own.seconds is None else {"tolerationSeconds": math.ceil(own.seconds)}))
+    return found
+
+
+def node_selector(spec: RunSpec) -> dict[str, str]:
+    """Labels that a node must have."""
+    kubernetes = spec.cluster.kubernetes
+    product = {} if kubernetes.gpu_product is None else {GPU_PRODUCT_LABEL: kubernetes.gpu_product}
+    return {**product, **kubernetes.node_selector}
+
+
+def affinity(avoid: Sequence[str]) -> dict[str, Any]:
+    """Keeps pods off these nodes. By label as well as by name: Kueue's placement reads labels only."""
+    by_label = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(avoid)}
+    by_name = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in avoid]  # one value each
+    term = {"matchExpressions": [by_label], "matchFields": by_name}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
+
+
+def topology_annotations(spec: RunSpec) -> dict[str, str]:
+    """What Kueue reads on the pod template."""
+    topology = spec.cluster.kubernetes.topology
+    if topology is None or not spec.cluster.kubernetes.kueue:
+        return {}
+    return {_KUEUE_TOPOLOGY.format(topology.kind): topology.key or "true"}
+
+
+def exclusive_annotation(spec: RunSpec) -> dict[str, str]:
+    """What JobSet reads on itself."""
+    topology = spec.cluster.kubernetes.topology
+    if topology is None or topology.kind != "exclusive":
+        return {}
+    return {EXCLUSIVE_TOPOLOGY: topology.key or ""}
+
+
+def _gpu_taint(resource: str) -> str:
+    return "nvidia.com/gpu" if resource.startswith("nvidia.com/") else resource  # slices of MIG lie on the same nodes
+
+
+def _tolerate(key: str) -> dict[str, Any]:
+    return {"key": key, "operator": "Exists", "effect": "NoSchedule"}
+
+
+DOCUMENTS_PATH = "/etc/scaletrain/run"
+AGENT_MODULE = "scaletrain_cli.launch.backends.kubernetes.pod_agent"
+# After the ranks' grace period: 30 s for ranks that hang in the kernel, 45 s for pod 0's verdict, 5 s to leave.
+AGENT_SECONDS = 80
+
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_GANG = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+# Where the pod finds its number, and the number of its gang: each restart of the whole gets another one.
+_FIELDS = {
+    "jobset": (_INDEX, _GANG),
+    "trainjob": (_INDEX, _GANG),
+    "volcano": ("metadata.labels['volcano.sh/task-index']", "metadata.annotations['volcano.sh/job-version']"),
+}
+# What the template, or a controller behind it, sets itself: a second entry of one name would be refused, or win.
+OWN_VARIABLES = frozenset(
+    "MASTER_ADDR MASTER_PORT NODE_RANK SCALETRAIN_NODE_RANK SCALETRAIN_GANG SCALETRAIN_WORKLOAD SCALETRAIN_NODE_NAME "
+    "SCALETRAIN_POD VC_TASK_INDEX VK_TASK_INDEX".split()
+)
+
+
+def pod_template(
+    spec: RunSpec, plan: RunPlan, workload: Workload, documents: Mapping[str, str | bytes], avoid: Sequence[str] = ()
+) -> dict[str, Any]:
+    """``metadata`` and ``spec`` of every pod. ``avoid``: node names that must not be used."""
+    kubernetes = spec.cluster.kubernetes
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": grace_seconds(spec),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,  # a variable for every Service of the namespace would only slow the start down
+        "securityContext": _pod_security(spec),
+        "containers": [_container(spec, plan, workload)],
+        "volumes": list(_volumes(spec, workload, documents)),
+        "tolerations": tolerations(spec),
+    }
+    if kubernetes.service_account is not None:
+        pod["serviceAccountName"] = kubernetes.service_account
+    if kubernetes.pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in kubernetes.pull_secrets]
+    if kubernetes.pod_priority is not None:
+        pod["priorityClassName"] = kubernetes.pod_priority
+    if selected := node_selector(spec):
+        pod["nodeSelector"] = selected
+    if avoid:
+        pod["affinity"] = affinity(avoid)
+    if kubernetes.host_network:
+        pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    if kubernetes.native_gang != "none":
+        pod["schedulingGroup"] = {"podGroupName": workload.name}
+    annotations = workload.annotations | topology_annotations(spec) | UNMOVABLE
+    return {"metadata": {"labels": workload.labels, "annotations": annotations}, "spec": pod}
+
+
+def grace_seconds(spec: RunSpec) -> int:
+    """From SIGTERM to SIGKILL: the ranks' own grace period and what the agent needs after it."""
+    return math.ceil(spec.cluster.grace_seconds) + AGENT_SECONDS
+
+
+def escaped(value: str) -> str:
+    """Text that comes out of the kubelet's expansion of ``$(NAME)`` unchanged."""
+    return value.replace("$", "$$")
+
+
+def _container(spec: RunSpec, plan: RunPlan, workload: Workload) -> dict[str, Any]:
+    kubernetes = spec.cluster.kubernetes
+    pull = kubernetes.image_pull_policy
+    if pull == "auto":
+        pull = "IfNotPresent" if kubernetes.image_is_pinned else "Always"
+    capabilities: dict[str, Any] = {"drop": ["ALL"]}
+    if kubernetes.rdma_resource is not None and kubernetes.ipc_lock:
+        capabilities["add"] = ["IPC_LOCK"]
+    return {
+        "name": NODE,
+        "image": kubernetes.image,
+        "imagePullPolicy": pull,
+        # Exec form: the agent is PID 1 and hears SIGTERM itself.
+        "command": ["python", *python_words(AGENT_MODULE)],
+        "args": [escaped(word) for word in ("--documents", DOCUMENTS_PATH, "--runs-root", kubernetes.runs.path)],
+        "env": list(_environment(spec, workload)),
+        "resources": pod_resources(spec, plan),
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": capabilities},
+        "volumeMounts": list(_mounts(spec)),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def _environment(spec: RunSpec, workload: Workload) -> Iterator[dict[str, Any]]:
+    rank, gang = _FIELDS[workload.backend]
+    yield _from_field("SCALETRAIN_NODE_RANK", rank)
+    yield _from_field("SCALETRAIN_GANG", gang)
+    yield _from_field("SCALETRAIN_NODE_NAME", "spec.nodeName")
+    yield _from_field("SCALETRAIN_POD", "metadata.name")
+    yield {"name": "SCALETRAIN_WORKLOAD", "value": workload.id}
+    yield {"name": "MASTER_ADDR", "value": workload.master_address}
+    yield {"name": "MASTER_PORT", "value": str(MASTER_PORT)}
+    for name, value in absolute_paths(spec.env).items():  # the agents'; the ranks' are in the record
+        if name not in OWN_VARIABLES:
+            yield {"name": name, "value": escaped(value)}
+    for name, secret in spec.cluster.kubernetes.secrets.items():
+        yield {"name": name, "valueFrom": {"secretKeyRef": {"name": secret.secret, "key": secret.key}}}
+
+
+def _from_field(name: str, path: str) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _pod_security(spec: RunSpec) -> dict[str, Any]:
+    kubernetes = spec.cluster.kubernetes
+    context: dict[str, Any] = {
+        "runAsNonRoot": True,
+        "runAsUser": kubernetes.run_as_user,
+        "runAsGroup": kubernetes.run_as_user,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    if kubernetes.fs_group is not None:
+        # Without the policy the kubelet changes the owner of every file of the volume at every start.
+        context |= {"fsGroup": kubernetes.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
+    return context
+
+
+def _claims(spec: RunSpec) -> dict[str, str]:
+    """Volume names by claim: a claim that is mounted twice is still one volume."""
+    kubernetes = spec.cluster.kubernetes
+    claims = [kubernetes.runs.claim or "", *(volume.claim for volume in kubernetes.volumes)]
+    return {claim: "runs" if not index else f"volume-{index}" for index, claim in enumerate(dict.fromkeys(claims))}
+
+
+def _volumes(spec: RunSpec, workload: Workload, documents: Mapping[str, str | bytes]) -> Iterator[dict[str, Any]]:
+    yield {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": quantity(shm_bytes(spec))}}
+    items = [{"key": name, "path": name} for name in sorted(documents)]
+    yield {"name": "documents", "configMap": {"name": workload.config_map, "items": items}}
+    for claim, name in _claims(spec).items():
+        yield {"name": name, "persistentVolumeClaim": {"claimName": claim}}
+
+
+def _mounts(spec: RunSpec) -> Iterator[dict[str, Any]]:
+    kubernetes, names = spec.cluster.kubernetes, _claims(spec)
+    yield {"name": "shm", "mountPath": "/dev/shm"}
+    yield {"name": "documents", "mountPath": DOCUMENTS_PATH, "readOnly": True}
+    yield {"name": "runs", "mountPath": kubernetes.runs.path, **_below(kubernetes.runs.sub_path)}
+    for volume in kubernetes.volumes:
+        mount = {"name": names[volume.claim], "mountPath": volume.path, **_below(volume.sub_path)}
+        yield mount | ({"readOnly": True} if volume.read_only else {})
+
+
+def _below(sub_path: str | None) -> dict[str, str]:
+    return {} if sub_path is None else {"subPath": sub_path}

@@ -1,0 +1,343 @@
+"""PID 1 of a training pod: ``python -m scaletrain_cli.launch.backends.kubernetes.pod_agent``.
+
+Puts the run directory on the volume, meets the other pods of the gang, is the agent of its node, and ends with the code
+that tells Kubernetes what to do. Pod 0 begins the attempt and judges it; all pods end with its verdict. Calls no
+Kubernetes API: what it must know of its pod is in the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import stat
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scaletrain_cli.launch.node.agent import HEARD, AgentOptions
+from scaletrain_cli.own_processes import leave_current_folder
+
+if TYPE_CHECKING:
+    from scaletrain_cli.errors import ScaletrainError
+    from scaletrain_cli.launch.attempts import Decision
+    from scaletrain_cli.launch.backends.kubernetes.rendezvous import Seal
+    from scaletrain_cli.launch.exit_classification import Reason
+    from scaletrain_cli.rundir.paths import RunDir
+    from scaletrain_cli.rundir.record import RunRecord
+
+GATHERING_SECONDS = 1800.0  # large images are pulled for many minutes
+VERDICT_SECONDS = 45.0  # for the other nodes to end by themselves, and for pod 0 to say what follows
+_VOLUME_SECONDS = 60.0  # for what pod 0 has written to be seen elsewhere: file systems cache what is not there
+_POLL_SECONDS = 0.5
+_MOST_GANGS = 3  # that may find the volume unfit: the third is on other nodes, too
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_BROKEN = (errno.EIO, errno.ESTALE)
+ONLY = "SCALETRAIN_ONLY"  # the variable by which a run measures its nodes and trains nothing
+
+
+@dataclass(frozen=True)
+class PodOptions:
+    """What the pod's template says. ``gang`` is this gang's alone: a restarted one has another."""
+
+    documents: Path
+    runs_root: Path
+    workload: str
+    gang: str
+    node_rank: int
+    node_name: str
+    pod_name: str
+    master_addr: str
+    master_port: int
+    meeting_port: int
+    engine: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Be this pod's agent; the exit code of the container."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    leave_current_folder()
+    options = parse_options(arguments, os.environ)
+    from scaletrain_cli.errors import ScaletrainError
+
+    try:
+        with _volume_in_use(options):
+            return run_pod(options)
+    except ScaletrainError as error:
+        print(f"{options.pod_name} on {options.node_name}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> PodOptions:
+    """The volume in options, what differs from pod to pod in the environment."""
+    parser = argparse.ArgumentParser(prog="pod_agent", description="Run the ranks of one pod.")
+    parser.add_argument("--documents", type=Path, required=True, help="folder with run.json")
+    parser.add_argument("--runs-root", type=Path, required=True)
+    parser.add_argument("--engine", default="scaletrain_cli.engine", help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    try:
+        port = int(environment["MASTER_PORT"])
+        return PodOptions(
+            documents=given.documents,
+            runs_root=given.runs_root,
+            workload=environment["SCALETRAIN_WORKLOAD"],
+            gang=f"{environment['SCALETRAIN_WORKLOAD']}/{environment.get('SCALETRAIN_GANG', '')}",
+            node_rank=int(environment["SCALETRAIN_NODE_RANK"]),
+            node_name=environment["SCALETRAIN_NODE_NAME"],
+            pod_name=environment["SCALETRAIN_POD"],
+            master_addr=environment["MASTER_ADDR"],
+            master_port=port,
+            meeting_port=port + 1,
+            engine=given.engine,
+        )
+    except (KeyError, ValueError) as error:
+        parser.error(f"the pod's environment lacks or garbles {error}")
+
+
+def run_pod(options: PodOptions) -> int:
+    """From the meeting to the verdict. Raises ScaletrainError for what no attempt could be begun for."""
+    from scaletrain_cli.launch.backends.kubernetes.pod_output import PodOutput, beginning_line
+    from scaletrain_cli.launch.node.attempt import run_node
+    from scaletrain_cli.rundir.record import read_record
+
+    begun = _begin(options) if options.node_rank == 0 else _join(options)
+    if isinstance(begun, int):
+        return begun
+    run, number = begun
+    # The submitter holds its lock in the directory that it sees; elsewhere it reads of the run what the pods print.
+    shared = (run.path / "submit.lock").exists()
+    print(beginning_line(number, shared=shared), flush=True)
+    agent = AgentOptions(
+        run_folder=run.path,
+        attempt=number,
+        node_rank=options.node_rank,
+        node_name=options.node_name,
+        master_addr=options.master_addr,
+        master_port=options.master_port,
+        parent_pid=None,
+        engine=options.engine,
+    )
+    try:
+        record = read_record(run)
+        first, count = options.node_rank * record.spec.cluster.gpus_per_node, record.spec.cluster.gpus_per_node
+        names = [f"{options.node_name}-{rank:05d}.log" for rank in range(first, first + count)]
+        with PodOutput([run.attempt(number) / "logs" / name for name in names]):
+            code = run_node(agent)
+    except Exception as failure:  # pod 0 must judge whatever happened here
+        of_volume = isinstance(failure, OSError) and failure.errno in (*_FULL, *_FORBIDDEN, *_BROKEN)
+        error = volume_error(options, failure) if isinstance(failure, OSError) and of_volume else failure
+        code = _code_of(error)
+        print(f"{options.pod_name} on {options.node_name}: {error}", file=sys.stderr, flush=True)
+    if options.node_rank != 0:
+        return _verdict(run, number, code)
+    record = read_record(run)
+    code = _judge(options, run, record, number, code)
+    if code == 0 and not shared and record.spec.env.get(ONLY) == "preflight":
+        shutil.rmtree(run.path, ignore_errors=True)  # nobody else can: whoever asked does not see this volume
+    return code
+
+
+def _begin(options: PodOptions) -> tuple[RunDir, int] | int:
+    """Pod 0: the run and its new attempt once all are there; else the exit code with which all must end."""
+    from scaletrain_cli.errors import ScaletrainError
+    from scaletrain_cli.launch.attempts import begin_attempt
+    from scaletrain_cli.launch.backends.kubernetes.rendezvous import RendezvousServer
+    from scaletrain_cli.launch.restart import conclude_abandoned, conclude_run, why_not_begin
+    from scaletrain_cli.rundir.record import place_documents
+
+    with _volume_in_use(options):
+        run, record = place_documents(options.documents, options.runs_root)
+    host = RendezvousServer(options.meeting_port, _seal(options), record.spec.cluster.nodes - 1)
+    try:
+        said = host.gather(GATHERING_SECONDS, _told_to_leave)
+        with _volume_in_use(options):
+            conclude_abandoned(run, record)  # of an earlier gang whose pod 0 was lost
+            refusal = why_not_begin(run, record, options.workload)
+            if refusal is not None:
+                print(refusal.why, file=sys.stderr, flush=True)
+                conclude_run(run, refusal)
+                host.tell({"exit_code": (code := exit_code_for(refusal)), "why": refusal.why})
+                return code
+            nodes = (options.node_name, *(str(word["node"]) for word in said.values()))
+            number = begin_attempt(run, record.spec, scheduler="kubernetes", job_id=options.workload, nodes=nodes)
+        host.tell({"attempt": number, "run_id": run.run_id})
+        return run, number
+    except ScaletrainError as error:
+        host.tell({"exit_code": error.exit_code, "why": str(error)})
+        raise
+    finally:
+        host.close()
+
+
+def _seal(options: PodOptions) -> Seal:
+    """Return what marks this gang's words: the key comes from the documents of the run, which all its pods mount."""
+    from scaletrain_cli.launch.backends.kubernetes.rendezvous import Seal
+
+    return Seal(options.gang, hashlib.sha256((options.documents / "run.json").read_bytes()).digest())
+
+
+def _join(options: PodOptions) -> tuple[RunDir, int] | int:
+    """The other pods: what pod 0 says of the run and its new attempt."""
+    from scaletrain_cli.errors import WrongNodesError
+    from scaletrain_cli.launch.backends.kubernetes.rendezvous import join
+    from scaletrain_cli.rundir.paths import RunDir
+
+    said = {"node": options.node_name, "pod": options.pod_name}
+    place = (options.master_addr, options.meeting_port, _seal(options), options.node_rank)
+    word = join(*place, said, GATHERING_SECONDS, _told_to_leave)
+    if "exit_code" in word:
+        print(word["why"], file=sys.stderr, flush=True)
+        return int(word["exit_code"])
+    run = RunDir(options.runs_root / str(word["run_id"]))
+    deadline = time.monotonic() + _VOLUME_SECONDS
+    while not (run.attempt(word["attempt"]) / "attempt.json").is_file():
+        if time.monotonic() > deadline:
+            raise WrongNodesError(
+                f"{run.attempt(word['attempt'])} does not appear on {options.node_name} although pod 0 has made it: "
+                "is the claim of cluster.kubernetes.runs one that all pods can mount at once (ReadWriteMany)?"
+            )
+        time.sleep(_POLL_SECONDS)
+    return run, int(word["attempt"])
+
+
+def _judge(options: PodOptions, run: RunDir, record: RunRecord, number: int, code: int) -> int:
+    """Pod 0's last word, once the other nodes have ended or had time to."""
+    from scaletrain_cli.launch.attempts import read_attempt
+    from scaletrain_cli.launch.node.record import read_node_records
+    from scaletrain_cli.launch.restart import conclude_attempt, conclude_run, first_attempt_of_job
+
+    deadline = time.monotonic() + VERDICT_SECONDS - 15
+    while time.monotonic() < deadline:
+        nodes = read_node_records(run, number)
+        if len(nodes) == record.spec.cluster.nodes and all(node.ended is not None for node in nodes):
+            break
+        time.sleep(_POLL_SECONDS)
+    if number < max(run.attempts(), default=number):
+        print(f"attempt {number} was followed by another one already; this is not the run's end", file=sys.stderr)
+        return code
+    first = first_attempt_of_job(run, options.workload, number)
+    decision = conclude_attempt(run, record, number, first_attempt=first, launcher_exit_code=code)
+    ended = read_attempt(run, number)
+    if not decision.requeue:
+        conclude_run(run, decision)
+    print(f"attempt {number} ended: {decision.why}", flush=True)
+    return exit_code_for(
+        decision, ended.reason if ended is not None else None, free=ended is not None and ended.free_of_charge
+    )
+
+
+def _verdict(run: RunDir, number: int, code: int) -> int:
+    """Pod 0's decision on the attempt; this pod's own code where it says nothing.
+
+    Where pod 0 was lost with its node, what happened here is a consequence of that, which costs the run nothing.
+    """
+    from scaletrain_cli.errors import ExitCode
+    from scaletrain_cli.launch.attempts import read_attempt
+    from scaletrain_cli.launch.node.record import read_node_records
+
+    deadline = time.monotonic() + VERDICT_SECONDS
+    while time.monotonic() < deadline:
+        attempt = read_attempt(run, number)
+        if attempt is not None and attempt.decision is not None:
+            return exit_code_for(attempt.decision, attempt.reason, free=attempt.free_of_charge)
+        if not run.path.is_dir():  # pod 0 has removed what a preflight alone leaves
+            return code
+        time.sleep(_POLL_SECONDS)
+    first = [node for node in read_node_records(run, number) if node.node_rank == 0]
+    lost = not first or first[0].ended is None
+    return ExitCode.PREEMPTED if lost and code == ExitCode.CRASHED else code
+
+
+def exit_code_for(decision: Decision, reason: Reason | None = None, *, free: bool = False) -> int:
+    """What a container ends with so that Kubernetes does what was decided, whose policies see nothing but this code."""
+    from scaletrain_cli.errors import ExitCode
+    from scaletrain_cli.launch.restart import is_taken_away
+
+    code = decision.exit_code
+    if code == ExitCode.DONE or code in (ExitCode.USAGE, ExitCode.INFEASIBLE):
+        return code
+    if not decision.requeue:
+        return ExitCode.DO_NOT_REQUEUE  # whatever ended it: 1 and 75 would bring it back
+    if free or (reason is not None and is_taken_away(reason)):
+        return ExitCode.PREEMPTED  # also where its state could not be saved in time: it is not the run's fault
+    return code if code in (ExitCode.PREEMPTED, ExitCode.WRONG_NODES) else ExitCode.CRASHED
+
+
+@contextlib.contextmanager
+def _volume_in_use(options: PodOptions) -> Iterator[None]:
+    """Turn what the volume refuses into an error that names the cause; leave other errors as they are."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno not in (*_FULL, *_FORBIDDEN, *_BROKEN):
+            raise  # of a socket, for one
+        raise volume_error(options, error) from error
+
+
+def volume_error(options: PodOptions, error: OSError) -> ScaletrainError:
+    """Return the error for what the volume refuses.
+
+    Its exit code is 5, as another node may have mounted it well; 93 from the third gang on, and where it is full.
+    """
+    from scaletrain_cli.errors import DoNotRequeueError, WrongNodesError
+
+    if error.errno in _FULL:
+        return DoNotRequeueError(
+            f"the volume of cluster.kubernetes.runs is full: {error.strerror or error}. Free space on it, then resume "
+            "the run"
+        )
+    restarts = options.gang.rpartition("/")[2]
+    again = restarts.isdigit() and int(restarts) + 1 >= _MOST_GANGS
+    kind = DoNotRequeueError if again else WrongNodesError
+    if error.errno not in _FORBIDDEN:
+        return kind(f"{options.runs_root} cannot be used: {error}. Is the file system of the volume in order?")
+    folder, groups = _folder_in_question(options), ", ".join(map(str, sorted(os.getgroups()))) or "none"
+    ours = f"uid {os.geteuid()}, gid {os.getegid()}, groups {groups}"
+    if os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        return kind(f"{error.filename or folder} cannot be written by the pods ({ours}): {error.strerror or error}")
+    try:
+        found, flags = folder.stat(), os.statvfs(folder).f_flag
+    except OSError:
+        return kind(f"{folder} cannot be written by the pods ({ours}): {error}")
+    if flags & os.ST_RDONLY:
+        return kind(f"{folder} is mounted read-only in the pods. Give cluster.kubernetes.runs a volume to write to")
+    owner = f"uid {found.st_uid}, gid {found.st_gid}, mode {stat.S_IMODE(found.st_mode):04o}"
+    return kind(
+        f"{folder} cannot be written by the pods ({ours}): it belongs to {owner}. Set "
+        f"cluster.kubernetes.run_as_user to its owner or fs_group to a group that may write there, or change it on "
+        f"the volume: chown -R {os.geteuid()}:{os.getegid()} {folder}"
+    )
+
+
+def _folder_in_question(options: PodOptions) -> Path:
+    """The first folder of the run that this process cannot write to; the volume itself where there is none yet."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        run = options.runs_root / str(json.loads((options.documents / "run.json").read_bytes())["run_id"])
+        for folder in (run, *(run / name for name in ("attempts", "checkpoints", "code", "revisions"))):
+            if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+                return folder
+    return options.runs_root
+
+
+def _told_to_leave() -> bool:
+    """Whether SIGTERM or SIGINT has come. They stay pending: nobody has to remember them."""
+    return bool(signal.sigpending() & {signal.SIGTERM, signal.SIGINT})
+
+
+def _code_of(error: Exception) -> int:
+    from scaletrain_cli.errors import ExitCode, ScaletrainError
+
+    return error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Brings what the pods print into the run directory, where it outlives them: a gang that restarts takes its logs along.
+
+Only where the pods write to a volume that is not seen here; where it is seen, their files are better. A line belongs to
+the attempt that its pod has named, and before that to a file of the pod's own in pods/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster
+from scaletrain_cli.launch.backends.kubernetes.api_errors import RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import POD, Object
+from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef, shares_volume
+from scaletrain_cli.launch.backends.kubernetes.names import NODE
+from scaletrain_cli.launch.backends.kubernetes.observation import index_of, own_container
+from scaletrain_cli.launch.backends.kubernetes.pod_output import rank_of, read_beginning
+from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.safe_files import locked, make_folder, open_to_append
+
+_LOOK_EVERY_SECONDS = 3.0
+_SAVE_EVERY_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 2.0
+_MOST_STREAMS = 256  # each is a thread here and a connection to the API server
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One pod's log: how far it was read, by the time of its last line, and what it has said of itself."""
+
+    name: str
+    node: str
+    first_rank: int
+    since: str = ""
+    attempt: int | None = None
+
+
+class PodLogs:
+    """Reads the logs of a job's pods, each line once, whoever read before and however often."""
+
+    def __init__(self, run: RunDir, cluster: Cluster, place: JobRef, ranks_per_pod: int) -> None:
+        self._run, self._cluster, self._place = run, cluster, place
+        self._ranks_per_pod = ranks_per_pod
+        self._over = threading.Event()
+        self._streams: dict[str, threading.Thread] = {}
+
+    def bring(self) -> None:
+        """Fetch what is new in every pod that the API server still has. Raises SchedulerError, after the last pod."""
+        trouble: RefusedError | None = None
+        with self._alone() as alone:
+            for pod in self._pods() if alone else ():
+                try:
+                    self._read(pod, follow=False)
+                except RefusedError as error:  # a node that is silent must not hide what the others said
+                    gone = error.status == 404
+                    trouble = trouble if gone or trouble is not None else error
+        if trouble is not None:
+            raise trouble
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Fetch while this is entered, as the pods print: pods of later gangs, too."""
+        with self._alone() as alone:
+            if not alone:
+                yield
+                return
+            looker = threading.Thread(target=self._look, name="pod-logs", daemon=True)
+            looker.start()
+            try:
+                yield
+            finally:
+                self._over.set()
+                looker.join(2 * _LOOK_EVERY_SECONDS)
+                deadline = time.monotonic() + _LAST_WORDS_SECONDS
+                for stream in self._streams.values():  # of pods that have ended: they come to an end, too
+                    stream.join(max(0.0, deadline - time.monotonic()))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Whether no other command brings this run's logs now: each would write every line."""
+        folder = self._run.path / "pods"
+        make_folder(folder)
+        with locked(folder / "lock", wait_seconds=0) as alone:
+            yield alone and not shares_volume(self._run)
+
+    def _look(self) -> None:
+        """Start a reader for every pod that is new, or whose stream broke off."""
+        streams = self._streams
+        while not shares_volume(self._run):
+            with contextlib.suppress(SchedulerError):  # it may be back at the next look
+                for pod in self._pods():
+                    uid = pod["metadata"]["uid"]
+                    living = sum(thread.is_alive() for thread in streams.values())
+                    if (uid not in streams or not streams[uid].is_alive()) and living < _MOST_STREAMS:
+                        streams[uid] = threading.Thread(target=self._stream, args=(pod,), name=uid, daemon=True)
+                        streams[uid].start()
+            if self._over.wait(_LOOK_EVERY_SECONDS):
+                return
+
+    def _stream(self, pod: Object) -> None:
+        with contextlib.suppress(SchedulerError):
+            self._read(pod, follow=True)
+
+    def _pods(self) -> list[Object]:
+        """Those whose container has begun, in the order of their making."""
+        labels = f"app.kubernetes.io/instance={self._place.name}"
+        pods = self._cluster.find(POD, self._place.namespace, labels=labels)
+        begun = [pod for pod in pods if _has_begun(pod)]
+        return sorted(begun, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
+
+    def _read(self, pod: Object, *, follow: bool) -> None:
+        """Append the pod's new lines to their files, and remember how far it was read."""
+        state = self._run.path / "pods" / f"{pod['metadata']['uid']}.json"
+        source = self._source(state, pod)
+        saved = time.monotonic()
+        lines = self._cluster.log(self._place.namespace, source.name, NODE, since=source.since, follow=follow)
+        try:
+            for line in lines:
+                stamp, _, text = line.partition(" ")
+                if stamp <= source.since:  # the server goes by whole seconds
+                    continue
+                beginning = read_beginning(text)
+                if beginning is not None and beginning.shared:
+                    return
+                if beginning is not None:
+                    source = replace(source, attempt=beginning.attempt)
+                self._write(source, text)
+                source = replace(source, since=stamp)
+                if time.monotonic() - saved > _SAVE_EVERY_SECONDS:
+                    write_document(state, asdict(source))
+                    saved = time.monotonic()
+                if self._over.is_set():
+                    return
+        finally:
+            write_document(state, asdict(source))
+
+    def _source(self, state: Path, pod: Object) -> _Source:
+        data = read_document(state)
+        if data is not None:
+            return _Source(**data)
+        name, node = pod["metadata"]["name"], pod.get("spec", {}).get("nodeName", "unknown")
+        return _Source(name, node, index_of(pod) * self._ranks_per_pod)
+
+    def _write(self, source: _Source, text: str) -> None:
+        """A line of a rank goes to its file as it would on a shared volume; the agent's to that of its first rank."""
+        rank, line = rank_of(text)
+        if source.attempt is None:
+            path = self._run.path / "pods" / f"{source.name}.log"
+        else:
+            folder = self._run.attempt(source.attempt) / "logs"
+            make_folder(folder)
+            path = folder / f"{source.node}-{source.first_rank if rank is None else rank:05d}.log"
+        with os.fdopen(open_to_append(path), "a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+
+def _has_begun(pod: Object) -> bool:
+    """Whether there is a log: asked of one that waits, the server refuses."""
+    state = own_container(pod).get("state", {})
+    return "running" in state or "terminated" in state

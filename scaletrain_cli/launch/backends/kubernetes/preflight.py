@@ -1,0 +1,336 @@
+"""What would keep a job from starting, asked before anything is made: all problems at once, and nothing left behind.
+
+Many of these the API server would accept in silence, and the job would wait for ever. Where the user may not look, that
+is told and passed over: the server judges in the end.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from scaletrain_cli.errors import Problem, SchedulerError
+from scaletrain_cli.launch.backends.base import PreflightResult, Start
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster
+from scaletrain_cli.launch.backends.kubernetes.api_errors import NotServedError, RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
+    CLAIM,
+    CSI_DRIVER,
+    LOCAL_QUEUE,
+    NAMESPACE,
+    PERSISTENT_VOLUME,
+    PRIORITY_CLASS,
+    SECRET,
+    SERVICE_ACCOUNT,
+    VOLCANO_QUEUE,
+    WORKLOAD_PRIORITY,
+    Kind,
+    Object,
+    kind_of,
+)
+from scaletrain_cli.launch.backends.kubernetes.capacity import namespace_room, node_room, queue_room
+from scaletrain_cli.launch.backends.kubernetes.derived_objects import children
+from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest
+from scaletrain_cli.launch.backends.kubernetes.preflight_problems import Found, missing, names_shown, problem
+from scaletrain_cli.launch.backends.kubernetes.workloads import misses_runtime
+from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.safe_files import FOLDER_MODE
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.kubernetes import KubernetesSpec
+
+# Whether what the job names is there: priority classes, claims, the service account, secrets and their keys.
+
+
+def priority(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
+    kubernetes = spec.cluster.kubernetes
+    if kubernetes.priority is None:
+        return
+    kind = WORKLOAD_PRIORITY if kubernetes.kueue else PRIORITY_CLASS
+    if cluster.get(kind, "", kubernetes.priority) is None:
+        what = f"{kind.name}, and the job would wait in silence"
+        yield missing(spec, "priority", kubernetes.priority, what, cluster.find(kind, ""))
+
+
+def pod_priority(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
+    name = spec.cluster.kubernetes.pod_priority
+    if name is not None and cluster.get(PRIORITY_CLASS, "", name) is None:
+        yield missing(spec, "pod_priority", name, "PriorityClass", cluster.find(PRIORITY_CLASS, ""))
+
+
+def claims(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
+    kubernetes = spec.cluster.kubernetes
+    wanted = {volume.claim: f"volumes.{index}.claim" for index, volume in enumerate(kubernetes.volumes)}
+    if kubernetes.runs.claim is not None:
+        wanted = {kubernetes.runs.claim: "runs.claim", **wanted}
+    for name, key in wanted.items():
+        claim = cluster.get(CLAIM, kubernetes.namespace, name)
+        if claim is None:
+            there = cluster.find(CLAIM, kubernetes.namespace)
+            yield missing(spec, key, name, f"PersistentVolumeClaim in namespace {kubernetes.namespace}", there)
+            continue
+        phase = claim.get("status", {}).get("phase")
+        if phase == "Pending":
+            yield _pending_claim(cluster, spec, key, name)
+        elif phase != "Bound":
+            yield problem(spec, key, f"the claim is {phase}; the pods could not start.", name)
+        modes = claim["spec"].get("accessModes", ())
+        if key == "runs.claim" and spec.cluster.nodes > 1 and "ReadWriteMany" not in modes:
+            allowed = ", ".join(modes) or "none"
+            yield problem(spec, key, f"must be ReadWriteMany for {spec.cluster.nodes} pods; it is {allowed}.", name)
+
+
+def _pending_claim(cluster: Cluster, spec: RunSpec, key: str, name: str) -> Found:
+    events = cluster.events(spec.cluster.kubernetes.namespace, name)
+    if any(event.get("reason") == "WaitForFirstConsumer" for event in events):
+        return f"claim {name} is not bound yet; its volume is made for the first pod that uses it"
+    said = f": {' '.join(str(events[-1].get('message', '')).split())}" if events else ""
+    return problem(spec, key, f"the claim is not bound to a volume{said}.", name)
+
+
+def service_account(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
+    kubernetes = spec.cluster.kubernetes
+    name = kubernetes.service_account
+    if name is not None and cluster.get(SERVICE_ACCOUNT, kubernetes.namespace, name) is None:
+        there = cluster.find(SERVICE_ACCOUNT, kubernetes.namespace)
+        yield missing(spec, "service_account", name, f"ServiceAccount in namespace {kubernetes.namespace}", there)
+
+
+def secrets(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
+    """Names and keys alone; no value is kept. Most users may not read Secrets, and should not."""
+    kubernetes = spec.cluster.kubernetes
+    wanted: list[tuple[str, str, str | None]] = [
+        (f"pull_secrets.{index}", name, None) for index, name in enumerate(kubernetes.pull_secrets)
+    ]
+    wanted += [(f"secrets.{name}", secret.secret, secret.key) for name, secret in kubernetes.secrets.items()]
+    for key, name, entry in wanted:
+        try:
+            secret = cluster.get(SECRET, kubernetes.namespace, name)
+        except RefusedError as error:
+            if not error.is_rights:
+                raise
+            names = ", ".join(sorted({name for _, name, _ in wanted}))
+            yield f"you may not read Secrets, so whether {names} are there, with their keys, is not known"
+            return
+        if secret is None:
+            yield problem(spec, key, f"there is no such Secret in namespace {kubernetes.namespace}.", name)
+        elif entry is not None and entry not in secret.get("data", {}):
+            there = names_shown(sorted(secret.get("data", {})))
+            yield problem(spec, key, f"Secret {name} has no key {entry}; it has {there}.", entry)
+
+
+# Checks that the pods can write to the volume of run directories: its owner, where that is seen, and its driver.
+
+
+# Volumes of Kubernetes itself to which the kubelet applies no fsGroup.
+_WITHOUT_GROUPS = ("nfs", "hostPath", "glusterfs", "cephfs", "azureFile")
+
+
+def volume_rights(cluster: Cluster, spec: RunSpec, run: RunDir | None) -> Iterator[Found]:
+    """Yield why the pods could not write their run directory; ``run`` is one that the pods are known to write to."""
+    kubernetes = spec.cluster.kubernetes
+    claim = kubernetes.runs.claim and cluster.get(CLAIM, kubernetes.namespace, kubernetes.runs.claim)
+    if not claim:
+        return
+    applied, why = _applies_group(cluster, claim) if kubernetes.fs_group is not None else (False, "")
+    if applied:
+        return
+    seen = _folder_seen_here(spec, run)
+    if seen is not None:
+        folder, uid, gid, mode = seen
+        if _may_write(kubernetes, uid, gid, mode):
+            return
+        owner = f"uid {uid}, gid {gid}, mode {mode:04o}"
+        text = (
+            f"the pods run as uid {kubernetes.run_as_user}, and could not write {folder} ({owner}). Set "
+            f"cluster.kubernetes.run_as_user: {uid}, or give the folder to uid {kubernetes.run_as_user}."
+        )
+        if applied is None and kubernetes.fs_group is not None:  # it may be given to them all the same
+            yield f"{text} Only where the volume takes fs_group {kubernetes.fs_group} is that not needed ({why})"
+        else:
+            yield problem(spec, "run_as_user", text, str(kubernetes.run_as_user))
+    elif applied is False and why:
+        yield (
+            f"fs_group {kubernetes.fs_group} has no effect on claim {kubernetes.runs.claim} ({why}): its folder "
+            f"{kubernetes.runs.sub_path or '/'} must be writable by uid {kubernetes.run_as_user}"
+        )
+
+
+def _folder_seen_here(spec: RunSpec, run: RunDir | None) -> tuple[Path, int, int, int] | None:
+    """The folder that pods will write to with its owner and mode, where this machine sees the same volume."""
+    if run is not None:
+        found = run.path.stat()
+        return run.path, found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)
+    root = runs_root()
+    if str(root) != spec.cluster.kubernetes.runs.path or not root.is_dir():
+        return None
+    return root, os.geteuid(), os.getegid(), FOLDER_MODE  # the run directory will be made as this user's
+
+
+def _may_write(kubernetes: KubernetesSpec, uid: int, gid: int, mode: int) -> bool:
+    user = kubernetes.run_as_user
+    if user == uid:
+        return mode & (stat.S_IWUSR | stat.S_IXUSR) == stat.S_IWUSR | stat.S_IXUSR
+    if gid in (user, kubernetes.fs_group):  # runAsGroup is the user's number, too
+        return mode & (stat.S_IWGRP | stat.S_IXGRP) == stat.S_IWGRP | stat.S_IXGRP
+    return mode & (stat.S_IWOTH | stat.S_IXOTH) == stat.S_IWOTH | stat.S_IXOTH
+
+
+def _applies_group(cluster: Cluster, claim: Object) -> tuple[bool | None, str]:
+    """Return whether the kubelet gives the volume to fs_group, None where that is not known; and why."""
+    name = claim.get("spec", {}).get("volumeName")
+    if not name:
+        return None, "the claim is not bound yet"
+    try:
+        volume = (cluster.get(PERSISTENT_VOLUME, "", name) or {}).get("spec", {})
+        driver = volume.get("csi", {}).get("driver")
+        if driver is None:
+            found = next((source for source in _WITHOUT_GROUPS if source in volume), None)
+            return (None, f"volume {name} is of a kind that is not known here") if found is None else (False, found)
+        policy = (cluster.get(CSI_DRIVER, "", driver) or {}).get("spec", {}).get("fsGroupPolicy")
+    except RefusedError as error:
+        if not error.is_rights:
+            raise
+        return None, "you may not look at its volume"
+    why = f"driver {driver} has fsGroupPolicy {policy}"
+    if policy == "ReadWriteOnceWithFSType":  # what a driver that says nothing has
+        modes = claim.get("spec", {}).get("accessModes", ())
+        return "ReadWriteOnce" in modes and len(modes) == 1 and "fsType" in volume["csi"], why
+    return {"File": True, "None": False}.get(str(policy)), why
+
+
+def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | None = None) -> PreflightResult:
+    """Return what is worth telling. ``run``: one that is to go on, on the volume that is seen here as its pods see it.
+
+    Raises SchedulerError that lists every problem, or that says why the server cannot be asked."""
+    version = cluster.version()
+    namespace = spec.cluster.kubernetes.namespace
+    _require_namespace(cluster, namespace, spec)
+    pod = pod_spec(rendered.objects)
+    checks: list[Callable[[], Iterator[Found]]] = [
+        lambda: _served(cluster, spec, kind_of(rendered.workload_object)),
+        lambda: queue_room(cluster, spec, pod),
+        lambda: priority(cluster, spec),
+        lambda: pod_priority(cluster, spec),
+        lambda: claims(cluster, spec),
+        lambda: volume_rights(cluster, spec, run),
+        lambda: service_account(cluster, spec),
+        lambda: secrets(cluster, spec),
+        lambda: namespace_room(cluster, spec, pod),
+        lambda: node_room(cluster, spec, pod),
+        *(lambda body=body: _dry_run(cluster, spec, body) for body in rendered.objects),
+        *(lambda child=child: _dry_run_child(cluster, spec, child) for child in children(rendered.objects)),
+    ]
+    found = [finding for one in checks for finding in _asked(one, spec)]
+    problems = tuple(dict.fromkeys(finding for finding in found if isinstance(finding, Problem)))
+    if problems:
+        count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise SchedulerError(f"{cluster.where}, {version}: {count} would keep the job from starting", problems)
+    notes = tuple(dict.fromkeys((*rendered.notes, *(finding for finding in found if isinstance(finding, str)))))
+    starts = [finding for finding in found if isinstance(finding, Start)]
+    unknown = [start for start in starts if start.at is None]  # one thing in the way is enough
+    return PreflightResult((unknown or starts or [_unplanned(spec)])[0], notes)
+
+
+def pod_spec(objects: Iterable[Object]) -> Object:
+    """The spec of the pods, wherever a backend has put it."""
+    for body in objects:
+        spec = body.get("spec", {})
+        inner = spec.get("template", {}).get("spec", spec)  # a TrainJob's runtime has a JobSet's spec in it
+        for job in inner.get("replicatedJobs", ()):
+            return dict(job["template"]["spec"]["template"]["spec"])
+        for task in spec.get("tasks", ()):
+            return dict(task["template"]["spec"])
+    return {}
+
+
+def _unplanned(spec: RunSpec) -> Start:
+    """Of a job that no quota admits, or whose quota may not be looked at."""
+    if spec.cluster.kubernetes.kueue:
+        return Start(None, f"the quota of queue {spec.cluster.kubernetes.queue} cannot be looked at")
+    if spec.cluster.kubernetes.queue is not None:
+        room = f"queue {spec.cluster.kubernetes.queue} and the nodes have room for all of it"
+        return Start(None, f"Volcano tells no time: the gang is placed once {room}")
+    pods = "its pod is" if spec.cluster.nodes == 1 else f"its {spec.cluster.nodes} pods are"
+    return Start(None, f"no quota plans ahead: {pods} placed once nodes have room (`scaletrain status --cluster`)")
+
+
+def _asked(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Found]:
+    """A check whose question is refused: for want of a right it is passed over, for want of the kind it has failed."""
+    try:
+        yield from one()
+    except NotServedError as error:
+        of_queues = error.kind.group == LOCAL_QUEUE.group or error.kind is VOLCANO_QUEUE
+        yield problem(spec, "queue" if of_queues else "backend", error.message)
+    except RefusedError as error:
+        if not error.is_rights:
+            raise
+        yield f"not checked: {error.message}"
+
+
+def _require_namespace(cluster: Cluster, namespace: str, spec: RunSpec) -> None:
+    """Every other question would be answered with this one's answer."""
+    try:
+        found = cluster.get(NAMESPACE, "", namespace)
+    except RefusedError as error:
+        if not error.is_rights:
+            raise
+        return  # a dry run will tell
+    if found is None:
+        absent = problem(spec, "namespace", "there is no such namespace.", namespace)
+        raise SchedulerError(f"{cluster.where}: the namespace is missing", (absent,))
+
+
+def _served(cluster: Cluster, spec: RunSpec, kind: Kind) -> Iterator[Found]:
+    if not cluster.serves(kind):
+        yield problem(
+            spec, "backend", f"the cluster has no {kind.name} of {kind.api_version}. Install it: {kind.install}"
+        )
+
+
+def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Found]:
+    """The server's own judgement, admission webhooks included, of an object that is then not made."""
+    try:
+        cluster.apply(body, dry_run=True)
+    except NotServedError:
+        return  # is told where the kind itself is looked for
+    except RefusedError as error:
+        if error.status == 0 or error.status >= 500:
+            raise
+        if body["kind"] == "TrainJob" and misses_runtime(error.said):
+            return  # a dry run makes none; what becomes of the two is judged below
+        what = f"{body['kind']} as it would be sent"
+        if not error.problems:
+            yield problem(spec, "", f"{what}: {error.message}")
+        for cause in error.problems:
+            yield problem(spec, "", f"{what}: {cause.key}: {cause.message}")
+
+
+def _dry_run_child(cluster: Cluster, spec: RunSpec, child: Object) -> Iterator[Found]:
+    """A JobSet with a template that no Job may have is accepted, and then nothing ever happens."""
+    try:
+        cluster.apply(child, dry_run=True)
+    except NotServedError:
+        return
+    except RefusedError as error:
+        if error.is_rights:
+            yield f"not checked whether the {child['kind']} that is made of it is valid: {error.message}"
+            return
+        if error.status == 0 or error.status >= 500:
+            raise
+        if child["kind"] == "Pod" and (note := _may_pass(error.said)):
+            yield note
+            return
+        for cause in error.problems or (Problem("", "", error.said),):
+            words = f"the {child['kind']} that would be made of it is refused: {cause.key} {cause.message}"
+            yield problem(spec, "", " ".join(words.split()))
+
+
+def _may_pass(said: str) -> str:
+    """What refuses a pod now and may not refuse those of the job, in words; empty for a refusal that is certain."""
+    if "exceeded quota" in said:
+        return f"the namespace has no room for a pod of the job now, and the job waits for it: {said}"
+    if "admission webhook" in said or "ValidatingAdmissionPolicy" in said:
+        return f"an admission policy refuses such a pod, perhaps only because no Job owns it: {said}"
+    return ""

@@ -1,0 +1,205 @@
+"""Whether a queue of Kueue can ever admit a gang, and whether it could now. Pure: Kueue's objects in, words out.
+
+A gang takes all resources of one group from one flavor. What can be borrowed is counted generously: a refusal must be
+certain, since Kueue itself is the judge of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import Object
+from scaletrain_cli.launch.backends.kubernetes.nodes import tolerated
+from scaletrain_cli.launch.backends.kubernetes.quantities import as_number, shown
+
+Amounts = Mapping[str, Fraction]
+# What every quota of a training cluster is of. Anything else a site may have told Kueue to leave out of all quotas
+# (resources.excludeResourcePrefixes), which nobody can see.
+_NEVER_EXCLUDED = ("cpu", "memory")
+_COUNT = "pods"  # a resource that Kueue counts where a queue covers it
+
+
+@dataclass(frozen=True)
+class QuotaAnswer:
+    """Why never, one reason for each flavor; else what is in the way now. Nothing of either: it fits."""
+
+    never: tuple[str, ...] = ()
+    busy: str = ""
+    uncovered: tuple[str, ...] = ()  # asked for, not in the quota, and perhaps not meant to be
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """What the pods ask of Kueue's placement. ``level`` is a node label, None for any; ``known`` the levels of each
+    Topology by name, as far as the user may look.
+    """
+
+    level: str | None
+    known: Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Whom the queue can borrow from. ``bounded`` is False where a parent cohort may lend, too."""
+
+    queues: Sequence[Object] = ()
+    own: Object | None = None
+    bounded: bool = True
+
+
+def takes_namespace(queue: Object, labels: Mapping[str, str]) -> bool:
+    """Whether a ClusterQueue takes jobs of a namespace with these labels. Without a selector it takes none."""
+    selector = queue["spec"].get("namespaceSelector")
+    if selector is None:
+        return False
+    meant = {"In": True, "Exists": True, "NotIn": False, "DoesNotExist": False}
+    for rule in selector.get("matchExpressions") or ():
+        held = labels.get(rule["key"])
+        fits = held is not None and (held in rule.get("values", ()) or rule["operator"] in ("Exists", "DoesNotExist"))
+        if fits != meant[rule["operator"]]:
+            return False
+    return all(labels.get(key) == value for key, value in (selector.get("matchLabels") or {}).items())
+
+
+def judge_quota(
+    queue: Object,
+    flavors: Mapping[str, Object],
+    cohort: Cohort | None,
+    needed: Amounts,
+    pod: Object,
+    near: Nearness | None = None,
+) -> QuotaAnswer:
+    """``needed`` is of the whole gang, ``pods`` among it; ``pod`` is the spec of one of its pods."""
+    groups = queue["spec"].get("resourceGroups", ())
+    covered = {resource for group in groups for resource in group["coveredResources"]}
+    missing = [resource for resource in needed if resource not in covered and resource != _COUNT]
+    named = [flavors.get(flavor["name"], {}) for group in groups for flavor in group["flavors"]]
+    placed = all("topologyName" in flavor.get("spec", {}) for flavor in named)  # then no pod need ask for it
+    uncovered = tuple(name for name in missing if name not in _NEVER_EXCLUDED)
+    never = [f"no flavor has any {name}" for name in missing if name not in uncovered]
+    busy = ""
+    for group in groups:
+        wanted = _wanted(group, needed)
+        if not wanted:
+            continue
+        reasons, waits = [], []
+        for flavor in group["flavors"]:
+            found = flavors.get(flavor["name"])
+            why = _misfit(found, pod) or _misplaced(found, near, placed) or _too_little(queue, flavor, cohort, wanted)
+            if why:
+                reasons.append(f"flavor {flavor['name']}: {why}")
+            else:
+                waits.append(_busy(queue, flavor, cohort, wanted))
+        if not waits:
+            never += reasons
+        elif all(waits):
+            busy = f"flavor {group['flavors'][0]['name']}: {waits[0]}" if len(waits) == 1 else "; ".join(waits)
+    return QuotaAnswer(tuple(never), busy, uncovered)
+
+
+def flavors_for(queue: Object, flavors: Mapping[str, Object], needed: Amounts, pod: Object) -> list[str]:
+    """Return the flavors that a pod of the job may be on, of the group that decides: devices before cores."""
+    groups = [group for group in queue["spec"].get("resourceGroups", ()) if _wanted(group, needed)]
+    deciding = max(groups, key=lambda group: any("/" in name for name in _wanted(group, needed)), default=None)
+    named = [] if deciding is None else [flavor["name"] for flavor in deciding["flavors"]]
+    return [name for name in named if name in flavors and not _misfit(flavors[name], pod)]
+
+
+def _wanted(group: Object, needed: Amounts) -> dict[str, Fraction]:
+    return {name: needed[name] for name in group["coveredResources"] if needed.get(name)}
+
+
+def _misfit(flavor: Object | None, pod: Object) -> str:
+    """Why no pod like this may be on the flavor's nodes."""
+    if flavor is None:
+        return "there is no such ResourceFlavor"
+    spec = flavor.get("spec", {})
+    tolerations = [*pod.get("tolerations", ()), *spec.get("tolerations", ())]
+    for taint in spec.get("nodeTaints", ()):
+        if not tolerated(taint, tolerations):
+            return (
+                f"the pods do not tolerate its taint {taint['key']}={taint.get('value', '')}:{taint['effect']} "
+                "(cluster.spot, or cluster.kubernetes.tolerations)"
+            )
+    for key, value in pod.get("nodeSelector", {}).items():
+        if spec.get("nodeLabels", {}).get(key, value) != value:
+            return f"its nodes have {key}={spec['nodeLabels'][key]}, and the pods ask for {value}"
+    return ""
+
+
+def _misplaced(flavor: Object | None, near: Nearness | None, placed: bool) -> str:
+    """Why Kueue's placement takes no such pods for the flavor; its own words name another flavor's quota instead."""
+    topology = (flavor or {}).get("spec", {}).get("topologyName")
+    if near is None:
+        lacks = topology is not None and not placed
+        return "it takes only pods that ask for a topology (cluster.kubernetes.topology)" if lacks else ""
+    if topology is None:
+        return "it has no Topology, for which the job asks (cluster.kubernetes.topology)"
+    levels = near.known.get(topology)
+    if levels is not None and near.level is not None and near.level not in levels:
+        return f"its Topology {topology} has no level {near.level}; it has {', '.join(levels)}"
+    return ""
+
+
+def _too_little(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Amounts) -> str:
+    for name, amount in wanted.items():
+        most = _most(queue, flavor, cohort, name)
+        if most is not None and amount > most:
+            return f"the job needs {shown(amount)} {name}, and there are {shown(most)} at the most"
+    return ""
+
+
+def _busy(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Amounts) -> str:
+    """What others have of the quota now, where too little is left; empty when it would fit."""
+    for name, amount in wanted.items():
+        most, taken = _most(queue, flavor, cohort, name), _reserved(queue, flavor["name"], name)
+        if most is not None and amount > most - taken:
+            return f"{shown(taken)} of {shown(most)} {name} are taken, and the job needs {shown(amount)}"
+    return ""
+
+
+def _most(queue: Object, flavor: Object, cohort: Cohort | None, resource: str) -> Fraction | None:
+    """The queue's own quota and what it may borrow at the most; None without a bound."""
+    own = _resource(flavor, resource)
+    if own is None:
+        return Fraction(0)
+    nominal, limit = as_number(own.get("nominalQuota", 0)), own.get("borrowingLimit")
+    if cohort is None:
+        return nominal
+    most = nominal + as_number(limit) if limit is not None else None
+    if not cohort.bounded:
+        return most
+    lent = sum(
+        (_lent(other, flavor["name"], resource) for other in cohort.queues if _name(other) != _name(queue)), Fraction(0)
+    )
+    if cohort.own is not None:
+        lent += _lent(cohort.own, flavor["name"], resource)
+    return min(most, nominal + lent) if most is not None else nominal + lent
+
+
+def _lent(holder: Object, flavor: str, resource: str) -> Fraction:
+    for group in holder.get("spec", {}).get("resourceGroups", ()):
+        for found in group["flavors"]:
+            quota = _resource(found, resource) if found["name"] == flavor else None
+            if quota is not None:
+                return as_number(quota.get("lendingLimit") or quota.get("nominalQuota") or 0)
+    return Fraction(0)
+
+
+def _reserved(queue: Object, flavor: str, resource: str) -> Fraction:
+    for found in queue.get("status", {}).get("flavorsReservation", ()):
+        usage = _resource(found, resource) if found["name"] == flavor else None
+        if usage is not None:
+            return as_number(usage.get("total", 0))
+    return Fraction(0)
+
+
+def _resource(flavor: Object, name: str) -> Object | None:
+    resources: Iterable[Object] = flavor.get("resources", ())
+    return next((resource for resource in resources if resource["name"] == name), None)
+
+
+def _name(item: Object) -> str:
+    return str(item["metadata"]["name"])

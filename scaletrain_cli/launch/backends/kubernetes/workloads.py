@@ -1,0 +1,240 @@
+"""A run as a Volcano Job: one task, one pod per node, all or none. Pure.
+
+Volcano counts every restart of a job against maxRetry, evictions included, and has no rule that leaves them out. So
+where the run may be preempted without limit its retries have none either, and pod 0 keeps the budgets.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.launch.backends.kubernetes.names import NODE, Workload
+from scaletrain_cli.launch.backends.kubernetes.pod import exclusive_annotation
+from scaletrain_cli.spec import RunSpec
+
+# A run as a JobSet of one Indexed Job, one pod per node.
+
+
+MOST_RESTARTS = 1_000_000  # far from what 32 bits hold
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+# A retry cures none of these.
+FINAL_CODES = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.DO_NOT_REQUEUE)
+
+
+def jobset(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> dict[str, Any]:
+    """The workload object around a pod template."""
+    return {
+        "apiVersion": workload.api_version,
+        "kind": workload.kind,
+        "metadata": {
+            "name": workload.name,
+            "namespace": spec.cluster.kubernetes.namespace,
+            "labels": workload.labels | queue_labels(spec),
+            "annotations": workload.annotations | exclusive_annotation(spec),
+        },
+        "spec": jobset_spec(spec, workload, template),
+    }
+
+
+def jobset_spec(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> dict[str, Any]:
+    """What a JobSet and Trainer's runtime have in common."""
+    ttl = spec.cluster.kubernetes.ttl_seconds_after_finished
+    return {
+        # The Service is named as the JobSet; a pod must be found before it is ready, or none would ever be.
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "successPolicy": {"operator": "All"},
+        "failurePolicy": failure_policy(spec),
+        **({} if ttl is None else {"ttlSecondsAfterFinished": math.ceil(ttl)}),
+        "replicatedJobs": [
+            {
+                "name": NODE,
+                "replicas": 1,
+                "template": {
+                    "metadata": {"labels": workload.labels, "annotations": workload.annotations},
+                    "spec": _job_spec(spec, template),
+                },
+            }
+        ],
+    }
+
+
+def queue_labels(spec: RunSpec) -> dict[str, str]:
+    """How Kueue knows whose job this is."""
+    kubernetes = spec.cluster.kubernetes
+    if not kubernetes.kueue or kubernetes.queue is None:
+        return {}
+    return {QUEUE_LABEL: kubernetes.queue, **({PRIORITY_LABEL: kubernetes.priority} if kubernetes.priority else {})}
+
+
+def charged_restarts(spec: RunSpec) -> int:
+    """How often in all a gang may fail; which budget an end is charged to, the agent of pod 0 knows."""
+    restarts = spec.restarts
+    return min(restarts.node + restarts.crash + restarts.oom, MOST_RESTARTS)
+
+
+def failure_policy(spec: RunSpec) -> dict[str, Any]:
+    """The JobSet's rules, of which the first that matches decides; what matches none is charged."""
+    final = "|".join(str(int(code)) for code in FINAL_CODES)
+    free = "FailJobSet" if spec.restarts.preemption == 0 else "RestartJobSetAndIgnoreMaxRestarts"
+    return {
+        "maxRestarts": charged_restarts(spec),
+        # No new pod while an old one lives: two gangs must not meet.
+        "restartStrategy": "BlockingRecreate",
+        # Only letters, digits, _ , and : in a rule's name; the webhook refuses others.
+        "rules": [
+            _rule("final_exit_code", "FailJobSet", rf"failed with exit code ({final}) matching"),
+            _rule("disruption", free, r"has condition DisruptionTarget matching"),
+            _rule("preempted", free, rf"failed with exit code {int(ExitCode.PREEMPTED)} matching"),
+            {"name": "deadline", "action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]},
+            {"name": "charged", "action": "RestartJobSet"},
+        ],
+    }
+
+
+def _rule(name: str, action: str, pattern: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "action": action,
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": [pattern],
+        "targetReplicatedJobs": [NODE],
+    }
+
+
+def _job_spec(spec: RunSpec, template: dict[str, Any]) -> dict[str, Any]:
+    nodes, deadline = spec.cluster.nodes, spec.cluster.kubernetes.active_deadline
+    return {
+        "completionMode": "Indexed",
+        "parallelism": nodes,
+        "completions": nodes,
+        "backoffLimit": 0,
+        # Not before the old one has really ended: else two pods of one rank could write at once.
+        "podReplacementPolicy": "Failed",
+        **({} if deadline is None else {"activeDeadlineSeconds": math.ceil(deadline)}),
+        "podFailurePolicy": {
+            # In this order: a pod that is evicted may also leave with a code, and the eviction is why.
+            "rules": [
+                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                _on_codes([int(code) for code in FINAL_CODES]),
+                _on_codes([int(ExitCode.PREEMPTED)]),
+            ]
+        },
+        "template": template,
+    }
+
+
+def _on_codes(codes: list[int]) -> dict[str, Any]:
+    return {
+        "action": "FailJob",
+        "onExitCodes": {"containerName": NODE, "operator": "In", "values": sorted(codes)},
+    }
+
+
+# A run as a TrainJob of Kubeflow Trainer with a TrainingRuntime of its own.
+
+
+RUNTIME_API_VERSION = "trainer.kubeflow.org/v1alpha1"
+RUNTIME_KIND = "TrainingRuntime"
+# By this label on a replicated job Trainer knows the one that has the nodes.
+_ANCESTOR = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+# Trainer's webhook, and Kueue's.
+_NO_RUNTIME = re.compile(r"must be created before the TrainJob|runtime '[^']*' not found")
+
+
+def training_runtime(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> dict[str, Any]:
+    """The runtime, of the same name as its only TrainJob; must be there first."""
+    inner = jobset_spec(spec, workload, template)
+    metadata = inner["replicatedJobs"][0]["template"]["metadata"]
+    metadata["labels"] = metadata["labels"] | _ANCESTOR
+    return {
+        "apiVersion": RUNTIME_API_VERSION,
+        "kind": RUNTIME_KIND,
+        "metadata": _metadata(spec, workload),
+        "spec": {
+            "mlPolicy": {"numNodes": spec.cluster.nodes},
+            "template": {
+                "metadata": {"labels": workload.labels, "annotations": workload.annotations},
+                "spec": inner,
+            },
+        },
+    }
+
+
+def trainjob(spec: RunSpec, workload: Workload) -> dict[str, Any]:
+    """The workload object. Kueue reads its labels, not the JobSet's that Trainer makes of it."""
+    metadata = _metadata(spec, workload)
+    return {
+        "apiVersion": workload.api_version,
+        "kind": workload.kind,
+        "metadata": metadata | {"labels": metadata["labels"] | queue_labels(spec)},
+        "spec": {
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": RUNTIME_KIND, "name": workload.name},
+            "trainer": {"numNodes": spec.cluster.nodes},
+        },
+    }
+
+
+def misses_runtime(said: str) -> bool:
+    """Whether a refusal of a TrainJob is for want of its runtime: not made yet, or not yet seen by who refuses."""
+    return _NO_RUNTIME.search(said) is not None
+
+
+def _metadata(spec: RunSpec, workload: Workload) -> dict[str, Any]:
+    return {
+        "name": workload.name,
+        "namespace": spec.cluster.kubernetes.namespace,
+        "labels": workload.labels,
+        "annotations": workload.annotations,
+    }
+
+
+_MODES = {"required": "hard", "preferred": "soft"}
+
+
+def volcano_job(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> dict[str, Any]:
+    """The workload object around a pod template."""
+    kubernetes, nodes = spec.cluster.kubernetes, spec.cluster.nodes
+    job: dict[str, Any] = {
+        "schedulerName": "volcano",
+        "minAvailable": nodes,
+        "maxRetry": max_retry(spec),
+        # svc: a headless Service with the job's name, which must answer before the pods are ready. env: VC_TASK_INDEX.
+        "plugins": {"svc": ["--publish-not-ready-addresses=true"], "env": []},
+        "policies": [
+            *({"exitCode": int(code), "action": "TerminateJob"} for code in sorted(FINAL_CODES)),
+            {"events": ["PodFailed", "PodEvicted"], "action": "RestartJob"},
+        ],
+        "tasks": [{"name": NODE, "replicas": nodes, "minAvailable": nodes, "template": template}],
+    }
+    if kubernetes.queue is not None:
+        job["queue"] = kubernetes.queue
+    if kubernetes.priority is not None:
+        job["priorityClassName"] = kubernetes.priority
+    if kubernetes.ttl_seconds_after_finished is not None:
+        job["ttlSecondsAfterFinished"] = math.ceil(kubernetes.ttl_seconds_after_finished)
+    if kubernetes.topology is not None:
+        job["networkTopology"] = {
+            "mode": _MODES[kubernetes.topology.kind],
+            "highestTierName": kubernetes.topology.key,
+        }
+    return {
+        "apiVersion": workload.api_version,
+        "kind": workload.kind,
+        "metadata": {
+            "name": workload.name,
+            "namespace": kubernetes.namespace,
+            "labels": workload.labels,
+            "annotations": workload.annotations,
+        },
+        "spec": job,
+    }
+
+
+def max_retry(spec: RunSpec) -> int:
+    """Restarts after which Volcano gives up, and one more: it fails the job when it counts as many. 0 would mean 3."""
+    preemptions = spec.restarts.preemption
+    return MOST_RESTARTS if preemptions == "unlimited" else min(charged_restarts(spec) + preemptions + 1, MOST_RESTARTS)

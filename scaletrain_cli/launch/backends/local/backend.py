@@ -1,0 +1,255 @@
+"""The local scheduler: a detached supervisor process on this machine stands in for a cluster's controller.
+
+Starts, finds and signals the supervisor by its files in the run directory; what the supervisor does is in
+local_supervisor.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from scaletrain_cli.errors import ExitCode, MissingPackageError, SchedulerError
+from scaletrain_cli.extras import install_command
+from scaletrain_cli.launch.backends.base import Job, PreflightResult, Start
+from scaletrain_cli.launch.logs import end_of
+from scaletrain_cli.launch.node.inspection import problems_of_node
+from scaletrain_cli.launch.node.processes import ProcessIdentity, command_line, send_signal
+from scaletrain_cli.launch.node.ranks import ENGINE_MODULE
+from scaletrain_cli.launch.node.record import read_node_records
+from scaletrain_cli.launch.restart import forget_secrets
+from scaletrain_cli.own_processes import absolute_paths, python_command
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.code import CodeRecord
+from scaletrain_cli.rundir.documents import damage_told, from_document, read_document, write_document
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.sweeps import read_sweep_place
+from scaletrain_cli.safe_files import open_to_append, touch
+from scaletrain_cli.spec import RunSpec
+
+_ENGINE_NEEDS = ("torch", "deepspeed", "numpy", "tokenizers")  # looked up, not imported
+CANNOT_GO_ON = "the supervisor cannot go on"
+_START_SECONDS = 60.0  # a Python start on a busy machine with a cold file cache
+_POLL_SECONDS = 0.05
+_TICK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Supervisor:
+    """Who supervises, or last supervised, a run; from supervisor.json."""
+
+    hostname: str
+    process: ProcessIdentity
+
+    @property
+    def is_here(self) -> bool:
+        return self.hostname == socket.gethostname()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.is_here and self.process.is_alive()
+
+
+@dataclass(frozen=True)
+class LocalScheduler:
+    """Runs jobs on this machine. ``engine`` is the module that each rank runs; tests put their own there."""
+
+    engine: str = ENGINE_MODULE
+
+    def preflight(
+        self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
+    ) -> PreflightResult:
+        problems = problems_of_node(spec.cluster, os.environ)
+        if problems:
+            raise SchedulerError(
+                f"this machine cannot run the job: {'; '.join(problems)}. Change cluster.gpus_per_node."
+            )
+        ours = self.engine == ENGINE_MODULE and spec.code.engine is None
+        missing = [name for name in _ENGINE_NEEDS if ours and find_spec(name) is None]
+        if missing:
+            raise MissingPackageError(
+                f"{', '.join(missing)} not installed here: a run on this machine needs the extra train.",
+                install_command("train"),
+            )
+        return PreflightResult(Start(time.time(), "this machine has no queue"))
+
+    def render(self, run: RunDir, record: RunRecord) -> str:
+        return shlex.join(supervisor_command(run, self.engine)) + "\n"
+
+    def submit(self, run: RunDir, record: RunRecord) -> str:
+        log = run.path / "supervisor.log"
+        said_before = log.stat().st_size if log.exists() else 0
+        pid = _spawn(supervisor_command(run, self.engine), log)
+        _wait_for_start(run, pid, said_before)
+        return str(pid)
+
+    def job(self, run: RunDir, record: RunRecord) -> Job:
+        supervisor = read_supervisor(run)
+        if supervisor is None:
+            return Job("", "unknown", "never started")
+        job_id, nodes = str(supervisor.process.pid), (supervisor.hostname,)
+        if not supervisor.is_here:
+            return Job(job_id, "unknown", f"was started on {supervisor.hostname}; ask there", nodes)
+        if supervisor.process.is_alive() and (before := run_to_wait_for(run)) is not None:
+            return Job(job_id, "queued", f"waits for {before.run_id}, which is before it in its sweep", nodes)
+        if supervisor.process.is_alive():
+            return Job(job_id, "running", "the supervisor runs", nodes)
+        if living_agents(run):
+            return Job(job_id, "running", "the supervisor is gone; the node agent is ending its ranks", nodes)
+        return Job(job_id, "ended", _last_words(run) or "no process is left", nodes)
+
+    def cancel(self, run: RunDir, record: RunRecord) -> None:
+        supervisor = read_supervisor(run)
+        if supervisor is not None and not supervisor.is_here:
+            raise SchedulerError(f"{run.run_id} was started on {supervisor.hostname}; cancel it there.")
+        touch(run.stop_file)
+        if supervisor is not None and _stop(supervisor.process, run):
+            return  # it records the end itself, once there is one
+        for agent in living_agents(run):
+            _stop(agent, run)
+        record_event(run, "cancelled")
+        forget_secrets(run)
+
+
+def run_in_foreground(
+    run: RunDir, record: RunRecord, *, engine: str = ENGINE_MODULE, on_tick: Callable[[], None] = lambda: None
+) -> int:
+    """Supervise as a child of this process, which calls ``on_tick`` some times a second; returns the run's exit code.
+
+    Ctrl-C stops the run as a preemption would: the state is saved. If this process dies, the same happens.
+    """
+    # A child, not this process: supervising owns the signal mask and adopts orphans, which a caller may not want.
+    command = [*supervisor_command(run, engine), "--parent-pid", str(os.getpid())]
+    log = run.path / "supervisor.log"
+    said_before = log.stat().st_size if log.exists() else 0
+    pid = _spawn(command, log)
+    code = None
+    while code is None:
+        try:
+            code = _wait_for_start(run, pid, said_before)
+            while code is None:
+                on_tick()
+                time.sleep(_TICK_SECONDS)
+                code = _exit_code(pid)
+        except KeyboardInterrupt:
+            os.kill(pid, signal.SIGTERM)
+    on_tick()
+    return code if code >= 0 else int(ExitCode.CRASHED)
+
+
+def supervisor_command(run: RunDir, engine: str = ENGINE_MODULE) -> list[str]:
+    """The command of a run's supervisor."""
+    command = python_command("scaletrain_cli.launch.backends.local.supervisor", str(run.path))
+    return command if engine == ENGINE_MODULE else [*command, "--engine", engine]
+
+
+def read_supervisor(run: RunDir) -> Supervisor | None:
+    """The run's latest supervisor, None before the first."""
+    path = run.path / "supervisor.json"
+    data = read_document(path)
+    if data is None:
+        return None
+    with damage_told(path):
+        identity = {"pid": data["pid"], "start_ticks": data["start_ticks"]}
+        return Supervisor(str(data["hostname"]), from_document(ProcessIdentity, identity, path))
+
+
+def write_supervisor(run: RunDir, process: ProcessIdentity, *, at_work: bool = False) -> None:
+    """Make this process known as the run's supervisor; ``at_work`` once it has begun an attempt, or waits to."""
+    data = {"hostname": socket.gethostname(), "pid": process.pid, "start_ticks": process.start_ticks}
+    data |= {"at_work": at_work}
+    write_document(run.path / "supervisor.json", data)
+
+
+def run_to_wait_for(run: RunDir) -> RunDir | None:
+    """The run before this one in its lane of a sweep, as long as that is active and this one has not begun."""
+    place = read_sweep_place(run)
+    if place is None or place.after is None or run.attempts():
+        return None
+    before = RunDir(run.path.parent / place.after)
+    supervisor = read_supervisor(before)
+    return before if (supervisor is not None and supervisor.is_alive) or living_agents(before) else None
+
+
+def _stop(process: ProcessIdentity, run: RunDir) -> bool:
+    """Send SIGTERM to a process of this run; False when it has gone.
+
+    Its pid was read from a file that others of the team may be able to write, so a process that was not started for
+    this run directory is none of its processes, whatever the file says.
+    """
+    folder = os.path.realpath(run.path)
+    if not any(os.path.realpath(word) == folder for word in command_line(process.pid)):
+        return False
+    return send_signal(process, signal.SIGTERM)
+
+
+def living_agents(run: RunDir) -> list[ProcessIdentity]:
+    """Node agents of the latest attempt that still run on this machine."""
+    latest = max(run.attempts(), default=0)
+    here = [node for node in read_node_records(run, latest) if node.hostname == socket.gethostname()]
+    return [node.agent for node in here if node.agent.is_alive()]
+
+
+def _spawn(command: list[str], log: Path) -> int:
+    """Start a process that outlives the terminal: own session, no input, output appended to ``log``."""
+    output = open_to_append(log)
+    try:
+        return os.posix_spawn(
+            command[0],
+            command,
+            absolute_paths(os.environ),
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, output, 1),
+                (os.POSIX_SPAWN_DUP2, output, 2),
+            ],
+            setsid=True,
+        )
+    finally:
+        os.close(output)
+
+
+def _wait_for_start(run: RunDir, pid: int, said_before: int) -> int | None:
+    """Return once the supervisor is at work; its exit code if it has ended since.
+
+    ``said_before``: the bytes of its log that earlier ones wrote. Raises SchedulerError when it ended before that.
+    """
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        code = _exit_code(pid)  # before the file is read, which an ended process can no longer write
+        supervisor = read_document(run.path / "supervisor.json")
+        is_known = supervisor is not None and supervisor.get("pid") == pid
+        if supervisor is not None and is_known and supervisor.get("at_work"):
+            return code
+        if code is not None:
+            with (run.path / "supervisor.log").open("rb") as log:
+                log.seek(said_before)
+                said = " ".join(log.read().decode(errors="replace").split())[-500:]
+            raise SchedulerError(f"the supervisor did not start: {said or f'it ended with exit code {code}'}")
+        time.sleep(_POLL_SECONDS)
+    if is_known:  # it holds the run, and a slow disk holds it up
+        return None
+    os.kill(pid, signal.SIGKILL)  # or it might start after all, unknown to anyone
+    os.waitpid(pid, 0)
+    raise SchedulerError(f"the supervisor {pid} gave no sign of life for {_START_SECONDS:.0f} s; see {run.path}.")
+
+
+def _last_words(run: RunDir) -> str | None:
+    """Return why the supervisor ended in the middle of its work, if it could say so."""
+    lines = end_of(run.path / "supervisor.log").strip().splitlines()
+    return lines[-1] if lines and lines[-1].startswith(CANNOT_GO_ON) else None
+
+
+def _exit_code(pid: int) -> int | None:
+    """The child's exit code once it has ended, which can be asked for only once."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None

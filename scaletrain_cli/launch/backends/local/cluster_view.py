@@ -1,0 +1,66 @@
+"""This machine at a glance: its GPUs, or its cores where it has none, and the local runs that hold or wait for them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.attempts import read_attempts
+from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow
+from scaletrain_cli.launch.backends.local.backend import LocalScheduler
+from scaletrain_cli.launch.node.inspection import count_gpus, usable_cores
+from scaletrain_cli.rundir.paths import RunDir, list_runs
+from scaletrain_cli.rundir.record import read_record
+
+_MODEL = re.compile(r"^Model:\s*(.+)$", re.MULTILINE)
+
+
+def local_view(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> ClusterView:
+    """Knows of no processes but those of runs under the runs root."""
+    rows = tuple(row for run in list_runs() if (row := _row(run)) is not None)
+    count, _ = count_gpus(os.environ)
+    total, kind = (count, _type(drivers)) if count else (usable_cores(), "CPU core")
+    used = min(total, sum(row.gpus or 0 for row in rows if row.state == "running"))
+    return ClusterView(
+        scheduler="local",
+        cluster=socket.gethostname(),
+        gpus=(GpuRow(kind, total, used, total - used, 0, 1, int(used == 0)),),
+        nodes=(NodesRow("mix" if used else "idle", 1),),
+        queue=tuple(sorted(rows, key=lambda row: (row.state != "running", row.start or 0.0))),
+    )
+
+
+def _row(run: RunDir) -> QueueRow | None:
+    """The run, if it is local and active."""
+    try:
+        record = read_record(run)
+    except UsageError:
+        return None
+    if record.spec.cluster.scheduler != "local":
+        return None
+    job = LocalScheduler().job(run, record)
+    if not job.is_active:
+        return None
+    attempts = read_attempts(run)
+    return QueueRow(
+        job_id=job.id,
+        name=record.run_id,
+        state=job.state,
+        queue="",
+        nodes=1,
+        gpus=record.spec.world_size,
+        ahead=None,
+        reason=job.detail if job.state == "queued" else "",
+        start=attempts[-1].started if attempts else None,
+    )
+
+
+def _type(drivers: Path) -> str:
+    """As the driver calls them."""
+    for information in sorted(drivers.glob("*/information")):
+        if match := _MODEL.search(information.read_text(encoding="utf-8", errors="replace")):
+            return match[1].strip()
+    return "gpu"

@@ -1,0 +1,1 @@
+"""The Slurm back end: batch scripts, and what Slurm's commands report."""

@@ -1,0 +1,371 @@
+"""The Slurm scheduler: sbatch, squeue, scancel and scontrol, by their stable text interfaces.
+
+What runs inside the job is in slurm_script (the text) and slurm_job (its first and last word).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.launch.attempts import read_attempts
+from scaletrain_cli.launch.backends.base import Job, PreflightResult, Start
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm, node_names
+from scaletrain_cli.launch.backends.slurm.nodes import exclude_option, exclusion_for, record_exclusion
+from scaletrain_cli.launch.backends.slurm.preflight import check_site, preemption_rule
+from scaletrain_cli.launch.backends.slurm.queue import (
+    JobRow,
+    accounted_states,
+    forgotten_job,
+    mark_of,
+    rows_by_id,
+    rows_of_run,
+)
+from scaletrain_cli.launch.backends.slurm.script import job_script, sbatch_options
+from scaletrain_cli.launch.backends.slurm.site import Site, ask_site, user_name
+from scaletrain_cli.launch.backends.slurm.tables import moment
+from scaletrain_cli.launch.node_exclusion import Exclusion
+from scaletrain_cli.launch.restart import forget_secrets
+from scaletrain_cli.launch.shared_folder import unshared_notes
+from scaletrain_cli.launch.submit import Request, open_request, read_submission
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.code import CodeRecord
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.sweeps import read_sweep_place
+from scaletrain_cli.safe_files import replace_file, touch
+from scaletrain_cli.spec import RunSpec
+
+# When Slurm says that a job would start: what `sbatch --test-only` prints, read as data.
+
+
+# "sbatch: Job 12 to start at 2026-11-22T00:30:00 using 16 processors on nodes n[1-2] in partition main"
+_ESTIMATE = re.compile(
+    r"Job \d+ to start at (?P<at>\S+)(?:.*? on (?:nodes )?(?P<nodes>\S+))?(?: in partition (?P<partition>\S+))?"
+)
+
+
+def start_and_rest(lines: Sequence[str], now: float, *, reservations_hidden: bool = False) -> tuple[Start, list[str]]:
+    """Slurm's estimate, and what else it or a plugin of the site said."""
+    counted = ", reservations that are hidden from you counted" if reservations_hidden else ""
+    start: Start | None = None
+    rest = []
+    for line in lines:
+        match = _ESTIMATE.search(line)
+        at = moment(match["at"]) if match is not None else None
+        if match is None or at is None:
+            rest.append(line)
+            continue
+        nodes = f" on {match['nodes']}" if match["nodes"] else ""
+        partition = f" of {match['partition']}" if match["partition"] else ""
+        source = f"Slurm's estimate (sbatch --test-only){nodes}{partition}{counted}"
+        start = Start(at, f"{source}; jobs of a higher priority may come before it" if at > now + 60 else source)
+    return start or Start(None, "sbatch --test-only gave no time"), rest
+
+
+# How long after sbatch went without an answer its job may still appear: the controller works off a backlog.
+_SETTLED_SECONDS = 300.0
+_LOOKS_FOR_LOST, _PAUSE_SECONDS = 3, 1.0
+
+
+@dataclass(frozen=True)
+class SlurmScheduler:
+    """Jobs of the cluster that this machine's Slurm commands talk to.
+
+    ``answers``: what is known of the jobs of several runs, by run directory, so that job() need not ask.
+    """
+
+    answers: Mapping[Path, Job | SchedulerError] = field(default_factory=dict)
+    _sites: dict[str, Site] = field(default_factory=dict)  # what one command asks of a site, it asks once
+
+    @classmethod
+    def asked_once(cls, runs: Sequence[RunDir]) -> SlurmScheduler:
+        """Ask for the jobs of all these runs with one squeue, and at most one sacct for those that it has forgotten."""
+        ids: dict[RunDir, str] = {}
+        for run in runs:
+            with contextlib.suppress(UsageError):  # its own row tells of the damage
+                if open_request(run) is None and (job_id := _latest_id(run)):
+                    ids[run] = job_id
+        try:
+            rows = rows_by_id(ids.values())
+        except SchedulerError as error:
+            return cls({run.path: error for run in ids})
+        accounted = accounted_states(ids[run] for run in ids if ids[run] not in rows and _end_is_open(run))
+        return cls(
+            {
+                run.path: rows[job_id].job if job_id in rows else forgotten_job(job_id, accounted.get(job_id, ""))
+                for run, job_id in ids.items()
+            }
+        )
+
+    def preflight(
+        self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
+    ) -> PreflightResult:
+        """Whether Slurm can ever run it, what would make it wait, and Slurm's own estimate of its start.
+
+        Raises SchedulerError with every reason why it can not, or with Slurm's own words where there is no better one.
+        """
+        _check_path(runs_root())
+        site = self._site(spec)
+        verdict = check_site(site, spec, lambda hosts: node_names(hosts, spec.secret_env))
+        if verdict.problems:
+            raise SchedulerError(
+                "Slurm can never run this job as it is asked for. Nothing was queued.", verdict.problems
+            )
+        excluded = None if run is None else exclude_option(spec, exclusion_for(run, spec))
+        options = sbatch_options(spec, "preflight", excluded)
+        script = "\n".join(["#!/bin/bash", *(f"#SBATCH --{option}" for option in options)])
+        try:
+            answer = call_slurm(["sbatch", "--test-only"], text=script + "\ntrue\n", without=spec.secret_env)
+        except SchedulerSilentError:
+            raise
+        except SchedulerError as error:
+            raise _at_its_key(spec, error) from error
+        said = [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
+        start, rest = start_and_rest(said, site.now, reservations_hidden=site.hides_reservations)
+        if spec.cluster.slurm.extra.get("hold") is True:
+            start = Start(None, "it is queued on hold (cluster.slurm.extra), until `scontrol release`")
+        return PreflightResult(start, (*verdict.notes, *unshared_notes(runs_root(), spec.cluster.nodes), *rest))
+
+    def render(self, run: RunDir, record: RunRecord) -> str:
+        return self._script(run, record, exclusion_for(run, record.spec))
+
+    def submit(self, run: RunDir, record: RunRecord) -> str:
+        """Queue the job, unless one of this run is there: a submitter may have died after sbatch."""
+        _check_path(run.path)
+        secrets = record.spec.secret_env
+        comment = f"{mark_of(run)}-{record.revision}"
+        for row in _rows_before(run, secrets):
+            if row.state == "ended":
+                continue
+            if row.comment == comment:
+                return row.job_id
+            raise SchedulerError(
+                f"job {row.job_id} of {record.run_id} is there with an older layout. Run scancel {row.job_id} first."
+            )
+        _refuse_while_unsettled(run)
+        script = run.path / "job.sh"
+        excluded = exclusion_for(run, record.spec)
+        replace_file(script, self._script(run, record, excluded))
+        command = ["sbatch", "--parsable", f"--comment={comment}", *_dependency(run), script.name]
+        try:
+            # From the run directory: the log's name needs no path then, which may hold blanks and quotes.
+            job_id = call_slurm(command, folder=run.path, without=secrets).stdout.strip().split(";")[0]  # id;cluster
+        except SchedulerSilentError as error:
+            job_id = _found_after_all(run, comment, error, secrets)
+        if excluded.nodes or excluded.spared:
+            record_exclusion(run, excluded)
+        return job_id
+
+    def _script(self, run: RunDir, record: RunRecord, excluded: Exclusion) -> str:
+        return job_script(
+            record.spec,
+            record.run_id,
+            run.path,
+            exclude=exclude_option(record.spec, excluded),
+            preemption=self._preemption(record.spec),
+        )
+
+    def _site(self, spec: RunSpec) -> Site:
+        key = f"{spec.cluster.model_dump_json()} {sorted(spec.secret_env)}"
+        if key not in self._sites:
+            self._sites[key] = ask_site(spec.cluster, spec.secret_env)
+        return self._sites[key]
+
+    def _preemption(self, spec: RunSpec) -> str:
+        """Return the site's rule in words; nothing where Slurm cannot be asked, as in a dry run on a laptop."""
+        try:
+            return preemption_rule(self._site(spec), spec.cluster)
+        except SchedulerError:
+            return ""
+
+    def job(self, run: RunDir, record: RunRecord) -> Job:
+        answer = self.answers.get(run.path)
+        if isinstance(answer, SchedulerError):
+            raise answer
+        if answer is not None:
+            return answer
+        request, job_id = open_request(run), _latest_id(run)
+        if request is not None:
+            rows = rows_of_run(run)
+            living = [row for row in rows if row.state != "ended"]
+            if rows:
+                return (living or rows)[-1].job
+            if job_id == "":
+                return _never_seen(request)
+        if job_id == "":
+            return Job("", "unknown", "never submitted")
+        row = rows_by_id([job_id]).get(job_id)
+        if row is not None:
+            return row.job
+        return forgotten_job(job_id, accounted_states([job_id]).get(job_id, "") if _end_is_open(run) else "")
+
+    def cancel(self, run: RunDir, record: RunRecord) -> None:
+        """Ask the ranks to save and leave; the job's last word is slurm_job's. A queued job just goes.
+
+        Every job of the run is meant, also one whose id was never received. Slurm is asked before anything changes,
+        and what it refuses is not done by the stop file either. Raises SchedulerError.
+        """
+        living = [row for row in self._rows(run) if row.state != "ended"]
+        running = [row for row in living if row.state in ("running", "suspended")]
+        for row in running:
+            if row.user != user_name():
+                _require_right(row, run.run_id)
+        for row in running:
+            if row.state == "suspended":  # a stopped process cannot save, and Slurm would kill it as it is
+                _continue(row, record)
+        for row in living:
+            if row.state == "queued":
+                call_slurm(["scancel", row.job_id])
+        was_told = run.is_told_to_stop
+        touch(run.stop_file)
+        try:
+            for row in running:
+                # Plain scancel would leave KillWait, not the grace period, before SIGKILL.
+                call_slurm(["scancel", "--signal=TERM", row.job_id])
+        except SchedulerSilentError as error:
+            told = "The stop file of the run is set all the same; its nodes see that within seconds and stop it."
+            raise SchedulerSilentError(f"{error.message} {told}") from error
+        except SchedulerError:
+            if not was_told:
+                run.stop_file.unlink(missing_ok=True)
+            raise
+        if not running and not any(row.state == "ending" for row in living):
+            record_event(run, "cancelled")
+            forget_secrets(run)
+
+    def _rows(self, run: RunDir) -> list[JobRow]:
+        """The jobs of the run by their mark, and the latest by its id: a site may rewrite comments."""
+        rows, job_id = rows_of_run(run), _latest_id(run)
+        if job_id and all(row.job_id != job_id for row in rows):
+            rows += rows_by_id([job_id]).values()
+        return rows
+
+
+def _latest_id(run: RunDir) -> str:
+    """Return the id of the newest job that is known, by its submission or by the attempt that it began."""
+    request, submission = open_request(run), read_submission(run)
+    if request is not None:  # the answer of sbatch was lost; a job that came of it has recorded itself
+        attempts = [attempt for attempt in read_attempts(run) if attempt.number >= request.first_attempt]
+        return attempts[-1].job_id if attempts else ""
+    return submission.job_id if submission is not None else ""
+
+
+def _end_is_open(run: RunDir) -> bool:
+    """Return whether the run directory leaves open how the run ended: only then the accounting can add something."""
+    attempts = read_attempts(run)
+    return not attempts or attempts[-1].ended is None or attempts[-1].may_be_followed
+
+
+def _never_seen(request: Request) -> Job:
+    at = time.strftime("%H:%M:%S", time.localtime(request.asked))
+    said = f"sbatch was called at {at} and gave no answer; Slurm has no job of this run"
+    if time.time() - request.asked < _SETTLED_SECONDS:
+        return Job("", "unknown", f"{said} so far, and may still accept it", unsettled=True)
+    return Job("", "ended", said)
+
+
+def _rows_before(run: RunDir, secrets: Sequence[str]) -> list[JobRow]:
+    """As rows_of_run, where silence means that nothing was sent."""
+    try:
+        return rows_of_run(run, secrets)
+    except SchedulerSilentError as error:
+        raise SchedulerError(f"{error.message.rstrip('.')}. Nothing was queued.") from error
+
+
+def _refuse_while_unsettled(run: RunDir) -> None:
+    """Raise SchedulerError where a job of an earlier request may still appear beside the one that is to be queued."""
+    request = open_request(run)
+    left = 0.0 if request is None or request.earlier is None else request.earlier + _SETTLED_SECONDS - time.time()
+    if left > 0:
+        raise SchedulerError(
+            f"the last sbatch for {run.run_id} gave no answer, and Slurm may still accept its job. Nothing was queued. "
+            f"Submit again in {math.ceil(left / 60)} min, if `scaletrain status {run.run_id}` shows no job until then."
+        )
+
+
+def _found_after_all(run: RunDir, comment: str, error: SchedulerSilentError, secrets: Sequence[str]) -> str:
+    """Return the id of the job that Slurm took although its answer was lost. Raises SchedulerSilentError."""
+    for _ in range(_LOOKS_FOR_LOST):
+        with contextlib.suppress(SchedulerError):
+            found = [row for row in rows_of_run(run, secrets) if row.comment == comment and row.state != "ended"]
+            if found:
+                return found[-1].job_id
+        time.sleep(_PAUSE_SECONDS)
+    raise SchedulerSilentError(
+        f"{error.message.rstrip('.')}. Whether Slurm took the job of {run.run_id} is not known. "
+        f"`scaletrain status {run.run_id}` finds it if it did, `scaletrain cancel {run.run_id}` ends it, and the same "
+        f"submit with --run-id {run.run_id} makes no second one."
+    ) from error
+
+
+def _require_right(row: JobRow, run_id: str) -> None:
+    """Raise SchedulerError unless Slurm lets this user signal the job; SIGCONT changes nothing in what runs."""
+    try:
+        call_slurm(["scancel", "--signal=CONT", row.job_id])
+    except SchedulerError as error:
+        raise SchedulerError(
+            f"job {row.job_id} of {run_id} belongs to {row.user}, and may not be cancelled from here: "
+            f"{error.message.rstrip('.')}. Nothing was changed."
+        ) from error
+
+
+def _continue(row: JobRow, record: RunRecord) -> None:
+    """Let a suspended job run again. Raises SchedulerError where only an operator may."""
+    try:
+        call_slurm(["scontrol", "resume", row.job_id])
+    except SchedulerError as error:
+        raise SchedulerError(
+            f"job {row.job_id} of {record.run_id} is suspended, so its ranks cannot save, and it cannot be resumed "
+            f"from here: {error.message.rstrip('.')}. Nothing was changed. Ask an operator for `scontrol resume "
+            f"{row.job_id}`, then cancel again; or end it with `scancel {row.job_id}`, which loses what was trained "
+            "since its newest checkpoint."
+        ) from error
+
+
+# What sbatch says of the value of one key (schedmd/slurm, slurm_errno.c), where the tables of the site did not tell.
+_SAID_OF: dict[str, tuple[str, ...]] = {
+    "constraint": ("Invalid feature specification", "Requested node configuration is not available"),
+    "licenses": ("Invalid license specification", "Licenses are not available"),
+    "reservation": ("Requested reservation is invalid", "reservation not usable"),
+    "account": ("Invalid account",),
+    "qos": ("Invalid qos",),
+    "partition": ("Invalid partition",),
+    "gres_type": ("Invalid generic resource",),
+    "nodelist": ("Invalid node name",),
+    "time": ("Requested time limit is invalid",),
+}
+
+
+def _at_its_key(spec: RunSpec, error: SchedulerError) -> SchedulerError:
+    """Return sbatch's refusal as a problem of the key that it is about; as it is where that is not certain."""
+    for name, phrases in _SAID_OF.items():
+        value = getattr(spec.cluster.slurm, name)
+        if value is not None and any(phrase in error.message for phrase in phrases):
+            key, said = f"cluster.slurm.{name}", error.message.rpartition("refused: ")[2].rstrip(".") + "."
+            problem = Problem(spec.where(key), key, said, str(value), "Correct it, or leave it out.")
+            return SchedulerError("Slurm refuses this job. Nothing was queued.", (problem,))
+    return error
+
+
+def _dependency(run: RunDir) -> list[str]:
+    """Of a sweep's run, on the job before it in its lane. Not when it is resumed: its turn has come once."""
+    place = read_sweep_place(run)
+    if place is None or place.after is None or read_submission(run) is not None:
+        return []
+    before = read_submission(RunDir(run.path.parent / place.after))
+    return [f"--dependency=afterany:{before.job_id}"] if before is not None else []
+
+
+def _check_path(path: Path) -> None:
+    if "%" in str(path) or "\\" in str(path):
+        raise SchedulerError(
+            f"{path}: Slurm interprets % and \\ in the path of a job's log. Move the runs root: $SCALETRAIN_RUNS."
+        )

@@ -1,0 +1,159 @@
+"""The first and the last word of a Slurm job; ``python -m scaletrain_cli.launch.backends.slurm.job WORD RUN_DIR``.
+
+Runs in the batch script, on the first node. ``begin`` prints ``ATTEMPT MASTER_ADDR MASTER_PORT``, or nothing when the
+run is done; ``end`` prints ``requeue`` (and what the job must avoid) or ``stop`` and exits with the run's code;
+``not-requeued`` takes that back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from scaletrain_cli.errors import ExitCode, ScaletrainError
+from scaletrain_cli.launch.attempts import begin_attempt, read_attempt
+from scaletrain_cli.launch.backends.slurm.commands import node_names
+from scaletrain_cli.launch.backends.slurm.nodes import (
+    down_nodes,
+    exclude_option,
+    exclusion_for,
+    last_exclusion,
+    record_exclusion,
+    time_is_up,
+)
+from scaletrain_cli.launch.node.full_disk import is_full, say
+from scaletrain_cli.launch.node.ranks import free_port
+from scaletrain_cli.launch.restart import (
+    conclude_abandoned,
+    conclude_attempt,
+    conclude_run,
+    first_attempt_of_job,
+    why_not_begin,
+    withdraw_restart,
+)
+from scaletrain_cli.own_processes import leave_current_folder
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, read_record
+
+_SLURM_ENDS_THE_JOB = "Slurm is ending the job, and it alone decides whether the job is queued again"
+_NOT_REQUEUED = "Slurm did not requeue the job (its log says why); `scaletrain resume` goes on"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Begin or end an attempt; the exit code of the process."""
+    leave_current_folder()
+    parser = argparse.ArgumentParser(prog="slurm_job", description="Begin or end an attempt inside a Slurm job.")
+    parser.add_argument("word", choices=("begin", "end", "not-requeued"))
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("--attempt", type=int)
+    parser.add_argument("--srun-exit-code", type=int)
+    parser.add_argument("--ended-by-slurm", action="store_true", help="the batch script got SIGTERM")
+    options = parser.parse_args(arguments)
+    run = RunDir(options.run_folder.absolute())
+    told_to_stop = _SLURM_ENDS_THE_JOB if options.ended_by_slurm else None
+    try:
+        record = read_record(run)
+        if options.word == "begin":
+            return begin(run, record, os.environ)
+        if options.word == "end":
+            return end(run, record, options.attempt, options.srun_exit_code, os.environ, told_to_stop)
+        return not_requeued(run, options.attempt, told_to_stop)
+    except ScaletrainError as error:
+        say(str(error))
+        return error.exit_code
+    except OSError as error:
+        if not is_full(error):
+            raise
+        say(f"{error}; no attempt follows, since none could record anything")
+        if options.word == "end":
+            print("stop")
+        return ExitCode.DO_NOT_REQUEUE
+
+
+def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int:
+    """Claim the next attempt and print where its ranks meet; print nothing when the run must not go on."""
+    job_id = environment["SLURM_JOB_ID"]
+    given, planned = environment.get("SLURM_JOB_NUM_NODES"), record.spec.cluster.nodes
+    if given is not None and int(given) != planned:
+        # Brought back by hand after a resize. Another job has the run, so nothing is written here.
+        say(f"job {job_id} has {given} nodes and the run goes on with {planned} since it was resized")
+        return ExitCode.USAGE
+    conclude_abandoned(run, record)  # of this job, which Slurm took off its nodes before it could say its last word
+    refusal = why_not_begin(run, record, job_id)
+    if refusal is not None:
+        say(refusal.why)
+        return conclude_run(run, refusal)
+    nodes = node_names(environment.get("SLURM_JOB_NODELIST", ""))
+    number = begin_attempt(run, record.spec, scheduler="slurm", job_id=job_id, nodes=nodes)
+    print(number, _own_address(environment), free_port(""))
+    return ExitCode.DONE
+
+
+def end(
+    run: RunDir,
+    record: RunRecord,
+    number: int,
+    srun_exit_code: int,
+    environment: Mapping[str, str],
+    told_to_stop: str | None = None,
+) -> int:
+    """Judge the attempt and print what the script must do.
+
+    There is nothing to say of an attempt that was given up for dead and that a later one of the job has followed.
+    """
+    if number < max(run.attempts(), default=number):
+        print("stop")
+        say(f"attempt {number} was followed by another one already; this is not the run's end")
+        return ExitCode.CRASHED
+    job_id, attempt = environment["SLURM_JOB_ID"], read_attempt(run, number)
+    decision = conclude_attempt(
+        run,
+        record,
+        number,
+        first_attempt=first_attempt_of_job(run, job_id, number),
+        launcher_exit_code=srun_exit_code,
+        told_to_stop=told_to_stop,
+        time_is_up=lambda: time_is_up(job_id, record.spec.cluster, environment, time.time()),
+        down=down_nodes(attempt.nodes) if attempt is not None and told_to_stop is not None else None,
+    )
+    print(f"requeue {_exclude_word(run, record)}".rstrip() if decision.requeue else "stop")
+    may_go_on = decision.requeue or decision.left_to_scheduler
+    return decision.exit_code if may_go_on else conclude_run(run, decision)
+
+
+def not_requeued(run: RunDir, number: int, told_to_stop: str | None) -> int:
+    """Withdraw the promised requeue; where Slurm is ending the job it may still bring the job back by itself."""
+    if told_to_stop is not None:
+        return withdraw_restart(run, number, told_to_stop, left_to_scheduler=True).exit_code
+    return conclude_run(run, withdraw_restart(run, number, _NOT_REQUEUED))
+
+
+def _exclude_word(run: RunDir, record: RunRecord) -> str:
+    """``=HOSTLIST`` where the job's list of nodes to avoid must change, else nothing: it may be set by hand."""
+    excluded, before = exclusion_for(run, record.spec), last_exclusion(run)
+    if excluded.spared or excluded.nodes != before:
+        record_exclusion(run, excluded)
+    if excluded.nodes == before:
+        return ""
+    return f"={exclude_option(record.spec, excluded) or ''}"
+
+
+def _own_address(environment: Mapping[str, str]) -> str:
+    """The first of this node's names that resolves: Slurm's, which need not be the host's."""
+    names = [environment.get("SLURMD_NODENAME", ""), socket.gethostname()]
+    for name in names:
+        with contextlib.suppress(OSError):
+            if name:
+                socket.getaddrinfo(name, None)
+                return name
+    return names[-1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""What Slurm says of its nodes and of a job's time: which can run the job, which are down, whether its time is up.
+
+Asks sinfo and squeue by their stable text interfaces; decides nothing about runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm, node_names
+from scaletrain_cli.launch.backends.slurm.script import lead_seconds
+from scaletrain_cli.launch.backends.slurm.tables import is_usable, limit_seconds, moment
+from scaletrain_cli.launch.node_exclusion import Exclusion, exclusion
+from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
+from scaletrain_cli.rundir.journal import read_events, record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.spec import ClusterSpec, RunSpec
+
+_EARLY_SECONDS = 60.0  # Slurm may send --signal that much before the lead that was asked for
+
+
+def exclusion_for(run: RunDir, spec: RunSpec) -> Exclusion:
+    """The bad nodes that the run's next attempt is to keep away from. A silent Slurm excludes none, and says so."""
+    bad = read_bad_nodes(run.path.parent, time.time())
+    if not bad:
+        return Exclusion()
+    slurm = spec.cluster.slurm
+    try:
+        usable = usable_nodes(spec.cluster) - set(node_names(slurm.exclude or ""))
+        pinned = set(node_names(slurm.nodelist or ""))
+    except SchedulerError as error:
+        return Exclusion(spared=tuple(sorted(node.node for node in bad)), why=error.message)
+    return exclusion(bad, usable=usable, needed=spec.cluster.nodes, pinned=pinned)
+
+
+def record_exclusion(run: RunDir, excluded: Exclusion) -> None:
+    """Say in the run's events what the next attempt keeps away from, and what it cannot afford to."""
+    record_event(run, "nodes-excluded", nodes=excluded.nodes, spared=excluded.spared, why=excluded.why)
+
+
+def last_exclusion(run: RunDir) -> tuple[str, ...]:
+    """The nodes that the run's job was told to keep away from, beside the user's own."""
+    events = (event for event in reversed(read_events(run)) if event["event"] == "nodes-excluded")
+    return tuple(next(events, {"nodes": ()})["nodes"])
+
+
+def exclude_option(spec: RunSpec, excluded: Exclusion) -> str | None:
+    """The user's own exclusion and ours, in one hostlist."""
+    return ",".join([*([spec.cluster.slurm.exclude] if spec.cluster.slurm.exclude else []), *excluded.nodes]) or None
+
+
+def usable_nodes(cluster: ClusterSpec) -> set[str]:
+    """The nodes of the job's partition, or of the default one, that Slurm would run something on, busy or not."""
+    partition = cluster.slurm.partition
+    chosen = [f"--partition={partition}"] if partition else []
+    answer = call_slurm(["sinfo", "--noheader", "--Node", "--format=%N|%t|%P", *chosen])
+    rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 2]
+    return {name for name, state, of in rows if is_usable(state) and (partition or of.strip().endswith("*"))}
+
+
+def down_nodes(names: tuple[str, ...]) -> frozenset[str]:
+    """Which of these Slurm itself holds to be lost; none if it does not answer."""
+    if not names:
+        return frozenset()
+    try:
+        answer = call_slurm(["sinfo", "--noheader", "--Node", "--format=%N|%t", f"--nodes={','.join(names)}"])
+    except SchedulerError:
+        return frozenset()
+    rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 1]
+    return frozenset(name for name, state in rows if state.startswith("down") or state.rstrip().endswith("*"))
+
+
+def time_is_up(job_id: str, cluster: ClusterSpec, environment: Mapping[str, str], now: float) -> bool:
+    """Whether the job's time limit is what its ranks were warned of. The variable is there from Slurm 23.02 on."""
+    told = environment.get("SLURM_JOB_END_TIME", "")
+    end = float(told) if told.isdigit() else _end_by_limit(job_id)
+    return end is not None and now >= end - lead_seconds(cluster) - _EARLY_SECONDS
+
+
+def _end_by_limit(job_id: str) -> float | None:
+    """When the job's time is up. Not squeue's own end time, which is now for a job that is being cancelled."""
+    command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%S|%l"]
+    try:
+        start, _, limit = call_slurm(command, accept=("Invalid job id",)).stdout.strip().partition("|")
+    except SchedulerError:
+        return None
+    began, lasts = moment(start), limit_seconds(limit)  # None for N/A and UNLIMITED
+    return began + lasts if began is not None and lasts is not None else None

@@ -1,0 +1,414 @@
+"""Whether a site can ever run a job as the spec asks for it, told apart from what only makes it wait. Pure.
+
+Every problem at once, each with what was given, what is allowed and what to do. Slurm itself accepts much of this and
+leaves the job pending for ever.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from scaletrain_cli.errors import Problem
+from scaletrain_cli.launch.backends.slurm.script import cores_per_node
+from scaletrain_cli.launch.backends.slurm.site import AT_LEAST, GPU, PER_NODE, Limit, Site, fit
+from scaletrain_cli.launch.backends.slurm.tables import Node, Partition
+from scaletrain_cli.spec import ClusterSpec, RunSpec
+from scaletrain_cli.text import did_you_mean
+
+# Whether a node of a partition could hold its part of a job at all, and which key of the spec asks too much.
+
+
+def too_small(cluster: ClusterSpec, node: Node) -> Iterator[str]:
+    """Keys of the spec that ask for more than the node has; what Slurm does not tell of a node is enough."""
+    slurm = cluster.slurm
+    if cluster.gpu != "cpu":
+        if slurm.gres_type is not None and not node.gpus.get(slurm.gres_type):
+            yield "cluster.slurm.gres_type"
+        elif _gpus(cluster, node) < cluster.gpus_per_node:
+            yield "cluster.gpus_per_node"
+    if node.cpus and (cores_per_node(cluster) or 0) > node.cpus:
+        yield "cluster.cpus_per_gpu"
+    if node.memory_mib and (slurm.memory_per_node or 0) > node.memory_mib * 2**20:
+        yield "cluster.slurm.memory_per_node"
+
+
+def shortages(spec: RunSpec, partition: str, nodes: Sequence[Node]) -> Iterator[Problem]:
+    """Why none of these nodes will do: what all of them lack, or else what any of them does."""
+    lacking = [set(too_small(spec.cluster, node)) for node in nodes]
+    for key in sorted(set.intersection(*lacking) or set.union(*lacking)):
+        yield _shortage(spec, partition, nodes, key)
+
+
+def _shortage(spec: RunSpec, partition: str, nodes: Sequence[Node], key: str) -> Problem:
+    cluster, slurm = spec.cluster, spec.cluster.slurm
+    given: object
+    if key == "cluster.slurm.gres_type":
+        kinds = sorted({kind or "GPUs without a type" for node in nodes for kind, count in node.gpus.items() if count})
+        there = f"there are {', '.join(kinds)}" if kinds else "it has none"
+        given, message = slurm.gres_type, f"no node of partition {partition} has GPUs of this type; {there}."
+        hint = "Use one of these, or another partition." if kinds else "Use another partition."
+    elif key == "cluster.gpus_per_node":
+        most = max(_gpus(cluster, node) for node in nodes)
+        given, message = cluster.gpus_per_node, f"nodes of partition {partition} have {most} GPUs."
+        hint = f"Ask for {most} per node and more nodes." if most else "Use another partition."
+    elif key == "cluster.cpus_per_gpu":
+        most = max(node.cpus for node in nodes)
+        asked = cores_per_node(cluster)
+        given, message = cluster.cpus_per_gpu, f"nodes of {partition} have {most} CPUs; the job wants {asked} on each."
+        enough = most // cluster.gpus_per_node
+        hint = f"Set it to {enough}." if enough else "Leave it out, or ask for fewer ranks per node."
+    else:
+        most = max(node.memory_mib for node in nodes)
+        given, message = slurm.memory_per_node, f"nodes of partition {partition} have {most} MiB."
+        hint = f"Set it to {most}MiB or less."
+    return Problem(spec.where(key), key, message, str(given), hint)
+
+
+def _gpus(cluster: ClusterSpec, node: Node) -> int:
+    """Those that the job may have of the node."""
+    kind = cluster.slurm.gres_type
+    return node.gpus.get(kind, 0) if kind is not None else sum(node.gpus.values())
+
+
+# Which rule of the site takes a job's nodes away, in words, and what of it the run should know.
+
+
+def preemption_rule(site: Site, cluster: ClusterSpec) -> str:
+    """One paragraph, for the script; empty where Slurm did not tell."""
+    kind = site.config.get("PreemptType", "")
+    if kind in ("preempt/none", "(null)"):
+        return "Preemption: none on this cluster (PreemptType=preempt/none)."
+    if kind == "preempt/qos":
+        return f"Preemption: by QOS. {_by_qos(site)}"
+    if kind == "preempt/partition_prio":
+        told = " ".join(_by_partition(site, partition) for partition in site.partitions_of(cluster))
+        return f"Preemption: by the tiers of partitions. {told}" if told else ""
+    return f"Preemption: by {kind}, which is not known here." if kind else ""
+
+
+def preemption_notes(site: Site, cluster: ClusterSpec) -> Iterator[str]:
+    """What the spec should say otherwise under this rule."""
+    for where, mode, grace in _rules(site, cluster):
+        kill_wait = _kill_wait_seconds(site)
+        given = grace or kill_wait
+        name = "GraceTime" if grace else "no GraceTime, so KillWait"
+        if "OFF" in mode:
+            continue
+        if "CANCEL" in mode:
+            yield f"{where} cancels what it preempts (PreemptMode={mode}): `scaletrain resume` brings a run back."
+        elif "SUSPEND" in mode:
+            yield f"{where} suspends what it preempts (PreemptMode={mode}): the job keeps its memory and waits."
+        if "SUSPEND" not in mode and given < cluster.grace_seconds:
+            yield (
+                f"cluster.grace_seconds = {cluster.grace_seconds:g}, but {where} gives a preempted job {given:g} s "
+                f"({name}): set it to {given:g}, or what is not saved by then is lost."
+            )
+
+
+def _rules(site: Site, cluster: ClusterSpec) -> Iterator[tuple[str, str, float]]:
+    """Who preempts: its name, how, and with which grace time."""
+    kind = site.config.get("PreemptType", "")
+    if kind == "preempt/partition_prio":
+        for partition in site.partitions_of(cluster):
+            if _higher(site, partition):
+                yield f"partition {partition.name}", partition.preempt_mode, partition.grace_seconds
+    elif kind == "preempt/qos" and _preemptors(site):
+        mode, grace = _qos_mode(site)
+        yield f"QOS {site.qos}", mode, grace
+
+
+def _by_partition(site: Site, partition: Partition) -> str:
+    higher = _higher(site, partition)
+    if "OFF" in partition.preempt_mode or not higher:
+        why = "PreemptMode=OFF" if "OFF" in partition.preempt_mode else "no partition of a higher tier"
+        return f"Jobs of {partition.name} keep their nodes ({why})."
+    return (
+        f"{partition.name} loses nodes to {', '.join(higher)}: "
+        f"{_way(site, partition.preempt_mode, partition.grace_seconds)}"
+    )
+
+
+def _by_qos(site: Site) -> str:
+    preemptors = _preemptors(site)
+    if not preemptors:
+        return f"No QOS preempts {site.qos or 'that of this job'}."
+    return f"{site.qos} loses nodes to {', '.join(preemptors)}: {_way(site, *_qos_mode(site))}"
+
+
+def _way(site: Site, mode: str, grace_seconds: float) -> str:
+    """What a preempted job gets, and who brings it back."""
+    kill_wait = _kill_wait_seconds(site)
+    if grace_seconds:
+        when = f"SIGTERM to the agents, GraceTime {grace_seconds:g} s, then KillWait {kill_wait:g} s and SIGKILL."
+        back = "This script requeues what has saved in time, Slurm what has not."
+    else:
+        when = f"no GraceTime: SIGTERM, KillWait {kill_wait:g} s, SIGKILL."
+        back = "Slurm requeues it."
+    if "REQUEUE" not in mode:
+        back = f"Slurm does not requeue it (PreemptMode={mode})."
+    return f"PreemptMode={mode}, {when} {back}"
+
+
+def _higher(site: Site, partition: Partition) -> list[str]:
+    here = {node.name for node in site.nodes if partition.name in node.partitions}
+    shared = {name for node in site.nodes if node.name in here for name in node.partitions}
+    return [other.name for other in site.partitions if other.tier > partition.tier and other.name in shared]
+
+
+def _preemptors(site: Site) -> list[str]:
+    return [rule.name for rule in site.qos_rules if site.qos in rule.preempts]
+
+
+def _qos_mode(site: Site) -> tuple[str, float]:
+    cluster_wide = site.config.get("PreemptMode", "OFF")
+    rule = next((rule for rule in site.qos_rules if rule.name == site.qos), None)
+    if rule is None:
+        return cluster_wide, 0.0
+    return (cluster_wide if rule.mode in ("", "cluster") else rule.mode.upper()), rule.grace_seconds
+
+
+def _kill_wait_seconds(site: Site) -> float:
+    found = re.match(r"\d+", site.config.get("KillWait", ""))
+    return float(found[0]) if found else 30.0
+
+
+_WHEN = "%Y-%m-%d %H:%M"
+_REFUSING_STATES = ("DRAIN", "INACTIVE")
+
+
+@dataclass(frozen=True)
+class PreflightVerdict:
+    """What can never work, and what only waits or should be known."""
+
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+
+def check_site(site: Site, spec: RunSpec, expand: Callable[[str], Collection[str]]) -> PreflightVerdict:
+    """``expand`` turns a hostlist into names."""
+    return _Judge(site, spec, expand).verdict()
+
+
+@dataclass
+class _Judge:
+    site: Site
+    spec: RunSpec
+    expand: Callable[[str], Collection[str]]
+
+    def verdict(self) -> PreflightVerdict:
+        partitions = self.site.partitions_of(self.spec.cluster)
+        notes: list[str] = []
+        named = [*self._no_partition(partitions), *self._who()]
+        problems = [] if self.site.may_rewrite_jobs else named
+        if self.site.may_rewrite_jobs:  # then sbatch --test-only is the judge of names
+            notes += [f"{one.subject}: {one.message} A plugin of the site may change that." for one in named]
+        by_partition = [list(self._of_partition(partition, notes)) for partition in partitions]
+        if all(by_partition):  # Slurm takes the first of a list of partitions that can
+            problems += [one for found in by_partition for one in found]
+        problems += self._quotas(partitions, notes)
+        problems += self._reservation(notes)
+        notes += preemption_notes(self.site, self.spec.cluster)
+        if self.site.qos_says("NoReserve") and self.spec.cluster.nodes > 1:
+            notes.append(
+                f"QOS {self.site.qos} sets no nodes aside for a job that waits (NoReserve): smaller jobs may keep "
+                f"taking those that get free, until {self.spec.cluster.nodes} are free at once."
+            )
+        return PreflightVerdict(tuple(dict.fromkeys(problems)), tuple(dict.fromkeys(notes)))
+
+    def _problem(self, key: str, message: str, given: object, hint: str) -> Problem:
+        return Problem(self.spec.where(key), key, message, str(given), hint)
+
+    def _no_partition(self, found: list[Partition]) -> Iterator[Problem]:
+        wanted = self.spec.cluster.slurm.partition
+        names = [partition.name for partition in self.site.partitions]
+        if wanted is None and not found and names:
+            hint = f"Set it to one of {', '.join(names)}."
+            yield self._problem("cluster.slurm.partition", "this cluster has no default partition.", "null", hint)
+        elif wanted is not None and names:
+            for name in wanted.split(","):
+                if name not in names:
+                    hint = did_you_mean(name, names).strip() or "Use one of these."
+                    message = f"this cluster has the partitions {', '.join(names)}."
+                    yield self._problem("cluster.slurm.partition", message, name, hint)
+
+    def _who(self) -> Iterator[Problem]:
+        site, slurm = self.site, self.spec.cluster.slurm
+        accounts = sorted({one.account for one in site.associations})
+        if site.enforces("associations") and accounts and slurm.account and slurm.account not in accounts:
+            message = f"{site.user} may charge {', '.join(accounts)}."
+            yield self._problem(
+                "cluster.slurm.account", message, slurm.account, "Use one of these, or ask to be added."
+            )
+        allowed = sorted({qos for one in site.associations if one.account == site.account for qos in one.qos})
+        if site.enforces("qos") and allowed and slurm.qos and slurm.qos not in allowed:
+            message = f"{site.user} may use {', '.join(allowed)} in account {site.account}."
+            yield self._problem("cluster.slurm.qos", message, slurm.qos, "Use one of these, or another account.")
+
+    def _of_partition(self, partition: Partition, notes: list[str]) -> Iterator[Problem]:
+        cluster, slurm, name = self.spec.cluster, self.spec.cluster.slurm, partition.name
+        key = "cluster.slurm.partition"
+        if partition.state in _REFUSING_STATES:
+            yield self._problem(key, f"is {partition.state} and takes no jobs.", name, "Use another, or wait.")
+        elif partition.state != "UP":
+            notes.append(f"partition {name} is {partition.state}: jobs wait until it is UP again.")
+        longest = None if self.site.qos_may_lift("PartitionTimeLimit") else partition.max_seconds
+        if (wanted := slurm.time) is not None and longest is not None and wanted > longest:
+            most = _duration(longest)
+            yield self._problem(
+                "cluster.slurm.time",
+                f"jobs of {name} may last {most} (MaxTime).",
+                _duration(wanted),
+                f"Set it to {most} or less: a run that is requeued goes on from its last checkpoint.",
+            )
+        most_nodes = None if self.site.qos_may_lift("PartitionMaxNodes") else partition.max_nodes
+        if most_nodes is not None and cluster.nodes > most_nodes:
+            message = f"a job of {name} may have {partition.max_nodes} nodes (MaxNodes)."
+            yield self._problem("cluster.nodes", message, cluster.nodes, "Ask for fewer, or in another partition.")
+        if cluster.nodes < partition.min_nodes and not self.site.qos_may_lift("PartitionMinNodes"):
+            message = f"a job of {name} must have {partition.min_nodes} nodes (MinNodes)."
+            yield self._problem("cluster.nodes", message, cluster.nodes, "Ask for more, or in another partition.")
+        for what, mine, allowed, denied in (
+            ("account", self.site.account, partition.allowed_accounts, partition.denied_accounts),
+            ("qos", self.site.qos, partition.allowed_qos, partition.denied_qos),
+        ):
+            if mine and (mine in denied or (allowed is not None and mine not in allowed)):
+                among = f"only {', '.join(sorted(allowed))}" if allowed is not None else f"not {mine}"
+                hint = f"Set cluster.slurm.{what} or cluster.slurm.partition."
+                yield self._problem(f"cluster.slurm.{what}", f"partition {name} admits {among}.", mine, hint)
+        yield from self._nodes_of(partition, notes)
+
+    def _nodes_of(self, partition: Partition, notes: list[str]) -> Iterator[Problem]:
+        """Whether so many nodes of that kind are there at all, in whatever state; and how many are out of order."""
+        cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
+        here = [node for node in self.site.nodes if partition.name in node.partitions]
+        excluded = set(self.expand(slurm.exclude)) if slurm.exclude else set()
+        pinned = set(self.expand(slurm.nodelist)) if slurm.nodelist else set()
+        if here and pinned - {node.name for node in here}:
+            strange = ", ".join(sorted(pinned - {node.name for node in here}))
+            message = f"{strange} not in partition {partition.name}."
+            yield self._problem("cluster.slurm.nodelist", message, slurm.nodelist, "Name nodes of that partition.")
+            return
+        offered = [node for node in here if node.name not in excluded]
+        fitting = [node for node in offered if not any(too_small(cluster, node))]
+        if not here or len(fitting) >= cluster.nodes:
+            usable = sum(node.is_usable for node in fitting)
+            if here and usable < cluster.nodes:
+                down = ", ".join(f"{node.name} {node.state}" for node in fitting if not node.is_usable)
+                notes.append(
+                    f"{usable} of {len(fitting)} nodes of {partition.name} that fit the job are in order ({down}): "
+                    f"it waits until {cluster.nodes} are."
+                )
+            else:
+                notes.extend(self._reserved(partition, fitting))
+            return
+        if fitting or not offered:
+            kind = "that fit the job" if len(fitting) < len(here) else "in all"
+            less = f", beside those in exclude ({slurm.exclude})" if excluded else ""
+            message = f"partition {partition.name} has {len(fitting)} nodes {kind}{less}."
+            yield self._problem("cluster.nodes", message, cluster.nodes, f"Ask for {max(1, len(fitting))} at most.")
+            return
+        yield from shortages(self.spec, partition.name, offered)
+
+    def _quotas(self, partitions: list[Partition], notes: list[str]) -> Iterator[Problem]:
+        """Against what the account and QOS may hold at once: never, or not now."""
+        cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
+        if not self.site.enforces("limits"):
+            return
+        request: dict[str, float] = {"node": cluster.nodes}
+        if cluster.gpu != "cpu":
+            request[GPU] = cluster.nodes * cluster.gpus_per_node
+            if slurm.gres_type is not None:
+                request[f"{GPU}:{slurm.gres_type}"] = request[GPU]
+        if (cores := cores_per_node(cluster)) is not None:
+            request["cpu"] = cluster.nodes * cores
+        if slurm.memory_per_node is not None:
+            request["mem"] = cluster.nodes * slurm.memory_per_node / 2**20
+        found = fit(self.site.limits, request, slurm.time, cluster.nodes)
+        for limit in found.never:
+            yield self._beyond(limit, request)
+        for limit in found.busy:
+            used, allowed = f"{limit.used:g}", f"{limit.allowed:g}"
+            if limit.kind == "GrpTRESMins":
+                notes.append(f"{limit.owner} has used up its {allowed} minutes of {limit.in_words} ({limit.kind}).")
+            else:
+                notes.append(
+                    f"{limit.owner} has {used} of its {allowed} {limit.in_words} in use ({limit.kind}): "
+                    f"the job waits for {request.get(limit.resource, 1):g}."
+                )
+
+    def _beyond(self, limit: Limit, request: dict[str, float]) -> Problem:
+        at_once = "on each node" if limit.kind == PER_NODE else "in a job" if limit.used is None else "at once"
+        elsewhere = "or use another account or QOS."
+        if limit.kind == AT_LEAST:
+            message = f"a job of {limit.owner} must ask for {limit.allowed:g} {limit.in_words} ({limit.kind})."
+            given = f"{request[limit.resource]:g} {limit.in_words} over all nodes"
+            return self._problem("cluster.nodes", message, given, f"Ask for more, {elsewhere}")
+        if limit.resource == "seconds":
+            most = _duration(limit.allowed)
+            given = _duration(self.spec.cluster.slurm.time or 0)
+            message = f"{limit.owner} allows jobs of {most} ({limit.kind})."
+            return self._problem("cluster.slurm.time", message, given, f"Set it to {most} or less, {elsewhere}")
+        key = {"mem": "cluster.slurm.memory_per_node", "cpu": "cluster.cpus_per_gpu"}.get(
+            limit.resource, "cluster.nodes"
+        )
+        message = f"{limit.owner} may hold {limit.allowed:g} {limit.in_words} {at_once} ({limit.kind})."
+        given = f"{request.get(limit.resource, 1):g} {limit.in_words} over all nodes"
+        return self._problem(key, message, given, f"Ask for less, {elsewhere}")
+
+    def _reservation(self, notes: list[str]) -> Iterator[Problem]:
+        """The one that is asked for. What Slurm does not show may be there: then sbatch --test-only is the judge."""
+        wanted, site = self.spec.cluster.slurm.reservation, self.site
+        if site.qos_says("RequiresReservation") and wanted is None:
+            message = f"QOS {site.qos} is for jobs in a reservation alone (RequiresReservation)."
+            if site.may_rewrite_jobs:
+                notes.append(f"{message} A plugin of the site may name one.")
+                return
+            yield self._problem("cluster.slurm.reservation", message, "null", "Name one, or use another QOS.")
+        names = [one.name for one in site.reservations or ()]
+        if site.reservations is None:
+            what = f"reservation {wanted} is there, or maintenance" if wanted is not None else "maintenance is"
+            notes.append(f"whether {what} ahead is not known: scontrol show reservation has no answer.")
+        elif wanted is not None and wanted not in names and site.hides_reservations:
+            notes.append(
+                f"whether reservation {wanted} is there is not known: Slurm shows you those alone that you may use "
+                "(PrivateData). It judges itself."
+            )
+        elif wanted is not None and wanted not in names:
+            there = f"this cluster has {', '.join(names)}." if names else "this cluster has none now."
+            yield self._problem("cluster.slurm.reservation", there, wanted, "Use one of these, or none.")
+
+    def _reserved(self, partition: Partition, fitting: list[Node]) -> Iterator[str]:
+        """Reservations that the job cannot end before, where too few nodes are left beside them."""
+        slurm, now = self.spec.cluster.slurm, self.site.now
+        lasts = slurm.time or partition.default_seconds or partition.max_seconds or float("inf")
+        in_the_way = [
+            one
+            for one in self.site.reservations or ()
+            if one.name != slurm.reservation and one.start < now + lasts and one.end > now
+        ]
+        taken = {name for one in in_the_way for name in one.nodes}
+        if sum(node.is_usable and node.name not in taken for node in fitting) >= self.spec.cluster.nodes:
+            return
+        for one in sorted(in_the_way, key=lambda one: one.start):
+            hit = sorted(one.nodes & {node.name for node in fitting})
+            if not hit:
+                continue
+            what = "maintenance" if one.is_maintenance else "reservation"
+            began, until = (time.strftime(_WHEN, time.localtime(moment)) for moment in (one.start, one.end))
+            before = ""
+            if one.start - now > 600:
+                before = f", unless cluster.slurm.time lets it end before that (at most {_duration(one.start - now)})"
+            yield (
+                f"{what} {one.name} takes {len(hit)} nodes of {partition.name} from {began} to {until}: "
+                f"the job waits until it is over{before}."
+            )
+
+
+def _duration(seconds: float) -> str:
+    minutes = int(seconds // 60)
+    days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
+    parts = [f"{days}d"] * bool(days) + [f"{hours}h"] * bool(hours) + [f"{minutes}m"] * bool(minutes)
+    return "".join(parts) or f"{seconds:g}s"

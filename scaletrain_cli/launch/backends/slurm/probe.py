@@ -1,0 +1,155 @@
+"""Ask the nodes themselves, before the gang is queued: one short submitit task on each of as many nodes as planned.
+
+Leaves nothing behind, whatever happens. What is asked, and what the answers mean, is in node_probe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import shutil
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.errors import MissingPackageError, Problem, SchedulerError, UsageError, WrongNodesError
+from scaletrain_cli.extras import install_command
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm, node_names, passed_on
+from scaletrain_cli.launch.backends.slurm.queue import job_state
+from scaletrain_cli.launch.backends.slurm.script import sbatch_options
+from scaletrain_cli.launch.node.probe import NodeFacts, answer_file, place_token, probe_problems, read_answer
+from scaletrain_cli.own_processes import absolute_paths, python_command
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.paths import runs_root
+from scaletrain_cli.safe_files import make_folder
+from scaletrain_cli.spec import RunSpec
+
+_JOB_MINUTES = 5
+_QUEUE_SECONDS = 1800.0  # who has to wait longer for the nodes should queue the job itself
+_LATE_SECONDS = 10.0  # for a result to appear on a shared file system after its job has ended
+_POLL_SECONDS = 0.5
+# submitit and this module say these themselves; what a job of minutes does not need is left out.
+_SAID_OTHERWISE = {"job-name", "nodes", "ntasks-per-node", "time", "signal", "requeue", "open-mode", "output"}
+
+
+def probe_nodes(spec: RunSpec, plan: RunPlan) -> list[NodeFacts]:
+    """Wait for the nodes' answers. Raises WrongNodesError when they are not what was planned."""
+    if find_spec("submitit") is None:
+        raise MissingPackageError("--probe needs submitit.", install_command("slurm"))
+    root = runs_root()
+    folder = root / f".probe-{secrets.token_hex(4)}"  # the dot hides it from `scaletrain list`
+    try:
+        make_folder(root, mode=0o777)
+        make_folder(folder, mode=0o700, exist_ok=False)
+        place_token(folder, folder.name)
+    except OSError as error:
+        raise UsageError(f"the runs root {root} cannot be written here: {error}") from error
+    try:
+        return _probe(spec, plan, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # a task that is still ending may hold a file in it
+
+
+def _probe(spec: RunSpec, plan: RunPlan, folder: Path) -> list[NodeFacts]:
+    job = _submit(spec, folder)
+    try:
+        silent = _wait(job.job_id, spec.cluster.nodes, folder)
+    finally:
+        # --quiet: a job that has ended is what it should be.
+        call_slurm(["scancel", "--quiet", job.job_id], accept=("Invalid job id", "already completing"))
+    nodes = [facts for index in range(spec.cluster.nodes) if (facts := read_answer(folder, index)) is not None]
+    problems = list(probe_problems(spec, plan, nodes))
+    if silent:
+        names = _names(job.job_id, spec.cluster.nodes)
+        problems += _nothing_from([names[index] for index in sorted(silent)], folder)
+    if problems:
+        raise WrongNodesError("The nodes are not what was planned. Nothing was queued.", tuple(problems))
+    return nodes
+
+
+def _submit(spec: RunSpec, folder: Path) -> Any:
+    import submitit
+
+    # srun writes the tasks' logs.
+    options: dict[str, str | bool] = {"output": "/dev/null", "error": "/dev/null"}
+    for option in sbatch_options(spec, folder.name):
+        name, equals, value = option.partition("=")
+        if name not in _SAID_OTHERWISE:
+            options[name] = value if equals else True
+    command = shlex.join(python_command("scaletrain_cli.launch.node.probe", str(folder), folder.name))
+    with _only_what_is_passed_on(spec):
+        executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=0)
+        executor.update_parameters(
+            job_name="scaletrain-probe",
+            nodes=spec.cluster.nodes,
+            ntasks_per_node=1,
+            time=_JOB_MINUTES,
+            wckey=None,
+            additional_parameters=options,
+            srun_args=["--export=ALL", "--mpi=none", "--kill-on-bad-exit=0"],
+        )
+        try:
+            # Not submit(): it pickles, and who may write to the runs root could put another folder in place of ours.
+            return executor._submit_command(command)
+        except submitit.core.utils.FailedJobError as error:
+            raise SchedulerError(f"the probe was refused: {error}") from error
+
+
+def _wait(job_id: str, nodes: int, folder: Path) -> set[int]:
+    """Until every node has answered or none will any more; the tasks without an answer."""
+    deadline = time.monotonic() + _QUEUE_SECONDS
+    ended: float | None = None
+    while True:
+        silent = {index for index in range(nodes) if not answer_file(folder, index).exists()}
+        now = time.monotonic()
+        if not silent or (ended is not None and now > ended + _LATE_SECONDS):
+            return silent
+        if now > deadline:
+            raise SchedulerError(
+                f"Slurm gave the probe no {nodes} nodes within {_QUEUE_SECONDS / 60:.0f} min. Submit without --probe."
+            )
+        if ended is None and _has_ended(job_id):
+            ended = now
+        time.sleep(_POLL_SECONDS)
+
+
+def _has_ended(job_id: str) -> bool:
+    command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T"]
+    states = call_slurm(command, accept=("Invalid job id",)).stdout.split()
+    return all(job_state(state) == "ended" for state in states)
+
+
+def _names(job_id: str, nodes: int) -> list[str]:
+    """The node of each task."""
+    command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%N"]
+    names = node_names(call_slurm(command, accept=("Invalid job id",)).stdout.strip())
+    return list(names) if len(names) == nodes else [f"node {index}" for index in range(nodes)]
+
+
+def _nothing_from(names: list[str], folder: Path) -> Iterator[Problem]:
+    logs = [path.read_text(encoding="utf-8", errors="replace").strip() for path in sorted(folder.glob("*_log.err"))]
+    said = next((f" Slurm says: {log.splitlines()[-1]}" for log in logs if log), "")
+    for name in names:
+        yield Problem(
+            name,
+            "",
+            f"no answer: it does not see {folder.parent}, or Python and this package, at the same place as here.{said}",
+            hint="Put the runs root ($SCALETRAIN_RUNS) and the installation on a file system that the nodes share.",
+        )
+
+
+@contextlib.contextmanager
+def _only_what_is_passed_on(spec: RunSpec) -> Iterator[None]:
+    """Slurm stores the environment of who submits, and submitit hands it all of this process's."""
+    before, allowed = dict(os.environ), passed_on(spec.secret_env)
+    os.environ.clear()
+    os.environ.update(absolute_paths(allowed))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,287 @@
+"""The batch script of a run, as text. Pure: what cannot be one word in a `#SBATCH` line is not put there.
+
+Every value reaches bash through shlex.quote, or is a word that the spec's schema has checked. Secrets are not in it:
+the node agent reads them from the run directory. What Slurm tells which process when, slurm/README.md says.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.backends.slurm.commands import PASSED_ON
+from scaletrain_cli.own_processes import START, absolute_paths
+from scaletrain_cli.spec import ClusterSpec, RunSpec
+
+# The lines of the batch script that make the environment of a run's ranks: what goes on, modules, an activation.
+
+
+# Slurm's own and the devices', what sites set for their network, and Kerberos, without which home may be unreadable.
+_FAMILIES = (
+    *("SLURM_*", "SLURMD_*", "SRUN_*", "SCALETRAIN_*", "CUDA_*", "NVIDIA_*", "NCCL_*", "UCX_*", "FI_*", "GLOO_*"),
+    *("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK", "KRB5CCNAME", "PWD"),
+)
+# Of the machine outside: an image has its own.
+_NOT_IN_CONTAINERS = {"LD_LIBRARY_PATH", "CUDA_HOME", "VIRTUAL_ENV", "PYTHONPATH", "SSL_CERT_FILE"}
+_MODULES_SCRIPTS = ("/etc/profile.d/modules.sh", "/etc/profile.d/lmod.sh", "/etc/profile.d/z00_lmod.sh")
+
+
+def environment_lines(spec: RunSpec) -> Iterator[str]:
+    """Drop what is not allowed to go on; ``"${dropped[@]}"`` is for env, of what no shell can unset."""
+    yield "# Of the environment that came with the job only this goes on; the ranks get what the spec names beside it."
+    yield "dropped=()"
+    yield "while IFS='=' read -r -d '' name _; do"
+    yield '    case "$name" in'
+    if spec.secret_env:  # the agents read their values from the run directory
+        yield f"    {'|'.join(spec.secret_env)}) ;;"
+    yield from _patterns(spec)
+    yield "    esac"
+    yield '    unset -v "$name" 2>/dev/null || dropped+=("--unset=$name") # a function, or no name that a shell knows'
+    yield "done < <(env -0)"
+
+
+def module_lines(spec: RunSpec) -> Iterator[str]:
+    """Load the modules and source the activation, in this order."""
+    slurm = spec.cluster.slurm
+    if slurm.modules:
+        yield "# A batch shell is no login shell: it may not know `module` yet."
+        yield f'for init in "${{MODULESHOME:-}}/init/bash" {" ".join(_MODULES_SCRIPTS)}; do'
+        yield '    type module >/dev/null 2>&1 || { [ -r "$init" ] && . "$init"; }'
+        yield "done"
+        names = " ".join(map(shlex.quote, slurm.modules))
+        yield f"module load {names} || {{ echo 'cluster.slurm.modules could not be loaded' >&2; exit 4; }}"
+    if slurm.activate is not None:
+        path = shlex.quote(slurm.activate)
+        yield f". {path} || {{ echo 'cluster.slurm.activate could not be sourced' >&2; exit 4; }}"
+
+
+def _patterns(spec: RunSpec) -> Iterator[str]:
+    """The allowed names as cases, in lines of a readable length."""
+    names = PASSED_ON - (_NOT_IN_CONTAINERS if spec.cluster.slurm.container is not None else set())
+    line = "    "
+    for pattern in [*_FAMILIES, *sorted(names)]:
+        if len(line) + len(pattern) > 110:
+            yield f"{line}\\"
+            line = "    "
+        line += f"{pattern}|"
+    yield f"{line.removesuffix('|')}) continue ;;"
+
+
+# The words around the node agent that put it into a container, as bash reads them.
+
+
+# Over what the image has by these names: of the rest the image's own values win, and the agent sets the ranks'.
+_FROM_THE_JOB = "MASTER_ADDR,MASTER_PORT"
+
+
+def srun_words(cluster: ClusterSpec, run_folder: Path) -> Iterator[str]:
+    """Options of srun."""
+    container = cluster.slurm.container
+    if container is None or container.runtime != "pyxis":
+        return
+    yield shlex.quote(f"--container-image={container.image}")
+    yield shlex.quote(f"--container-mounts={','.join(_mounts(cluster, run_folder))}")
+    yield f"--container-env={_FROM_THE_JOB}"
+
+
+def agent_words(cluster: ClusterSpec, run_folder: Path) -> Iterator[str]:
+    """What srun starts, up to the interpreter."""
+    container = cluster.slurm.container
+    if container is None:
+        yield '"$python"'
+        return
+    if container.runtime == "apptainer":
+        yield "apptainer exec"
+        if cluster.gpu != "cpu":
+            yield "--nv"
+        for mount in _mounts(cluster, run_folder):
+            yield f"--bind {shlex.quote(mount)}"
+        yield shlex.quote(container.image)
+    yield shlex.quote(container.python)
+    yield "-s"  # packages of the image alone: home, with what pip has put there, is often mounted
+
+
+def _mounts(cluster: ClusterSpec, run_folder: Path) -> list[str]:
+    """The runs root first: data sets and the list of bad nodes are beside the run."""
+    assert cluster.slurm.container is not None
+    root = str(run_folder.parent)
+    if set(root) & set(",:\n"):
+        raise SchedulerError(
+            f"{root}: a comma, a colon or a line end in it would be read as part of the list of mounts. "
+            "Move the runs root: $SCALETRAIN_RUNS."
+        )
+    return [f"{root}:{root}", *cluster.slurm.container.mounts]
+
+
+# How long the other nodes may take to end by themselves once one agent has ended.
+_STRAGGLER_SECONDS = 30
+_SMALLEST_LEAD_SECONDS = 60  # Slurm looks at time limits about every half minute
+_REQUEUE_PAUSES_SECONDS = (5, 15, 30, 0)
+# The agents get these from the script and srun; in the ranks the contract with the engine overrides the user's anyway.
+_OWN_VARIABLES = frozenset({"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"})
+
+
+def job_script(
+    spec: RunSpec,
+    run_id: str,
+    run_folder: Path,
+    python: str = sys.executable,
+    *,
+    exclude: str | None = None,
+    preemption: str = "",
+) -> str:
+    """What sbatch gets. Slurm runs it on the first node, again from the top after each requeue.
+
+    ``exclude`` is a hostlist that takes the place of the spec's own; ``preemption`` says in words which rule of the
+    site the run relies on.
+    """
+    slurm = spec.cluster.slurm
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH --{option}" for option in sbatch_options(spec, run_id, exclude)),
+        "",
+        *(f"# {line}" for line in textwrap.wrap(preemption, 116)),
+        *([""] if preemption else []),
+        *environment_lines(spec),
+        "",
+        *_search_path_lines(),
+        *module_lines(spec),
+        "keep_absolute PATH PYTHONPATH",
+        f"python={'$(type -P python3)' if slurm.activate is not None else shlex.quote(python)}",
+        f"start={shlex.quote(START)}",
+        f"run={shlex.quote(str(run_folder))}",
+        "",
+        "# The ranks get the signals from their agents; this shell only has to outlive them and judge the end.",
+        "# SIGTERM here means that Slurm is ending the job, and a job that someone cancels must stay so.",
+        "ended_by_slurm=",
+        "trap 'ended_by_slurm=--ended-by-slurm' TERM",
+        "trap : USR1",
+        "",
+        'began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || exit',
+        '[ -n "$began" ] || exit 0 # the run is done already',
+        'read -r attempt address port <<<"$began"',
+        "",
+        "# env, not export: no variable of the run can change this shell or its own commands.",
+        'env "${dropped[@]}" \\',
+        *(f"    {name}={shlex.quote(value)} \\" for name, value in _agent_environment(spec).items()),
+        '    MASTER_ADDR="$address" MASTER_PORT="$port" \\',
+        f"    {_srun(spec.cluster, run_folder)} \\",
+        f"    {' '.join(agent_words(spec.cluster, run_folder))} \\",
+        '    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" &',
+        "step=$!",
+        'while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal ends wait early',
+        'wait "$step"',
+        "code=$?",
+        "",
+        'verdict=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \\',
+        '    --srun-exit-code "$code" $ended_by_slurm)',
+        "code=$?",
+        'read -r verdict exclude <<<"$verdict"',
+        '[ "$verdict" = requeue ] || exit "$code"',
+        "",
+        "# Slurm takes a list of nodes to avoid only from a job that waits. The trap keeps this shell alive meanwhile.",
+        "requeue() {",
+        '    scontrol requeue "$SLURM_JOB_ID" || return',
+        '    [ -z "$exclude" ] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${exclude#=}"',
+        '    exit "$code"',
+        "}",
+        "",
+        f"for pause in {' '.join(map(str, _REQUEUE_PAUSES_SECONDS))}; do # the controller may be away for a moment",
+        '    [ -z "$ended_by_slurm" ] || break',
+        "    requeue",
+        '    sleep "$pause" &',
+        "    wait $!",
+        "done",
+        '"$python" -c "$start" scaletrain_cli.launch.backends.slurm.job not-requeued "$run" --attempt "$attempt" '
+        "$ended_by_slurm",
+        'exit "$code"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _search_path_lines() -> Iterator[str]:
+    """Lines that define ``keep_absolute``, and apply it to what the shell itself starts."""
+    yield "# Programs and modules are searched in no folder relative to the one that the job starts in."
+    yield "keep_absolute() {"
+    yield "    local name entry kept"
+    yield "    for name; do"
+    yield "        kept="
+    yield "        while IFS= read -r -d : entry; do"
+    yield '            [ "${entry:0:1}" != / ] || kept+="${kept:+:}$entry"'
+    yield '        done <<<"${!name-}:"'
+    yield '        if [ -n "$kept" ]; then export "$name=$kept"; else unset -v "$name"; fi'
+    yield "    done"
+    yield "}"
+    yield "keep_absolute PATH PYTHONPATH"
+
+
+def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None) -> Iterator[str]:
+    """Long options without their dashes, each one word. ``exclude`` takes the place of the spec's own."""
+    cluster, slurm = spec.cluster, spec.cluster.slurm
+    yield f"job-name={run_id}"
+    yield f"nodes={cluster.nodes}"
+    yield "ntasks-per-node=1"
+    if cluster.gpu != "cpu":
+        kind = f"{slurm.gres_type}:" if slurm.gres_type else ""
+        yield f"gpus-per-node={kind}{cluster.gpus_per_node}"
+    if (cores := cores_per_node(cluster)) is not None:
+        yield f"cpus-per-task={cores}"
+    for name in ("partition", "account", "qos", "reservation", "constraint", "exclude", "nodelist", "licenses"):
+        value = getattr(slurm, name)
+        if name == "exclude" and exclude is not None:
+            value = exclude
+        if value is not None:
+            yield f"{name}={value}"
+    if slurm.switches is not None:
+        wait = f"@{_minutes_seconds(slurm.switches_wait)}" if slurm.switches_wait is not None else ""
+        yield f"switches={slurm.switches}{wait}"
+    if slurm.time is not None:
+        yield f"time={_minutes_seconds(slurm.time)}"
+    if slurm.memory_per_node is not None:
+        yield f"mem={math.ceil(slurm.memory_per_node / 2**20)}M"
+    # To the tasks, not to this script (that would be B:): under cgroups nothing else tells the ranks.
+    yield f"signal=USR1@{lead_seconds(cluster)}"
+    yield "requeue"
+    yield "open-mode=append"
+    yield "output=slurm-%j.log"
+    for name, extra in sorted(slurm.extra.items()):
+        if extra is not False:
+            yield name if extra is True else f"{name}={extra}"
+
+
+def lead_seconds(cluster: ClusterSpec) -> int:
+    """How long before its time limit Slurm is to warn the ranks."""
+    return max(_SMALLEST_LEAD_SECONDS, math.ceil(cluster.grace_seconds))
+
+
+def cores_per_node(cluster: ClusterSpec) -> int | None:
+    """Cores to ask for on each node; None leaves it to the cluster's default."""
+    if cluster.cpus_per_gpu != "auto":
+        return cluster.cpus_per_gpu * cluster.gpus_per_node
+    return cluster.gpus_per_node if cluster.gpu == "cpu" else None
+
+
+def _agent_environment(spec: RunSpec) -> dict[str, str]:
+    """Return what the spec gives the agents; the ranks get the rest from them."""
+    return absolute_paths({name: value for name, value in spec.env.items() if name not in _OWN_VARIABLES})
+
+
+def _srun(cluster: ClusterSpec, run_folder: Path) -> str:
+    # An agent that ends with 75 is no reason to kill the others, which end with 75 too: hence --wait, not
+    # --kill-on-bad-exit. Since 22.05 srun does not inherit --cpus-per-task from the job.
+    cores = cores_per_node(cluster)
+    options = ["--export=ALL", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={_STRAGGLER_SECONDS}"]
+    if cores is not None:
+        options.append(f"--cpus-per-task={cores}")
+    options += srun_words(cluster, run_folder)
+    return " ".join(['"$(type -P srun)"', *options])  # found before PATH may become the run's
+
+
+def _minutes_seconds(seconds: float) -> str:
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}:{rest:02d}"

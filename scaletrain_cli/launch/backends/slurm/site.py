@@ -1,0 +1,358 @@
+"""A Slurm site as one object: what it has, what it allows this user, by which rule it preempts. Judges nothing.
+
+Every question may stay without an answer, since sites hide things from users: what is not known is empty, or None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pwd
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm, node_names
+from scaletrain_cli.launch.backends.slurm.tables import (
+    NODES,
+    Node,
+    Partition,
+    Reservation,
+    limit_seconds,
+    nodes,
+    partitions,
+    records,
+    reservations,
+    settings,
+)
+from scaletrain_cli.spec import ClusterSpec
+
+# Quotas of a user's associations and QOS as Slurm's controller enforces them, and whether a job fits.
+
+
+_AMOUNT = re.compile(r"([\w/:.\-]+)=(N|[\d.]+)(?:\(([\d.]+)\))?")
+_SCALAR = re.compile(r"(N|[\d.]+)(?:\(([\d.]+)\))?")
+_NAMES = {"gres/gpu": "GPUs", "node": "nodes", "cpu": "CPUs", "mem": "MiB of memory", "jobs": "jobs"}
+GPU = "gres/gpu"
+AT_LEAST = "MinTRESPJ"  # the only limit from below: a job that asks for less pends until it is changed
+PER_NODE = "MaxTRESPN"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One limit: ``owner`` may hold ``allowed`` of ``resource``; per job, or with ``used`` over all its jobs."""
+
+    owner: str
+    kind: str  # Slurm's own name of it
+    resource: str
+    allowed: float
+    used: float | None
+
+    @property
+    def in_words(self) -> str:
+        return resource_in_words(self.resource)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Limits that the job alone exceeds, and those that leave no room for it now."""
+
+    never: tuple[Limit, ...]
+    busy: tuple[Limit, ...]
+
+
+def limits_of(
+    text: str, *, user: str, uid: int, account: str, qos: Sequence[str], factor: float = 1.0
+) -> tuple[Limit, ...]:
+    """Those that a job of the user meets. ``qos``: the one that counts first, then the other, where there are two.
+
+    What the first says of a resource sets aside what the next ones, and at last associations, say of it; ``factor`` is
+    what a QOS multiplies the associations' amounts with (LimitFactor).
+    """
+    found: list[Limit] = []
+    for limits in (_of_qos(text, name, uid, account) for name in qos):
+        said = {(limit.kind, limit.resource) for limit in found}
+        found += [limit for limit in limits if (limit.kind, limit.resource) not in said]
+    # What an association says of a user's jobs counts where no QOS says so much of a user's or an account's.
+    said = {(_SET_ASIDE.get(limit.kind, limit.kind), limit.resource) for limit in found}
+    for limit in _of_associations(text, user, account):
+        if (limit.kind, limit.resource) not in said:
+            scaled = limit.kind in ("GrpTRES", "MaxTRESPJ")
+            found.append(dataclasses.replace(limit, allowed=limit.allowed * factor) if scaled else limit)
+    return tuple(found)
+
+
+def fit(limits: Sequence[Limit], request: Mapping[str, float], seconds: float | None, nodes: int = 1) -> Fit:
+    """``request``: of each resource, over the whole job of so many nodes; ``seconds``: its time limit, if any."""
+    never, busy = [], []
+    for limit in limits:
+        asked = seconds if limit.resource == "seconds" else 1.0 if limit.resource == "jobs" else None
+        asked = request.get(limit.resource, asked)
+        if asked is None:
+            continue
+        if limit.kind == AT_LEAST:
+            if asked < limit.allowed:
+                never.append(limit)
+        elif limit.kind == PER_NODE:
+            if asked / nodes > limit.allowed:
+                never.append(limit)
+        elif limit.kind == "GrpTRESMins":  # a budget of minutes that is used up, whatever one job asks for
+            if limit.used is not None and limit.used >= limit.allowed:
+                busy.append(limit)
+        elif asked > limit.allowed:
+            never.append(limit)
+        elif limit.used is not None and asked > limit.allowed - limit.used:
+            busy.append(limit)
+    return Fit(tuple(never), tuple(busy))
+
+
+def resource_in_words(resource: str) -> str:
+    """``gres/gpu:h100`` as ``GPUs of type h100``."""
+    if resource.startswith(f"{GPU}:"):
+        return f"GPUs of type {resource.removeprefix(f'{GPU}:')}"
+    return _NAMES.get(resource, resource)
+
+
+def _of_associations(text: str, user: str, account: str) -> Iterator[Limit]:
+    """The user's own in the account, then the account's, then those of the accounts above."""
+    lines = [record for record in records(text) if "ClusterName" in record]
+    for record in lines:
+        if record.get("Account") == account and record.get("UserName", "").partition("(")[0] == user:
+            yield from _limits(f"user {user} in account {account}", record, _GROUP | _PER_JOB | _OWN)
+    above, seen = account, set[str]()
+    while above and above not in seen:
+        seen.add(above)
+        record = next((line for line in lines if line["Account"] == above and not line.get("UserName")), {})
+        yield from _limits(f"account {above}", record, _GROUP)
+        above = record.get("ParentAccount", "").partition("(")[0]
+
+
+def _of_qos(text: str, qos: str, uid: int, account: str) -> Iterator[Limit]:
+    for line in text.splitlines():
+        if not line.startswith(f"QOS={qos}("):
+            continue
+        head, _, rest = line.partition("Account Limits=")
+        accounts, _, users = rest.partition("User Limits=")
+        (record,) = records(head)
+        yield from _limits(f"QOS {qos}", record, _GROUP | _PER_JOB | {AT_LEAST: ""})
+        for owner, key, block in ((f"each account in QOS {qos}", account, accounts), ("", str(uid), users)):
+            if match := re.search(rf"(?<!\S){re.escape(key)}=\{{(.*?)\}}", block):
+                (record,) = list(records(match[1])) or [{}]
+                yield from _limits(owner or f"each user in QOS {qos}", record, _SHARES)
+
+
+# Which fields hold which resource: "" is one of each, by name.
+_GROUP = {"GrpTRES": "", "GrpTRESMins": "", "GrpJobs": "jobs", "GrpSubmitJobs": "jobs"}
+_PER_JOB = {"MaxTRESPJ": "", PER_NODE: "", "MaxWallPJ": "seconds"}
+_OWN = {"MaxJobs": "jobs", "MaxSubmitJobs": "jobs"}
+_SHARES = {f"{kind}P{of}": resource for of in "UA" for kind, resource in (("MaxTRES", ""), *_OWN.items())}
+_SET_ASIDE = {f"{kind}P{of}": kind for of in "UA" for kind in _OWN}
+
+
+def _limits(owner: str, record: Mapping[str, str], fields: Mapping[str, str]) -> Iterator[Limit]:
+    for kind, resource in fields.items():
+        value = record.get(kind, "")
+        if resource == "":
+            for match in _AMOUNT.finditer(value):
+                if match[2] != "N":
+                    yield Limit(owner, kind, match[1], float(match[2]), _used(match[3], kind))
+        elif (scalar := _SCALAR.fullmatch(value)) and scalar[1] != "N":
+            allowed = float(scalar[1]) * (60 if resource == "seconds" else 1)
+            yield Limit(owner, kind, resource, allowed, _used(scalar[2], kind))
+
+
+def _used(text: str | None, kind: str) -> float | None:
+    return None if text is None or kind in _PER_JOB or kind == AT_LEAST else float(text)
+
+
+QOS_COLUMNS = "name,preempt,preemptmode,gracetime,flags,limitfactor"
+
+
+@dataclass(frozen=True)
+class Association:
+    """One account that the user may charge, with the QOS that it may have there."""
+
+    account: str
+    qos: frozenset[str]
+    default_qos: str
+
+
+@dataclass(frozen=True)
+class QosRule:
+    """How jobs of a QOS are preempted and which QOS they preempt; ``flags``, in lower case, are what else it does.
+
+    ``limit_factor`` multiplies what associations allow.
+    """
+
+    name: str
+    preempts: frozenset[str]
+    mode: str
+    grace_seconds: float
+    flags: frozenset[str] = frozenset()
+    limit_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the site says now. ``account`` and ``qos`` are those that the job would have; "" where Slurm has none.
+
+    ``reservations`` is None where Slurm tells of none at all.
+    """
+
+    user: str
+    now: float
+    config: Mapping[str, str]
+    partitions: tuple[Partition, ...]
+    nodes: tuple[Node, ...]
+    reservations: tuple[Reservation, ...] | None
+    associations: tuple[Association, ...]
+    qos_rules: tuple[QosRule, ...]
+    account: str
+    qos: str
+    limits: tuple[Limit, ...]
+
+    @property
+    def has_accounting(self) -> bool:
+        return self.config.get("AccountingStorageType", "").endswith("slurmdbd")
+
+    def enforces(self, what: str) -> bool:
+        """Whether Slurm holds jobs to ``associations``, ``limits`` or ``qos``."""
+        told = set(self.config.get("AccountingStorageEnforce", "").lower().split(","))
+        implied = {"associations": {"limits", "qos", "safe"}, "limits": {"safe"}, "qos": set[str]()}[what]
+        return self.has_accounting and bool(told & ({what, "all"} | implied))
+
+    @property
+    def may_rewrite_jobs(self) -> bool:
+        """Whether a plugin of the site sees each job first, which may give it another partition, account or QOS."""
+        return self.config.get("JobSubmitPlugins", "(null)") not in ("", "(null)")
+
+    @property
+    def hides_reservations(self) -> bool:
+        """Whether Slurm shows a user those alone that the user may use, which leaves out most maintenance."""
+        private = self.config.get("PrivateData", "").lower().split(",")
+        return bool({"reservations", "all"} & set(private)) and self.user != "root"
+
+    def qos_says(self, flag: str) -> bool:
+        """Whether the job's own QOS has this flag, as ``NoReserve``. That of a partition's QOS says nothing of jobs."""
+        return any(rule.name == self.qos and flag.lower() in rule.flags for rule in self.qos_rules)
+
+    def qos_may_lift(self, flag: str) -> bool:
+        """Whether a partition's limit may not count for the job: its QOS has the flag, or is hidden from the user."""
+        hidden = bool(self.qos) and self.has_accounting and all(rule.name != self.qos for rule in self.qos_rules)
+        return hidden or self.qos_says(flag)
+
+    def partitions_of(self, cluster: ClusterSpec) -> list[Partition]:
+        """Those that the job may run in, of those that are there."""
+        return _chosen(self.partitions, cluster)
+
+
+def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
+    """Ask Slurm's controller, and slurmdbd where there is one. Raises SchedulerError when the controller is silent.
+
+    ``without`` names variables that no Slurm command must see.
+    """
+    user, slurm = user_name(), cluster.slurm
+    config = settings(call_slurm(["scontrol", "show", "config"], without=without).stdout)
+
+    def ask(command: Sequence[str]) -> str | None:
+        """The answer, or None: a site may hide this from its users, or have it switched off."""
+        try:
+            return call_slurm(command, without=without).stdout
+        except SchedulerError:
+            return None
+
+    def told(*command: str) -> str:
+        """Where no answer means nothing."""
+        return ask(command) or ""
+
+    associations: tuple[Association, ...] = ()
+    rules: tuple[QosRule, ...] = ()
+    limits: tuple[Limit, ...] = ()
+    account, qos = slurm.account or "", slurm.qos or ""
+    there = partitions(told("scontrol", "--all", "-o", "show", "partition"))
+    if config.get("AccountingStorageType", "").endswith("slurmdbd"):
+        mine = ["where", f"user={user}", f"cluster={config.get('ClusterName', '')}", "format=account,qos,defaultqos"]
+        associations = read_associations(told("sacctmgr", "-nP", "show", "associations", *mine))
+        rules = read_qos_rules(told("sacctmgr", "-nP", "show", "qos", f"format={QOS_COLUMNS}"))
+        account = account or told("sacctmgr", "-nP", "show", "user", user, "format=defaultaccount").strip()
+        qos = qos or _default_qos(associations, account)
+        managed = told("scontrol", "-o", "show", "assoc_mgr", "flags=assoc,qos", f"users={user}")
+        binding = binding_qos(rules, [partition.qos for partition in _chosen(there, cluster)], qos)
+        factor = limit_factor(rules, binding)
+        limits = limits_of(managed, user=user, uid=os.getuid(), account=account, qos=binding, factor=factor)
+    reserved = ask(["scontrol", "-o", "show", "reservation"])
+    return Site(
+        user=user,
+        now=time.time(),
+        config=config,
+        partitions=there,
+        nodes=nodes(told("sinfo", "--noheader", "--Node", "--all", f"--Format={NODES}")),
+        reservations=None if reserved is None else reservations(reserved, lambda hosts: node_names(hosts, without)),
+        associations=associations,
+        qos_rules=rules,
+        account=account,
+        qos=qos,
+        limits=limits,
+    )
+
+
+def binding_qos(rules: Sequence[QosRule], partitions: Sequence[str], own: str) -> list[str]:
+    """Whose limits count, the first before the second: the partition's QOS, unless the job's is above it (OverPartQOS).
+
+    ``partitions``: the QOS of each that the job may run in, "" for none. Which of several it will be, nobody knows.
+    """
+    chosen = set(partitions)
+    if len(chosen) != 1 or chosen == {""}:
+        return [own]
+    above = any(rule.name == own and "overpartqos" in rule.flags for rule in rules)
+    return [own, *chosen] if above else [*chosen, own]
+
+
+def limit_factor(rules: Sequence[QosRule], binding: Sequence[str]) -> float:
+    """What associations' amounts are multiplied with: the factor above 0 of the first of these QOS that has one."""
+    factors = {rule.name: rule.limit_factor for rule in rules}
+    return next((factor for name in binding if (factor := factors.get(name))), 1.0)
+
+
+def _chosen(partitions: Sequence[Partition], cluster: ClusterSpec) -> list[Partition]:
+    names = (cluster.slurm.partition or "").split(",")
+    return [one for one in partitions if one.name in names or (names == [""] and one.is_default)]
+
+
+def read_associations(text: str) -> tuple[Association, ...]:
+    """``sacctmgr -nP show associations format=account,qos,defaultqos``."""
+    rows = (line.split("|") for line in text.splitlines())
+    return tuple(Association(row[0], frozenset(row[1].split(",")), row[2]) for row in rows if len(row) == 3)
+
+
+def read_qos_rules(text: str) -> tuple[QosRule, ...]:
+    """``sacctmgr -nP show qos format=QOS_COLUMNS``."""
+    rows = (line.split("|") for line in text.splitlines())
+    return tuple(
+        QosRule(
+            name,
+            frozenset(filter(None, preempts.split(","))),
+            mode,
+            limit_seconds(grace) or 0.0,
+            frozenset(filter(None, flags.lower().split(","))),
+            float(factor) if factor else None,
+        )
+        for name, preempts, mode, grace, flags, factor in (row for row in rows if len(row) == 6)
+    )
+
+
+def user_name() -> str:
+    """Whom Slurm takes this process for; $USER may say anything."""
+    with contextlib.suppress(KeyError):  # an id that no user database knows, as in a container
+        return pwd.getpwuid(os.getuid()).pw_name
+    return str(os.getuid())
+
+
+def _default_qos(associations: Sequence[Association], account: str) -> str:
+    mine = next((one for one in associations if one.account == account), None)
+    if mine is None:
+        return ""
+    return mine.default_qos or ("normal" if "normal" in mine.qos else "")

@@ -1,0 +1,290 @@
+"""What of a folder of a git working tree belongs to a snapshot, and what of it is not committed.
+
+git says which files; nothing is written into its repository. Knows nothing of runs but that they are no code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.own_processes import absolute_paths
+from scaletrain_cli.safe_files import create_file
+
+# git as a reader of repositories that somebody else may have configured: it starts no program that they name.
+
+
+# Over the configuration of the repository and of the user. No transport: a partial clone would fetch what it lacks.
+_SETTINGS = (
+    "core.fsmonitor=false",
+    "core.hooksPath=/dev/null",
+    "core.pager=cat",
+    "core.askPass=",
+    "core.sshCommand=false",
+    "core.gitProxy=",
+    "credential.helper=",
+    "diff.external=",
+    "diff.ignoreSubmodules=dirty",
+    "diff.submodule=short",
+    "protocol.allow=never",
+    "safe.bareRepository=explicit",
+    "submodule.recurse=false",
+)
+_FILTER_OFF = ("clean=", "smudge=", "process=", "required=false")
+_ENVIRONMENT = {
+    "GIT_ALLOW_PROTOCOL": "",
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_NO_LAZY_FETCH": "1",
+    "GIT_OPTIONAL_LOCKS": "0",
+    "GIT_TERMINAL_PROMPT": "0",
+    "LC_ALL": "C",
+}
+# The user's own file of settings, wherever it is. All other variables may be those of a hook or an alias that this
+# process runs in: they would mean another repository, other paths or other programs.
+_KEPT_VARIABLES = {"GIT_CONFIG_GLOBAL"}
+_MOST_SECONDS = 600.0  # a .gitignore that is a FIFO or on a dead file system never answers
+
+
+class GitError(Exception):
+    """git ended with an error, or did not end; the text is what it said."""
+
+
+class Git:
+    """Calls git in one folder. ``filters`` holds the names of the content filters that are switched off."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.filters: tuple[str, ...] = ()
+        self.filters = self._configured_filters()
+
+    def run(self, *arguments: str, environment: Mapping[str, str] | None = None, sent: bytes = b"") -> bytes:
+        """Return what git prints. ``sent`` is its input. Raises GitError."""
+        import subprocess
+
+        settings = [*_SETTINGS, *(f"filter.{name}.{key}" for name in self.filters for key in _FILTER_OFF)]
+        words = [word for setting in settings for word in ("-c", setting)]
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(self._folder), *words, *arguments],
+                env=_environment(os.environ) | dict(environment or {}),
+                input=sent,
+                capture_output=True,
+                timeout=_MOST_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise GitError(f"nothing for {_MOST_SECONDS:.0f} s") from error
+        if done.returncode:
+            raise GitError(" ".join(done.stderr.decode(errors="replace").split()) or f"exit code {done.returncode}")
+        return done.stdout
+
+    def filtered(self, paths: Sequence[str]) -> dict[str, str]:
+        """Return the filter that the attributes give each path, for those that have one. Raises GitError."""
+        if not self.filters or not paths:
+            return {}
+        sent = b"\0".join(map(os.fsencode, paths))
+        told = self.run("check-attr", "-z", "--stdin", "filter", sent=sent).split(b"\0")
+        entries = zip(told[0::3], told[2::3], strict=False)  # path, attribute, value
+        return {os.fsdecode(path): os.fsdecode(name) for path, name in entries if os.fsdecode(name) in self.filters}
+
+    def _configured_filters(self) -> tuple[str, ...]:
+        """Return the names of the filters in all settings that git reads here. Raises GitError."""
+        names = set()
+        for entry in self.run("config", "--null", "--name-only", "--list").split(b"\0"):
+            section, _, rest = os.fsdecode(entry).partition(".")
+            name, dot, _ = rest.rpartition(".")
+            if section.lower() != "filter" or not dot:
+                continue
+            if "=" in name or "\n" in name:  # no option of git's command line could switch it off
+                raise GitError(f"the filter {name!r} of its configuration has a name that cannot be switched off")
+            names.add(name)
+        return tuple(sorted(names))
+
+
+def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+    own = {name: value for name, value in environment.items() if name[:4] != "GIT_" or name in _KEPT_VARIABLES}
+    own.pop("SSH_ASKPASS", None)
+    return absolute_paths(own) | _ENVIRONMENT
+
+
+IGNORE_FILE = ".scaletrainignore"
+_NAMED = 5  # files that a message names
+# Whatever the user's own configuration of diff is: a patch that git apply takes.
+_SAFE = ("--no-ext-diff", "--no-textconv", "--no-renames", "--ignore-submodules=dirty")
+_PLAIN = (*_SAFE, "-U3", "--no-color", "--no-relative", "--src-prefix=a/", "--dst-prefix=b/")
+_POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?oid sha256:([0-9a-f]{64})\nsize \d+\n")
+_LONGEST_POINTER = 1024
+_PATHS_AT_A_TIME = 500  # on a command line, which has room for two megabytes
+
+
+class WorkingTree:
+    """A folder of a git working tree. Raises UsageError for one that is not, or where there is no git."""
+
+    def __init__(self, folder: Path, where: str) -> None:
+        self.folder, self.where = folder, where
+        if not folder.is_dir():
+            raise refusal(where, "is no folder here.", folder, "Give the folder of a git working tree.")
+        if shutil.which("git") is None:
+            raise refusal(where, "needs git, which is not installed here.", folder, "Install it, or leave code.path.")
+        try:
+            self._reader = Git(folder)
+        except GitError as error:
+            raise self._refusal("config", str(error)) from error
+        self._git("rev-parse", "--show-toplevel")
+
+    def commit(self) -> str:
+        return self._git("rev-parse", "--verify", "HEAD").decode().strip()
+
+    def changed(self) -> set[str]:
+        """Paths below the folder that differ from HEAD, are new, or are gone."""
+        named = (
+            "--name-only",
+            "--relative",
+            "--no-ext-diff",
+            "--no-textconv",
+            "--no-renames",
+            "--ignore-submodules=dirty",
+        )
+        tracked = self._paths("diff", *named, "HEAD", "--", ".")
+        return (tracked - self._stored_elsewhere(tracked)) | self._paths("ls-files", "--others", "--exclude-standard")
+
+    def _stored_elsewhere(self, paths: set[str]) -> set[str]:
+        """Return the paths whose content is the one that the commit names by its hash, as git-lfs does.
+
+        No filter is run, so git takes the file itself for a changed pointer wherever it does not trust the file's time.
+        """
+        same = set()
+        for path in sorted(self._reader.filtered(sorted(paths))):
+            place = self.folder / path
+            if place.is_symlink() or not place.is_file():
+                continue
+            try:
+                committed = self._reader.run("cat-file", "blob", f"HEAD:./{path}")
+            except GitError:  # new
+                continue
+            pointer = _POINTER.fullmatch(committed) if len(committed) < _LONGEST_POINTER else None
+            if pointer is not None and hashlib.sha256(place.read_bytes()).hexdigest() == pointer[1].decode():
+                same.add(path)
+        return same
+
+    def kept(self, *, but: Path) -> set[str]:
+        """Paths below the folder that belong to the snapshot. Raises UsageError for what no archive could hold."""
+        known = self._paths("ls-files", "--cached") | self._paths("ls-files", "--others", "--exclude-standard")
+        for kind in ("--cached", "--others"):
+            known -= self._paths("ls-files", kind, "--ignored", f"--exclude-per-directory={IGNORE_FILE}")
+        inside = self.folder.resolve()
+        there = self._without_runs(set(filter(self.holds, known)), inside, but)
+        unwatched = {entry[2:] for entry in self._paths("ls-files", "-v") if entry[0] == "S" or entry[0].islower()}
+        problems = [why for path in sorted(there) if (why := self._obstacle(path, inside, unwatched)) is not None]
+        if problems:
+            raise refusal(
+                self.where,
+                f"holds what a snapshot cannot: {some(problems)}.",
+                self.folder,
+                f"Name it in {IGNORE_FILE} if the run does not need it.",
+            )
+        return there
+
+    def holds(self, path: str) -> bool:
+        """A folder may have taken the place of a file that git knows: then it is that which is there."""
+        place = self.folder / path
+        return os.path.lexists(place) and (place.is_symlink() or not place.is_dir() or (place / ".git").exists())
+
+    def _without_runs(self, paths: set[str], inside: Path, runs: Path) -> set[str]:
+        """Runs hold secrets and checkpoints: none is code, nor a link to where they are."""
+        out = runs.resolve()
+        folders = {path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] == "run.json"}
+        known = [self.folder / folder for folder in folders if folder and _is_run(self.folder / folder / "run.json")]
+        found = {path for path in paths if not any((self.folder / path).is_relative_to(run) for run in known)}
+        if inside.is_relative_to(out):
+            return found
+        return {path for path in found if not (self.folder / path).resolve().is_relative_to(out)}
+
+    def _obstacle(self, path: str, inside: Path, unwatched: set[str]) -> str | None:
+        place, target = self.folder / path, (self.folder / path).resolve()
+        if "\n" in path or "\r" in path:
+            return f"{path!r} (a line break in a name)"
+        if path in unwatched:
+            again = "--no-assume-unchanged --no-skip-worktree"
+            return f"{path} (git was told not to look at it, so nobody knows what it is: git update-index {again})"
+        kept = target.is_relative_to(inside) and ".git" not in target.relative_to(inside).parts
+        if place.is_symlink() and not (place.is_file() and kept):
+            return f"{path} (a link to {os.readlink(place)}, which is no file of this folder)"
+        if (place / ".git").exists():
+            return f"{path} (a repository within this one: install it in the nodes' environment)"
+        return None if place.is_file() else f"{path} (neither a file nor a link to one)"
+
+    def sizes(self, paths: set[str]) -> dict[str, int]:
+        return {path: (self.folder / path).stat().st_size for path in paths}
+
+    def patch(self, paths: Sequence[str]) -> bytes:
+        """What makes of HEAD these files as they are, for ``git apply``; new ones too."""
+        if not paths:
+            return b""
+        import tempfile
+
+        index = Path(os.fsdecode(self._git("rev-parse", "--path-format=absolute", "--git-path", "index")).strip())
+        objects = os.fsdecode(self._git("rev-parse", "--path-format=absolute", "--git-path", "objects")).strip()
+        with tempfile.TemporaryDirectory() as scratch:
+            # New files must be in an index to be in a diff: in a copy of it, and with a place for objects of its own.
+            if index.exists():  # with its time, by which git knows whose changes are too young to show in theirs
+                shutil.copy2(index, f"{scratch}/index")
+            Path(scratch, "info").mkdir()
+            create_file(Path(scratch, "info", "alternates"), os.fsencode(f"{objects}\n"))
+            aside = {"GIT_INDEX_FILE": f"{scratch}/index", "GIT_OBJECT_DIRECTORY": scratch}
+            literal = [f":(literal){path}" for path in paths]
+            there = [named for path, named in zip(paths, literal, strict=True) if os.path.lexists(self.folder / path)]
+            if there:
+                add = ("add", "--force", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")
+                self._git(*add, environment=aside, sent=b"\0".join(map(os.fsencode, there)))
+            diff = ("diff", *_PLAIN, "--binary", "HEAD", "--")
+            few = [literal[start : start + _PATHS_AT_A_TIME] for start in range(0, len(literal), _PATHS_AT_A_TIME)]
+            return b"".join(self._git(*diff, *some, environment=aside) for some in few)
+
+    def _paths(self, *arguments: str) -> set[str]:
+        command, *rest = arguments
+        return {os.fsdecode(path) for path in self._git(command, "-z", *rest).split(b"\0") if path}
+
+    def _git(self, *arguments: str, environment: Mapping[str, str] | None = None, sent: bytes = b"") -> bytes:
+        try:
+            return self._reader.run(*arguments, environment=environment, sent=sent)
+        except GitError as error:
+            raise self._refusal(arguments[0], str(error), about_head=arguments[-1] == "HEAD") from error
+
+    def _refusal(self, command: str, said: str, *, about_head: bool = False) -> UsageError:
+        hint = None
+        if "dubious ownership" in said:
+            hint = "It belongs to another user. If you trust it: git config --global --add safe.directory FOLDER."
+        elif "not a git repository" in said or about_head:
+            hint = "Make it a git working tree with one commit (git init, git add, git commit)."
+        return refusal(self.where, f"cannot be snapshotted: git {command} says: {said}", self.folder, hint)
+
+
+def _is_run(record: Path) -> bool:
+    """Whether a file called run.json is a run's record."""
+    try:
+        with record.open("rb") as file:
+            return b'"scaletrain.run/' in file.read(200)
+    except OSError:
+        return False
+
+
+def refusal(where: str, message: str, given: Path | None, hint: str | None, *, key: str = "code.path") -> UsageError:
+    """One error about a key of the code section."""
+    problem = Problem(where, key, message, None if given is None else str(given), hint)
+    return UsageError("the code cannot be kept with the run", (problem,))
+
+
+def count(paths: Collection[str]) -> str:
+    """``3 files``."""
+    return "1 file" if len(paths) == 1 else f"{len(paths)} files"
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,323 @@
+"""Carrying drills out: the spec made small, submitted as any run is, waited for, resumed where that is part of it.
+
+Knows schedulers only through launch/; what to think of the outcome is in verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from scaletrain_cli import safe_files
+from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.launch.attempts import read_attempts
+from scaletrain_cli.launch.backends.base import Scheduler
+from scaletrain_cli.launch.resume import resume
+from scaletrain_cli.launch.status import RunStatus, exit_code_of
+from scaletrain_cli.launch.submit import create_run, submit_run
+from scaletrain_cli.launch.wait import wait_for_end
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.journal import read_events, read_metrics
+from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.spec import RunSpec, override_spec
+
+# The kinds of drill: what is done to the run, by a rank itself so that it works under every scheduler, and what of it.
+
+
+VARIABLE = "SCALETRAIN_FAULT"
+
+# What a run must do by itself: start again and lose the steps since its newest checkpoint; start again and lose none;
+# start again from the checkpoint before the newest; go on as if nothing were; go back in process; or stop for good, and
+# go on once it is resumed.
+Ending = Literal["restarted", "preempted", "older", "unharmed", "rolled-back", "stopped"]
+
+
+@dataclass(frozen=True)
+class DrillKind:
+    """``fault`` in the words of engine/faults.py, with {rank} for the last rank, {step}, and {last}, three steps on.
+
+    ``in_save``: the step is the one after a save began, else the middle between two.
+    """
+
+    name: str
+    summary: str
+    fault: str
+    ending: Ending
+    overrides: tuple[str, ...] = ()
+    in_save: bool = False
+
+    def settings(self, *, step: int, world_size: int) -> list[str]:
+        """Overrides for the spec of a run that is hit before ``step``, in its first attempt."""
+        fault = self.fault.format(rank=world_size - 1, step=step, last=step + 3)
+        return [*self.overrides, f"env.{VARIABLE}={json.dumps(fault)}"] if fault else [*self.overrides]
+
+
+UNDISTURBED = DrillKind("undisturbed", "nothing happens", "", "unharmed")
+_HIT = "rank={rank} step={step} attempt=1"
+
+KINDS: dict[str, DrillKind] = {
+    kind.name: kind
+    for kind in (
+        DrillKind("exception", "a rank raises an exception", f"exception {_HIT}", "restarted"),
+        DrillKind("sigterm", "a rank is told to leave, as by a preemption", f"sigterm {_HIT}", "preempted"),
+        DrillKind("sigkill", "a rank is killed", f"sigkill {_HIT}", "restarted"),
+        DrillKind(
+            "sigkill-in-save",
+            "a rank is killed while every rank writes a checkpoint",
+            f"slow-save seconds=1.5 attempt=1; sigkill {_HIT}",
+            "restarted",
+            in_save=True,
+        ),
+        DrillKind("sigkill-agent", "the node agent is killed", f"sigkill-agent {_HIT}", "restarted"),
+        DrillKind("node", "the agent and all ranks of a node are killed at once", f"node {_HIT}", "restarted"),
+        DrillKind("sigstop", "a rank stands still and says nothing", f"sigstop {_HIT}", "restarted"),
+        DrillKind(
+            "slow-rank",
+            "a rank takes a fifth of a second longer for each step",
+            "slow-rank rank={rank} step={step} seconds=0.2 attempt=1",
+            "unharmed",
+        ),
+        DrillKind("disk-full", "the disk is full during a save", f"disk-full write=3 {_HIT}", "stopped"),
+        DrillKind(
+            "stale-attempt",
+            "the run is given up for dead and its checkpoints opened to the next attempt, and it goes on",
+            "stale-attempt rank=0 step={step} attempt=1",
+            "stopped",
+        ),
+        DrillKind("nan", "a rank's gradient becomes NaN", f"nan {_HIT}", "stopped", ("guard.nan=stop",)),
+        DrillKind(
+            "spike",
+            "four batches have a loss of twenty times what it should be",
+            "spike step={step}-{last} factor=20",
+            "rolled-back",
+            ("guard.spike.action=rollback",),
+        ),
+        *(
+            DrillKind(
+                kind,
+                f"{what} in the newest checkpoint, and a rank is killed",
+                f"{kind} rank=0 step={{step}} attempt=1",
+                "older",
+            )
+            for kind, what in (
+                ("truncate", "a file is cut short"),
+                ("flip", "one bit is flipped"),
+                ("delete", "a file is deleted"),
+            )
+        ),
+    )
+}
+
+
+# Did the run survive, and is it the run that it would have been? Judged by run directories alone.
+
+
+# Of the final loss, where the arithmetic itself is not the same twice: GPUs add in no fixed order.
+LOSS_TOLERANCE = 1e-4
+# A run that leaves batches out is another run; it must have learnt as much.
+ROLLED_BACK_TOLERANCE = 0.1
+_COMPARED = ("step", "loss", "grad_norm", "validation_loss")
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run left behind. ``seconds`` from its first step on, so without preparing data and the first queue."""
+
+    state: str
+    why: str
+    steps: tuple[Mapping[str, Any], ...]
+    attempts: int
+    ends: tuple[str, ...]
+    exit_codes: tuple[int, ...]
+    steps_lost: int
+    passed_over: tuple[str, ...]
+    rolled_back: bool
+    seconds: float
+    final_files: Mapping[str, str]
+    resumed_by_hand: bool = False
+
+
+@dataclass(frozen=True)
+class DrillResult:
+    """One line of the table. ``complaints`` is empty when it survived as it must."""
+
+    kind: str
+    run_dir: str
+    attempts: int
+    steps_lost: int
+    seconds_lost: float
+    sameness: str
+    complaints: tuple[str, ...]
+
+    @property
+    def survived(self) -> bool:
+        return not self.complaints
+
+
+def course_of(run: RunDir, status: RunStatus, *, resumed_by_hand: bool = False) -> Course:
+    """Read what happened to a run."""
+    events, attempts = read_events(run), read_attempts(run)
+    times = {event["event"]: event["time"] for event in reversed(events)}  # of each kind the first
+    last = events[-1]["time"] if events else 0.0
+    committed = list_checkpoints(run.checkpoints)
+    return Course(
+        state=status.state,
+        why=status.why,
+        steps=tuple(read_metrics(run)),
+        attempts=len(attempts),
+        ends=tuple(attempt.reason or "unknown" for attempt in attempts),
+        exit_codes=tuple(ExitCode.CRASHED if a.exit_code is None else a.exit_code for a in attempts),
+        steps_lost=status.steps_lost_total,
+        passed_over=tuple(name for event in events for name in event.get("passed_over") or ()),
+        rolled_back="rolled-back" in times,
+        seconds=times.get("finished", last) - times.get("started", times.get("submitted", last)),
+        final_files={name: digest.sha256 for name, digest in committed[-1].files.items()} if committed else {},
+        resumed_by_hand=resumed_by_hand,
+    )
+
+
+def compare_runs(kind: DrillKind, run_dir: str, hurt: Course, undisturbed: Course, *, exact: bool) -> DrillResult:
+    """Hold a run against the undisturbed one; ``exact`` where the same steps give the same bits, as on CPUs."""
+    sameness, differs = _compare(kind, hurt.steps, undisturbed.steps, exact)
+    if not differs and hurt.final_files == undisturbed.final_files:
+        sameness = f"{sameness}, checkpoint files too"
+    complaints = list(_behaviour(kind, hurt))
+    if hurt.state == "finished" and differs:
+        complaints.append(f"it is another run: {sameness}")
+    return DrillResult(
+        kind=kind.name,
+        run_dir=run_dir,
+        attempts=hurt.attempts,
+        steps_lost=hurt.steps_lost,
+        seconds_lost=hurt.seconds - undisturbed.seconds,
+        sameness=sameness,
+        complaints=tuple(complaints),
+    )
+
+
+def _behaviour(kind: DrillKind, hurt: Course) -> list[str]:
+    """What the run did otherwise than it must."""
+    complaints = []
+    if hurt.state != "finished":
+        complaints.append(f"it did not finish but {hurt.state}: {hurt.why}")
+    expected = 1 if kind.ending in ("unharmed", "rolled-back") else 2
+    if hurt.attempts != expected:
+        ends = ", ".join(hurt.ends) or "none"
+        complaints.append(f"it took {hurt.attempts} attempts instead of {expected} ({ends})")
+    if kind.ending == "preempted" and hurt.steps_lost:
+        complaints.append(f"{hurt.steps_lost} steps were lost in spite of the warning")
+    if kind.ending == "older" and not hurt.passed_over:
+        complaints.append("the damaged file was not reported")
+    if kind.ending == "rolled-back" and not hurt.rolled_back:
+        complaints.append("it did not go back to before the spike")
+    if hurt.resumed_by_hand and kind.ending != "stopped":
+        complaints.append("it had to be resumed by hand")
+    if kind.ending == "stopped" and hurt.resumed_by_hand and hurt.exit_codes[0] != ExitCode.DO_NOT_REQUEUE:
+        complaints.append(f"it stopped with exit code {hurt.exit_codes[0]} instead of {ExitCode.DO_NOT_REQUEUE}")
+    return complaints
+
+
+def _compare(
+    kind: DrillKind, hurt: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[str, Any]], exact: bool
+) -> tuple[str, bool]:
+    """In words how alike the two are, and whether that is not enough."""
+    if not hurt or not undisturbed:
+        return "nothing was logged", True
+    ours, theirs = (
+        [[line.get(key) for key in ("step", *_COMPARED)] for line in lines] for lines in (hurt, undisturbed)
+    )
+    if ours == theirs:
+        return "to the bit", False
+    at = next((mine[0] for mine, other in zip(ours, theirs, strict=False) if mine != other), None)
+    where = f"from step {at} on" if at is not None else f"{len(ours)} steps logged instead of {len(theirs)}"
+    final, reference = hurt[-1].get("loss", math.nan), undisturbed[-1].get("loss", math.nan)
+    apart = abs(final - reference) / abs(reference) if reference else math.inf
+    words = f"{where}, final loss {apart:.1e} apart"
+    if kind.ending == "rolled-back":
+        return words, not final <= reference * (1 + ROLLED_BACK_TOLERANCE)
+    return words, exact or not apart <= LOSS_TOLERANCE or hurt[-1]["step"] != undisturbed[-1]["step"]
+
+
+FEWEST_STEPS = 12
+
+
+@dataclass(frozen=True)
+class Range:
+    """Where the drills of one call take place: every run of it in one folder, with one plan."""
+
+    folder: Path
+    spec: RunSpec
+    plan: RunPlan
+    scheduler: Scheduler
+    timeout_seconds: float
+
+    def strike(self, kind: DrillKind) -> int:
+        """The step that is hit: two checkpoints are there or, ``in_save``, the second is being written."""
+        every = checkpoint_interval(self.spec.total_steps)
+        return 2 * every + 1 + (0 if kind.in_save else every // 2)
+
+
+def checkpoint_interval(steps: int) -> int:
+    """Steps between checkpoints in a drill."""
+    return steps // 4
+
+
+def drill_spec(spec: RunSpec, steps: int) -> RunSpec:
+    """The spec cut down to ``steps``, with four checkpoints and one validation. Raises SpecError where that is none."""
+    if steps < FEWEST_STEPS:
+        raise UsageError(f"--steps {steps}: a drill needs at least {FEWEST_STEPS}, for four checkpoints.")
+    schedule, every = spec.training.schedule, checkpoint_interval(steps)
+    settings = {
+        "name": "drill",
+        "training.tokens": "null",
+        "training.steps": steps,
+        "training.schedule.warmup_steps": min(schedule.warmup_steps, every),
+        "training.early_stopping.patience": 0,
+        "evaluation.every": steps if spec.evaluation.every else 0,
+        "checkpoint.every": every,
+        "checkpoint.keep": 3,
+        "checkpoint.dir": "auto",
+        "restarts": "{preemption: unlimited, node: 10, crash: 3, oom: 0}",
+        "tracking.log_every": 1,
+        "tracking.wandb.mode": "disabled",
+    }
+    if spec.evaluation.every:
+        settings["evaluation.batches"] = 1
+    if schedule.name == "wsd":
+        settings["training.schedule.cooldown_steps"] = min(schedule.cooldown_steps, every)
+    return override_spec(spec, [f"{key}={value}" for key, value in settings.items()], file="the drills' spec")
+
+
+def make_folder() -> Path:
+    """``drills-<time>`` below the runs root. Raises UsageError where it cannot be made."""
+    root = runs_root()
+    folder, datasets = root / f"drills-{time.strftime('%Y%m%d-%H%M%S')}", root / "datasets"
+    try:
+        safe_files.make_folder(root, mode=0o777)
+        safe_files.make_folder(folder, exist_ok=False)
+        safe_files.make_shared_folder(datasets)
+        (folder / "datasets").symlink_to(datasets)  # runs look beside themselves; one corpus does for all of them
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made: {error.strerror or error}. $SCALETRAIN_RUNS moves it.") from error
+    return folder
+
+
+def run_drill(place: Range, kind: DrillKind, on_look: Callable[[RunStatus], None]) -> tuple[RunDir, Course]:
+    """One run from its submission to its end; ``on_look`` is told of every look at it. Cancelled when out of time."""
+    settings = kind.settings(step=place.strike(kind), world_size=place.spec.world_size)
+    spec = override_spec(place.spec, settings, file="the drills' spec")
+    made = create_run(spec, place.plan, kind.name, root=place.folder)
+    submit_run(made.run, made.record, place.scheduler)
+    status = wait_for_end(made.run, place.scheduler, place.timeout_seconds, on_look)
+    stopped = status.state == "failed" and exit_code_of(made.run, status) == ExitCode.DO_NOT_REQUEUE
+    by_hand = stopped and kind.ending == "stopped"
+    if by_hand:
+        resume(made.run, scheduler=place.scheduler)
+        status = wait_for_end(made.run, place.scheduler, place.timeout_seconds, on_look)
+    return made.run, course_of(made.run, status, resumed_by_hand=by_hand)

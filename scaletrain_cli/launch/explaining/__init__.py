@@ -1,1 +1,0 @@
-"""Why a run waits, or why it ended: the evidence first, then what to do."""

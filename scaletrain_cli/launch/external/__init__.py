@@ -1,1 +1,0 @@
-"""Whether what a run spec names outside itself is there: data, weights, tokenizers, code, credentials."""

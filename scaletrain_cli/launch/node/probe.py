@@ -1,0 +1,146 @@
+"""What a node says of itself before a job is queued, and how that compares with the plan.
+
+Started on every node as ``python -m scaletrain_cli.launch.node.probe FOLDER TOKEN``, it leaves its facts in the folder
+as JSON. probe_node uses the standard library only. Knows no scheduler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from scaletrain_cli.errors import Problem
+from scaletrain_cli.extras import install_command
+from scaletrain_cli.launch.node.inspection import count_gpus, usable_cores
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.documents import from_document, read_document, write_document
+from scaletrain_cli.safe_files import create_file, touch
+from scaletrain_cli.spec import RunSpec
+
+NEEDED_PACKAGES = ("torch", "deepspeed")
+_TOKEN = "token"
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """One node. ``packages`` holds what is installed of NEEDED_PACKAGES; ``folder_problem`` is empty if all is well."""
+
+    hostname: str
+    gpus: int
+    gpus_source: str
+    cores: int
+    memory_bytes: int
+    free_bytes: int
+    python: str
+    packages: dict[str, str]
+    folder_problem: str
+
+
+def answer_file(folder: Path, task: int) -> Path:
+    """Return where the task of this number leaves what it found."""
+    return folder / f"node-{task}.json"
+
+
+def read_answer(folder: Path, task: int) -> NodeFacts | None:
+    """Return what a task found; None as long as it has left nothing. Raises UsageError for something else there."""
+    path = answer_file(folder, task)
+    data = read_document(path)
+    return None if data is None else from_document(NodeFacts, data, path)
+
+
+def place_token(folder: Path, token: str) -> None:
+    """Leave in ``folder`` what every node must find there."""
+    create_file(folder / _TOKEN, token)
+
+
+def probe_node(folder: str, token: str) -> NodeFacts:
+    """Look around. ``folder`` is on the file system of the runs root, and holds ``token`` if that is the shared one."""
+    packages = {}
+    for name in NEEDED_PACKAGES:  # without importing them: that takes seconds, and a broken one would end the probe
+        with contextlib.suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    gpus, source = count_gpus(os.environ)
+    problem = _problem_of(Path(folder), token)
+    usage = os.statvfs(folder if not problem else "/")
+    return NodeFacts(
+        hostname=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        gpus=gpus,
+        gpus_source=source,
+        cores=usable_cores(),
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        free_bytes=usage.f_bavail * usage.f_frsize,
+        python=platform.python_version(),
+        packages=packages,
+        folder_problem=problem,
+    )
+
+
+def probe_problems(spec: RunSpec, plan: RunPlan, nodes: Sequence[NodeFacts]) -> tuple[Problem, ...]:
+    """Everything that keeps these nodes from running the plan."""
+    cluster, found = spec.cluster, []
+    for node in nodes:
+        if cluster.gpu != "cpu" and node.gpus < cluster.gpus_per_node:
+            what = f"{node.gpus} GPUs ({node.gpus_source}), but the plan needs {cluster.gpus_per_node} per node."
+            found.append(_problem(node, what))
+        wanted = cluster.slurm.memory_per_node
+        if wanted is not None and node.memory_bytes < wanted:
+            found.append(_problem(node, f"{node.memory_bytes} bytes of memory; memory_per_node asks for {wanted}."))
+        if node.folder_problem:
+            found.append(
+                _problem(node, node.folder_problem, "Move the runs root to a shared folder: $SCALETRAIN_RUNS.")
+            )
+        elif spec.checkpoint.dir == "auto" and node.free_bytes < plan.durability.checkpoint_bytes:
+            size = plan.durability.checkpoint_bytes
+            found.append(
+                _problem(node, f"{node.free_bytes} bytes are free in the runs root; a checkpoint takes {size}.")
+            )
+        missing = [name for name in NEEDED_PACKAGES if name not in node.packages]
+        if missing:
+            hint = f"Run {install_command('train')}, in an environment that the nodes see."
+            found.append(_problem(node, f"{', '.join(missing)} not installed for Python {node.python}.", hint))
+    return (*found, *_differences(nodes))
+
+
+def _differences(nodes: Sequence[NodeFacts]) -> list[Problem]:
+    """Versions that are not the same everywhere."""
+    found = []
+    for name in NEEDED_PACKAGES:
+        first = next((node for node in nodes if name in node.packages), None)
+        for node in nodes:
+            if first is not None and node.packages.get(name, first.packages[name]) != first.packages[name]:
+                what = f"{name} {node.packages[name]}, but {first.hostname} has {first.packages[name]}."
+                found.append(_problem(node, what, "All ranks need the same version."))
+    return found
+
+
+def _problem(node: NodeFacts, message: str, hint: str | None = None) -> Problem:
+    return Problem(node.hostname, "", message, hint=hint)
+
+
+def _problem_of(folder: Path, token: str) -> str:
+    """Why runs cannot live where this folder is, as this node sees it."""
+    try:
+        if (folder / _TOKEN).read_text(encoding="utf-8") != token:
+            return f"{folder} is not the folder that the submitter sees."
+        touch(folder / f"written-by-{socket.gethostname()}")
+    except OSError as error:
+        return f"{error.filename} cannot be used here: {error.strerror or error}."
+    return ""
+
+
+def main(folder: str, token: str) -> None:
+    """Look around and leave the facts, under the number that Slurm gave this task."""
+    task = int(os.environ["SLURM_PROCID"])
+    write_document(answer_file(Path(folder), task), dataclasses.asdict(probe_node(folder, token)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,105 @@
+"""What a node leaves behind of an attempt: attempts/NNNN/nodes/<node>.json by its agent, failures/*.json by who failed.
+
+Frozen data and its files; knows nothing of how ranks are started or why an attempt is judged as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from scaletrain_cli.launch.node.processes import ProcessIdentity
+from scaletrain_cli.rundir.documents import damage_told, read_document, write_document
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.safe_files import make_folder, touch
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """One rank's process. ``exit_code`` is minus the signal number if one killed it, None while it runs."""
+
+    rank: int
+    pid: int
+    started: float
+    ended: float | None = None
+    exit_code: int | None = None
+    signal: str | None = None
+    killed_by_agent: bool = False
+
+    def end(self, exit_code: int, now: float, killed_by_agent: bool) -> RankRecord:
+        """The same rank, ended."""
+        name = signal.Signals(-exit_code).name if exit_code < 0 else None
+        return dataclasses.replace(self, ended=now, exit_code=exit_code, signal=name, killed_by_agent=killed_by_agent)
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """One node's part in an attempt. Without ``ended`` the agent still runs, or vanished with its node."""
+
+    node: str
+    hostname: str
+    node_rank: int
+    agent_pid: int
+    agent_start_ticks: int
+    started: float
+    ranks: tuple[RankRecord, ...] = ()
+    ended: float | None = None
+    exit_code: int | None = None
+    first_failure: int | None = None  # the rank that ended badly before any other
+
+    @property
+    def name(self) -> str:
+        """What the scheduler calls the node."""
+        return self.node.removeprefix(f"node-{self.node_rank:04d}-")
+
+    @property
+    def agent(self) -> ProcessIdentity:
+        """The agent's process; means something on the host of this record only."""
+        return ProcessIdentity(self.agent_pid, self.agent_start_ticks)
+
+
+def write_node_record(run: RunDir, attempt: int, record: NodeRecord) -> None:
+    """Create or replace the node's record. Raises OSError when the run directory cannot be written."""
+    folder = run.attempt(attempt) / "nodes"
+    make_folder(folder)
+    write_document(folder / f"{record.node}.json", dataclasses.asdict(record))
+
+
+def read_node_records(run: RunDir, attempt: int) -> list[NodeRecord]:
+    """The records of an attempt's nodes, by node rank."""
+    folder = run.attempt(attempt) / "nodes"
+    with damage_told(folder):
+        found = [_node_record(data) for data in _documents(run, attempt, "nodes")]
+        return sorted(found, key=lambda record: record.node_rank)
+
+
+def announce_failure(run: RunDir, attempt: int) -> None:
+    """Tell the agents of the other nodes that this attempt has failed. Raises OSError."""
+    touch(run.attempt(attempt) / "failed")
+
+
+def has_failed(run: RunDir, attempt: int) -> bool:
+    """Whether an agent has announced a failure."""
+    return (run.attempt(attempt) / "failed").exists()
+
+
+def announce_hang(run: RunDir, attempt: int) -> None:
+    """Tell the agents of all nodes to look for the rank that holds the others up. Raises OSError."""
+    touch(run.attempt(attempt) / "hung")
+
+
+def is_hung(run: RunDir, attempt: int) -> bool:
+    """Whether an agent has found its ranks to have come to a stand."""
+    return (run.attempt(attempt) / "hung").exists()
+
+
+def _documents(run: RunDir, attempt: int, folder: str) -> list[dict[str, Any]]:
+    paths = sorted((run.attempt(attempt) / folder).glob("[!.]*.json"))
+    return [data for path in paths if (data := read_document(path)) is not None]
+
+
+def _node_record(data: dict[str, Any]) -> NodeRecord:
+    ranks = tuple(RankRecord(**rank) for rank in data["ranks"])
+    return NodeRecord(**{**data, "ranks": ranks})

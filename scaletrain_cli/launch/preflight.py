@@ -1,0 +1,101 @@
+"""The preflight without a training run: a job of the planned size whose ranks measure their devices and links, and go.
+
+A run like any other as far as schedulers know, in a hidden folder of the runs root that goes with it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.errors import SchedulerSilentError, UsageError
+from scaletrain_cli.launch.backends.base import Scheduler
+from scaletrain_cli.launch.status import RunStatus, exit_code_of
+from scaletrain_cli.launch.submit import create_run, submit_run
+from scaletrain_cli.launch.wait import wait_for_end
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.safe_files import make_folder
+from scaletrain_cli.spec import RunSpec, override_spec
+
+_KUBERNETES_SETTINGS = ("cluster.kubernetes.ttl_seconds_after_finished=10m",)
+_SETTINGS = (
+    "name=preflight",
+    "guard.preflight=always",
+    "env.SCALETRAIN_ONLY=preflight",
+    "restarts={preemption: 0, node: 0, crash: 0, oom: 0}",
+    "tracking.wandb.mode=disabled",
+)
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What came of it: the exit code of the run, its reason, and the documents of its one attempt."""
+
+    exit_code: int
+    why: str
+    ranks: tuple[dict[str, Any], ...]
+    findings: tuple[dict[str, Any], ...]
+    nodes: tuple[dict[str, Any], ...]
+    all_reduce_seconds: float | None
+    all_reduce_planned_seconds: float | None
+    folder: Path | None  # where it failed: left for who wants to look
+
+    def to_json(self) -> dict[str, Any]:
+        """The stable JSON object."""
+        told = {**vars(self), "folder": None if self.folder is None else str(self.folder)}
+        return {"schema": "scaletrain.preflight-report/v1", **told}
+
+
+def run_preflight(
+    spec: RunSpec, plan: RunPlan, scheduler: Scheduler, timeout_seconds: float, on_look: Callable[[RunStatus], None]
+) -> Preflight:
+    """Wait for it. Raises SchedulerError when the job is refused, UsageError where the runs root cannot be written."""
+    name = f"preflight-{secrets.token_hex(4)}"
+    # Pods know the run by the runs root and its name; elsewhere a dot hides it from `scaletrain list`.
+    folder = runs_root() if spec.cluster.scheduler == "kubernetes" else runs_root() / f".{name}"
+    try:
+        make_folder(runs_root(), mode=0o777)
+        make_folder(folder)
+    except OSError as error:
+        raise UsageError(f"the runs root {folder.parent} cannot be written here: {error}") from error
+    kept = False
+    try:
+        settings = [*_SETTINGS, *(_KUBERNETES_SETTINGS if spec.cluster.scheduler == "kubernetes" else ())]
+        alone = override_spec(spec, settings, file="the preflight's spec")
+        made = create_run(alone, plan, name, root=folder)
+        try:
+            submit_run(made.run, made.record, scheduler)
+        except SchedulerSilentError:
+            kept = True  # the scheduler may have the job, which is found by what is in the folder alone
+            raise
+        status = wait_for_end(made.run, scheduler, timeout_seconds, on_look)
+        code = exit_code_of(made.run, status)
+        kept = code != 0
+        return _report(made.run, status, code, made.run.path if kept else None)
+    finally:
+        if not kept:
+            shutil.rmtree(folder / name, ignore_errors=True)
+            if folder != runs_root():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _report(run: RunDir, status: RunStatus, code: int, folder: Path | None) -> Preflight:
+    attempt = run.attempt(max(run.attempts(), default=1))
+    together = read_document(attempt / "preflight.json") or {}
+    inspected = (read_document(path) for path in sorted((attempt / "preflight").glob("[!.]*.json")))
+    return Preflight(
+        exit_code=code,
+        why="" if code == 0 else status.why,
+        ranks=tuple(together.get("ranks", ())),
+        findings=tuple(together.get("findings", ())),
+        nodes=tuple(node for node in inspected if node is not None),
+        all_reduce_seconds=together.get("all_reduce_seconds"),
+        all_reduce_planned_seconds=together.get("all_reduce_planned_seconds"),
+        folder=folder,
+    )

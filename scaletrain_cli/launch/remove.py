@@ -1,0 +1,234 @@
+"""Deleting runs that are over: what goes, what stays, and in which order, so that a failure leaves no half of a run.
+
+What is left in the cluster goes first, then checkpoints in a folder of their own, one by one. The run directory is
+renamed to a hidden name, in one step, and only then emptied: a run is listed and whole, or it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaletrain_cli.errors import ScaletrainError, SchedulerError, UsageError
+from scaletrain_cli.launch.attempts import newest_checkpoint_step
+from scaletrain_cli.launch.backends.base import Job, Scheduler, scheduler_for
+from scaletrain_cli.launch.status import run_status
+from scaletrain_cli.launch.submit import read_submission, submit_lock
+from scaletrain_cli.rundir.committing import delete
+from scaletrain_cli.rundir.inventory import Pruning, plan_pruning, take_inventory
+from scaletrain_cli.rundir.ownership import require_own_run
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record
+
+# Deleting checkpoints by hand: only of a run that nothing trains, and never what it would go on from.
+
+
+@contextmanager
+def pruning(
+    run: RunDir, keep: int | None, keep_every: int | None, scheduler: Scheduler | None = None
+) -> Iterator[Pruning]:
+    """What may be deleted, while nobody can resume the run. None in either argument: as the run's spec has it.
+
+    Raises UsageError for a run that may be active, ScaletrainError where no checkpoint verifies.
+    """
+    with submit_lock(run):
+        record, submission = read_record(run), read_submission(run)
+        name = submission.scheduler if submission else record.spec.cluster.scheduler
+        if (scheduler or scheduler_for(name)).job(run, record).may_be_active:
+            raise UsageError(
+                f"{run.run_id} is still active, or was started on a host that must be asked: it prunes by itself. "
+                f"Set checkpoint.keep, or wait for its end."
+            )
+        own = record.spec.checkpoint
+        every = own.keep_every if keep_every is None else keep_every
+        found = plan_pruning(checkpoint_folder(run, record.spec), own.keep if keep is None else keep, every)
+        if found is None:
+            raise ScaletrainError(
+                f"no checkpoint of {run.run_id} verifies, so none was deleted. "
+                f"`scaletrain checkpoint verify {run.run_id}` says what is wrong with each."
+            )
+        yield found
+
+
+def carry_out(found: Pruning) -> None:
+    """Delete what pruning() has found, within it."""
+    for checkpoint in found.doomed:
+        delete(checkpoint.path)
+
+
+_LEFT = ".removed-"  # and the run id: a run directory that is being emptied, or could not be
+_LEFT_NAME = re.compile(r"\.removed-.+-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One run that may be deleted. ``checkpoints`` is their folder where it is not in the run directory, else None.
+
+    ``bytes`` are those that the removal frees, ``kept_bytes`` those of checkpoints that stay.
+    """
+
+    run: RunDir
+    state: str
+    bytes: int
+    newest_checkpoint: int | None
+    checkpoints: Path | None
+    kept_bytes: int
+    identity: tuple[int, int]  # of the run directory: another folder that gets its name meanwhile stays
+
+    @property
+    def run_id(self) -> str:
+        return self.run.run_id
+
+
+def plan_removal(run: RunDir, *, with_checkpoints: bool) -> Removal:
+    """Return what would be deleted. Raises UsageError or SchedulerError where the run must stay."""
+    _require_folder(run)
+    require_own_run(run, trust_owner=False, remedy="Ask that user to delete it")
+    record = read_record(run)
+    _require_over(run, record)
+    folder = checkpoint_folder(run, record.spec)
+    outside = folder if folder != run.checkpoints and os.path.lexists(folder) else None
+    if outside is not None and with_checkpoints:
+        _require_own_folder(outside)
+    stored = 0 if outside is None else tree_bytes(outside)
+    return Removal(
+        run=run,
+        state=run_status(run).state,
+        bytes=tree_bytes(run.path) + (stored if with_checkpoints else 0),
+        newest_checkpoint=newest_checkpoint_step(run, record.spec),
+        checkpoints=outside,
+        kept_bytes=0 if with_checkpoints else stored,
+        identity=_identity(run.path),
+    )
+
+
+def remove(found: Removal, *, with_checkpoints: bool) -> list[str]:
+    """Delete the run; return the objects that were deleted in its cluster.
+
+    Raises UsageError or SchedulerError with nothing changed where it was resumed meanwhile, and ScaletrainError where
+    not everything could be deleted: it says what is left and where.
+    """
+    run = found.run
+    with submit_lock(run):  # nobody resumes it meanwhile
+        record = read_record(run)
+        _require_over(run, record)
+        objects = _remove_objects(run, record)
+        if found.checkpoints is not None and with_checkpoints:
+            _remove_checkpoints(found.checkpoints)
+        doomed = run.path.with_name(f"{_LEFT}{run.run_id}-{secrets.token_hex(4)}")
+        run.path.rename(doomed)
+        if _identity(doomed) != found.identity:
+            doomed.rename(run.path)
+            raise UsageError(f"{run.path} is another folder than a moment ago: nothing of it was deleted.")
+    _empty(doomed, run.run_id)
+    return objects
+
+
+def remove_leftovers(root: Path) -> None:
+    """Delete what an interrupted removal of this user has left under a runs root."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(root):
+            if not _LEFT_NAME.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
+                continue
+            if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def tree_bytes(folder: Path) -> int:
+    """Return the bytes that a folder takes on its disk; links are not followed, unreadable parts not counted."""
+    total, seen = 0, set()
+    for parent, folders, files in os.walk(folder, followlinks=False):
+        for name in (*folders, *files):
+            with contextlib.suppress(OSError):
+                found = os.lstat(os.path.join(parent, name))
+                if (found.st_dev, found.st_ino) not in seen:
+                    seen.add((found.st_dev, found.st_ino))
+                    total += found.st_blocks * 512
+    return total
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    found = folder.lstat()
+    return found.st_dev, found.st_ino
+
+
+def _require_folder(run: RunDir) -> None:
+    if run.path.is_symlink():
+        raise UsageError(f"{run.path} is a symbolic link, not a run directory: nothing behind it is deleted.")
+
+
+def _require_over(run: RunDir, record: RunRecord) -> None:
+    submission = read_submission(run)
+    name = submission.scheduler if submission else record.spec.cluster.scheduler
+    try:
+        job: Job = scheduler_for(name).job(run, record)
+    except SchedulerError as error:
+        raise SchedulerError(
+            f"{run.run_id} is not deleted, as it may be active: {error.message.rstrip('.')}.",
+            remedy=f"Once you know that its job is gone, delete the folder {run.path} by hand.",
+        ) from error
+    if job.is_active:
+        raise UsageError(f"{run.run_id} is {job.state}. Stop it first: scaletrain cancel {run.run_id}.")
+    if job.may_be_active:
+        raise UsageError(f"{run.run_id} may be active: {job.detail}. Delete it where that can be seen.")
+
+
+def _require_own_folder(folder: Path) -> None:
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or not folder.is_absolute():
+        raise UsageError(f"{folder} is not a folder of checkpoints: delete it by hand, or leave out --checkpoints.")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise UsageError(f"{folder} belongs to another user. Leave out --checkpoints, and it stays.")
+
+
+def _remove_checkpoints(folder: Path) -> None:
+    """Delete the checkpoints of a folder, and the folder where nothing else is in it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(descriptor).st_uid not in (os.geteuid(), 0):
+            raise UsageError(f"{folder} belongs to another user: nothing was deleted.")
+        here = Path(f"/proc/self/fd/{descriptor}")  # this very folder, whatever takes its name meanwhile
+        for entry in take_inventory(here):
+            if not entry.path.is_symlink():
+                delete(entry.path)
+        left = [entry.path.name for entry in take_inventory(here)]
+    finally:
+        os.close(descriptor)
+    if left:
+        raise ScaletrainError(
+            f"{', '.join(left[:3])} in {folder} cannot be deleted: check the owner and permissions. The run is still "
+            "there, without its other checkpoints."
+        )
+    with contextlib.suppress(OSError):  # it holds something that is not a checkpoint
+        folder.rmdir()
+
+
+def _remove_objects(run: RunDir, record: RunRecord) -> list[str]:
+    if record.spec.cluster.scheduler != "kubernetes":
+        return []  # Slurm and this machine keep nothing of a job that is over
+    from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+
+    return KubernetesScheduler().remove_ended(run, record)
+
+
+def _empty(folder: Path, run_id: str) -> None:
+    """Delete a folder without following links out of it."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)  # the rest of it
+        if os.path.lexists(folder):
+            raise ScaletrainError(
+                f"{run_id} is no longer a run, but not all of its files can be deleted: {error.filename}: "
+                f"{error.strerror or error}.",
+                remedy=f"Correct the permissions and delete {folder} by hand.",
+                file=str(folder),
+            ) from error

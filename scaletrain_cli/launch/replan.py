@@ -1,0 +1,138 @@
+"""A run on other nodes, in another layout or with newer code: planned anew and held against what it trains.
+
+Everything is checked here, before anything is queued. Reads the record and writes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
+from scaletrain_cli.launch.code.snapshot import Snapshot, take_snapshot
+from scaletrain_cli.launch.submit import plan_for_engine
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, read_record, revision_path
+from scaletrain_cli.spec import RunSpec, changed_keys, override_spec
+
+# What may change from one attempt to the next, as the beginning of a key or the whole of it. Anything else would make
+# another run of it: other data, another model, other steps.
+MAY_CHANGE = (
+    *("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "code", "env", "training.micro_batch_size"),
+)
+# Degrees that a user may have pinned; `auto` leaves them to the planner.
+_PINS = (
+    *("layout.data_parallel", "layout.tensor_parallel", "layout.pipeline_parallel", "layout.sequence_parallel"),
+    *("layout.expert_parallel", "layout.zero_stage", "layout.activation_checkpointing", "training.micro_batch_size"),
+)
+# How states are cut over the ranks.
+_SHARDING = (
+    *("data_parallel", "tensor_parallel", "pipeline_parallel", "virtual_pipeline", "sequence_parallel"),
+    *("context_parallel", "expert_parallel", "zero_stage"),
+)
+
+
+@dataclass(frozen=True)
+class Resize:
+    """The run as it is (``before``), the spec and plan that the overrides make of it, and its code where taken anew."""
+
+    before: RunRecord
+    spec: RunSpec
+    plan: RunPlan
+    overrides: tuple[str, ...]
+    snapshot: Snapshot | None = None
+
+    @property
+    def changes(self) -> dict[str, tuple[str, str]]:
+        """Keys of the spec that differ, and the code, with both values; without any there is nothing to revise."""
+        found = changed_keys(self.before.spec, self.spec)
+        old, new = self.before.code, self.snapshot.record if self.snapshot is not None else None
+        if new is not None and (old is None or old.sha256 != new.sha256):
+            found["code"] = (json.dumps(None if old is None else old.shown), json.dumps(new.shown))
+        return found
+
+    @property
+    def after(self) -> RunRecord:
+        """The record as the next attempt would read it."""
+        number = self.before.revision + bool(self.changes)
+        code = self.before.code if self.snapshot is None else self.snapshot.record
+        return dataclasses.replace(self.before, spec=self.spec, plan=self.plan, revision=number, code=code)
+
+    @property
+    def cuts_states_anew(self) -> bool:
+        """Whether ranks would hold other parts of the weights or of the optimizer's states."""
+        old, new = self.before.plan.layout, self.plan.layout
+        return any(getattr(old, field) != getattr(new, field) for field in _SHARDING)
+
+
+def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False) -> Resize:
+    """Plan the run anew with ``overrides`` (``cluster.nodes=2``); the global batch stays, accumulation follows.
+
+    ``new_code`` takes the user's tree as it is now, as does an override of what of it is kept. Raises UsageError for an
+    override that would change what is trained, InfeasibleError for a run that does not fit.
+    """
+    before = read_record(run)
+    file = str(revision_path(run, before.revision) if before.revision else run.record)
+    spec = override_spec(before.spec, overrides, file=file)
+    changes = changed_keys(before.spec, spec)
+    problems = [problem for key, values in changes.items() if (problem := _objection(key, *values)) is not None]
+    if problems:
+        raise UsageError(f"{run.run_id} would no longer be the same run", tuple(problems))
+    snapshot = None
+    if new_code or any(key.startswith("code.") for key in changes):
+        snapshot = take_snapshot(spec, before.working_folder, run.path.parent)
+    if snapshot is None and new_code:
+        raise UsageError(f"{run.run_id} has no code of yours to take anew. Name it: --set code.path=FOLDER.")
+    if not changes:
+        return Resize(before, before.spec, before.plan, tuple(overrides), snapshot)
+    try:
+        plan = plan_for_engine(spec, run.run_id)
+    except InfeasibleError as error:
+        error.problems = (*map(_for_a_resume, error.problems), *_pins_in_the_way(spec))
+        raise
+    return Resize(before, spec, plan, tuple(overrides), snapshot)
+
+
+def _objection(key: str, was: str, given: str) -> Problem | None:
+    if key == "code.path" and given == "null":
+        return Problem("--set", key, f"was {was}, and a run keeps its code.", given, "Leave it as it is.")
+    if key == "checkpoint.dir":
+        return Problem("--set", key, f"the run's checkpoints are in {was}.", given, "Leave it as it is.")
+    if any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
+        return None
+    allowed = f"A resumed run may change {', '.join(MAY_CHANGE)}; submit a new run for anything else."
+    return Problem("--set", key, f"was {was}, and what is trained stays as it is.", given, allowed)
+
+
+def _for_a_resume(problem: Problem) -> Problem:
+    """The planner's advice where it is one that a run under way cannot take."""
+    if problem.key != "training.global_batch_size":
+        return problem
+    return dataclasses.replace(problem, hint="It stays as it is: give so many nodes that it divides.")
+
+
+def _pins_in_the_way(spec: RunSpec) -> Iterator[Problem]:
+    """The pinned degrees without which the run could be planned: one that is enough, else all of them together."""
+    pins = {key: value for key in _PINS if (value := _value(spec, key)) != "auto"}
+    alone = [key for key in pins if _can_be_planned(spec, [key])]
+    together = list(pins) if not alone and len(pins) > 1 and _can_be_planned(spec, list(pins)) else []
+    for key in alone or together:
+        others = " with the other pins here" if together else ""
+        hint = f"Add --set {key}=auto{others}."
+        yield Problem(spec.where(key), key, "is pinned; left to the planner, the run can be laid out.", pins[key], hint)
+
+
+def _can_be_planned(spec: RunSpec, released: Sequence[str]) -> bool:
+    try:
+        plan_for_engine(override_spec(spec, [f"{key}=auto" for key in released], file="a trial"), "a trial")
+    except (InfeasibleError, UsageError):
+        return False
+    return True
+
+
+def _value(spec: RunSpec, key: str) -> str:
+    section, name = key.split(".")
+    return str(getattr(getattr(spec, section), name))

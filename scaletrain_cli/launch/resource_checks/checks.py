@@ -1,0 +1,291 @@
+"""Check that what a run spec names outside itself is there, as far as this machine sees it: files, code, credentials.
+
+Every verb that starts a run asks before anything is made or queued, and so does the agent of each node before it starts
+a rank, for what only the nodes can see. What Slurm and Kubernetes hold, their own preflights ask.
+"""
+
+from __future__ import annotations
+
+import configparser
+import contextlib
+import netrc
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from scaletrain_cli.errors import Problem, UsageError, WrongNodesError
+from scaletrain_cli.launch.resource_checks.files import (
+    not_checked,
+    not_read,
+    source_problems,
+    tokenizer_problems,
+    weights_problems,
+)
+from scaletrain_cli.launch.resource_checks.view import CheckResults, View, is_missing
+from scaletrain_cli.rundir.code import code_file, paths_in
+from scaletrain_cli.rundir.journal import has_committed
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.spec import RunSpec
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.code.snapshot import Snapshot
+
+# Find out whether a run will have a key of Weights & Biases, in the places where wandb looks.
+
+
+_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+_SERVICE = "https://api.wandb.ai"
+
+
+def has_login(spec: RunSpec, environment: Mapping[str, str], folder: Path) -> bool:
+    """Return whether the ranks will have a key: in their environment, or in the .netrc of their user."""
+    kubernetes = spec.cluster.scheduler == "kubernetes"
+    for name in _KEYS:
+        if name in spec.env or (kubernetes and name in spec.cluster.kubernetes.secrets):
+            return True
+        # A local run inherits the environment; Slurm's ranks get of it what secret_env names.
+        handed_on = spec.cluster.scheduler == "local" or name in spec.secret_env
+        if not kubernetes and environment.get(name) and handed_on:
+            return True
+    if kubernetes:
+        return False  # pods have a home of their own
+    host = urlsplit(_base_url({**environment, **spec.env}, folder)).hostname or ""
+    return any(_has_entry(path, host) for path in _netrc_files(environment))
+
+
+def _base_url(environment: Mapping[str, str], folder: Path) -> str:
+    if url := environment.get("WANDB_BASE_URL"):
+        return url
+    home = Path(os.path.expanduser(environment.get("HOME", "~")))
+    config = Path(environment.get("WANDB_CONFIG_DIR") or home / ".config" / "wandb")
+    for settings in (folder / "wandb" / "settings", config / "settings"):
+        parser = configparser.ConfigParser(interpolation=None)
+        try:
+            parser.read(settings, encoding="utf-8")
+        except (configparser.Error, OSError, ValueError):
+            continue
+        if url := parser.get("default", "base_url", fallback=""):
+            return url
+    return _SERVICE
+
+
+def _netrc_files(environment: Mapping[str, str]) -> list[Path]:
+    if named := environment.get("NETRC"):
+        return [Path(os.path.expanduser(named))]
+    home = Path(os.path.expanduser(environment.get("HOME", "~")))
+    return [home / ".netrc", home / "_netrc"]
+
+
+def _has_entry(path: Path, host: str) -> bool:
+    try:
+        found = netrc.netrc(str(path)).authenticators(host)
+    except (OSError, netrc.NetrcParseError, ValueError):
+        return False
+    return found is not None and bool(found[2])
+
+
+def check_external(
+    spec: RunSpec,
+    folder: str | Path = "",
+    *,
+    code: Collection[str] | None = None,
+    begun: bool = False,
+    secrets: Collection[str] = (),
+) -> CheckResults:
+    """Look at everything that this machine can see. Touches nothing. ``folder`` as in View; by default the current one.
+
+    Raises no error: the caller decides what problems mean.
+    """
+    view = View(spec, Path(folder or os.getcwd()), os.environ, code, begun, secrets=secrets)
+    problems = tuple(dict.fromkeys(found for check in _CHECKS for found in check(view)))
+    return CheckResults(problems, (*not_checked(view), *not_read(view)))
+
+
+def require_external(spec: RunSpec, snapshot: Snapshot | None) -> tuple[str, ...]:
+    """Check a new run, with the code that was taken; return notes. Raises UsageError with all problems."""
+    return _require(check_external(spec, code=None if snapshot is None else paths_in(snapshot.listing)))
+
+
+def require_external_to_resume(run: RunDir, record: RunRecord, snapshot: Snapshot | None = None) -> tuple[str, ...]:
+    """Check a run to resume, with code taken anew or that kept with it; return notes. Raises UsageError."""
+    code = None if snapshot is None else paths_in(snapshot.listing)
+    if code is None and record.code is not None:
+        with contextlib.suppress(OSError):  # place_code tells on the node
+            listing = code_file(run, record.code, "sha256").read_bytes()
+            code = paths_in(listing.decode("utf-8", "surrogateescape"))
+    found = check_external(
+        record.spec,
+        record.working_folder,
+        code=code,
+        begun=has_committed(run),
+        secrets=record.spec.secret_env if run.secrets.is_file() else (),
+    )
+    return _require(found)
+
+
+def _require(found: CheckResults) -> tuple[str, ...]:
+    if found.problems:
+        count = "something" if len(found.problems) == 1 else f"{len(found.problems)} things"
+        raise UsageError(f"the run spec names {count} that the run could not use", found.problems)
+    return found.notes
+
+
+def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: Path | None) -> None:
+    """The same on a node of the job, from the run's working folder, before any rank is started.
+
+    Raises UsageError (exit 2) where it was the spec that named what is not there, and WrongNodesError (exit 5) where
+    other nodes may have it: on Slurm, and after a checkpoint, up to which all of it was there.
+    """
+    spec, begun = record.spec, has_committed(run)
+    view = View(spec, Path.cwd(), os.environ, None, begun, on_node=True)
+    checks = [weights_problems, checkpoint_problems]
+    if (
+        node_rank == 0 or (Path(os.path.expanduser(spec.data.source)) / "dataset.json").is_file()
+    ):  # its first rank prepares
+        checks += [source_problems, tokenizer_problems]
+    problems = [found for check in checks for found in check(view)]
+    if code_folder is None and spec.code.engine is not None:
+        problems += _installed_problems(view)
+    if not problems:
+        return
+    message = "this node does not have what the run spec names"
+    if begun or spec.cluster.scheduler == "slurm":
+        raise WrongNodesError(message, tuple(problems))
+    raise UsageError(message, tuple(problems))
+
+
+def engine_problems(view: View) -> Iterator[Problem]:
+    """Yield why ``code.engine`` or ``code.import_root`` is neither in the kept files of code.path nor installed."""
+    code = view.spec.code
+    if code.path is not None and view.code is None:
+        return  # nothing was taken of the tree
+    root = "" if code.import_root == "." else code.import_root.strip("/").removeprefix("./") + "/"
+    kept = view.code or ()
+    if code.path is not None and root and not any(path.startswith(root) for path in kept):
+        message = f"what is kept of {code.path} has no such folder."
+        yield view.problem("code.import_root", message, code.import_root, "Name one that git does not ignore.")
+        return
+    if code.engine is None or _module_in(kept, root + code.engine.replace(".", "/")):
+        return
+    yield from _installed_problems(view)
+
+
+def _installed_problems(view: View) -> Iterator[Problem]:
+    code, slurm = view.spec.code, view.spec.cluster.slurm
+    engine = str(code.engine)
+    other_python = slurm.activate is not None or slurm.modules or slurm.container is not None
+    if not view.on_node and (view.spec.cluster.scheduler == "kubernetes" or other_python):
+        if code.path is None:
+            return  # an interpreter that is not seen here
+    elif _is_installed(engine, view):
+        return
+    hint = "Commit its file, or set code.path and code.import_root to where it is."
+    if engine.endswith(".py"):
+        hint = f"It is the name of a module, not of a file: write {engine.removesuffix('.py').replace('/', '.')}."
+    there = f"what is kept of {code.path} holds no such module, and it" if code.path is not None else "it"
+    yield view.problem("code.engine", f"{there} is not installed.", engine, hint)
+
+
+def _module_in(files: Collection[str], path: str) -> bool:
+    return f"{path}.py" in files or f"{path}/__main__.py" in files
+
+
+def _is_installed(module: str, view: View) -> bool:
+    """Return whether ``python -m`` would find the module. Imports no parent package, which would run it."""
+    first, *rest = module.split(".")
+    try:
+        found = find_spec(first)
+    except (ImportError, ValueError):
+        return False
+    places = [] if found is None else [Path(place) for place in found.submodule_search_locations or ()]
+    if found is not None and not places:
+        return not rest and found.origin is not None
+    searched = view.spec.env.get("PYTHONPATH", view.environment.get("PYTHONPATH", ""))  # as each rank gets it
+    paths = (Path(entry) for entry in searched.split(os.pathsep) if entry)
+    places += [view.folder / entry / first for entry in paths]
+    for place in places:
+        target = place.joinpath(*rest)
+        if (target / "__main__.py").is_file() or (rest and target.with_name(f"{target.name}.py").is_file()):
+            return True
+    return not rest and any(place.with_name(f"{first}.py").is_file() for place in places)
+
+
+def checkpoint_problems(view: View) -> Iterator[Problem]:
+    """Yield why this user cannot write to ``checkpoint.dir``, or to its nearest existing parent."""
+    given = view.spec.checkpoint.dir
+    if given == "auto" or view.unseen(given):
+        return
+    folder = view.folder / Path(os.path.expanduser(given))
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        yield view.problem("checkpoint.dir", f"{there} is no folder.", given, "Name a folder.")
+    elif not os.access(there, os.W_OK | os.X_OK):
+        message = f"this user may not write {there}."
+        yield view.problem("checkpoint.dir", message, given, "Name a folder of yours, or ask for the right.")
+
+
+def secret_problems(view: View) -> Iterator[Problem]:
+    """Yield each name of ``secret_env`` that is not set in this environment."""
+    if view.spec.cluster.scheduler == "kubernetes":
+        return
+    for name in view.spec.secret_env:
+        if name not in view.environment and name not in view.secrets:
+            yield view.problem("secret_env", "is not set here.", name, "Export it before submitting.")
+
+
+def wandb_problems(view: View) -> Iterator[Problem]:
+    """Yield what keeps ``tracking.wandb`` with mode: online from logging."""
+
+    spec, key = view.spec, "tracking.wandb.mode"
+    if spec.tracking.wandb.mode != "online" or spec.code.engine is not None:
+        return
+    if spec.cluster.scheduler == "local" and find_spec("wandb") is None:
+        hint = "Run pip install wandb, or set it to disabled."
+        yield view.problem(key, "wandb is not installed here.", "online", hint)
+    if has_login(spec, view.environment, view.folder):
+        return
+    where = {
+        "kubernetes": "Add WANDB_API_KEY to secret_env and to cluster.kubernetes.secrets",
+        "slurm": "Export WANDB_API_KEY and name it in secret_env, or run `wandb login`",
+        "local": "Export WANDB_API_KEY, or run `wandb login`",
+    }[spec.cluster.scheduler]
+    hint = f"{where}; or set it to offline and send the files later with `wandb sync`."
+    yield view.problem(key, "the run has no key of Weights & Biases.", "online", hint)
+
+
+def activate_problems(view: View) -> Iterator[Problem]:
+    """Yield why ``cluster.slurm.activate`` cannot be sourced."""
+    path, key = view.spec.cluster.slurm.activate, "cluster.slurm.activate"
+    if view.spec.cluster.scheduler == "slurm" and path is not None and is_missing(path):
+        yield view.problem(key, "there is no such file.", path, "Name the script that sets up Python on the nodes.")
+
+
+def container_problems(view: View) -> Iterator[Problem]:
+    """Yield missing files and folders of ``cluster.slurm.container``, where their file system is seen here."""
+    container, key = view.spec.cluster.slurm.container, "cluster.slurm.container"
+    if view.spec.cluster.scheduler != "slurm" or container is None:
+        return
+    if container.image.startswith("/") and is_missing(container.image):
+        yield view.problem(f"{key}.image", "there is no such file.", container.image, "Name an image.")
+    for index, mount in enumerate(container.mounts):
+        source = mount.partition(":")[0]
+        if is_missing(source):
+            message = f"{source} does not exist."
+            yield view.problem(f"{key}.mounts.{index}", message, mount, "Name a folder of the nodes.")
+
+
+_CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
+    source_problems,
+    tokenizer_problems,
+    weights_problems,
+    engine_problems,
+    checkpoint_problems,
+    secret_problems,
+    wandb_problems,
+    activate_problems,
+    container_problems,
+)

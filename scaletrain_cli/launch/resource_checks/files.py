@@ -1,0 +1,200 @@
+"""Check data sources, tokenizers and weights: there, readable, of a known format, and fit for the model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.launch.resource_checks.view import View, parent_of_glob
+from scaletrain_cli.safe_files import open_to_read
+from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, SOURCES, NoCorpusError, find_files, kind_of, problems_of
+from scaletrain_cli.spec.weights_config import config_mismatches
+
+
+def source_problems(view: View) -> Iterator[Problem]:
+    """Yield what is wrong with ``data.source``, where this package's engine reads it."""
+    source = view.spec.data.source
+    if view.spec.code.engine is not None or source == PYTHON_STDLIB or view.unseen(parent_of_glob(source)):
+        return
+    prepared = view.folder / Path(os.path.expanduser(source))
+    if (prepared / "dataset.json").is_file():
+        if why := _prepared_problem(prepared, view.spec):
+            yield view.problem("data.source", why, source, "Prepare it again with `scaletrain data prepare`.")
+        return
+    try:
+        found = find_files(source, view.folder)
+    except NoCorpusError as error:
+        yield view.problem("data.source", f"{error.why}.", source, SOURCES)
+        return
+    for why in problems_of(found.files):
+        yield view.problem("data.source", f"{why}.", source, "Repair the file, or leave it out of the source.")
+    if why := _too_little_text(found.files, view.spec):
+        yield view.problem("data.source", why, source, "Give more text, or a shorter model.seq_len.")
+    here = view.spec.cluster.scheduler == "local"
+    if here and any(kind_of(path) == "parquet" for path in found.files) and find_spec("pyarrow") is None:
+        yield view.problem("data.source", "reading parquet needs pyarrow.", source, "Run pip install pyarrow.")
+
+
+def _too_little_text(files: tuple[Path, ...], spec: RunSpec) -> str:
+    """Return why plain files make no sequence: each trained token has at least a byte, and each document one more."""
+    if any(path.suffix in (".parquet", ".gz") for path in files) or not isinstance(spec.model, ModelSpec):
+        return ""
+    try:
+        size = sum(path.stat().st_size for path in files)
+    except OSError:
+        return ""
+    if size == 0:
+        return "holds no text."
+    length = spec.model.seq_len
+    if spec.data.tokenizer.kind == "file" or size + len(files) > length:
+        return ""
+    return f"holds {size} bytes, too few for one sequence of {length} tokens."
+
+
+def tokenizer_problems(view: View) -> Iterator[Problem]:
+    """Yield what is wrong with ``data.tokenizer.path``."""
+    path = view.spec.data.tokenizer.path
+    if view.spec.code.engine is not None or path is None or view.unseen(path):
+        return
+    why = tokenizer_problem(view.folder / Path(os.path.expanduser(path)), view.spec)
+    if why:
+        yield view.problem("data.tokenizer.path", f"{why}.", path, "Give a Hugging Face tokenizer.json.")
+
+
+def tokenizer_problem(path: Path, spec: RunSpec) -> str:
+    """Return what is wrong with a tokenizer.json; empty for a valid one."""
+    from scaletrain_cli.spec.end_of_text import ENDS_OF_TEXT
+
+    try:
+        with open_to_read(path) as file:
+            content = json.loads(file.read())
+        model, added = content["model"], content.get("added_tokens") or []
+        vocabulary = model["vocab"]
+        pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], i) for i, v in enumerate(vocabulary))
+        ids = dict(pairs) | {str(token["content"]): int(token["id"]) for token in added}
+        largest = max(ids.values())
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        return "is no tokenizer.json of Hugging Face tokenizers"
+    if not any(name in ids for name in ENDS_OF_TEXT):
+        return f"has no token that ends a document; one of {', '.join(ENDS_OF_TEXT)} is needed"
+    if isinstance(spec.model, ModelSpec) and largest >= spec.model.vocab_size:
+        return f"has token ids up to {largest}, and model.vocab_size is {spec.model.vocab_size}"
+    return ""
+
+
+def weights_problems(view: View) -> Iterator[Problem]:
+    """Yield what is wrong with ``model.weights``; after the first checkpoint they are not read."""
+    given = getattr(view.spec.model, "weights", None)
+    if view.spec.code.engine is not None or given is None or view.begun or view.unseen(given):
+        return
+    folder = view.folder / Path(os.path.expanduser(given))
+    if why := _weights_problem(folder):
+        hint = "Give a folder with Hugging Face *.safetensors."
+        yield view.problem("model.weights", f"{why}.", given, hint)
+        return
+    try:
+        differing = list(config_mismatches(folder, view.spec.transformer))
+    except UsageError as error:
+        yield view.problem("model.weights", error.message.removeprefix("model.weights: "), given, "Give other weights.")
+        return
+    for problem in differing:
+        message = f"its config.json has {problem.subject}, and {problem.message}"
+        yield view.problem("model.weights", message, given, str(problem.hint))
+
+
+def _weights_problem(folder: Path) -> str:
+    if not folder.is_dir():
+        return "is no folder" if folder.exists() else "does not exist"
+    try:
+        files = sorted(folder.glob("*.safetensors"))
+        index = folder / "model.safetensors.index.json"
+        if not index.exists() and not (folder / "model.safetensors").exists():
+            return "holds neither model.safetensors nor model.safetensors.index.json"
+        if index.is_file():
+            named = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+            if missing := sorted(name for name in named if not (folder / name).is_file()):
+                return f"lacks {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}, which its index names"
+        for path in files:
+            if why := _safetensors_problem(path):
+                return f"{path.name}: {why}"
+    except OSError as error:
+        return f"cannot be read: {error}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "has an index that cannot be read"
+    return ""
+
+
+def _safetensors_problem(path: Path) -> str:
+    """The header says how long the file is (github.com/huggingface/safetensors, Format)."""
+    with open_to_read(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, 100_000_000):
+            return "is no safetensors file, or was cut off"
+        try:
+            header = json.loads(file.read(length))
+            ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            return "is no safetensors file"
+    expected = 8 + length + max(ends, default=0)
+    return "" if size == expected else f"holds {size} bytes, and its header says {expected}"
+
+
+def _prepared_problem(folder: Path, spec: RunSpec) -> str:
+    try:
+        info = json.loads((folder / "dataset.json").read_bytes())
+        width = {"uint16": 2, "uint32": 4}[info["dtype"]]
+        for split in ("train", "validation"):
+            found, said = (folder / f"{split}.bin").stat().st_size // width, info[f"{split}_tokens"]
+            if found != said:
+                return f"{split}.bin holds {found} tokens, and dataset.json says {said}."
+        vocab_size, tokens = int(info["vocab_size"]), int(info["train_tokens"])
+    except OSError as error:
+        return f"is no complete prepared dataset: {error.filename}: {error.strerror or error}."
+    except (ValueError, KeyError, TypeError):
+        return "has a dataset.json that cannot be read."
+    if isinstance(spec.model, ModelSpec) and vocab_size > spec.model.vocab_size:
+        return f"has {vocab_size} token ids, and model.vocab_size is {spec.model.vocab_size}."
+    if isinstance(spec.model, ModelSpec) and tokens <= spec.model.seq_len:
+        return f"holds {tokens} tokens to train on, fewer than one sequence of {spec.model.seq_len}."
+    return ""
+
+
+def not_checked(view: View) -> Iterator[str]:
+    """Yield a note for each place that this machine does not see, with the keys that name something there."""
+    spec = view.spec
+    own = spec.code.engine is not None
+    paths = {
+        "data.source": None if own or spec.data.source == PYTHON_STDLIB else spec.data.source,
+        "data.tokenizer.path": None if own else spec.data.tokenizer.path,
+        "model.weights": None if own or view.begun else getattr(spec.model, "weights", None),
+        "checkpoint.dir": None if spec.checkpoint.dir == "auto" else spec.checkpoint.dir,
+    }
+    places: dict[str, list[str]] = {}
+    for key, path in paths.items():
+        if path is not None and (place := view.unseen(parent_of_glob(path))):
+            places.setdefault(place, []).append(f"{key} = {path}")
+    for place, named in places.items():
+        yield f"not checked here: {', '.join(named)}; looked for {place}. Each node checks it before it starts a rank."
+
+
+def not_read(view: View) -> Iterator[str]:
+    """Files of a folder that no run would read."""
+    source = view.spec.data.source
+    if view.spec.code.engine is not None or source == PYTHON_STDLIB or view.unseen(parent_of_glob(source)):
+        return
+    if (view.folder / Path(os.path.expanduser(source)) / "dataset.json").is_file():
+        return
+    with contextlib.suppress(UsageError):
+        left_out = find_files(source, view.folder).not_read
+        if left_out:
+            kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(left_out.items()))
+            yield f"data.source = {source}: these files are not read: {kinds}"

@@ -1,0 +1,269 @@
+"""The table of docs/checks.md: each key of a run spec that names something outside it, what checks that, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FILES = "scaletrain_cli.launch.resource_checks.files:"
+_CHECKS = "scaletrain_cli.launch.resource_checks.checks:"
+_NODE = "the node agent"
+_SLURM = "scaletrain_cli.launch.backends.slurm.preflight:judge"
+_SBATCH = "scaletrain_cli.launch.backends.slurm.backend:SlurmScheduler"
+_KUBERNETES = "scaletrain_cli.launch.backends.kubernetes.preflight:check"
+_EXISTENCE = "scaletrain_cli.launch.backends.kubernetes.preflight:"
+_CAPACITY = "scaletrain_cli.launch.backends.kubernetes.capacity:"
+_API = "the API server's own check of each object"
+_PLACED = "`status` and `explain`, from the pods' events"
+_LOAD, _PLAN, _SUBMIT, _SCHEDULER = "load", "plan", "submit", "submit (asks the scheduler)"
+
+
+@dataclass(frozen=True)
+class ExternalKey:
+    """One key (``*`` stands for a name or an index) and the thing that it names.
+
+    ``when``: ``load`` is every verb that reads the spec; ``plan`` every verb that plans; ``submit`` is validate (as a
+    warning), submit, submit --dry-run, train, resume and each node; ``submit (asks the scheduler)`` is submit and
+    resume. ``instead`` says where it cannot be checked then, and what does it. ``by`` is the code, as MODULE:NAME.
+    """
+
+    key: str
+    names: str
+    checked: str
+    when: str
+    instead: str
+    by: str
+
+
+def _row(key: str, names: str, checked: str, when: str, by: str, instead: str = "") -> ExternalKey:
+    return ExternalKey(key, names, checked, when, instead, by)
+
+
+_K8S, _SL = "cluster.kubernetes.", "cluster.slurm."
+_UNSEEN = "places that only the nodes see: the node agent"
+
+
+EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
+    _row("model.preset", "a preset of this package", "known", _LOAD, "scaletrain_cli.spec.loading:load_spec"),
+    _row(
+        "model.hf_config",
+        "a Hugging Face config.json",
+        "readable; every key used, irrelevant or refused by name",
+        _LOAD,
+        "scaletrain_cli.spec.architecture_source:from_hugging_face",
+    ),
+    _row(
+        "model.weights",
+        "a folder of *.safetensors",
+        "there, readable, each file whole; config.json agrees with the spec",
+        _SUBMIT,
+        f"{_FILES}weights_problems",
+        f"{_UNSEEN}; names and shapes of the tensors: each rank before it loads them",
+    ),
+    _row(
+        "data.source",
+        "files, or a prepared dataset",
+        "there, readable, of a known format; the beginning of some of them is decoded and has the field `text`",
+        _SUBMIT,
+        f"{_FILES}source_problems",
+        f"{_UNSEEN}; every document: rank 0, which prepares the data",
+    ),
+    _row(
+        "data.tokenizer.path",
+        "a tokenizer.json",
+        "there, JSON, with a model and a token that ends a document; no id beyond model.vocab_size",
+        _SUBMIT,
+        f"{_FILES}tokenizer_problems",
+        _UNSEEN,
+    ),
+    _row(
+        "code.path",
+        "a folder of a git working tree",
+        "there, a git tree, within max_size, no submodules",
+        _SUBMIT,
+        "scaletrain_cli.launch.code.snapshot:take_snapshot",
+        "validate does not read the tree; on the nodes every file is compared (launch/node/code.py)",
+    ),
+    _row(
+        "code.engine",
+        "a Python module",
+        "in what is kept of code.path, or installed",
+        _SUBMIT,
+        f"{_CHECKS}engine_problems",
+        f"validate does not read the tree; modules installed at {_UNSEEN}",
+    ),
+    _row(
+        "code.import_root",
+        "a folder below code.path",
+        "there in what is kept",
+        _SUBMIT,
+        f"{_CHECKS}engine_problems",
+        "validate does not read the tree",
+    ),
+    _row(
+        "code.on_nodes",
+        "a folder of the image or a volume",
+        "nothing: only the nodes see it",
+        "never before the start",
+        "scaletrain_cli.launch.node.code:place_code",
+        f"every file is compared with what was submitted by {_NODE}",
+    ),
+    _row(
+        "checkpoint.dir",
+        "a folder for checkpoints",
+        "a folder that this user may write, or one that can be made; room for a checkpoint",
+        _SUBMIT,
+        f"{_CHECKS}checkpoint_problems",
+        _UNSEEN,
+    ),
+    _row(
+        "secret_env.*",
+        "a variable of the submitter's environment",
+        "set",
+        _SUBMIT,
+        f"{_CHECKS}secret_problems",
+        "Kubernetes: cluster.kubernetes.secrets names the Secret that has it",
+    ),
+    _row(
+        "tracking.wandb.project",
+        "a project of Weights & Biases",
+        "with mode: online that wandb is installed and has a key: WANDB_API_KEY, or an entry in .netrc",
+        _SUBMIT,
+        f"{_CHECKS}wandb_problems",
+        "whether the key is valid: the first log-in. Training goes on without the mirror, with the event wandb-off",
+    ),
+    _row("cluster.gpu", "an accelerator of the catalogue", "known", _PLAN, "scaletrain_cli.plan:make_plan"),
+    _row("cluster.gpu.name", "nothing: a table of its own", "-", _LOAD, "scaletrain_cli.spec.loading:load_spec"),
+    _row(
+        "cluster.gpus_per_node",
+        "devices of the nodes",
+        "local: as many on this machine. Slurm, Kubernetes: such nodes exist",
+        "submit (asks the scheduler)",
+        "scaletrain_cli.launch.node.inspection:problems_of_node",
+        f"count, model and free memory: {_NODE}, exit 5",
+    ),
+    _row("cluster.network", "a network of the catalogue", "known", _PLAN, "scaletrain_cli.plan:make_plan"),
+    _row(f"{_SL}partition", "a partition", "there, takes jobs, admits this one", _SCHEDULER, _SLURM),
+    _row(f"{_SL}account", "an account", "one that the user may charge", _SCHEDULER, _SLURM, "no accounting: sbatch"),
+    _row(f"{_SL}qos", "a QOS", "one that the user may use", _SCHEDULER, _SLURM, "no accounting: sbatch"),
+    _row(f"{_SL}reservation", "a reservation", "there, for this user", _SCHEDULER, _SLURM, "hidden ones: sbatch"),
+    _row(f"{_SL}constraint", "node features", "nodes have them", _SCHEDULER, _SBATCH, "sbatch --test-only judges it"),
+    _row(f"{_SL}exclude", "nodes", "enough others are left", _SCHEDULER, _SLURM),
+    _row(f"{_SL}nodelist", "nodes", "there, in the partition", _SCHEDULER, _SLURM),
+    _row(f"{_SL}licenses", "licenses", "there", _SCHEDULER, _SBATCH, "sbatch --test-only judges it"),
+    _row(f"{_SL}gres_type", "a type of GPU", "enough nodes have it", _SCHEDULER, _SLURM),
+    _row(f"{_SL}memory_per_node", "memory of the nodes", "enough nodes have it", _SCHEDULER, _SLURM),
+    _row(
+        f"{_SL}modules.*",
+        "an environment module of the nodes",
+        "nothing: login nodes may have others",
+        "never before the start",
+        "scaletrain_cli.launch.backends.slurm.script:module_lines",
+        "the job script loads it before anything else and ends the job if that fails",
+    ),
+    _row(
+        f"{_SL}activate",
+        "a script of the nodes",
+        "there, if its file system is seen here",
+        _SUBMIT,
+        f"{_CHECKS}activate_problems",
+        "the job script sources it before anything else and ends the job if that fails",
+    ),
+    _row(
+        f"{_SL}container.image",
+        "an image",
+        "a file: there, if its file system is seen here",
+        _SUBMIT,
+        f"{_CHECKS}container_problems",
+        "a name in a registry: srun or apptainer on the nodes",
+    ),
+    _row(
+        f"{_SL}container.mounts.*",
+        "folders of the nodes",
+        "there, if their file system is seen here",
+        _SUBMIT,
+        f"{_CHECKS}container_problems",
+        "srun or apptainer on the nodes",
+    ),
+    _row(
+        f"{_SL}container.python",
+        "an interpreter of the image",
+        "nothing: only the image has it",
+        "never before the start",
+        "scaletrain_cli.launch.backends.slurm.script:agent_words",
+        "srun on the nodes",
+    ),
+    _row(f"{_SL}extra.*", "whatever the option names", "accepted", _SCHEDULER, _SBATCH, "sbatch --test-only judges it"),
+    _row(
+        f"{_K8S}context",
+        "a context of the kubeconfig",
+        "there",
+        _SCHEDULER,
+        "scaletrain_cli.launch.backends.kubernetes.api:connect",
+    ),
+    _row(f"{_K8S}namespace", "a namespace", "there", _SCHEDULER, _KUBERNETES, f"no right to look: {_API}"),
+    _row(
+        f"{_K8S}backend",
+        "the kind of object",
+        "the cluster serves it",
+        _SCHEDULER,
+        _KUBERNETES,
+    ),
+    _row(
+        f"{_K8S}queue",
+        "a LocalQueue, or Volcano's queue",
+        "there, active, with a quota that can hold the run",
+        _SCHEDULER,
+        f"{_CAPACITY}queue_room",
+        "no right to look: a note says so",
+    ),
+    _row(f"{_K8S}priority", "a priority class of the queue", "there", _SCHEDULER, f"{_EXISTENCE}priority"),
+    _row(f"{_K8S}pod_priority", "a PriorityClass", "there", _SCHEDULER, f"{_EXISTENCE}pod_priority"),
+    _row(
+        f"{_K8S}image",
+        "an image in a registry",
+        "given; named by digest, or a note",
+        _SCHEDULER,
+        _KUBERNETES,
+        f"only the nodes pull it: {_PLACED}",
+    ),
+    _row(f"{_K8S}pull_secrets.*", "a Secret", "there", _SCHEDULER, f"{_EXISTENCE}secrets", "no right to look: a note"),
+    _row(f"{_K8S}service_account", "a ServiceAccount", "there", _SCHEDULER, f"{_EXISTENCE}service_account"),
+    _row(
+        f"{_K8S}runs.claim", "a PersistentVolumeClaim", "there, bound, ReadWriteMany", _SCHEDULER, f"{_EXISTENCE}claims"
+    ),
+    _row(f"{_K8S}runs.path", "nothing: a path in the pods", "-", _LOAD, "scaletrain_cli.spec.loading:load_spec"),
+    _row(
+        f"{_K8S}runs.sub_path",
+        "a folder of the volume",
+        "nothing: only the nodes see it",
+        "never before the start",
+        "scaletrain_cli.launch.backends.kubernetes.pod_agent:run_pod",
+        "the kubelet makes it; pod 0 puts the run directory there",
+    ),
+    _row(f"{_K8S}volumes.*.claim", "a PersistentVolumeClaim", "there, bound", _SCHEDULER, f"{_EXISTENCE}claims"),
+    _row(f"{_K8S}volumes.*.path", "nothing: a path in the pods", "-", _LOAD, "scaletrain_cli.spec.loading:load_spec"),
+    _row(
+        f"{_K8S}volumes.*.sub_path",
+        "a folder of the volume",
+        "nothing: only the nodes see it",
+        "never before the start",
+        f"{_CHECKS}check_on_node",
+        f"what the spec names below it: {_NODE}",
+    ),
+    _row(f"{_K8S}secrets.*.secret", "a Secret", "there", _SCHEDULER, f"{_EXISTENCE}secrets", "no right: a note"),
+    _row(f"{_K8S}secrets.*.key", "a key of it", "there", _SCHEDULER, f"{_EXISTENCE}secrets", "no right: a note"),
+    _row(f"{_K8S}gpu_resource", "a device plugin", "enough nodes offer it", _SCHEDULER, f"{_CAPACITY}node_room"),
+    _row(f"{_K8S}rdma_resource", "a device plugin", "enough nodes offer it", _SCHEDULER, f"{_CAPACITY}node_room"),
+    _row(f"{_K8S}gpu_product", "a label of nodes", "enough nodes have it", _SCHEDULER, f"{_CAPACITY}node_room"),
+    _row(f"{_K8S}node_selector.*", "a label of nodes", "enough nodes have it", _SCHEDULER, f"{_CAPACITY}node_room"),
+    _row(f"{_K8S}tolerations.*.key", "a taint", "nothing: one that no node has is harmless", "never", _KUBERNETES),
+    _row(f"{_K8S}tolerations.*.value", "a taint's value", "nothing: as the key", "never", _KUBERNETES),
+    _row(
+        f"{_K8S}topology.key",
+        "a label of nodes",
+        "accepted by the queue's admission",
+        _SCHEDULER,
+        _KUBERNETES,
+        _PLACED,
+    ),
+)

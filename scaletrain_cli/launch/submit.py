@@ -1,0 +1,309 @@
+"""Making a run directory and handing its job over, once: by run id, whoever tries and however often.
+
+A run directory appears whole, by one rename, or not at all; a lock keeps two submitters of one run apart.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scaletrain_cli.errors import InfeasibleError, Problem
+
+if TYPE_CHECKING:
+    from scaletrain_cli.plan import RunPlan
+    from scaletrain_cli.spec import RunSpec
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import re
+import secrets
+import shutil
+import string
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from scaletrain_cli import __version__
+from scaletrain_cli.errors import ScaletrainError, SchedulerSilentError, UsageError
+from scaletrain_cli.launch.attempts import read_attempts
+from scaletrain_cli.launch.backends.base import Scheduler
+from scaletrain_cli.launch.code.snapshot import Snapshot, code_hash, take_snapshot, write_snapshot
+from scaletrain_cli.launch.rendered_job import keep_sent
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.documents import from_document, read_document, write_document
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.ownership import require_own_checkpoints, require_own_run
+from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.record import RunRecord, read_first_record, read_record, write_record
+from scaletrain_cli.safe_files import FOLDER_MODE, create_file, locked, make_folder, replace_file, require_writable
+from scaletrain_cli.spec import RunSpec, changed_keys
+
+# The plan of a run that this engine can really run, or the reasons why it cannot (exit 3).
+
+
+def plan_for_engine(spec: RunSpec, file: Path | str) -> RunPlan:
+    """Plan, and refuse what can be planned but not run. Raises InfeasibleError."""
+    from scaletrain_cli.plan import make_plan, submittable
+
+    plan = make_plan(spec)
+    reasons = submittable(spec, plan)
+    if reasons:
+        keys = (reason.partition(":")[0].partition(" = ")[0] for reason in reasons)  # each begins with its key
+        problems = tuple(Problem(spec.where(key), "", reason) for key, reason in zip(keys, reasons, strict=True))
+        raise InfeasibleError(f"{file} can be planned, but not run by this version", problems)
+    return plan
+
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_RECORDED_PACKAGES = ("torch", "deepspeed")
+
+
+@dataclass(frozen=True)
+class CreatedRun:
+    """A run directory with its record. ``created`` is False when an equal run stood there already."""
+
+    run: RunDir
+    record: RunRecord
+    created: bool
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The latest hand-over to a scheduler. Restart budgets count from ``first_attempt`` on, which run ``revision``."""
+
+    scheduler: str
+    job_id: str
+    submitted: float
+    first_attempt: int
+    revision: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A hand-over whose answer is not known: the scheduler was, or was about to be, asked at ``asked`` (Unix time).
+
+    ``before`` is the submission that it was to replace, ``earlier`` when the request before it was made, where that
+    went without an answer, too.
+    """
+
+    scheduler: str
+    asked: float
+    first_attempt: int
+    revision: int
+    before: Submission | None
+    earlier: float | None = None
+
+
+def new_run_id(name: str, now: float) -> str:
+    """A readable id that is unique, sorts by time and is safe in every path and command line."""
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:48].strip("-") or "run"
+    return f"{slug}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(2)}"
+
+
+def make_record(spec: RunSpec, plan: RunPlan, run_id: str | None = None, snapshot: Snapshot | None = None) -> RunRecord:
+    """The record that create_run would write. Raises UsageError for an id that is no file name."""
+    now = time.time()
+    run_id = run_id if run_id is not None else new_run_id(spec.name, now)
+    if not _RUN_ID.fullmatch(run_id):
+        raise UsageError(f"run id {run_id!r} must be letters, digits, '.', '_' and '-', at most 128, no leading dot.")
+    return RunRecord(
+        run_id=run_id,
+        created=now,
+        spec=spec,
+        plan=plan,
+        versions=_versions(),
+        code_hash=code_hash(),
+        wandb_run_id="".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8)),
+        working_folder=str(Path.cwd()),
+        code=None if snapshot is None else snapshot.record,
+    )
+
+
+def create_run(
+    spec: RunSpec,
+    plan: RunPlan,
+    run_id: str | None = None,
+    *,
+    root: Path | None = None,
+    snapshot: Snapshot | None = None,
+    trust_owner: bool = False,
+) -> CreatedRun:
+    """Make the run directory, or return the one that holds the same spec and code under this id.
+
+    The user's code is taken as it is now, unless a ``snapshot`` of it is given. Raises UsageError, also for a directory
+    of another user unless ``trust_owner``.
+    """
+    snapshot = snapshot or take_snapshot(spec)
+    record = make_record(spec, plan, run_id, snapshot)
+    run = RunDir((root or runs_root()) / record.run_id)
+    if os.path.lexists(run.path):
+        require_own_run(run, trust_owner=trust_owner, remedy="Use another --run-id")
+    require_own_checkpoints(run, spec, trust_owner=trust_owner)
+    if run.record.exists():
+        return _existing(run, record)
+    values = _secret_values(spec)
+    require_writable(run.path.parent, f"the run directory {run.path} cannot be made")
+    make_folder(run.path.parent, mode=0o777)
+    draft = RunDir(run.path.with_name(f".{record.run_id}.{secrets.token_hex(4)}"))
+    # Pods write to it as a user of their own, with the group of the volume.
+    make_folder(draft.path, mode=0o770 if spec.cluster.scheduler == "kubernetes" else FOLDER_MODE, exist_ok=False)
+    try:
+        if values:
+            create_file(draft.secrets, json.dumps(values), private=True)
+        if snapshot is not None:
+            write_snapshot(draft, snapshot)
+        write_record(draft, record)
+        # A folder takes the place of an empty one only, so of two submitters one fails here.
+        draft.path.rename(run.path)
+    except OSError as error:
+        shutil.rmtree(draft.path)
+        if run.record.exists():
+            require_own_run(run, trust_owner=trust_owner, remedy="Use another --run-id")
+            return _existing(run, record)
+        raise UsageError(f"the run directory {run.path} cannot be made: {error}") from error
+    return CreatedRun(run, record, created=True)
+
+
+def submit_run(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submission:
+    """Hand the job over unless that was done before; the earlier submission is returned then."""
+    with submit_lock(run):
+        earlier, request = read_submission(run), open_request(run)
+        if request is None and earlier is not None:
+            return earlier
+        if request is not None and (begun := _begun_since(run, request)) is not None:
+            return _submitted(run, begun)
+        return hand_over(run, record, scheduler)
+
+
+def _begun_since(run: RunDir, request: Request) -> Submission | None:
+    """Return the submission whose answer was lost, where an attempt of its job shows that the scheduler took it."""
+    begun = [attempt for attempt in read_attempts(run) if attempt.number >= request.first_attempt]
+    if not begun:
+        return None
+    return Submission(request.scheduler, begun[-1].job_id, request.asked, request.first_attempt, request.revision)
+
+
+def hand_over(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submission:
+    """Submit now, whatever was before. For holders of submit_lock().
+
+    The intent is on disk before the scheduler is asked, and stays there unless it refuses: an answer may be lost.
+    """
+    earlier, request, before = read_document(_submission_path(run)), open_request(run), read_submission(run)
+    first_attempt = max(run.attempts(), default=0) + 1
+    text = scheduler.render(run, record)
+    lost = None if request is None else request.asked
+    asked = Request(record.spec.cluster.scheduler, time.time(), first_attempt, record.revision, before, lost)
+    _write_submission(run, {"state": "asked", **dataclasses.asdict(asked)})
+    try:
+        job_id = scheduler.submit(run, record)
+    except SchedulerSilentError:
+        raise
+    except ScaletrainError:
+        if earlier is None:
+            _submission_path(run).unlink(missing_ok=True)
+        else:
+            _write_submission(run, earlier)
+        raise
+    submission = Submission(record.spec.cluster.scheduler, job_id, time.time(), first_attempt, record.revision)
+    code = {} if record.code is None else {"code": record.code.name}
+    _submitted(run, submission, **code)
+    keep_sent(run, text)
+    return submission
+
+
+def _submitted(run: RunDir, submission: Submission, **more: str) -> Submission:
+    """Record that the scheduler has taken the job."""
+    data = dataclasses.asdict(submission)
+    _write_submission(run, {"state": "submitted", **data})
+    record_event(run, "submitted", **{key: value for key, value in data.items() if key != "submitted"}, **more)
+    return submission
+
+
+def read_submission(run: RunDir) -> Submission | None:
+    """Return the latest submission that the scheduler has confirmed, None before the first."""
+    data = read_document(_submission_path(run))
+    if data is not None and data.get("state") == "asked":
+        data = data.get("before")
+    return None if data is None else _submission(run, data)
+
+
+def open_request(run: RunDir) -> Request | None:
+    """Return the hand-over whose answer was lost, None where the latest one was answered."""
+    data = read_document(_submission_path(run))
+    if data is None or data.get("state") != "asked":
+        return None
+    fields = {key: value for key, value in data.items() if key != "state"}
+    before = None if data.get("before") is None else _submission(run, data["before"])
+    return from_document(Request, {**fields, "before": before}, _submission_path(run))
+
+
+def _submission(run: RunDir, data: dict[str, Any]) -> Submission:
+    fields = {key: value for key, value in data.items() if key != "state"}
+    return from_document(Submission, fields, _submission_path(run))
+
+
+@contextlib.contextmanager
+def submit_lock(run: RunDir) -> Iterator[None]:
+    """Wait for, then hold, the right to submit this run."""
+    with locked(run.path / "submit.lock"):
+        yield
+
+
+def _existing(run: RunDir, wanted: RunRecord) -> CreatedRun:
+    first = read_first_record(run)  # what was submitted; a resize since then does not make it another run
+    if first.spec != wanted.spec:
+        differing = [f"{key} was {old}, now {new}" for key, (old, new) in changed_keys(first.spec, wanted.spec).items()]
+        shown = "; ".join(differing[:3]) + (f"; and {len(differing) - 3} more." if len(differing) > 3 else ".")
+        raise UsageError(f"run {run.run_id} exists with another spec: {shown} Use another run id.")
+    if first.code is not None and wanted.code is not None and first.code.sha256 != wanted.code.sha256:
+        raise UsageError(
+            f"run {run.run_id} exists with other code: it was {first.code.name}, now {wanted.code.name}. Use another "
+            f"run id, or give the run the new code with `scaletrain resume {run.run_id} --new-code`."
+        )
+    return CreatedRun(run, read_record(run), created=False)
+
+
+def keep_secrets(run: RunDir, spec: RunSpec) -> None:
+    """Write the values of ``secret_env`` as they are here; those that are not set here stay as they are in the run.
+
+    Raises UsageError for names without a value in either place.
+    """
+    if spec.cluster.scheduler == "kubernetes" or not spec.secret_env:
+        return
+    before = read_document(run.secrets) or {}
+    values = {name: os.environ.get(name, before.get(name)) for name in spec.secret_env}
+    missing = [name for name, value in values.items() if value is None]
+    if missing:
+        raise UsageError(f"secret_env names {', '.join(missing)}, which is not set here. Export it before resuming.")
+    if values != before:
+        replace_file(run.secrets, json.dumps(values), private=True)
+
+
+def _secret_values(spec: RunSpec) -> dict[str, str]:
+    if spec.cluster.scheduler == "kubernetes":
+        return {}  # the pods have theirs from Secrets of the cluster; no value leaves or needs this machine
+    missing = [name for name in spec.secret_env if name not in os.environ]
+    if missing:
+        raise UsageError(f"secret_env names {', '.join(missing)}, which is not set here. Export it before submitting.")
+    return {name: os.environ[name] for name in spec.secret_env}
+
+
+def _write_submission(run: RunDir, data: dict[str, Any]) -> None:
+    write_document(_submission_path(run), data)
+
+
+def _submission_path(run: RunDir) -> Path:
+    return run.path / "submission.json"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "scaletrain": __version__}
+    for name in _RECORDED_PACKAGES:  # without importing them: that takes seconds
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

@@ -1,0 +1,39 @@
+"""Waiting for a run that this process has submitted, looked at now and then; cancelled when its time is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from scaletrain_cli.launch.backends.base import Scheduler
+from scaletrain_cli.launch.status import RunStatus, is_over, run_status
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record
+
+_POLL_SECONDS = 0.5
+_AFTER_CANCEL_SECONDS = 60.0
+
+
+def wait_for_end(
+    run: RunDir, scheduler: Scheduler, timeout_seconds: float, on_look: Callable[[RunStatus], None]
+) -> RunStatus:
+    """How it ended; ``on_look`` is told of every look at it. Ctrl-C cancels it too."""
+    record = read_record(run)
+    deadline, cancelled = time.monotonic() + timeout_seconds, False
+    try:
+        while True:
+            status = run_status(run, scheduler)
+            on_look(status)
+            # Its processes and its job go a moment later; they must not meet those of the next one.
+            if is_over(run, status) and not scheduler.job(run, record).is_active:
+                return status
+            if time.monotonic() > deadline:
+                if cancelled:
+                    return status
+                scheduler.cancel(run, record)
+                grace = record.spec.cluster.grace_seconds
+                deadline, cancelled = time.monotonic() + grace + _AFTER_CANCEL_SECONDS, True
+            time.sleep(_POLL_SECONDS)
+    except KeyboardInterrupt:
+        scheduler.cancel(run, record)
+        raise

@@ -1,0 +1,68 @@
+"""US dollars and days of a run, on demand and on spot. Invents no price: without one, the dollars are unknown."""
+
+from __future__ import annotations
+
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
+from scaletrain_cli.plan.catalogue.prices import Quote, catalogue_price
+from scaletrain_cli.plan.reliability.durability import plan_durability
+from scaletrain_cli.plan.result import Cost, Durability, Layout, Market, Time
+from scaletrain_cli.spec import RunSpec
+
+_STATED = "the run spec"
+
+
+def plan_cost(spec: RunSpec, layout: Layout, time: Time, durability: Durability) -> Cost:
+    """Dollars of the bare training time on each market, and of the time that interruptions make of it.
+
+    Each market has the goodput of its own interruptions: on spot preemptions and failures, on demand failures alone.
+    ``durability`` is that of the run's own market. Waiting for spot capacity costs days, not counted here, and nothing.
+    """
+    device = find_accelerator(spec.cluster)
+    own = spec.cluster.spot
+    gpu_hours = layout.world_size * time.to_train / 3600
+    markets = {}
+    for spot in (False, True):
+        durable = durability if spot == own else plan_durability(_on_market(spec, spot), layout, time, device)
+        markets[spot] = _market(_quote(spec, device, spot), layout.world_size, durable)
+    return Cost(
+        price_per_gpu_hour=markets[own].price_per_gpu_hour,
+        price_source=markets[own].price_source,
+        on_demand_usd=_bare(markets[False], gpu_hours),
+        spot_usd=_bare(markets[True], gpu_hours),
+        expected_usd=markets[own].usd,
+        on_demand=markets[False],
+        spot=markets[True],
+    )
+
+
+def _bare(market: Market, gpu_hours: float) -> float | None:
+    return None if market.price_per_gpu_hour is None else market.price_per_gpu_hour * gpu_hours
+
+
+def _market(quote: Quote | None, gpus: int, durable: Durability) -> Market:
+    wall = durable.wall_seconds
+    if quote is None:
+        source = "unknown: set cluster.price_per_gpu_hour, and cluster.spot_price_per_gpu_hour for spot"
+        return Market(None, source, durable.expected_goodput, wall, None)
+    usd = None if wall is None else quote.usd * gpus * wall / 3600
+    return Market(quote.usd, quote.source, durable.expected_goodput, wall, usd)
+
+
+def _quote(spec: RunSpec, device: Accelerator, spot: bool) -> Quote | None:
+    """What the spec states, or else the catalogue's median.
+
+    With one price in the spec, it is that of the market that the run is on.
+    """
+    cluster = spec.cluster
+    if spot and cluster.spot_price_per_gpu_hour != "auto":
+        return Quote(cluster.spot_price_per_gpu_hour, _STATED)
+    is_spot_price = cluster.spot and cluster.spot_price_per_gpu_hour == "auto"
+    if cluster.price_per_gpu_hour != "auto" and spot == is_spot_price:
+        return Quote(cluster.price_per_gpu_hour, _STATED)
+    return catalogue_price(device.name, spot)
+
+
+def _on_market(spec: RunSpec, spot: bool) -> RunSpec:
+    """The same run on the other market, where the interruptions that the spec states do not hold."""
+    cluster = spec.cluster.model_copy(update={"spot": spot, "mean_time_between_interruptions": None})
+    return spec.model_copy(update={"cluster": cluster})

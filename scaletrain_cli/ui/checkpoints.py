@@ -1,0 +1,93 @@
+"""Checkpoints in a table, and the line that moves while they are read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from scaletrain_cli.rundir.inventory import Entry
+from scaletrain_cli.ui.console import escaped_text, show, stderr_console, stdout_console
+from scaletrain_cli.ui.units import bytes_text, seconds_text
+
+_TITLES = ("step", "age", "size", "ranks", "clean", "attempt", "")
+
+
+def show_entries(entries: Sequence[Entry]) -> None:
+    """Oldest first, as given; the newest that looks sound is marked."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for title in _TITLES:
+        table.add_column(justify="right" if title else "left", no_wrap=bool(title), overflow="fold")
+    table.add_row(*(Text(title, "dim") for title in _TITLES))
+    sound = [entry for entry in entries if not entry.problem]
+    for entry in entries:
+        checkpoint = entry.checkpoint
+        stated = ["", "", "", ""]
+        if checkpoint is not None:
+            clean = "yes" if checkpoint.clean else "no"
+            stated = [bytes_text(checkpoint.size_bytes), str(checkpoint.world_size), clean, str(checkpoint.attempt)]
+        note = escaped_text("newest", "bold") if sound and entry is sound[-1] else escaped_text(_unsound(entry), "red")
+        age = seconds_text(max(0, round(time.time() - entry.written)))
+        table.add_row(str(entry.step), age, *stated, note)
+    show(stdout_console(), table)
+
+
+def entry_json(entry: Entry) -> dict[str, Any]:
+    """The same for programs."""
+    checkpoint = entry.checkpoint
+    return {
+        "name": entry.path.name,
+        "step": entry.step,
+        "written": entry.written,
+        "problem": entry.problem or None,
+        "bytes": checkpoint.size_bytes if checkpoint else None,
+        "world_size": checkpoint.world_size if checkpoint else None,
+        "clean": checkpoint.clean if checkpoint else None,
+        "attempt": checkpoint.attempt if checkpoint else None,
+    }
+
+
+class VerifyingLine:
+    """A context with one line on stderr that shows how much has been read; nothing where nobody watches."""
+
+    def __init__(self, total_bytes: int) -> None:
+        console = stderr_console()
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[amount]}", markup=False),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._total = total_bytes
+        self._task = self._progress.add_task("", total=total_bytes or None, amount="")
+        self._read = 0
+
+    def __enter__(self) -> VerifyingLine:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def begin(self, name: str) -> None:
+        """The checkpoint that is read now."""
+        self._progress.update(self._task, description=name)
+
+    def advance(self, name: str, size: int) -> None:
+        """A file has been read."""
+        self._read += size
+        amount = f"{bytes_text(self._read)} of {bytes_text(self._total)}"
+        self._progress.update(self._task, completed=self._read, amount=amount)
+
+
+def _unsound(entry: Entry) -> str:
+    return entry.problem and f"unsound: {entry.problem}"

@@ -1,0 +1,60 @@
+"""What became of the runs that were hurt, in a table and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from scaletrain_cli.launch.drill import Course, DrillResult
+from scaletrain_cli.ui.console import escaped_text, line, show, stdout_console
+from scaletrain_cli.ui.units import seconds_text
+
+_TITLES = ("drill", "survived", "attempts", "steps lost", "time lost", "the same run")
+
+
+def show_verdicts(verdicts: Sequence[DrillResult]) -> None:
+    """A row each, and below the table what is wrong with those that did not survive."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for title in _TITLES:
+        table.add_column(justify="right" if title in _TITLES[2:5] else "left", no_wrap=title != "the same run")
+    table.add_row(*(Text(title, "dim") for title in _TITLES))
+    for verdict in verdicts:
+        table.add_row(
+            escaped_text(verdict.kind),
+            escaped_text("survived", "green") if verdict.survived else escaped_text("NO", "bold red"),
+            str(verdict.attempts),
+            str(verdict.steps_lost),
+            seconds_text(max(0.0, verdict.seconds_lost)),
+            escaped_text(verdict.sameness),
+        )
+    show(stdout_console(), table)
+    for verdict in verdicts:
+        for complaint in verdict.complaints:
+            line(stdout_console(), f"{verdict.kind}: {complaint}; see {verdict.run_dir}")
+
+
+def verdicts_json(folder: Path, undisturbed: Course, verdicts: Sequence[DrillResult]) -> dict[str, Any]:
+    """The stable JSON object."""
+    return {
+        "schema": "scaletrain.drill/v1",
+        "folder": str(folder),
+        "undisturbed_seconds": undisturbed.seconds,
+        "survived": all(verdict.survived for verdict in verdicts),
+        "drills": [
+            {
+                "kind": verdict.kind,
+                "survived": verdict.survived,
+                "attempts": verdict.attempts,
+                "steps_lost": verdict.steps_lost,
+                "seconds_lost": verdict.seconds_lost,
+                "sameness": verdict.sameness,
+                "complaints": list(verdict.complaints),
+                "run_dir": verdict.run_dir,
+            }
+            for verdict in verdicts
+        ],
+    }

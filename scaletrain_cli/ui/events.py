@@ -1,0 +1,167 @@
+"""One event of events.jsonl in a sentence, for `scaletrain events` and for the terminal of `scaletrain train`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rich.text import Text
+
+from scaletrain_cli.ui.console import line, plain, stdout_console
+from scaletrain_cli.ui.units import bytes_text, seconds_text
+
+Event = Mapping[str, Any]
+_NOT_SHOWN = ("time", "event", "metrics_bytes")
+
+
+def event_line(event: Event, *, with_date: bool = False) -> Text:
+    """Return ``12:30:05  checkpoint  step 40 committed, 1.2 GB in 3.1 s``."""
+    moment = event.get("time", "")
+    form = "%Y-%m-%d %H:%M:%S" if with_date else "%H:%M:%S"
+    try:
+        when = time.strftime(form, time.localtime(float(moment)))
+    except (TypeError, ValueError, OverflowError, OSError):  # no time, or none that a calendar has
+        when = "no time"
+    name = plain(str(event.get("event", "")))
+    return Text.assemble((when, "dim"), f"  {name:<14}", (f"  {plain(event_sentence(event))}", "dim"))
+
+
+def show_events(events: Iterable[Event]) -> None:
+    """Print events on stdout, one a line."""
+    console = stdout_console()
+    for event in events:
+        line(console, event_line(event, with_date=True))
+
+
+def event_sentence(event: Event) -> str:
+    """Return what happened, in words; of an event or a form of it that is not known here, its fields."""
+    sentence = _SENTENCES.get(str(event.get("event")))
+    try:
+        return sentence(event) if sentence is not None else _fields(event)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):  # written by another version
+        return _fields(event)
+
+
+def _fields(event: Event) -> str:
+    given = {key: value for key, value in event.items() if key not in _NOT_SHOWN and value not in (None, "", [])}
+    return ", ".join(f"{key.replace('_', ' ')} {_value(value)}" for key, value in given.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return format(value, ".5g")
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_value, value))
+    return str(value)
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"
+
+
+def _submitted(event: Event) -> str:
+    code = event.get("code")
+    return f"job {event['job_id']} on {event['scheduler']}" + (f", with the code {code}" if code else "")
+
+
+def _resumed(event: Event) -> str:
+    lost, passed = event.get("lost_steps", 0), event.get("passed_over") or ()
+    text = f"from step {event['step']}" + (f"; {_steps(lost)} to train again" if lost else "; no step is lost")
+    return text + (f"; checkpoints that cannot be used: {'; '.join(map(str, passed))}" if passed else "")
+
+
+def _checkpoint(event: Event) -> str:
+    blocked = f", training waited {seconds_text(event['blocked_seconds'])}" if event.get("blocked_seconds") else ""
+    return f"step {event['step']} committed, {bytes_text(event['bytes'])} in {seconds_text(event['seconds'])}{blocked}"
+
+
+def _first_loss(event: Event) -> str:
+    fresh = "as a fresh model's should be" if event["plausible"] else "not what a fresh model's should be"
+    return f"{event['loss']:.4f}, {fresh} (ln of the vocabulary size is {event['ln_vocab_size']:.4f})"
+
+
+def _measured(event: Event) -> str:
+    return f"model states take {bytes_text(event['model_states'])}, planned {bytes_text(event['planned'])}"
+
+
+def _left(event: Event) -> str:
+    step = f"at step {event['step']}"
+    if "saved_step" in event:
+        return f"{step}; the newest checkpoint is of step {event['saved_step']}: {event.get('why', 'no time to save')}"
+    return f"{step}, state saved"
+
+
+def _finished(event: Event) -> str:
+    return f"at step {event['step']}"
+
+
+def _attempt_ended(event: Event) -> str:
+    message = f": {event['message']}" if event.get("message") else ""
+    then = "another attempt follows" if event.get("requeue") else "no attempt follows"
+    why = f" ({event['why']})" if event.get("why") else ""
+    return (
+        f"attempt {event['attempt']} ended with exit code {event['exit_code']}, {event['reason']}{message}; {then}{why}"
+    )
+
+
+def _rolled_back(event: Event) -> str:
+    first, last = event["skip"]
+    left_out = f"the batches of steps {first} to {last} are left out"
+    return f"from step {event['from_step']} to step {event['to_step']}; {left_out}"
+
+
+def _spike(event: Event) -> str:
+    return f"at step {event['step']}; the run {event['then']}"
+
+
+def _stragglers(event: Event) -> str:
+    if event.get("rank") is None:
+        return "no rank is slower than the others any more"
+    return f"rank {event['rank']} is slower than the others"
+
+
+def _hang(event: Event) -> str:
+    return f"{event.get('message') or 'no progress'} (attempt {event['attempt']}, node {event['node']})"
+
+
+def _node_agent_stopped(event: Event) -> str:
+    then = "does not stay continued; its ranks save and leave" if event["ends"] else "was continued by its ranks"
+    return f"the agent of node {event['node']} was stopped by a signal for {event['seconds']} s and {then}"
+
+
+def _signal(event: Event) -> str:
+    return f"{event['signal']} on node {event['node']}, forwarded to its ranks"
+
+
+def _nodes_excluded(event: Event) -> str:
+    text = f"the job keeps away from {', '.join(event['nodes'])}" if event["nodes"] else "no node is excluded"
+    spared = event.get("spared")
+    return text + (f"; too few others are left to exclude {', '.join(spared)}" if spared else "")
+
+
+_SENTENCES: dict[str, Callable[[Event], str]] = {
+    "submitted": _submitted,
+    "started": lambda event: "training starts at step 0",
+    "resumed": _resumed,
+    "first-loss": _first_loss,
+    "measured": _measured,
+    "checkpoint": _checkpoint,
+    "preempted": _left,
+    "finished": _finished,
+    "attempt-ended": _attempt_ended,
+    "rolled-back": _rolled_back,
+    "spike": _spike,
+    "stragglers": _stragglers,
+    "hang": _hang,
+    "node-agent-stopped": _node_agent_stopped,
+    "signal": _signal,
+    "nodes-excluded": _nodes_excluded,
+    "wandb-off": lambda event: f"Weights & Biases is off, the run goes on without: {event['message']}",
+    "cancelled": lambda event: "told to stop for good",
+    "stopped": lambda event: f"no attempt follows: {event['why']} (exit code {event['exit_code']})",
+    "from-scratch": lambda event: "training begins again at step 0; no checkpoint is used",
+    "pods-force-deleted": lambda event: f"removed the pods {', '.join(event['pods'])} of dead nodes",
+}

@@ -1,0 +1,56 @@
+"""Why a run is where it is, for people: the headline, the evidence for it, what to do."""
+
+from __future__ import annotations
+
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from scaletrain_cli.launch.finding import Explanation, Finding
+from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
+from scaletrain_cli.ui.status import STYLES
+
+
+def show_explanation(explanation: Explanation) -> None:
+    """On stdout."""
+    console = stdout_console()
+    line(
+        console,
+        Text.assemble(
+            (plain(explanation.run_id), "bold"), "  ", (explanation.state, STYLES.get(explanation.state, ""))
+        ),
+    )
+    for finding in explanation.findings:
+        show(console, Group("", _finding(finding)))
+
+
+def _finding(finding: Finding) -> Group:
+    style = "bold yellow" if finding.waits_for_ever else "bold"
+    for_ever = " No patience helps: somebody has to change something." if finding.waits_for_ever else ""
+    return Group(escaped_text(f"{finding.headline}.{for_ever}", style), *_evidence(finding), *_actions(finding))
+
+
+def _evidence(finding: Finding) -> list[Padding]:
+    if not finding.evidence:
+        return []
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", overflow="fold", max_width=32)
+    table.add_column(overflow="fold")
+    for evidence in finding.evidence:
+        first, *rest = evidence.text.splitlines() or [""]
+        table.add_row(escaped_text(evidence.source), escaped_text(first))
+        for more in rest:
+            table.add_row("", escaped_text(more))
+    return [Padding(table, (0, 0, 0, 2))]
+
+
+def _actions(finding: Finding) -> list[Padding]:
+    if not finding.actions:
+        return []
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for action in finding.actions:
+        table.add_row("→", escaped_text(action))
+    return [Padding(table, (0, 0, 0, 2))]

@@ -1,0 +1,346 @@
+"""Where a picture of a plan goes: checked before the work, written at once or not at all."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from scaletrain_cli.errors import MissingPackageError, UsageError
+from scaletrain_cli.extras import install_command
+from scaletrain_cli.plan.advice.answer import Answer
+from scaletrain_cli.plan.advice.pictures import Pictures
+from scaletrain_cli.plan.result import Memory, RunPlan, Time
+from scaletrain_cli.plan.search.sizing import ScalingPoint
+from scaletrain_cli.plan.speed.pipeline import Timeline
+from scaletrain_cli.safe_files import create_file, replace_file
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.ui.plan import MEMORY_PARTS as MEMORY_PARTS
+from scaletrain_cli.ui.plan import TIME_PARTS as TIME_PARTS
+from scaletrain_cli.ui.plan import headline
+from scaletrain_cli.ui.plan_answer import show_answer
+from scaletrain_cli.ui.units import bytes_text, count_text, percent_text, seconds_text, whole_text
+
+if TYPE_CHECKING:
+    from scaletrain_cli.plan.advice.answer import Answer
+    from scaletrain_cli.plan.advice.pictures import Pictures
+
+# The single pictures of a plan: memory by stage, the step, the pipeline, the scaling curve.
+
+
+_MEMORY_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#2B2B2B", "#F0E442", "#E69F00", "#CC79A7", "#777777", "#C8C8C8")
+_TIME_COLOURS = ("#0072B2", "#E69F00", "#DDDDDD", "#009E73", "#CC79A7")
+_FORWARD, _BACKWARD = "#0072B2", "#E69F00"
+_MOST_LABELS = 16  # stages named one by one; of more, every few
+
+
+def draw_memory(axes: Any, memory: Memory) -> None:
+    """One stacked bar for each stage, against the device."""
+    count = len(memory.by_stage)
+    left = [0.0] * count
+    for (field, name), colour in zip(MEMORY_PARTS.items(), _MEMORY_COLOURS, strict=True):
+        sizes = [getattr(stage, field) / 1e9 for stage in memory.by_stage]
+        if any(sizes):
+            label = name if count > 1 else f"{name}: {bytes_text(getattr(memory, field))}"
+            axes.barh(range(count), sizes, left=left, color=colour, label=label, height=0.72, edgecolor="white", lw=0.4)
+            left = [start + size for start, size in zip(left, sizes, strict=True)]
+    capacity = memory.capacity / 1e9
+    axes.axvline(capacity, color="#D55E00", lw=1.8, label=f"device: {bytes_text(memory.capacity)}")
+    axes.set_xlim(0, 1.04 * max(capacity, *left))
+    _name_stages(axes, count, "rank")
+    axes.set_xlabel("GB of one rank")
+    axes.set_title(f"Memory: {bytes_text(memory.peak)} of {bytes_text(memory.capacity)}, {memory.verdict}", loc="left")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False, fontsize=8)
+
+
+def draw_step(axes: Any, time: Time) -> None:
+    """One bar for the step, cut into what it goes into."""
+    unit, name = (1e-3, "milliseconds") if time.step < 1 else (1.0, "seconds")
+    left = 0.0
+    for (field, label), colour in zip(TIME_PARTS.items(), _TIME_COLOURS, strict=True):
+        seconds = getattr(time, field)
+        if seconds:
+            axes.barh(
+                [0], [seconds / unit], left=left, color=colour, label=f"{label}: {seconds_text(seconds)}", height=0.6
+            )
+            left += seconds / unit
+    axes.set_xlim(0, left * 1.001)
+    axes.set_yticks([])
+    axes.set_xlabel(name)
+    axes.set_title(f"Step: {seconds_text(time.step)}, MFU {percent_text(time.mfu)}", loc="left")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.15), frameon=False, fontsize=8)
+
+
+def draw_pipeline(axes: Any, drawn: Timeline) -> None:
+    """Every pass as a box, stage by stage; white is waiting. Steady micro-batches in the middle may be left out."""
+    unit, name = (1e-3, "milliseconds") if drawn.seconds < 1 else (1.0, "seconds")
+    chunks = 1 + max(each.chunk for each in drawn.passes)
+    dense = len(drawn.passes) > 3000
+    for backward, colour, label in ((False, _FORWARD, "forward"), (True, _BACKWARD, "backward")):
+        for chunk in range(chunks):
+            shade = 1 - 0.55 * chunk / max(1, chunks - 1) if chunks > 1 else 1.0
+            for stage in range(drawn.stages):
+                boxes = [
+                    (each.start / unit, each.seconds / unit)
+                    for each in drawn.passes
+                    if (each.stage, each.backward, each.chunk) == (stage, backward, chunk)
+                ]
+                named = label if not stage and not chunk else None
+                axes.broken_barh(
+                    boxes,
+                    (stage - 0.42, 0.84),
+                    facecolor=colour,
+                    alpha=shade,
+                    label=named,
+                    rasterized=dense,
+                    edgecolor="white",
+                    lw=0.0 if dense else 0.5,
+                )
+    axes.set_xlim(0, drawn.seconds / unit)
+    _name_stages(axes, drawn.stages, "stage")
+    schedule = "1F1B" if chunks == 1 else f"interleaved, {chunks} virtual stages, later ones paler"
+    axes.set_title(f"Pipeline: {schedule}", loc="left")
+    axes.set_xlabel(name)
+    if drawn.left_out_seconds:
+        left_out = f"{drawn.micro_batches - drawn.drawn} of {drawn.micro_batches} micro-batches"
+        axes.set_xlabel(f"{name}, without {left_out} in the middle: {seconds_text(drawn.left_out_seconds)} of the same")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False, fontsize=8)
+
+
+def draw_rate(axes: Any, points: Sequence[ScalingPoint], chosen: int, unit: str) -> None:
+    """Tokens (or images) per second against GPUs, with the straight line of perfect scaling."""
+    from matplotlib.ticker import LogLocator
+
+    gpus, rates = [point.gpus for point in points], [point.tokens_per_second for point in points]
+    axes.plot(gpus, [rates[0] * count / gpus[0] for count in gpus], "--", color="#777777", lw=1.2, label="perfect")
+    axes.plot(gpus, rates, "o-", color="#0072B2", lw=1.8, label="planned")
+    _mark(axes, [(g, r) for g, r in zip(gpus, rates, strict=True) if g == chosen])
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", subs=(2, 5))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    _count_ticks(axes, gpus)
+    axes.yaxis.set_major_formatter(lambda value, _: count_text(value))
+    axes.set_ylabel(f"{unit} per second")
+    axes.set_title("Scaling, same global batch", loc="left")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def draw_efficiency(axes: Any, points: Sequence[ScalingPoint], chosen: int) -> None:
+    """Rate per GPU against that of the fewest GPUs."""
+    gpus, shares = [point.gpus for point in points], [100 * point.efficiency for point in points]
+    axes.plot(gpus, shares, "o-", color="#009E73", lw=1.8)
+    _mark(axes, [(g, s) for g, s in zip(gpus, shares, strict=True) if g == chosen])
+    axes.set_xscale("log", base=2)
+    _count_ticks(axes, gpus)
+    axes.set_ylim(0, 1.1 * max(100.0, *shares))
+    axes.set_ylabel("% of the rate per rank")
+    axes.set_title(f"Efficiency, against {gpus[0]}", loc="left")
+
+
+def _mark(axes: Any, here: list[tuple[float, float]]) -> None:
+    if here:
+        axes.plot(*here[0], "o", ms=11, mfc="none", mec="#D55E00", mew=1.8, ls="none", label="this plan")
+
+
+def _count_ticks(axes: Any, gpus: Sequence[int]) -> None:
+    axes.set_xticks(gpus, [str(count) for count in gpus])
+    axes.minorticks_off()
+    axes.set_xlabel("ranks")
+
+
+def _name_stages(axes: Any, count: int, alone: str) -> None:
+    every = -(-count // _MOST_LABELS)
+    shown = range(0, count, every)
+    axes.set_yticks(list(shown), [f"stage {stage}" for stage in shown] if count > 1 else [alone])
+    axes.set_ylim(count - 0.4, -0.6)
+
+
+# The figure of a plan: panels one above the other, as many as the plan has something to show.
+
+
+_WIDTH_INCHES = 11.0
+_ROW_INCHES = 0.2  # of one stage
+_SCALING_INCHES = 2.6
+_STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.parse_math": False,  # a run's name may hold dollars
+    "svg.hashsalt": "scaletrain",  # the same plan gives the same file
+}
+
+
+def draw(spec: RunSpec, plan: RunPlan, pictures: Pictures) -> Any:
+    """A matplotlib figure, not yet written anywhere."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    stages = len(plan.memory.by_stage)
+    by_stage = max(1.9, min(6.0, 0.9 + _ROW_INCHES * stages))
+    panels: list[tuple[float, Callable[[Any], None]]] = [(by_stage, partial(draw_memory, memory=plan.memory))]
+    if plan.memory.fits:
+        panels.append((1.1, partial(draw_step, time=plan.time)))
+    if pictures.pipeline:
+        panels.append((by_stage, partial(draw_pipeline, drawn=pictures.pipeline)))
+    scaling = _SCALING_INCHES if len(pictures.scaling) > 1 else 0.0
+    height = sum(inches for inches, _ in panels)
+    with matplotlib.rc_context(_STYLE):
+        figure: Any = Figure(figsize=(_WIDTH_INCHES, height + scaling + 0.4), layout="constrained")
+        figure.suptitle(headline(spec, plan).plain, x=0.01, ha="left", fontweight="bold")
+        # Each in a figure of its own, so that the legends beside the upper panels do not narrow the lower ones.
+        parts = figure.subfigures(2, 1, height_ratios=(height, scaling)) if scaling else [figure]
+        rows = parts[0].subplots(len(panels), 1, squeeze=False, height_ratios=[inches for inches, _ in panels])
+        for axes, (_, panel) in zip(rows[:, 0], panels, strict=True):
+            panel(axes)
+        if scaling:
+            left, right = parts[1].subplots(1, 2)
+            draw_rate(left, pictures.scaling, plan.layout.world_size, spec.unit)
+            draw_efficiency(right, pictures.scaling, plan.layout.world_size)
+        figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
+    return figure
+
+
+def image(figure: Any, kind: str, dots_per_inch: int) -> bytes:
+    """The figure as ``svg`` or ``png``; the same figure gives the same bytes."""
+    import matplotlib
+
+    stream = io.BytesIO()
+    with matplotlib.rc_context(_STYLE):
+        figure.savefig(stream, format=kind, dpi=dots_per_inch, metadata={"Date": None} if kind == "svg" else None)
+    return stream.getvalue()
+
+
+# The page of a plan: the pictures, the numbers behind them, and what the terminal says.
+
+
+_WIDTH = 110  # of the terminal's text, in characters
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; color: #222; }}
+svg {{ max-width: 100%; height: auto; }}
+table {{ border-collapse: collapse; margin: 0 0 1.5rem; }}
+th, td {{ padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd; }}
+th:first-child, td:first-child {{ text-align: left; }}
+pre {{ background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: 13px; }}
+</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+
+
+def page(found: Answer, pictures: Pictures, svg: str) -> str:
+    """A whole HTML document around the picture."""
+    picture = svg[svg.index("<svg") :]
+    body = [picture, *_memory(found), *_scaling(found, pictures), "<h2>Plan</h2>", f"<pre>{escape(_text(found))}</pre>"]
+    return _PAGE.format(title=escape(f"{found.spec.name}: plan"), body="\n".join(body))
+
+
+def _memory(found: Answer) -> Iterator[str]:
+    memory = found.plan.memory
+    named = len(memory.by_stage) > 1
+    rows = [
+        [
+            f"stage {index}" if named else "rank",
+            *(bytes_text(getattr(stage, part)) for part in MEMORY_PARTS),
+            bytes_text(stage.peak),
+            percent_text(stage.peak / memory.capacity),
+        ]
+        for index, stage in enumerate(memory.by_stage)
+    ]
+    yield f"<h2>Memory of one rank, of {bytes_text(memory.capacity)}</h2>"
+    yield _table(["", *MEMORY_PARTS.values(), "together", "of the device"], rows)
+
+
+def _scaling(found: Answer, pictures: Pictures) -> Iterator[str]:
+    if not pictures.scaling:
+        return
+    yield "<h2>Scaling, same global batch</h2>"
+    yield _table(
+        ["ranks", "step", f"{found.spec.unit} per second", "efficiency"],
+        (
+            [
+                whole_text(point.gpus),
+                seconds_text(point.step_seconds),
+                count_text(point.tokens_per_second),
+                percent_text(point.efficiency),
+            ]
+            for point in pictures.scaling
+        ),
+    )
+
+
+def _text(found: Answer) -> str:
+    """What the terminal shows, without colours."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    console = Console(file=stream, width=_WIDTH, highlight=False, markup=False, emoji=False)
+    show_answer(found, everything=True, console=console)
+    stream.flush()
+    stream.seek(0)
+    return stream.read()
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    body = "\n".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table>\n<tr>{head}</tr>\n{body}\n</table>"
+
+
+_KINDS = (".html", ".svg", ".png")
+_DOTS_PER_INCH = 144
+
+
+def check_plot_file(path: Path) -> None:
+    """Raise UsageError if the picture cannot be drawn or written there; leaves nothing behind."""
+    if path == Path():  # what an empty word becomes
+        raise UsageError("--plot needs the name of a file that ends in .html, .svg or .png.")
+    if path.suffix.lower() not in _KINDS:
+        raise UsageError(f"--plot {path}: the name must end in .html, .svg or .png.")
+    if path.is_dir():
+        raise UsageError(f"--plot {path}: that is a folder. Give the name of a file.")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {path}: there is no folder {path.parent}.")
+    try:
+        probe = _beside(path)
+        create_file(probe, b"")
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"--plot {path}: it cannot be written there: {error.strerror or error}.") from error
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingPackageError("--plot needs matplotlib.", install_command("plot"))
+
+
+def write_plot(path: Path, found: Answer, pictures: Pictures) -> None:
+    """Draw the plan in the format of the file's ending. An existing picture is replaced. Raises OSError."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it talks of its font cache on stderr
+
+    kind = path.suffix.lower()[1:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of letters that the font lacks, which then are boxes
+        figure = draw(found.spec, found.plan, pictures)
+        data = image(figure, "svg" if kind == "html" else kind, _DOTS_PER_INCH)
+    if kind == "html":
+        data = page(found, pictures, data.decode()).encode()
+    replace_file(path, data, public=True)
+
+
+def _beside(path: Path) -> Path:
+    """Return a name that nobody can guess in the same folder."""
+    return path.with_name(f".{path.name}.{os.urandom(8).hex()}")

@@ -1,0 +1,61 @@
+"""What a preflight has found: a row for each rank, then whatever stood out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from scaletrain_cli.launch.preflight import Preflight
+from scaletrain_cli.ui.console import escaped_text, line, show, stdout_console
+from scaletrain_cli.ui.units import bytes_text, seconds_text
+
+_MOST_ROWS = 64
+
+
+def show_preflight(found: Preflight) -> None:
+    """On stdout."""
+    console = stdout_console()
+    if found.ranks:
+        show(console, _ranks(found.ranks[:_MOST_ROWS]))
+        if len(found.ranks) > _MOST_ROWS:
+            line(console, f"and {len(found.ranks) - _MOST_ROWS} more; --json has them all", "dim")
+    if found.all_reduce_seconds is not None:
+        planned = found.all_reduce_planned_seconds
+        beside = f", the plan counts {seconds_text(planned)}" if planned else ""
+        line(console, f"all-reduce over all ranks: {seconds_text(found.all_reduce_seconds)}{beside}")
+    for node in found.nodes:
+        for problem in node["problems"]:
+            line(console, Text.assemble(("bad   ", "bold red"), escaped_text(f"{node['node']}: {problem}")))
+        for note in node["notes"]:
+            line(console, Text.assemble(("note  ", "yellow"), escaped_text(f"{node['node']}: {note}")))
+    for finding in found.findings:
+        mark = ("bad   ", "bold red") if finding["keeps_off"] else ("note  ", "yellow")
+        who = f"rank {finding['rank']} on {finding['node']}: " if finding["rank"] >= 0 else ""
+        line(console, Text.assemble(mark, escaped_text(f"{who}{finding['message']}")))
+    if found.exit_code == 0 and not found.ranks:
+        line(
+            console,
+            "nothing keeps this plan off the nodes; the figures are on the pods' volume, not seen here",
+            "green",
+        )
+    elif found.exit_code == 0:
+        line(console, f"nodes {len(found.nodes)}, ranks {len(found.ranks)}: nothing keeps this plan off them", "green")
+    else:
+        line(console, found.why, "bold red")
+        line(console, f"the run directory is left in {found.folder}", "dim")
+
+
+def _ranks(ranks: tuple[dict[str, Any], ...]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    titles = {"rank": "right", "node": "left", "device": "left", "free": "right", "TFLOP/s": "right", "links": "left"}
+    for title, justify in titles.items():
+        table.add_column(title, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    table.add_row(*(Text(title, "dim") for title in titles))
+    for rank in ranks:
+        links = ", ".join(f"{bytes_text(link)}/s" for link in rank["links"])
+        free = bytes_text(rank["free_bytes"]) if rank["total_bytes"] else "-"
+        row = (str(rank["rank"]), rank["node"], rank["device"], free, f"{rank['flops'] / 1e12:.3g}", links or "-")
+        table.add_row(*(escaped_text(cell) for cell in row))
+    return table

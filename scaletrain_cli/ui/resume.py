@@ -1,0 +1,128 @@
+"""What resuming a run means: why it ended, what it goes on from, what is lost, and on what it goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from scaletrain_cli.launch.replan import Resize
+from scaletrain_cli.launch.resume import ResumeReport
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.ui.console import escaped_text, show, stderr_console
+from scaletrain_cli.ui.units import bytes_text, seconds_text, whole_text
+
+
+def show_resume(run_id: str, report: ResumeReport) -> None:
+    """The report, on stderr."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("run", escaped_text(run_id, "bold"))
+    table.add_row("state" if report.active else "ended", escaped_text(report.why_ended))
+    if report.finished or report.active:  # it will not be resumed, so nothing goes on or is lost
+        show(stderr_console(), table)
+        return
+    table.add_row("goes on", escaped_text(_from(report)))
+    if report.checkpoint or report.had_checkpoint:
+        table.add_row("lost", escaped_text(_lost(report), "yellow" if report.steps_lost else ""))
+    for problem in report.passed_over:
+        table.add_row("damaged", escaped_text(problem, "yellow"))
+    show(stderr_console(), table)
+
+
+def show_resize(resize: Resize) -> None:
+    """The layout that it had beside the one that it gets, on stderr."""
+    if not resize.changes:
+        show(
+            stderr_console(), escaped_text("these are the settings that the run has; its layout stays as it is", "dim")
+        )
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_row("", escaped_text("was", "dim"), escaped_text("now", "dim"))
+    old, new = _rows(resize.before), _rows(resize.after)
+    for name, was in old.items():
+        if name in _ALWAYS_SHOWN or was != new[name]:
+            table.add_row(name, escaped_text(was), escaped_text(new[name], "bold" if was != new[name] else ""))
+    show(stderr_console(), table)
+    for key, (was, now) in resize.changes.items():
+        if not key.startswith(("cluster.nodes", "cluster.gpus_per_node")):
+            show(stderr_console(), escaped_text(f"{key} was {was}, now {now}"))
+
+
+def resume_json(run: RunDir, report: ResumeReport, resize: Resize | None) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "run_id": run.run_id,
+        "run_dir": str(run.path),
+        "why_ended": report.why_ended,
+        "checkpoint_step": report.checkpoint.step if report.checkpoint else None,
+        "checkpoint": str(report.checkpoint.path) if report.checkpoint else None,
+        "checkpoints_unseen": report.unseen,
+        "steps_lost": report.steps_lost,
+        "passed_over": report.passed_over,
+        "resize": None if resize is None else _resize_json(resize),
+    }
+
+
+_ALWAYS_SHOWN = {"GPUs", "data parallel", "micro-batch", "accumulation", "global batch", "step", "memory per GPU"}
+
+
+def _rows(record: RunRecord) -> dict[str, str]:
+    cluster, plan = record.spec.cluster, record.plan
+    layout, memory = plan.layout, plan.memory
+    return {
+        "GPUs": f"{cluster.nodes} x {cluster.gpus_per_node} = {whole_text(layout.world_size)}",
+        "data parallel": str(layout.data_parallel),
+        "tensor parallel": str(layout.tensor_parallel),
+        "pipeline parallel": str(layout.pipeline_parallel),
+        "sequence parallel": str(layout.sequence_parallel),
+        "expert parallel": str(layout.expert_parallel),
+        "ZeRO stage": str(layout.zero_stage),
+        "activation checkpointing": layout.activation_checkpointing,
+        "offload": layout.offload,
+        "micro-batch": str(layout.micro_batch_size),
+        "accumulation": str(layout.gradient_accumulation_steps),
+        "global batch": whole_text(layout.global_batch_size),
+        "step": seconds_text(plan.time.step),
+        "memory per GPU": f"{bytes_text(memory.peak)} of {bytes_text(memory.capacity)}",
+    }
+
+
+def _resize_json(resize: Resize) -> dict[str, Any]:
+    records = {"before": resize.before, "after": resize.after}
+    return {
+        "changes": {key: {"was": json.loads(was), "now": json.loads(now)} for key, (was, now) in resize.changes.items()}
+    } | {
+        name: {
+            "revision": record.revision,
+            "layout": asdict(record.plan.layout),
+            "step_seconds": record.plan.time.step,
+            "memory_peak_bytes": record.plan.memory.peak,
+            "memory_capacity_bytes": record.plan.memory.capacity,
+        }
+        for name, record in records.items()
+    }
+
+
+def _from(report: ResumeReport) -> str:
+    checkpoint = report.checkpoint
+    if report.unseen:
+        reached = f"; its pods had printed step {report.job.progress['step']:.0f}" if report.job.progress else ""
+        return f"from the newest valid checkpoint on the pods' volume, which is not seen here{reached}"
+    if checkpoint is None:
+        return "from the start; there is no valid checkpoint"
+    return f"after step {checkpoint.step}, from {checkpoint.path} ({bytes_text(checkpoint.size_bytes)}, verified)"
+
+
+def _lost(report: ResumeReport) -> str:
+    if not report.steps_lost:
+        return "nothing"
+    steps = f"{report.steps_lost} step{'s' if report.steps_lost > 1 else ''}"
+    return f"{steps}, up to step {report.last_step_logged}, will be trained again"

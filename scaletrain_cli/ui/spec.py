@@ -1,0 +1,97 @@
+"""What `validate` understood, in a few lines that a person can compare with what they meant."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.vision import ClipSpec
+from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console
+from scaletrain_cli.ui.units import bytes_text, count_text, seconds_text, whole_text
+
+
+def show_summary(spec: RunSpec, file: str) -> None:
+    """``OK`` and the spec in words."""
+    console = stdout_console()
+    console.print(Text.assemble(("OK ", "bold green"), (plain(file), "bold")), soft_wrap=True)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", min_width=9)
+    table.add_column(overflow="fold")
+    for name, text in _rows(spec):
+        table.add_row(f"  {name}", escaped_text(text))
+    show(console, table)
+
+
+def _rows(spec: RunSpec) -> list[tuple[str, str]]:
+    rows = [
+        ("name", spec.name),
+        ("model", model_text(spec)),
+        ("data", data_text(spec)),
+        ("training", training_text(spec)),
+        ("layout", layout_text(spec)),
+        ("cluster", cluster_text(spec)),
+    ]
+    if spec.env or spec.secret_env:
+        rows.append(("env", ", ".join([*spec.env, *(f"{name} (secret)" for name in spec.secret_env)])))
+    return rows
+
+
+def model_text(spec: RunSpec) -> str:
+    model = spec.model
+    source = f"{model.family} ({model.preset})" if model.preset else model.family
+    if isinstance(model, ClipSpec):
+        return f"{source}, images of {model.vision_config.image_size} x {model.vision_config.image_size}"
+    if not isinstance(model, ModelSpec):
+        return f"{source}, images of {model.image_size} x {model.image_size}, {whole_text(model.num_labels)} classes"
+    heads = f"{model.num_attention_heads} heads"
+    if model.num_key_value_heads != model.num_attention_heads:
+        heads += f" ({model.num_key_value_heads} for keys and values)"
+    experts = f", {model.num_experts_per_tok} of {model.num_experts} experts" if model.num_experts else ""
+    return (
+        f"{source}, {model.num_hidden_layers} layers of {whole_text(model.hidden_size)}, {heads}{experts}, "
+        f"vocabulary {whole_text(model.vocab_size)}, sequences of {whole_text(model.seq_len)} tokens"
+    )
+
+
+def data_text(spec: RunSpec) -> str:
+    if spec.unit == "images":
+        return spec.data.source
+    tokenizer = spec.data.tokenizer
+    how = f"bpe, {whole_text(tokenizer.vocab_size)}" if tokenizer.kind == "bpe" else str(tokenizer.path)
+    return f"{spec.data.source}, tokenizer {how}"
+
+
+def training_text(spec: RunSpec) -> str:
+    training = spec.training
+    seen = spec.total_steps * training.global_batch_size * spec.units_per_sample
+    samples = "sequences" if spec.unit == "tokens" else spec.unit
+    return (
+        f"{whole_text(spec.total_steps)} steps of {whole_text(training.global_batch_size)} {samples}, "
+        f"{count_text(seen)} {spec.unit}, {training.precision}, {training.optimizer.name} "
+        f"at {training.optimizer.lr:g} with weight decay {training.optimizer.weight_decay:g}, "
+        f"{training.schedule.name} schedule"
+    )
+
+
+def layout_text(spec: RunSpec) -> str:
+    """What is pinned; the rest is the planner's choice."""
+    usual = type(spec.layout)()
+    pinned = [
+        f"{name} {value}"
+        for name, value in ((name, getattr(spec.layout, name)) for name in type(spec.layout).model_fields)
+        if value != getattr(usual, name)
+    ]
+    return f"{', '.join(pinned)}; the rest is the planner's choice" if pinned else "the planner's choice"
+
+
+def cluster_text(spec: RunSpec) -> str:
+    cluster = spec.cluster
+    if isinstance(cluster.gpu, str):
+        device = "CPU process" if cluster.gpu == "cpu" else cluster.gpu
+    else:
+        device = f"{cluster.gpu.name} of {bytes_text(cluster.gpu.memory)}"
+    ranks = f"{spec.world_size} × {device}"
+    nodes = f" on {cluster.nodes} nodes" if cluster.nodes > 1 else ""
+    spot = ", spot" if cluster.spot else ""
+    return f"{cluster.scheduler}, {ranks}{nodes}{spot}, {seconds_text(cluster.grace_seconds)} of grace"

@@ -1,0 +1,134 @@
+"""One run for people: where it stands, what it measured last, and how each attempt ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from scaletrain_cli.launch.attempts import AttemptRecord
+from scaletrain_cli.launch.status import RunStatus
+from scaletrain_cli.rundir.goodput import Goodput
+from scaletrain_cli.rundir.measured import Figure, Measured
+from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
+from scaletrain_cli.ui.units import bytes_text, count_text, percent_text, seconds_text
+
+STYLES = {
+    "finished": "bold green",
+    "running": "bold cyan",
+    "queued": "cyan",
+    "suspended": "yellow",
+    "ending": "cyan",
+    "preempted": "yellow",
+    "failed": "bold red",
+    "cancelled": "yellow",
+    "unknown": "yellow",
+}
+
+
+def show_status(status: RunStatus, attempts: Sequence[AttemptRecord], now: float | None = None) -> None:
+    """The status on stdout."""
+    console = stdout_console()
+    share = f" ({percent_text(status.step / status.total_steps)})" if status.total_steps else ""
+    headline = Text.assemble(
+        (plain(status.run_id), "bold"),
+        "  ",
+        (status.state, STYLES.get(status.state, "")),
+        f"  step {status.step} of {status.total_steps}{share}",
+    )
+    line(console, headline)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    if status.why and status.state not in ("finished", "running"):
+        table.add_row("  why", escaped_text(status.why))
+    if measures := measures_text(status):
+        table.add_row("  last", escaped_text(measures))
+    if status.straggler:
+        table.add_row("  slow", escaped_text(status.straggler))
+    if status.measured is not None:
+        table.add_row("  memory", escaped_text(memory_text(status.measured)))
+    if status.goodput is not None:
+        table.add_row("  goodput", escaped_text(goodput_text(status.goodput)))
+    if status.last_checkpoint_step is not None:
+        lost = f"; {status.steps_lost_total} steps lost so far" if status.attempt > 1 else ""
+        table.add_row("  saved", escaped_text(f"step {status.last_checkpoint_step}{lost}"))
+    where = f"{status.scheduler} job {status.job_id}" if status.job_id else status.scheduler
+    nodes = f" on {', '.join(status.nodes)}" if status.nodes else ""
+    says = f": {status.job.detail}" if status.state == "running" and status.job.detail else ""
+    table.add_row("  job", escaped_text(where + nodes + says))
+    show(console, table)
+    line(console, Text.assemble(("  files  ", "dim"), plain(status.run_dir)))
+    if attempts:
+        show(console, Group("", _attempts(attempts, now or time.time())))
+
+
+def measures_text(status: RunStatus) -> str:
+    """``loss 4.21, validation 4.30, 1.26 k tokens/s``; empty before the first step."""
+    parts = []
+    if status.loss is not None:
+        parts.append(f"loss {status.loss:.4f}")
+    if status.validation_loss is not None:
+        parts.append(f"validation {status.validation_loss:.4f}")
+    if status.tokens_per_second is not None:
+        parts.append(f"{count_text(status.tokens_per_second)} tokens/s")
+    return ", ".join(parts)
+
+
+def memory_text(measured: Measured) -> str:
+    """``model states 1.2 GB, as planned; activations 0.4 GB, 1.3 % above the plan`` of the stage planned fullest."""
+    figures = measured.stages[measured.worst].figures
+    parts = {
+        "model states": measured.model_states,
+        "activations": figures.get("activations"),
+        "host": figures.get("host"),
+        "peak": figures.get("allocated"),
+    }
+    return "; ".join(
+        f"{name} {bytes_text(figure.measured)}, {_beside_plan(figure)}" for name, figure in parts.items() if figure
+    )
+
+
+# By the names of the JSON object; an attempt's set-up is that of its first start as well, which restores nothing.
+_PARTS = {"restore": "set-up", "lost_work": "lost work"}
+
+
+def goodput_text(goodput: Goodput) -> str:
+    """``93.1 % of 2 h 3 min; set-up 3.2 %, lost work 2.1 %``: what took most of the rest first, crumbs left out."""
+    rest = {_PARTS.get(name, name): seconds for name, seconds in vars(goodput).items() if name != "productive"}
+    shares = {name: seconds / goodput.wall for name, seconds in rest.items() if goodput.wall > 0}
+    named = [name for name in sorted(shares, key=lambda name: -shares[name]) if shares[name] >= 0.0005]
+    parts = ", ".join(f"{name} {percent_text(shares[name])}" for name in named)
+    return f"{percent_text(goodput.share)} of {seconds_text(goodput.wall)}" + (f"; {parts}" if parts else "")
+
+
+def _beside_plan(figure: Figure) -> str:
+    if figure.measured == figure.planned:
+        return "as planned"
+    if figure.difference is None:
+        return "not planned"
+    share, side = abs(figure.difference), "above" if figure.difference > 0 else "below"
+    much = percent_text(share) if share >= 0.0005 else bytes_text(abs(figure.measured - figure.planned))
+    return f"{much} {side} the plan"
+
+
+def _attempts(attempts: Sequence[AttemptRecord], now: float) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    titles = ("  attempt", "began", "lasted", "checkpoint", "exit", "why")
+    for title in titles:
+        table.add_column(title, no_wrap=title != "why", overflow="fold")
+    table.add_row(*(Text(title, "dim") for title in titles))
+    for attempt in attempts:
+        until = attempt.ended if attempt.ended is not None else now
+        table.add_row(
+            f"  {attempt.number}",
+            time.strftime("%m-%d %H:%M:%S", time.localtime(attempt.started)),
+            seconds_text(max(0.0, until - attempt.started)),
+            "-" if attempt.last_checkpoint_step is None else f"step {attempt.last_checkpoint_step}",
+            "" if attempt.exit_code is None else str(attempt.exit_code),
+            escaped_text(attempt.message),
+        )
+    return table

@@ -1,0 +1,186 @@
+"""What is about to be queued, in one block before the question: the job, its cost, its start, and what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from scaletrain_cli.ui.console import say
+from scaletrain_cli.ui.units import bytes_text
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.node.probe import NodeFacts
+import time
+
+from rich.console import Group
+from rich.text import Text
+
+from scaletrain_cli.launch.backends.base import Start, SubmissionSummary
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.spec import ClusterSpec, RunSpec
+from scaletrain_cli.ui.console import escaped_text, plain, show, stderr_console
+from scaletrain_cli.ui.plan import headline, summary_rows, warning_rows
+from scaletrain_cli.ui.tables import Row, labelled
+from scaletrain_cli.ui.units import dollars_text, seconds_text, whole_text
+
+# What a probe of the nodes found, in one line.
+
+
+def show_probe(nodes: Sequence[NodeFacts]) -> None:
+    """Say the least that every node has, and the versions, which are the same on all."""
+    least = min(nodes, key=lambda node: node.free_bytes)
+    names = ", ".join(node.hostname for node in nodes[:4]) + (", ..." if len(nodes) > 4 else "")
+    each = [
+        f"{min(node.gpus for node in nodes)} GPUs",
+        f"{min(node.cores for node in nodes)} cores",
+        f"{bytes_text(min(node.memory_bytes for node in nodes))} of memory",
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(least.packages.items()))
+    say(
+        f"probed {len(nodes)} nodes ({names}): at least {', '.join(each)}; {versions}; "
+        f"{bytes_text(least.free_bytes)} free in the runs root, which they share"
+    )
+
+
+_NOW_SECONDS = 90.0  # within this, a start is no wait; schedulers look every half minute
+_MOST_LINES, _LONGEST_LINE = 20, 100
+_TEXTS = {"slurm": "a batch script for sbatch", "kubernetes": "objects for the API server", "local": "a process"}
+
+
+def show_before_submission(prospect: SubmissionSummary, run_id: str | None) -> None:
+    """The plan in short, and the job; on stderr."""
+    spec, plan = prospect.spec, prospect.plan
+    rows = [*summary_rows(spec, plan), *job_rows(prospect, run_id), *warning_rows(plan)]
+    show(stderr_console(), Group(headline(spec, plan), labelled(rows)))
+
+
+def show_before_resuming(prospect: SubmissionSummary, changed: Sequence[str] | None) -> None:
+    """The job, and how it differs from the one before; on stderr."""
+    show(stderr_console(), labelled([*job_rows(prospect), *change_rows(changed)]))
+
+
+def show_changes(changed: Sequence[str] | None) -> None:
+    """How what would be sent differs from what was; on stderr."""
+    if changed is not None:
+        show(stderr_console(), labelled(change_rows(changed)))
+
+
+def show_start(start: Start) -> None:
+    """The start alone, on stderr."""
+    show(stderr_console(), labelled([("Start", start_view(start))]))
+
+
+def job_rows(prospect: SubmissionSummary, run_id: str | None = None) -> list[Row]:
+    """Job, Cost and Start."""
+    cluster = prospect.spec.cluster
+    sent = f"sent as {_TEXTS[cluster.scheduler]}; --dry-run prints it whole"
+    named = f"{run_id}: " if run_id is not None else ""
+    return [
+        ("Job", Group(escaped_text(f"{named}{size_text(cluster)} {_where(cluster)}"), escaped_text(sent, "dim"))),
+        *([("Code", escaped_text(prospect.code.shown))] if prospect.code is not None else []),
+        ("Cost", escaped_text(cost_text(prospect))),
+        ("Start", start_view(prospect.start)),
+    ]
+
+
+def sweep_rows(points: Sequence[tuple[RunSpec, RunPlan]], start: Start, at_once: int) -> list[Row]:
+    """Jobs, Cost and Start of runs that are queued together, ``at_once`` of which may run at a time."""
+    cluster = points[0][0].cluster
+    sizes = list(dict.fromkeys(size_text(spec.cluster) for spec, _ in points))
+    each = f"{sizes[0]} each" if len(sizes) == 1 else f"from {sizes[0]} to {sizes[-1]}"
+    pace = "all at once" if at_once == len(points) else f"{at_once} at a time"
+    first = "" if at_once == len(points) else " (of the first; the others follow as these end)"
+    return [
+        ("Jobs", escaped_text(f"{len(points)} runs, {pace}, {each} {_where(cluster)}")),
+        ("Cost", escaped_text(_cost_of_all(points, start, at_once))),
+        ("Start", Text.assemble(start_view(start), first)),
+    ]
+
+
+def _cost_of_all(points: Sequence[tuple[RunSpec, RunPlan]], start: Start, at_once: int) -> str:
+    prospects = [SubmissionSummary(spec, plan, start) for spec, plan in points]
+    hourly = sorted((one.usd_per_hour for one in prospects if one.usd_per_hour is not None), reverse=True)
+    whole = [one.expected_usd for one in prospects if one.expected_usd is not None]
+    if len(hourly) < len(points):
+        return next(plan.cost.price_source for _, plan in points if plan.cost.price_per_gpu_hour is None)
+    rate = f"{dollars_text(sum(hourly[:at_once]))} per hour"
+    if len(whole) < len(points):
+        return f"without end, interruptions come faster than some of them can load; {rate}"
+    return f"{dollars_text(sum(whole))} expected for all of them, {rate}"
+
+
+def change_rows(changed: Sequence[str] | None) -> list[Row]:
+    """How what is sent differs from what the scheduler got last; no row where it got nothing yet."""
+    if changed is None:
+        return []
+    if not changed:
+        return [("Changed", escaped_text("nothing: what is sent is what was sent last"))]
+    lines = [escaped_text("what is sent differs from what was sent last:")]
+    for line in changed[:_MOST_LINES]:
+        short = line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}..."
+        lines.append(escaped_text(short, "green" if line.startswith("+") else "red"))
+    if len(changed) > _MOST_LINES:
+        lines.append(escaped_text(f"and {len(changed) - _MOST_LINES} lines more; --dry-run prints the whole", "dim"))
+    return [("Changed", Group(*lines))]
+
+
+def size_text(cluster: ClusterSpec) -> str:
+    """``4 nodes × 8 GPUs = 32``."""
+    device = "CPU process" if cluster.gpu == "cpu" else "GPU"
+    plural = ("es" if device == "CPU process" else "s") if cluster.gpus_per_node != 1 else ""
+    each = f"{cluster.gpus_per_node} {device}{plural}"
+    if cluster.nodes == 1:
+        return f"1 node with {each}"
+    return f"{cluster.nodes} nodes × {each} = {whole_text(cluster.nodes * cluster.gpus_per_node)}"
+
+
+def cost_text(prospect: SubmissionSummary) -> str:
+    """What the rest of the run is expected to cost, and an hour of it."""
+    cost, hourly = prospect.plan.cost, prospect.usd_per_hour
+    if hourly is None or cost.price_per_gpu_hour is None:
+        return cost.price_source
+    price = f"{dollars_text(cost.price_per_gpu_hour)} per GPU and hour: {cost.price_source}"
+    rates = f"{dollars_text(hourly)} per hour ({price})"
+    if prospect.expected_usd is None:
+        return f"without end, interruptions come faster than it can load; {rates}"
+    steps = f" for the {whole_text(prospect.steps_left)} steps that are left" if prospect.step else " for the whole run"
+    return f"{dollars_text(prospect.expected_usd)} expected{steps}, {rates}"
+
+
+def start_view(start: Start, now: float | None = None) -> Text:
+    """``now``, ``14:30 today, in 2 h`` or ``not known``, and who says so."""
+    when = start_text(start, time.time() if now is None else now)
+    return Text.assemble((when, "bold" if start.at is not None else "bold yellow"), f": {plain(start.why)}")
+
+
+def start_text(start: Start, now: float) -> str:
+    """The time alone."""
+    if start.at is None:
+        return "not known"
+    if start.at - now < _NOW_SECONDS:
+        return "now"
+    days = _day(start.at) - _day(now)
+    day = {0: "today", 1: "tomorrow"}.get(days) or time.strftime("%Y-%m-%d", time.localtime(start.at))
+    minutes = round((start.at - now) / 60) * 60.0
+    return f"{day} {time.strftime('%H:%M', time.localtime(start.at))}, in {seconds_text(minutes)}"
+
+
+def _day(moment: float) -> int:
+    local = time.localtime(moment)
+    return int((moment + (local.tm_gmtoff or 0)) // 86400)
+
+
+def _where(cluster: ClusterSpec) -> str:
+    if cluster.scheduler == "slurm":
+        slurm = cluster.slurm
+        asked = {"partition": slurm.partition, "account": slurm.account, "QOS": slurm.qos}
+        asked |= {"reservation": slurm.reservation}
+        named = "".join(f", {what} {value}" for what, value in asked.items() if value is not None)
+        limit = f", requeued after {seconds_text(slurm.time)}" if slurm.time is not None else ""
+        return f"on slurm{named}{limit}"
+    if cluster.scheduler == "kubernetes":
+        kubernetes = cluster.kubernetes
+        queue = f", queue {kubernetes.queue}" if kubernetes.queue is not None else ""
+        context = f", context {kubernetes.context}" if kubernetes.context is not None else ""
+        return f"on kubernetes, namespace {kubernetes.namespace}{queue}{context}"
+    return "on this machine"

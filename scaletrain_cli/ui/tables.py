@@ -1,0 +1,107 @@
+"""All runs in a table, one line each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.status import RunStatus
+from scaletrain_cli.rundir.bad_nodes import BadNode
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
+from scaletrain_cli.ui.status import STYLES
+from scaletrain_cli.ui.units import seconds_text
+
+# Rows of a label and what it is about: the form of every plan and of every question.
+
+
+LABEL_WIDTH = 11
+Row = tuple[str, RenderableType]
+
+
+def labelled(rows: Iterable[Row]) -> Table:
+    """Labels in a column of their own; text folds within the other."""
+    table = Table.grid(padding=(0, 0, 0, 0), expand=False)
+    table.add_column(width=LABEL_WIDTH, style="bold")
+    table.add_column(ratio=1, overflow="fold")
+    for label, content in rows:
+        table.add_row(label, content)
+    return table
+
+
+# A list of checks, one line each, with what to do under those that are not well.
+
+
+_MARKS = {"ok": ("ok  ", "green"), "warn": ("WARN", "bold yellow"), "none": ("-   ", "dim")}
+
+
+def show_checks(rows: Iterable[tuple[str, str, str, str]]) -> None:
+    """Rows of (name, state, found, advice), each printed as soon as it is known."""
+    console = stdout_console()
+    for name, state, found, advice in rows:
+        line(console, Text.assemble(_MARKS[state], f"  {plain(name):<11}  ", plain(found)))
+        if advice:
+            show(console, Padding(Text(plain(advice), "yellow" if state == "warn" else "dim"), (0, 0, 0, 19)))
+
+
+# Nodes that runs keep away from in a table, one line each.
+
+
+_NODE_TITLES = ("node", "why", "since", "expires in", "run", "evidence")
+
+
+def show_nodes(nodes: Sequence[BadNode], now: float) -> None:
+    """Newest evidence first, as given."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for title in _NODE_TITLES:
+        table.add_column(no_wrap=title != "evidence", overflow="fold")
+    table.add_row(*(Text(title, "dim") for title in _NODE_TITLES))
+    for node in nodes:
+        table.add_row(
+            escaped_text(node.node, "bold"),
+            escaped_text(node.reason),
+            f"{seconds_text(max(0.0, _whole_minutes(now - node.time)))} ago",
+            seconds_text(_whole_minutes(node.expires - now)),
+            escaped_text(f"{node.run_id} attempt {node.attempt}"),
+            escaped_text(node.message),
+        )
+    show(stdout_console(), table)
+
+
+def _whole_minutes(seconds: float) -> float:
+    return round(seconds / 60) * 60.0 if seconds >= 60 else round(seconds)
+
+
+_RUN_TITLES = ("run", "state", "step", "loss", "attempts", "submitted")
+
+
+def show_runs(rows: Sequence[tuple[RunDir, RunStatus | UsageError]]) -> None:
+    """Newest first, as given. Which point of its sweep a run is stands there where one is; the sweep begins its id."""
+    of_sweeps = any(not isinstance(status, UsageError) and status.sweep is not None for _, status in rows)
+    titles = (*_RUN_TITLES, "of sweep") if of_sweeps else _RUN_TITLES
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for title in titles:
+        right = title in ("step", "loss", "attempts")
+        table.add_column(justify="right" if right else "left", no_wrap=title != "run", overflow="fold")
+    table.add_row(*(Text(title, "dim") for title in titles))
+    for run, status in rows:
+        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.record.stat().st_mtime))
+        if isinstance(status, UsageError):
+            table.add_row(escaped_text(run.run_id), Text("damaged", "red"), "", "", "", created)
+            continue
+        table.add_row(
+            escaped_text(status.run_id),
+            Text(plain(status.state), STYLES.get(status.state, "")),
+            f"{status.step}/{status.total_steps}",
+            "" if status.loss is None else f"{status.loss:.4f}",
+            str(status.attempt),
+            created,
+            *([] if status.sweep is None else [f"{status.sweep.number} of {status.sweep.points}"]),
+        )
+    show(stdout_console(), table)

@@ -1,0 +1,1 @@
+"""What a training process uses, whoever wrote it: heartbeat, signals, failure records. Standard library only."""

@@ -1,0 +1,259 @@
+"""An exported checkpoint is what Hugging Face's loaders expect, and holds the very weights that were saved."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scaletrain_cli.engine.checkpoint.export import TextFiles, export, text_files
+from scaletrain_cli.engine.checkpoint.shard_file import Entry, ShardHeader, shard_name, write_shard
+from scaletrain_cli.engine.checkpoint.slices import Slice
+from scaletrain_cli.engine.data.dataset import dataset_folder, prepare_dataset
+from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.materialization import materialise
+from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
+from scaletrain_cli.engine.parallel.shard_spec import ShardSpec
+from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.rundir.checkpoints import MANIFEST, manifest_hash
+from scaletrain_cli.spec import DataSpec, ModelSpec, RunSpec, parse_spec, to_hugging_face
+from scaletrain_cli.spec.weights_config import config_mismatches
+from tests.engine.model.test_safetensors import GPT, LLAMA, MIXTURE, MODELS, contents, loaded
+from tests.spec.samples import SPEC
+
+MIXTRAL = {**MIXTURE, "norm_topk_prob": True}
+QWEN3_MOE = {**MIXTURE, "qk_norm": True}
+NO_TEXT = TextFiles({}, dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
+EXPORTED = {
+    "llama": MODELS["llama"],
+    "llama tied": MODELS["tied"],
+    "qwen2": MODELS["qwen2"],
+    "qwen3": MODELS["qwen3"],
+    "gpt2": GPT,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
+}
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+STRETCHED = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {**LLAMA3, "original_max_position_embeddings": 64},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn of the whole context": {"rope_type": "yarn", "factor": 2.0},
+    "yarn with all": {
+        **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0},
+        **{"beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False},
+    },
+    "yarn with its attention": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3},
+}
+STRETCHED_MODELS = {
+    name: {**LLAMA, "head_dim": 16, "max_position_embeddings": 64, "rope_scaling": scaling}
+    for name, scaling in STRETCHED.items()
+}
+
+
+def spec_of(dims: dict[str, Any]) -> RunSpec:
+    sample = parse_spec(SPEC, file="run.yaml", base_dir=Path())
+    return sample.model_copy(update={"model": ModelSpec.model_validate(dims)})
+
+
+def checkpoint_of(folder: Path, weights: dict[str, Tensor], kinds: tuple[str, ...] = ("weight",)) -> Path:
+    """As three ranks would save it: matrices cut by columns over two of them, the rest whole in the third's file."""
+    folder.mkdir()
+    files = {}
+    for rank in range(3):
+        pieces, entries = {}, []
+        for name, values in weights.items():
+            cut = ShardSpec(1, 2, rank) if values.dim() == 2 and values.shape[1] % 2 == 0 else None
+            if rank == 2 if cut is None else rank < 2:
+                mine = values if cut is None else replace(cut).take(values)
+                pieces[name] = Slice(name, tuple(values.shape), cut, 0, mine.numel())
+                entries += [Entry(f"{kind}/{name}", mine.flatten() + (kind != "weight")) for kind in kinds]
+        digest = write_shard(folder / shard_name(rank), ShardHeader(rank, pieces, {}), entries)
+        files[shard_name(rank)] = asdict(digest)
+    step = int(folder.name.removeprefix("step-"))
+    manifest = {"step": step, "world_size": 3, "clean": True, "attempt": 1, "files": files}
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "sha256": manifest_hash(manifest)}))
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "dims"), EXPORTED.items(), ids=EXPORTED.keys())
+def test_what_is_exported_loads_as_what_was_trained(kind: str, dims: dict[str, Any], tmp_path: Path) -> None:
+    weights = contents(dims)
+    told = export(
+        checkpoint_of(tmp_path / "step-00000001", weights), spec_of(dims), tmp_path / "out", torch.float32, NO_TEXT
+    )
+    assert told["model_type"] == kind.split()[0]
+    assert told["parameters"] == sum(values.numel() for values in weights.values())
+    torch.testing.assert_close(loaded(tmp_path / "out", dims), weights, rtol=0, atol=0)
+    assert list(config_mismatches(tmp_path / "out", ModelSpec.model_validate(dims))) == []
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["torch_dtype"], len(config["architectures"])) == ("float32", 1)
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
+
+
+def test_files_are_cut_and_an_index_says_what_is_where(tmp_path: Path) -> None:
+    weights = contents(LLAMA)
+    folder = checkpoint_of(tmp_path / "step-00000001", weights)
+    export(folder, spec_of(LLAMA), tmp_path / "out", torch.bfloat16, NO_TEXT, largest_file_bytes=2_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == 2 * sum(values.numel() for values in weights.values())
+    expected = {name: values.bfloat16().float() for name, values in weights.items()}
+    torch.testing.assert_close(loaded(tmp_path / "out", LLAMA), expected, rtol=0, atol=0)
+
+
+def test_averaged_weights_are_exported_where_there_are_any(tmp_path: Path) -> None:
+    weights = contents(LLAMA)
+    both = checkpoint_of(tmp_path / "step-00000001", weights, ("weight", "average"))
+    export(both, spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT, averaged=True)
+    expected = {name: values + 1 for name, values in weights.items()}
+    torch.testing.assert_close(loaded(tmp_path / "out", LLAMA), expected, rtol=0, atol=0)
+    with pytest.raises(UsageError, match="has no averaged weights"):
+        export(
+            checkpoint_of(tmp_path / "step-00000002", weights),
+            spec_of(LLAMA),
+            tmp_path / "x",
+            torch.float32,
+            NO_TEXT,
+            averaged=True,
+        )
+
+
+def test_an_export_that_fails_leaves_nothing_and_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
+    weights = contents(LLAMA)
+    del weights["model.norm.weight"]
+    folder = checkpoint_of(tmp_path / "step-00000001", weights)
+    with pytest.raises(ScaletrainError, match=r"0 of 16 values of weight/model\.norm\.weight"):
+        export(folder, spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UsageError, match="exists and is not overwritten"):
+        export(folder, spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT)
+
+
+@pytest.mark.parametrize(
+    ("dims", "key"),
+    [
+        ({**MODELS["qwen3"], "qkv_bias": True}, "model.qkv_bias"),
+        ({**MIXTURE}, "model.norm_topk_prob"),
+        ({**QWEN3_MOE, "shared_expert_intermediate_size": 8}, "model.shared_expert_intermediate_size"),
+        ({**LLAMA, "position_embedding": "alibi"}, "model.position_embedding"),
+    ],
+)
+def test_a_model_that_no_architecture_computes_is_refused(dims: dict[str, Any], key: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no Hugging Face architecture") as caught:
+        export(tmp_path, spec_of(dims), tmp_path / "out", torch.float32, NO_TEXT)
+    assert [problem.key for problem in caught.value.problems] == [key]
+
+
+@pytest.mark.parametrize("name", STRETCHED)
+def test_scaled_positions_survive_the_way_out_and_back(name: str, tmp_path: Path) -> None:
+    model = ModelSpec.model_validate(STRETCHED_MODELS[name])
+    (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(model)))
+    assert list(config_mismatches(tmp_path, model)) == []
+    (problem,) = config_mismatches(tmp_path, model.model_copy(update={"rope_scaling": None}))
+    assert problem.key == "rope_scaling"
+
+
+COMPUTED = {**EXPORTED, **STRETCHED_MODELS}
+
+
+@pytest.mark.parametrize("dims", COMPUTED.values(), ids=COMPUTED.keys())
+def test_transformers_computes_the_same_logits(dims: dict[str, Any], tmp_path: Path) -> None:
+    spec = spec_of(dims)
+    weights = {name: values * 0.1 for name, values in contents(dims).items()}
+    export(checkpoint_of(tmp_path / "step-00000001", weights), spec, tmp_path / "out", torch.float32, NO_TEXT)
+    ours = outline(spec.transformer)
+    materialise(ours, HuggingFaceFolder(tmp_path / "out", outline(spec.transformer)), torch.device("cpu"))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    length = spec.transformer.max_position_embeddings
+    tokens = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(1))
+    positions, samples = torch.arange(length), torch.arange(2)
+    with torch.no_grad():
+        hidden = ours.final_norm(ours.transform(ours.embed(tokens, positions, samples), positions, samples))
+        found = torch.nn.functional.linear(hidden, ours.lm_head.weight)
+        torch.testing.assert_close(found, theirs(tokens).logits, rtol=1e-5, atol=1e-6)
+
+
+def text_spec(tmp_path: Path, **model: Any) -> RunSpec:
+    """A run on a small corpus, whose tokenizer has 300 tokens."""
+    if not (tmp_path / "corpus.txt").exists():
+        (tmp_path / "corpus.txt").write_text("a document of words\n\nanother document of words\n" * 20)
+    dims = {**LLAMA, "vocab_size": 300, **model}
+    data = {"source": str(tmp_path / "corpus.txt"), "tokenizer": {"kind": "bpe", "vocab_size": 280}}
+    return spec_of(dims).model_copy(update={"data": DataSpec.model_validate(data)})
+
+
+def ends_at_once(dims: dict[str, Any], end: int) -> dict[str, Tensor]:
+    """Weights of a model that always predicts the token ``end``."""
+    weights = {name: torch.zeros_like(values) for name, values in contents(dims).items()}
+    weights["model.norm.weight"] += 1
+    weights["model.embed_tokens.weight"] += 1
+    weights["lm_head.weight"][end] = 1
+    return weights
+
+
+def test_transformers_loads_the_folder_whole_and_generates_up_to_the_end_of_text(tmp_path: Path) -> None:
+    spec = text_spec(tmp_path)
+    prepare_dataset(spec.data, tmp_path / "runs")
+    text = text_files(spec, tmp_path / "runs")
+    end = text.ids["eos_token_id"]
+    weights = ends_at_once(spec.transformer.model_dump(), end)
+    export(checkpoint_of(tmp_path / "step-00000001", weights), spec, tmp_path / "out", torch.float32, text)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token_id) == ("<|endoftext|>", end, end)
+    assert tokenizer.decode(tokenizer("a document of words").input_ids) == "a document of words"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (end, end)
+    given = tokenizer("a document", return_tensors="pt")
+    made = model.generate(**given, max_new_tokens=6, do_sample=False)
+    assert made[0].tolist() == [*given.input_ids[0].tolist(), end]
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files >= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_what_came_with_loaded_weights_is_kept(tmp_path: Path) -> None:
+    spec = text_spec(tmp_path)
+    prepare_dataset(spec.data, tmp_path / "runs")
+    base = tmp_path / "base"
+    base.mkdir()
+    made = (dataset_folder(spec.data, tmp_path / "runs") / "tokenizer.json").read_bytes()
+    (base / "tokenizer.json").write_bytes(made)
+    kept = {
+        "config.json": {"model_type": "llama", "eos_token_id": [0, 7], "bos_token_id": 5},
+        "generation_config.json": {"eos_token_id": [0, 7], "temperature": 0.6, "do_sample": True},
+        "tokenizer_config.json": {"eos_token": "<|endoftext|>", "chat_template": "{{ messages }}"},
+    }
+    for name, content in kept.items():
+        (base / name).write_text(json.dumps(content))
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    tuned = text_spec(tmp_path, weights=str(base))
+    text = text_files(tuned, tmp_path / "runs")
+    assert text.ids == {"bos_token_id": 5, "eos_token_id": [0, 7], "pad_token_id": 0}
+    assert json.loads(text.files["generation_config.json"]) == kept["generation_config.json"]
+    assert json.loads(text.files["tokenizer_config.json"]) == kept["tokenizer_config.json"]
+    assert text.files["chat_template.jinja"] == b"{{ messages }}"
+    (base / "tokenizer.json").write_bytes(made.replace(b"<|endoftext|>", b"<eos>"))
+    other = text_files(tuned, tmp_path / "runs")  # the data were made with another tokenizer: nothing of theirs fits
+    assert other.ids == dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+    assert "chat_template.jinja" not in other.files
+
+
+def test_without_a_tokenizer_no_id_is_made_up(tmp_path: Path) -> None:
+    spec = text_spec(tmp_path)
+    text = text_files(spec, tmp_path / "runs")
+    assert not text.has_tokenizer
+    weights = contents(spec.transformer.model_dump())
+    export(checkpoint_of(tmp_path / "step-00000001", weights), spec, tmp_path / "out", torch.float32, text)
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
+    assert (config.bos_token_id, config.eos_token_id) == (None, None)

@@ -1,0 +1,106 @@
+"""A rank's file: a plain safetensors file, hashed as it is written, read back in any part."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from scaletrain_cli.engine.checkpoint.shard_file import (
+    DamagedShardError,
+    Entry,
+    ShardFile,
+    ShardHeader,
+    StateReader,
+    shard_name,
+    write_shard,
+)
+from scaletrain_cli.engine.checkpoint.slices import Slice
+from scaletrain_cli.engine.parallel.shard_spec import ShardSpec
+
+HEADER = ShardHeader(3, {"a.weight": Slice("a.weight", (4, 6), ShardSpec(1, 2, 1), 2, 9)}, {"step": 7.0})
+ENTRIES = [
+    Entry("weight/a.weight", torch.randn(7)),
+    Entry("exp_avg/a.weight", torch.randn(7).to(torch.bfloat16)),
+    Entry("random", torch.arange(5, dtype=torch.uint8)),
+    Entry("empty", torch.zeros(0)),
+]
+
+
+def test_it_says_what_was_written(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard", HEADER, ENTRIES)
+    found = ShardFile(tmp_path / "shard")
+    assert found.header == HEADER
+    assert found.keys == [entry.key for entry in ENTRIES]
+    for key, values in ENTRIES:
+        assert torch.equal(found.read(key), values)
+        assert torch.equal(found.read(key, len(values) // 2), values[len(values) // 2 :])
+
+
+def test_any_reader_of_safetensors_opens_it(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard", HEADER, ENTRIES)
+    opened = load_file(tmp_path / "shard")
+    assert all(torch.equal(opened[key], values) for key, values in ENTRIES)
+
+
+def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
+    digest = write_shard(tmp_path / "shard", HEADER, ENTRIES)
+    content = (tmp_path / "shard").read_bytes()
+    assert (digest.size, digest.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+
+
+def test_a_fault_may_strike_before_every_write(tmp_path: Path) -> None:
+    strikes = []
+    write_shard(tmp_path / "shard", HEADER, ENTRIES, before_write=lambda: strikes.append(1))
+    assert len(strikes) == len(ENTRIES) + 2
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors", metadata={"schema": "other"})
+    with pytest.raises(ValueError, match=r"reads scaletrain.shard/v1"):
+        ShardFile(tmp_path / "model.safetensors")
+
+
+def test_a_checkpoint_is_read_from_the_files_in_its_manifest_alone(tmp_path: Path) -> None:
+    halves = [Slice("a.weight", (8,), None, 0, 4), Slice("a.weight", (8,), None, 4, 8)]
+    for rank, piece in enumerate(halves):
+        header = ShardHeader(rank, {"a.weight": piece}, {})
+        write_shard(tmp_path / shard_name(rank), header, [Entry("weight/a.weight", torch.full((4,), float(rank)))])
+    whole = Slice("a.weight", (8,), None, 0, 8)
+    for stray, name in ((2, "a.weight"), (3, "b.weight")):  # left there by a person, or by a run of more ranks
+        header = ShardHeader(stray, {name: Slice(name, (8,), None, 0, 8)}, {})
+        write_shard(tmp_path / shard_name(stray), header, [Entry(f"weight/{name}", torch.full((8,), 9.0))])
+    (tmp_path / "rank-notes.safetensors").write_text("not a shard")
+    named = [shard_name(0), shard_name(1), "state.json"]
+    for rank in (0, 2, -1):
+        reader = StateReader(tmp_path, rank, [whole] if rank == 2 else [], named)
+        assert reader.read("weight", whole).tolist() == [0.0] * 4 + [1.0] * 4
+        assert list(reader.shapes) == ["a.weight"]
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda size, text: (1 << 62).to_bytes(8, "little") + text,
+        lambda size, text: b"",
+        lambda size, text: size.to_bytes(8, "little") + b"[" * size,
+        lambda size, text: size.to_bytes(8, "little") + text[:size].replace(b'"F32"', b'"F99"') + text[size:],
+        lambda size, text: (
+            size.to_bytes(8, "little") + text[:size].replace(b'"data_offsets":[0,', b'"data_offsets":[9,')
+        ),
+        lambda size, text: size.to_bytes(8, "little") + text[:size],
+    ],
+)
+def test_a_forged_header_is_an_error_and_allocates_nothing(tmp_path: Path, forge: Any) -> None:
+    path = tmp_path / "rank-00000.safetensors"
+    write_shard(path, ShardHeader(0, {}, {}), [Entry("weight/a", torch.ones(4))])
+    content = path.read_bytes()
+    path.write_bytes(forge(int.from_bytes(content[:8], "little"), content[8:]))
+    with pytest.raises(DamagedShardError, match="no shard of a checkpoint"):
+        ShardFile(path)

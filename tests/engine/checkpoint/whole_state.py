@@ -1,0 +1,46 @@
+"""A checkpoint as whole matrices, whatever layout saved it; and one that goes through another layout."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+from torch import Tensor
+
+from scaletrain_cli.engine.assembly import assemble
+from scaletrain_cli.engine.checkpoint.shard_file import StateReader
+from scaletrain_cli.engine.checkpoint.slices import Slice
+from scaletrain_cli.engine.process_group import Ranks
+from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
+from scaletrain_cli.rundir.committing import open_attempt
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.worker.heartbeat import Heartbeat
+from scaletrain_cli.worker.signals import PreemptionFlag
+
+
+def whole_state(folder: Path) -> dict[str, Tensor]:
+    """Every matrix of every kind, flat, as ``KIND/NAME``."""
+    checkpoint = read_checkpoint(folder)
+    assert isinstance(checkpoint, Checkpoint), checkpoint
+    reader = StateReader(folder, -1, (), checkpoint.files)
+    return {
+        f"{kind}/{name}": reader.read(kind, Slice(name, shape, None, 0, shape.numel()))
+        for kind in reader.kinds
+        for name, shape in reader.shapes.items()
+    }
+
+
+def save_again(path: Path, attempt: int, folder: Path) -> None:
+    """On each rank: load a run's newest checkpoint in the layout that it has now, and save it into another folder."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        run, ranks = RunDir(path), Ranks.from_environment()
+        trainer = assemble(run, read_record(run), ranks, attempt, PreemptionFlag(), Heartbeat(None))
+        begin = trainer.resume()
+        trainer.checkpointer.folder = folder
+        if ranks.rank == 0:
+            open_attempt(folder, attempt)
+        trainer.boundary.agreement.barrier()
+        trainer.checkpointer.committed_step = None
+        trainer.save(begin.step, wait=True)

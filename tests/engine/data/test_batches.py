@@ -1,0 +1,140 @@
+"""However the job is cut, its ranks together read the same batch, and count the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from scaletrain_cli.engine.data.batches import NOT_COUNTED, BatchReader, MicroBatch
+from scaletrain_cli.engine.data.dataset import TokenSequences
+from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
+from scaletrain_cli.plan.result import Layout
+
+LENGTH, VOCABULARY, GLOBAL_BATCH = 8, 50, 12
+WHOLE = Layout(
+    world_size=1,
+    data_parallel=1,
+    tensor_parallel=1,
+    pipeline_parallel=1,
+    virtual_pipeline=1,
+    sequence_parallel=1,
+    context_parallel=1,
+    expert_parallel=1,
+    zero_stage=0,
+    micro_batch_size=GLOBAL_BATCH,
+    gradient_accumulation_steps=1,
+    global_batch_size=GLOBAL_BATCH,
+    activation_checkpointing="none",
+    offload="none",
+)
+
+
+def sequences(count: int = 40) -> TokenSequences:
+    random = np.random.default_rng(5)
+    tokens = random.integers(0, VOCABULARY, count * LENGTH + 1).astype(np.uint16)
+    ends = np.flatnonzero(random.random(len(tokens)) < 0.15).astype(np.int64)
+    return TokenSequences(tokens, LENGTH, ends)
+
+
+def readers(data: int, sequence: int, micro_batch_size: int, mask: bool = False) -> list[BatchReader]:
+    layout = replace(
+        WHOLE,
+        data_parallel=data,
+        sequence_parallel=sequence,
+        micro_batch_size=micro_batch_size,
+        gradient_accumulation_steps=GLOBAL_BATCH // (micro_batch_size * data),
+    )
+    return [
+        BatchReader(
+            sequences(),
+            layout,
+            Mesh(data=Axis(data, d), sequence=Axis(sequence, s), replicas=Axis(data * sequence, d * sequence + s)),
+            seed=3,
+            mask_document_starts=mask,
+        )
+        for d in range(data)
+        for s in range(sequence)
+    ]
+
+
+Triples = set[tuple[int, int, int, int]]
+
+
+def triples(parts: list[MicroBatch]) -> Triples:
+    """(sample, position, token, label) of every token."""
+    return {
+        (int(sample), int(position), int(token), int(label))
+        for part in parts
+        for row, sample in enumerate(part.samples)
+        for position, token, label in zip(part.positions, part.tokens[row], part.labels[row], strict=True)
+    }
+
+
+CUTS = [(1, 1, 12), (1, 1, 1), (2, 1, 3), (1, 2, 4), (3, 2, 2), (2, 4, 1)]
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_every_layout_reads_the_same_tokens_under_the_same_names(mask: bool) -> None:
+    for step in (1, 2, 9):
+        read = [
+            triples([micro for reader in readers(*cut, mask) for micro in reader.batch(step).micro_batches()])
+            for cut in CUTS
+        ]
+        assert len(read[0]) == GLOBAL_BATCH * LENGTH
+        assert all(each == read[0] for each in read[1:])
+
+
+def test_sequence_ranks_hold_neighbouring_slices_of_the_same_sequences() -> None:
+    first, second = (reader.batch(4).micro_batches()[0] for reader in readers(1, 2, 6))
+    (whole,) = (reader.batch(4).micro_batches()[0] for reader in readers(1, 1, 6))
+    assert torch.equal(torch.cat([first.tokens, second.tokens], 1), whole.tokens)
+    assert torch.equal(torch.cat([first.labels, second.labels], 1), whole.labels)
+    assert torch.equal(torch.cat([first.positions, second.positions]), whole.positions)
+    assert torch.equal(first.samples, second.samples)
+
+
+def test_what_follows_a_document_is_not_counted_and_nothing_else_is_left_out() -> None:
+    reader = readers(1, 1, GLOBAL_BATCH, mask=True)[0]
+    plain = readers(1, 1, GLOBAL_BATCH)[0].batch(2)
+    batch = reader.batch(2)
+    source = reader.sequences
+    ends = set(source.document_ends.tolist())
+    (indices,) = reader._indices(2, 0)
+    masked = [[index * LENGTH + place in ends for place in range(LENGTH)] for index in indices]
+    assert torch.equal(batch.labels[0] == NOT_COUNTED, torch.tensor(masked))
+    assert torch.equal(torch.where(torch.tensor(masked), plain.labels[0], batch.labels[0]), plain.labels[0])
+
+
+def weighted_loss(part: MicroBatch, weights: torch.Tensor) -> float:
+    assert part.divisor is not None
+    losses = F.cross_entropy(weights[part.tokens].flatten(0, 1), part.labels.flatten(), reduction="sum")
+    return float(losses / part.divisor)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_mean_of_all_losses_is_the_mean_over_the_tokens_that_count(cut: tuple[int, int, int]) -> None:
+    weights = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    whole = readers(1, 1, GLOBAL_BATCH, mask=True)[0].batch(3).micro_batches()[0]
+    expected = F.cross_entropy(weights[whole.tokens].flatten(0, 1), whole.labels.flatten())
+    parts = [micro for reader in readers(*cut, mask=True) for micro in reader.batch(3).micro_batches()]
+    assert np.mean([weighted_loss(part, weights) for part in parts]) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_rounds_in_order_read_the_beginning_of_the_file_once() -> None:
+    parts = [part for reader in readers(3, 2, 2, mask=True) for part in reader.in_order(rounds=5)]
+    read = sorted((sample, position, token) for sample, position, token, _ in triples(parts))
+    flat = sequences().tokens[: 30 * LENGTH]
+    assert [token for _, _, token in read] == flat.tolist()
+    weights = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    labels = torch.cat([part.labels.flatten() for part in parts])
+    tokens = torch.cat([part.tokens.flatten() for part in parts])
+    expected = F.cross_entropy(weights[tokens], labels)
+    assert np.mean([weighted_loss(part, weights) for part in parts]) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_without_a_mask_each_loss_may_be_a_mean_of_its_own() -> None:
+    assert readers(2, 1, 3)[1].batch(1).divisor is None

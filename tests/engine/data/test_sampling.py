@@ -1,0 +1,49 @@
+"""What a batch holds is a pure function of seed and number, whatever the layout."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scaletrain_cli.engine.data.batches import batch_indices, permute, sample_at
+
+
+@given(size=st.integers(1, 2000), key=st.integers(0, 2**64 - 1))
+def test_permute_is_a_permutation(size: int, key: int) -> None:
+    assert sorted(permute(index, size=size, key=key) for index in range(size)) == list(range(size))
+
+
+@given(seed=st.integers(0, 2**63 - 1), samples=st.integers(1, 300))
+def test_every_epoch_visits_every_sample_once(seed: int, samples: int) -> None:
+    for epoch in range(3):
+        seen = [sample_at(epoch * samples + i, seed=seed, samples=samples) for i in range(samples)]
+        assert sorted(seen) == list(range(samples))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        return [sample_at(epoch * 500 + i, seed=seed, samples=500) for i in range(500)]
+
+    assert len({tuple(order(seed, epoch)) for seed in (1, 2, 3) for epoch in (0, 1)}) == 6
+
+
+def global_batch(number: int, data_parallel: int, micro_batch_size: int) -> set[int]:
+    indices = []
+    for rank in range(data_parallel):
+        batches = batch_indices(
+            seed=7,
+            batch=number,
+            global_batch_size=24,
+            samples=1000,
+            rank=rank,
+            data_parallel=data_parallel,
+            micro_batch_size=micro_batch_size,
+        )
+        assert all(len(batch) == micro_batch_size for batch in batches)
+        indices += [index for batch in batches for index in batch]
+    assert len(indices) == 24
+    return set(indices)
+
+
+def test_the_global_batch_does_not_depend_on_the_layout() -> None:
+    for number in (0, 1, 40, 41, 42, 10_000):
+        batches = [global_batch(number, d, m) for d, m in ((1, 24), (1, 1), (2, 4), (4, 6), (8, 3), (24, 1))]
+        assert all(batch == batches[0] for batch in batches)

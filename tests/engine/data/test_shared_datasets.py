@@ -1,0 +1,141 @@
+"""Prepared data in a runs root of several real users: read by all, changed by none but their owner."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.engine.data.dataset import dataset_folder, open_dataset, prepare_dataset
+from scaletrain_cli.spec import DataSpec
+from tests.cli.test_two_users import ALICE, BOB, TEAM, User
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become two other users")
+
+
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="two-users-"))
+    folder.chmod(0o755)
+    (folder / "texts.jsonl").write_text('{"text": "one two three four five six seven"}\n' * 40)
+    root = folder / "runs"
+    root.mkdir()
+    os.chown(root, 0, TEAM)
+    root.chmod(0o3775)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # threads do not outlive a fork
+    monkeypatch.chdir(folder)
+    open_dataset(prepare_dataset(data(folder), folder / "of-root"), 4)  # imports what the libraries import late
+    yield root
+    shutil.rmtree(folder)
+
+
+def data(folder: Path) -> DataSpec:
+    tokenizer = {"kind": "bpe", "vocab_size": 300}
+    return DataSpec.model_validate({"source": str(folder / "texts.jsonl"), "tokenizer": tokenizer})
+
+
+def prepares(user: User, root: Path) -> Path:
+    def prepare() -> str:
+        folder = prepare_dataset(data(root.parent), root)
+        open_dataset(folder, 4)
+        return str(folder)
+
+    return Path(user.does(prepare))
+
+
+def refused(user: User, root: Path) -> str:
+    def prepare() -> str:
+        try:
+            return str(prepare_dataset(data(root.parent), root))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    return str(user.does(prepare))
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o027], ids=oct)
+def test_what_one_user_prepared_another_reads_and_cannot_change(root: Path, umask: int) -> None:
+    first = prepares(User(ALICE.uid, umask), root)
+    assert first.stat().st_uid == ALICE.uid
+    assert prepares(BOB, root) == first
+    assert [path.name for path in (root / "datasets").iterdir() if not path.name.startswith(".")] == [first.name]
+
+    def change() -> list[str]:
+        done = []
+        for path in (first / "train.bin", first / "dataset.json"):
+            for attempt in (lambda path=path: path.open("r+b"), path.unlink, lambda: first.rename(root / "x")):
+                try:
+                    attempt()
+                    done.append(str(path))
+                except PermissionError:
+                    pass
+        return done
+
+    assert BOB.does(change) == []
+
+
+def test_data_that_a_user_keeps_private_are_prepared_again_by_the_other(root: Path) -> None:
+    private = prepares(User(ALICE.uid, 0o077), root)
+    assert private.stat().st_mode & 0o077 == 0
+    own = prepares(BOB, root)
+    assert own == private.with_name(f"{private.name}-{BOB.uid}")
+    assert prepares(BOB, root) == own
+    assert prepares(ALICE, root) == private
+
+
+PLANTS: dict[str, Callable[[Path, Path], object]] = {
+    "an empty folder": lambda folder, precious: folder.mkdir(),
+    "a folder without data": lambda folder, precious: (folder / "train.bin").mkdir(parents=True),
+    "a link to the victim's home": lambda folder, precious: folder.symlink_to(precious.parent),
+    "a dangling link": lambda folder, precious: folder.symlink_to(precious.parent / "new"),
+    "a FIFO": lambda folder, precious: os.mkfifo(folder),
+    "a lock that is a link": lambda folder, precious: lock_of(folder, ALICE).symlink_to(precious),
+    "a lock that is a FIFO": lambda folder, precious: os.mkfifo(lock_of(folder, ALICE)),
+    "a lock that is held": lambda folder, precious: lock_of(folder, ALICE).write_text(""),
+}
+
+
+def lock_of(folder: Path, user: User) -> Path:
+    return folder.parent / f".{folder.name}.{user.uid}.lock"
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_what_somebody_planted_under_the_name_of_the_data_is_neither_used_nor_written_through(
+    root: Path, plant: str
+) -> None:
+    precious = root.parent / "home" / ".bashrc"
+    precious.parent.mkdir()
+    precious.write_text("precious")
+    for path in (precious, precious.parent):
+        os.chown(path, ALICE.uid, TEAM)
+    folder = dataset_folder(data(root.parent), root)
+
+    def do_plant() -> None:
+        (root / "datasets").mkdir()
+        (root / "datasets").chmod(0o3775)
+        PLANTS[plant](folder, precious)
+
+    BOB.does(do_plant)
+    outcome = refused(ALICE, root)
+    if plant.startswith("a lock"):
+        assert outcome.startswith("UsageError"), outcome
+        assert "made by uid 61002" in outcome
+    else:
+        assert outcome in (str(folder), f"{folder}-{ALICE.uid}"), outcome
+        assert Path(outcome).lstat().st_uid == ALICE.uid
+    assert precious.read_text() == "precious"
+    assert [path.name for path in precious.parent.iterdir()] == [".bashrc"]
+
+
+def test_a_folder_of_data_that_cannot_be_written_says_what_to_do(root: Path) -> None:
+    (root / "datasets").mkdir(mode=0o755)
+    (root / "datasets").chmod(0o2755)
+    outcome = refused(BOB, root)
+    assert outcome.startswith(
+        f"UsageError: data cannot be prepared: {root / 'datasets'} cannot be written to by uid 61002"
+    )
+    assert f"chmod g+rwxs {root / 'datasets'}" in outcome

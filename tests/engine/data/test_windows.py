@@ -1,0 +1,47 @@
+"""Steps take the batches outside the windows in order, each once."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scaletrain_cli.engine.data.batches import batch_number, merged
+
+window = st.tuples(st.integers(1, 60), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair)))
+windows = st.lists(window, max_size=8)
+
+
+def batches_of(found: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> set[int]:
+    return {number for first, last in found for number in range(first, last + 1)}
+
+
+def test_without_windows_a_step_trains_on_the_batch_of_its_number() -> None:
+    assert [batch_number(step, ()) for step in (1, 2, 900)] == [1, 2, 900]
+
+
+def test_a_window_is_left_out_with_both_its_ends() -> None:
+    assert [batch_number(step, ((3, 5),)) for step in (1, 2, 3, 4)] == [1, 2, 6, 7]
+
+
+@given(windows)
+def test_steps_take_the_batches_in_no_window_in_order(found: list[tuple[int, int]]) -> None:
+    skipped = batches_of(found)
+    allowed = [number for number in range(1, 400) if number not in skipped]
+    assert [batch_number(step, merged(found)) for step in range(1, 200)] == allowed[:199]
+
+
+@given(windows)
+def test_merged_windows_hold_the_same_batches_in_order_and_do_not_touch(found: list[tuple[int, int]]) -> None:
+    few = merged(found)
+    assert batches_of(few) == batches_of(found)
+    assert all(before[1] + 1 < after[0] for before, after in itertools.pairwise(few))
+    assert merged(few) == few
+
+
+@given(windows, window, st.integers(1, 200))
+def test_a_window_ahead_leaves_the_steps_before_it_as_they_were(
+    found: list[tuple[int, int]], ahead: tuple[int, int], step: int
+) -> None:
+    before = batch_number(step, merged(found))
+    if before < ahead[0]:
+        assert batch_number(step, merged([*found, ahead])) == before

@@ -1,0 +1,26 @@
+"""Cycles are collected when a step says so, and at no other time."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+from scaletrain_cli.engine.health.garbage_collection import GarbageCollection
+
+
+class Node:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_waits_for_its_step() -> None:
+    with GarbageCollection() as garbage:
+        found = weakref.ref(Node())
+        for _ in range(3000):  # more than enough for a collection of its own
+            Node()
+        garbage.after_step(49)
+        assert found() is not None
+        garbage.after_step(50)
+        assert found() is None
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0

@@ -1,0 +1,217 @@
+"""What follows from a judgement, with everything but the run directory made up."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.engine.failure_reason import reason_of
+from scaletrain_cli.engine.health.guard import Guard
+from scaletrain_cli.engine.health.rollback import Judge, NonFiniteGradientError, SpikeError
+from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
+from scaletrain_cli.engine.metrics.metrics import StepMeasures
+from scaletrain_cli.engine.process_group import Ranks
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.rundir import committing
+from scaletrain_cli.rundir.checkpoints import Checkpoint, list_checkpoints, verify
+from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.rollbacks import Rollback, read_rollbacks
+from scaletrain_cli.worker.heartbeat import Heartbeat
+from tests.spec.samples import SPEC, load
+
+
+class OneRank:
+    """Stands for the agreement of a single rank."""
+
+    def follow_rank_zero(self, item: Any) -> Any:
+        return item
+
+    def barrier(self) -> None:
+        pass
+
+
+class Kept:
+    """Stands for the checkpointer: remembers what was asked of it."""
+
+    def __init__(self, folder: Path, guard: Guard) -> None:
+        self.folder, self.done = folder, list[str]()
+        self.guard_state = guard.state_dict()
+
+    def finish(self) -> None:
+        self.done.append("finish")
+
+    def mark_clean_up_to(self, step: int) -> None:
+        self.done.append(f"clean {step}")
+
+    def newest_clean(self) -> Checkpoint | None:
+        sound = (each for each in reversed(list_checkpoints(self.folder)) if each.clean and not verify(each))
+        return next(sound, None)
+
+    def retire_newer(self, step: int) -> None:
+        self.done.append(f"retire {step}")
+
+    def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        self.done.append(f"restore {checkpoint.step}")
+        return {"guard": self.guard_state}
+
+
+class Logged:
+    """Stands for the metrics."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log(self, step: int, **measured: float) -> None:
+        self.steps.append(step)
+
+    def flush(self) -> None:
+        pass
+
+
+def commit(folder: Path, step: int, *, clean: bool) -> None:
+    committing.open_attempt(folder, 1)
+    writer = committing.HashingWriter(committing.begin_staging(folder, 1, step) / "shard.pt")
+    writer.write(b"weights")
+    committing.commit(folder, step, {"shard.pt": writer.close()}, world_size=1, clean=clean, attempt=1)
+
+
+Make = Callable[..., Judge]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    run = RunDir(tmp_path)
+    commit(run.checkpoints, 20, clean=True)
+    commit(run.checkpoints, 30, clean=False)
+
+    def made(*overrides: str, rollbacks: list[Rollback] | None = None) -> Judge:
+        spec = load(SPEC, *overrides)
+        record = RunRecord("r", time.time(), spec, make_plan(spec), {}, "", "")
+        guard = Guard(factor=3.0, patience=spec.guard.spike.patience, fresh_warmup_steps=None)
+        for step in range(1, 21):
+            guard.observe(step, {"loss": 2.0, "grad_norm": 0.5})
+        kept: Any = Kept(run.checkpoints, guard)
+        agreement: Any = OneRank()
+        ledger = LedgerClock(run, 1, 1)
+        return Judge(run, record, Ranks(0, 1, 0), agreement, kept, guard, rollbacks or [], ledger, Heartbeat(None))
+
+    return made
+
+
+def test_a_nan_after_the_last_rollback_ends_the_run_as_a_nan(make: Make) -> None:
+    back = Rollback(30, 20, (21, 30))
+    for nan, error in ((math.nan, NonFiniteGradientError), (50.0, SpikeError)):
+        judge = make("guard.nan=rollback", "guard.spike.retries=1", rollbacks=[back])
+        with pytest.raises(error, match=r"after 1 rollback to step 20") as caught:
+            judged(judge, measures(21, *[2.0] * 13, nan, nan, nan), 36)
+        assert reason_of(caught.value) == ("nan" if math.isnan(nan) else "spike")
+
+
+def measures(first: int, *losses: float, norm: float = 0.5) -> list[StepMeasures]:
+    return [StepMeasures(first + i, 0.1, {"loss": loss, "grad_norm": norm}) for i, loss in enumerate(losses)]
+
+
+def judged(judge: Judge, found: list[StepMeasures], trained: int) -> int:
+    logged: Any = Logged()
+    return judge.judge(found, trained, logged)
+
+
+def names(judge: Judge) -> list[str]:
+    return [event["event"] for event in read_events(judge.run)]
+
+
+def test_a_spike_leads_back_to_the_newest_clean_checkpoint_and_skips_its_window(make: Make) -> None:
+    judge = make()
+    assert judged(judge, measures(21, *[2.0] * 13, 50.0, 50.0, 50.0), 36) == 20
+    (back,) = read_rollbacks(judge.run)
+    assert back == Rollback(from_step=36, to_step=20, skip=(31, 36))
+    assert judge.skipped == ((31, 36),)
+    assert [judge.batch_number(step) for step in (30, 31)] == [30, 37]
+    assert judge.checkpointer.done[-3:] == ["finish", "retire 20", "restore 20"]  # type: ignore[attr-defined]
+    (event,) = read_events(judge.run)
+    assert (event["retry"], event["losses"], event["median_loss"]) == (1, [50.0] * 3, 2.0)
+
+
+def test_a_step_that_was_trained_before_the_verdict_came_is_in_the_window(make: Make) -> None:
+    judge = make()
+    assert judged(judge, measures(31, 50.0, 50.0, 50.0), 34) == 20
+    assert judge.skipped == ((28, 34),)
+
+
+def test_a_second_spike_adds_its_own_window_in_numbers_of_batches(make: Make) -> None:
+    judge = make()
+    judged(judge, measures(31, 50.0, 50.0, 50.0), 33)
+    assert judge.skipped == ((28, 33),)
+    assert judged(judge, measures(21, *[2.0] * 9, 50.0, 50.0, 50.0), 32) == 20
+    assert judge.rollbacks[1].skip == (27, 38)  # steps 27 to 32, six batches further on
+    assert judge.skipped == ((27, 38),)
+
+
+def test_the_window_never_reaches_before_the_checkpoint(make: Make) -> None:
+    judge = make()
+    judged(judge, measures(21, 50.0, 50.0, 50.0), 23)
+    assert judge.skipped == ((21, 23),)
+
+
+def test_after_as_many_rollbacks_as_are_allowed_the_run_stops_with_the_evidence(make: Make) -> None:
+    earlier = [Rollback(36, 20, (31, 36)), Rollback(34, 20, (37, 41))]
+    judge = make("guard.spike.retries=2", rollbacks=[Rollback(9, 5, (8, 9)), *earlier])
+    with pytest.raises(SpikeError, match=r"after 2 rollbacks to step 20 .*'losses': \[50.0, 50.0, 50.0\]"):
+        judged(judge, measures(31, 50.0, 50.0, 50.0), 33)
+    assert make("guard.spike.retries=3", rollbacks=earlier).skipped == ((31, 41),)
+    assert names(judge) == []
+
+
+def test_without_a_clean_checkpoint_it_is_told_and_lived_with(make: Make) -> None:
+    judge = make()
+    (judge.run.checkpoints / "step-00000020" / "shard.pt").write_bytes(b"damage")
+    assert judged(judge, measures(31, 50.0, 50.0, 50.0, 50.0), 34) == 34
+    (event,) = read_events(judge.run)
+    assert (event["event"], event["step"]) == ("spike", 33)
+    assert "no checkpoint is known to be clean" in event["then"]
+    assert "retire 20" not in judge.checkpointer.done  # type: ignore[attr-defined]
+
+
+def test_with_the_action_warn_a_spike_is_told_once(make: Make) -> None:
+    judge = make("guard.spike={action: warn, patience: 1}")
+    assert judged(judge, measures(31, 50.0, 50.0, 50.0), 33) == 33
+    assert names(judge) == ["spike"]
+
+
+@pytest.mark.parametrize("found", [measures(31, math.nan), measures(31, 2.0, norm=math.inf)], ids=["loss", "norm"])
+def test_a_value_that_is_not_finite_ends_the_run_or_rolls_it_back(found: list[StepMeasures], make: Make) -> None:
+    with pytest.raises(NonFiniteGradientError, match=r"step 31: .* look at batch 31"):
+        judged(make(), found, 31)
+    judge = make("guard.nan=rollback")
+    assert judged(judge, found, 32) == 20
+    assert judge.skipped == ((30, 32),)
+    assert read_events(judge.run)[0]["cause"] == "nan"
+
+
+def test_a_nan_that_cannot_be_rolled_back_ends_the_run(make: Make) -> None:
+    judge = make("guard.nan=rollback")
+    for checkpoint in list_checkpoints(judge.run.checkpoints):
+        committing.delete(checkpoint.path)
+    with pytest.raises(NonFiniteGradientError):
+        judged(judge, measures(31, math.nan), 31)
+
+
+def test_what_the_spec_skips_is_skipped_beside_what_was_rolled_back(make: Make) -> None:
+    judge = make("data.skip=[[4, 5], [30, 32]]", rollbacks=[Rollback(36, 20, (31, 36))])
+    assert judge.skipped == ((4, 5), (30, 36))
+
+
+def test_a_checkpoint_that_is_marked_clean_still_verifies(make: Make) -> None:
+    folder = make().run.checkpoints
+    committing.mark_clean(list_checkpoints(folder)[1], attempt=1)
+    assert [(each.step, each.clean, verify(each)) for each in list_checkpoints(folder)] == [
+        (20, True, []),
+        (30, True, []),
+    ]

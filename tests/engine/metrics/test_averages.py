@@ -1,0 +1,41 @@
+"""Averaged weights are part of the model states that a plan counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from scaletrain_cli.engine.compose import compose
+from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.parallel.mesh import build_mesh
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.spec import parse_spec
+from tests.engine.ranks import on_ranks
+
+_SPEC = """
+schema: scaletrain/v1
+name: averages
+model: {family: llama, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
+        intermediate_size: 64, vocab_size: 64, seq_len: 16}
+data: {source: python-stdlib, tokenizer: {vocab_size: 64}}
+training: {global_batch_size: 4, micro_batch_size: 2, steps: 3, averaging: {name: AVERAGING}}
+layout: {zero_stage: 1}
+cluster: {gpu: cpu, gpus_per_node: 2}
+"""
+
+
+def _planned(averaging: str) -> int:
+    spec = parse_spec(_SPEC.replace("AVERAGING", averaging), file="averages.yaml", base_dir=Path())
+    return make_plan(spec).memory.optimizer_states
+
+
+def _held() -> int:
+    spec = parse_spec(_SPEC.replace("AVERAGING", "ema"), file="averages.yaml", base_dir=Path())
+    layout = make_plan(spec).layout
+    composed = compose(spec, layout, build_mesh(layout), torch.device("cpu"))
+    return WeightAverage(composed.engine, spec.training.averaging, spec.total_steps).bytes
+
+
+def test_the_plan_counts_what_averages_take() -> None:
+    assert on_ranks(2, _held) == 2 * [_planned("ema") - _planned("none")]

@@ -1,0 +1,52 @@
+"""Measures arrive whole, in order and exactly, however late."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from scaletrain_cli.engine.metrics.metrics import LateMetrics, StepMeasures
+
+
+def late(lag: int = 0) -> LateMetrics:
+    metrics = LateMetrics(torch.device("cpu"))
+    metrics._lag = lag  # as on a GPU
+    return metrics
+
+
+def run_step(metrics: LateMetrics, step: int) -> None:
+    metrics.begin()
+    metrics.end(step, {"rate": 0.5, "loss": torch.tensor(1.1) + step, "grad_norm": torch.tensor(2.0)})
+
+
+def test_on_a_cpu_a_step_is_due_as_soon_as_it_ended_and_its_values_are_exact() -> None:
+    metrics = late()
+    run_step(metrics, 7)
+    (measures,) = metrics.due(7)
+    assert measures.step == 7
+    assert list(measures.values.items()) == [("rate", 0.5), ("loss", float(torch.tensor(1.1) + 7)), ("grad_norm", 2.0)]
+    assert metrics.rest() == []
+
+
+def test_with_a_lag_a_step_is_due_after_the_next_and_the_rest_when_asked_for() -> None:
+    metrics, seen = late(lag=1), []
+    for step in (4, 5, 6):
+        run_step(metrics, step)
+        seen.append([measures.step for measures in metrics.due(step)])
+    assert seen == [[], [4], [5]]
+    assert [measures.step for measures in metrics.rest()] == [6]
+    assert metrics.rest() == []
+
+
+def test_seconds_are_those_between_begin_and_end() -> None:
+    metrics = late()
+    began = time.perf_counter()
+    metrics.begin()
+    time.sleep(0.01)
+    metrics.end(1, {})
+    most = time.perf_counter() - began
+    time.sleep(0.01)
+    (measures,) = metrics.due(1)
+    assert measures == StepMeasures(1, measures.seconds, {})
+    assert 0.01 <= measures.seconds <= most

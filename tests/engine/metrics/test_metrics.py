@@ -1,0 +1,104 @@
+"""Lines of metrics.jsonl are written beside training: none is lost, none overtakes another, and errors surface."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.engine.metrics import metrics
+from scaletrain_cli.engine.metrics.metrics import _Writer
+from scaletrain_cli.rundir.journal import read_lines
+
+
+def steps(path: Path) -> list[Any]:
+    return [line["step"] for line in read_lines(path)]
+
+
+def test_lines_are_in_the_file_in_their_order_once_flushed(tmp_path: Path) -> None:
+    writer = _Writer(tmp_path / "metrics.jsonl")
+    writer.flush()
+    for step in range(500):
+        writer.put({"step": step})
+        if step % 100 == 0:
+            writer.flush()
+            assert steps(tmp_path / "metrics.jsonl") == list(range(step + 1))
+    writer.close()
+    assert steps(tmp_path / "metrics.jsonl") == list(range(500))
+    assert not [thread for thread in threading.enumerate() if thread.name == "metrics"]
+
+
+def test_a_slow_file_system_holds_up_a_flush_and_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append, writes = metrics.append_lines, []
+
+    def slowly(path: Path, lines: list[dict[str, Any]]) -> None:
+        time.sleep(0.1)
+        writes.append(len(lines))
+        append(path, lines)
+
+    monkeypatch.setattr(metrics, "append_lines", slowly)
+    writer = _Writer(tmp_path / "metrics.jsonl")
+    began = time.monotonic()
+    for step in range(30):
+        writer.put({"step": step})
+    assert time.monotonic() - began < 0.1
+    writer.close()
+    assert steps(tmp_path / "metrics.jsonl") == list(range(30))
+    assert len(writes) < 5, "what came during a write goes with the next one"
+
+
+def test_a_full_disk_is_told_to_the_next_call_and_nothing_is_written_after_the_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = metrics.append_lines
+    full = [False, True, False]
+
+    def fails(path: Path, lines: list[dict[str, Any]]) -> None:
+        if full.pop(0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(path, lines)
+
+    monkeypatch.setattr(metrics, "append_lines", fails)
+    writer = _Writer(tmp_path / "metrics.jsonl")
+    writer.put({"step": 1})
+    writer.flush()
+    writer.put({"step": 2})
+    with pytest.raises(OSError, match="No space left"):
+        writer.flush()
+    with pytest.raises(OSError, match="No space left"):
+        writer.put({"step": 3})
+    with pytest.raises(OSError, match="No space left"):
+        writer.close()
+    assert steps(tmp_path / "metrics.jsonl") == [1]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from scaletrain_cli.engine.metrics.metrics import _Writer
+
+writer = _Writer(Path(sys.argv[1]))
+for step in range(2000):
+    writer.put({"step": step})
+    if step == 1000:
+        writer.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_kill_costs_no_line_that_was_flushed_and_leaves_no_gap(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    environment = {**os.environ, "PYTHONPATH": str(Path(metrics.__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=environment)
+    assert done.returncode == -signal.SIGKILL
+    written = steps(path)
+    assert written == list(range(len(written)))
+    assert len(written) > 1000

@@ -1,0 +1,202 @@
+"""The models: Hugging Face names, the planned parameter count, a loss near ln V at the start, causal attention."""
+
+import math
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu
+
+from scaletrain_cli.engine.compose import wrap_blocks
+from scaletrain_cli.engine.model.llama import rotary_tables, rotate
+from scaletrain_cli.engine.optim.optimizers import parameter_groups
+from scaletrain_cli.plan.architecture import architecture
+from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec.layout import LayoutSpec
+from scaletrain_cli.spec.training import OptimizerSpec
+from tests.engine.fresh_model import build_model
+
+LLAMA = {
+    "family": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": 512,
+    "seq_len": 32,
+    "max_position_embeddings": 32,
+}
+GPT = {**LLAMA, "family": "gpt", "num_key_value_heads": 4, "intermediate_size": 256, "tie_word_embeddings": True}
+MODELS = {
+    "llama": LLAMA,
+    "llama tied": {**LLAMA, "tie_word_embeddings": True},
+    "qwen2": {**LLAMA, "qkv_bias": True},
+    "qwen3": {**LLAMA, "qk_norm": True, "head_dim": 32},
+    "gpt": GPT,
+}
+every_model = pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS.keys())
+
+
+def spec(dims: dict) -> ModelSpec:
+    return ModelSpec.model_validate(dims)
+
+
+def batch(rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(512, (rows, 33), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@every_model
+def test_the_plan_counts_exactly_the_parameters_that_exist(dims: dict) -> None:
+    built = sum(parameter.numel() for parameter in build_model(spec(dims), seed=0).parameters())
+    assert built == architecture(spec(dims)).parameters
+
+
+@every_model
+def test_a_fresh_model_guesses_uniformly(dims: dict) -> None:
+    loss = build_model(spec(dims), seed=0)(*batch())
+    assert loss.item() == pytest.approx(math.log(512), rel=0.01)
+
+
+@every_model
+def test_the_seed_decides_the_weights(dims: dict) -> None:
+    first, again, other = (build_model(spec(dims), seed=seed).state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+@every_model
+@pytest.mark.parametrize(
+    ("mode", "keys"),
+    [
+        ("selective", {}),
+        ("selective", {"selective_scope": "attention"}),
+        ("full", {}),
+        ("full", {"activation_offload": True}),
+        ("none", {"activation_offload": True}),
+    ],
+)
+def test_recomputing_or_offloading_activations_changes_no_bit(dims: dict, mode: str, keys: dict) -> None:
+    plain, recomputed = build_model(spec(dims), seed=0), build_model(spec(dims), seed=0)
+    wrap_blocks(recomputed, LayoutSpec(**keys), mode)
+    for model in (plain, recomputed):
+        model(*batch()).backward()
+    gradients = zip(plain.parameters(), recomputed.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in gradients)
+
+
+@every_model
+def test_weights_do_not_go_to_the_host_with_the_activations(dims: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[torch.Tensor] = []
+
+    class Watched(save_on_cpu):
+        def __init__(self, **keys: bool) -> None:
+            super().__init__(**keys)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: gone.append(tensor) or pack(tensor)
+
+    monkeypatch.setattr("scaletrain_cli.engine.compose.save_on_cpu", Watched)
+    model = build_model(spec(dims), seed=0)
+    wrap_blocks(model, LayoutSpec(activation_offload=True), "none")
+    model(*batch())
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert gone
+    assert not weights & {tensor.untyped_storage().data_ptr() for tensor in gone}
+
+
+@every_model
+def test_a_token_never_sees_its_successors(dims: dict) -> None:
+    model = build_model(spec(dims), seed=0)
+    tokens, _ = batch(1)
+    positions, samples = torch.arange(32), torch.arange(1)
+
+    def trunk(tokens: torch.Tensor) -> torch.Tensor:
+        return model.transform(model.embed(tokens, positions, samples), positions, samples)
+
+    changed = tokens.clone()
+    changed[0, 20:] = (changed[0, 20:] + 1) % 512
+    assert torch.equal(trunk(tokens)[0, :20], trunk(changed)[0, :20])
+    assert not torch.equal(trunk(tokens)[0, 20:], trunk(changed)[0, 20:])
+
+
+def test_attention_equals_the_formula_written_out() -> None:
+    attention = build_model(spec(LLAMA), seed=0).blocks["0"].self_attn
+    x = torch.randn(2, 32, 64)
+    tables = rotary_tables(torch.arange(32), 16, 10000.0)
+    query, key, value = (
+        projection(x).view(2, 32, -1, 16).transpose(1, 2)
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    key, value = (t.repeat_interleave(2, dim=1) for t in (rotate(key, tables), value))
+    scores = rotate(query, tables) @ key.transpose(-1, -2) / 4
+    scores = scores.masked_fill(torch.ones(32, 32, dtype=torch.bool).triu(1), -math.inf)
+    expected = attention.o_proj((scores.softmax(-1) @ value).transpose(1, 2).reshape(2, 32, 64))
+    assert torch.allclose(attention(x, tables, torch.arange(2)), expected, atol=1e-6)
+
+
+def test_rotary_scores_depend_on_distance_alone() -> None:
+    tables = rotary_tables(torch.arange(64), 16, 10000.0)
+    query, key = torch.randn(1, 1, 1, 16).expand(1, 1, 64, 16), torch.randn(1, 1, 1, 16).expand(1, 1, 64, 16)
+    scores = (rotate(query, tables) @ rotate(key, tables).transpose(-1, -2))[0, 0]
+    assert torch.allclose(scores[40, 30], scores[20, 10], atol=1e-4)
+
+
+def test_names_are_those_of_hugging_face() -> None:
+    llama = set(build_model(spec(LLAMA), seed=0).state_dict())
+    assert {
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.2.mlp.down_proj.weight",
+        "model.layers.1.post_attention_layernorm.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    } <= llama
+    gpt = build_model(spec(GPT), seed=0).state_dict()
+    assert {"transformer.wte.weight", "transformer.h.0.attn.c_attn.bias", "transformer.ln_f.weight"} <= set(gpt)
+    assert gpt["transformer.h.0.mlp.c_fc.weight"].shape == (64, 256)
+
+
+@every_model
+def test_norms_and_biases_do_not_decay(dims: dict) -> None:
+    model = build_model(spec(dims), seed=0)
+    decayed, others = parameter_groups(model, OptimizerSpec(weight_decay=0.1))
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    undecayed = {id(parameter) for parameter in others["params"]}
+    named = {name for name, parameter in model.named_parameters() if id(parameter) in undecayed}
+    assert named == {n for n, _ in model.named_parameters() if "norm" in n or "ln_" in n or n.endswith("bias")}
+
+
+@every_model
+def test_embeddings_are_left_out_of_weight_decay_where_asked_for(dims: dict) -> None:
+    model = build_model(spec(dims), seed=0)
+    _, usual = parameter_groups(model, OptimizerSpec())
+    decayed, others = parameter_groups(model, OptimizerSpec(decay_embeddings=False))
+    moved = {id(parameter) for parameter in others["params"]} - {id(parameter) for parameter in usual["params"]}
+    embeddings = ("embed_tokens.weight", "wte.weight", "wpe.weight")
+    assert moved == {id(parameter) for name, parameter in model.named_parameters() if name.endswith(embeddings)}
+    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+def test_projections_into_the_residual_stream_start_smaller() -> None:
+    weights = build_model(spec({**LLAMA, "hidden_size": 256, "head_dim": 64}), seed=0).state_dict()
+    ratio = weights["model.layers.0.self_attn.o_proj.weight"].std() / weights["model.embed_tokens.weight"].std()
+    assert ratio.item() == pytest.approx(1 / math.sqrt(6), rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks for it
+def test_compiled_and_recomputed_blocks_make_one_graph_that_computes_the_same() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    plain, compiled = build_model(spec(LLAMA), seed=0), build_model(spec(LLAMA), seed=0)
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    with patch.object(torch, "compile", partial(torch.compile, backend=counter)):
+        wrap_blocks(compiled, LayoutSpec(), "full", compiled=True)
+    for model in (plain, compiled):
+        model(*batch()).backward()
+    assert counter.frame_count == 1  # one graph serves all blocks
+    gradients = zip(plain.parameters(), compiled.parameters(), strict=True)
+    assert all(torch.allclose(a.grad, b.grad, atol=1e-6) for a, b in gradients)

@@ -1,0 +1,163 @@
+"""A mixture of experts is what its formulas say, token by token, and its losses do not see how a batch is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from scaletrain_cli.engine.model.moe import MixtureMLP, routing_measures, scale_router_losses
+from scaletrain_cli.spec import ModelSpec
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP = 16, 8, 4, 2
+
+
+def mixture(shared: nn.Module | None = None, **settings: float | bool) -> MixtureMLP:
+    spec = ModelSpec(
+        family="llama",
+        hidden_size=HIDDEN,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        vocab_size=32,
+        seq_len=12,
+        max_position_embeddings=12,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP,
+        **{"router_aux_loss_coef": 0.0, **settings},
+    )
+    made = MixtureMLP(spec, shared)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, 0.0, 0.5, generator=generator)
+    return made
+
+
+def batch(sequences: int = 3, length: int = 12) -> Tensor:
+    return torch.randn(sequences, length, HIDDEN, generator=torch.Generator().manual_seed(2), requires_grad=True)
+
+
+def one_by_one(made: MixtureMLP, x: Tensor, renormalise: bool, capacity: int) -> Tensor:
+    """Each token in turn, as one would explain it; capacity 0 is without bound."""
+    rows = []
+    for sequence in x:
+        used = [0] * EXPERTS
+        for token in sequence:
+            probabilities = torch.softmax(made.gate.weight @ token, 0)
+            experts = sorted(range(EXPERTS), key=lambda expert: -probabilities[expert].item())[:TOP]
+            total = sum(probabilities[expert] for expert in experts) if renormalise else 1.0
+            mixed = torch.zeros(HIDDEN)
+            for expert in experts:
+                used[expert] += 1
+                if capacity and used[expert] > capacity:
+                    continue
+                gate, up = (made.experts.gate_up_proj[expert] @ token).chunk(2)
+                mixed = mixed + probabilities[expert] / total * (made.experts.down_proj[expert] @ (F.silu(gate) * up))
+            rows.append(mixed)
+    return torch.stack(rows).view_as(x)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(("factor", "capacity"), [(0.0, 0), (0.75, 5), (0.1, 1)])  # capacity: factor x 24 / 4
+def test_tokens_go_through_their_likeliest_experts(renormalise: bool, factor: float, capacity: int) -> None:
+    made, x = mixture(norm_topk_prob=renormalise, capacity_factor=factor), batch()
+    mixed, expected = made(x), one_by_one(made, x, renormalise, capacity)
+    torch.testing.assert_close(mixed, expected, rtol=1e-5, atol=1e-5)
+    toward = batch().detach().flip(0)
+    inputs = (x, *made.parameters())
+    gradients, rights = (torch.autograd.grad(result, inputs, toward) for result in (mixed, expected))
+    for gradient, right in zip(gradients, rights, strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-5 * right.abs().max().item())
+    assert (routing_measures(made).dropped > 0) == bool(capacity)
+
+
+def test_an_expert_that_no_token_chose_has_a_gradient_of_zero() -> None:
+    made = mixture()
+    with torch.no_grad():
+        made.gate.weight[0] = 0.0
+        made.gate.weight[1:] = 1.0
+    made(batch().abs()).square().sum().backward()
+    assert made.experts.down_proj.grad[0].count_nonzero() == 0
+
+
+def test_experts_save_their_parameters_and_no_view_of_them() -> None:
+    """Of a parameter, autograd keeps a reference, whose values ZeRO-3 may take away and bring back; of a view, all."""
+    made, saved = mixture(), []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        made(batch())
+    for weight in made.experts.parameters():
+        held = [tensor for tensor in saved if tensor.untyped_storage().data_ptr() == weight.data_ptr()]
+        assert held
+        assert all(tensor is weight for tensor in held)
+
+
+def test_shared_experts_see_every_token() -> None:
+    shared = nn.Linear(HIDDEN, HIDDEN)
+    made = mixture(shared)
+    x = batch()
+    made.shared_experts = None
+    routed = made(x)
+    made.shared_experts = shared
+    torch.testing.assert_close(made(x), routed + shared(x))
+
+
+def losses_by_formula(made: MixtureMLP, x: Tensor) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V2 (arXiv:2405.04434), equations 23 to 25, and ST-MoE (arXiv:2202.08906), equation 5, over sequences."""
+    balance, z = [], []
+    for sequence in x:
+        logits = sequence @ made.gate.weight.T
+        probabilities = logits.softmax(-1)
+        chosen = probabilities.topk(TOP).indices.tolist()
+        times = torch.tensor([sum(expert in token for token in chosen) for expert in range(EXPERTS)])
+        balance.append((EXPERTS / (TOP * len(sequence)) * times * probabilities.mean(0)).sum())
+        z.append(logits.exp().sum(-1).log().square().mean())
+    return torch.stack(balance).mean(), torch.stack(z).mean()
+
+
+def test_the_router_is_taught_by_its_own_losses_beside_the_model_s() -> None:
+    made, x = mixture(router_aux_loss_coef=0.3, router_z_loss_coef=0.02), batch()
+    scale_router_losses(made, 0.25)
+    balance, z = losses_by_formula(made, x)
+    (wanted,) = torch.autograd.grad(0.25 * (0.3 * balance + 0.02 * z), made.gate.weight)
+    mixed = made(x)
+    (gradient,) = torch.autograd.grad(mixed, made.gate.weight, torch.zeros_like(mixed))  # the model's loss says nothing
+    torch.testing.assert_close(gradient, wanted)
+    measured = routing_measures(made)
+    torch.testing.assert_close((measured.balance_loss, measured.z_loss), (balance.detach(), z.detach()))
+
+
+def test_recomputation_does_not_teach_the_router_twice() -> None:
+    made, x = mixture(router_aux_loss_coef=0.3), batch()
+    (plain,) = torch.autograd.grad(made(x).sum(), made.gate.weight)
+    (again,) = torch.autograd.grad(checkpoint(made, x, use_reentrant=False).sum(), made.gate.weight)
+    torch.testing.assert_close(again, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5])
+def test_a_batch_in_parts_teaches_the_same(factor: float) -> None:
+    made, x = mixture(router_aux_loss_coef=0.3, router_z_loss_coef=0.02, capacity_factor=factor), batch(4)
+    (whole,) = torch.autograd.grad(made(x).square().mean(), made.gate.weight)
+    scale_router_losses(made, 1 / 4)
+    parts = [torch.autograd.grad(made(part).square().mean() / 4, made.gate.weight)[0] for part in x.split(1)]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+def test_a_balanced_router_has_a_balance_loss_of_one() -> None:
+    made = mixture()
+    nn.init.zeros_(made.gate.weight)
+    made(batch())
+    assert routing_measures(made).balance_loss == pytest.approx(1.0)
+
+
+def test_a_model_without_experts_measures_nothing() -> None:
+    assert routing_measures(nn.Linear(2, 2)) is None

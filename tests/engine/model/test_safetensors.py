@@ -1,0 +1,194 @@
+"""Hugging Face files: every rank reads its piece under the names of four families, and what does not fit is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.materialization import materialise, named_matrices
+from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
+from scaletrain_cli.engine.parallel.shard_spec import ShardSpec
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.spec import ModelSpec
+
+CPU = torch.device("cpu")
+LLAMA: dict[str, Any] = {
+    "family": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 24,
+    "vocab_size": 32,
+    "seq_len": 8,
+    "max_position_embeddings": 8,
+}
+GPT: dict[str, Any] = {**LLAMA, "family": "gpt", "num_key_value_heads": 4, "tie_word_embeddings": True}
+MIXTURE: dict[str, Any] = {**LLAMA, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+MODELS = {
+    "llama": LLAMA,
+    "tied": {**LLAMA, "tie_word_embeddings": True},
+    "qwen2": {**LLAMA, "qkv_bias": True},
+    "qwen3": {**LLAMA, "qk_norm": True},
+    "gpt2": GPT,
+    "qwen3_moe": MIXTURE,
+}
+
+
+def model_of(dims: dict[str, Any]) -> CausalLM:
+    return outline(ModelSpec.model_validate(dims))
+
+
+def contents(dims: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """What Hugging Face would save for these dimensions, with random values."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in named_matrices(model_of(dims))}
+
+
+def loaded(folder: Path, dims: dict[str, Any]) -> dict[str, Tensor]:
+    """Parameters of the model after loading the folder, stacked experts taken apart."""
+    model = model_of(dims)
+    materialise(model, HuggingFaceFolder(folder, model_of(dims)), CPU)
+    found = {name: p.detach() for name, p in model.named_parameters()}
+    for path, module in model.named_modules():
+        if hasattr(module, "matrices"):
+            for name in ("gate_up_proj", "down_proj"):
+                stack = found.pop(f"{path}.{name}")
+                for member, joined in zip(stack, module.matrices(name), strict=True):
+                    found |= {f"{path}.{n}": part for n, part in zip(joined, member.chunk(len(joined)), strict=True)}
+    return found
+
+
+def complaints(folder: Path, dims: dict[str, Any]) -> str:
+    with pytest.raises(UsageError) as raised:
+        HuggingFaceFolder(folder, model_of(dims))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS.keys())
+def test_what_was_saved_is_what_is_loaded(dims: dict[str, Any], tmp_path: Path) -> None:
+    saved = contents(dims)
+    save_file(saved, tmp_path / "model.safetensors")
+    torch.testing.assert_close(loaded(tmp_path, dims), saved, rtol=0, atol=0)
+
+
+def test_files_in_shards_and_in_16_bits_become_fp32(tmp_path: Path) -> None:
+    saved = contents(LLAMA, torch.bfloat16)
+    files = {name: f"model-{number % 3}.safetensors" for number, name in enumerate(saved)}
+    for file in set(files.values()):
+        save_file({name: saved[name] for name in files if files[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    expected = {name: tensor.float() for name, tensor in saved.items()}
+    torch.testing.assert_close(loaded(tmp_path, LLAMA), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("dims", "prefix"), [(GPT, "transformer."), (LLAMA, "model.")], ids=["gpt2", "llama"])
+def test_the_outermost_name_and_old_constants_do_not_matter(dims: dict[str, Any], prefix: str, tmp_path: Path) -> None:
+    """As in the files of openai-community/gpt2."""
+    saved = contents(dims)
+    bare = {name.removeprefix(prefix): tensor for name, tensor in saved.items()}
+    save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}, tmp_path / "model.safetensors")
+    torch.testing.assert_close(loaded(tmp_path, dims), saved, rtol=0, atol=0)
+
+
+def test_mixtral_calls_experts_by_other_names(tmp_path: Path) -> None:
+    saved = contents(MIXTURE)
+    theirs = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    renamed = {".".join(theirs.get(part, part) for part in name.split(".")): t for name, t in saved.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    torch.testing.assert_close(loaded(tmp_path, MIXTURE), saved, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "cut", [ShardSpec(0, 2, 1), ShardSpec(1, 3, 2), ShardSpec(1, 2, 0, parts=3), ShardSpec(0, 2, 1, parts=2)]
+)
+def test_a_rank_reads_its_piece(cut: ShardSpec, tmp_path: Path) -> None:
+    saved = contents(GPT)
+    save_file(saved, tmp_path / "model.safetensors")
+    name = "transformer.h.1.attn.c_attn.weight"
+    piece = HuggingFaceFolder(tmp_path, model_of(GPT)).read(name, (16, 48), cut)
+    assert torch.equal(piece, cut.take(saved[name]))
+
+
+def test_every_mismatch_names_file_tensor_given_and_wanted(tmp_path: Path) -> None:
+    saved = contents(LLAMA)
+    del saved["model.norm.weight"]
+    saved["model.embed_tokens.weight"] = torch.zeros(40, 16)
+    saved["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(16)
+    saved["lm_head.weight"] = saved["lm_head.weight"].to(torch.int8)
+    file = tmp_path / "model.safetensors"
+    save_file(saved, file)
+    assert complaints(tmp_path, LLAMA).splitlines() == [
+        f"model.weights: {tmp_path} does not hold this model.",
+        f"  {file} model.embed_tokens.weight = [40, 16]: the model's dimensions make it [32, 16].",
+        f"  {tmp_path} model.norm.weight: is in none of the files, and the model has it.",
+        f"  {file} lm_head.weight = I8: must be one of F64, F32, F16, BF16.",
+        f"  {file} model.layers.0.self_attn.q_proj.bias: is not in the model, which would lose it.",
+    ]
+
+
+def test_a_head_is_tied_in_the_model_when_it_is_in_the_files(tmp_path: Path) -> None:
+    tied = {**LLAMA, "tie_word_embeddings": True}
+    save_file(contents(tied), tmp_path / "model.safetensors")
+    assert "Set model.tie_word_embeddings: true." in complaints(tmp_path, LLAMA)
+    save_file(contents(LLAMA), tmp_path / "model.safetensors")
+    assert "lm_head.weight: is not in the model" in complaints(tmp_path, tied)
+    copied = contents(tied) | {"lm_head.weight": contents(tied)["model.embed_tokens.weight"].clone()}
+    save_file(copied, tmp_path / "model.safetensors")
+    assert loaded(tmp_path, tied).keys() == contents(tied).keys()
+
+
+def test_hundreds_of_problems_are_cut_short(tmp_path: Path) -> None:
+    save_file(contents(LLAMA), tmp_path / "model.safetensors")
+    told = complaints(tmp_path, {**LLAMA, "num_hidden_layers": 30})
+    assert "The first 8 of 252:" in told
+    assert len(told.splitlines()) == 9
+
+
+def test_what_shapes_do_not_show_is_read_from_the_config(tmp_path: Path) -> None:
+    save_file(contents(LLAMA), tmp_path / "model.safetensors")
+    config = {
+        "model_type": "mistral",
+        "num_key_value_heads": 2,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-05,
+        "num_attention_heads": 2,
+    }
+    rope = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "sliding_window": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config | rope))
+    told = complaints(tmp_path, LLAMA)
+    assert "num_attention_heads = 2: the spec has 4. Set model.num_attention_heads: 2." in told
+    assert "rope_theta = 500000.0: the spec has 10000.0." in told
+    assert "rope_scaling = {rope_type: linear, factor: 2.0}: the spec has null." in told
+    assert "sliding_window = 4" in told
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 10000.0, "num_attention_heads": 4}))
+    HuggingFaceFolder(tmp_path, model_of(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "logit_softcap": 30}))
+    assert "has the key logit_softcap, which is not known here" in complaints(tmp_path, LLAMA)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma"}))
+    assert "has model_type 'gemma'" in complaints(tmp_path, LLAMA)
+
+
+@pytest.mark.parametrize("damage", ["no file", "cut short", "no JSON", "no shard", "not in its shard"])
+def test_files_that_cannot_be_read_are_named(damage: str, tmp_path: Path) -> None:
+    index, file = tmp_path / "model.safetensors.index.json", tmp_path / "model.safetensors"
+    if damage == "cut short":
+        save_file(contents(LLAMA), file)
+        file.write_bytes(file.read_bytes()[:1000])
+    elif damage == "no JSON":
+        index.write_text("{")
+    elif damage != "no file":
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(contents(LLAMA), file.name)}))
+        if damage == "not in its shard":
+            save_file({"another": torch.zeros(1)}, file)
+    named = index if damage == "no JSON" else file
+    assert f"model.weights: {named} cannot be read:" in complaints(tmp_path, LLAMA)

@@ -1,0 +1,174 @@
+"""A small model under DeepSpeed on one rank of a test, with this package's settings. Knows no launcher and no data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from scaletrain_cli.engine.checkpoint.flat_shards import HeldStates
+from scaletrain_cli.engine.checkpoint.shard_file import ShardHeader, StateReader, shard_name, write_shard
+from scaletrain_cli.engine.checkpoint.slices import Slice
+from scaletrain_cli.engine.checkpoint.snapshot import Snapshot, put_back
+from scaletrain_cli.engine.deepspeed_engine import offload_config, precision_config, prepare_deepspeed
+from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.optim.loss_scale import allow_fp16_on_cpu, fix_loss_scale
+from scaletrain_cli.engine.optim.optimizers import build_optimizer
+from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.spec import RunSpec
+
+BATCH = 8  # rows of a global batch
+INPUTS = 16
+
+
+class Small(NamedTuple):
+    """The engine, and the optimizer inside its own."""
+
+    engine: Any
+    optimizer: torch.optim.Optimizer
+
+
+def run_spec(training: dict[str, Any] | None = None, vocab_size: int = 64, **layout: Any) -> RunSpec:
+    """A run on CPU ranks. It names a model, which is not the one that trains here."""
+    return RunSpec.model_validate(
+        {
+            "schema": "scaletrain/v1",
+            "name": "small",
+            "model": {
+                "family": "llama",
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "intermediate_size": 32,
+                "vocab_size": vocab_size,
+                "seq_len": 8,
+                "max_position_embeddings": 8,
+            },
+            "data": {"source": "python-stdlib", "tokenizer": {"kind": "bpe", "vocab_size": 64}},
+            "training": {"global_batch_size": BATCH, "steps": 20, "precision": "fp32", **(training or {})},
+            "layout": layout,
+            "cluster": {"scheduler": "local", "gpu": "cpu"},
+        }
+    )
+
+
+def layout_of(spec: RunSpec, zero_stage: int, accumulation: int = 1, replicas: int = 1) -> Layout:
+    """What the planner would say."""
+    return Layout(
+        world_size=replicas,
+        data_parallel=replicas,
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        virtual_pipeline=1,
+        sequence_parallel=1,
+        context_parallel=1,
+        expert_parallel=1,
+        zero_stage=zero_stage,
+        micro_batch_size=BATCH // replicas // accumulation,
+        gradient_accumulation_steps=accumulation,
+        global_batch_size=BATCH,
+        activation_checkpointing="none",
+        offload=spec.layout.offload,
+    )
+
+
+def small_model(width: int = 32) -> nn.Module:
+    """Matrices, biases and a norm; the same weights each time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(INPUTS, width), nn.Tanh(), nn.LayerNorm(width), nn.Linear(width, 4))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a global batch: a pure function of the step."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, INPUTS, generator=generator), torch.randn(BATCH, 4, generator=generator)
+
+
+def start(
+    spec: RunSpec, zero_stage: int, *, accumulation: int = 1, clip: float = 0.0, folder: Path = Path(), width: int = 32
+) -> Small:
+    """DeepSpeed around the small model, on this rank."""
+    layout = layout_of(spec, zero_stage, accumulation, dist.get_world_size())
+    model = small_model(width)
+    optimizer = build_optimizer(spec, model, layout, torch.device("cpu"))
+    prepare_deepspeed(torch.device("cpu"))
+    import deepspeed
+
+    allow_fp16_on_cpu()
+    zero = {"stage": zero_stage, "reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
+    config = {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": layout.micro_batch_size,
+        "gradient_clipping": clip,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "zero_optimization": zero | offload_config(spec, layout, folder),
+        **precision_config(spec),
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    fix_loss_scale(engine)
+    return Small(engine, optimizer)
+
+
+def train(small: Small, step: int, change: Callable[[Tensor], Tensor] | None = None) -> float:
+    """One optimizer step on this rank's rows; the mean loss over all of them. ``change`` the loss if asked to."""
+    engine, total = small.engine, 0.0
+    inputs, targets = (rows.chunk(dist.get_world_size())[dist.get_rank()] for rows in batch(step))
+    parts = engine.gradient_accumulation_steps()
+    for rows, wanted in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+        loss = nn.functional.mse_loss(engine(rows.to(dtype(engine))).float(), wanted)
+        total += loss.item() / parts
+        engine.backward(loss if change is None else change(loss))
+        engine.step()
+    mean = torch.tensor(total)
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
+
+
+def dtype(engine: Any) -> torch.dtype:
+    """What the model computes in."""
+    if engine.fp16_enabled():
+        return torch.float16
+    return torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+
+
+def weights(small: Small) -> Tensor:
+    """All weights that the model computes with, as one fp32 vector. Collective."""
+    import deepspeed
+
+    parameters = list(small.engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters):
+        return torch.cat([parameter.detach().float().flatten().clone() for parameter in parameters])
+
+
+def save(small: Small, folder: Path, average: WeightAverage | None = None) -> None:
+    """This rank's part of the state, in the file that a checkpoint would have. Collective."""
+    states, rank = _held(small), dist.get_rank()
+    entries, counts = Snapshot(states, average).take()
+    header = ShardHeader(rank, {piece.name: piece for piece in _owned(states)}, counts)
+    write_shard(folder / shard_name(rank), header, entries)
+    dist.barrier()
+
+
+def load(small: Small, folder: Path, average: WeightAverage | None = None) -> None:
+    """Go on from that. Collective."""
+    states = _held(small)
+    files = [path.name for path in folder.iterdir()]
+    put_back(StateReader(folder, dist.get_rank(), _owned(states), files), states, average, small.engine)
+
+
+def _held(small: Small) -> HeldStates:
+    return HeldStates(small.engine, small.engine.module, Mesh.alone())
+
+
+def _owned(states: HeldStates) -> list[Slice]:
+    return [held.piece for holder in states.holders for held in holder.owned]

@@ -1,0 +1,154 @@
+"""Averages of weights: what they hold, in every ZeRO stage, and that lending them to the model leaves no trace."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.trainer import Trainer
+from scaletrain_cli.spec.training import AveragingSpec
+from tests.engine.optim.small_engine import run_spec, small_model, start, train, weights
+from tests.engine.ranks import on_ranks
+
+STEPS = 8
+WRAPPERS = [("fp32", 0), ("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 1), ("bf16", 2), ("bf16", 3)]
+
+
+def averaged(precision: str, stage: int, averaging: dict[str, Any], offload: str = "none") -> dict[str, Any]:
+    """All weights after each step, the average that the model computes with at the end, and what it leaves behind."""
+    spec = run_spec({"precision": precision, "optimizer": {"lr": 0.05}, "averaging": averaging}, offload=offload)
+    small = start(spec, stage)
+    average, seen = WeightAverage(small.engine, spec.training.averaging, STEPS), []
+    for step in range(1, STEPS + 1):
+        train(small, step)
+        average.update(step)
+        seen.append(weights(small))
+    with average.in_use():
+        lent = weights(small)
+    after = weights(small)
+    train(small, STEPS + 1)
+    return {"seen": seen, "lent": lent, "after": after, "next": weights(small)}
+
+
+def exponential(seen: list[Tensor], decay: float) -> Tensor:
+    average = seen[0]
+    for weight in seen[1:]:
+        average = decay * average + (1 - decay) * weight
+    return average
+
+
+@pytest.mark.parametrize(("precision", "stage"), WRAPPERS)
+def test_the_exponential_average_is_lent_and_given_back(precision: str, stage: int) -> None:
+    both = on_ranks(2, averaged, precision, stage, {"name": "ema", "decay": 0.8})
+    for told in both:
+        # In 16 bits the average is of the fp32 weights, and what is seen of them and of it is rounded.
+        closeness = 1e-6 if precision == "fp32" else 4e-3
+        assert torch.allclose(told["lent"], exponential(told["seen"], 0.8), atol=closeness)
+        assert not torch.allclose(told["lent"], told["after"], atol=5 * closeness)
+        assert torch.equal(told["after"], told["seen"][-1])
+    assert torch.equal(both[0]["lent"], both[1]["lent"])
+
+
+@pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("bf16", 1), ("fp32", 3)])
+def test_training_goes_on_as_if_nothing_had_been_lent(precision: str, stage: int) -> None:
+    plain = on_ranks(2, trained_alone, precision, stage)[0]
+    assert torch.equal(on_ranks(2, averaged, precision, stage, {"name": "ema"})[0]["next"], plain)
+
+
+def trained_alone(precision: str, stage: int) -> Tensor:
+    small = start(run_spec({"precision": precision, "optimizer": {"lr": 0.05}}), stage)
+    for step in range(1, STEPS + 2):
+        train(small, step)
+    return weights(small)
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(1, "optimizer"), (3, "optimizer+params")])
+def test_offloaded_weights_are_averaged_too(stage: int, offload: str) -> None:
+    told = on_ranks(2, averaged, "fp32", stage, {"name": "ema", "decay": 0.8}, offload)[0]
+    assert torch.allclose(told["lent"], exponential(told["seen"], 0.8), atol=1e-6)
+    assert torch.equal(told["after"], told["seen"][-1])
+
+
+class PlainEngine:
+    """As much of DeepSpeed's engine as stage 0 in fp32 has."""
+
+    def __init__(self) -> None:
+        self.module, self.optimizer = small_model(), object()
+
+    def zero_optimization_stage(self) -> int:
+        return 0
+
+    def set_all(self, value: float) -> None:
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.fill_(value)
+
+    @property
+    def value(self) -> float:
+        (value,) = {value for p in self.module.parameters() for value in p.flatten().tolist()}
+        return round(value, 6)
+
+
+def lent_after(engine: PlainEngine, average: WeightAverage) -> float:
+    with average.in_use():
+        return engine.value
+
+
+def average_of(values: list[float], **averaging: Any) -> float:
+    """What is lent after steps that left the weights at these values."""
+    engine = PlainEngine()
+    average = WeightAverage(engine, AveragingSpec.model_validate(averaging), len(values))
+    for step, value in enumerate(values, 1):
+        engine.set_all(value)
+        average.update(step)
+    return lent_after(engine, average)
+
+
+def test_the_mean_of_checkpoints_takes_the_last_quarter_of_the_run() -> None:
+    assert average_of([100.0] * 12 + [3.0, 1.0, 3.0, 1.0], name="checkpoints") == 2.0
+    assert average_of([100.0] * 12 + [100.0, 3.0, 100.0, 1.0], name="checkpoints", every=2) == 2.0
+    assert average_of([100.0, 2.0], name="checkpoints") == 2.0
+
+
+def test_every_n_th_step_counts() -> None:
+    assert average_of([9.0, 1.0, 9.0, 2.0], name="ema", decay=0.5, every=2) == 1.5
+
+
+def test_before_there_is_an_average_the_weights_themselves_are_used() -> None:
+    assert average_of([1.0, 2.0], name="ema", every=3) == 2.0
+
+
+def test_it_goes_on_from_a_checkpoint() -> None:
+    spec, engine = AveragingSpec(name="ema", decay=0.5), PlainEngine()
+    first, second = WeightAverage(engine, spec, 3), WeightAverage(engine, spec, 3)
+    engine.set_all(1.0)
+    first.update(1)
+    second.taken, second.averages = first.taken, first.averages
+    engine.set_all(3.0)
+    second.update(2)
+    assert lent_after(engine, second) == 2.0
+
+
+def test_the_averaged_loss_is_taken_once_there_is_an_average() -> None:
+    average = WeightAverage(PlainEngine(), AveragingSpec.model_validate({"name": "ema", "every": 3}), STEPS)
+    logged: list[set[str]] = []
+    stand_in: Any = SimpleNamespace(
+        record=SimpleNamespace(
+            plan=SimpleNamespace(layout=SimpleNamespace(micro_batch_size=1, data_parallel=1, global_batch_size=1)),
+            spec=SimpleNamespace(evaluation=SimpleNamespace(batches=1)),
+        ),
+        validation=SimpleNamespace(sequences=[0]),
+        average=average,
+        _mean_loss=lambda step, rounds: 1.0,
+        _validation_losses=[],
+    )
+    metrics: Any = SimpleNamespace(log_validation=lambda step, size, **losses: logged.append(set(losses)))
+    for step in (2, 3):
+        average.update(step)
+        assert Trainer.evaluate(stand_in, step, metrics)
+    assert logged == [{"validation_loss"}, {"validation_loss", "averaged_validation_loss"}]

@@ -1,0 +1,39 @@
+"""Training stops when the validation loss no longer falls."""
+
+import math
+
+import pytest
+
+from scaletrain_cli.engine.optim.schedules import should_stop
+from scaletrain_cli.spec.training import EarlyStoppingSpec
+
+
+@pytest.mark.parametrize(
+    ("losses", "stops"),
+    [
+        ([], False),
+        ([3.0, 2.0, 1.0], False),
+        ([3.0, 2.0, 2.1, 2.05], True),
+        ([3.0, 2.0, 2.1, 1.9], False),
+        ([3.0, 2.0, 2.0, 2.0], True),
+        ([2.0, 2.5, 1.9, 2.4], False),
+        ([2.0, math.nan, math.inf], True),
+    ],
+)
+def test_two_evaluations_without_an_improvement_end_it(losses: list[float], stops: bool) -> None:
+    assert should_stop(losses, EarlyStoppingSpec(patience=2)) is stops
+
+
+def test_an_improvement_must_be_large_enough() -> None:
+    slowly = [2.0, 1.95, 1.92]
+    assert should_stop(slowly, EarlyStoppingSpec(patience=2, min_delta=0.1))
+    assert not should_stop(slowly, EarlyStoppingSpec(patience=2, min_delta=0.04))
+
+
+def test_small_improvements_add_up() -> None:
+    """The best loss is what the next one is compared with, not the one before it."""
+    assert not should_stop([2.0, 1.95, 1.85], EarlyStoppingSpec(patience=2, min_delta=0.1))
+
+
+def test_no_patience_turns_it_off() -> None:
+    assert not should_stop([1.0] * 50, EarlyStoppingSpec(patience=0))

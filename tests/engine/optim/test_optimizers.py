@@ -1,0 +1,154 @@
+"""Each optimizer is the plain one it is named after, on one process and cut into flat pieces by ZeRO on two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scaletrain_cli.engine.optim.optimizers import build_optimizer, parameter_groups
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.spec.training import OptimizerSpec
+from tests.engine.optim.small_engine import batch, layout_of, run_spec, small_model, start, train, weights
+from tests.engine.ranks import on_ranks
+
+STEPS = 20
+WIDE = 512  # so that every piece of a matrix has the 4096 elements from which bitsandbytes uses 8 bits
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
+CPU = torch.device("cpu")
+
+
+class PlainLion(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv:2302.06675."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            slow, fast = group["betas"]
+            for weight in group["params"]:
+                momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
+                direction = torch.sign(slow * momentum + (1 - slow) * weight.grad)
+                weight -= group["lr"] * (direction + group["weight_decay"] * weight)
+                momentum.mul_(fast).add_(weight.grad, alpha=1 - fast)
+
+
+def plain(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    groups: Any = parameter_groups(model, OptimizerSpec(weight_decay=0.1))
+    lr, betas = 1e-2, (0.9, 0.95)
+    return {
+        "adamw": lambda: torch.optim.AdamW(groups, lr, betas),
+        "adamw_8bit": lambda: torch.optim.AdamW(groups, lr, betas),
+        "adam": lambda: torch.optim.Adam(groups, lr, betas),
+        "sgd": lambda: torch.optim.SGD(groups, lr),
+        "momentum": lambda: torch.optim.SGD(groups, lr, momentum=0.9),
+        "lion": lambda: PlainLion(groups, lr, betas),
+    }[name]()
+
+
+def plainly_trained(name: str, width: int) -> tuple[list[float], Tensor]:
+    """Losses and final weights of one process with the whole batch."""
+    model = small_model(width)
+    optimizer, losses = plain(name, model), []
+    for step in range(STEPS):
+        inputs, targets = batch(step)
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def trained(name: str, stages: list[int], width: int, offload: str = "none") -> list[tuple[list[float], Tensor]]:
+    """The same of two ranks, for each ZeRO stage."""
+    spec = run_spec({"optimizer": {"name": name, **SETTINGS}}, offload=offload)
+    results = []
+    for stage in stages:
+        small = start(spec, stage, accumulation=2, width=width)
+        results.append(([train(small, step) for step in range(STEPS)], weights(small)))
+    return results
+
+
+# The largest difference of a weight after 20 steps of 0.01. Lion's steps all have one size and only a sign, which a
+# rounding error may turn round; 8 bits hold a moment to one part in a hundred or so.
+@pytest.mark.parametrize(
+    ("name", "width", "closeness"),
+    [
+        ("adamw", 32, 1e-6),
+        ("adam", 32, 1e-6),
+        ("sgd", 32, 1e-6),
+        ("momentum", 32, 1e-6),
+        ("adamw_8bit", WIDE, 1e-2),
+        ("lion", 32, 1e-6),
+    ],
+)
+def test_under_zero_it_is_the_plain_optimizer(name: str, width: int, closeness: float) -> None:
+    if name in ("adamw_8bit", "lion"):
+        pytest.importorskip("bitsandbytes")
+    losses, final = plainly_trained(name, width)
+    for found, found_final in on_ranks(2, trained, name, [0, 1, 2, 3], width)[0]:
+        assert found == pytest.approx(losses, abs=max(1e-5, closeness))
+        assert (found_final - final).abs().max() < closeness
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_offloaded_to_the_host_it_is_the_plain_optimizer(name: str) -> None:
+    losses, final = plainly_trained(name, 32)
+    for found, found_final in on_ranks(2, trained, name, [1, 2, 3], 32, "optimizer")[0]:
+        assert found == pytest.approx(losses, abs=1e-5)
+        assert (found_final - final).abs().max() < 1e-6
+
+
+def test_with_offloaded_weights_too_it_is_the_plain_optimizer() -> None:
+    losses, final = plainly_trained("adamw", 32)
+    ((found, found_final),) = on_ranks(2, trained, "adamw", [3], 32, "optimizer+params")[0]
+    assert found == pytest.approx(losses, abs=1e-5)
+    assert (found_final - final).abs().max() < 1e-6
+
+
+def test_eight_bits_are_eight_bits() -> None:
+    pytest.importorskip("bitsandbytes")
+    model = small_model(WIDE)
+    spec = run_spec({"optimizer": {"name": "adamw_8bit"}})
+    optimizer = build_optimizer(spec, model, layout_of(spec, 1), CPU)
+    nn.functional.mse_loss(model(batch(0)[0]), batch(0)[1]).backward()
+    optimizer.step()
+    moments = optimizer.state[model[0].weight]
+    assert moments["state1"].dtype == moments["state2"].dtype == torch.uint8
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    spec = run_spec({"optimizer": {"name": "muon"}})
+    with pytest.raises(UsageError, match="needs whole matrices"):
+        build_optimizer(spec, small_model(), layout_of(spec, 1), CPU)
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
+    spec = run_spec({"optimizer": {"name": "lion"}})
+    with pytest.raises(UsageError, match=r"needs bitsandbytes.*'\.\[optimizers\]'"):
+        build_optimizer(spec, small_model(), layout_of(spec, 1), CPU)
+
+
+def test_matrices_decay_and_norms_and_biases_do_not() -> None:
+    model = small_model()
+    decayed, others = parameter_groups(model, OptimizerSpec(weight_decay=0.1))
+    assert [parameter.shape for parameter in decayed["params"]] == [(32, 16), (4, 32)]
+    assert {parameter.ndim for parameter in others["params"]} == {1}
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+def test_a_partitioned_matrix_decays_still() -> None:
+    """ZeRO-3 leaves an empty vector in the place of a weight."""
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)  # type: ignore[attr-defined]
+    decayed, others = parameter_groups(model, OptimizerSpec(weight_decay=0.1))
+    assert decayed["params"][0] is model.weight
+    assert others["params"][0] is model.bias

@@ -1,0 +1,246 @@
+"""Where an attempt begins: never at step 0 while there is, or should be, something to resume from."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.engine import resume_point as beginning_module
+from scaletrain_cli.engine.failure_reason import reason_of
+from scaletrain_cli.engine.process_group import Ranks
+from scaletrain_cli.engine.resume_point import (
+    OtherNodeUnfitError,
+    ResumePoint,
+    UnreadableCheckpointsError,
+    find_beginning,
+)
+from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
+from scaletrain_cli.rundir import committing
+from scaletrain_cli.rundir.checkpoints import Checkpoint, Defect, find_defects, read_checkpoint
+from scaletrain_cli.rundir.journal import append_line, record_event
+from scaletrain_cli.rundir.paths import RunDir
+
+
+class Alone:
+    """The agreement of a single rank."""
+
+    def gather(self, item: object) -> list[object]:
+        return [item]
+
+    def follow_rank_zero(self, item: object) -> object:
+        return item
+
+
+def beginning(run: RunDir) -> ResumePoint:
+    return find_beginning(run, run.checkpoints, 1, Ranks(0, 1, 0), Alone())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def commit(run: RunDir, step: int, *, event: bool = True) -> Path:
+    committing.open_attempt(run.checkpoints, 1)
+    writer = committing.HashingWriter(committing.begin_staging(run.checkpoints, 1, step) / "shard.pt")
+    writer.write(b"weights" * 100)
+    path = committing.commit(run.checkpoints, step, {"shard.pt": writer.close()}, world_size=2, clean=True, attempt=1)
+    if event:
+        record_event(run, "checkpoint", step=step)
+    return path
+
+
+def damage(checkpoint: Path) -> None:
+    (checkpoint / "shard.pt").write_bytes(b"cut")
+
+
+def test_a_new_run_begins_at_step_0(run: RunDir) -> None:
+    begin = beginning(run)
+    assert (begin.checkpoint, begin.step, begin.evaluated, begin.lost_steps) == (None, 0, False, 0)
+
+
+def test_the_newest_sound_checkpoint_is_taken_and_the_damaged_one_named(run: RunDir) -> None:
+    commit(run, 10)
+    damage(commit(run, 20))
+    for step in range(1, 24):
+        append_line(run.metrics, {"step": step, "loss": float(step)})
+    append_line(run.metrics, {"step": 10, "validation_loss": 3.0})
+    append_line(run.metrics, {"step": 23, "loss": 23.0})
+    begin = beginning(run)
+    assert (begin.step, begin.evaluated, begin.lost_steps) == (10, True, 13)
+    assert "step-00000020/shard.pt" in begin.passed_over[0]
+
+
+def test_steps_are_lost_once_even_if_the_next_attempt_logs_none(run: RunDir) -> None:
+    commit(run, 10)
+    for step in range(1, 14):
+        append_line(run.metrics, {"step": step, "loss": float(step), "time": time.time()})
+    assert beginning(run).lost_steps == 3
+    record_event(run, "resumed", step=10)
+    assert beginning(run).lost_steps == 0
+    append_line(run.metrics, {"step": 11, "loss": 11.0, "time": time.time() + 1})
+    assert beginning(run).lost_steps == 1
+
+
+@pytest.mark.parametrize("event", [True, False], ids=["with its event", "whose event was lost"])
+def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_over_by_itself(run: RunDir, event: bool) -> None:
+    damage(commit(run, 10, event=event))
+    with pytest.raises(UsageError, match=r"no valid checkpoint in .*: step-00000010/shard"):
+        beginning(run)
+    assert (run.checkpoints / "step-00000010").is_dir()
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_over_by_itself(run: RunDir) -> None:
+    committing.delete(commit(run, 10))
+    with pytest.raises(UsageError, match="are gone"):
+        beginning(run)
+
+
+def test_told_to_it_starts_over_and_sets_the_damaged_aside(run: RunDir) -> None:
+    damage(commit(run, 10))
+    record_event(run, "from-scratch")
+    assert beginning(run).step == 0
+    assert (run.checkpoints / "damaged-step-00000010").is_dir()
+
+
+PATTERN = "rank-0000{}.safetensors"
+
+
+def commit_shards(run: RunDir, step: int) -> Path:
+    committing.open_attempt(run.checkpoints, 1)
+    files = {}
+    for rank in range(4):
+        writer = committing.HashingWriter(committing.begin_staging(run.checkpoints, 1, step) / PATTERN.format(rank))
+        writer.write(b"weights" * 100)
+        files[PATTERN.format(rank)] = writer.close()
+    record_event(run, "checkpoint", step=step)
+    return committing.commit(run.checkpoints, step, files, world_size=4, clean=True, attempt=1)
+
+
+class Job:
+    """Four ranks on two nodes as threads, some of whose nodes cannot read some files."""
+
+    def __init__(self, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run, self.unreadable = run, dict[str, set[str]]()
+        self._here, self._barrier = threading.local(), threading.Barrier(4, timeout=30)
+        self._items: list[Any] = [None] * 4
+        monkeypatch.setattr(beginning_module, "_own_node", lambda: self._here.node)
+        monkeypatch.setattr(beginning_module, "find_defects", self._find_defects)
+        monkeypatch.setattr(beginning_module, "read_checkpoint", self._read_checkpoint)
+
+    def _cannot_read(self, path: Path) -> bool:
+        return f"{path.parent.name}/{path.name}" in self.unreadable.get(self._here.node, ())
+
+    def _find_defects(self, checkpoint: Checkpoint, names: list[str]) -> dict[str, Defect]:
+        blind = {name: Defect("unreadable", "Input/output error") for name in names}
+        readable = [name for name in names if not self._cannot_read(checkpoint.path / name)]
+        return {name: blind[name] for name in names if name not in readable} | find_defects(checkpoint, readable)
+
+    def _read_checkpoint(self, path: Path) -> Checkpoint | Defect:
+        if self._cannot_read(path / "manifest.json"):
+            return Defect("unreadable", "manifest.json: Permission denied")
+        return read_checkpoint(path)
+
+    def begin(self) -> list[ResumePoint | Exception]:
+        """What each rank comes to."""
+        with ThreadPoolExecutor(4) as threads:
+            return list(threads.map(self._rank, range(4)))
+
+    def _rank(self, rank: int) -> ResumePoint | Exception:
+        self._here.node, self._here.rank = f"node {rank // 2}", rank
+        try:
+            ranks = Ranks(rank, 4, rank % 2)
+            return find_beginning(self.run, self.run.checkpoints, 1, ranks, self)  # type: ignore[arg-type]
+        except ScaletrainError as error:
+            return error
+
+    def _share(self, item: Any) -> list[Any]:
+        self._items[self._here.rank] = item
+        self._barrier.wait()
+        found = list(self._items)
+        self._barrier.wait()
+        return found
+
+    def gather(self, item: Any) -> list[Any] | None:
+        found = self._share(item)
+        return found if self._here.rank == 0 else None
+
+    def follow_rank_zero(self, item: Any) -> Any:
+        return self._share(item)[0]
+
+
+@pytest.fixture
+def job(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Job:
+    for step in (10, 20):
+        commit_shards(run, step)
+    return Job(run, monkeypatch)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", PATTERN.format(2)])
+def test_what_no_node_can_read_is_passed_over_for_the_checkpoint_before(job: Job, file: str) -> None:
+    job.unreadable = {node: {f"step-00000020/{file}"} for node in ("node 0", "node 1")}
+    for found in job.begin():
+        assert isinstance(found, ResumePoint), found
+        assert found.step == 10
+        assert f"step-00000020/{file}: " in found.passed_over[0]
+    assert (job.run.checkpoints / "damaged-step-00000020" / PATTERN.format(0)).is_file()
+
+
+@pytest.mark.parametrize("file", ["manifest.json", PATTERN.format(0)])
+def test_a_node_that_cannot_read_what_others_can_is_the_wrong_one_and_no_other_is(job: Job, file: str) -> None:
+    job.unreadable = {"node 0": {f"step-00000020/{file}"}}
+    found = job.begin()
+    assert [type(each) for each in found] == [WrongNodesError] * 2 + [OtherNodeUnfitError] * 2
+    assert [reason_of(each) for each in found if isinstance(each, Exception)] == ["wrong-nodes"] * 2 + ["crash"] * 2
+    assert (job.run.checkpoints / "step-00000020").is_dir()
+
+
+def test_a_file_that_only_the_first_try_could_not_read_is_taken(job: Job) -> None:
+    job.unreadable = {"node 1": {f"step-00000020/{PATTERN.format(3)}"}}
+    read, calls = job._find_defects, []
+
+    def once(checkpoint: Checkpoint, names: list[str]) -> dict[str, Defect]:
+        if PATTERN.format(3) in names:
+            calls.append(1)
+            if len(calls) > 1:
+                job.unreadable = {}
+        return read(checkpoint, names)
+
+    beginning_module.find_defects = once  # type: ignore[assignment]  # restored by the fixture
+    assert [each.step for each in job.begin() if isinstance(each, ResumePoint)] == [20] * 4
+
+
+def test_where_no_checkpoint_can_be_read_nobody_is_told_to_start_over_and_no_node_is_blamed(job: Job) -> None:
+    everything = {f"step-000000{step}/manifest.json" for step in (10, 20)}
+    job.unreadable = {"node 0": everything, "node 1": everything}
+    for found in job.begin():
+        assert isinstance(found, UnreadableCheckpointsError)
+        assert "from-scratch" not in str(found)
+        assert (found.exit_code, reason_of(found)) == (1, "unreadable")
+    assert (job.run.checkpoints / "step-00000020").is_dir()
+
+
+def test_a_folder_in_the_place_of_a_shard_costs_that_checkpoint_alone(run: RunDir) -> None:
+    commit(run, 10)
+    shard = commit(run, 20) / "shard.pt"
+    shard.unlink()
+    shard.mkdir()
+    begin = beginning(run)
+    assert (begin.step, begin.passed_over) == (10, ["step-00000020/shard.pt: Is a directory"])
+
+
+def test_a_copy_under_another_steps_name_is_reported_and_the_newest_is_taken(run: RunDir) -> None:
+    for step in (12, 18, 24):
+        commit(run, step)
+    shutil.copytree(run.checkpoints / "step-00000012", run.checkpoints / "step-00000030")
+    begin = beginning(run)
+    assert begin.step == 24
+    assert "step-00000030/manifest.json: is of step 12" in begin.passed_over[0]
+    kept = {path.name for path in run.checkpoints.iterdir()}
+    assert {"step-00000012", "step-00000018", "step-00000024", "step-00000030"} <= kept

@@ -1,0 +1,113 @@
+"""What every way of driving a step must do: not apply a gradient that is not a number, whichever rank it came from, and
+find the same validation loss.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from scaletrain_cli.engine.compose import Composed, compose
+from scaletrain_cli.engine.data.batches import MicroBatch
+from scaletrain_cli.engine.parallel.mesh import build_mesh
+from scaletrain_cli.engine.step import Stepper, stepper
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.spec import parse_spec
+from tests.engine.ranks import on_ranks
+
+_SPEC = """
+schema: scaletrain/v1
+name: stepping
+model: {family: llama, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
+        intermediate_size: 64, vocab_size: 64, seq_len: 16}
+data: {source: python-stdlib, tokenizer: {vocab_size: 64}}
+training: {global_batch_size: 4, micro_batch_size: 2, steps: 3, optimizer: {lr: 1.0e-2}}
+cluster: {gpu: cpu, gpus_per_node: 2}
+"""
+_LAYOUTS = {
+    "replicas without ZeRO": ("zero_stage=0", "precision=fp32"),
+    "ZeRO-1": ("zero_stage=1", "precision=fp32"),
+    "ZeRO-1 in bf16": ("zero_stage=1", "precision=bf16"),
+    "ZeRO-2": ("zero_stage=2", "precision=fp32"),
+    "ZeRO-3": ("zero_stage=3", "precision=fp32"),
+    "tensor without ZeRO": ("zero_stage=0", "tensor_parallel=2", "precision=fp32"),
+    "tensor": ("zero_stage=2", "tensor_parallel=2", "precision=bf16"),
+    "sequence": ("zero_stage=1", "sequence_parallel=2", "precision=fp32"),
+    "pipeline, first stage": ("zero_stage=1", "pipeline_parallel=2", "precision=fp32"),
+    "pipeline, last stage": ("zero_stage=1", "pipeline_parallel=2", "precision=fp32"),
+    "pipeline in bf16": ("zero_stage=1", "pipeline_parallel=2", "precision=bf16"),
+}
+
+
+def _driven(overrides: list[str]) -> tuple[Composed, Stepper, list[MicroBatch]]:
+    """A model in the layout of the overrides, and this rank's part of four rows in micro-batches of two."""
+    spec = parse_spec(_SPEC, file="stepping.yaml", base_dir=Path(), overrides=overrides)
+    layout, device = make_plan(spec).layout, torch.device("cpu")
+    mesh = build_mesh(layout)
+    composed = compose(spec, layout, mesh, device)
+    length = 16 // mesh.sequence.size
+    start = mesh.sequence.rank * length
+    rows = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(0))
+    batches = [
+        MicroBatch(
+            rows[first : first + 2, start : start + length].contiguous(),
+            rows[first : first + 2, start + 1 : start + length + 1].contiguous(),
+            torch.arange(start, start + length),
+            torch.arange(first, first + 2),
+            None,
+        )
+        for first in range(2 * mesh.data.rank, 4, 2 * mesh.data.size)
+    ]
+    return composed, stepper(composed, mesh, device, spec.training), batches
+
+
+def _poisoned_step(overrides: list[str], poisoned_rank: int) -> tuple[float, float, bool, bool]:
+    """Loss and norm of a poisoned step after a sound one; whether that one changed the weights, whether this did."""
+    composed, drive, batches = _driven(overrides)
+
+    def weights() -> list[torch.Tensor]:
+        held = (getattr(parameter, "ds_tensor", parameter) for parameter in composed.model.parameters())
+        return [weight.detach().clone() for weight in held]
+
+    fresh = weights()
+    drive.train(batches)
+    trained = weights()
+    stepped = drive.train(batches, poisoned=torch.distributed.get_rank() == poisoned_rank)
+    left = weights()
+    moved = any(not torch.equal(a, b) for a, b in zip(fresh, trained, strict=True))
+    changed = any(not torch.equal(a, b) for a, b in zip(trained, left, strict=True))
+    return stepped.loss.item(), float(stepped.grad_norm), moved, changed
+
+
+def _overrides(keys: tuple[str, ...]) -> list[str]:
+    return [f"{'training' if key.startswith('precision') else 'layout'}.{key}" for key in keys]
+
+
+@pytest.mark.parametrize("name", _LAYOUTS)
+def test_a_gradient_that_is_no_number_on_one_rank_is_applied_on_none(name: str) -> None:
+    keys, poisoned_rank = _LAYOUTS[name], list(_LAYOUTS).index(name) % 2
+    for loss, norm, moved, changed in on_ranks(2, _poisoned_step, _overrides(keys), poisoned_rank):
+        assert moved
+        assert not changed
+        assert not (torch.isfinite(torch.tensor(loss)) and torch.isfinite(torch.tensor(norm)))
+
+
+def _validation_loss(overrides: list[str]) -> float:
+    _, drive, batches = _driven(overrides)
+    first = drive.validation_loss(batches).item()
+    assert drive.validation_loss(batches).item() == first
+    return first
+
+
+@pytest.fixture(scope="module")
+def validation_loss_alone() -> float:
+    alone = on_ranks(1, _validation_loss, ["cluster.gpus_per_node=1", "training.precision=fp32"])
+    return float(alone[0])
+
+
+@pytest.mark.parametrize("name", ["ZeRO-3", "sequence", "pipeline, first stage"])
+def test_the_validation_loss_is_that_of_one_process(name: str, validation_loss_alone: float) -> None:
+    for loss in on_ranks(2, _validation_loss, _overrides(_LAYOUTS[name])):
+        assert loss == pytest.approx(validation_loss_alone, rel=1e-6)

@@ -1,0 +1,74 @@
+"""A run that is to be sent to a fake API server, and objects as controllers write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster, connect
+from tests.launch.backends.kubernetes.fake_api import FakeApi, serve, write_kubeconfig
+from tests.launch.conftest import MadeRun
+
+IMAGE = "registry.example/scaletrain@sha256:" + "a" * 64
+SETTINGS = (
+    "cluster.scheduler=kubernetes",
+    "cluster.nodes=2",
+    "cluster.kubernetes.namespace=ml",
+    f"cluster.kubernetes.image={IMAGE}",
+    "cluster.kubernetes.runs.claim=runs",
+)
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
+    """A server, with a kubeconfig whose current context is it. A lost answer is asked for again at once."""
+    fake = FakeApi()
+    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.backend._LOST_ANSWER_PAUSES", (0.0, 0.0))
+    with serve(fake) as url:
+        monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", url)))
+        yield fake
+
+
+@pytest.fixture
+def cluster(api: FakeApi) -> Cluster:
+    return connect(None, "ml")
+
+
+@pytest.fixture
+def made(make_run: Callable[..., MadeRun]) -> MadeRun:
+    return make_run(*SETTINGS)
+
+
+def pod(
+    workload: str, index: int = 0, *, phase: str = "Running", node: str | None = "node-a", **more: Any
+) -> dict[str, Any]:
+    """A pod of a gang as the kubelet reports it."""
+    state = {"Running": {"running": {}}, "Pending": {"waiting": {"reason": "ContainerCreating"}}}
+    metadata = {
+        "name": f"{workload}-node-0-{index}-abcde",
+        "uid": f"pod-uid-{workload}-{index}",
+        "labels": {"app.kubernetes.io/instance": workload, "scaletrain.dev/run": workload.rpartition("-s")[0]},
+        "annotations": {"batch.kubernetes.io/job-completion-index": str(index)},
+        "creationTimestamp": "2026-11-21T10:00:00Z",
+    }
+    container = {"name": "node", "state": state.get(phase, {})}
+    found = {
+        "metadata": metadata | more.pop("metadata", {}),
+        "spec": {"nodeName": node} if node else {},
+        "status": {"phase": phase, "containerStatuses": [container] if node else [], **more},
+    }
+    return found
+
+
+def ended(workload: str, index: int, exit_code: int, reason: str = "Error") -> dict[str, Any]:
+    """A pod whose container has ended."""
+    container = {"name": "node", "state": {"terminated": {"exitCode": exit_code, "reason": reason}}}
+    return pod(workload, index, phase="Failed" if exit_code else "Succeeded", containerStatuses=[container])
+
+
+def condition(kind: str, status: str = "True", reason: str = "", message: str = "") -> dict[str, str]:
+    stamp = "2026-11-21T10:00:00Z"
+    return {"type": kind, "status": status, "reason": reason, "message": message, "lastTransitionTime": stamp}

@@ -1,0 +1,105 @@
+"""Pods of a gang without Kubernetes: their agents as processes of this machine, with the environment that pods have."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
+from scaletrain_cli.launch.node.ranks import free_port
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import documents_of
+from tests.launch.conftest import ENGINE, MadeRun, wait_until
+
+WORKLOAD = "jobset/fake-s1"
+
+
+@dataclass
+class Gang:
+    """One incarnation of a workload's pods; ``volume`` is what they share, and the submitter does not see."""
+
+    made: MadeRun
+    volume: Path
+    incarnation: int = 0
+    workload: str = WORKLOAD
+    pods: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
+    port: int = field(default_factory=lambda: free_port("127.0.0.1"))
+
+    def start(self, *numbers: int) -> Gang:
+        """These pods; without numbers all of them."""
+        documents = self.volume / ".documents"
+        documents.mkdir(parents=True, exist_ok=True)
+        for name, text in documents_of(self.made.run, self.made.record).items():
+            (documents / name).write_text(text)
+        command = [sys.executable, "-m", "scaletrain_cli.launch.backends.kubernetes.pod_agent", "--engine", ENGINE]
+        command += ["--documents", str(documents), "--runs-root", str(self.volume)]
+        for number in numbers or range(self.made.record.spec.cluster.nodes):
+            environment = {
+                "SCALETRAIN_WORKLOAD": self.workload,
+                "SCALETRAIN_GANG": str(self.incarnation),
+                "SCALETRAIN_NODE_RANK": str(number),
+                "SCALETRAIN_NODE_NAME": f"gpu-{number}.ec2.internal",
+                "SCALETRAIN_POD": f"fake-s1-node-0-{number}",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self.port),
+            }
+            self.pods[number] = subprocess.Popen(
+                command,
+                env={**os.environ, **environment},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        return self
+
+    @property
+    def run(self) -> RunDir:
+        """As the pods see it."""
+        return RunDir(self.volume / self.made.run.run_id)
+
+    @property
+    def attempts(self) -> list[AttemptRecord]:
+        return read_attempts(self.run)
+
+    def wait_until_up(self) -> None:
+        """Until all ranks of the newest attempt are there."""
+        world = self.made.record.spec.world_size
+        wait_until(lambda: len(self._logs_with("up")) == world, "all ranks are up")
+
+    def wait_until_heeding(self) -> None:
+        """Until the agents have blocked SIGTERM, their first statement. Before that PID 1 ignores it, and these die."""
+        bit = 1 << (signal.SIGTERM - 1)
+        for pod in self.pods.values():
+            wait_until(lambda pod=pod: _blocked(pod.pid) & bit, "SIGTERM is blocked")
+
+    def signal(self, signum: int) -> None:
+        """To the first process of each pod, as the kubelet does."""
+        for pod in self.pods.values():
+            pod.send_signal(signum)
+
+    def wait(self) -> list[int]:
+        """The exit codes, by pod; what they printed is in ``output`` then."""
+        self.output = {number: pod.communicate(timeout=60)[0] for number, pod in sorted(self.pods.items())}
+        return [pod.returncode for _, pod in sorted(self.pods.items())]
+
+    def end(self) -> None:
+        for pod in self.pods.values():
+            if pod.poll() is None:
+                pod.kill()
+                pod.communicate()
+
+    def _logs_with(self, word: str) -> list[Path]:
+        attempts = self.run.attempts()
+        logs = (self.run.attempt(attempts[-1]) / "logs").glob("*.log") if attempts else ()
+        return [path for path in logs if word in path.read_text()]
+
+
+def _blocked(pid: int) -> int:
+    found = re.search(r"SigBlk:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1], 16) if found else 0

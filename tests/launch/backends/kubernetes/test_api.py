@@ -1,0 +1,200 @@
+"""What an API server refuses, or does not answer, comes out as one error that says where, what and what to do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster, connect
+from scaletrain_cli.launch.backends.kubernetes.api_errors import NotServedError, RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import CONFIG_MAP, JOB_SET, NODE, POD, VOLCANO_JOB, WORKLOAD
+from tests.launch.backends.kubernetes.fake_api import FakeApi, status, write_kubeconfig
+
+
+def config_map(name: str = "c", **more: Any) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "namespace": "ml"}, **more}
+
+
+def test_an_object_that_is_applied_is_there_and_a_dry_run_leaves_nothing(cluster: Cluster, api: FakeApi) -> None:
+    cluster.apply(config_map("dry"), dry_run=True)
+    assert cluster.get(CONFIG_MAP, "ml", "dry") is None
+    made = cluster.apply(config_map(data={"run.json": "{}"}))
+    assert cluster.get(CONFIG_MAP, "ml", "c") == made
+    assert made["data"] == {"run.json": "{}"}
+    assert any("fieldManager=scaletrain" in asked for asked in api.asked)
+
+
+def test_a_long_list_comes_whole_and_by_its_labels(cluster: Cluster, api: FakeApi) -> None:
+    api.page = 2
+    for number in range(5):
+        api.put("pods", {"metadata": {"name": f"p{number}", "labels": {"app": "a" if number else "b"}}})
+    assert len(cluster.find(POD, "ml")) == 5
+    assert [pod["metadata"]["name"] for pod in cluster.find(POD, "ml", labels="app=b")] == ["p0"]
+    api.put("nodes", {"metadata": {"name": "n"}}, namespace="")
+    assert len(cluster.find(NODE, "ml")) == 1  # of no namespace
+
+
+def test_annotations_are_added_and_a_missing_object_is_no_error(cluster: Cluster) -> None:
+    cluster.apply(config_map())
+    cluster.annotate(CONFIG_MAP, "ml", "c", {"a": "1"})
+    found = cluster.get(CONFIG_MAP, "ml", "c")
+    assert found is not None
+    assert found["metadata"]["annotations"] == {"a": "1"}
+    cluster.annotate(CONFIG_MAP, "ml", "none", {"a": "1"})
+
+
+def test_what_is_deleted_takes_its_children_along_first_and_a_successor_is_spared(
+    cluster: Cluster, api: FakeApi
+) -> None:
+    uid = cluster.apply(config_map())["metadata"]["uid"]
+    assert not cluster.delete(CONFIG_MAP, "ml", "c", uid="another")
+    assert cluster.delete(CONFIG_MAP, "ml", "c", uid=uid)
+    assert not cluster.delete(CONFIG_MAP, "ml", "c")
+    ((_, options),) = api.deletions
+    assert options["propagationPolicy"] == "Foreground"
+    assert "gracePeriodSeconds" not in options  # the pods' own
+
+
+def test_a_missing_resource_says_how_it_is_installed(cluster: Cluster, api: FakeApi) -> None:
+    assert cluster.serves(JOB_SET)
+    del api.installed["jobset.x-k8s.io/v1alpha2"]
+    assert not cluster.serves(JOB_SET)
+    with pytest.raises(NotServedError, match=r"has no JobSet of jobset.x-k8s.io/v1alpha2. Install it: kubectl apply"):
+        cluster.get(JOB_SET, "ml", "j")
+    api.installed["batch.volcano.sh/v1alpha1"] = ()
+    assert not cluster.serves(VOLCANO_JOB)
+
+
+def test_a_missing_right_is_named_with_where_it_is_to_be_had(cluster: Cluster, api: FakeApi) -> None:
+    api.forbid("list", "workloads", "kueue.x-k8s.io")
+    with pytest.raises(RefusedError) as caught:
+        cluster.find(WORKLOAD, "ml")
+    error = caught.value
+    assert error.is_rights
+    assert error.exit_code == 4
+    assert "the right to list workloads.kueue.x-k8s.io: " in str(error)
+    assert "k8s/rbac.yaml has all" in str(error)
+    assert "context test" in str(error)
+    assert "namespace ml" in str(error)
+
+
+def test_a_quota_or_a_policy_is_not_taken_for_a_missing_right(cluster: Cluster, api: FakeApi) -> None:
+    said = 'configmaps "c" is forbidden: exceeded quota: q, requested: count/configmaps=1'
+    api.refusals[("create", "configmaps")] = (403, status(403, "Forbidden", said))
+    with pytest.raises(RefusedError, match="exceeded quota") as caught:
+        cluster.apply(config_map())
+    assert not caught.value.is_rights
+
+
+def test_every_field_that_is_wrong_is_told(cluster: Cluster, api: FakeApi) -> None:
+    causes = [{"field": "spec.a", "message": "Invalid value: 1"}, {"field": "spec.b", "message": "Required value"}]
+    refusal = status(422, "Invalid", "ConfigMap c is invalid", name="c", causes=causes)
+    api.refusals[("create", "configmaps")] = (422, refusal)
+    with pytest.raises(RefusedError) as caught:
+        cluster.apply(config_map())
+    assert [problem.key for problem in caught.value.problems] == ["spec.a", "spec.b"]
+    assert "ConfigMap spec.b: Required value" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "words"),
+    [(401, "Unauthorized", "does not know you"), (409, "Conflict", r"is refused \(409\)"), (500, "Internal", "500")],
+)
+def test_other_refusals_keep_the_servers_words(
+    cluster: Cluster, api: FakeApi, code: int, reason: str, words: str
+) -> None:
+    api.refusals[("create", "configmaps")] = (code, status(code, reason, "the server's words"))
+    with pytest.raises(RefusedError, match=words) as caught:
+        cluster.apply(config_map())
+    assert caught.value.said == "the server's words"
+
+
+def test_a_server_that_has_too_much_to_do_is_asked_again_a_few_times(
+    cluster: Cluster, api: FakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.refusals[("create", "configmaps")] = (429, status(429, "TooManyRequests", "please try again later"))
+    waited: list[float] = []
+    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.api.time.sleep", waited.append)
+    with pytest.raises(RefusedError, match="please try again later"):
+        cluster.apply(config_map())
+    assert waited == [1.0, 2.0, 4.0]
+    monkeypatch.setattr(
+        "scaletrain_cli.launch.backends.kubernetes.api.time.sleep", lambda seconds: api.refusals.clear()
+    )
+    assert cluster.apply(config_map())["metadata"]["name"] == "c"
+
+
+def test_a_page_of_a_proxy_is_an_error_too(cluster: Cluster, api: FakeApi) -> None:
+    api.refusals[("get", "pods")] = (502, {"html": "bad gateway"})
+    with pytest.raises(RefusedError, match="502"):
+        cluster.get(POD, "ml", "p")
+
+
+def test_a_login_page_is_not_taken_for_an_answer(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = SimpleNamespace(data=b"<html>log in</html>")
+    monkeypatch.setattr(cluster._client, "request", lambda *args, **options: page)
+    for ask in (cluster.version, lambda: cluster.find(POD, "ml")):
+        with pytest.raises(RefusedError, match="not as Kubernetes does: '<html>log in"):
+            ask()
+
+
+def test_a_server_that_is_not_there_is_said_to_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "k", "http://127.0.0.1:9", "far")))
+    cluster = connect("far", "ml")
+    with pytest.raises(SchedulerError, match=r"context far, http://127.0.0.1:9, .* does not answer") as caught:
+        cluster.version()
+    assert not isinstance(caught.value, SchedulerSilentError)
+    with pytest.raises(SchedulerError, match="did not answer just now"):
+        cluster.version()  # who asks for many runs waits once
+
+
+def test_a_change_that_is_not_answered_may_have_happened(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster._client, "request", _never(cluster._client.request))
+    with pytest.raises(SchedulerSilentError, match="Whether it did what was asked is not known"):
+        cluster.apply(config_map())
+
+
+def _never(request: Any) -> Any:
+    import urllib3.exceptions
+
+    def silent(*args: Any, **options: Any) -> Any:
+        raise urllib3.exceptions.ReadTimeoutError(None, "/", "read timed out")  # type: ignore[arg-type]
+
+    return silent
+
+
+def test_a_dead_node_is_not_taken_for_a_silent_server(
+    cluster: Cluster, api: FakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server asks the node for a log and waits for it; a list of runs must not stop at the first dead node."""
+    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.api._LOG_SECONDS", 0.05)
+    api.dead_pods.add("p")
+    with pytest.raises(RefusedError, match="the node of pod p does not answer"):
+        list(cluster.log("ml", "p", "node"))
+    assert cluster.version() == "v1.36.2"
+
+
+def test_a_context_that_is_not_there_names_the_file(api: FakeApi, tmp_path: Path) -> None:
+    with pytest.raises(
+        SchedulerError, match=r"context other of the kubeconfig \(.*kubeconfig\) cannot be used"
+    ) as error:
+        connect("other", "ml")
+    assert error.value.exit_code == 4
+
+
+def test_without_the_clients_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(UsageError, match=r"'\.\[k8s\]'"):
+        connect(None, "ml")
+
+
+def test_a_log_is_read_line_by_line_from_a_second_on(cluster: Cluster, api: FakeApi) -> None:
+    api.logs["p"] = ["2026-11-21T10:00:00.1Z one", "2026-11-21T10:00:05.2Z two", "2026-11-21T10:00:05.3Z thrée"]
+    assert list(cluster.log("ml", "p", "node")) == api.logs["p"]
+    assert list(cluster.log("ml", "p", "node", since="2026-11-21T10:00:05.2Z")) == api.logs["p"][1:]
+    assert list(cluster.log("ml", "p", "node", last_lines=1)) == api.logs["p"][2:]

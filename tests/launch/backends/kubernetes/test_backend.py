@@ -1,0 +1,383 @@
+"""The calls of a run's life, in their order, against a server that keeps what it is given."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.attempts import begin_attempt
+from scaletrain_cli.launch.backends.base import scheduler_for
+from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED
+from scaletrain_cli.launch.resume import inspect_resume, resume
+from scaletrain_cli.launch.status import exit_code_of, is_over, run_status
+from scaletrain_cli.launch.submit import read_submission, submit_run
+from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
+from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, ended, pod
+from tests.launch.backends.kubernetes.fake_api import FakeApi, status
+from tests.launch.conftest import MadeRun
+
+GROUP = "jobset.x-k8s.io"
+
+
+def submit(made: MadeRun) -> str:
+    """Hand it over; returns the workload's name."""
+    return submit_run(made.run, made.record, KubernetesScheduler()).job_id.partition("/")[2]
+
+
+def workload(api: FakeApi, name: str) -> dict[str, Any]:
+    return api.objects[(GROUP, "jobsets", "ml", name)]
+
+
+def put_pods(api: FakeApi, made: MadeRun, name: str, *pods: dict[str, Any]) -> None:
+    for one in pods:
+        one["metadata"]["labels"]["scaletrain.dev/run"] = made.run.run_id
+        api.put("pods", one)
+
+
+def finish(api: FakeApi, name: str, kind: str, **more: str) -> None:
+    workload(api, name)["status"] = {"conditions": [condition(kind, **more)]}
+
+
+def test_the_scheduler_of_the_spec_is_this_one() -> None:
+    assert isinstance(scheduler_for("kubernetes"), KubernetesScheduler)
+
+
+def test_a_submission_sends_the_record_and_then_the_workload_that_owns_it(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    whole = workload(api, name)
+    (carried,) = api.all("configmaps")
+    assert json.loads(carried["data"]["run.json"])["run_id"] == made.run.run_id
+    (owner,) = carried["metadata"]["ownerReferences"]
+    assert owner["uid"] == whole["metadata"]["uid"]
+    assert (owner["kind"], owner["name"]) == ("JobSet", name)
+    assert read_submission(made.run).job_id == f"jobset/{name}"  # type: ignore[union-attr]
+
+
+def test_what_is_rendered_is_what_is_sent_and_rendering_asks_nobody(made: MadeRun, api: FakeApi) -> None:
+    from ruamel.yaml import YAML
+
+    text = KubernetesScheduler().render(made.run, made.record)
+    assert not api.asked
+    name = submit(made)
+    config_map, jobset = YAML(typ="safe").load_all(text)
+    assert jobset["spec"] == workload(api, name)["spec"]
+    assert config_map["data"] == api.all("configmaps")[0]["data"]
+
+
+def test_who_submits_twice_finds_the_first_job(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    uid = workload(api, name)["metadata"]["uid"]
+    (made.run.path / "submission.json").unlink()  # the submitter died before it wrote that
+    assert submit(made) == name
+    assert workload(api, name)["metadata"]["uid"] == uid
+    assert len(api.all("jobsets")) == 1
+
+
+def test_a_workload_of_another_run_or_of_another_layout_is_left_alone(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    (made.run.path / "submission.json").unlink()
+    marks = workload(api, name)["metadata"]["annotations"]
+    marks["scaletrain.dev/revision"] = "3"
+    with pytest.raises(SchedulerError, match="another spec or layout"):
+        submit(made)
+    marks["scaletrain.dev/run-id"] = "other"
+    with pytest.raises(SchedulerError, match="belongs to other"):
+        submit(made)
+    marks["scaletrain.dev/run-id"] = made.run.run_id
+    workload(api, name)["metadata"]["deletionTimestamp"] = "2026-11-21T10:00:00Z"
+    with pytest.raises(SchedulerError, match="still being deleted"):
+        submit(made)
+
+
+def test_a_refused_workload_leaves_nothing_behind(made: MadeRun, api: FakeApi) -> None:
+    api.refusals[("create", "jobsets")] = (403, status(403, "Forbidden", "the webhook says no"))
+    with pytest.raises(SchedulerError, match="the webhook says no") as caught:
+        submit(made)
+    assert caught.value.exit_code == 4
+    assert not api.objects
+    assert read_submission(made.run) is None
+
+
+def test_a_trainjob_is_sent_again_until_the_webhooks_know_its_runtime(
+    make_run: Callable[..., MadeRun], api: FakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read runtimes from a cache: one that was made a moment ago is not there yet."""
+    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.backend._RETRY_SECONDS", 0.0)
+    trained = make_run(*SETTINGS, "cluster.kubernetes.backend=trainjob")
+    api.stale = 3
+    submit(trained)
+    (runtime,) = api.all("trainingruntimes")
+    (whole,) = api.all("trainjobs")
+    assert runtime["metadata"]["ownerReferences"][0]["uid"] == whole["metadata"]["uid"]
+
+
+def test_a_trainjob_whose_runtime_is_never_seen_leaves_nothing_behind(
+    make_run: Callable[..., MadeRun], api: FakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.backend._RUNTIME_SECONDS", 0.0)
+    api.stale = 1000
+    with pytest.raises(SchedulerError, match="must be created before the TrainJob"):
+        submit(make_run(*SETTINGS, "cluster.kubernetes.backend=trainjob"))
+    assert not api.objects
+
+
+def test_nodes_that_are_known_to_be_bad_are_kept_away_from(made: MadeRun, api: FakeApi) -> None:
+    for name in ("a", "b", "c", "d"):
+        api.put("nodes", {"metadata": {"name": name}, "status": {"allocatable": {}}}, namespace="")
+    bad = BadNode("b", "hardware", "ECC", "r", 1, 0.0, 9e9)
+    remember_bad_nodes(made.run.path.parent, [bad], 1.0)
+    name = submit(made)
+    affinity = json.dumps(workload(api, name)["spec"])
+    assert '"values": ["b"]' in affinity
+    assert made.events("nodes-excluded")[0]["nodes"] == ["b"]
+
+
+def test_a_run_on_a_volume_that_is_not_seen_here_has_its_state_from_the_cluster(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    assert run_status(made.run).state == "queued"
+    put_pods(api, made, name, pod(name, 0), pod(name, 1))
+    api.logs[f"{name}-node-0-0-abcde"] = [
+        "2026-11-21T10:00:00Z rank 0: step     11/20  loss 2.5000  grad norm 1.000  lr 1.00e-03  1,234 tokens/s",
+        "2026-11-21T10:00:01Z rank 1: nothing to see",
+    ]
+    found = run_status(made.run)
+    assert (found.state, found.step, found.loss, found.tokens_per_second) == ("running", 11, 2.5, 1234.0)
+    assert found.nodes == ("node-a",)
+
+
+def test_a_finished_run_says_how_far_it_was_after_its_pods_are_gone(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    put_pods(api, made, name, ended(name, 0, 0), ended(name, 1, 0))
+    api.logs[f"{name}-node-0-0-abcde"] = ["2026-11-21T10:00:00Z rank 0: step     20/20  loss 2.5000  x"]
+    finish(api, name, "Completed")
+    assert (run_status(made.run).step, run_status(made.run).loss) == (20, 2.5)
+    api.objects.clear()
+    assert (run_status(made.run).state, run_status(made.run).step) == ("finished", 20)
+
+
+def test_a_finished_run_whose_output_nobody_saw_has_taken_all_its_steps(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    finish(api, name, "Completed")
+    assert (run_status(made.run).state, run_status(made.run).step) == ("finished", 20)
+
+
+def test_the_log_of_a_dead_node_is_not_waited_for(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    lost = pod(name, 0, conditions=[condition("Ready", "False", "NodeNotReady")])
+    put_pods(api, made, name, lost, pod(name, 1))
+    assert "node node-a does not report" in run_status(made.run).why
+    assert not any("/log" in asked for asked in api.asked)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "state"), [("Completed", 0, "finished"), ("Failed", 93, "failed"), ("Failed", 75, "preempted")]
+)
+def test_how_it_ended_is_kept_when_the_cluster_forgets_it(
+    made: MadeRun, api: FakeApi, kind: str, code: int, state: str
+) -> None:
+    name = submit(made)
+    finish(api, name, kind)
+    put_pods(api, made, name, ended(name, 0, code))
+    assert run_status(made.run).state == state
+    api.objects.clear()  # ttlSecondsAfterFinished
+    api.asked.clear()
+    found = run_status(made.run)
+    assert found.state == state
+    assert not api.asked
+    assert is_over(made.run, found)
+    assert exit_code_of(made.run, found) == code
+
+
+def test_a_job_that_went_without_being_seen_to_end_is_called_neither_finished_nor_failed(
+    made: MadeRun, api: FakeApi
+) -> None:
+    """Its time to live was over before anybody looked (ttlSecondsAfterFinished)."""
+    submit(made)
+    api.objects.clear()
+    found = run_status(made.run)
+    assert (found.state, "does not say how it ended" in found.why) == ("unknown", True)
+    assert is_over(made.run, found), "or who waits for its end would wait for ever"
+    assert exit_code_of(made.run, found) == 4
+    assert not inspect_resume(made.run).active
+
+
+def test_a_server_that_does_not_answer_leaves_the_state_unknown(made: MadeRun, api: FakeApi) -> None:
+    submit(made)
+    api.forbid("list", "jobsets", GROUP)
+    found = run_status(made.run)
+    assert found.state == "unknown"
+    assert "forbids it" in found.why
+
+
+def test_a_queued_run_has_kueues_words_on_its_own_workload(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    whole = workload(api, name)
+    whole["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "q"
+    whole["spec"]["suspend"] = True
+    for number, uid in enumerate((whole["metadata"]["uid"], "another")):
+        metadata = {"name": f"w{number}", "labels": {"kueue.x-k8s.io/job-uid": uid}, "ownerReferences": [{"uid": uid}]}
+        waits = condition("QuotaReserved", "False", "Pending", f"words on {uid}")
+        api.put("workloads", {"metadata": metadata, "status": {"conditions": [waits]}}, "kueue.x-k8s.io")
+    assert run_status(made.run).why == f"waits in queue q: words on {whole['metadata']['uid']}"
+
+
+def test_details_that_the_user_may_not_see_are_left_out(
+    made: MadeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = submit(made)
+    workload(api, name)["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "q"
+    workload(api, name)["spec"]["suspend"] = True
+    for resource, group in (("workloads", "kueue.x-k8s.io"), ("jobs", "batch"), ("events", "")):
+        api.forbid("list", resource, group)
+    assert "workloads.kueue.x-k8s.io" in run_status(made.run).why
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    monkeypatch.setenv("KUBECONFIG", "another")  # no connection from before
+    assert "'.[k8s]'" in run_status(made.run).why
+
+
+def test_a_cancelled_run_gets_its_grace_and_is_not_over_until_its_pods_are_gone(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    put_pods(api, made, name, pod(name, 0), pod(name, 1))
+    scheduler = KubernetesScheduler()
+    scheduler.cancel(made.run, made.record)
+    ((what, options),) = api.deletions
+    assert what == f"jobsets/{name}"
+    assert options["propagationPolicy"] == "Foreground"
+    assert "gracePeriodSeconds" not in options
+    assert CANCELLED in workload(api, name)["metadata"]["annotations"]
+    assert made.run.is_told_to_stop
+    assert made.events("cancelled")
+    job = scheduler.job(made.run, made.record)
+    assert (job.state, "cancelled" in job.detail) == ("ending", True)
+    assert inspect_resume(made.run).active
+    scheduler.cancel(made.run, made.record)  # once more is no second SIGTERM
+    assert len(api.deletions) == 1
+    api.objects.clear()
+    assert run_status(made.run).state == "cancelled"
+
+
+def test_a_queued_run_just_goes(made: MadeRun, api: FakeApi) -> None:
+    submit(made)
+    KubernetesScheduler().cancel(made.run, made.record)
+    assert not api.all("jobsets")
+    assert run_status(made.run).state == "cancelled"
+
+
+def test_a_run_on_a_shared_volume_records_its_end_itself(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    begin_attempt(made.run, made.record.spec, scheduler="kubernetes", job_id=f"jobset/{name}", nodes=("n",))
+    put_pods(api, made, name, pod(name, 0))
+    KubernetesScheduler().cancel(made.run, made.record)
+    assert not made.events("cancelled")
+
+
+def test_another_runs_workload_is_not_deleted(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    workload(api, name)["metadata"]["annotations"]["scaletrain.dev/run-id"] = "other"
+    KubernetesScheduler().cancel(made.run, made.record)
+    assert not api.deletions
+    assert workload(api, name)["metadata"].get("deletionTimestamp") is None
+
+
+def test_a_resumed_run_is_a_new_workload_once_the_old_one_has_ended(made: MadeRun, api: FakeApi) -> None:
+    first = submit(made)
+    KubernetesScheduler().cancel(made.run, made.record)
+    second = resume(made.run).submission.job_id.partition("/")[2]
+    assert (first[-3:], second[-3:]) == ("-s1", "-s2")
+    assert not made.run.is_told_to_stop
+    assert run_status(made.run).state == "queued"
+    put_pods(api, made, second, pod(second, 0))
+    workload(api, second)
+    with pytest.raises(Exception, match="still active"):
+        resume(made.run)
+
+
+def test_a_refused_resume_does_not_forget_how_the_last_job_ended(made: MadeRun, api: FakeApi) -> None:
+    put_pods(api, made, name := submit(made), ended(name, 0, 75), ended(name, 1, 75))
+    finish(api, name, "Failed")
+    run_status(made.run)  # sees the end, and remembers it
+    before = run_status(made.run)
+    remembered = (made.run.path / "kubernetes.json").read_bytes()
+    api.refusals[("create", "jobsets")] = (403, status(403, "Forbidden", "the webhook says no"))
+    with pytest.raises(SchedulerError, match="the webhook says no"):
+        resume(made.run)
+    assert (made.run.path / "kubernetes.json").read_bytes() == remembered
+    assert run_status(made.run) == before
+
+
+def test_pods_that_a_lost_workload_has_left_keep_a_second_gang_away(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    put_pods(api, made, name, pod(name, 0))
+    del api.objects[(GROUP, "jobsets", "ml", name)]
+    assert inspect_resume(made.run).active
+
+
+def test_a_job_is_looked_for_where_it_was_sent(made: MadeRun, api: FakeApi, make_run: Callable[..., MadeRun]) -> None:
+    submit(made)
+    spec = make_run(*SETTINGS, "cluster.kubernetes.namespace=other", run_id="other").record.spec
+    assert spec.cluster.kubernetes.namespace == "other"
+    assert KubernetesScheduler().job(made.run, dataclasses.replace(made.record, spec=spec)).state == "queued"
+    assert not any("/namespaces/other/" in asked for asked in api.asked)
+
+
+def test_pods_of_a_dead_node_are_removed_only_on_demand(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    dead = pod(name, 0, node="n", metadata={"deletionTimestamp": "2026-11-21T10:00:00Z"})
+    put_pods(api, made, name, dead, pod(name, 1, node="m"))
+    api.put("nodes", {"metadata": {"name": "n"}, "status": {"conditions": []}}, namespace="")
+    scheduler = KubernetesScheduler()
+    assert "node n is unreachable" in scheduler.job(made.run, made.record).detail
+    assert [finding.kind for finding in scheduler.findings(made.run, made.record)] == ["dead-node"]
+    assert not api.deletions
+    assert scheduler.force(made.run, made.record) == [dead["metadata"]["name"]]
+    ((_, options),) = api.deletions
+    assert options["gracePeriodSeconds"] == 0
+    assert made.events("pods-force-deleted")
+
+
+def test_a_cancelled_runs_pod_on_a_node_that_does_not_report_is_removed_without_its_grace_period(
+    made: MadeRun, api: FakeApi
+) -> None:
+    """Its grace period ends in the future, and nobody is there who could use it. The other pod saves."""
+    name = submit(made)
+    put_pods(api, made, name, pod(name, 0, node="n"), pod(name, 1, node="m"))
+    for node, ready in (("n", "Unknown"), ("m", "True")):
+        state = {"conditions": [condition("Ready", ready)]}
+        api.put("nodes", {"metadata": {"name": node}, "status": state}, namespace="")
+    scheduler = KubernetesScheduler()
+    assert scheduler.force(made.run, made.record) == [], "it is not cancelled"
+    scheduler.cancel(made.run, made.record)
+    for one in api.all("pods"):
+        one["metadata"]["deletionTimestamp"] = "2999-01-01T00:00:00Z"
+    assert "node n does not report" in scheduler.job(made.run, made.record).detail
+    assert scheduler.force(made.run, made.record) == [f"{name}-node-0-0-abcde"]
+
+
+def test_events_of_pods_that_are_gone_are_looked_for_after_an_eviction(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    whole = workload(api, name)
+    whole["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "q"
+    whole["spec"]["suspend"] = True
+    uid = whole["metadata"]["uid"]
+    metadata = {"name": "w", "labels": {"kueue.x-k8s.io/job-uid": uid}, "ownerReferences": [{"uid": uid}]}
+    evicted = condition("Evicted", reason="PodsReadyTimeout", message="Exceeded the PodsReady timeout")
+    api.put("workloads", {"metadata": metadata, "spec": {}, "status": {"conditions": [evicted]}}, "kueue.x-k8s.io")
+    for number, (kind, about) in enumerate((("Pod", f"{name}-node-0-1-abcde"), ("Pod", "another-node-0-0-x"))):
+        api.put(
+            "events",
+            {
+                "metadata": {"name": f"e{number}"},
+                "type": "Warning",
+                "reason": "Failed",
+                "message": f"Failed to pull image of {about}",
+                "involvedObject": {"kind": kind, "name": about},
+            },
+        )
+    assert f"Failed to pull image of {name}-node-0-1-abcde" in run_status(made.run).why

@@ -1,0 +1,415 @@
+"""What controllers write on objects, in the shapes that were seen of real ones, means one state and the right words."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.launch.backends.base import Job
+from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED, job_of
+from scaletrain_cli.launch.backends.kubernetes.observation import Observation, index_of
+from scaletrain_cli.launch.backends.kubernetes.watchdog import never_ends_by_itself, unix_time
+from tests.launch.backends.kubernetes.conftest import condition, ended, pod
+
+NOW = datetime.datetime(2026, 11, 21, 12, tzinfo=datetime.timezone.utc).timestamp()
+NAME = "llama-s1"
+
+
+def jobset(*conditions: dict[str, str], queue: str | None = None, suspend: bool = False, **more: Any) -> dict[str, Any]:
+    labels = {"kueue.x-k8s.io/queue-name": queue} if queue else {}
+    job = {"replicas": 1, "name": "node", "template": {"spec": {"parallelism": 2}}}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": NAME, "uid": "u", "labels": labels, "annotations": {}} | more.pop("metadata", {}),
+        "spec": {"replicatedJobs": [job], "suspend": suspend},
+        "status": {"conditions": list(conditions), **more},
+    }
+
+
+def volcano(phase: str, reason: str = "", message: str = "") -> dict[str, Any]:
+    return {
+        "apiVersion": "batch.volcano.sh/v1alpha1",
+        "kind": "Job",
+        "metadata": {"name": NAME, "uid": "u"},
+        "spec": {"tasks": [{"name": "node", "replicas": 2}]},
+        "status": {"state": {"phase": phase, "reason": reason, "message": message}},
+    }
+
+
+def workload(*conditions: dict[str, str], **more: Any) -> dict[str, Any]:
+    """Kueue's own object."""
+    spec = more.pop("spec", {})
+    return {"metadata": {"name": "jobset-llama-s1-1a2b3"}, "spec": spec, "status": {"conditions": conditions, **more}}
+
+
+def event(reason: str, message: str, kind: str = "JobSet", name: str = NAME) -> dict[str, Any]:
+    return {
+        "type": "Warning",
+        "reason": reason,
+        "message": message,
+        "involvedObject": {"kind": kind, "name": name},
+        "lastTimestamp": "2026-11-21T11:00:00Z",
+    }
+
+
+def judged(whole: dict[str, Any] | None, *pods: dict[str, Any], **more: Any) -> Job:
+    return job_of(Observation(whole, tuple(pods), **more), "jobset/llama-s1", NOW)
+
+
+def test_a_gang_whose_pods_all_run_runs_and_its_nodes_are_known() -> None:
+    job = judged(jobset(), pod(NAME, 0, node="n1"), pod(NAME, 1, node="n2"))
+    assert (job.state, job.nodes) == ("running", ("n1", "n2"))
+    assert "all 2 pods running" in job.detail
+
+
+def test_a_node_that_does_not_report_is_named() -> None:
+    silent = pod(NAME, 1, node="n2", conditions=[condition("Ready", "False")])
+    job = judged(jobset(), pod(NAME, 0, conditions=[condition("Ready")]), silent)
+    assert job.detail == "all 2 pods running; node n2 does not report, 1 pod on it may be lost"
+
+
+def test_a_restarted_gang_says_so() -> None:
+    job = judged(jobset(restarts=2), pod(NAME, 0), pod(NAME, 1))
+    assert job.detail == "all 2 pods running (restart 2)"
+
+
+def test_pods_that_end_one_after_another_still_run() -> None:
+    assert judged(jobset(), ended(NAME, 0, 0), pod(NAME, 1)).state == "running"
+
+
+def test_a_completed_job_has_ended_well() -> None:
+    done = condition("Completed", reason="AllJobsCompleted", message="jobset completed successfully")
+    job = judged(jobset(done), ended(NAME, 0, 0), ended(NAME, 1, 0))
+    assert (job.state, job.exit_code, job.detail) == ("ended", 0, "completed")
+
+
+def test_a_failed_job_says_why_and_with_which_code() -> None:
+    message = "applying FailJobSet failure policy action"
+    failed = condition("Failed", reason="FailJobSetFailurePolicyAction", message=message)
+    job = judged(jobset(failed), ended(NAME, 0, 93), ended(NAME, 1, 137, "OOMKilled"))
+    assert (job.state, job.exit_code) == ("ended", 93)
+    assert message in job.detail
+    assert "exit code 93" in job.detail
+
+
+def test_the_code_is_taken_from_the_jobs_message_when_the_pods_are_gone() -> None:
+    said = "Container node for pod ml/llama-s1-node-0-0-x failed with exit code 3 matching FailJob rule at index 1"
+    job = {"metadata": {"name": "j"}, "status": {"conditions": [condition("Failed", reason="P", message=said)]}}
+    found = judged(jobset(condition("Failed", reason="FailJobSetFailurePolicyAction")), jobs=(job,))
+    assert (found.state, found.exit_code) == ("ended", 3)
+    assert judged(jobset(condition("Failed", reason="ReachedMaxRestarts"))).exit_code is None
+
+
+def test_a_container_beside_ours_has_no_say() -> None:
+    ours = ended(NAME, 0, 93)
+    ours["status"]["containerStatuses"].insert(0, {"name": "mesh", "state": {"terminated": {"exitCode": 1}}})
+    assert judged(jobset(condition("Failed", reason="X")), ours).exit_code == 93
+
+
+def test_memory_that_ran_out_is_named() -> None:
+    job = judged(jobset(condition("Failed", reason="ReachedMaxRestarts")), ended(NAME, 0, 137, "OOMKilled"))
+    assert "exit code 137, OOMKilled" in job.detail
+
+
+def test_a_job_is_not_over_before_its_last_pod_is() -> None:
+    failed = jobset(condition("Failed", reason="FailedJobs"))
+    job = judged(failed, ended(NAME, 0, 1), pod(NAME, 1))
+    assert (job.state, "1 pod still ending" in job.detail) == ("ending", True)
+    assert judged(failed, ended(NAME, 0, 1)).state == "ended"
+
+
+def test_a_job_that_waits_for_quota_has_kueues_words() -> None:
+    said = (
+        "couldn't assign flavors to pod set node: insufficient unused quota for nvidia.com/gpu in flavor h100, 8 more"
+    )
+    waiting = workload(condition("QuotaReserved", "False", "Pending", said))
+    job = judged(jobset(queue="team-a", suspend=True), queued=waiting)
+    assert (job.state, job.detail) == ("queued", f"waits in queue team-a: {said}")
+
+
+def test_a_preempted_job_says_by_whom_it_was_and_what_it_waits_for() -> None:
+    waiting = workload(
+        condition("Evicted", "True", "Preempted", "Preempted to accommodate a workload"),
+        condition(
+            "Preempted", "True", "InClusterQueue", "Preempted to accommodate a workload (UID: 7) of priority 100"
+        ),
+        condition("QuotaReserved", "False", "Pending", "insufficient unused quota"),
+    )
+    job = judged(jobset(queue="team-a", suspend=True), queued=waiting)
+    assert job.state == "queued"
+    assert job.detail.startswith("preempted by Kueue (Preempted to accommodate a workload (UID: 7) of priority 100)")
+    assert job.detail.endswith("waits in queue team-a: insufficient unused quota")
+
+
+def test_a_preempted_gang_that_still_saves_is_said_so() -> None:
+    """Kueue suspends the JobSet; its pods have their grace period and end with 75, which restarts the gang for free."""
+    waiting = workload(condition("Evicted", "True", "Preempted", "to accommodate a workload"))
+    saving = pod(NAME, 0, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
+    job = judged(jobset(queue="q", suspend=True), saving, ended(NAME, 1, 75), queued=waiting)
+    assert job.state == "queued"
+    assert job.detail.endswith("; 1 pod still saving and leaving")
+
+
+def test_a_job_that_kueue_gave_up_says_why() -> None:
+    gone = condition("Evicted", "True", "DeactivatedDueToRequeuingLimitExceeded", "exceeding the maximum of requeues")
+    held = workload(gone, spec={"active": False})
+    detail = judged(jobset(queue="q", suspend=True), queued=held).detail
+    assert detail.startswith("held by Kueue")
+    assert "(DeactivatedDueToRequeuingLimitExceeded: exceeding the maximum of requeues)" in detail
+
+
+def test_an_eviction_for_pods_that_did_not_come_up_says_when_it_is_tried_again() -> None:
+    waiting = workload(
+        condition("Evicted", "True", "PodsReadyTimeout", "Exceeded the PodsReady timeout ml/x"),
+        requeueState={"count": 1, "requeueAt": "2026-11-21T12:01:00Z"},
+    )
+    detail = judged(jobset(queue="q", suspend=True), queued=waiting).detail
+    assert "evicted by Kueue (PodsReadyTimeout: Exceeded the PodsReady timeout" in detail
+    assert "again at 2026-11-21T12:01:00Z" in detail
+
+
+def test_an_unknown_priority_class_is_recognised_by_the_silence_that_follows() -> None:
+    whole = jobset(queue="q", suspend=True)
+    whole["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] = "urgent"
+    job = judged(whole)
+    assert job.state == "queued"
+    assert "made no Workload" in job.detail
+    assert "priority class urgent is unknown" in job.detail
+
+
+def test_who_may_not_look_at_the_queue_is_not_told_that_there_is_nothing_in_it() -> None:
+    job = judged(jobset(queue="q", suspend=True), queue_known=False)
+    assert "right to list workloads.kueue.x-k8s.io" in job.detail
+
+
+def test_a_queue_that_is_not_there_and_a_job_that_is_held_are_told() -> None:
+    nope = workload(condition("QuotaReserved", "False", "Inadmissible", "LocalQueue nope doesn't exist"))
+    assert "LocalQueue nope doesn't exist" in judged(jobset(queue="nope", suspend=True), queued=nope).detail
+    held = workload(spec={"active": False})
+    assert "held by Kueue" in judged(jobset(queue="q", suspend=True), queued=held).detail
+    assert "set spec.suspend to false" in judged(jobset(suspend=True)).detail
+
+
+def test_an_admission_check_that_is_not_ready_is_told() -> None:
+    checks = [{"name": "provision", "state": "Pending", "message": "waiting for capacity"}]
+    reserved = workload(condition("QuotaReserved"), admissionChecks=checks)
+    assert "provision says waiting for capacity" in judged(jobset(queue="q", suspend=True), queued=reserved).detail
+
+
+def test_pods_without_room_have_the_schedulers_words() -> None:
+    said = "0/4 nodes are available: 4 Insufficient nvidia.com/gpu."
+    waiting = pod(NAME, 1, phase="Pending", node=None, conditions=[condition("PodScheduled", "False", "X", said)])
+    job = judged(jobset(), pod(NAME, 0), waiting)
+    assert (job.state, job.detail) == ("queued", f"1 of 2 pods run; no room: {said}")
+
+
+@pytest.mark.parametrize("reason", ["ImagePullBackOff", "ErrImagePull", "CreateContainerConfigError"])
+def test_a_container_that_cannot_start_is_named_with_its_cause(reason: str) -> None:
+    container = {"name": "node", "state": {"waiting": {"reason": reason, "message": "no such image"}}}
+    stuck = pod(NAME, 0, phase="Pending", containerStatuses=[container])
+    job = judged(jobset(), stuck)
+    assert job.state == "queued"
+    assert f"({reason}: no such image)" in job.detail
+    assert stuck["metadata"]["name"] in job.detail
+
+
+def test_a_volume_that_cannot_be_mounted_and_a_pod_that_is_refused_are_told() -> None:
+    mount = event("FailedMount", "MountVolume.SetUp failed for volume runs: stale handle", "Pod", "llama-s1-node-0-0")
+    job = judged(jobset(), pod(NAME, 0, phase="Pending"), events=(mount,))
+    assert "pod llama-s1-node-0-0: FailedMount: MountVolume.SetUp failed" in job.detail
+    refused = event(
+        "FailedCreate", 'pods "x" is forbidden: violates PodSecurity "restricted"', "Job", "llama-s1-node-0"
+    )
+    assert 'violates PodSecurity "restricted"' in judged(jobset(), events=(refused,)).detail
+
+
+def test_pods_that_pull_their_image_are_starting() -> None:
+    job = judged(jobset(), pod(NAME, 0, phase="Pending"), pod(NAME, 1, phase="Pending"))
+    assert (job.state, "2 pods starting" in job.detail) == ("queued", True)
+    assert "being made" in judged(jobset()).detail
+
+
+def test_a_gang_that_makes_room_for_its_successor_is_queued() -> None:
+    leaving = pod(NAME, 0, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
+    job = judged(jobset(restarts=1), leaving)
+    assert (job.state, job.detail) == ("queued", "1 pod of the last gang leaving (restart 1)")
+
+
+def test_a_job_that_is_being_deleted_is_not_over_until_its_pods_are_gone() -> None:
+    mark = {"deletionTimestamp": "2026-11-21T11:59:00Z", "annotations": {CANCELLED: "2026-11-21T11:59:00Z"}}
+    saving = pod(NAME, 0, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
+    assert judged(jobset(metadata=mark), saving).state == "ending"
+    assert judged(jobset(metadata=mark), saving).detail == "cancelled; 1 pod saving and leaving"
+    mark = {"deletionTimestamp": "2026-11-21T11:59:00Z"}
+    assert judged(jobset(metadata=mark), saving).detail.startswith("being deleted")
+    assert judged(None, saving).state == "ending"  # two gangs must never meet
+    assert judged(None).state == "ended"
+
+
+@pytest.mark.parametrize(
+    ("phase", "state", "code"),
+    [("Completed", "ended", 0), ("Failed", "ended", None), ("Aborted", "ended", None), ("Terminated", "ended", None)],
+)
+def test_a_volcano_job_ends_by_its_phase(phase: str, state: str, code: int | None) -> None:
+    job = judged(volcano(phase, "Ended", "max retry reached"))
+    assert (job.state, job.exit_code) == (state, code)
+
+
+def test_a_volcano_job_that_is_being_ended_is_not_called_queued() -> None:
+    """An exit code that no retry cures: Volcano is Terminating until the last pod is gone, and then Terminated."""
+    leaving = pod(NAME, 1, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
+    job = judged(volcano("Terminating"), ended(NAME, 0, 93), leaving)
+    assert (job.state, "1 pod still ending" in job.detail) == ("ending", True)
+
+
+def test_a_volcano_gang_that_waits_has_its_schedulers_words() -> None:
+    said = "4/4 tasks in gang unschedulable: pod group is not ready, 4 Pending, 4 minAvailable"
+    group = {"status": {"phase": "Pending", "conditions": [condition("Unschedulable", message=said)]}}
+    waiting = pod(NAME, 0, phase="Pending", node=None, conditions=[condition("PodScheduled", "False", "X", "")])
+    assert said in judged(volcano("Pending"), waiting, group=group).detail
+    assert said in judged(volcano("Pending"), group=group).detail
+    assert judged(volcano("Running"), pod(NAME, 0), pod(NAME, 1)).state == "running"
+
+
+def test_a_trainjob_ends_by_its_conditions() -> None:
+    whole = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": NAME, "uid": "u"},
+        "spec": {"trainer": {"numNodes": 2}},
+    }
+    assert judged({**whole, "status": {"conditions": [condition("Complete")]}}).exit_code == 0
+    assert judged({**whole, "status": {"conditions": [condition("Failed", reason="JobSetFailed")]}}).state == "ended"
+    assert judged(whole, pod(NAME, 0), pod(NAME, 1)).state == "running"
+
+
+def test_a_child_that_the_server_refuses_never_starts() -> None:
+    said = 'Job.batch "llama-s1-node-0" is invalid: spec.template.spec.containers[0].volumeMounts[0].name: Not found'
+    refused = event("JobCreationFailed", said)
+    job = judged(jobset(), events=(refused,))
+    assert job.state == "queued"
+    assert "will never start" in job.detail
+    assert said in job.detail
+    (finding,) = never_ends_by_itself(Observation(jobset(), events=(refused,)), NOW)
+    assert finding.kind == "child-refused"
+    assert judged(jobset(), pod(NAME, 0), pod(NAME, 1), events=(refused,)).state == "running"  # it was mended since
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        'object is being deleted: jobs.batch "llama-s1-node-0" already exists',
+        'Internal error occurred: failed calling webhook "mjob.kb.io": connection refused',
+        'jobs.batch "llama-s1-node-0" is forbidden: exceeded quota: q, requested: count/jobs.batch=1',
+    ],
+)
+def test_a_child_that_is_refused_for_now_may_still_start(said: str) -> None:
+    """JobSet tells of every attempt alike, and tries again."""
+    refused = event("JobCreationFailed", said)
+    assert not never_ends_by_itself(Observation(jobset(), events=(refused,)), NOW)
+    assert said in judged(jobset(), events=(refused,)).detail
+
+
+def test_a_trainjob_of_which_no_jobset_can_be_made_never_starts() -> None:
+    said = 'TrainJob resources reconciliation failed: admission webhook "vjobset.kb.io" denied the request: name'
+    refused = event("TrainJobResourcesCreationFailed", said, "TrainJob")
+    (finding,) = never_ends_by_itself(Observation(jobset(), events=(refused,)), NOW)
+    assert "refuses the JobSet made of it" in finding.text
+
+
+def node(name: str, ready: str) -> dict[str, Any]:
+    return {"metadata": {"name": name}, "status": {"conditions": [condition("Ready", ready, "NodeStatusUnknown")]}}
+
+
+def test_a_dead_node_whose_object_stays_is_named_with_what_to_do() -> None:
+    overdue = pod(NAME, 1, node="n2", metadata={"deletionTimestamp": "2026-11-21T11:50:00Z"})
+    seen = Observation(jobset(), (pod(NAME, 0), overdue), nodes=(node("n2", "Unknown"),))
+    (finding,) = never_ends_by_itself(seen, NOW)
+    assert finding.pods == (overdue["metadata"]["name"],)
+    assert "kubectl delete node n2" in finding.text
+    assert "out-of-service" in finding.text
+    assert "delete pod" not in finding.text, "the Job's finalizer would keep it"
+    assert "node n2 is unreachable" in job_of(seen, "jobset/llama-s1", NOW).detail
+
+
+def test_a_pod_that_may_still_end_is_no_case_for_the_watchdog() -> None:
+    in_time = pod(NAME, 0, node="n", metadata={"deletionTimestamp": "2026-11-21T12:00:10Z"})
+    overdue = pod(NAME, 0, node="n", metadata={"deletionTimestamp": "2026-11-21T11:00:00Z"})
+    assert not never_ends_by_itself(Observation(jobset(), (in_time,), nodes=(node("n", "Unknown"),)), NOW)
+    assert not never_ends_by_itself(Observation(jobset(), (overdue,), nodes=(node("n", "True"),)), NOW)
+    assert not never_ends_by_itself(Observation(jobset(), (overdue,)), NOW)  # the node object is gone: so will the pod
+    assert never_ends_by_itself(Observation(jobset(), (overdue,), nodes_known=False), NOW)
+
+
+def test_pods_are_numbered_by_whichever_controller_made_them() -> None:
+    assert index_of(pod(NAME, 7)) == 7
+    assert index_of({"metadata": {"labels": {"volcano.sh/task-index": "3"}}}) == 3
+    assert index_of({"metadata": {}}) == 0
+
+
+def test_times_are_read_as_the_server_writes_them() -> None:
+    assert unix_time("2026-11-21T12:00:00Z") == NOW
+    assert unix_time("2026-11-21T12:00:00.000000Z") == NOW
+
+
+def test_the_cause_of_an_end_is_told_from_the_job_and_from_what_the_pod_printed_last() -> None:
+    failed = condition("Failed", reason="FailJobSetFailurePolicyAction", message="applying FailJobSet")
+    late = condition("Failed", reason="DeadlineExceeded", message="Job was active longer than specified deadline")
+    job = {"metadata": {"name": "j"}, "status": {"conditions": [late]}}
+    assert "DeadlineExceeded: Job was active longer" in judged(jobset(failed), jobs=(job,)).detail
+    crashed = ended(NAME, 0, 5)
+    said = "Traceback\n  x\nWrongNodesError: the volume cannot be written\n\n"
+    crashed["status"]["containerStatuses"][0]["state"]["terminated"]["message"] = said
+    detail = judged(jobset(failed), crashed, jobs=(job,)).detail
+    assert detail.endswith("ended with exit code 5: WrongNodesError: the volume cannot be written")
+
+
+def test_a_trainjob_has_the_cause_and_the_restarts_of_its_jobset() -> None:
+    whole = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": NAME, "uid": "u"},
+        "spec": {"trainer": {"numNodes": 2}},
+        "status": {"conditions": [condition("Failed", reason="JobSetFailed")]},
+    }
+    below = jobset(condition("Failed", reason="ReachedMaxRestarts", message="restarted 13 times"), restarts=13)
+    assert "ReachedMaxRestarts: restarted 13 times" in judged(whole, jobset=below).detail
+    running = judged({**whole, "status": {}}, pod(NAME, 0), pod(NAME, 1), jobset=jobset(restarts=4))
+    assert running.detail == "all 2 pods running (restart 4)"
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("Failed", 'Failed to pull image "x": not found'),
+        ("FailedMount", "MountVolume.SetUp failed"),
+        ("FailedScheduling", "0/4 nodes are available"),
+    ],
+)
+def test_pods_that_kueue_has_removed_say_why_they_did_not_come_up(reason: str, message: str) -> None:
+    waiting = workload(
+        condition("Evicted", "True", "PodsReadyTimeout", "Exceeded the PodsReady timeout ml/x"),
+        condition("QuotaReserved", "False", "Pending", "no quota"),
+    )
+    of_pod = event(reason, message, "Pod", f"{NAME}-node-0-0-abcde")
+    job = judged(jobset(queue="q", suspend=True), queued=waiting, events=(event("Other", "x"), of_pod))
+    assert f"; pod {NAME}-node-0-0-abcde: {reason}: {message}" in job.detail
+
+
+def test_pods_on_a_node_that_does_not_report_are_not_said_to_save_or_to_pull() -> None:
+    nodes = (node("n1", "True"), node("n2", "Unknown"))
+    mark = {"deletionTimestamp": "2026-11-21T11:59:00Z", "annotations": {CANCELLED: "2026-11-21T11:59:00Z"}}
+    late = {"deletionTimestamp": "2026-11-21T12:10:00Z"}
+    gang = (pod(NAME, 0, node="n1", metadata=dict(late)), pod(NAME, 1, node="n2", metadata=dict(late)))
+    silence = "node n2 does not report, 1 pod on it may be lost"
+    assert judged(jobset(metadata=mark), *gang, nodes=nodes).detail == f"cancelled; 1 pod saving and leaving; {silence}"
+    assert judged(jobset(restarts=1), *gang, nodes=nodes).detail == (
+        f"1 pod of the last gang leaving; {silence} (restart 1)"
+    )
+    starting = (pod(NAME, 0, phase="Pending", node="n1"), pod(NAME, 1, phase="Pending", node="n2"))
+    assert judged(jobset(), *starting, nodes=nodes).detail == (
+        f"1 pod starting: pulling the image or mounting volumes; {silence}"
+    )

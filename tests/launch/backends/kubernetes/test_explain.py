@@ -1,0 +1,169 @@
+"""`scaletrain explain` on Kubernetes: a cause and what to do, with the cluster's own words for evidence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+from scaletrain_cli.launch.backends.kubernetes.explain import why_it_waits
+from scaletrain_cli.launch.explain import explain
+from scaletrain_cli.launch.finding import Finding
+from scaletrain_cli.launch.status import run_status
+from scaletrain_cli.launch.submit import submit_run
+from tests.launch.backends.kubernetes.conftest import condition, ended, pod
+from tests.launch.backends.kubernetes.fake_api import FakeApi
+from tests.launch.conftest import MadeRun
+
+GROUP = "jobset.x-k8s.io"
+
+
+@pytest.fixture
+def whole(made: MadeRun, api: FakeApi) -> dict[str, Any]:
+    """The workload of a run that was submitted."""
+    name = submit_run(made.run, made.record, KubernetesScheduler()).job_id.partition("/")[2]
+    return api.objects[(GROUP, "jobsets", "ml", name)]
+
+
+def explained(made: MadeRun) -> Finding:
+    (finding,) = explain(made.run).findings
+    return finding
+
+
+def put_pod(api: FakeApi, made: MadeRun, one: dict[str, Any]) -> None:
+    one["metadata"]["labels"]["scaletrain.dev/run"] = made.run.run_id
+    api.put("pods", one)
+
+
+def test_a_job_that_kueue_does_not_know_waits_for_ever(made: MadeRun, whole: dict[str, Any]) -> None:
+    whole["metadata"]["labels"] |= {"kueue.x-k8s.io/queue-name": "q", "kueue.x-k8s.io/priority-class": "urgent"}
+    whole["spec"]["suspend"] = True
+    found = explained(made)
+    assert (found.cause, found.waits_for_ever) == ("never-satisfiable", True)
+    assert "priority class urgent is unknown" in found.evidence[0].text
+    assert f"scaletrain cancel {made.run.run_id}" in found.actions[0]
+
+
+def test_a_child_that_is_refused_and_a_dead_node_are_told_first(
+    made: MadeRun, api: FakeApi, whole: dict[str, Any]
+) -> None:
+    name = whole["metadata"]["name"]
+    about = {"kind": "JobSet", "name": name}
+    event = {"metadata": {"name": "e"}, "reason": "JobCreationFailed", "message": "invalid", "involvedObject": about}
+    api.put("events", event)
+    assert explained(made).cause == "child-refused"
+    put_pod(api, made, pod(name, 0, node="n", metadata={"deletionTimestamp": "2026-11-21T10:00:00Z"}))
+    api.put("nodes", {"metadata": {"name": "n"}, "status": {}}, namespace="")
+    found = explained(made)
+    assert (found.cause, found.waits_for_ever) == ("dead-node", True)
+    assert "kubectl delete node n" in found.actions[0]
+
+
+def test_a_run_that_runs_says_how_far_it_is_and_one_that_ended_has_the_clusters_words(
+    made: MadeRun, api: FakeApi, whole: dict[str, Any]
+) -> None:
+    name = whole["metadata"]["name"]
+    put_pod(api, made, pod(name, 0))
+    put_pod(api, made, pod(name, 1))
+    api.logs[f"{name}-node-0-0-abcde"] = ["2026-11-21T10:00:00Z rank 0: step     11/20  loss 2.5000  x"]
+    found = explained(made)
+    assert (found.cause, [each.text for each in found.evidence]) == ("running", ["all 2 pods running", "step 11 of 20"])
+    for index in (0, 1):
+        put_pod(api, made, ended(name, index, 137, "OOMKilled"))
+    whole["status"] = {"conditions": [condition("Failed", reason="ReachedMaxRestarts")]}
+    found = explained(made)
+    assert found.cause == "failed"
+    assert "OOMKilled" in found.evidence[0].text
+
+
+@pytest.mark.parametrize(
+    ("code", "headline", "action"),
+    [
+        (0, "has finished", ""),
+        (2, "cannot run as the spec asks", "--set KEY=VALUE"),
+        (3, "cannot run as the spec asks", "--set KEY=VALUE"),
+        (93, "another attempt would not help", "Remove the cause before"),
+        (5, "is not what was planned", "Correct what the message names"),
+        (1, "has ended: failed", "continues from the newest valid checkpoint"),
+    ],
+)
+def test_after_an_end_only_that_is_advised_which_helps(
+    made: MadeRun, api: FakeApi, whole: dict[str, Any], code: int, headline: str, action: str
+) -> None:
+    put_pod(api, made, ended(whole["metadata"]["name"], 0, code))
+    whole["status"] = {"conditions": [condition("Completed" if not code else "Failed")]}
+    found = explained(made)
+    assert headline in found.headline
+    assert action in " ".join(found.actions)
+    assert bool(found.actions) == bool(code)
+
+
+def test_a_job_that_is_gone_without_a_trace_is_not_said_to_have_failed(
+    made: MadeRun, api: FakeApi, whole: dict[str, Any]
+) -> None:
+    api.objects.clear()
+    found = explained(made)
+    assert (found.cause, "how it ended is not known" in found.headline) == ("unknown", True)
+
+
+def test_a_server_that_is_down_ends_no_job_of_which_it_has_not_answered(made: MadeRun, api: FakeApi) -> None:
+    api.refusals[("patch", "jobsets")] = (503, {})
+    with pytest.raises(SchedulerError):
+        submit_run(made.run, made.record, KubernetesScheduler())
+    api.refusals[("list", "jobsets")] = (503, {})
+    found = explained(made)
+    assert (found.cause, "is not known" in found.headline) == ("unknown", True)
+
+
+def test_a_cluster_that_is_silent_is_told(made: MadeRun, api: FakeApi, whole: dict[str, Any]) -> None:
+    api.forbid("list", "jobsets", GROUP)
+    assert "forbids it" in explained(made).evidence[0].text
+
+
+@pytest.mark.parametrize(
+    ("why", "cause", "for_ever"),
+    [
+        ("waits in queue q: insufficient unused quota", "quota", False),
+        ("waits in queue q: LocalQueue q doesn't exist", "never-satisfiable", True),
+        ("preempted by Kueue (by x); waits in queue q: no quota", "priority", False),
+        ("preempted by Kueue (... due to reclamation within the cohort; preemptor path: /b)", "quota", False),
+        ("preempted by Kueue (... due to Fair Sharing within the cohort); waits in queue q", "quota", False),
+        ("evicted by Kueue (PodsReadyTimeout: x); waits in queue q", "resources", False),
+        ("evicted by Kueue (NodeFailures: no replacement); waits in queue q", "resources", False),
+        ("evicted by Kueue (ClusterQueueStopped: x); waits in queue q: ClusterQueue c is inactive", "held", False),
+        ("waits in queue q: LocalQueue q is inactive", "held", False),
+        ("waits in queue q: resource memory unavailable in ClusterQueue", "never-satisfiable", True),
+        (
+            "waits in queue q: insufficient quota for x in flavor f, request (64) > maximum capacity (32)",
+            "quota",
+            False,
+        ),
+        ("held by Kueue: spec.active of Workload w is false (DeactivatedDueToAdmissionCheck: x)", "held", True),
+        ("jobset j: JobCreationFailed: failed calling webhook", "starting", False),
+        ("held by Kueue: spec.active of Workload w is false", "held", True),
+        ("pod p: the image cannot be pulled (ErrImagePull: x)", "image", False),
+        ("pod p: FailedMount: x", "volume", False),
+        ("job j: FailedCreate: exceeded quota", "quota", False),
+        ("1 of 2 pods run; no room: 0/4 nodes are available", "resources", False),
+        ("pod p is held by a scheduling gate: kueue.x-k8s.io/topology", "admission", False),
+        ("no room: 0/4 nodes are available: 4 node(s) didn't match Pod's node affinity/selector", "placement", False),
+        ("no room: 0/4 nodes are available: 4 node(s) had untolerated taint {spot: true}", "placement", False),
+        ("no room: 0/4 nodes are available: 4 node(s) were unschedulable.", "placement", False),
+        (
+            "evicted by Kueue (PodsReadyTimeout: x); pod p: Failed: Failed to pull image; waits in queue q",
+            "image",
+            False,
+        ),
+        ("2 pods starting: pulling the image or mounting volumes", "starting", False),
+        ("something new", "unknown", False),
+    ],
+)
+def test_every_wait_has_a_cause(made: MadeRun, whole: dict[str, Any], why: str, cause: str, for_ever: bool) -> None:
+    status = run_status(made.run)
+    object.__setattr__(status, "why", why)
+    found = why_it_waits(made.run, made.record, status)
+    assert (found.cause, found.waits_for_ever) == (cause, for_ever)
+    assert found.evidence[0].text == why
+    assert "{" not in "".join(found.actions)

@@ -1,0 +1,402 @@
+"""A job whose submission was not answered, a cancel that is refused, and jobs of others under the same run id.
+
+The server is the fake one: it does what it is asked and answers 504, as a gateway before a slow API server does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.launch.backends.base import Job
+from scaletrain_cli.launch.backends.kubernetes import job_ref
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import TRAIN_JOB
+from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED
+from scaletrain_cli.launch.preflight import run_preflight
+from scaletrain_cli.launch.resume import inspect_resume, resume
+from scaletrain_cli.launch.status import run_status
+from scaletrain_cli.launch.submit import hand_over, read_submission, submit_run
+from scaletrain_cli.rundir.paths import RunDir
+from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, pod
+from tests.launch.backends.kubernetes.fake_api import FakeApi, status
+from tests.launch.conftest import MadeRun
+
+UNAVAILABLE = (503, status(503, "ServiceUnavailable", "the server is currently unable to handle the request"))
+
+
+def submit(made: MadeRun) -> str:
+    return submit_run(made.run, made.record, KubernetesScheduler()).job_id
+
+
+def cancel(made: MadeRun) -> None:
+    KubernetesScheduler().cancel(made.run, made.record)
+
+
+def job(made: MadeRun) -> Job:
+    return KubernetesScheduler().job(made.run, made.record)
+
+
+def names(api: FakeApi, plural: str) -> list[str]:
+    return sorted(body["metadata"]["name"] for body in api.all(plural))
+
+
+@contextlib.contextmanager
+def server_away_after_the_first_request(api: FakeApi) -> Iterator[None]:
+    """It makes the workload, and nothing is heard of it afterwards."""
+    api.lost[("create", "jobsets")] = 1
+    api.after_lost = {("get", "jobsets"): UNAVAILABLE, ("patch", "jobsets"): UNAVAILABLE}
+    try:
+        yield
+    finally:
+        api.after_lost = {}
+        api.refusals.clear()
+
+
+def unanswered(made: MadeRun, api: FakeApi, *, hand_over: Callable[[MadeRun], Any] = submit) -> None:
+    """Hand it over so that the job is made and no answer comes, however often it is asked for."""
+    with server_away_after_the_first_request(api), pytest.raises(SchedulerSilentError, match="scaletrain status fake"):
+        hand_over(made)
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Lets the time pass in which an API server may still do what it has not answered."""
+    return lambda: monkeypatch.setattr(job_ref, "_SETTLED_SECONDS", 0.0)
+
+
+def test_a_lost_answer_is_asked_for_again_and_makes_no_second_job(made: MadeRun, api: FakeApi) -> None:
+    api.lost[("create", "configmaps")] = 1
+    api.lost[("create", "jobsets")] = 1
+    name = submit(made).partition("/")[2]
+    assert names(api, "jobsets") == [name]
+    assert api.all("configmaps")[0]["metadata"]["ownerReferences"]
+
+
+def test_a_job_without_an_answer_is_found_shown_and_cancelled(made: MadeRun, api: FakeApi) -> None:
+    unanswered(made, api)
+    assert read_submission(made.run) is None
+    (name,) = names(api, "jobsets")
+    found = run_status(made.run)
+    assert (found.state, found.job_id) == ("queued", f"jobset/{name}")
+    assert inspect_resume(made.run).active
+    cancel(made)
+    assert not api.all("jobsets")
+    assert run_status(made.run).state == "cancelled"
+    assert resume(made.run).submission.job_id == f"jobset/{name[:-1]}2", "its attempts count against no old budget"
+
+
+def test_a_job_without_an_answer_is_taken_over_by_the_next_submit(made: MadeRun, api: FakeApi) -> None:
+    for look in (lambda: None, lambda: run_status(made.run)):
+        unanswered(made, api)
+        (name,) = names(api, "jobsets")
+        look()
+        assert submit(made) == f"jobset/{name}"
+        assert names(api, "jobsets") == [name]
+        (made.run.path / "submission.json").unlink()
+        (made.run.path / "kubernetes.json").unlink()
+        api.objects.clear()
+
+
+def test_a_resume_without_an_answer_is_found_and_two_gangs_never_meet(made: MadeRun, api: FakeApi) -> None:
+    first = submit(made)
+    cancel(made)
+    unanswered(made, api, hand_over=lambda made: resume(made.run))
+    (second,) = names(api, "jobsets")
+    assert f"jobset/{second}" != first
+    assert job(made).state == "queued"
+    with pytest.raises(Exception, match="still active"):
+        resume(made.run)
+    cancel(made)
+    assert not api.all("jobsets")
+    assert resume(made.run).submission.job_id.endswith("-s3")
+
+
+def test_a_request_that_may_still_be_done_is_neither_over_nor_cancelled(
+    made: MadeRun, api: FakeApi, later: Callable[[], None]
+) -> None:
+    api.refusals[("create", "jobsets")] = UNAVAILABLE
+    with pytest.raises(SchedulerSilentError):
+        submit(made)
+    del api.refusals[("create", "jobsets")]
+    found = job(made)
+    assert (found.state, found.may_be_active) == ("unknown", True)
+    assert "whether it takes it is known in" in found.detail
+    with pytest.raises(SchedulerError, match="Repeat `scaletrain cancel"):
+        cancel(made)
+    assert not made.run.is_told_to_stop
+    assert api.all("configmaps"), "nothing owns it yet"
+    later()
+    cancel(made)
+    assert not api.objects, "what was made for the job that never came"
+    assert not job(made).may_be_active
+    assert submit(made).endswith("-s1")
+
+
+def test_a_resume_of_which_nothing_came_leaves_the_job_before_it(
+    made: MadeRun, api: FakeApi, later: Callable[[], None]
+) -> None:
+    first = submit(made)
+    cancel(made)
+    before = job(made)
+    api.refusals[("create", "jobsets")] = UNAVAILABLE
+    with pytest.raises(SchedulerSilentError):
+        resume(made.run)
+    del api.refusals[("create", "jobsets")]
+    later()
+    assert job(made) == before
+    assert before.id == first
+    assert resume(made.run).submission.job_id.endswith("-s2")
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_the_submitter_knows_better_than_who_looked_meanwhile(
+    made: MadeRun, api: FakeApi, later: Callable[[], None], monkeypatch: pytest.MonkeyPatch, answered: bool
+) -> None:
+    """A server that takes minutes: `status` sees nothing of the job and takes the request for lost."""
+    first = submit(made)
+    api.objects[("jobset.x-k8s.io", "jobsets", "ml", first.partition("/")[2])]["status"] = {
+        "conditions": [condition("Failed")]
+    }
+    assert job(made).state == "ended"
+    later()
+    look = KubernetesScheduler()._cluster(made.record.spec).apply
+
+    def slow(self: Any, body: Any, **more: Any) -> Any:
+        assert job(made).id == first, "nothing of the second is there, so the first counts"
+        made_of_it = look(body, **more)
+        if not answered and body["kind"] == "JobSet":
+            raise SchedulerSilentError("no answer")
+        return made_of_it
+
+    monkeypatch.setattr(Cluster, "apply", slow)
+    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.backend._LOST_ANSWER_PAUSES", ())
+    with contextlib.nullcontext() if answered else pytest.raises(SchedulerSilentError):
+        resume(made.run)
+    assert (job(made).id, job(made).state) == (first[:-1] + "2", "queued")
+
+
+def test_a_resume_of_which_nothing_came_leaves_an_ended_job_that_is_still_there(
+    made: MadeRun, api: FakeApi, later: Callable[[], None]
+) -> None:
+    first = submit(made)
+    whole = api.objects[("jobset.x-k8s.io", "jobsets", "ml", first.partition("/")[2])]
+    whole["status"] = {"conditions": [condition("Failed", reason="ReachedMaxRestarts")]}
+    before = job(made)
+    api.refusals[("create", "jobsets")] = UNAVAILABLE
+    with pytest.raises(SchedulerSilentError):
+        resume(made.run)
+    assert job(made).state == "unknown"
+    later()
+    assert job(made) == before
+
+
+def test_a_refusal_after_a_lost_answer_is_believed_only_if_nothing_is_there(made: MadeRun, api: FakeApi) -> None:
+    """The first request may have made the job, and what refuses the second one may be new."""
+    api.lost[("create", "jobsets")] = 1
+    api.after_lost = {("patch", "jobsets"): (403, status(403, "Forbidden", "a webhook says no"))}
+    assert submit(made).endswith("-s1")
+    assert api.all("configmaps")
+
+
+def test_a_refusal_after_an_answer_that_was_lost_before_anything_was_done_is_a_refusal(
+    made: MadeRun, api: FakeApi
+) -> None:
+    api.refusals[("create", "jobsets")] = UNAVAILABLE
+    api.later = {("create", "jobsets"): (403, status(403, "Forbidden", "a webhook says no"))}
+    with pytest.raises(SchedulerError, match="a webhook says no") as caught:
+        submit(made)
+    assert not isinstance(caught.value, SchedulerSilentError)
+    assert not api.objects
+
+
+def test_who_may_only_read_the_run_directory_sees_the_job_all_the_same(
+    made: MadeRun, api: FakeApi, later: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A colleague's `status`: what it learns is kept by whoever may write."""
+    first = submit(made)
+    unanswered(made, api, hand_over=lambda made: hand_over(made.run, made.record, KubernetesScheduler()))
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(job_ref, "write_document", refuse)
+    second = job(made)
+    assert (second.id, second.state) == (first[:-1] + "2", "queued")
+    api.objects.clear()
+    later()
+    assert (job(made).id, job(made).state) == (first, "ended")
+
+
+def test_who_looked_at_the_job_before_never_writes_over_the_one_that_was_sent_since(
+    made: MadeRun, api: FakeApi
+) -> None:
+    """`status` takes seconds on a slow server, in which somebody else may have resumed the run."""
+    submit(made)
+    cancel(made)
+    stale = job_ref.whereabouts_of(made.run, made.record)
+    assert stale is not None
+    second = resume(made.run).submission.job_id
+    job_ref.remember_end(made.run, stale, Job(stale.job_id, "ended", "it is no longer in the cluster"))
+    job_ref.remember_progress(made.run, stale, {"step": 3})
+    job_ref.withdraw_intent(made.run, stale)
+    assert (job(made).id, job(made).state) == (second, "queued")
+
+
+@pytest.mark.parametrize(
+    "damage", [{"job_id": "slurm/7"}, {"namespace": 7}, {"surprise": 1}, {"before": []}, {"progress": "x"}]
+)
+def test_a_damaged_place_is_named_with_its_file(made: MadeRun, api: FakeApi, damage: dict[str, Any]) -> None:
+    submit(made)
+    path = made.run.path / "kubernetes.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    with pytest.raises(UsageError, match=r"kubernetes\.json"):
+        job(made)
+
+
+def test_a_preflight_whose_submission_was_not_answered_keeps_what_finds_its_job(
+    made: MadeRun, api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+    with server_away_after_the_first_request(api), pytest.raises(SchedulerSilentError):
+        run_preflight(made.record.spec, made.record.plan, KubernetesScheduler(), 1.0, lambda status: None)
+    (folder,) = (tmp_path / "runs").glob("preflight-*")
+    assert run_status(RunDir(folder)).state == "queued"
+
+
+def test_jobs_of_the_run_are_found_by_its_label_whatever_the_run_directory_says(made: MadeRun, api: FakeApi) -> None:
+    submit(made)
+    (name,) = names(api, "jobsets")
+    data = json.loads((made.run.path / "kubernetes.json").read_text())
+    later = {**data, "job_id": f"jobset/{name[:-1]}2"}
+    (made.run.path / "kubernetes.json").write_text(json.dumps(later))
+    found = job(made)
+    assert (found.state, name in found.detail) == ("queued", True)
+    cancel(made)
+    assert not api.all("jobsets")
+
+
+def test_the_job_of_another_run_with_the_same_id_is_neither_taken_over_nor_deleted(
+    made: MadeRun, api: FakeApi, make_run: Callable[..., MadeRun]
+) -> None:
+    """Two people, two run directories, one namespace and one --run-id."""
+    submit(made)
+    theirs = MadeRun(
+        make_run(*SETTINGS, run_id="elsewhere").run,
+        dataclasses.replace(make_run(*SETTINGS, run_id="third").record, run_id=made.run.run_id),
+    )
+    with pytest.raises(SchedulerError, match="may be somebody else's") as caught:
+        submit(theirs)
+    assert "delete" not in caught.value.message
+    theirs.run.path.joinpath("kubernetes.json").write_bytes((made.run.path / "kubernetes.json").read_bytes())
+    assert not job(theirs).is_active
+    cancel(theirs)
+    assert not api.deletions
+
+
+@pytest.mark.parametrize("verb", ["delete", "patch"])
+def test_a_cancel_that_is_refused_changes_nothing_that_matters(made: MadeRun, api: FakeApi, verb: str) -> None:
+    """Without the right to delete nothing is changed; without that to annotate, the job is deleted all the same."""
+    submit(made)
+    api.forbid(verb, "jobsets", "jobset.x-k8s.io")
+    if verb == "patch":
+        cancel(made)
+        assert not api.all("jobsets")
+        return
+    with pytest.raises(SchedulerError, match="the right to delete jobsets"):
+        cancel(made)
+    assert not made.run.is_told_to_stop
+    assert CANCELLED not in api.all("jobsets")[0]["metadata"]["annotations"]
+    assert not made.events("cancelled")
+
+
+def test_a_refusal_after_the_dry_run_takes_the_stop_file_and_the_mark_back(
+    made: MadeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(made)
+    scheduler = KubernetesScheduler()
+    cluster = scheduler._cluster(made.record.spec)
+    whole = cluster.delete
+
+    def refused(*args: Any, dry_run: bool = False, **more: Any) -> bool:
+        if not dry_run:
+            api.forbid("delete", "jobsets", "jobset.x-k8s.io")
+        return whole(*args, dry_run=dry_run, **more)
+
+    monkeypatch.setattr(cluster, "delete", refused)
+    with pytest.raises(SchedulerError, match="the right to delete"):
+        KubernetesScheduler(lambda context, namespace: cluster).cancel(made.run, made.record)
+    assert not made.run.is_told_to_stop
+    assert CANCELLED not in api.all("jobsets")[0]["metadata"]["annotations"]
+
+
+def trainjob_run(make_run: Callable[..., MadeRun]) -> MadeRun:
+    return make_run(*SETTINGS, "cluster.kubernetes.backend=trainjob")
+
+
+def test_a_cancelled_trainjob_goes_and_its_pods_keep_their_grace(
+    make_run: Callable[..., MadeRun], api: FakeApi
+) -> None:
+    made = trainjob_run(make_run)
+    name = submit(made).partition("/")[2]
+    saving = pod(name, 0)
+    saving["metadata"]["labels"]["scaletrain.dev/run"] = made.run.run_id
+    api.put("pods", saving)
+    cancel(made)
+    assert [what for what, _ in api.deletions] == [f"trainjobs/{name}"]
+    assert not api.all("trainjobs")
+    assert not api.all("trainingruntimes")
+    assert not api.all("configmaps")
+    found = job(made)
+    assert (found.state, found.detail) == ("ending", "cancelled; 1 pod saving and leaving")
+    assert saving["metadata"]["deletionTimestamp"], "the kubelet tells it to end; nobody kills it"
+    api.objects.clear()
+    assert run_status(made.run).state == "cancelled"
+
+
+def test_a_trainjob_that_is_stuck_in_its_deletion_goes_when_it_is_cancelled_again(
+    make_run: Callable[..., MadeRun], api: FakeApi
+) -> None:
+    made = trainjob_run(make_run)
+    name = submit(made).partition("/")[2]
+    scheduler = KubernetesScheduler()
+    cluster = scheduler._cluster(made.record.spec)
+    cluster.delete(TRAIN_JOB, "ml", name)  # in the foreground, as `kubectl delete --cascade=foreground` does
+    assert api.all("trainjobs")[0]["metadata"]["deletionTimestamp"]
+    assert job(made).is_active
+    cancel(made)
+    assert not api.all("trainjobs")
+
+
+def test_a_jobset_of_a_trainjob_that_is_gone_is_not_over(make_run: Callable[..., MadeRun], api: FakeApi) -> None:
+    made = trainjob_run(make_run)
+    name = submit(made).partition("/")[2]
+    marks = api.all("trainjobs")[0]["metadata"]["annotations"]
+    owner = [{"kind": "TrainJob", "uid": "gone"}]
+    metadata = {"name": name, "annotations": marks, "ownerReferences": owner, "labels": {}}
+    api.put("jobsets", {"metadata": metadata, "status": {"restarts": 3}}, "jobset.x-k8s.io")
+    for index in (0, 1):
+        api.put("pods", pod(name, index))
+    assert job(made).detail == "all 2 pods running (restart 3)"
+    for plural in ("trainjobs", "pods"):
+        api.objects = {key: body for key, body in api.objects.items() if key[1] != plural}
+    assert job(made).state == "ending"
+
+
+def test_cancel_never_says_cancelled_while_the_object_lives(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made).partition("/")[2]
+    one = pod(name, 0)
+    one["metadata"]["labels"]["scaletrain.dev/run"] = made.run.run_id
+    api.put("pods", one)
+    cancel(made)
+    assert run_status(made.run).state == "ending"
+    api.objects[("jobset.x-k8s.io", "jobsets", "ml", name)]["status"] = {"conditions": [condition("Failed")]}
+    assert run_status(made.run).state == "ending", "until the server has removed it"

@@ -1,0 +1,168 @@
+"""What runs in the pods: real processes that meet, train, are told to leave and pass one verdict on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.launch.attempts import Decision
+from scaletrain_cli.launch.backends.kubernetes.pod import AGENT_SECONDS
+from scaletrain_cli.launch.backends.kubernetes.pod_agent import VERDICT_SECONDS, exit_code_for
+from scaletrain_cli.launch.node.watch import UNKILLABLE_SECONDS
+from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.record import add_revision, documents_of, place_documents, read_record
+from tests.launch.backends.kubernetes.pods import WORKLOAD, Gang
+from tests.launch.conftest import MadeRun, make_plan
+
+TWO_NODES = ("cluster.scheduler=kubernetes", "cluster.nodes=2")
+MakeRun = Callable[..., MadeRun]
+StartGang = Callable[..., Gang]
+
+
+@pytest.fixture
+def start_gang(tmp_path: Path) -> Iterator[StartGang]:
+    gangs: list[Gang] = []
+
+    def start(made: MadeRun, incarnation: int = 0, pods: tuple[int, ...] = ()) -> Gang:
+        gangs.append(Gang(made, tmp_path / "volume", incarnation).start(*pods))
+        return gangs[-1]
+
+    yield start
+    for gang in gangs:
+        gang.end()
+
+
+def test_pods_meet_train_and_end_with_0(make_run: MakeRun, start_gang: StartGang) -> None:
+    gang = start_gang(make_run(*TWO_NODES))
+    assert gang.wait() == [0, 0]
+    (attempt,) = gang.attempts
+    assert (attempt.scheduler, attempt.job_id, attempt.reason) == ("kubernetes", WORKLOAD, "done")
+    assert attempt.nodes == ("gpu-0.ec2.internal", "gpu-1.ec2.internal")
+    assert "rank 0: up\n" in gang.output[0]  # what ranks write to the volume is in the pods' logs too
+    assert "rank 3: up\n" in gang.output[1]
+    assert "attempt 1 begins in a run directory of the pods' own\n" in gang.output[1]
+
+
+def test_a_preflight_alone_leaves_nothing_on_the_volume(make_run: MakeRun, start_gang: StartGang) -> None:
+    gang = start_gang(make_run(*TWO_NODES, env={"SCALETRAIN_ONLY": "preflight"}))
+    assert gang.wait() == [0, 0]
+    assert not gang.run.path.exists()
+
+
+def test_pods_that_are_evicted_end_with_75_and_the_next_gang_goes_on(make_run: MakeRun, start_gang: StartGang) -> None:
+    made = make_run(*TWO_NODES, steps=200)
+    gang = start_gang(made)
+    gang.wait_until_up()
+    gang.signal(signal.SIGTERM)
+    assert gang.wait() == [75, 75]
+    assert gang.attempts[0].decision == Decision(True, 75, "preempted: restart 1 (restarts.preemption)")
+    assert start_gang(made, 1).wait() == [0, 0]
+    assert [attempt.reason for attempt in gang.attempts] == ["preempted", "done"]
+
+
+def test_a_crash_ends_all_pods_with_1_while_the_budget_lasts_and_with_93_then(
+    make_run: MakeRun, start_gang: StartGang
+) -> None:
+    made = make_run(*TWO_NODES, "restarts.crash=1", die={"*:2": 7}, checkpoint_every=1, steps=200)
+    assert start_gang(made).wait() == [1, 1]
+    gang = start_gang(made, 1)
+    assert gang.wait() == [93, 93]
+    assert [attempt.reason for attempt in gang.attempts] == ["crash", "crash"]
+    assert read_events(gang.run)[-1]["event"] == "stopped"
+
+
+def test_a_gang_that_must_not_begin_again_ends_with_the_verdict(make_run: MakeRun, start_gang: StartGang) -> None:
+    made = make_run(*TWO_NODES)
+    gang = start_gang(made)
+    gang.wait()
+    assert start_gang(made, 1).wait() == [0, 0]  # a node was lost as the last pod ended
+    gang.run.stop_file.touch()
+    assert start_gang(made, 2).wait() == [93, 93]
+    assert len(gang.attempts) == 1
+
+
+def test_a_pod_that_is_told_to_leave_before_all_have_come_ends_with_75_and_begins_nothing(
+    make_run: MakeRun, start_gang: StartGang
+) -> None:
+    for number in (0, 1):
+        gang = start_gang(make_run(*TWO_NODES), pods=(number,))
+        gang.wait_until_heeding()
+        gang.signal(signal.SIGTERM)
+        assert gang.wait() == [75]
+        assert gang.run.attempts() == []
+
+
+def test_an_attempt_whose_pods_were_all_lost_is_closed_by_the_next_gang(
+    make_run: MakeRun, start_gang: StartGang
+) -> None:
+    made = make_run(*TWO_NODES, steps=200)
+    gang = start_gang(made)
+    gang.wait_until_up()
+    gang.signal(signal.SIGKILL)
+    assert gang.wait() == [-9, -9]
+    assert start_gang(made, 1).wait() == [0, 0]
+    assert [attempt.reason for attempt in gang.attempts] == ["node", "done"]
+
+
+def test_a_volume_that_holds_another_run_of_the_name_is_left_alone(
+    make_run: MakeRun, start_gang: StartGang, tmp_path: Path
+) -> None:
+    made = make_run(*TWO_NODES, run_id="same")
+    gang = start_gang(made)
+    gang.wait()
+    before = gang.run.record.read_bytes()
+    other = MadeRun(made.run, make_run(*TWO_NODES, "training.seed=7", run_id="other").record)
+    documents = documents_of(other.run.__class__(tmp_path / "same"), other.record)
+    assert "same" not in documents["run.json"]
+    (gang.volume / ".documents" / "run.json").write_text(
+        documents["run.json"].replace('"run_id": "other"', '"run_id": "same"')
+    )
+    with pytest.raises(Exception, match="another run of the same name"):
+        place_documents(gang.volume / ".documents", gang.volume)
+    assert gang.run.record.read_bytes() == before
+
+
+def test_the_newest_revision_reaches_a_volume_that_has_none(make_run: MakeRun, tmp_path: Path) -> None:
+    made = make_run(*TWO_NODES)
+    smaller = made.record.spec.model_copy(update={"cluster": made.record.spec.cluster.model_copy(update={"nodes": 1})})
+    revised = add_revision(made.run, made.record, smaller, make_plan(smaller), ["cluster.nodes=1"])
+    for name, text in documents_of(made.run, revised).items():
+        (tmp_path / name).write_text(text)
+    run, record = place_documents(tmp_path, tmp_path / "volume")
+    assert record == read_record(made.run)
+    assert (record.revision, record.spec.cluster.nodes) == (1, 1)
+    assert place_documents(tmp_path, tmp_path / "volume")[1] == record
+    assert run.path.parent == tmp_path / "volume"
+
+
+@pytest.mark.parametrize(
+    ("decision", "code"),
+    [
+        (Decision(False, 0, ""), 0),
+        (Decision(True, 75, ""), 75),
+        (Decision(True, 1, ""), 1),
+        (Decision(True, 5, ""), 5),
+        (Decision(True, 137, ""), 1),
+        (Decision(False, 1, ""), 93),
+        (Decision(False, 75, ""), 93),
+        (Decision(False, 2, ""), 2),
+        (Decision(False, 3, ""), 3),
+        (Decision(False, 4, ""), 93),
+        (Decision(False, 93, ""), 93),
+    ],
+)
+def test_the_exit_code_alone_says_whether_kubernetes_may_try_again(decision: Decision, code: int) -> None:
+    assert exit_code_for(decision) == code
+
+
+def test_nodes_that_are_taken_away_cost_nothing_even_where_no_time_was_left_to_save() -> None:
+    assert exit_code_for(Decision(True, 1, ""), "out-of-grace") == 75
+    assert exit_code_for(Decision(True, 1, ""), "crash") == 1
+    assert exit_code_for(Decision(False, 1, ""), "out-of-grace") == 93
+
+
+def test_kubernetes_leaves_the_pods_the_time_that_their_agents_take() -> None:
+    assert AGENT_SECONDS >= UNKILLABLE_SECONDS + VERDICT_SECONDS

@@ -1,0 +1,164 @@
+"""What pods print is brought into the run directory once, where it outlives them, unless their files are seen there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.attempts import begin_attempt
+from scaletrain_cli.launch.backends.kubernetes import pod_logs
+from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+from scaletrain_cli.launch.backends.kubernetes.pod_output import beginning_line, progress_in, rank_of, read_beginning
+from scaletrain_cli.launch.logs import log_files, read_logs
+from scaletrain_cli.launch.submit import submit_run
+from tests.launch.backends.kubernetes.conftest import condition, ended, pod
+from tests.launch.backends.kubernetes.fake_api import FakeApi
+from tests.launch.conftest import MadeRun, wait_until
+
+OWN, SHARED = beginning_line(1, shared=False), beginning_line(1, shared=True)
+
+
+@pytest.fixture
+def name(made: MadeRun, api: FakeApi) -> str:
+    """The workload of a run that was submitted."""
+    return submit_run(made.run, made.record, KubernetesScheduler()).job_id.partition("/")[2]
+
+
+def printed(api: FakeApi, one: dict[str, Any], *lines: str, second: int = 0) -> None:
+    """The pod, with these lines in its log, a second apart."""
+    api.put("pods", one)
+    log = api.logs.setdefault(one["metadata"]["name"], [])
+    for line in lines:
+        log.append(f"2026-11-21T10:{len(log) // 60:02d}:{len(log) % 60:02d}.000000000Z {line}")
+
+
+def bring(made: MadeRun) -> None:
+    logs = KubernetesScheduler().logs(made.run, made.record)
+    assert logs is not None
+    logs.bring()
+
+
+def lines(made: MadeRun, attempt: int, rank: int) -> list[str]:
+    return [line.text for line in read_logs(made.run, attempt, rank)]
+
+
+def test_every_rank_gets_a_file_in_the_attempt_that_its_pod_names(made: MadeRun, api: FakeApi, name: str) -> None:
+    printed(api, pod(name, 0, node="n1"), OWN, "rank 0: a", "rank 1: b", "of the agent")
+    printed(api, pod(name, 1, node="n2"), OWN, "rank 2: c", "rank 3: d")
+    bring(made)
+    assert [(file.node, file.rank) for file in log_files(made.run)] == [("n1", 0), ("n1", 1), ("n2", 2), ("n2", 3)]
+    assert lines(made, 1, 0) == [OWN, "a", "of the agent"]
+    assert lines(made, 1, 3) == ["d"]
+
+
+def test_lines_are_written_once_however_often_they_are_fetched(made: MadeRun, api: FakeApi, name: str) -> None:
+    printed(api, pod(name, 0), OWN, "rank 0: a")
+    bring(made)
+    bring(made)
+    printed(api, pod(name, 0), "rank 0: b")
+    bring(made)
+    assert lines(made, 1, 0) == [OWN, "a", "b"]
+    assert any("sinceTime=" in asked for asked in api.asked)
+
+
+def test_a_restarted_gangs_logs_stand_beside_those_of_the_one_before(made: MadeRun, api: FakeApi, name: str) -> None:
+    printed(api, ended(name, 0, 75), OWN, "rank 0: first gang")
+    bring(made)
+    api.objects = {key: body for key, body in api.objects.items() if key[1] != "pods"}
+    second = pod(name, 0, metadata={"name": "again", "uid": "uid-again"})
+    printed(api, second, beginning_line(2, shared=False), "rank 0: second gang")
+    bring(made)
+    assert lines(made, 1, 0)[-1] == "first gang"
+    assert lines(made, 2, 0)[-1] == "second gang"
+
+
+def test_what_a_pod_says_before_any_attempt_is_kept_by_pod(made: MadeRun, api: FakeApi, name: str) -> None:
+    printed(api, ended(name, 0, 1), "No module named scaletrain_cli")
+    bring(made)
+    assert not made.run.attempts()
+    kept = made.run.path / "pods" / f"{name}-node-0-0-abcde.log"
+    assert kept.read_text() == "No module named scaletrain_cli\n"
+
+
+def test_where_the_pods_files_are_seen_nothing_is_fetched(made: MadeRun, api: FakeApi, name: str) -> None:
+    printed(api, pod(name, 0), SHARED, "rank 0: a")
+    bring(made)  # before this machine sees the attempt, as over a slow file system
+    assert not made.run.attempts()
+    begin_attempt(made.run, made.record.spec, scheduler="kubernetes", job_id=f"jobset/{name}", nodes=("n",))
+    assert KubernetesScheduler().logs(made.run, made.record) is None
+
+
+def test_logs_of_a_job_that_was_seen_to_end_are_still_fetched(made: MadeRun, api: FakeApi, name: str) -> None:
+    printed(api, ended(name, 0, 0), OWN, "rank 0: the end")
+    api.objects[("jobset.x-k8s.io", "jobsets", "ml", name)]["status"] = {"conditions": [condition("Completed")]}
+    assert KubernetesScheduler().job(made.run, made.record).state == "ended"
+    bring(made)
+    assert lines(made, 1, 0)[-1] == "the end"
+
+
+def test_a_pod_whose_node_is_silent_does_not_hide_the_others(made: MadeRun, api: FakeApi, name: str) -> None:
+    printed(api, pod(name, 0, node="dead"), OWN, "rank 0: a")
+    printed(api, pod(name, 1), OWN, "rank 2: c")
+    api.silent_pods.add(f"{name}-node-0-0-abcde")
+    with pytest.raises(SchedulerError, match="no route to host"):
+        bring(made)
+    assert lines(made, 1, 2) == [OWN, "c"]
+
+
+def test_pods_that_have_not_begun_are_not_asked(made: MadeRun, api: FakeApi, name: str) -> None:
+    api.put("pods", pod(name, 0, phase="Pending"))
+    bring(made)
+    assert not any("/log" in asked for asked in api.asked)
+
+
+def test_who_follows_sees_pods_that_come_later(
+    made: MadeRun, api: FakeApi, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pod_logs, "_LOOK_EVERY_SECONDS", 0.05)
+    first = pod(name, 0)
+    api.living.add(first["metadata"]["name"])
+    printed(api, first, OWN, "rank 0: one")
+    logs = KubernetesScheduler().logs(made.run, made.record)
+    assert logs is not None
+    with logs.following():
+        wait_until(lambda: _text(made, 1, 0).endswith("one\n"), "what was there")
+        printed(api, first, "rank 0: two")
+        wait_until(lambda: _text(made, 1, 0).endswith("two\n"), "what was printed since")
+        second = pod(name, 0, metadata={"name": "again", "uid": "uid-again"})
+        printed(api, second, beginning_line(2, shared=False), "rank 0: three")
+        wait_until(lambda: _text(made, 2, 0).endswith("three\n"), "what a later gang prints")
+        other = KubernetesScheduler().logs(made.run, made.record)
+        assert other is not None
+        other.bring()  # leaves it to the one that follows
+    assert _text(made, 1, 0) == f"{OWN}\none\ntwo\n"
+
+
+def _text(made: MadeRun, attempt: int, rank: int) -> str:
+    paths: list[Path] = list((made.run.attempt(attempt) / "logs").glob(f"*-{rank:05d}.log"))
+    return paths[0].read_text() if paths else ""
+
+
+def test_lines_are_read_as_pods_write_them() -> None:
+    own, shared = read_beginning(OWN), read_beginning(SHARED)
+    assert own is not None
+    assert shared is not None
+    assert (own.attempt, own.shared, shared.shared) == (1, False, True)
+    assert read_beginning("attempt 3 ended: done") is None
+    assert rank_of("rank 12: rank 3: x") == (12, "rank 3: x")
+    assert rank_of("no rank") == (None, "no rank")
+
+
+def test_the_newest_step_of_rank_0_is_the_progress() -> None:
+    newest = "rank 0: step     20/100  loss 2.2500  grad norm 0.100  lr 3.00e-04  12,345 tokens/s  0.50 s/step"
+    validation = "rank 0: step     20/100  validation loss 2.4000"
+    other = "rank 1: step     30/100  loss 9.0000"
+    assert progress_in(["rank 0: step     10/100  loss 3.0", newest, validation, other]) == {
+        "step": 20,
+        "loss": 2.25,
+        "tokens_per_second": 12345.0,
+    }
+    assert progress_in(["rank 0: step 1/2  loss nan"])["step"] == 1
+    assert progress_in(["nothing"]) == {}

@@ -1,0 +1,212 @@
+"""What a pod ends with where its volume refuses it, or where another node of the gang is lost. In this process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import pwd
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import DoNotRequeueError, WrongNodesError
+from scaletrain_cli.launch import restart
+from scaletrain_cli.launch.attempts import begin_attempt, read_attempt, read_attempts
+from scaletrain_cli.launch.backends.kubernetes import pod_agent, pod_output, rendezvous
+from scaletrain_cli.launch.backends.kubernetes import pod_output as pod_lines
+from scaletrain_cli.launch.backends.kubernetes.pod_agent import PodOptions, volume_error
+from scaletrain_cli.launch.node import attempt
+from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, write_node_record
+from scaletrain_cli.rundir.record import documents_of
+from scaletrain_cli.worker.failures import Failure, write_failure
+from tests.launch.conftest import MadeRun
+
+TWO_NODES = ("cluster.scheduler=kubernetes", "cluster.nodes=2", "restarts.node=1")
+MakeRun = Callable[..., MadeRun]
+NEEDED = (
+    rendezvous,
+    pod_lines,
+    pod_output,
+    restart,
+    restart,
+    attempt,
+)  # before a user is taken who may read no library
+
+
+def options(volume: Path, *, gang: int = 0, rank: int = 0, workload: str = "jobset/fake-s1") -> PodOptions:
+    return PodOptions(
+        documents=volume / ".documents",
+        runs_root=volume,
+        workload=workload,
+        gang=f"{workload}/{gang}",
+        node_rank=rank,
+        node_name=f"gpu-{rank}",
+        pod_name=f"fake-s1-node-0-{rank}",
+        master_addr="127.0.0.1",
+        master_port=29500,
+        meeting_port=29501,
+        engine="tests.launch.fake_engine",
+    )
+
+
+def place(made: MadeRun, volume: Path) -> Path:
+    """A volume with the documents of a run."""
+    (volume / ".documents").mkdir(parents=True)
+    for name, text in documents_of(made.run, made.record).items():
+        (volume / ".documents" / name).write_text(text)
+    return volume
+
+
+@pytest.fixture
+def folder_for_all() -> Iterator[Path]:
+    """A folder that every user can go into; pytest's own are private."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def ended_as(uid: int, volume: Path, gang: int) -> tuple[int, str]:
+    """The exit code of pod 0 as a process of that user, and what it printed."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            os.setgroups([])
+            os.setgid(uid)
+            os.setuid(uid)
+            sys.stderr = os.fdopen(writer, "w", encoding="utf-8")
+            environment = {
+                "SCALETRAIN_WORKLOAD": "jobset/fake-s1",
+                "SCALETRAIN_GANG": str(gang),
+                "SCALETRAIN_NODE_RANK": "0",
+                "SCALETRAIN_NODE_NAME": "gpu-0",
+                "SCALETRAIN_POD": "fake-s1-node-0-0",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "29500",
+            }
+            os.environ |= environment
+            arguments = ["--documents", str(volume / ".documents"), "--runs-root", str(volume)]
+            try:
+                code = pod_agent.main(arguments)
+            except BaseException:
+                sys.stderr.write(traceback.format_exc())
+                code = 1
+            sys.stderr.flush()
+            os._exit(code)
+        os._exit(99)
+    os.close(writer)
+    with os.fdopen(reader, encoding="utf-8") as said:
+        text = said.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@pytest.mark.parametrize(("gang", "code"), [(0, 5), (1, 5), (2, 93)])
+def test_a_volume_that_the_pods_may_not_write_ends_them_with_the_cause_and_without_thirteen_restarts(
+    make_run: MakeRun, folder_for_all: Path, gang: int, code: int
+) -> None:
+    nobody = pwd.getpwnam("nobody").pw_uid
+    volume = place(make_run(*TWO_NODES), folder_for_all / "runs")
+    volume.chmod(0o755)
+    ended, text = ended_as(nobody, volume, gang)
+    assert ended == code, text
+    assert "Traceback" not in text
+    assert text.count("cannot be written") == 1
+    assert f"{volume} cannot be written by the pods (uid {nobody}" in text
+    assert "belongs to uid 0, gid 0, mode 0755. Set cluster.kubernetes.run_as_user" in text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_run_directory_of_another_user_is_named_and_not_the_volume(make_run: MakeRun, folder_for_all: Path) -> None:
+    made = make_run(*TWO_NODES)
+    volume = place(made, folder_for_all / "runs")
+    volume.chmod(0o777)
+    (volume / made.run.run_id).mkdir(mode=0o755)
+    ended, text = ended_as(pwd.getpwnam("nobody").pw_uid, volume, 0)
+    assert (ended, f"{volume / made.run.run_id} cannot be written by the pods" in text) == (5, True), text
+
+
+def test_a_full_volume_ends_the_run_and_a_broken_one_is_tried_elsewhere(tmp_path: Path) -> None:
+    full = volume_error(options(tmp_path), OSError(errno.ENOSPC, "No space left on device"))
+    assert isinstance(full, DoNotRequeueError)
+    assert "is full" in full.message
+    assert isinstance(volume_error(options(tmp_path), OSError(errno.ESTALE, "Stale file handle")), WrongNodesError)
+
+
+def lose_a_node(made: MadeRun, number: int, lost: int) -> None:
+    """Write what is left in the run directory when a node vanishes and the ranks of the other lose their peers."""
+    for rank in (0, 1):
+        node = NodeRecord(f"node-{rank:04d}-gpu-{rank}", f"gpu-{rank}", rank, 1, 1, 1.0)
+        if rank != lost:
+            ranks = (RankRecord(2 * rank, 0, 1, 1, 1), RankRecord(2 * rank + 1, 1, 1, 1, 1))
+            node = dataclasses.replace(node, ranks=ranks, ended=2.0, exit_code=1, first_failure=2 * rank)
+            message = "connection closed by peer"
+            write_failure(made.run, number, node.node, Failure(2 * rank, "communication", message, 1, node.node))
+        write_node_record(made.run, number, node)
+
+
+def begin(made: MadeRun, workload: str) -> int:
+    nodes = ("gpu-0", "gpu-1")
+    return begin_attempt(made.run, made.record.spec, scheduler="kubernetes", job_id=workload, nodes=nodes)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pod waits for a word that does not come."""
+    monkeypatch.setattr(pod_agent, "VERDICT_SECONDS", 0.05)
+    monkeypatch.setattr(pod_agent, "_POLL_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_lost_node_is_not_charged_however_often_it_happens(make_run: MakeRun) -> None:
+    """The survivors fail first, of connections; what they end with says whether the restart is free of charge."""
+    made = make_run(*TWO_NODES)
+    for _ in range(4):
+        number = begin(made, "jobset/fake-s1")
+        lose_a_node(made, number, lost=1)
+        assert pod_agent._judge(options(made.run.path.parent), made.run, made.record, number, 1) == 75
+        assert pod_agent._verdict(made.run, number, 1) == 75
+    last = read_attempts(made.run)[-1]
+    assert (last.reason, last.free_of_charge) == ("node", True)
+    assert last.decision is not None
+    assert last.decision.why == "node: restart 4 (restarts.preemption)"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_nodes_that_are_lost_before_any_step_is_saved_end_the_run_at_last(make_run: MakeRun) -> None:
+    made, codes = make_run(*TWO_NODES), []
+    for _ in range(10):
+        number = begin(made, "jobset/fake-s1")
+        lose_a_node(made, number, lost=1)
+        codes.append(pod_agent._judge(options(made.run.path.parent), made.run, made.record, number, 1))
+    assert codes == [75] * 9 + [93]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_volcano_counts_every_restart_so_a_lost_node_is_charged_there(make_run: MakeRun) -> None:
+    made, workload = make_run(*TWO_NODES), "volcano/fake-s1"
+    for code in (1, 93):
+        number = begin(made, workload)
+        lose_a_node(made, number, lost=1)
+        place_of = options(made.run.path.parent, workload=workload)
+        assert pod_agent._judge(place_of, made.run, made.record, number, 1) == code
+
+
+@pytest.mark.usefixtures("at_once")
+def test_who_is_left_when_pod_0_is_lost_ends_with_75_and_keeps_a_verdict_of_its_own(make_run: MakeRun) -> None:
+    made = make_run(*TWO_NODES)
+    number = begin(made, "jobset/fake-s1")
+    lose_a_node(made, number, lost=0)
+    assert [pod_agent._verdict(made.run, number, code) for code in (1, 0, 5, 93)] == [75, 0, 5, 93]
+    restart.conclude_abandoned(made.run, made.record)  # by the next gang's pod 0
+    ended = read_attempt(made.run, number)
+    assert ended is not None
+    assert ended.free_of_charge
+    other = begin(made, "jobset/fake-s1")
+    lose_a_node(made, other, lost=2)
+    assert pod_agent._verdict(made.run, other, 1) == 1, "pod 0 has ended, so nothing was lost"

@@ -1,0 +1,578 @@
+"""What would keep a job from starting is found before anything is made: all of it at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.attempts import begin_attempt
+from scaletrain_cli.launch.backends.base import PreflightResult
+from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+from scaletrain_cli.launch.backends.kubernetes.preflight import _may_write
+from scaletrain_cli.spec.kubernetes import KubernetesSpec
+from tests.launch.backends.kubernetes.conftest import SETTINGS, condition
+from tests.launch.backends.kubernetes.fake_api import FakeApi, status
+from tests.launch.conftest import MadeRun
+
+KUEUE = "kueue.x-k8s.io"
+PRODUCT = "nvidia.com/gpu.product"
+GPU = ("cluster.gpu=h100-sxm-80gb", "cluster.gpus_per_node=8", "training.global_batch_size=16", "cluster.nodes=2")
+QUEUE = (*GPU, "cluster.kubernetes.queue=team-a")
+
+
+@pytest.fixture
+def preflight(outlook: Callable[..., PreflightResult]) -> Callable[..., list[str]]:
+    """Checks a spec against the server; returns its notes."""
+    return lambda *settings: list(outlook(*settings).notes)
+
+
+@pytest.fixture
+def outlook(make_run: Callable[..., MadeRun], api: FakeApi) -> Callable[..., PreflightResult]:
+    """Checks a spec against a server that has room for it."""
+    api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
+    api.put("persistentvolumeclaims", claim("runs"))
+    for number in range(4):
+        api.put("nodes", gpu_node(f"n{number}"), namespace="")
+
+    def check(*settings: str) -> PreflightResult:
+        record = make_run(*SETTINGS, *settings).record
+        before = dict(api.objects)
+        try:
+            return KubernetesScheduler().preflight(record.spec, record.plan)
+        finally:
+            assert api.objects == before  # nothing left behind
+
+    return check
+
+
+def claim(name: str, phase: str = "Bound", modes: tuple[str, ...] = ("ReadWriteMany",)) -> dict[str, Any]:
+    return {"metadata": {"name": name}, "spec": {"accessModes": list(modes)}, "status": {"phase": phase}}
+
+
+def gpu_node(name: str, gpus: int = 8, product: str = "H100", **spec: Any) -> dict[str, Any]:
+    allocatable = {"cpu": "96", "memory": "1Ti", "nvidia.com/gpu": str(gpus)}
+    return {
+        "metadata": {"name": name, "labels": {PRODUCT: product}},
+        "spec": spec,
+        "status": {"allocatable": allocatable},
+    }
+
+
+def put_queue(api: FakeApi, gpus: int = 16, cpus: str = "1k", **more: Any) -> dict[str, Any]:
+    """A LocalQueue, its ClusterQueue and a flavor. The memory is plenty."""
+    active = {"conditions": [condition("Active", reason="Ready")]}
+    local = {"kind": "LocalQueue", "metadata": {"name": "team-a"}, "spec": {"clusterQueue": "training"}}
+    api.put("localqueues", {**local, "status": active}, KUEUE)
+    api.put("resourceflavors", {"metadata": {"name": "h100"}, "spec": {"nodeLabels": {PRODUCT: "H100"}}}, KUEUE, "")
+    amounts = {"nvidia.com/gpu": str(gpus), "cpu": cpus, "memory": "100Ti"}
+    resources = [{"name": name, "nominalQuota": amount} for name, amount in amounts.items()]
+    group = {"coveredResources": list(amounts), "flavors": [{"name": "h100", "resources": resources}]}
+    spec = {"resourceGroups": [group], "namespaceSelector": {}, **more}
+    whole = {"kind": "ClusterQueue", "metadata": {"name": "training"}, "spec": spec}
+    return api.put("clusterqueues", {**whole, "status": dict(active)}, KUEUE, "")
+
+
+def problems(preflight: Callable[..., list[str]], *settings: str) -> str:
+    with pytest.raises(SchedulerError) as caught:
+        preflight(*settings)
+    assert caught.value.exit_code == 4
+    return str(caught.value)
+
+
+def test_a_job_that_can_run_has_no_problem_and_every_object_was_judged(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    assert not [note for note in preflight(*GPU) if "not checked" in note]
+    dry = [asked for asked in api.asked if "dryRun=All" in asked]
+    for kind in ("configmaps", "jobsets", "batch/v1/namespaces/ml/jobs", "api/v1/namespaces/ml/pods"):
+        assert any(kind in asked for asked in dry), kind
+    assert len(dry) == len([asked for asked in api.asked if asked.startswith("PATCH")])
+
+
+def test_all_problems_come_at_once(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    del api.installed["jobset.x-k8s.io/v1alpha2"]
+    api.put("localqueues", {"metadata": {"name": "team-b"}, "spec": {}}, KUEUE)
+    text = problems(
+        preflight,
+        *QUEUE,
+        "cluster.kubernetes.priority=urgent",
+        "cluster.kubernetes.pod_priority=high",
+        "cluster.kubernetes.service_account=runner",
+        "cluster.kubernetes.runs.claim=nowhere",
+    )
+    assert "v1.36.2: 6 problems would keep the job from starting" in text
+    assert "queue = team-a: there is no such LocalQueue in namespace ml. There are: team-b." in text
+    assert "priority = urgent: there is no such WorkloadPriorityClass, and the job would wait in silence" in text
+    assert "pod_priority = high" in text
+    assert "service_account = runner" in text
+    assert "runs.claim = nowhere" in text
+    assert "no JobSet of jobset.x-k8s.io/v1alpha2" in text
+
+
+def test_a_missing_namespace_is_the_only_problem_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    text = problems(preflight, "cluster.kubernetes.namespace=nope", "cluster.kubernetes.priority=x", *QUEUE)
+    assert "namespace = nope: there is no such namespace" in text
+    assert "urgent" not in text
+
+
+def test_a_quota_that_can_never_fit_is_told_apart_from_one_that_is_busy(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    whole = put_queue(api, gpus=8)
+    text = problems(preflight, *QUEUE)
+    assert "can never admit it: flavor h100: the job needs 16 nvidia.com/gpu, and there are 8 at the most" in text
+    resources = whole["spec"]["resourceGroups"][0]["flavors"][0]["resources"]
+    resources[0]["nominalQuota"] = "16"
+    assert not [note for note in preflight(*QUEUE) if "busy" in note]
+    taken = [{"name": "h100", "resources": [{"name": "nvidia.com/gpu", "total": "8"}]}]
+    whole["status"]["flavorsReservation"] = taken
+    (note,) = [note for note in preflight(*QUEUE) if "busy" in note]
+    assert "8 of 16 nvidia.com/gpu are taken, and the job needs 16; the job will wait" in note
+
+
+def test_the_start_is_now_where_quota_is_free_and_else_not_known_and_why(
+    outlook: Callable[..., PreflightResult], api: FakeApi
+) -> None:
+    assert (outlook(*GPU).start.at, outlook(*GPU).start.why[:20]) == (None, "no quota plans ahead")
+    whole = put_queue(api)
+    start = outlook(*QUEUE).start
+    assert start.at is not None
+    assert "queue team-a has quota free and nothing waits for it" in start.why
+    whole["status"]["pendingWorkloads"] = 3
+    start = outlook(*QUEUE).start
+    assert (start.at, "quota free, with 3 jobs before it at the most" in start.why) == (None, True)
+    taken = [{"name": "h100", "resources": [{"name": "nvidia.com/gpu", "total": "8"}]}]
+    whole["status"]["flavorsReservation"] = taken
+    assert "team-a has to get quota back first, with 3 jobs before it at the most" in outlook(*QUEUE).start.why
+    whole["spec"]["stopPolicy"] = "Hold"
+    assert outlook(*QUEUE).start.why == "ClusterQueue training is held"
+    api.forbid("get", "clusterqueues", KUEUE)
+    assert outlook(*QUEUE).start.why == "the quota of queue team-a cannot be looked at"
+
+
+def test_what_can_be_borrowed_counts(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    whole = put_queue(api, gpus=8, cohortName="all")
+    lender = {"metadata": {"name": "b"}, "spec": {**whole["spec"]}}
+    api.put("clusterqueues", lender, KUEUE, "")
+    assert preflight(*QUEUE) is not None
+    whole["spec"]["resourceGroups"][0]["flavors"][0]["resources"][0]["borrowingLimit"] = "4"
+    assert "there are 12 at the most" in problems(preflight, *QUEUE)
+
+
+def test_a_resource_that_no_flavor_covers_waits_for_ever(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    whole = put_queue(api)
+    group = whole["spec"]["resourceGroups"][0]
+    group["coveredResources"].remove("memory")
+    assert "no flavor has any memory" in problems(preflight, *QUEUE)
+    group["coveredResources"].append("memory")
+    for node in api.all("nodes"):
+        node["status"]["allocatable"]["rdma/hca"] = "1"
+    notes = preflight(*QUEUE, "cluster.kubernetes.rdma_resource=rdma/hca")
+    assert any("covers rdma/hca: the job waits for ever unless" in note for note in notes)
+
+
+def test_a_flavor_whose_taint_is_not_tolerated_does_not_count(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    put_queue(api)
+    flavor = api.objects[(KUEUE, "resourceflavors", "", "h100")]
+    flavor["spec"]["nodeTaints"] = [{"key": "spot", "value": "true", "effect": "NoSchedule"}]
+    assert "do not tolerate its taint spot=true:NoSchedule" in problems(preflight, *QUEUE)
+    preflight(*QUEUE, "cluster.spot=true")
+
+
+def test_queues_that_are_held_or_broken_are_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    whole = put_queue(api, stopPolicy="Hold")
+    assert any("ClusterQueue training is held" in note for note in preflight(*QUEUE))
+    whole["spec"]["stopPolicy"] = "None"
+    whole["status"]["conditions"] = [condition("Active", "False", "FlavorNotFound", "references missing flavors")]
+    assert "ClusterQueue training is not active: FlavorNotFound" in problems(preflight, *QUEUE)
+    del api.objects[(KUEUE, "clusterqueues", "", "training")]
+    assert "leads to ClusterQueue training, which is not there" in problems(preflight, *QUEUE)
+    for version in [version for version in api.installed if version.startswith(KUEUE)]:
+        del api.installed[version]
+    assert "has no LocalQueue of kueue.x-k8s.io/v1beta2. Install it" in problems(preflight, *QUEUE)
+
+
+def test_a_queue_that_takes_no_jobs_of_the_namespace_is_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    whole = put_queue(api, namespaceSelector=None)
+    refused = "takes no jobs of namespace ml (its namespaceSelector)"
+    assert refused in problems(preflight, *QUEUE)
+    api.put("namespaces", {"metadata": {"name": "ml", "labels": {"team": "a"}}}, namespace="")
+    for selector, taken in [
+        ({"matchLabels": {"team": "a"}}, True),
+        ({"matchLabels": {"team": "b"}}, False),
+        ({"matchExpressions": [{"key": "team", "operator": "In", "values": ["a", "b"]}]}, True),
+        ({"matchExpressions": [{"key": "team", "operator": "NotIn", "values": ["a"]}]}, False),
+        ({"matchExpressions": [{"key": "team", "operator": "Exists"}]}, True),
+        ({"matchExpressions": [{"key": "team", "operator": "DoesNotExist"}]}, False),
+        ({"matchExpressions": [{"key": "other", "operator": "DoesNotExist"}]}, True),
+    ]:
+        whole["spec"]["namespaceSelector"] = selector
+        assert preflight(*QUEUE) is not None if taken else refused in problems(preflight, *QUEUE)
+
+
+def test_a_claim_that_waits_for_its_first_pod_is_a_note(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    api.put("persistentvolumeclaims", claim("runs", "Pending"))
+    assert "the claim is not bound to a volume" in problems(preflight, *GPU)
+    about = {"kind": "PersistentVolumeClaim", "name": "runs"}
+    api.put("events", {"metadata": {"name": "e"}, "reason": "WaitForFirstConsumer", "involvedObject": about})
+    assert any("claim runs is not bound yet" in note for note in preflight(*GPU))
+    api.put("persistentvolumeclaims", claim("runs", modes=("ReadWriteOnce",)))
+    assert "must be ReadWriteMany for 2 pods; it is ReadWriteOnce" in problems(preflight, *GPU)
+    api.put("persistentvolumeclaims", claim("runs", "Lost"))
+    assert "the claim is Lost" in problems(preflight, *GPU)
+
+
+def test_secrets_and_their_keys_are_looked_for_and_need_not_be_readable(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    wanted = ("cluster.kubernetes.secrets.TOKEN={secret: hub, key: token}", *GPU)
+    assert "there is no such Secret in namespace ml" in problems(preflight, *wanted)
+    api.put("secrets", {"metadata": {"name": "hub"}, "data": {"other": "aGlkZGVu"}})
+    text = problems(preflight, *wanted)
+    assert "Secret hub has no key token; it has other" in text
+    assert "aGlkZGVu" not in text
+    api.forbid("get", "secrets")
+    assert any("you may not read Secrets" in note for note in preflight(*wanted))
+
+
+def test_without_a_queue_nodes_that_could_ever_do_are_counted(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    text = problems(preflight, *GPU, "cluster.kubernetes.gpu_product=B200")
+    assert "the 4 nodes can ever run 0 pods of it, and 2 are needed (4 lack label nvidia.com/gpu.product=B200)" in text
+    taint = {"key": "team", "value": "b", "effect": "NoSchedule"}
+    for number in range(3):
+        api.put("nodes", gpu_node(f"n{number}", taints=[taint]), namespace="")
+    assert "3 lack a toleration of team=b:NoSchedule" in problems(preflight, *GPU)
+    for number in range(3):
+        api.put("nodes", gpu_node(f"n{number}", gpus=4), namespace="")
+    assert "3 lack 8 nvidia.com/gpu" in problems(preflight, *GPU)
+    api.objects[("", "nodes", "", "n0")]["metadata"]["labels"]["karpenter.sh/nodepool"] = "gpu"
+    assert any("until the node pools have grown" in note for note in preflight(*GPU))
+    api.forbid("list", "nodes")
+    assert any("not checked" in note and "list nodes" in note for note in preflight(*GPU))
+
+
+def test_a_namespaces_own_limit_is_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    quota = {"metadata": {"name": "q"}, "spec": {}, "status": {"hard": {"requests.nvidia.com/gpu": "8"}, "used": {}}}
+    api.put("resourcequotas", quota)
+    assert "ResourceQuota q of the namespace allows 8 requests.nvidia.com/gpu" in problems(preflight, *GPU)
+    quota["status"] = {"hard": {"pods": "2"}, "used": {"pods": "1"}}
+    assert any("the job waits for the rest" in note for note in preflight(*GPU))
+
+
+def test_an_object_that_the_server_would_refuse_is_a_problem_in_its_words(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    causes = [{"field": "spec.failurePolicy.rules[0].name", "message": "Invalid value"}]
+    api.refusals[("create", "jobsets")] = (422, status(422, "Invalid", "invalid", name="j", causes=causes))
+    assert "JobSet as it would be sent: spec.failurePolicy.rules[0].name: Invalid value" in problems(preflight, *GPU)
+
+
+def test_a_template_that_no_job_may_have_is_a_problem(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    causes = [{"field": "spec.template.spec.restartPolicy", "message": "Unsupported value"}]
+    api.refusals[("create", "jobs")] = (422, status(422, "Invalid", "invalid", name="j", causes=causes))
+    text = problems(preflight, *GPU)
+    assert "the Job that would be made of it is refused: spec.template.spec.restartPolicy Unsupported value" in text
+
+
+def test_who_may_not_make_jobs_is_told_that_the_child_was_not_checked(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    api.forbid("create", "jobs", "batch")
+    assert any("not checked whether the Job" in note for note in preflight(*GPU))
+    api.forbid("create", "jobsets", "jobset.x-k8s.io")
+    with pytest.raises(SchedulerError, match="JobSet as it would be sent"):
+        preflight(*GPU)
+
+
+@pytest.mark.parametrize("backend", ["volcano", "trainjob"])
+def test_every_backend_is_judged(preflight: Callable[..., list[str]], api: FakeApi, backend: str) -> None:
+    preflight(*GPU, f"cluster.kubernetes.backend={backend}")
+    text = problems(preflight, *GPU, f"cluster.kubernetes.backend={backend}", "cluster.kubernetes.pod_priority=no")
+    assert "pod_priority = no" in text
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        'admission webhook "validator.trainjob.trainer.kubeflow.org" denied the request: spec.runtimeRef: Invalid '
+        'value: {}: TrainingRuntime.trainer.kubeflow.org "x" not found: specified trainingRuntime must be created '
+        "before the TrainJob is created",
+        "admission webhook \"vtrainjob.kb.io\" denied the request: runtime 'x' not found",
+    ],
+    ids=["Trainer", "Kueue"],
+)
+def test_a_trainjob_is_not_refused_for_the_runtime_that_a_dry_run_does_not_make(
+    preflight: Callable[..., list[str]], api: FakeApi, said: str
+) -> None:
+    """Both webhooks look for the runtime among what is there; a dry run leaves nothing there."""
+    api.refusals[("create", "trainjobs")] = (403, status(403, "Forbidden", said))
+    preflight(*GPU, "cluster.kubernetes.backend=trainjob")
+    api.refusals[("create", "trainjobs")] = (403, status(403, "Forbidden", "webhook denied the request: name"))
+    assert "webhook denied the request: name" in problems(preflight, *GPU, "cluster.kubernetes.backend=trainjob")
+
+
+def test_a_pod_that_the_namespace_never_takes_is_a_problem_before_anything_is_sent(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    """The API server takes a Job whose pods break the namespace's security level, and refuses each pod of it."""
+    said = 'pods "x" is forbidden: violates PodSecurity "restricted:latest": unrestricted capabilities (IPC_LOCK)'
+    api.refusals[("create", "pods")] = (403, status(403, "Forbidden", said))
+    assert f"the Pod that would be made of it is refused: {said}" in problems(preflight, *GPU)
+    api.forbid("create", "pods")
+    assert any("not checked whether the Pod" in note for note in preflight(*GPU))
+
+
+@pytest.mark.parametrize(
+    ("said", "note"),
+    [
+        ('pods "x" is forbidden: exceeded quota: q, requested: pods=1, used: pods=8', "and the job waits for it"),
+        ('admission webhook "policy.example" denied the request: no naked pods', "perhaps only because no Job owns it"),
+    ],
+)
+def test_a_pod_that_is_refused_for_now_is_a_note(
+    preflight: Callable[..., list[str]], api: FakeApi, said: str, note: str
+) -> None:
+    api.refusals[("create", "pods")] = (403, status(403, "Forbidden", said))
+    assert any(note in told and said in told for told in preflight(*GPU))
+
+
+def put_topology(api: FakeApi) -> None:
+    levels = [{"nodeLabel": "topology.example/block"}, {"nodeLabel": "kubernetes.io/hostname"}]
+    api.put("topologies", {"metadata": {"name": "racks"}, "spec": {"levels": levels}}, KUEUE, "")
+
+
+def test_a_topology_that_no_flavor_has_is_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    """Kueue never admits such a job, and its message may name only another flavor's quota."""
+    put_queue(api)
+    put_topology(api)
+    flavor = api.objects[(KUEUE, "resourceflavors", "", "h100")]
+    rack = (*QUEUE, "cluster.kubernetes.topology={kind: required, key: topology.example/rack}")
+    assert "flavor h100: it has no Topology, for which the job asks" in problems(preflight, *rack)
+    flavor["spec"]["topologyName"] = "racks"
+    found = problems(preflight, *rack)
+    assert "has no level topology.example/rack; it has topology.example/block, kubernetes.io/hostname" in found
+    preflight(*QUEUE, "cluster.kubernetes.topology={kind: required, key: topology.example/block}")
+    preflight(*QUEUE, "cluster.kubernetes.topology={kind: unconstrained}")
+    api.forbid("list", "topologies", KUEUE)
+    preflight(*rack)  # what may not be seen is for Kueue to judge
+
+
+def test_a_job_without_a_topology_has_no_flavor_with_one_unless_all_have(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    whole = put_queue(api, gpus=8)
+    (group,) = whole["spec"]["resourceGroups"]
+    large = [resource | {"nominalQuota": "16"} for resource in group["flavors"][0]["resources"]]
+    group["flavors"].append({"name": "placed", "resources": [*large[:1], *group["flavors"][0]["resources"][1:]]})
+    spec = {"nodeLabels": {PRODUCT: "H100"}, "topologyName": "racks"}
+    api.put("resourceflavors", {"metadata": {"name": "placed"}, "spec": spec}, KUEUE, "")
+    assert "flavor placed: it takes only pods that ask for a topology" in problems(preflight, *QUEUE)
+    api.objects[(KUEUE, "resourceflavors", "", "h100")]["spec"]["topologyName"] = "racks"
+    preflight(*QUEUE)
+
+
+def test_pods_are_counted_where_a_queue_counts_them(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    whole = put_queue(api)
+    (group,) = whole["spec"]["resourceGroups"]
+    group["coveredResources"].append("pods")
+    group["flavors"][0]["resources"].append({"name": "pods", "nominalQuota": "1"})
+    assert "the job needs 2 pods, and there are 1 at the most" in problems(preflight, *QUEUE)
+
+
+def test_a_volcano_queue_must_be_open(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    volcano = (*GPU, "cluster.kubernetes.backend=volcano", "cluster.kubernetes.queue=q")
+    assert "no such Volcano queue" in problems(preflight, *volcano)
+    api.put("queues", {"metadata": {"name": "q"}, "status": {"state": "Closed"}}, "scheduling.volcano.sh", "")
+    assert "is Closed, and takes no jobs" in problems(preflight, *volcano)
+
+
+def test_a_volcano_queue_that_can_never_hold_the_gang_is_told_from_one_that_is_busy(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    volcano = (*GPU, "cluster.kubernetes.backend=volcano", "cluster.kubernetes.queue=q")
+    queue: dict[str, Any] = {"metadata": {"name": "q"}, "spec": {"capability": {"nvidia.com/gpu": "8"}}}
+    api.put("queues", queue, "scheduling.volcano.sh", "")
+    assert "needs 16 nvidia.com/gpu, and its capability is 8" in problems(preflight, *volcano)
+    queue["spec"]["capability"]["nvidia.com/gpu"] = "16"
+    assert not [note for note in preflight(*volcano) if "busy" in note]
+    queue["status"] = {"state": "Open", "allocated": {"nvidia.com/gpu": "8"}}
+    assert any("8 of 16 nvidia.com/gpu are taken; the job will wait" in note for note in preflight(*volcano))
+
+
+def put_volume(
+    api: FakeApi, policy: str | None = None, modes: tuple[str, ...] = ("ReadWriteMany",), **spec: Any
+) -> None:
+    """A volume for the claim, of a CSI driver with this policy unless it is of another kind."""
+    body = claim("runs", modes=modes)
+    body["spec"]["volumeName"] = "v"
+    api.put("persistentvolumeclaims", body)
+    source = spec or {"csi": {"driver": "d", "fsType": "ext4"}}
+    api.put("persistentvolumes", {"metadata": {"name": "v"}, "spec": source}, namespace="")
+    driver = {"metadata": {"name": "d"}, "spec": {"fsGroupPolicy": policy}}
+    api.put("csidrivers", driver, "storage.k8s.io", "")
+
+
+@pytest.mark.parametrize(
+    "volume", [{"policy": "None"}, {"policy": "ReadWriteOnceWithFSType"}, {"nfs": {"server": "x"}}]
+)
+def test_a_volume_to_which_no_fs_group_is_applied_is_told(
+    preflight: Callable[..., list[str]], api: FakeApi, volume: dict[str, Any]
+) -> None:
+    put_volume(api, **volume)
+    assert any("fs_group 1000 has no effect on claim runs" in note for note in preflight(*GPU))
+
+
+def test_a_volume_that_is_given_to_the_pods_group_needs_no_word(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
+    put_volume(api, "File")
+    assert not [note for note in preflight(*GPU) if "fs_group" in note]
+    put_volume(api, "None")
+    api.forbid("get", "persistentvolumes")
+    assert not [note for note in preflight(*GPU) if "fs_group" in note], "what may not be looked at is not claimed"
+
+
+def test_a_run_directory_that_the_pods_could_not_write_is_refused_before_anything_is_sent(
+    outlook: Callable[..., PreflightResult], api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where this machine's runs root is the path that the pods have: the run directory will be this user's."""
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
+    settings = (
+        *GPU,
+        f"cluster.kubernetes.runs={{claim: runs, path: {tmp_path}}}",
+        "cluster.kubernetes.run_as_user=4711",
+    )
+    put_volume(api, "None")
+    with pytest.raises(SchedulerError, match=f"could not write {tmp_path}"):
+        outlook(*settings)
+    put_volume(api, "File")
+    assert not [note for note in outlook(*settings).notes if "could not write" in note]
+
+
+@pytest.mark.parametrize(
+    ("uid", "gid", "mode", "may"),
+    [
+        (1000, 1, 0o750, True),
+        (1000, 1, 0o550, False),
+        (1, 1000, 0o770, True),
+        (1, 2000, 0o770, True),
+        (1, 1000, 0o750, False),
+        (1, 1, 0o777, True),
+        (1, 1, 0o775, False),
+    ],
+)
+def test_owner_group_and_mode_decide_what_the_pods_may_write(uid: int, gid: int, mode: int, may: bool) -> None:
+    assert _may_write(KubernetesSpec(run_as_user=1000, fs_group=2000), uid, gid, mode) is may
+
+
+def test_a_run_directory_of_another_user_is_refused_by_resume(api: FakeApi, make_run: Callable[..., MadeRun]) -> None:
+    api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
+    for number in range(2):
+        api.put("nodes", gpu_node(f"n{number}"), namespace="")
+    put_volume(api, "None")
+    made = make_run(*SETTINGS)
+    begin_attempt(made.run, made.record.spec, scheduler="kubernetes", job_id="jobset/x-s1", nodes=("n",))
+    if os.geteuid() == 0:
+        os.chown(made.run.path, 4711, 4711)
+    with pytest.raises(SchedulerError, match=r"could not write .*run_as_user: \d+, or give the folder to uid 1000"):
+        KubernetesScheduler().preflight(made.record.spec, made.record.plan, made.run)
+
+
+def test_a_queue_that_is_held_takes_the_job_and_makes_it_wait(
+    outlook: Callable[..., PreflightResult], api: FakeApi
+) -> None:
+    """Kueue calls both queues inactive then; only a queue that is out of order is a problem."""
+    whole = put_queue(api, stopPolicy="Hold")
+    local = api.objects[(KUEUE, "localqueues", "ml", "team-a")]
+    whole["status"] = {"conditions": [condition("Active", "False", "Stopped", "Can't admit new workloads: is stopped")]}
+    elsewhere = condition("Active", "False", "ClusterQueueIsInactive", "Can't submit new workloads to clusterQueue")
+    local["status"] = {"conditions": [elsewhere]}
+    found = outlook(*QUEUE)
+    assert any("ClusterQueue training is held (stopPolicy Hold)" in note for note in found.notes)
+    assert (found.start.at, found.start.why) == (None, "ClusterQueue training is held")
+    whole["spec"]["stopPolicy"] = "None"
+    whole["status"] = {"conditions": [condition("Active", "False", "FlavorNotFound", "references missing h100")]}
+    with pytest.raises(SchedulerError, match="FlavorNotFound"):
+        outlook(*QUEUE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "spec", "told"),
+    [
+        (("cluster.kubernetes.node_selector={rack: r9}",), {}, "can ever run 0 pods of it, and 2 are needed"),
+        ((), {"taints": [{"key": "team", "value": "b", "effect": "NoSchedule"}]}, "a toleration of team=b:NoSchedule"),
+    ],
+)
+def test_nodes_that_will_never_do_are_a_problem_although_the_queue_has_quota(
+    preflight: Callable[..., list[str]], api: FakeApi, settings: tuple[str, ...], spec: dict[str, Any], told: str
+) -> None:
+    whole = put_queue(api)
+    for number in range(4):
+        api.put("nodes", gpu_node(f"n{number}", **spec), namespace="")
+    assert told in problems(preflight, *QUEUE, *settings)
+    whole["spec"]["admissionChecksStrategy"] = {
+        "admissionChecks": [{"name": "provision"}]
+    }  # it may make nodes, or send the job to another cluster
+    assert any(told in note for note in preflight(*QUEUE, *settings))
+
+
+def test_a_job_whose_nodes_are_cordoned_does_not_start_now_although_the_queue_has_quota(
+    outlook: Callable[..., PreflightResult], api: FakeApi
+) -> None:
+    put_queue(api)
+    for number in range(3):
+        api.put("nodes", gpu_node(f"n{number}", unschedulable=True), namespace="")
+    found = outlook(*QUEUE)
+    assert (found.start.at, found.start.why) == (None, "nodes that it needs are cordoned")
+    assert any("3 nodes that would do take no pods now (cordoned)" in note for note in found.notes)
+
+
+def test_a_queue_may_put_the_job_on_the_nodes_of_any_flavor(
+    outlook: Callable[..., PreflightResult], api: FakeApi
+) -> None:
+    """The flavor's labels and tolerations count, and one flavor with enough nodes is enough."""
+    whole = put_queue(api)
+    first = whole["spec"]["resourceGroups"][0]["flavors"][0]
+    whole["spec"]["resourceGroups"][0]["flavors"].append({**first, "name": "other"})
+    taint = {"key": "team", "value": "a", "effect": "NoSchedule"}
+    more = {"nodeLabels": {"pool": "x"}, "tolerations": [{"key": "team", "operator": "Exists"}], "nodeTaints": [taint]}
+    api.put("resourceflavors", {"metadata": {"name": "other"}, "spec": more}, KUEUE, "")
+    for number in range(4):
+        node = gpu_node(f"n{number}", taints=[taint] if number < 2 else [])
+        node["metadata"]["labels"] = {"pool": "x"} if number < 2 else {}
+        api.put("nodes", node, namespace="")
+    assert outlook(*QUEUE).start.at is not None
+
+
+def test_a_kueue_of_before_v1beta2_is_spoken_to_in_its_own_version(
+    outlook: Callable[..., PreflightResult], api: FakeApi
+) -> None:
+    """Its ClusterQueue calls the cohort `cohort`, and its Cohorts and Topologies are v1alpha1."""
+    del api.installed["kueue.x-k8s.io/v1beta2"]
+    api.strict = True
+    api.installed["kueue.x-k8s.io/v1beta1"] = ("localqueues", "clusterqueues", "resourceflavors")
+    api.installed["kueue.x-k8s.io/v1alpha1"] = ("cohorts", "topologies")
+    put_queue(api, gpus=8, cohort="all")
+    other = put_queue(api, gpus=8, cohort="all")
+    other["metadata"] = {"name": "lender"}
+    api.put("clusterqueues", other, KUEUE, "")
+    put_queue(api, gpus=8, cohort="all")
+    api.put("cohorts", {"metadata": {"name": "all"}, "spec": {}}, KUEUE, "")
+    found = outlook(*QUEUE)
+    assert found.start.at is not None, "what it borrows of its cohort is enough"
+    assert not [note for note in found.notes if "not checked" in note]
+    assert len([asked for asked in api.asked if "/v1beta2/" in asked]) < 10, (
+        "the version is found out once for each kind"
+    )
+    api.installed = {version: kinds for version, kinds in api.installed.items() if "kueue" not in version}
+    with pytest.raises(SchedulerError, match=r"has no LocalQueue of kueue.x-k8s.io/v1beta2. Install it"):
+        outlook(*QUEUE)

@@ -1,0 +1,136 @@
+"""k8s/rbac.yaml grants the calls that this launcher makes, all of them and no others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.backends.kubernetes.api import connect
+from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+from scaletrain_cli.launch.backends.kubernetes.cluster_view import look
+from scaletrain_cli.launch.submit import submit_run
+from scaletrain_cli.rundir.documents import read_document, write_document
+from tests.launch.backends.kubernetes.conftest import SETTINGS, ended, pod
+from tests.launch.backends.kubernetes.fake_api import FakeApi, status
+from tests.launch.conftest import MadeRun
+
+PROJECT = Path(__file__).parents[4]
+# Asked, and better not granted: who may read a Secret can read its values. Without it there is a note.
+NOT_GRANTED = {("get", "", "secrets")}
+NAMED = (
+    "cluster.kubernetes.pod_priority=p",
+    "cluster.kubernetes.service_account=s",
+    "cluster.kubernetes.secrets.TOKEN={secret: hub, key: token}",
+)
+BACKENDS = {
+    "jobset": ("cluster.kubernetes.queue=q", "cluster.kubernetes.priority=w"),
+    "volcano": ("cluster.kubernetes.backend=volcano", "cluster.kubernetes.queue=q"),
+    "trainjob": ("cluster.kubernetes.backend=trainjob",),
+    "native": ("cluster.kubernetes.native_gang=v1alpha2",),
+}
+
+
+def granted(kind: str) -> set[tuple[str, str, str]]:
+    """(verb, group, resource) of the submitters' Role or ClusterRole."""
+    documents = YAML(typ="safe").load_all((PROJECT / "k8s" / "rbac.yaml").read_text(encoding="utf-8"))
+    rules = [rule for body in documents if body["kind"] == kind for rule in body["rules"]]
+    return {
+        (verb, group, resource)
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def live(api: FakeApi, made: MadeRun) -> None:
+    """Everything that this launcher ever does with a run."""
+    scheduler = KubernetesScheduler()
+    with contextlib.suppress(SchedulerError):  # nothing is there, so every name is looked up and the others listed
+        scheduler.preflight(made.record.spec, made.record.plan)
+    _refuse_the_workload(api, made)
+    _lose_the_workload(api, made)
+    submit_run(made.run, made.record, scheduler)
+    (made.run.path / "submission.json").unlink()  # who did not live to write it finds the job again
+    workload = submit_run(made.run, made.record, scheduler).job_id.partition("/")[2]
+    scheduler.job(made.run, made.record)
+    waiting = pod(workload, 1, phase="Pending")
+    dead = pod(workload, 0, node="n", metadata={"deletionTimestamp": "2026-11-21T10:00:00Z"})
+    for one in (waiting, dead):
+        api.put("pods", one)
+    api.put("nodes", {"metadata": {"name": "n"}, "status": {}}, namespace="")
+    scheduler.job(made.run, made.record)
+    scheduler.force(made.run, made.record)
+    api.put("pods", ended(workload, 0, 0))
+    logs = scheduler.logs(made.run, made.record)
+    assert logs is not None
+    logs.bring()
+    scheduler.cancel(made.run, made.record)
+
+
+def _refuse_the_workload(api: FakeApi, made: MadeRun) -> None:
+    """The objects that were made for it are taken back."""
+    whole = KubernetesScheduler()._manifest(made.run, made.record, lambda: pytest.fail("asked"))[0].workload_object
+    plural = f"{whole['kind'].lower()}s"
+    api.refusals[("create", plural)] = (422, status(422, "Invalid", "no"))
+    with pytest.raises(SchedulerError):
+        submit_run(made.run, made.record, KubernetesScheduler())
+    del api.refusals[("create", plural)]
+
+
+def _lose_the_workload(api: FakeApi, made: MadeRun) -> None:
+    """What was made for a workload that the server never took is removed by cancel."""
+    whole = KubernetesScheduler()._manifest(made.run, made.record, lambda: pytest.fail("asked"))[0].workload_object
+    plural = f"{whole['kind'].lower()}s"
+    api.refusals[("create", plural)] = (503, status(503, "ServiceUnavailable", "later"))
+    with pytest.raises(SchedulerError):
+        submit_run(made.run, made.record, KubernetesScheduler())
+    del api.refusals[("create", plural)]
+    place = read_document(made.run.path / "kubernetes.json")
+    assert place is not None
+    write_document(made.run.path / "kubernetes.json", place | {"asked": 0.0})
+    KubernetesScheduler().cancel(made.run, made.record)
+    made.run.stop_file.unlink()
+    assert not [body for body in api.objects.values() if body["metadata"]["name"].startswith(made.run.run_id)]
+
+
+def put_queue(api: FakeApi) -> None:
+    group = "kueue.x-k8s.io"
+    local = {"kind": "LocalQueue", "metadata": {"name": "q"}, "spec": {"clusterQueue": "c"}}
+    whole: dict[str, Any] = {"kind": "ClusterQueue", "metadata": {"name": "c"}, "spec": {"cohortName": "all"}}
+    api.put("localqueues", local, group)
+    api.put("clusterqueues", whole, group, "")
+
+
+@pytest.fixture
+def calls(api: FakeApi, make_run: Callable[..., MadeRun]) -> set[tuple[str, str, str]]:
+    api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
+    pending = {"metadata": {"name": "runs"}, "spec": {"volumeName": "v"}, "status": {"phase": "Pending"}}
+    volume = {"metadata": {"name": "v"}, "spec": {"csi": {"driver": "d"}}}
+    api.put("persistentvolumes", volume, namespace="")
+    for name, more in BACKENDS.items():
+        live(api, make_run(*SETTINGS, *NAMED, *more, run_id=name))  # with no queue there, its like are listed
+    put_queue(api)
+    api.put("persistentvolumeclaims", pending)
+    near = "cluster.kubernetes.topology={kind: unconstrained}"
+    live(api, make_run(*SETTINGS, *BACKENDS["jobset"], near, run_id="queued"))
+    look(connect(None, "ml"), "ml")
+    return api.calls - NOT_GRANTED
+
+
+def test_a_submitter_may_do_what_is_done_for_it_and_no_more(calls: set[tuple[str, str, str]]) -> None:
+    may = granted("Role") | granted("ClusterRole")
+    assert calls - may == set(), "called, not granted"
+    assert may - calls == set(), "granted, never called"
+
+
+def test_what_has_no_namespace_is_granted_for_the_cluster_and_only_to_be_read() -> None:
+    cluster_wide = granted("ClusterRole")
+    assert {verb for verb, _, _ in cluster_wide} <= {"get", "list"}
+    assert granted("Role") & cluster_wide == {("list", "", "pods")}, "pods of others hold GPUs, too"

@@ -1,0 +1,48 @@
+"""rm: what is left in the cluster of a run that is over goes with its run directory."""
+
+from __future__ import annotations
+
+import pytest
+
+from scaletrain_cli.errors import SchedulerError, UsageError
+from scaletrain_cli.launch.remove import plan_removal, remove
+from tests.launch.backends.kubernetes.conftest import ended
+from tests.launch.backends.kubernetes.fake_api import FakeApi
+from tests.launch.backends.kubernetes.test_backend import finish, put_pods, submit, workload
+from tests.launch.conftest import MadeRun
+
+
+def test_the_objects_of_a_run_that_is_over_are_deleted_with_it(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    put_pods(api, made, name, ended(name, 0, 0), ended(name, 1, 0))
+    with pytest.raises(UsageError, match="scaletrain cancel"):
+        plan_removal(made.run, with_checkpoints=False)
+    finish(api, name, "Completed")
+    assert remove(plan_removal(made.run, with_checkpoints=False), with_checkpoints=False) == [name]
+    assert not made.run.path.exists()
+    assert api.deletions
+
+
+def test_an_object_of_another_run_stays(made: MadeRun, api: FakeApi) -> None:
+    name = submit(made)
+    finish(api, name, "Completed")
+    found = plan_removal(made.run, with_checkpoints=False)
+    workload(api, name)["metadata"]["annotations"]["scaletrain.dev/run-id"] = "other"
+    assert remove(found, with_checkpoints=False) == []
+    assert workload(api, name)["metadata"].get("deletionTimestamp") is None
+
+
+def test_a_cluster_that_cannot_be_asked_keeps_the_run(
+    made: MadeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = submit(made)
+    finish(api, name, "Completed")
+    found = plan_removal(made.run, with_checkpoints=False)
+
+    def silent(*arguments: object) -> None:
+        raise SchedulerError("the API server does not answer.")
+
+    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.backend.KubernetesScheduler._look", silent)
+    with pytest.raises(SchedulerError, match="does not answer"):
+        remove(found, with_checkpoints=False)
+    assert made.run.record.exists()

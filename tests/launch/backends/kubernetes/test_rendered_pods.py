@@ -1,0 +1,121 @@
+"""What is rendered is what runs: the pods of each backend's manifest as processes, with its arguments and environment.
+
+A kubelet of a few lines stands in: it resolves fields and mounts, and expands nothing else. Names are not resolved, so
+pod 0 is looked for on this machine.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.launch.attempts import read_attempts
+from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest, documents_for, manifest
+from scaletrain_cli.launch.backends.kubernetes.pod import DOCUMENTS_PATH
+from scaletrain_cli.launch.node.ranks import free_port
+from scaletrain_cli.rundir.paths import RunDir
+from tests.launch.backends.kubernetes.rendering import BACKENDS, NEEDED, container_of
+from tests.launch.conftest import ENGINE, MadeRun
+from tests.launch.working_tree import WorkingTree
+
+OPTIONS = (
+    *NEEDED,
+    "cluster.nodes=2",
+    "cluster.kubernetes.runs.path=/volume",
+    "secret_env=[HF_TOKEN]",
+    "cluster.kubernetes.secrets={HF_TOKEN: {secret: hub-login, key: token}}",
+)
+
+
+def fields(backend: str, number: int) -> dict[str, str]:
+    """As the API server and the backend's controller make them."""
+    index = {
+        "volcano": {"metadata.labels['volcano.sh/task-index']": str(number)},
+        "jobset": {"metadata.annotations['batch.kubernetes.io/job-completion-index']": str(number)},
+    }
+    gang = {
+        "volcano": {"metadata.annotations['volcano.sh/job-version']": "3"},
+        "jobset": {"metadata.labels['jobset.sigs.k8s.io/restart-attempt']": "3"},
+    }
+    kind = "volcano" if backend == "volcano" else "jobset"
+    return {**index[kind], **gang[kind], "spec.nodeName": f"gpu-{number}", "metadata.name": f"pod-{number}"}
+
+
+def environment(made: Manifest, known: dict[str, str], secrets: dict[tuple[str, str], str]) -> dict[str, str]:
+    found = {}
+    for variable in container_of(made)["env"]:
+        source = variable.get("valueFrom", {})
+        if "fieldRef" in source:
+            found[variable["name"]] = known[source["fieldRef"]["fieldPath"]]
+        elif "secretKeyRef" in source:
+            found[variable["name"]] = secrets[source["secretKeyRef"]["name"], source["secretKeyRef"]["key"]]
+        else:
+            found[variable["name"]] = variable["value"].replace("$$", "$")
+    return found
+
+
+def start_pod(made: Manifest, backend: str, number: int, folder: Path, port: int) -> subprocess.Popen[str]:
+    container = container_of(made)
+    assert container["command"][0] == "python"
+    mounts = {"/volume": str(folder / "volume"), DOCUMENTS_PATH: str(folder / "documents")}
+    assert mounts.keys() < {mount["mountPath"] for mount in container["volumeMounts"]}
+    told = environment(made, fields(backend, number), {("hub-login", "token"): "hf_0123"})
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    arguments = [mounts.get(word, word) for word in container["args"]]
+    return subprocess.Popen(
+        [sys.executable, *container["command"][1:], *arguments, "--engine", ENGINE],
+        env={**os.environ, **told, **here},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run_pods(made: Manifest, backend: str, folder: Path) -> list[str]:
+    """Run both to a good end; what each printed."""
+    (folder / "documents").mkdir()
+    config: dict[str, Any] = made.objects[0]
+    for name, text in config["data"].items():
+        (folder / "documents" / name).write_text(text)
+    for name, text in config.get("binaryData", {}).items():
+        (folder / "documents" / name).write_bytes(base64.b64decode(text))
+    port = free_port("127.0.0.1")
+    pods = [start_pod(made, backend, number, folder, port) for number in (0, 1)]
+    output = [pod.communicate(timeout=60)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], output
+    return output
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_pods_of_a_manifest_train_the_run_that_it_was_made_of(
+    backend: str, make_run: Callable[..., MadeRun], tmp_path: Path
+) -> None:
+    note = 'it\'s $(HOME) $$5 \\ "and" so on'
+    options = (*OPTIONS, f"cluster.kubernetes.backend={backend}")
+    made_run = make_run(*options, env={"NOTE": note}, echo=["NOTE", "HF_TOKEN"])
+    made = manifest(made_run.record, documents_for(made_run.run, made_run.record))
+    output = run_pods(made, backend, tmp_path)
+    (attempt,) = read_attempts(RunDir(tmp_path / "volume" / made_run.run.run_id))
+    assert (attempt.job_id, attempt.reason, attempt.nodes) == (made.workload.id, "done", ("gpu-0", "gpu-1"))
+    assert f"rank 0: NOTE={note!r}" in output[0]
+    assert "rank 2: HF_TOKEN='hf_0123'" in output[1]
+    assert "hf_0123" not in str(made.objects)
+
+
+def test_pods_that_see_no_file_of_the_submitters_run_the_code_that_was_submitted(
+    tree: WorkingTree, make_run: Callable[..., MadeRun], tmp_path: Path
+) -> None:
+    tree.write("train.py", "import os\nprint('submitted, as', os.environ['RANK'])\n")
+    made_run = make_run(*OPTIONS, f"code.path={tree.folder}", "code.engine=train")
+    made = manifest(made_run.record, documents_for(made_run.run, made_run.record))
+    tree.write("train.py", "raise SystemExit('newer')\n")
+    output = run_pods(made, "jobset", tmp_path)
+    assert "rank 0: submitted, as 0" in output[0]
+    assert "rank 3: submitted, as 3" in output[1]

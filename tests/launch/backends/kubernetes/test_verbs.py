@@ -1,0 +1,223 @@
+"""The verbs, against a server that keeps what it is given: the same words on Kubernetes as anywhere else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.launch.backends.kubernetes.pod_output import beginning_line
+from tests.cli.command_line import SMALL, Ended, scaletrain
+from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, ended, pod
+from tests.launch.backends.kubernetes.fake_api import FakeApi, status
+from tests.launch.conftest import MadeRun
+from tests.launch.working_tree import WorkingTree
+
+GROUP = "jobset.x-k8s.io"
+
+
+@pytest.fixture
+def ready(api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeApi:
+    """A cluster that the run fits on, and a folder of its own for runs."""
+    monkeypatch.chdir(tmp_path)
+    api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
+    bound = {"spec": {"accessModes": ["ReadWriteMany"]}, "status": {"phase": "Bound"}}
+    api.put("persistentvolumeclaims", {"metadata": {"name": "runs"}, **bound})
+    allocatable = {"cpu": "8", "memory": "64Gi"}
+    for name in ("n0", "n1"):
+        api.put("nodes", {"metadata": {"name": name}, "status": {"allocatable": allocatable}}, namespace="")
+    return api
+
+
+def submit(*more: str) -> Ended:
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    return scaletrain("submit", SMALL, "--run-id", "r1", *settings, *more)
+
+
+def put_pods(api: FakeApi, *pods: dict[str, Any]) -> None:
+    for one in pods:
+        one["metadata"]["labels"]["scaletrain.dev/run"] = "r1"
+        api.put("pods", one)
+
+
+def test_a_run_is_submitted_looked_at_read_cancelled_and_resumed(ready: FakeApi) -> None:
+    sent = submit("--json")
+    assert sent.code == ExitCode.DONE, sent.err
+    assert sent.data["job_id"] == "jobset/r1-s1"
+    put_pods(ready, pod("r1-s1", 0), pod("r1-s1", 1))
+    ready.logs["r1-s1-node-0-0-abcde"] = [
+        f"2026-11-21T10:00:00Z {beginning_line(1, shared=False)}",
+        "2026-11-21T10:00:01Z rank 0: step      7/100  loss 3.1000  x",
+    ]
+    told = scaletrain("status", "r1", "--json").data
+    assert (told["state"], told["step"], told["why"]) == ("running", 7, "all 2 pods running")
+    assert "step      7/100" in scaletrain("logs", "r1").out
+    assert scaletrain("cancel", "r1", "--yes").code == ExitCode.DONE
+    refused = scaletrain("resume", "r1", "--yes")
+    assert refused.code == ExitCode.USAGE
+    assert "still active" in refused.err
+    for name in ("jobsets", "pods"):
+        ready.objects = {key: body for key, body in ready.objects.items() if key[1] != name}
+    assert scaletrain("status", "r1", "--json").data["state"] == "cancelled"
+    assert "step      7/100" in scaletrain("logs", "r1", "--rank", "0").out  # of pods that are gone
+    resumed = scaletrain("resume", "r1", "--yes", "--json")
+    assert resumed.code == ExitCode.DONE, resumed.err
+    assert resumed.data["job_id"] == "jobset/r1-s2"
+
+
+def test_a_submission_without_an_answer_is_shown_explained_and_cancelled_by_its_run_id(ready: FakeApi) -> None:
+    unavailable = (503, status(503, "ServiceUnavailable", "later"))
+    ready.lost[("create", "jobsets")] = 1
+    ready.after_lost = {("get", "jobsets"): unavailable, ("patch", "jobsets"): unavailable}
+    sent = submit("--yes")
+    assert sent.code == ExitCode.SCHEDULER
+    assert "`scaletrain status r1` looks for its job" in " ".join(sent.err.split())
+    ready.after_lost, ready.refusals = {}, {}
+    put_pods(ready, pod("r1-s1", 0), pod("r1-s1", 1))
+    assert scaletrain("status", "r1", "--json").data["state"] == "running"
+    assert "all 2 pods running" in scaletrain("explain", "r1").out
+    said = scaletrain("cancel", "r1", "--yes").err
+    assert "asked to save and stop; `scaletrain status r1` shows when its pods are gone" in " ".join(said.split())
+    assert scaletrain("status", "r1", "--json").data["state"] == "ending"
+    ready.objects = {key: body for key, body in ready.objects.items() if key[1] not in ("jobsets", "pods")}
+    assert scaletrain("status", "r1", "--json").data["state"] == "cancelled"
+    assert scaletrain("resume", "r1", "--yes", "--json").data["job_id"] == "jobset/r1-s2"
+
+
+def test_a_dry_run_prints_the_objects_and_sends_nothing(ready: FakeApi) -> None:
+    shown = submit("--dry-run")
+    assert shown.code == ExitCode.DONE, shown.err
+    assert "kind: JobSet" in shown.out
+    assert not ready.asked
+
+
+def test_a_preflight_that_fails_leaves_no_run(ready: FakeApi, tmp_path: Path) -> None:
+    refused = submit("--set", "cluster.kubernetes.pod_priority=none-such", "--yes")
+    assert refused.code == ExitCode.SCHEDULER
+    assert "there is no such PriorityClass" in refused.err
+    assert not list(tmp_path.glob("runs/*"))
+    assert not ready.all("jobsets")
+
+
+def test_a_resume_that_could_never_start_is_refused_and_changes_nothing(ready: FakeApi, tmp_path: Path) -> None:
+    submit("--yes")
+    ready.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition("Failed")]}
+    scaletrain("status", "r1")
+    del ready.objects[("", "persistentvolumeclaims", "ml", "runs")]
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    asked = len(ready.objects)
+    refused = scaletrain("resume", "r1", "--yes")
+    assert refused.code == ExitCode.SCHEDULER, refused.err
+    assert "runs.claim = runs" in refused.err
+    assert {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()} == before
+    assert len(ready.objects) == asked
+
+
+def test_a_resume_asks_about_the_code_that_is_kept_and_not_about_the_tree(ready: FakeApi, tree: WorkingTree) -> None:
+    sent = submit("--yes", "--set", f"code.path={json.dumps(str(tree.folder))}")
+    assert sent.code == ExitCode.DONE, sent.err
+    ready.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition("Failed")]}
+    shutil.rmtree(tree.folder)
+    resumed = scaletrain("resume", "r1", "--yes")
+    assert resumed.code == ExitCode.DONE, resumed.err
+
+
+def test_the_question_says_what_is_sent_where_and_when_it_could_start(ready: FakeApi) -> None:
+    shown = [" ".join(row.split()) for row in submit("--yes").err.splitlines()]
+    assert "Job r1: 2 nodes × 2 CPU processes = 4 on kubernetes, namespace ml" in shown
+    assert "sent as objects for the API server; --dry-run prints it whole" in shown
+    assert any(row.startswith("Start not known: no quota plans ahead: its 2 pods are placed once") for row in shown)
+
+
+def test_what_a_pod_said_before_any_attempt_is_shown(ready: FakeApi) -> None:
+    submit("--yes")
+    put_pods(ready, ended("r1-s1", 0, 1))
+    ready.logs["r1-s1-node-0-0-abcde"] = ["2026-11-21T10:00:00Z No module named scaletrain_cli"]
+    shown = scaletrain("logs", "r1")
+    assert "No module named scaletrain_cli" in shown.out
+    assert "before its attempt began" in shown.err
+    scaletrain("status", "r1")
+    assert "No module" in scaletrain("logs", "r1").out
+
+
+def test_who_follows_stops_when_the_run_has_ended(ready: FakeApi) -> None:
+    submit("--yes")
+    put_pods(ready, ended("r1-s1", 0, 0), ended("r1-s1", 1, 0))
+    ready.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition("Completed")]}
+    begins = f"2026-11-21T10:00:00Z {beginning_line(1, shared=False)}"
+    ready.logs["r1-s1-node-0-0-abcde"] = [begins, "2026-11-21T10:00:01Z rank 0: done"]
+    assert "done" in scaletrain("logs", "r1", "--follow", "--rank", "0").out
+    assert scaletrain("status", "r1", "--wait", "5s").code == ExitCode.DONE
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_who_follows_sees_what_pods_say_that_end_before_their_attempt(ready: FakeApi, more: tuple[str, ...]) -> None:
+    submit("--yes")
+    put_pods(ready, ended("r1-s1", 0, 1))
+    ready.logs["r1-s1-node-0-0-abcde"] = ["2026-11-21T10:00:00Z No module named scaletrain_cli"]
+    ready.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition("Failed")]}
+    followed = scaletrain("logs", "r1", "--follow", *more)
+    assert followed.code == ExitCode.DONE
+    assert "No module named scaletrain_cli" in followed.out
+
+
+def test_a_resume_claims_nothing_of_checkpoints_on_a_volume_that_is_not_seen(ready: FakeApi) -> None:
+    submit("--yes")
+    put_pods(ready, ended("r1-s1", 0, 1))
+    ready.logs["r1-s1-node-0-0-abcde"] = ["2026-11-21T10:00:00Z rank 0: step     84/100  loss 2.5000  x"]
+    ready.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition("Failed")]}
+    shown = scaletrain("resume", "r1", "--dry-run")
+    said = " ".join(shown.err.split())
+    assert "from the start" not in said
+    assert "on the pods' volume, which is not seen here; its pods had printed step 84" in said
+    assert scaletrain("resume", "r1", "--dry-run", "--json").data["checkpoints_unseen"] is True
+
+
+def test_logs_that_were_fetched_are_shown_when_the_cluster_is_away(ready: FakeApi) -> None:
+    submit("--yes")
+    put_pods(ready, pod("r1-s1", 0))
+    begins = f"2026-11-21T10:00:00Z {beginning_line(1, shared=False)}"
+    ready.logs["r1-s1-node-0-0-abcde"] = [begins, "2026-11-21T10:00:01Z rank 0: kept"]
+    scaletrain("logs", "r1")
+    ready.forbid("list", "pods")
+    shown = scaletrain("logs", "r1")
+    assert "kept" in shown.out
+    assert "the right to list pods" in shown.err
+
+
+def test_the_doctor_asks_the_cluster_where_a_context_is_configured(
+    ready: FakeApi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def kubernetes() -> dict[str, str]:
+        return next(check for check in scaletrain("doctor", "--json").data["checks"] if check["name"] == "kubernetes")
+
+    assert (kubernetes()["state"], "v1.36.2" in kubernetes()["found"]) == ("ok", True)
+    (tmp_path / "broken").write_text("nothing: here")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "broken"))
+    assert kubernetes()["state"] == "warn"
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none-such"))
+    assert kubernetes()["state"] == "none"
+
+
+def test_cancel_by_force_removes_the_pods_of_a_dead_node_and_no_others(ready: FakeApi) -> None:
+    submit()
+    dead = pod("r1-s1", 0, node="n0", metadata={"deletionTimestamp": "2026-11-21T10:00:00Z"})
+    put_pods(ready, dead, pod("r1-s1", 1, node="n1"))
+    well = {"conditions": [condition("Ready")]}
+    ready.put("nodes", {"metadata": {"name": "n1"}, "status": well}, namespace="")
+    assert "node n0 is unreachable" in scaletrain("status", "r1").out.replace("\n", " ")
+    told = scaletrain("cancel", "r1", "--yes", "--force")
+    assert told.code == ExitCode.DONE, told.err
+    assert f"removed {dead['metadata']['name']}" in told.err
+    assert [path.rpartition("/")[2] for path, _ in ready.deletions] == ["r1-s1", dead["metadata"]["name"]]
+
+
+def test_force_is_for_kubernetes_alone(make_run: Callable[..., MadeRun]) -> None:
+    told = scaletrain("cancel", make_run().run.run_id, "--yes", "--force")
+    assert told.code == ExitCode.USAGE
+    assert "is on local" in told.err

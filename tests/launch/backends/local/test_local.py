@@ -1,0 +1,342 @@
+"""The local scheduler with real processes: attempts follow each other, survive the terminal, and end when told to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
+from scaletrain_cli.launch.backends.local.backend import (
+    read_supervisor,
+    run_in_foreground,
+    supervisor_command,
+    write_supervisor,
+)
+from scaletrain_cli.launch.backends.local.supervisor import supervisor_lock
+from scaletrain_cli.launch.node.processes import identify
+from scaletrain_cli.launch.node.record import read_node_records
+from scaletrain_cli.launch.resume import resume
+from scaletrain_cli.launch.status import exit_code_of, run_status
+from scaletrain_cli.launch.submit import read_submission, submit_run
+from tests.launch.conftest import ENGINE, LOCAL, MadeRun, is_running, make_plan, make_spec, wait_until
+
+ONE_RANK = ("cluster.gpus_per_node=1", "training.global_batch_size=1")
+Submit = Callable[..., MadeRun]
+
+
+@pytest.fixture
+def submit(make_run: Callable[..., MadeRun]) -> Iterator[Submit]:
+    """Submit a fake run; whatever of it still runs at the end of the test is killed."""
+    submitted: list[MadeRun] = []
+
+    def start(*overrides: str, **fake: object) -> MadeRun:
+        made = make_run(*ONE_RANK, *overrides, **fake)
+        submitted.append(made)
+        submit_run(made.run, made.record, LOCAL)
+        return made
+
+    yield start
+    for made in submitted:
+        kill_all_of(made)
+
+
+def kill_all_of(made: MadeRun) -> None:
+    supervisor = read_supervisor(made.run)
+    if supervisor is not None and supervisor.is_alive:
+        os.kill(supervisor.process.pid, signal.SIGKILL)
+    for number in made.run.attempts():
+        for node in read_node_records(made.run, number):
+            if node.ended is None and node.agent.is_alive():
+                os.kill(node.agent_pid, signal.SIGKILL)
+
+
+def attempts(made: MadeRun) -> list[AttemptRecord]:
+    return read_attempts(made.run)
+
+
+def agent_pid(made: MadeRun, attempt: int) -> int:
+    wait_until(lambda: "up" in made.log(attempt, 0), f"attempt {attempt} is up")
+    return read_node_records(made.run, attempt)[0].agent_pid
+
+
+def supervisor_pid(made: MadeRun) -> int:
+    supervisor = read_supervisor(made.run)
+    assert supervisor is not None
+    return supervisor.process.pid
+
+
+def wait_for_end(made: MadeRun) -> None:
+    wait_until(lambda: LOCAL.job(made.run, made.record).state == "ended", "the supervisor has ended")
+
+
+def test_a_preempted_run_goes_on_by_itself_from_its_checkpoint_until_it_is_done(submit: Submit) -> None:
+    made = submit(steps=40, step_seconds=0.05)
+    for attempt in (1, 2):
+        os.kill(agent_pid(made, attempt), signal.SIGTERM)
+        wait_until(lambda: len(attempts(made)) > attempt, "the next attempt begins")  # noqa: B023
+    wait_for_end(made)
+    assert [(a.exit_code, a.reason) for a in attempts(made)] == [(75, "preempted"), (75, "preempted"), (0, "done")]
+    assert [event["requeue"] for event in made.events("attempt-ended")] == [True, True, False]
+    saved = [attempt.last_checkpoint_step for attempt in attempts(made)]
+    assert saved[0] is not None
+    assert saved[0] == attempts(made)[1].checkpoint_at_start
+    assert made.events("stopped") == []
+    assert len(made.events("finished")) == 1
+
+
+def test_usr1_to_the_supervisor_preempts_and_the_run_goes_on(submit: Submit) -> None:
+    made = submit(steps=25, step_seconds=0.04)
+    agent_pid(made, 1)
+    os.kill(supervisor_pid(made), signal.SIGUSR1)
+    wait_for_end(made)
+    assert [attempt.reason for attempt in attempts(made)] == ["preempted", "done"]
+    assert "heard SIGUSR1" in made.log(1, 0)
+
+
+def test_crashes_are_retried_until_the_budget_is_used_up(submit: Submit) -> None:
+    made = submit("restarts.crash=1", die={"*:*": 1}, die_at=3, checkpoint_every=1, steps=100)
+    wait_for_end(made)
+    assert [attempt.exit_code for attempt in attempts(made)] == [1, 1]
+    (stopped,) = made.events("stopped")
+    assert stopped["exit_code"] == 1
+    assert "restarts.crash = 1 is used up" in stopped["why"]
+
+
+def test_a_run_that_makes_no_progress_stops_with_93(submit: Submit) -> None:
+    made = submit("restarts.crash=50", die={"*:*": -9}, die_at=2)
+    wait_for_end(made)
+    assert [attempt.reason for attempt in attempts(made)] == ["killed"] * 3
+    assert made.events("stopped")[0]["exit_code"] == 93
+
+
+def test_a_verdict_of_93_stops_at_once(submit: Submit) -> None:
+    made = submit(die={"*:*": 93}, reason="nan")
+    wait_for_end(made)
+    assert [(attempt.exit_code, attempt.reason) for attempt in attempts(made)] == [(93, "nan")]
+
+
+def test_an_agent_that_is_killed_costs_a_node_restart_and_leaves_nothing_behind(submit: Submit) -> None:
+    made = submit(steps=20, step_seconds=0.05, detached_child=True, checkpoint_every=1)
+    agent = agent_pid(made, 1)
+    wait_until(lambda: "child" in made.log(1, 0), "the grandchild is up")
+    (rank,) = read_node_records(made.run, 1)[0].ranks
+    os.kill(agent, signal.SIGKILL)
+    wait_for_end(made)
+    assert [attempt.reason for attempt in attempts(made)] == ["node", "done"]
+    child = int(made.log(1, 0).split("child ")[1].split()[0])
+    assert not is_running(rank.pid)
+    assert not is_running(child)
+
+
+def test_the_run_survives_the_terminal_that_submitted_it(make_run: Callable[..., MadeRun]) -> None:
+    made = make_run(*ONE_RANK, steps=60, step_seconds=0.05)
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from tests.launch.conftest import LOCAL\n"
+        "from scaletrain_cli.launch.submit import submit_run\n"
+        "from scaletrain_cli.rundir.paths import RunDir\n"
+        "from scaletrain_cli.rundir.record import read_record\n"
+        "run = RunDir(Path(sys.argv[1]))\n"
+        "submit_run(run, read_record(run), LOCAL)\n"
+        "print('submitted', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    # A session of its own with a terminal of its own, as under sshd; closing the terminal hangs up all that is in it.
+    terminal, other_end = os.openpty()
+    command = [sys.executable, "-c", program, str(made.run.path)]
+    attach = (
+        "import fcntl, os, signal, sys, termios\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # whoever runs the tests under nohup has it ignored
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        "os.execv(sys.argv[1], sys.argv[1:])\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", attach, *command], stdin=other_end, stdout=subprocess.PIPE, start_new_session=True
+    ) as shell:
+        os.close(other_end)
+        assert shell.stdout is not None
+        try:
+            assert shell.stdout.readline() == b"submitted\n"
+            agent_pid(made, 1)
+        finally:
+            os.close(terminal)
+        assert shell.wait(timeout=20) == -signal.SIGHUP
+    os.kill(supervisor_pid(made), signal.SIGHUP)
+    wait_for_end(made)
+    assert [attempt.reason for attempt in attempts(made)] == ["done"]
+
+
+def test_a_machine_that_goes_down_lets_the_run_save_and_starts_no_further_attempt(submit: Submit) -> None:
+    made = submit(steps=10_000, step_seconds=0.02)
+    agent_pid(made, 1)
+    os.kill(supervisor_pid(made), signal.SIGTERM)
+    wait_for_end(made)
+    (attempt,) = attempts(made)
+    assert (attempt.exit_code, attempt.reason) == (75, "preempted")
+    assert attempt.last_checkpoint_step
+    assert "told to stop" in made.events("stopped")[0]["why"]
+
+
+def test_cancelling_saves_the_state_and_ends_the_run(submit: Submit) -> None:
+    made = submit(steps=10_000, step_seconds=0.02)
+    agent_pid(made, 1)
+    LOCAL.cancel(made.run, made.record)
+    wait_for_end(made)
+    (attempt,) = attempts(made)
+    assert (attempt.exit_code, attempt.reason) == (75, "cancelled")
+    assert attempt.last_checkpoint_step
+    assert len(made.events("cancelled")) == 1
+
+
+def test_a_stop_file_written_by_hand_cancels_too(submit: Submit) -> None:
+    made = submit(steps=10_000, step_seconds=0.02)
+    agent_pid(made, 1)
+    (made.run.path / "stop").touch()
+    wait_for_end(made)
+    (attempt,) = attempts(made)
+    assert (attempt.exit_code, attempt.reason) == (75, "cancelled")
+    assert attempt.last_checkpoint_step
+
+
+def test_after_the_supervisor_is_killed_the_ranks_save_and_a_resumed_run_goes_on(submit: Submit) -> None:
+    made = submit(steps=40, step_seconds=0.05, save_seconds=0.5)
+    agent_pid(made, 1)
+    os.kill(supervisor_pid(made), signal.SIGKILL)
+    assert LOCAL.job(made.run, made.record).state == "running"  # the agent still saves; nobody may start beside it
+    wait_for_end(made)
+    left = run_status(made.run, LOCAL)
+    assert (left.state, exit_code_of(made.run, left)) == ("preempted", 75)
+    report = resume(made.run, scheduler=LOCAL).report
+    assert "without reporting an exit status: preempted" in report.why_ended
+    assert report.checkpoint is not None
+    wait_for_end(made)
+    assert [attempt.reason for attempt in attempts(made)] == ["preempted", "done"]
+    assert attempts(made)[1].checkpoint_at_start == report.checkpoint.step
+
+
+def test_a_run_has_one_supervisor_at_a_time(submit: Submit) -> None:
+    made = submit(steps=10_000)
+    with pytest.raises(SchedulerError, match="has a supervisor already"):
+        LOCAL.submit(made.run, made.record)
+    with pytest.raises(SchedulerError), supervisor_lock(made.run):
+        pass
+
+
+def test_a_supervisor_is_not_mistaken_for_a_later_process_with_its_pid(submit: Submit) -> None:
+    made = submit(steps=1)
+    wait_for_end(made)
+    path = made.run.path / "supervisor.json"
+    path.write_text(path.read_text().replace(f'"pid": {supervisor_pid(made)}', f'"pid": {os.getpid()}'))
+    assert LOCAL.job(made.run, made.record).state == "ended"
+
+
+def test_training_in_the_foreground_returns_the_runs_exit_code(make_run: Callable[..., MadeRun]) -> None:
+    done, stuck = make_run(*ONE_RANK), make_run(*ONE_RANK, die={"*:*": 93})
+    ticks: list[float] = []
+    code = run_in_foreground(done.run, done.record, engine=ENGINE, on_tick=lambda: ticks.append(time.monotonic()))
+    assert code == 0
+    assert ticks
+    assert run_in_foreground(stuck.run, stuck.record, engine=ENGINE) == 93
+
+
+def test_ctrl_c_in_the_foreground_saves_the_state(make_run: Callable[..., MadeRun]) -> None:
+    made = make_run(*ONE_RANK, steps=10_000)
+    interrupted: list[bool] = []
+
+    def interrupt_once_up() -> None:
+        if "up" in made.log(1, 0) and not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+
+    assert run_in_foreground(made.run, made.record, engine=ENGINE, on_tick=interrupt_once_up) == 75
+    assert attempts(made)[0].last_checkpoint_step
+
+
+def test_a_machine_without_the_gpus_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(SchedulerError, match=r"1 GPUs .* needs 2"):
+        LOCAL.preflight(spec := make_spec("cluster.gpu=h100-sxm-80gb"), make_plan(spec))
+    outlook = LOCAL.preflight(make_spec(), make_plan(make_spec()))
+    assert (outlook.notes, outlook.start.why) == ((), "this machine has no queue")
+
+
+def test_the_rendered_command_is_the_one_that_is_run(make_run: Callable[..., MadeRun]) -> None:
+    made = make_run()
+    text = LOCAL.render(made.run, made.record)
+    shown = subprocess.run(["bash", "-c", f"printf '%s\\n' {text}"], capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines() == supervisor_command(made.run, ENGINE)
+    assert Path(shown.splitlines()[0]) == Path(sys.executable)
+
+
+def test_a_node_that_cannot_start_its_ranks_says_why(submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost secrets file is a verdict, not a lost node: no retry, and the reason stands in the attempt."""
+    monkeypatch.setenv("TOKEN", "hidden")
+    made = submit("secret_env=[TOKEN]", steps=400, step_seconds=0.05)
+    agent_pid(made, 1)
+    made.run.secrets.unlink()
+    os.kill(agent_pid(made, 1), signal.SIGTERM)
+    wait_for_end(made)
+    last = read_attempts(made.run)[-1]
+    assert (last.exit_code, last.reason) == (2, "usage")
+    assert "does not hold TOKEN" in last.message
+
+
+def block_checkpoints(made: MadeRun) -> Path:
+    """No checkpoint folder can be made, as on a file system that is read-only; root's rights do not help."""
+    folder = made.run.path / "checkpoints"
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.write_text("in the way")
+    return folder
+
+
+def test_a_supervisor_that_cannot_begin_an_attempt_makes_submit_fail_with_its_reason(
+    make_run: Callable[..., MadeRun],
+) -> None:
+    made = make_run()
+    block_checkpoints(made)
+    with pytest.raises(SchedulerError, match=r"checkpoints"):
+        submit_run(made.run, made.record, LOCAL)
+    assert read_submission(made.run) is None
+
+
+def test_a_resume_that_cannot_begin_says_so_and_status_tells_no_other_story(submit: Submit) -> None:
+    made = submit("restarts.crash=0", die={"1:0": 93})
+    wait_for_end(made)
+    folder = block_checkpoints(made)
+    before = read_submission(made.run)
+    with pytest.raises(SchedulerError, match=r"the supervisor cannot go on.*checkpoints"):
+        resume(made.run, scheduler=LOCAL, from_scratch=True)
+    assert read_submission(made.run) == before
+    assert "cannot go on" in LOCAL.job(made.run, made.record).detail
+    assert [event["why"] for event in made.events("stopped")][-1].startswith("the supervisor cannot go on")
+    folder.unlink()
+    resume(made.run, scheduler=LOCAL, from_scratch=True)
+    wait_for_end(made)
+    assert run_status(made.run, LOCAL).state == "finished"
+
+
+def test_cancel_signals_no_process_that_was_not_started_for_the_run(make_run: Callable[..., MadeRun]) -> None:
+    """Who may write to a run directory of the team could name any process of the user who cancels."""
+    made = make_run(*ONE_RANK)
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
+        identity = identify(bystander.pid)
+        assert identity is not None
+        write_supervisor(made.run, identity)
+        LOCAL.cancel(made.run, made.record)
+        with pytest.raises(subprocess.TimeoutExpired):
+            bystander.wait(timeout=0.5)
+    finally:
+        bystander.kill()
+        bystander.wait()

@@ -1,0 +1,66 @@
+"""Slurm's words for why a job waits, as they were seen on a real one, and what is made of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from scaletrain_cli.launch.backends.slurm.explain import parse_fields, queue_reason
+
+SEEN = {
+    "None": "resources",
+    "Resources": "resources",
+    "Priority": "priority",
+    "BeginTime": "begin-time",
+    "Dependency": "dependency",
+    "DependencyNeverSatisfied": "dependency",
+    "JobArrayTaskLimit": "dependency",
+    "JobHeldUser": "held",
+    "JobHeldAdmin": "held",
+    "launch failed requeued held": "held",
+    "PartitionConfig": "never",
+    "PartitionNodeLimit": "never",
+    "PartitionTimeLimit": "never",
+    "BadConstraints": "never",
+    "InvalidAccount": "never",
+    "InvalidQOS": "never",
+    "QOSMaxGRESPerJob": "never",
+    "QOSMaxWallDurationPerJobLimit": "never",
+    "AssocGrpGRES": "quota",
+    "AssocGrpCpuLimit": "quota",
+    "QOSGrpNodeLimit": "quota",
+    "QOSMaxJobsPerUserLimit": "quota",
+    "PartitionDown": "maintenance",
+    "Reservation": "maintenance",
+    "ReqNodeNotAvail, Reserved for maintenance": "maintenance",
+    "ReqNodeNotAvail,_UnavailableNodes:n18": "node",
+    "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": "node",
+    "Licenses": "resources",
+}
+
+
+@pytest.mark.parametrize(("word", "cause"), SEEN.items(), ids=list(SEEN))
+def test_each_reason_has_its_cause(word: str, cause: str) -> None:
+    assert queue_reason(word).cause == cause
+
+
+def test_what_never_passes_says_so_and_says_what_to_do() -> None:
+    for word in SEEN:
+        reason = queue_reason(word)
+        assert reason.for_ever == (reason.cause in ("never", "held") or word == "DependencyNeverSatisfied")
+        assert reason.actions or reason.cause in ("priority", "begin-time", "dependency", "resources")
+
+
+def test_a_word_that_is_not_known_is_repeated() -> None:
+    assert queue_reason("BurstBufferStageIn").cause == "unknown"
+    assert "BurstBufferStageIn" in queue_reason("(BurstBufferStageIn)").meaning
+
+
+def test_fields_hold_blanks_equals_signs_and_nothing() -> None:
+    told = parse_fields(
+        "JobId=7 JobName=a-1 Reason=Nodes required for job are DOWN Dependency=(null) TRES=cpu=2,node=1 Licenses= "
+        "Comment=x\n"
+    )
+    assert told["Reason"] == "Nodes required for job are DOWN"
+    assert told["TRES"] == "cpu=2,node=1"
+    assert (told["Licenses"], told["Comment"], told["Dependency"]) == ("", "x", "(null)")
+    assert parse_fields("") == {}

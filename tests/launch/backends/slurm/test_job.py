@@ -1,0 +1,114 @@
+"""What the batch script says to the run directory at an attempt's begin and end, without a Slurm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from scaletrain_cli.launch.attempts import Outcome, begin_attempt, end_attempt, read_attempt
+from scaletrain_cli.launch.backends.slurm.job import begin, main
+from tests.launch.conftest import MadeRun
+
+MakeRun = Callable[..., MadeRun]
+JOB = {"SLURM_JOB_ID": "42", "SLURMD_NODENAME": "localhost"}
+ENDED_BY_SLURM = "Slurm is ending the job"
+
+
+@pytest.fixture
+def made(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> MadeRun:
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+    return make_run("restarts.node=1")
+
+
+def say(made: MadeRun, word: str, *options: str) -> int:
+    return main([word, str(made.run.path), *options])
+
+
+def close(made: MadeRun, code: int, reason: str) -> None:
+    """End the latest attempt as its evidence would have it, with nobody left to decide anything."""
+    number = made.run.attempts()[-1]
+    end_attempt(made.run, made.record.spec, number, Outcome(code, reason, reason), None)  # type: ignore[arg-type]
+
+
+def test_an_attempt_begins_with_its_number_address_and_port(made: MadeRun, capfd: pytest.CaptureFixture[str]) -> None:
+    assert say(made, "begin") == 0
+    number, address, port = capfd.readouterr().out.split()
+    assert (number, address) == ("1", "localhost")
+    assert 1024 < int(port) < 32768
+    attempt = read_attempt(made.run, 1)
+    assert attempt is not None
+    assert (attempt.scheduler, attempt.job_id, attempt.nodes) == ("slurm", "42", ())
+
+
+def test_a_job_that_slurm_ends_is_not_requeued_and_goes_on_when_slurm_requeues_it(
+    made: MadeRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    say(made, "begin")
+    capfd.readouterr()
+    say(made, "end", "--attempt=1", "--srun-exit-code=143", "--ended-by-slurm")
+    assert capfd.readouterr().out == "stop\n"
+    (ended,) = made.events("attempt-ended")
+    assert (ended["requeue"], ended["why"].startswith(ENDED_BY_SLURM)) == (False, True)
+    assert made.events("stopped") == []  # Slurm may have its own idea
+    assert say(made, "begin") == 0
+    assert capfd.readouterr().out.startswith("2 localhost ")
+
+
+def test_a_refused_requeue_is_an_event_and_the_attempts_last_word(
+    made: MadeRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    say(made, "begin")
+    assert say(made, "end", "--attempt=1", "--srun-exit-code=1") == 1
+    assert capfd.readouterr().out.endswith("requeue\n")
+    assert say(made, "not-requeued", "--attempt=1") == 1
+    attempt = read_attempt(made.run, 1)
+    assert attempt is not None
+    assert attempt.decision is not None
+    assert not attempt.decision.requeue
+    assert "Slurm did not requeue" in made.events("stopped")[-1]["why"]
+    assert "`scaletrain resume`" in made.events("stopped")[-1]["why"]
+
+
+def test_an_attempt_whose_script_vanished_is_closed_and_counts(
+    made: MadeRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    say(made, "begin")
+    assert say(made, "begin") == 0  # Slurm has requeued the job from a lost node
+    assert [(event["attempt"], event["reason"]) for event in made.events("attempt-ended")] == [(1, "node")]
+    assert say(made, "begin") == 1  # and once more, which restarts.node = 1 forbids
+    assert "restarts.node = 1 is used up" in capfd.readouterr().err
+    assert made.run.attempts() == [1, 2]
+    assert made.events("stopped")[-1]["exit_code"] == 1
+
+
+def test_a_run_that_is_done_or_cancelled_does_not_begin_again(made: MadeRun, capfd: pytest.CaptureFixture[str]) -> None:
+    begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="42", nodes=())
+    close(made, 0, "done")
+    assert say(made, "begin") == 0
+    assert capfd.readouterr().out == ""
+    made.run.stop_file.touch()
+    assert say(made, "begin") == 75
+    assert capfd.readouterr().out == ""
+    assert made.run.attempts() == [1]
+    assert len(made.events("cancelled")) == 1
+
+
+def test_another_job_of_the_run_has_budgets_of_its_own(made: MadeRun) -> None:
+    for _ in range(3):
+        begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="41", nodes=())
+        close(made, 1, "node")
+    assert begin(made.run, made.record, JOB) == 0
+
+
+def test_a_job_of_before_a_resize_that_is_requeued_by_hand_touches_nothing(
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
+    before = sorted(made.run.path.rglob("*"))
+    assert say(made, "begin") == 2
+    assert "job 42 has 4 nodes and the run goes on with 1" in capfd.readouterr().err
+    assert sorted(made.run.path.rglob("*")) == before
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    assert say(made, "begin") == 0

@@ -1,0 +1,78 @@
+"""Quotas as a real controller told them: what can never fit is told apart from what is used up now."""
+
+from __future__ import annotations
+
+from scaletrain_cli.launch.backends.slurm.site import Limit, fit, limits_of
+from tests.launch.backends.slurm.test_tables import answer
+
+ASSOCIATIONS = answer("assoc_mgr")
+
+
+def limits(account: str = "lab", qos: str = "normal", partition_qos: str = "") -> dict[tuple[str, str], Limit]:
+    found = limits_of(ASSOCIATIONS, user="root", uid=0, account=account, qos=[partition_qos, qos])
+    return {(limit.owner, limit.kind): limit for limit in found}
+
+
+def test_the_accounts_share_of_gpus_stands_beside_what_is_used() -> None:
+    limit = limits()["account lab", "GrpTRES"]
+    assert (limit.resource, limit.allowed, limit.used, limit.in_words) == ("gres/gpu", 16.0, 8.0, "GPUs")
+    own = limits()["user root in account lab", "MaxJobs"]
+    assert (own.resource, own.allowed, own.used) == ("jobs", 5.0, 1.0)
+
+
+def test_limits_of_the_accounts_above_count_too() -> None:
+    assert ("account lab", "GrpTRES") in limits(account="other")
+    assert ("account lab", "GrpTRES") not in limits(account="root")
+
+
+def test_a_qos_sets_aside_what_the_account_says_of_the_same() -> None:
+    found = limits(qos="capped")
+    assert ("account lab", "GrpTRES") not in found
+    assert (found["QOS capped", "GrpTRES"].allowed, found["QOS capped", "GrpTRES"].used) == (16.0, 8.0)
+    assert (found["QOS capped", "MaxTRESPJ"].allowed, found["QOS capped", "MaxTRESPJ"].used) == (8.0, None)
+    assert found["QOS capped", "MaxWallPJ"].allowed == 7200.0
+    assert found["each user in QOS capped", "MaxTRESPU"].allowed == 12.0
+    assert found["each user in QOS capped", "MaxJobsPU"].used == 1.0
+
+
+def test_what_a_qos_says_of_a_users_jobs_sets_aside_what_the_association_says_of_them() -> None:
+    assert ("user root in account lab", "MaxJobs") in limits()
+    assert ("user root in account lab", "MaxJobs") not in limits(qos="capped")  # it has MaxJobsPU
+
+
+def test_a_qos_may_multiply_what_associations_allow_and_nothing_of_its_own() -> None:
+    found = limits_of(ASSOCIATIONS, user="root", uid=0, account="lab", qos=["normal"], factor=2.0)
+    by_kind = {(limit.owner, limit.kind): limit.allowed for limit in found}
+    assert (by_kind["account lab", "GrpTRES"], by_kind["user root in account lab", "MaxJobs"]) == (32.0, 5.0)
+    own = limits_of(ASSOCIATIONS, user="root", uid=0, account="lab", qos=["capped"], factor=2.0)
+    assert next(limit.allowed for limit in own if limit.owner == "QOS capped") == 16.0
+
+
+def test_a_job_that_no_quota_could_ever_hold_is_told_from_one_that_waits() -> None:
+    found = tuple(limits().values())
+    assert fit(found, {"gres/gpu": 8.0}, None).busy == ()
+    waits = fit(found, {"gres/gpu": 16.0}, None)
+    assert (waits.never, [limit.owner for limit in waits.busy]) == ((), ["account lab"])
+    assert [limit.owner for limit in fit(found, {"gres/gpu": 24.0}, None).never] == ["account lab"]
+
+
+def test_a_time_beyond_that_of_the_qos_never_fits() -> None:
+    found = tuple(limits(qos="capped").values())
+    assert [limit.kind for limit in fit(found, {}, 3 * 3600.0).never] == ["MaxWallPJ"]
+    assert fit(found, {}, 3600.0).never == ()
+
+
+def test_a_budget_of_gpu_minutes_that_is_used_up_is_told() -> None:
+    used_up = Limit("account lab", "GrpTRESMins", "gres/gpu", 100.0, 100.0)
+    left = Limit("account lab", "GrpTRESMins", "gres/gpu", 100.0, 99.0)
+    assert fit([used_up, left], {"gres/gpu": 512.0}, None).busy == (used_up,)
+
+
+def test_a_slurm_without_accounting_has_no_limits() -> None:
+    assert limits_of("Current Association Manager state\n", user="a", uid=1, account="", qos=[""]) == ()
+
+
+def test_the_qos_of_a_partition_binds_every_job_in_it() -> None:
+    found = limits(partition_qos="capped")
+    assert ("account lab", "GrpTRES") not in found
+    assert found["QOS capped", "GrpTRES"].allowed == 16.0

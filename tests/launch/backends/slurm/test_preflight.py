@@ -1,0 +1,297 @@
+"""What can never run is refused with all its reasons; what only waits is a note. On answers of a real Slurm."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.launch.backends.slurm.preflight import PreflightVerdict, check_site, preemption_rule
+from scaletrain_cli.launch.backends.slurm.site import (
+    Limit,
+    QosRule,
+    Site,
+    binding_qos,
+    limit_factor,
+    limits_of,
+    read_associations,
+    read_qos_rules,
+)
+from scaletrain_cli.launch.backends.slurm.tables import Partition, Reservation, nodes, partitions, settings
+from scaletrain_cli.spec import RunSpec
+from tests.launch.backends.slurm.test_tables import answer
+from tests.launch.conftest import make_spec
+
+NOW = 1_000_000.0
+HOUR = 3600.0
+SITE = Site(
+    user="root",
+    now=NOW,
+    config=settings(answer("config")),
+    partitions=partitions(answer("partitions")),
+    nodes=nodes(answer("nodes")),
+    reservations=(),
+    associations=read_associations(answer("associations")),
+    qos_rules=read_qos_rules(answer("qos")),
+    account="lab",
+    qos="normal",
+    limits=(),
+)
+
+
+def ask(*overrides: str, gpus: int = 8, nodes: int = 2) -> RunSpec:
+    sizes = (f"cluster.nodes={nodes}", f"cluster.gpus_per_node={gpus}", "training.global_batch_size=64")
+    return make_spec(
+        "cluster.scheduler=slurm", "cluster.gpu=h100-sxm-80gb", "cluster.grace_seconds=5", *sizes, *overrides
+    )
+
+
+def expand(hosts: str) -> list[str]:
+    return hosts.split(",")
+
+
+def verdict(*overrides: str, site: Site = SITE, **sizes: int) -> PreflightVerdict:
+    return check_site(site, ask(*overrides, **sizes), expand)
+
+
+def partition(**changes: Any) -> tuple[Partition, ...]:
+    return (dataclasses.replace(SITE.partitions[0], **changes), *SITE.partitions[1:])
+
+
+def test_a_job_that_fits_has_no_problem_and_no_note() -> None:
+    assert verdict() == PreflightVerdict((), ())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes", "key", "said"),
+    [
+        (
+            ["cluster.slurm.partition=mian"],
+            {},
+            "cluster.slurm.partition",
+            "mian: this cluster has the partitions main, ",
+        ),
+        (["cluster.slurm.partition=mian"], {}, "cluster.slurm.partition", "Did you mean main?"),
+        (["cluster.slurm.partition=main,nowhere"], {}, "cluster.slurm.partition", "nowhere"),
+        ([], {"nodes": 4}, "cluster.nodes", "4: partition main has 3 nodes in all. Ask for 3 at most."),
+        (["cluster.slurm.exclude=n1,n2"], {}, "cluster.nodes", "has 1 nodes that fit the job, beside those in exclude"),
+        ([], {"gpus": 16}, "cluster.gpus_per_node", "16: nodes of partition main have 8 GPUs. Ask for 8 per node"),
+        (["cluster.slurm.gres_type=a100"], {}, "cluster.slurm.gres_type", "no node of partition main has GPUs of this"),
+        (["cluster.slurm.gres_type=a100"], {}, "cluster.slurm.gres_type", "there are h100"),
+        (
+            ["cluster.cpus_per_gpu=12"],
+            {},
+            "cluster.cpus_per_gpu",
+            "have 4 CPUs; the job wants 96 on each. Leave it out",
+        ),
+        (["cluster.slurm.memory_per_node=1TiB"], {}, "cluster.slurm.memory_per_node", "have 8000 MiB"),
+        (["cluster.slurm.nodelist=n1,n9"], {}, "cluster.slurm.nodelist", "n9 not in partition main"),
+        (["cluster.slurm.account=guests"], {}, "cluster.slurm.account", "root may charge lab, root"),
+        (
+            ["cluster.slurm.qos=urgent"],
+            {},
+            "cluster.slurm.qos",
+            "root may use capped, normal, scavenger in account lab",
+        ),
+        (["cluster.slurm.reservation=week-7"], {}, "cluster.slurm.reservation", "this cluster has none now"),
+    ],
+)
+def test_what_can_never_run_is_named_with_what_there_is(
+    overrides: list[str], sizes: dict[str, int], key: str, said: str
+) -> None:
+    (problem,) = verdict(*overrides, **sizes).problems
+    assert problem.key == key
+    assert said in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "said"),
+    [
+        ({"max_seconds": 2 * HOUR}, ["cluster.slurm.time=24h"], "1d: jobs of main may last 2h (MaxTime)"),
+        ({"max_nodes": 1}, [], "2: a job of main may have 1 nodes (MaxNodes)"),
+        ({"min_nodes": 3}, [], "2: a job of main must have 3 nodes (MinNodes)"),
+        ({"allowed_accounts": frozenset({"a", "b"})}, [], "lab: partition main admits only a, b"),
+        ({"denied_accounts": frozenset({"lab"})}, [], "lab: partition main admits not lab"),
+        ({"allowed_qos": frozenset({"high"})}, [], "normal: partition main admits only high"),
+        ({"denied_qos": frozenset({"normal"})}, [], "normal: partition main admits not normal"),
+        ({"state": "DRAIN"}, [], "main: is DRAIN and takes no jobs"),
+    ],
+)
+def test_what_a_partition_does_not_admit_is_refused(changes: dict[str, Any], overrides: list[str], said: str) -> None:
+    (problem,) = verdict(*overrides, site=dataclasses.replace(SITE, partitions=partition(**changes))).problems
+    assert said in str(problem)
+
+
+def with_qos(*flags: str, **changes: Any) -> Site:
+    """The site where the job's QOS, normal, has these flags, and a partition with these limits."""
+    rules = (QosRule("normal", frozenset(), "cluster", 0.0, frozenset(flag.lower() for flag in flags)),)
+    return dataclasses.replace(SITE, qos_rules=rules, partitions=partition(**changes))
+
+
+@pytest.mark.parametrize(
+    ("flag", "changes", "overrides"),
+    [
+        ("PartitionTimeLimit", {"max_seconds": HOUR}, ["cluster.slurm.time=24h"]),
+        ("PartitionMaxNodes", {"max_nodes": 1}, []),
+        ("PartitionMinNodes", {"min_nodes": 3}, []),
+    ],
+)
+def test_a_qos_that_lifts_a_limit_of_partitions_lifts_that_one_alone(
+    flag: str, changes: dict[str, Any], overrides: list[str]
+) -> None:
+    assert verdict(*overrides, site=with_qos(flag, **changes)).problems == ()
+    others = {"PartitionTimeLimit", "PartitionMaxNodes", "PartitionMinNodes"} - {flag}
+    assert len(verdict(*overrides, site=with_qos(*others, **changes)).problems) == 1
+
+
+def test_a_qos_that_the_site_hides_may_lift_every_limit_of_partitions() -> None:
+    hidden = dataclasses.replace(SITE, qos_rules=(), partitions=partition(max_nodes=1))
+    assert verdict(site=hidden).problems == ()
+
+
+def test_a_qos_for_reservations_alone_needs_one() -> None:
+    (problem,) = verdict(site=with_qos("RequiresReservation")).problems
+    assert "QOS normal is for jobs in a reservation alone" in str(problem)
+
+
+def test_a_qos_that_sets_no_nodes_aside_is_told_of_a_gang() -> None:
+    (note,) = verdict(site=with_qos("NoReserve")).notes
+    assert "sets no nodes aside for a job that waits (NoReserve)" in note
+    assert verdict(site=with_qos("NoReserve"), nodes=1).notes == ()
+
+
+def test_the_qos_of_a_partition_counts_first_unless_that_of_the_job_is_above_it() -> None:
+    rules = read_qos_rules("normal||cluster|00:00:00|DenyOnLimit,OverPartQOS|\nslow||cluster|00:00:00||2.000000\n")
+    assert binding_qos(rules, ["part"], "slow") == ["part", "slow"]
+    assert binding_qos(rules, ["part"], "normal") == ["normal", "part"]
+    assert binding_qos(rules, [""], "normal") == ["normal"]
+    assert binding_qos(rules, ["part", "other"], "slow") == ["slow"]  # which it will be, nobody knows
+    assert (limit_factor(rules, ["part", "slow"]), limit_factor(rules, ["normal"])) == (2.0, 1.0)
+    idle = [QosRule("idle", frozenset(), "", 0.0, limit_factor=0.0)]
+    assert limit_factor(idle, ["idle"]) == 1.0
+
+
+def test_a_reservation_that_slurm_does_not_show_is_not_known_rather_than_not_there() -> None:
+    wanted = "cluster.slurm.reservation=week-7"
+    told = verdict(wanted, site=dataclasses.replace(SITE, reservations=None))
+    assert (told.problems, "whether reservation week-7 is there" in told.notes[0]) == ((), True)
+    private = dataclasses.replace(SITE, user="ada", config={**SITE.config, "PrivateData": "jobs,reservations"})
+    told = verdict(wanted, site=private)
+    assert (told.problems, "is not known: Slurm shows you those alone that you may use" in told.notes[0]) == ((), True)
+    assert verdict(site=private) == PreflightVerdict((), ())
+    assert len(verdict(wanted).problems) == 1  # root is shown all of them
+
+
+def test_all_problems_are_told_at_once() -> None:
+    site = dataclasses.replace(SITE, partitions=partition(max_seconds=HOUR, max_nodes=1))
+    found = verdict("cluster.slurm.time=24h", "cluster.slurm.qos=urgent", "cluster.slurm.gres_type=a100", site=site)
+    assert [problem.key.rpartition(".")[2] for problem in found.problems] == ["qos", "time", "nodes", "gres_type"]
+
+
+def test_of_a_list_of_partitions_one_that_can_is_enough() -> None:
+    site = dataclasses.replace(SITE, partitions=partition(max_nodes=1))
+    assert verdict("cluster.slurm.partition=main,high", site=site).problems == ()
+    assert len(verdict("cluster.slurm.partition=main", site=site).problems) == 1
+
+
+def test_nodes_that_are_out_of_order_only_make_the_job_wait() -> None:
+    found = verdict(nodes=3)
+    assert found.problems == ()
+    assert found.notes == ("2 of 3 nodes of main that fit the job are in order (n3 drain): it waits until 3 are.",)
+
+
+def test_a_partition_that_is_down_only_makes_the_job_wait() -> None:
+    found = verdict(site=dataclasses.replace(SITE, partitions=partition(state="DOWN")))
+    assert (found.problems, "until it is UP again" in found.notes[0]) == ((), True)
+
+
+def test_a_quota_that_can_never_fit_is_told_from_one_that_is_used_up() -> None:
+    limits = limits_of(answer("assoc_mgr"), user="root", uid=0, account="lab", qos=["normal"])
+    site = dataclasses.replace(SITE, limits=limits)
+    (problem,) = verdict(site=site, nodes=3).problems
+    assert problem.key == "cluster.nodes"
+    assert "24 GPUs over all nodes: account lab may hold 16 GPUs at once (GrpTRES)" in str(problem)
+    waits = verdict(site=site)
+    assert waits.problems == ()
+    assert "account lab has 8 of its 16 GPUs in use (GrpTRES): the job waits for 16." in waits.notes
+    assert verdict(site=site, nodes=1) == PreflightVerdict((), ())
+
+
+def test_a_job_that_asks_for_less_than_a_qos_takes_or_more_on_a_node_never_runs() -> None:
+    few = dataclasses.replace(SITE, limits=(Limit("QOS big", "MinTRESPJ", "gres/gpu", 32, None),))
+    (problem,) = verdict(site=few).problems
+    assert "16 GPUs over all nodes: a job of QOS big must ask for 32 GPUs (MinTRESPJ). Ask for more" in str(problem)
+    each = dataclasses.replace(SITE, limits=(Limit("QOS thin", "MaxTRESPN", "gres/gpu", 4, None),))
+    assert "QOS thin may hold 4 GPUs on each node (MaxTRESPN)" in str(verdict(site=each).problems[0])
+    enough = dataclasses.replace(SITE, limits=(Limit("QOS thin", "MaxTRESPN", "gres/gpu", 8, None),))
+    assert verdict(site=enough) == PreflightVerdict((), ())
+
+
+def test_limits_that_the_site_does_not_enforce_are_no_limits() -> None:
+    site = dataclasses.replace(SITE, limits=(Limit("account lab", "GrpTRES", "gres/gpu", 1, 0),))
+    assert len(verdict(site=site).problems) == 1
+    for config in ({}, SITE.config | {"AccountingStorageEnforce": "associations"}):  # type: ignore[operator]
+        assert verdict(site=dataclasses.replace(site, config=config)).problems == ()
+
+
+def test_the_time_that_a_qos_allows_is_a_limit_of_the_time() -> None:
+    site = dataclasses.replace(SITE, limits=(Limit("QOS capped", "MaxWallPJ", "seconds", 2 * HOUR, None),))
+    (problem,) = verdict("cluster.slurm.time=3h", site=site).problems
+    assert "cluster.slurm.time = 3h: QOS capped allows jobs of 2h (MaxWallPJ)" in str(problem)
+
+
+def test_maintenance_before_the_jobs_end_is_told_with_its_times() -> None:
+    soon = Reservation("maint1", NOW + 2 * HOUR, NOW + 4 * HOUR, frozenset({"n1", "n2", "n3"}), is_maintenance=True)
+    site = dataclasses.replace(SITE, reservations=(soon,))
+    (note,) = verdict("cluster.slurm.time=3h", site=site).notes
+    assert note.startswith("maintenance maint1 takes 3 nodes of main from 1970-01-12 ")
+    assert "at most 2h" in note
+    assert verdict("cluster.slurm.time=1h", site=site).notes == ()
+    assert verdict("cluster.slurm.time=3h", "cluster.slurm.reservation=maint1", site=site) == PreflightVerdict((), ())
+    elsewhere = dataclasses.replace(soon, nodes=frozenset({"n3"}))
+    assert verdict("cluster.slurm.time=3h", site=dataclasses.replace(site, reservations=(elsewhere,))).notes == ()
+
+
+def test_a_site_that_tells_nothing_is_not_held_against_the_job() -> None:
+    silent = Site("ada", NOW, {}, (), (), (), (), (), "", "", ())
+    assert verdict(site=silent) == PreflightVerdict((), ())
+    assert preemption_rule(silent, ask().cluster) == ""
+
+
+def test_where_a_plugin_may_rename_what_jobs_ask_for_names_are_a_word_alone() -> None:
+    site = dataclasses.replace(SITE, config={**SITE.config, "JobSubmitPlugins": "lua"})
+    told = verdict("cluster.slurm.partition=regular", site=site)
+    assert told.problems == ()
+    assert any("regular" in note and "plugin of the site" in note for note in told.notes)
+    assert verdict("cluster.slurm.partition=regular").problems
+
+
+def test_the_rule_of_preemption_is_told_for_each_kind_of_site() -> None:
+    def rule(*overrides: str, **config: str) -> str:
+        site = dataclasses.replace(SITE, config={**SITE.config, **config})
+        return preemption_rule(site, ask(*overrides).cluster)
+
+    assert rule("cluster.slurm.partition=high").endswith("Jobs of high keep their nodes (PreemptMode=OFF).")
+    graced = rule("cluster.slurm.partition=spot")
+    assert "spot loses nodes to main, high: PreemptMode=REQUEUE, SIGTERM to the agents, GraceTime 30 s" in graced
+    assert "no GraceTime: SIGTERM, KillWait 5 s, SIGKILL. Slurm requeues it." in rule("cluster.slurm.partition=spot0")
+    assert rule(PreemptType="preempt/none") == "Preemption: none on this cluster (PreemptType=preempt/none)."
+    assert rule(PreemptType="preempt/qos") == "Preemption: by QOS. No QOS preempts normal."
+
+
+def test_the_rule_of_preemption_by_qos_names_who_preempts() -> None:
+    prod = QosRule("prod", frozenset({"scavenger"}), "cluster", 0)
+    config = {**SITE.config, "PreemptType": "preempt/qos"}
+    site = dataclasses.replace(SITE, config=config, qos="scavenger", qos_rules=(*SITE.qos_rules, prod))
+    told = preemption_rule(site, ask().cluster)
+    assert "scavenger loses nodes to prod: PreemptMode=REQUEUE, SIGTERM to the agents, GraceTime 10 s" in told
+
+
+def test_a_grace_period_that_the_site_does_not_give_is_told() -> None:
+    (note,) = verdict("cluster.slurm.partition=spot", "cluster.grace_seconds=120").notes
+    assert "cluster.grace_seconds = 120, but partition spot gives a preempted job 30 s (GraceTime)" in note
+    (note,) = verdict("cluster.slurm.partition=spot0", "cluster.grace_seconds=120").notes
+    assert "5 s (no GraceTime, so KillWait)" in note
+    cancels = dataclasses.replace(SITE, partitions=partition(preempt_mode="CANCEL", grace_seconds=60.0))
+    assert "`scaletrain resume` brings a run back" in verdict(site=cancels).notes[0]

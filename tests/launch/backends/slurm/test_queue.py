@@ -1,0 +1,379 @@
+"""Jobs as a Slurm of shell scripts has them: found, cancelled and counted, also where its answers are lost.
+
+The scripts stand for the controller: one file of jobs, one line for each call. What a real Slurm does is tested in
+tests/slurm_cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.launch.attempts import begin_attempt
+from scaletrain_cli.launch.backends.slurm.backend import SlurmScheduler
+from scaletrain_cli.launch.backends.slurm.commands import node_names
+from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
+from scaletrain_cli.launch.status import run_status, run_statuses
+from scaletrain_cli.launch.submit import create_run, open_request, read_submission, submit_run
+from scaletrain_cli.rundir.documents import read_document, write_document
+from tests.launch.backends.slurm.test_preflight import ask
+from tests.launch.conftest import MadeRun, make_plan, make_spec
+
+SLURM = SlurmScheduler()
+ANSWERS = Path(__file__).parent / "slurm_answers"
+# Each command appends its line to `calls`. NAME.fails is what NAME prints and fails with, before or (with NAME.works)
+# after it has done its work.
+PROLOGUE = """#!/bin/sh
+cd {folder}
+echo "${{0##*/}} $*" >> calls
+[ ! -e "${{0##*/}}.fails" ] || {{ cat "${{0##*/}}.fails" >&2; [ -e "${{0##*/}}.works" ] || exit 1; }}
+"""
+# Jobs stand in `jobs` as squeue prints them: id|state|reason|nodes|user|comment, and their names in `names`.
+COMMANDS = {
+    "squeue": """
+for word; do case $word in
+    --jobs=*) grep -E "^($(echo "${word#--jobs=}" | tr , '|'))[|]" jobs;;
+    --name=*) grep " ${word#--name=}$" names | while read -r id name; do grep "^$id|" jobs; done;;
+esac; done; true
+""",
+    "sbatch": """
+case "$*" in *--test-only*)
+    cat > /dev/null
+    [ ! -e test-only.says ] || { cat test-only.says >&2; exit 1; }
+    echo "sbatch: Job 9 to start at 2026-11-22T08:00:00 using 2 processors on nodes n1 in partition main" >&2
+    exit 0;;
+esac
+for word; do case $word in --comment=*) comment=${word#--comment=};; esac; done
+name=$(sed -n 's/^#SBATCH --job-name=//p' "$OLDPWD/job.sh")
+id=$((100 + $(wc -l < jobs)))
+echo "$id|PENDING|Priority||me|$comment" >> jobs
+echo "$id $name" >> names
+[ ! -e then-squeue-fails ] || echo "Socket timed out" > squeue.fails
+[ ! -e sbatch.fails ] || exit 1
+echo "$id"
+""",
+    "scancel": """
+for id; do :; done
+case "$*" in *--signal*) ;; *) sed -i "s/^$id|[A-Z]*/$id|CANCELLED/" jobs;; esac
+""",
+    "scontrol": """
+case "$*" in
+    *config*) cat config.txt 2>/dev/null || cat {answers}/config.txt;;
+    *partition*) cat {answers}/partitions.txt;;
+    *reservation*) cat {answers}/reservations.txt;;
+    *assoc_mgr*) cat {answers}/assoc_mgr.txt;;
+esac
+[ "$1" = resume ] && sed -i "s/^$2|SUSPENDED/$2|RUNNING/" jobs
+true
+""",
+    "sacct": """cat accounted 2>/dev/null; true""",
+    "sinfo": "cat {answers}/nodes.txt",
+    "sacctmgr": """
+case "$*" in *associations*) cat {answers}/associations.txt;; *qos*) cat {answers}/qos.txt;; *) echo lab;; esac
+""",
+}
+
+
+class Controller:
+    """The state of the stand-in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir(parents=True)
+        for name, body in COMMANDS.items():
+            path = folder / "bin" / name
+            path.write_text(PROLOGUE.format(folder=folder) + body.replace("{answers}", str(ANSWERS)))
+            path.chmod(0o755)
+        for name in ("jobs", "names", "calls"):
+            (folder / name).touch()
+
+    @property
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().splitlines()
+
+    def called(self, name: str) -> list[str]:
+        return [call for call in self.calls if call.split()[0] == name]
+
+    @property
+    def jobs(self) -> dict[str, str]:
+        rows = (line.split("|") for line in (self.folder / "jobs").read_text().splitlines())
+        return {row[0]: row[1] for row in rows}
+
+    def becomes(self, state: str, user: str = "root") -> None:
+        """Every job."""
+        rows = [line.split("|") for line in (self.folder / "jobs").read_text().splitlines()]
+        lines = ["|".join([row[0], state, "None", "n1", user, row[5]]) for row in rows]
+        (self.folder / "jobs").write_text("\n".join(lines) + "\n")
+
+    def forgets(self) -> None:
+        (self.folder / "jobs").write_text("")
+
+    def fails(self, name: str, words: str, *, works: bool = False) -> None:
+        (self.folder / f"{name}.fails").write_text(words)
+        if works:
+            (self.folder / f"{name}.works").touch()
+
+    def recovers(self) -> None:
+        for path in (*self.folder.glob("*.fails"), *self.folder.glob("*.works")):
+            path.unlink()
+
+
+@pytest.fixture
+def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controller:
+    made = Controller(tmp_path / "controller")
+    monkeypatch.setenv("PATH", f"{made.folder / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.backend._PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.backend.user_name", lambda: "root")
+    return made
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[[str], MadeRun]:
+    def make(run_id: str) -> MadeRun:
+        spec = make_spec("cluster.scheduler=slurm")
+        made = create_run(spec, make_plan(spec), run_id, root=tmp_path / "runs")
+        return MadeRun(made.run, made.record)
+
+    return make
+
+
+@pytest.fixture
+def made(make: Callable[[str], MadeRun]) -> MadeRun:
+    return make("life")
+
+
+TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+
+
+def test_a_job_that_was_taken_although_sbatch_had_no_answer_is_found_by_its_comment(
+    controller: Controller, made: MadeRun
+) -> None:
+    controller.fails("sbatch", TIMED_OUT, works=True)
+    submission = submit_run(made.run, made.record, SLURM)
+    assert (submission.job_id, list(controller.jobs)) == ("100", ["100"])
+    assert open_request(made.run) is None
+
+
+def test_a_lost_answer_is_no_refusal_and_a_second_submit_makes_no_second_job(
+    controller: Controller, made: MadeRun
+) -> None:
+    controller.fails("sbatch", TIMED_OUT, works=True)
+    (controller.folder / "then-squeue-fails").touch()
+    with pytest.raises(SchedulerSilentError, match=r"Whether Slurm took the job of life is not known.*--run-id life"):
+        submit_run(made.run, made.record, SLURM)
+    silent = run_status(made.run)
+    assert (silent.state, silent.job.may_be_active) == ("unknown", True)
+    controller.recovers()
+    found = run_status(made.run)
+    assert (found.state, found.job_id) == ("queued", "100")
+    assert submit_run(made.run, made.record, SLURM).job_id == "100"
+    assert len(controller.jobs) == len(controller.called("sbatch")) == 1
+
+
+def test_a_job_that_has_run_and_ended_though_sbatch_had_no_answer_is_not_sent_again(
+    controller: Controller, made: MadeRun
+) -> None:
+    controller.fails("sbatch", TIMED_OUT, works=True)
+    (controller.folder / "then-squeue-fails").touch()
+    with pytest.raises(SchedulerSilentError):
+        submit_run(made.run, made.record, SLURM)
+    controller.recovers()
+    begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="100", nodes=("n1",))
+    controller.becomes("COMPLETED")
+    assert submit_run(made.run, made.record, SLURM).job_id == "100"
+    assert len(controller.jobs) == len(controller.called("sbatch")) == 1
+    assert (open_request(made.run), read_submission(made.run) is not None) == (None, True)
+
+
+def test_cancel_ends_a_job_whose_id_was_never_received(controller: Controller, made: MadeRun) -> None:
+    controller.fails("sbatch", TIMED_OUT, works=True)
+    submit_run(made.run, made.record, SLURM)
+    write_document(made.run.path / "submission.json", asked(made, time.time()))
+    controller.recovers()
+    SLURM.cancel(made.run, made.record)
+    assert controller.jobs == {"100": "CANCELLED"}
+    assert run_status(made.run).state == "cancelled"
+
+
+def asked(made: MadeRun, when: float) -> dict[str, object]:
+    return {"state": "asked", "scheduler": "slurm", "asked": when, "first_attempt": 1, "revision": 0, "before": None}
+
+
+def test_a_job_that_slurm_never_took_may_still_come_for_some_minutes_and_then_no_longer(
+    controller: Controller, made: MadeRun
+) -> None:
+    write_document(made.run.path / "submission.json", asked(made, time.time()))
+    job = SLURM.job(made.run, made.record)
+    assert (job.state, job.may_be_active) == ("unknown", True)
+    request = open_request(made.run)
+    with pytest.raises(SchedulerError, match="Submit again in 5 min"):  # two jobs of one run must never meet
+        submit_run(made.run, made.record, SLURM)
+    assert open_request(made.run) == request
+    assert not controller.called("sbatch")
+    write_document(made.run.path / "submission.json", asked(made, time.time() - 3600))
+    job = SLURM.job(made.run, made.record)
+    assert (job.state, job.may_be_active) == ("ended", False)
+    assert submit_run(made.run, made.record, SLURM).job_id == "100"
+
+
+def test_a_refusal_leaves_no_request_and_the_submission_before_it(controller: Controller, made: MadeRun) -> None:
+    controller.fails("sbatch", "sbatch: error: Batch job submission failed: Invalid qos specification")
+    with pytest.raises(SchedulerError, match="Invalid qos"):
+        submit_run(made.run, made.record, SLURM)
+    assert (open_request(made.run), read_submission(made.run)) == (None, None)
+    controller.recovers()
+    before = submit_run(made.run, made.record, SLURM)
+    assert read_document(made.run.path / "submission.json")["state"] == "submitted"  # type: ignore[index]
+    assert read_submission(made.run) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "user"),
+    [("squeue", "root"), ("scancel", "root"), ("scancel", "someone-else")],
+)
+def test_a_cancel_that_fails_stops_nothing(controller: Controller, made: MadeRun, command: str, user: str) -> None:
+    submit_run(made.run, made.record, SLURM)
+    controller.becomes("RUNNING", user)
+    controller.fails(command, f"{command}: error: Access/permission denied")
+    with pytest.raises(SchedulerError, match="permission denied"):
+        SLURM.cancel(made.run, made.record)
+    assert not made.run.is_told_to_stop
+    assert not made.events("cancelled")
+
+
+def test_a_suspended_job_is_resumed_before_it_is_told_to_save(controller: Controller, made: MadeRun) -> None:
+    submit_run(made.run, made.record, SLURM)
+    controller.becomes("SUSPENDED")
+    SLURM.cancel(made.run, made.record)
+    assert [call for call in controller.calls if call.startswith(("scontrol resume", "scancel"))] == [
+        "scontrol resume 100",
+        "scancel --signal=TERM 100",
+    ]
+    assert made.run.is_told_to_stop
+
+
+def test_a_suspended_job_that_may_not_be_resumed_is_left_as_it_is_with_what_a_kill_would_lose(
+    controller: Controller, made: MadeRun
+) -> None:
+    submit_run(made.run, made.record, SLURM)
+    controller.becomes("SUSPENDED")
+    controller.fails("scontrol", "Access/permission denied")
+    with pytest.raises(SchedulerError, match=r"Nothing was changed.*`scancel 100`, which loses"):
+        SLURM.cancel(made.run, made.record)
+    assert not made.run.is_told_to_stop
+    assert not controller.called("scancel")
+
+
+def test_a_list_of_runs_is_one_question_to_slurm_however_many_there_are(
+    controller: Controller, make: Callable[[str], MadeRun]
+) -> None:
+    runs = [make(f"life-{index}") for index in range(4)]
+    for one in runs:
+        submit_run(one.run, one.record, SLURM)
+        begin_attempt(one.run, one.record.spec, scheduler="slurm", job_id="1", nodes=("n1",))
+    controller.becomes("RUNNING")
+    before = len(controller.calls)
+    found = run_statuses([one.run for one in runs])
+    assert [status.state for status in found if not isinstance(status, Exception)] == ["running"] * 4
+    assert len(controller.calls) - before == 1
+    controller.fails("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
+    found = run_statuses([one.run for one in runs])
+    assert {status.state for status in found if not isinstance(status, Exception)} == {"unknown"}
+    assert len(controller.calls) - before == 2
+    for damaged in ("submission.json", "attempts/0001/attempt.json"):
+        (runs[0].run.path / damaged).write_text('{"state": "submitted", "job_id": 7}')
+        first, *others = run_statuses([one.run for one in runs])
+        assert isinstance(first, UsageError)
+        assert not any(isinstance(other, Exception) for other in others)
+
+
+@pytest.mark.parametrize(("accounting", "calls"), [("accounting_storage/slurmdbd", 11), ("(null)", 7)])
+def test_a_submission_calls_slurm_eleven_times_and_seven_where_it_has_no_accounting(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accounting: str, calls: int
+) -> None:
+    config = (ANSWERS / "config.txt").read_text().replace("accounting_storage/slurmdbd", accounting)
+    (controller.folder / "config.txt").write_text(config)
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+    spec, scheduler = ask(), SlurmScheduler()
+    plan = make_plan(spec)
+    scheduler.preflight(spec, plan)
+    made = create_run(spec, plan, "life")
+    submit_run(made.run, made.record, scheduler)
+    asked = sorted(" ".join(call.split()[:4]) for call in controller.calls)
+    assert len(asked) == len(set(asked)) == calls, asked
+
+
+@pytest.mark.parametrize(
+    ("setting", "said", "key"),
+    [
+        ("constraint=a100", "sbatch: error: Invalid feature specification", "constraint"),
+        ("licenses=matlab:1", "allocation failure: Invalid license specification", "licenses"),
+    ],
+)
+def test_what_sbatch_refuses_stands_at_its_line_of_the_spec(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, said: str, key: str
+) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+    (controller.folder / "test-only.says").write_text(said)
+    spec = ask(f"cluster.slurm.{setting}")
+    with pytest.raises(SchedulerError) as caught:
+        SlurmScheduler().preflight(spec, make_plan(spec))
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.where) == (f"cluster.slurm.{key}", spec.where(f"cluster.slurm.{key}"))
+    assert said.rpartition(": ")[2] in problem.message
+
+
+def test_a_job_that_slurm_has_forgotten_ended_as_the_accounting_says(controller: Controller, made: MadeRun) -> None:
+    submit_run(made.run, made.record, SLURM)
+    begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="100", nodes=("n1",))
+    controller.forgets()
+    found = run_status(made.run)
+    assert "the cause is not known; Slurm says: Slurm no longer knows the job" in found.why
+    (controller.folder / "accounted").write_text("100|CANCELLED by 1000\n")
+    found = run_status(made.run)
+    assert found.state == "cancelled"
+    assert "its job was cancelled" in found.why
+
+
+def test_a_job_that_is_forgotten_while_it_is_looked_at_is_not_said_to_wait(controller: Controller) -> None:
+    finding = why_it_waits("100", "life")
+    assert (finding.cause, finding.waits_for_ever) == ("not-known", False)
+    assert "no longer knows job 100" in finding.headline
+
+
+def test_a_completing_job_is_ending_and_its_log_is_named_only_where_there_is_one(
+    controller: Controller, made: MadeRun
+) -> None:
+    submit_run(made.run, made.record, SLURM)
+    controller.becomes("COMPLETING")
+    assert (run_status(made.run).state, run_status(made.run).why) == ("ending", "COMPLETING")
+    controller.becomes("FAILED")
+    assert "slurm-100.log" not in run_status(made.run).why
+    (made.run.path / "slurm-100.log").touch()
+    assert "see slurm-100.log" in run_status(made.run).why
+
+
+def test_what_was_asked_is_recorded_before_sbatch_is_called(controller: Controller, made: MadeRun) -> None:
+    sbatch = controller.folder / "bin" / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\ncp submission.json {controller.folder}/then\necho 7\n")
+    submit_run(made.run, made.record, SLURM)
+    assert json.loads((controller.folder / "then").read_text())["state"] == "asked"
+
+
+@pytest.mark.parametrize(
+    ("hostlist", "names"),
+    [
+        ("", ()),
+        ("n1", ("n1",)),
+        ("n[1-3,7],login", ("n1", "n2", "n3", "n7", "login")),
+        ("r[0-1]n[08-10]", ("r0n08", "r0n09", "r0n10", "r1n08", "r1n09", "r1n10")),
+        ("gpu-[001,100]-ib", ("gpu-001-ib", "gpu-100-ib")),
+    ],
+)
+def test_a_hostlist_is_read_as_slurm_does(hostlist: str, names: tuple[str, ...]) -> None:
+    assert node_names(hostlist) == names

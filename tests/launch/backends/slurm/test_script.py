@@ -1,0 +1,331 @@
+"""The batch script: golden texts, options of one word, and a real bash that must hand every value on unchanged."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from scaletrain_cli.errors import SchedulerError, SpecError
+from scaletrain_cli.launch.backends.slurm.script import job_script, sbatch_options
+from scaletrain_cli.launch.submit import new_run_id
+from scaletrain_cli.own_processes import absolute_paths, python_words
+from scaletrain_cli.spec import load_spec
+from scaletrain_cli.spec.slurm import ContainerSpec, SlurmSpec
+from tests.cli.command_line import scaletrain
+from tests.launch.conftest import PROJECT, make_spec
+
+GPU_RECIPE = PROJECT / "recipes" / "llama-7b-h100.yaml"
+CPU_RECIPE = PROJECT / "recipes" / "llama-10m-cpu.yaml"
+EVERY_OPTION = (
+    "cluster.slurm.account=lab",
+    "cluster.slurm.qos=high",
+    "cluster.slurm.reservation=week-7",
+    "cluster.slurm.constraint=h100&nvlink",
+    "cluster.slurm.exclude=gpu[13-14]",
+    "cluster.slurm.nodelist=gpu[01-40]",
+    "cluster.slurm.memory_per_node=512GB",
+    "cluster.slurm.gres_type=h100",
+    "cluster.slurm.licenses=matlab:1,sim@db:2",
+    "cluster.slurm.switches=1",
+    "cluster.slurm.switches_wait=30m",
+    "cluster.slurm.modules=[cuda/12.4, nccl/2.21]",
+    "cluster.slurm.activate=/opt/it's venv/bin/activate",
+    "cluster.slurm.extra={exclusive: true, wckey: scaletrain, spread-job: false}",
+    "cluster.cpus_per_gpu=12",
+    'env={NCCL_DEBUG: WARN, NOTE: "it\'s $(not) run", MASTER_ADDR: ignored}',
+)
+SECRET = "hf_0123456789"
+PREEMPTION = "Preemption: by partition tier. gpu: PreemptMode=REQUEUE, GraceTime 120 s."
+PYXIS = ["--container-image={image}", "--container-mounts={root}:{root},/data:/d:ro"]
+PYXIS += ["--container-env=MASTER_ADDR,MASTER_PORT", "/opt/my python"]
+BINDS = ["--bind", "{root}:{root}", "--bind", "/data:/d:ro", "{image}", "/opt/my python"]
+# What a site's plugins, or who runs sbatch by hand, may have left in the environment of a job.
+STRAY = {
+    "HF_TOKEN": SECRET,
+    "SCALETRAIN_TOKEN": SECRET,
+    "name": SECRET,
+    "AWS_SECRET_ACCESS_KEY": SECRET,
+    "two\nlines": SECRET,
+    "dotted.name": SECRET,
+    "BASH_FUNC_ls%%": "() { echo hidden; }",
+    "OMP_NUM_THREADS": "64",
+}
+WANTED = {"NCCL_SOCKET_IFNAME": "ib0", "CUDA_VISIBLE_DEVICES": "0,1", "SLURM_NODEID": "3", "TMPDIR": "/scratch/a b"}
+
+# Any text that an environment value or a path may hold: no NUL, and nothing that UTF-8 cannot encode.
+characters = st.characters(blacklist_characters="\0", blacklist_categories=("Cs",))
+pieces = [
+    " ",
+    "'",
+    '"',
+    "\n",
+    "$(touch canary)",
+    "`touch canary`",
+    "\\",
+    "$HOME",
+    "-n",
+    ";touch canary;",
+    "é",
+    "*",
+    "~",
+]
+texts = st.text(characters, max_size=30) | st.lists(st.sampled_from(pieces), max_size=6).map("".join)
+folders = texts.map(lambda text: "-" + text.replace("/", "_"))
+variables = st.from_regex(r"\A[A-Za-z_][A-Za-z0-9_]{0,12}\Z").filter(lambda name: not name.startswith("LD_"))
+variables |= st.sampled_from(["PATH", "IFS", "UID", "RANDOM", "python", "run", "code", "PS4", "BASH_ENV", "PYTHONHOME"])
+
+# Stands in for python, srun, scontrol, sbatch and squeue. -I: no variable under test can change it.
+RECORDER = """#!{python} -IS
+import json, os, sys
+program = os.path.basename(sys.argv[0])
+environment = {{os.fsdecode(name): value.decode() for name, value in os.environb.items()}}
+with open({record!r}, "a") as file:
+    print(json.dumps([program, sys.argv[1:], environment]), file=file)
+if "begin" in sys.argv:
+    print("7 node-a 23456")
+if "end" in sys.argv:
+    print("requeue")
+if program == "sbatch":
+    print("4711")
+sys.exit(75 if program == "srun" or "end" in sys.argv else 0)
+"""
+
+
+class Recorded:
+    """Programs that write down what they are started with, in a folder for $PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bin = folder / "bin"
+        self._record = folder / "record"
+        self._text = RECORDER.format(python=sys.executable, record=str(self._record))
+        for name in ("srun", "scontrol", "sbatch", "squeue"):
+            self.program(self.bin / name)
+
+    def program(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self._text)
+        path.chmod(0o755)
+
+    @property
+    def calls(self) -> list[tuple[str, list[str], dict[str, str]]]:
+        lines = self._record.read_text().splitlines()
+        return [(program, arguments, environment) for program, arguments, environment in map(json.loads, lines)]
+
+
+def test_the_script_of_a_gpu_run_with_every_option_is_as_accepted(golden: Callable[[str, str], None]) -> None:
+    spec = load_spec(GPU_RECIPE, EVERY_OPTION)
+    script = job_script(
+        spec, "llama-7b-h100-1", Path("/data/runs/llama-7b-h100-1"), "/opt/st/bin/python", preemption=PREEMPTION
+    )
+    golden("slurm_job.sh", script)
+
+
+def test_the_script_of_a_cpu_run_is_as_accepted(golden: Callable[[str, str], None]) -> None:
+    spec = load_spec(CPU_RECIPE, ("cluster.scheduler=slurm", "cluster.nodes=2", "cluster.gpus_per_node=1"))
+    golden("slurm_job_cpu.sh", job_script(spec, "a-1", Path("/home/ada/my runs/a-1"), "/opt/st/bin/python"))
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(variables, texts, max_size=4), folders, folders)
+@example(
+    {"A": "", "B": "'\"\\\n$(touch canary)`touch canary`", "C": "-n"}, "- '\n$(touch canary)\\", '-"`touch canary`'
+)
+def test_bash_hands_every_value_on_unchanged_and_runs_nothing_else(
+    env: dict[str, str], run_folder: str, python_folder: str
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recorded, run, python = Recorded(folder), folder / run_folder, folder / python_folder / "python"
+        recorded.program(python)
+        script = folder / "job.sh"
+        script.write_text(job_script(make_spec(env=env), "run-1", run, str(python)), encoding="utf-8")
+        files = set(folder.rglob("*"))
+        base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42", "HOME": str(folder)}
+        done = subprocess.run(["bash", script], env=base, cwd=folder, capture_output=True, text=True, check=False)
+
+        assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
+        assert set(folder.rglob("*")) - files == {folder / "record"}
+        begin, step, end, requeue = recorded.calls
+        job = python_words("scaletrain_cli.launch.backends.slurm.job")
+        assert begin[:2] == ("python", [*job, "begin", str(run)])
+        agent = [str(python), *python_words("scaletrain_cli.launch.node.agent"), str(run), "--attempt", "7"]
+        assert (step[0], step[1][-len(agent) :]) == ("srun", agent)
+        assert all(option.startswith("--") for option in step[1][: -len(agent)])
+        assert end[:2] == ("python", [*job, "end", str(run), "--attempt", "7", "--srun-exit-code", "75"])
+        assert requeue[:2] == ("scontrol", ["requeue", "42"])
+        wanted = {"FAKE": "{}"} | absolute_paths(env) | {"MASTER_ADDR": "node-a", "MASTER_PORT": "23456"}
+        assert {name: step[2].get(name) for name in wanted} == wanted
+        assert all(environment["PATH"] == base["PATH"] for _, _, environment in (begin, end, requeue))
+
+
+@pytest.mark.parametrize("more", [(), ("secret_env=[HF_TOKEN, SCALETRAIN_TOKEN]",)], ids=["no secrets", "secrets"])
+def test_of_the_jobs_own_environment_only_what_is_allowed_reaches_the_ranks(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    recorded, python = Recorded(tmp_path), tmp_path / "opt" / "python"
+    recorded.program(python)
+    script = tmp_path / "job.sh"
+    script.write_text(job_script(make_spec(*more, env={"NOTE": "named in the spec"}), "r", tmp_path / "r", str(python)))
+    base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42", "HOME": str(tmp_path)}
+    stray = STRAY if more else {name: value for name, value in STRAY.items() if name != "SCALETRAIN_TOKEN"}
+    subprocess.run(["bash", script], env=base | WANTED | stray, cwd=tmp_path, check=False)
+    (environment,) = [environment for program, _, environment in recorded.calls if program == "srun"]
+    given = {"NOTE", "FAKE", "MASTER_ADDR", "MASTER_PORT"}
+    assert environment.keys() - {"_", "SHLVL", "PWD", "OLDPWD", "LC_CTYPE"} == base.keys() | WANTED.keys() | given
+    assert {name: environment[name] for name in WANTED} == WANTED
+    assert SECRET not in "".join(environment.values())
+
+
+def test_modules_and_an_activation_come_before_anything_of_ours(tmp_path: Path) -> None:
+    recorded = Recorded(tmp_path)
+    recorded.program(tmp_path / "it's venv" / "python3")
+    activate = tmp_path / "it's venv" / "activate"
+    activate.write_text(f'export PATH={str(activate.parent)!r}:"$PATH" MKLROOT="$MKLROOT:activated"\n')
+    init = tmp_path / "modules" / "init" / "bash"
+    init.parent.mkdir(parents=True)
+    init.write_text('module() { [ "$1 $2" = "load mkl/1" ] && export MKLROOT="$2"; }\n')
+    spec = make_spec("cluster.slurm.modules=[mkl/1]", f"cluster.slurm.activate={json.dumps(str(activate))}")
+    script = tmp_path / "job.sh"
+    script.write_text(job_script(spec, "r", tmp_path / "r", "/nowhere/python"))
+    base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42", "MODULESHOME": str(init.parent.parent)}
+    subprocess.run(["bash", script], env=base | {"MKLROOT": "of the submitter"}, cwd=tmp_path, check=False)
+    begin, step, *_ = recorded.calls
+    assert begin[0] == "python3"
+    assert step[1][-7] == str(activate.parent / "python3")
+    assert step[2]["MKLROOT"] == "mkl/1:activated"
+
+
+def test_a_module_that_cannot_be_loaded_ends_the_job_before_an_attempt(tmp_path: Path) -> None:
+    recorded = Recorded(tmp_path)
+    script = tmp_path / "job.sh"
+    script.write_text(job_script(make_spec("cluster.slurm.modules=[none/0]"), "r", tmp_path / "r", "/nowhere/python"))
+    base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42"}
+    done = subprocess.run(["bash", script], env=base, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 4
+    assert "cluster.slurm.modules" in done.stderr
+    assert not (tmp_path / "record").exists()
+
+
+@pytest.mark.parametrize(
+    ("runtime", "gpu", "wanted"),
+    [
+        ("pyxis", "h100-sxm-80gb", PYXIS),
+        ("apptainer", "h100-sxm-80gb", ["apptainer", "exec", "--nv", *BINDS]),
+        ("apptainer", "cpu", ["apptainer", "exec", *BINDS]),
+    ],
+)
+def test_the_agent_runs_in_the_image_where_one_is_given(
+    tmp_path: Path, runtime: str, gpu: str, wanted: list[str]
+) -> None:
+    recorded, root, image = Recorded(tmp_path), tmp_path / "the 'runs'", "docker://nvcr.io#nvidia/it's:24"
+    recorded.program(tmp_path / "python")
+    spec = make_spec(f"cluster.gpu={gpu}")
+    container = ContainerSpec(image=image, mounts=["/data:/d:ro"], runtime=runtime, python="/opt/my python")
+    slurm = spec.cluster.slurm.model_copy(update={"container": container})
+    spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"slurm": slurm})})
+    script = tmp_path / "job.sh"
+    script.write_text(job_script(spec, "r", root / "r", str(tmp_path / "python")))
+    base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42", "PYTHONPATH": "/of/this/machine"}
+    subprocess.run(["bash", script], env=base, cwd=tmp_path, check=False)
+    begin, step, *_ = recorded.calls
+    assert begin[0] == "python"
+    agent = ["-s", *python_words("scaletrain_cli.launch.node.agent"), str(root / "r"), "--attempt", "7"]
+    words = [word.format(image=image, root=root) for word in wanted]
+    assert step[1][-len(agent) - len(words) :] == [*words, *agent]
+    assert "PYTHONPATH" not in step[2]
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from(["pyxis", "apptainer"]),
+    texts.filter(lambda text: text[:1] not in ("", "-") and "\n" not in text),
+    texts.filter(lambda text: not set(text) & set(",\n")),
+    texts.filter(lambda text: "\n" not in text),
+)
+@example("apptainer", "it's $(touch canary)", "a 'b' `touch canary`", "$HOME \\")
+def test_an_image_its_mounts_and_an_activation_of_any_name_reach_srun_unchanged(
+    runtime: str, image: str, mount: str, activate: str
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recorded, script, ran = Recorded(folder), folder / "job.sh", folder / "ran"
+        recorded.program(recorded.bin / "python3")
+        container = {"image": image, "mounts": [f"/{mount}"], "runtime": runtime, "python": f"/{activate}"}
+        slurm = SlurmSpec.model_validate({"container": container, "activate": f"/{activate}"})
+        spec = make_spec()
+        spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"slurm": slurm})})
+        text = job_script(spec, "r", folder / "runs" / "r", "/nowhere/python")
+        # The activation is what this test can see of it: the word that bash sources.
+        script.write_text(f'sourced() {{ printf %s "$1" >{ran}; }}\n' + text.replace("\n. ", "\nsourced ", 1))
+        base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42"}
+        done = subprocess.run(["bash", script], env=base, cwd=folder, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (75, "")
+        assert ran.read_bytes().decode() == f"/{activate}"
+        assert not (folder / "canary").exists()
+        step = next(arguments for program, arguments, _ in recorded.calls if program == "srun")
+        assert f"/{activate}" in step
+        if runtime == "pyxis":
+            assert f"--container-image={image}" in step
+            assert f"--container-mounts={folder / 'runs'}:{folder / 'runs'},/{mount}" in step
+        else:
+            assert step[step.index("apptainer") :][5:7] == [f"/{mount}", image]
+
+
+def test_a_runs_root_that_a_list_of_mounts_cannot_name_is_refused() -> None:
+    spec = make_spec("cluster.slurm.container={image: a.sqsh}")
+    with pytest.raises(SchedulerError, match="SCALETRAIN_RUNS"):
+        job_script(spec, "r", Path("/data/a,b/r"))
+
+
+def test_waiting_for_switches_without_switches_is_an_error() -> None:
+    with pytest.raises(SpecError, match="has nothing to wait for"):
+        make_spec("cluster.slurm.switches_wait=30m")
+
+
+@given(
+    texts.filter(str.strip), st.lists(texts | st.from_regex(r"\A[A-Za-z0-9_.,:=/@%+*\[\]\-&|!()]{1,20}\Z"), max_size=9)
+)
+def test_options_are_one_word_whatever_the_spec_says(name: str, values: list[str]) -> None:
+    keys = ("partition", "account", "qos", "reservation", "constraint", "exclude", "nodelist", "gres_type")
+    try:
+        slurm = SlurmSpec(
+            **dict(zip(keys, values[:8], strict=False)),
+            extra=dict.fromkeys(["wckey"], values[8]) if values[8:] else {},
+        )
+    except ValidationError:
+        assume(False)
+    spec = make_spec()
+    spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"slurm": slurm, "gpu": "b200"})})
+    for option in sbatch_options(spec, new_run_id(name, 0.0)):
+        assert re.fullmatch(r"[a-z][a-z-]*(=[^\s'\"\\$`;<>#]+)?", option), option
+
+
+def test_secrets_reach_neither_the_script_nor_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(tmp_path)
+    monkeypatch.setenv("PATH", f"{recorded.bin}:{os.environ['PATH']}")
+    for name in ("HF_TOKEN", "SCALETRAIN_TOKEN", "UNRELATED"):  # the second has a name that is passed on otherwise
+        monkeypatch.setenv(name, SECRET)
+    sets = ["--set", "cluster.scheduler=slurm", "--set", "secret_env=[HF_TOKEN, SCALETRAIN_TOKEN]"]
+    shown = scaletrain("submit", CPU_RECIPE, "--dry-run", *sets)
+    assert shown.code == 0
+    assert SECRET not in shown.out + shown.err
+
+    submitted = scaletrain("submit", CPU_RECIPE, "--yes", "--json", *sets)
+    assert submitted.code == 0, submitted.err
+    run = Path(submitted.data["run_dir"])
+    holders = [path for path in run.rglob("*") if path.is_file() and SECRET in path.read_text()]
+    assert holders == [run / "secrets.json"]
+    assert holders[0].stat().st_mode & 0o777 == 0o600
+    assert "sbatch" in [program for program, _, _ in recorded.calls]
+    assert SECRET not in json.dumps(recorded.calls)

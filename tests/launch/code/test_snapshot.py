@@ -1,0 +1,322 @@
+"""What is kept of a working tree: what git would take, as it is now, and a patch of what is not committed."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.code.snapshot import Snapshot, take_snapshot
+from scaletrain_cli.rundir.code import differences, hash_of
+from tests.launch.conftest import make_spec
+from tests.launch.working_tree import WorkingTree
+
+
+def snapshot(tree: WorkingTree, *overrides: str) -> Snapshot:
+    taken = take_snapshot(make_spec(f"code.path={tree.folder}", *overrides))
+    assert taken is not None
+    return taken
+
+
+def files_in(archive: bytes) -> dict[str, str]:
+    def read() -> Iterator[tuple[str, str]]:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
+            for entry in packed:
+                if (content := packed.extractfile(entry)) is not None:
+                    yield entry.name, content.read().decode()
+
+    return dict(read())
+
+
+def test_a_spec_without_code_keeps_none() -> None:
+    assert take_snapshot(make_spec()) is None
+
+
+def test_a_clean_tree_is_what_git_archive_would_hold(tree: WorkingTree) -> None:
+    taken = snapshot(tree)
+    archived = subprocess.run(["git", "-C", str(tree.folder), "archive", "HEAD"], check=True, capture_output=True)
+    assert files_in(taken.archive) == files_in(archived.stdout)
+    assert taken.record.commit == tree.git("rev-parse", "HEAD").strip()
+    assert (taken.record.uncommitted, taken.record.files, taken.patch) == (0, 4, b"")
+    assert taken.record.sha256 == hash_of(taken.listing)
+
+
+def test_the_listing_is_what_sha256sum_checks(tree: WorkingTree, tmp_path: Path) -> None:
+    listing = tmp_path / "listing"
+    listing.write_text(snapshot(tree).listing, encoding="utf-8")
+    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", listing], cwd=tree.folder, check=True)
+
+
+def test_the_same_files_are_the_same_bytes_whenever_and_wherever_they_are_packed(
+    tree: WorkingTree, tmp_path: Path
+) -> None:
+    first = snapshot(tree)
+    os.utime(tree.folder / "train.py", (1, 1))
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", tree.folder, copy], check=True)
+    second = take_snapshot(make_spec(f"code.path={copy}"))
+    assert second == first
+
+
+def test_programs_stay_programs(tree: WorkingTree) -> None:
+    with tarfile.open(fileobj=io.BytesIO(snapshot(tree).archive)) as packed:
+        assert {entry.name: entry.mode for entry in packed}["run.sh"] == 0o755
+
+
+def test_what_is_not_committed_goes_along_and_the_patch_makes_it_of_the_commit(
+    tree: WorkingTree, tmp_path: Path
+) -> None:
+    tree.write("train.py", "print('two')\n")
+    tree.write("new file.py", "import this\n")
+    (tree.folder / "run.sh").unlink()
+    tree.git("config", "diff.noprefix", "true")
+    tree.git("config", "color.ui", "always")
+    taken = snapshot(tree)
+    assert files_in(taken.archive).keys() == {"train.py", "new file.py", "src/my_model/__init__.py", ".gitignore"}
+    assert files_in(taken.archive)["train.py"] == "print('two')\n"
+    assert taken.record.uncommitted == 3
+    elsewhere = tmp_path / "elsewhere"
+    subprocess.run(["git", "clone", "--quiet", tree.folder, elsewhere], check=True)
+    subprocess.run(["git", "-C", elsewhere, "apply"], input=taken.patch, check=True)
+    assert differences(elsewhere, taken.listing) == []
+    assert not (elsewhere / "run.sh").exists()
+
+
+def test_a_change_of_the_same_length_in_the_instant_of_the_commit_is_in_the_patch(tree: WorkingTree) -> None:
+    for number in range(10, 20):
+        tree.write("train.py", f"print({number})\n")
+        tree.commit()
+        tree.write("train.py", f"print({number + 50})\n")
+        os.utime(tree.folder / "train.py", ns=(0, (tree.folder / ".git/index").stat().st_mtime_ns))
+        assert f"+print({number + 50})".encode() in snapshot(tree).patch
+
+
+def test_a_staged_change_is_a_change_that_is_not_committed(tree: WorkingTree) -> None:
+    tree.write("train.py", "print('two')\n")
+    tree.git("add", "train.py")
+    assert snapshot(tree).record.uncommitted == 1
+    assert b"+print('two')" in snapshot(tree).patch
+
+
+def test_looking_changes_nothing_in_the_repository(tree: WorkingTree) -> None:
+    def everything() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in tree.folder.rglob("*") if path.is_file()}
+
+    tree.write("new.py", "")
+    before = everything()
+    snapshot(tree)
+    assert everything() == before
+
+
+def test_a_tree_that_is_not_committed_is_refused_where_that_is_asked(tree: WorkingTree) -> None:
+    assert snapshot(tree, "code.uncommitted=refuse").record.uncommitted == 0
+    tree.write("train.py", "print('two')\n")
+    tree.write("new.py", "")
+    with pytest.raises(UsageError, match=r"2 files that are not committed: new\.py, train\.py\. Commit or stash"):
+        snapshot(tree, "code.uncommitted=refuse")
+
+
+def test_the_ignore_file_keeps_files_out_that_git_knows_and_their_changes_too(tree: WorkingTree) -> None:
+    tree.write("notebooks/plot.ipynb", "{}")
+    tree.write("notebooks/keep.py", "")
+    tree.commit()
+    tree.write("notebooks/plot.ipynb", "{...}")
+    tree.write("scratch.txt", "new, and of no use to a run")
+    tree.write(".scaletrainignore", "*.ipynb\n/scratch.txt\n")
+    taken = snapshot(tree, "code.uncommitted=patch")
+    assert files_in(taken.archive).keys() >= {"notebooks/keep.py", ".scaletrainignore"}
+    assert not {"notebooks/plot.ipynb", "scratch.txt"} & files_in(taken.archive).keys()
+    assert b"ipynb b/" not in taken.patch
+    assert taken.record.uncommitted == 1  # the ignore file itself
+
+
+def test_runs_that_are_kept_within_the_tree_are_no_part_of_it(
+    tree: WorkingTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = snapshot(tree)
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tree.folder / "runs"))
+    tree.write("runs/llama-1/checkpoints/step-00000010/rank-0.safetensors", "0" * 100)
+    tree.write("runs.py", "import this\n")
+    after = snapshot(tree)
+    assert files_in(after.archive).keys() - files_in(before.archive).keys() == {"runs.py"}
+    assert after.record.uncommitted == 1
+    assert b"safetensors" not in after.patch
+
+
+def test_a_folder_of_a_repository_is_kept_alone(tree: WorkingTree) -> None:
+    tree.write("train.py", "print('two')\n")
+    taken = take_snapshot(make_spec(f"code.path={tree.folder / 'src'}"))
+    assert taken is not None
+    assert files_in(taken.archive).keys() == {"my_model/__init__.py"}
+    assert taken.record.uncommitted == 0
+
+
+def test_a_tree_above_the_cap_is_refused_and_the_largest_files_are_named(tree: WorkingTree) -> None:
+    tree.write("weights.bin", "0" * 3000)
+    with pytest.raises(UsageError) as refused:
+        snapshot(tree, "code.max_size=2000")
+    assert "code.max_size: is 2,000 bytes, and 5 files" in str(refused.value)
+    assert "weights.bin (3,000)" in str(refused.value)
+    assert ".scaletrainignore" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [("/etc/hostname", "a link to /etc/hostname"), ("nowhere", "a link to nowhere"), ("src", "a link to src")],
+)
+def test_a_link_that_a_node_could_not_follow_is_refused(tree: WorkingTree, target: str, why: str) -> None:
+    (tree.folder / "link").symlink_to(target)
+    with pytest.raises(UsageError, match=why):
+        snapshot(tree)
+    tree.write(".scaletrainignore", "link\n")
+    assert "link" not in files_in(snapshot(tree).archive)
+
+
+def test_a_link_to_a_file_of_the_tree_becomes_that_file(tree: WorkingTree) -> None:
+    (tree.folder / "same.py").symlink_to("train.py")
+    assert files_in(snapshot(tree).archive)["same.py"] == "print('one')\n"
+
+
+def test_a_repository_within_the_tree_is_refused_by_name(tree: WorkingTree) -> None:
+    inner = tree.folder / "vendored"
+    inner.mkdir()
+    WorkingTree(inner)
+    tree.git("add", "vendored")
+    tree.commit()
+    with pytest.raises(UsageError, match=r"vendored \(a repository within this one"):
+        snapshot(tree)
+
+
+def test_a_folder_that_is_no_working_tree_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"not a git repository.*git init"):
+        take_snapshot(make_spec(f"code.path={tmp_path}"))
+    with pytest.raises(UsageError, match="is no folder here"):
+        take_snapshot(make_spec(f"code.path={tmp_path / 'gone'}"))
+
+
+def test_a_repository_without_a_commit_is_one_clear_error(tmp_path: Path) -> None:
+    subprocess.run(["git", "-C", tmp_path, "init", "--quiet"], check=True)
+    with pytest.raises(UsageError, match=r"cannot be snapshotted: git rev-parse says.*git commit"):
+        take_snapshot(make_spec(f"code.path={tmp_path}"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("code.on_nodes=/code", "Give code.path too"),
+        ("code.import_root=src", "Give code.path too"),
+        ("code.engine=my-package", "engine"),
+        ("code.import_root=/src", "import_root"),
+    ],
+)
+def test_a_setting_that_nothing_would_read_is_refused(override: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_spec(override)
+
+
+def test_runs_of_another_root_are_no_code_and_their_secrets_stay_where_they_are(tree: WorkingTree) -> None:
+    tree.write("old/mine/run.json", '{\n "schema": "scaletrain.run/v1"}')
+    tree.write("old/mine/secrets.json", '{"TOKEN": "hush"}')
+    tree.write("data.d/run.json", '{"of": "the user"}')
+    taken = snapshot(tree)
+    assert files_in(taken.archive).keys() & {"old/mine/run.json", "old/mine/secrets.json", "data.d/run.json"} == {
+        "data.d/run.json"
+    }
+    assert b"hush" not in taken.patch
+
+
+def test_a_link_to_where_runs_are_kept_is_in_nobodys_way(
+    tree: WorkingTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tree.folder / "runs").symlink_to(tmp_path / "scratch")
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tree.folder / "runs"))
+    assert "runs" not in files_in(snapshot(tree).archive)
+
+
+def test_the_ignore_file_of_a_folder_counts_from_there(tree: WorkingTree) -> None:
+    tree.write("src/.scaletrainignore", "/big.bin\n")
+    tree.write("src/big.bin", "0")
+    tree.write("src/my_model/big.bin", "0")
+    taken = take_snapshot(make_spec(f"code.path={tree.folder / 'src'}"))
+    assert taken is not None
+    assert files_in(taken.archive).keys() == {".scaletrainignore", "my_model/__init__.py", "my_model/big.bin"}
+    assert "src/big.bin" not in files_in(snapshot(tree).archive)
+
+
+def test_a_file_that_was_renamed_is_gone_under_its_old_name(tree: WorkingTree, tmp_path: Path) -> None:
+    tree.git("mv", "train.py", "training.py")
+    taken = snapshot(tree)
+    assert taken.record.uncommitted == 2
+    elsewhere = tmp_path / "elsewhere"
+    subprocess.run(["git", "clone", "--quiet", tree.folder, elsewhere], check=True)
+    subprocess.run(["git", "-C", elsewhere, "apply"], input=taken.patch, check=True)
+    assert not (elsewhere / "train.py").exists()
+
+
+@pytest.mark.parametrize("mark", ["--assume-unchanged", "--skip-worktree"])
+def test_a_file_that_git_was_told_not_to_look_at_is_refused_by_name(tree: WorkingTree, mark: str) -> None:
+    tree.git("update-index", mark, "train.py")
+    tree.write("train.py", "print('two')\n")
+    with pytest.raises(UsageError, match=r"train\.py \(git was told not to look at it"):
+        snapshot(tree)
+
+
+def test_many_files_that_are_not_committed_fit_into_a_patch(tree: WorkingTree, tmp_path: Path) -> None:
+    for number in range(1200):
+        tree.write(f"many/{number:04d}-{'x' * 100}.txt", f"{number}")
+    taken = snapshot(tree)
+    assert taken.record.uncommitted == 1200
+    elsewhere = tmp_path / "elsewhere"
+    subprocess.run(["git", "clone", "--quiet", tree.folder, elsewhere], check=True)
+    subprocess.run(["git", "-C", elsewhere, "apply"], input=taken.patch, check=True)
+    assert differences(elsewhere, taken.listing) == []
+
+
+def test_a_repository_whose_path_has_a_colon_has_a_patch_too(tmp_path: Path) -> None:
+    folder = tmp_path / "a:b"
+    folder.mkdir()
+    odd = WorkingTree(folder)
+    odd.write("train.py", "print('two')\n")
+    odd.write("new.py", "")
+    assert b"print('two')" in snapshot(odd).patch
+
+
+def test_variables_of_a_hook_do_not_lead_to_another_repository(
+    tree: WorkingTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    other = WorkingTree(tmp_path / "other")
+    other.write("more.py", "")
+    other.commit()
+    expected = snapshot(tree)
+    monkeypatch.setenv("GIT_DIR", str(other.folder / ".git"))
+    monkeypatch.setenv("GIT_LITERAL_PATHSPECS", "1")
+    assert snapshot(tree) == expected
+
+
+def test_a_file_that_was_added_in_spite_of_gitignore_is_in_the_patch(tree: WorkingTree) -> None:
+    tree.write("data/keep.py", "1\n")
+    tree.git("add", "--force", "data/keep.py")
+    tree.commit()
+    tree.write("data/keep.py", "2\n")
+    assert b"+2" in snapshot(tree).patch
+
+
+def test_a_folder_in_the_place_of_a_file_that_git_knows_is_kept_with_what_is_in_it(tree: WorkingTree) -> None:
+    (tree.folder / "train.py").unlink()
+    tree.write("train.py/__init__.py", "")
+    taken = snapshot(tree)
+    assert "train.py/__init__.py" in files_in(taken.archive)
+    assert taken.record.uncommitted == 2
+
+
+def test_a_folder_without_anything_for_git_is_refused(tree: WorkingTree) -> None:
+    with pytest.raises(UsageError, match="holds no file that git would take"):
+        take_snapshot(make_spec(f"code.path={tree.folder / 'data'}"))

@@ -1,0 +1,306 @@
+"""The node agent with real processes: signals, failures, codes and orphans."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.launch.attempts import attempt_outcome, begin_attempt
+from scaletrain_cli.launch.node.agent import parse_options
+from scaletrain_cli.launch.node.attempt import compiled_code, node_exit_code
+from scaletrain_cli.launch.node.record import RankRecord, read_node_records
+from scaletrain_cli.worker.failures import read_failures
+from tests.launch.conftest import ENGINE, Agent, MadeRun, is_running, wait_until
+
+MakeRun = Callable[..., MadeRun]
+StartAgent = Callable[..., Agent]
+
+
+def test_ranks_that_all_finish_make_the_agent_exit_0_and_leave_a_full_record(
+    make_run: MakeRun, start_agent: StartAgent
+) -> None:
+    agent = start_agent(make_run())
+    assert agent.wait() == 0
+    assert [(rank.rank, rank.exit_code, rank.signal) for rank in agent.ranks] == [(0, 0, None), (1, 0, None)]
+    assert all(rank.ended is not None and rank.ended >= rank.started for rank in agent.ranks)
+    assert agent.node.ended is not None
+    assert (agent.node.exit_code, agent.node.first_failure, agent.node.agent_pid) == (0, None, agent.process.pid)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_reaches_every_rank_once_as_itself_and_the_agent_exits_75(
+    make_run: MakeRun, start_agent: StartAgent, signum: signal.Signals
+) -> None:
+    made = make_run(steps=10_000)
+    agent = start_agent(made)
+    agent.wait_until_up()
+    agent.process.send_signal(signum)
+    assert agent.wait() == 75
+    for rank in (0, 1):
+        assert re.findall("heard (.*)", made.log(1, rank)) == [signum.name]
+        assert "saved" in made.log(1, rank)
+    assert [rank.exit_code for rank in agent.ranks] == [75, 75]
+    assert [(event["signal"], event["attempt"]) for event in made.events("signal")] == [(signum.name, 1)]
+
+
+def test_a_signal_before_the_ranks_have_handlers_is_not_lost(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run(steps=10_000, start_seconds=1.5)
+    agent = start_agent(made)
+    wait_until(lambda: read_node_records(made.run, 1) and agent.ranks, "ranks are started")
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.wait() == 75
+    assert "heard SIGTERM" in made.log(1, 0)
+
+
+def test_a_signal_before_the_agent_has_read_its_run_is_not_lost(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run(steps=10_000)
+    # A launcher that blocks signals around the start, as the supervisor does: the agent inherits the mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        agent = start_agent(made)
+        agent.process.send_signal(signal.SIGTERM)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    assert agent.wait() == 75
+    assert "heard SIGTERM" in made.log(1, 1)
+
+
+def test_the_ranks_get_the_whole_grace_to_save(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run("cluster.grace_seconds=4", steps=10_000, save_seconds=2.5)
+    agent = start_agent(made)
+    agent.wait_until_up()
+    agent.process.send_signal(signal.SIGTERM)
+    time.sleep(1.0)
+    agent.process.send_signal(signal.SIGTERM)  # schedulers repeat themselves; that must not cut the save short
+    assert agent.wait() == 75
+    assert "saved" in made.log(1, 0)
+
+
+def test_a_rank_that_outlives_the_grace_is_killed_and_the_agent_exits_1(
+    make_run: MakeRun, start_agent: StartAgent
+) -> None:
+    made = make_run("cluster.grace_seconds=1", steps=10_000, deaf=[1])
+    agent = start_agent(made)
+    agent.wait_until_up()
+    started = time.monotonic()
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.wait() == 1
+    assert 1.0 <= time.monotonic() - started < 6.0
+    saved, killed = agent.ranks
+    assert (saved.exit_code, saved.killed_by_agent) == (75, False)
+    assert (killed.exit_code, killed.signal, killed.killed_by_agent) == (-9, "SIGKILL", True)
+
+
+def test_when_one_rank_dies_the_others_get_three_seconds_and_then_end(
+    make_run: MakeRun, start_agent: StartAgent
+) -> None:
+    made = make_run("cluster.gpus_per_node=3", "training.global_batch_size=6", steps=10_000, die={"1:1": -9}, die_at=5)
+    agent = start_agent(made)
+    agent.wait_until_up()
+    started = time.monotonic()
+    assert agent.wait() == 1
+    assert 2.0 < time.monotonic() - started < 10.0
+    assert [rank.signal for rank in agent.ranks] == ["SIGKILL"] * 3
+    assert [rank.killed_by_agent for rank in agent.ranks] == [True, False, True]
+    assert agent.node.first_failure == 1
+    assert "rank 1 ended with SIGKILL" in agent.errors
+    assert not any(is_running(rank.pid) for rank in agent.ranks)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(93, 93), (7, 1)])
+def test_the_agent_passes_on_the_code_of_a_verdict_and_1_for_the_rest(
+    make_run: MakeRun, start_agent: StartAgent, code: int, expected: int
+) -> None:
+    agent = start_agent(make_run("cluster.gpus_per_node=1", die={"1:0": code}))
+    assert agent.wait() == expected
+    assert agent.ranks[0].exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("codes", "first_failure", "expected"),
+    [
+        ([0, 0], None, 0),
+        ([0, 75], None, 75),
+        ([75, 75], None, 75),
+        *(([0, code], 1, code) for code in (2, 3, 4, 5, 93)),
+        ([75, 1], 1, 1),
+        ([0, -9], 1, 1),
+        ([0, -11], 1, 1),
+        ([93, 1], 1, 1),
+        ([93, 1], 0, 93),
+    ],
+)
+def test_a_node_ends_with_what_the_rank_that_failed_first_says(
+    codes: list[int], first_failure: int | None, expected: int
+) -> None:
+    ranks = [RankRecord(rank, pid=1, started=0.0, ended=1.0, exit_code=code) for rank, code in enumerate(codes)]
+    assert node_exit_code(ranks, first_failure) == expected
+
+
+def test_the_others_are_waited_for_when_one_rank_is_done_early(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run(steps=100, step_seconds=0.01, die={"1:1": 0})
+    agent = start_agent(made)
+    assert agent.wait() == 0
+    first, second = agent.ranks
+    assert first.ended is not None
+    assert second.ended is not None
+    assert first.ended > second.ended + 0.3
+
+
+def test_ranks_die_when_their_agent_is_killed(make_run: MakeRun, start_agent: StartAgent) -> None:
+    agent = start_agent(make_run(steps=10_000))
+    agent.wait_until_up()
+    agent.process.kill()
+    agent.wait()
+    wait_until(lambda: not any(is_running(rank.pid) for rank in agent.ranks), "ranks are gone")
+    assert agent.node.ended is None
+
+
+def test_nothing_of_a_killed_rank_stays_on_the_node_s_disk(
+    make_run: MakeRun, start_agent: StartAgent, tmp_path: Path
+) -> None:
+    agent = start_agent(make_run(env={"SCALETRAIN_SWAP": str(tmp_path / "disk")}, swap=True, die={"1:0": -9}))
+    assert agent.wait() == 1
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_what_a_killed_agent_left_on_the_disk_is_removed_by_the_next(
+    make_run: MakeRun, start_agent: StartAgent, tmp_path: Path
+) -> None:
+    made = make_run(env={"SCALETRAIN_SWAP": str(tmp_path / "disk")}, swap=True, steps=100)
+    killed = start_agent(made)
+    killed.wait_until_up()
+    killed.process.kill()
+    killed.wait()
+    wait_until(lambda: not any(is_running(rank.pid) for rank in killed.ranks), "ranks are gone")
+    assert len(list((tmp_path / "disk").rglob("moments"))) == 2
+    assert start_agent(made).wait() == 0
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_a_grandchild_that_left_the_session_is_killed_at_the_end(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run("cluster.gpus_per_node=1", detached_child=True, steps=20)
+    agent = start_agent(made)
+    assert agent.wait() == 0
+    child = re.search(r"child (\d+)", made.log(1, 0))
+    assert child, made.log(1, 0)
+    assert not is_running(int(child[1]))
+
+
+def test_the_agent_preempts_its_ranks_when_the_parent_it_was_told_of_dies(
+    make_run: MakeRun, start_agent: StartAgent, tmp_path: Path
+) -> None:
+    made = make_run(steps=10_000)
+    attempt = begin_attempt(made.run, made.record.spec, scheduler="test", job_id="1", nodes=("here",))
+    command = [sys.executable, "-m", "scaletrain_cli.launch.node.agent", str(made.run.path), "--engine", ENGINE]
+    command += ["--attempt", str(attempt), "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", "29500"]
+    program = (
+        "import os, subprocess, sys, time\n"
+        f"subprocess.Popen({command!r} + ['--parent-pid', str(os.getpid())], start_new_session=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as parent:
+        wait_until(lambda: "up" in made.log(1, 0) and "up" in made.log(1, 1), "ranks are up")
+        parent.kill()
+    wait_until(lambda: read_node_records(made.run, 1)[0].exit_code == 75, "the ranks saved their state")
+
+
+def test_a_node_with_too_few_gpus_is_refused_with_exit_5_and_says_so(
+    make_run: MakeRun, start_agent: StartAgent
+) -> None:
+    made = make_run("cluster.gpu=h100-sxm-80gb", "cluster.gpus_per_node=8", "training.global_batch_size=8")
+    agent = start_agent(made, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    assert agent.wait() == 5
+    (failure,) = read_failures(made.run, 1)
+    assert (failure.rank, failure.reason, failure.exit_code) == (None, "wrong-nodes", 5)
+    assert "3 GPUs" in failure.message
+    assert "needs 8" in failure.message
+    assert agent.node.exit_code == 5
+
+
+def test_an_attempt_that_this_node_cannot_see_is_a_usage_error(make_run: MakeRun, start_agent: StartAgent) -> None:
+    agent = start_agent(make_run(), None, "--attempt", "7")
+    assert agent.wait() == 2
+    assert "no attempt 7" in agent.errors
+
+
+def test_environment_values_with_shell_text_reach_the_ranks_unchanged(
+    make_run: MakeRun, start_agent: StartAgent
+) -> None:
+    nasty = "a 'b' \"c\"\n$(touch pwned) `id` \\ ; &"
+    made = make_run("cluster.gpus_per_node=1", env={"NASTY": nasty}, echo=["NASTY"])
+    agent = start_agent(made)
+    assert agent.wait() == 0
+    assert f"NASTY={nasty!r}" in made.log(1, 0)
+
+
+def test_two_agents_on_one_machine_keep_their_ranks_and_files_apart(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes=2", echo=["RANK", "NODE_RANK"])
+    agents = [start_agent(made, node_rank=0), start_agent(made, node_rank=1)]
+    assert [agent.wait() for agent in agents] == [0, 0]
+    assert [[rank.rank for rank in agent.ranks] for agent in agents] == [[0, 1], [2, 3]]
+    assert "RANK='3'\nNODE_RANK='1'" in made.log(1, 3)
+    assert attempt_outcome(made.run, made.record.spec, 1, cancelled=False).reason == "done"
+
+
+def test_when_a_rank_dies_the_other_nodes_end_too_and_the_first_is_blamed(
+    make_run: MakeRun, start_agent: StartAgent
+) -> None:
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes=2", steps=10_000, die={"1:0": 1}, die_at=50)
+    agents = [start_agent(made, node_rank=0), start_agent(made, node_rank=1)]
+    assert [agent.wait() for agent in agents] == [1, 1]
+    assert [rank.killed_by_agent for agent in agents for rank in agent.ranks] == [False, True, True, True]
+    assert "another node failed" in agents[1].errors
+    outcome = attempt_outcome(made.run, made.record.spec, 1, cancelled=False)
+    assert (outcome.reason, "rank 0 on node-0000" in outcome.message) == ("crash", True)
+
+
+def test_the_ranks_run_where_the_run_was_submitted(
+    make_run: MakeRun, start_agent: StartAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "where it's submitted"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    made = make_run("cluster.gpus_per_node=1", touch="here")
+    monkeypatch.chdir(tmp_path)
+    assert start_agent(made).wait() == 0
+    assert (home / "here").exists()
+
+
+def test_options_win_over_the_environment_and_slurm_names_are_understood() -> None:
+    environment = {"MASTER_ADDR": "n1", "MASTER_PORT": "1234", "SLURM_NODEID": "7", "SLURMD_NODENAME": "n7"}
+    found = parse_options(["/run", "--attempt", "3"], environment)
+    assert (found.node_rank, found.node_name, found.master_addr, found.master_port) == (7, "n7", "n1", 1234)
+    assert parse_options(["/run", "--attempt", "3"], {**environment, "NODE_RANK": "2"}).node_rank == 2
+    given = ["/run", "--attempt", "3", "--node-rank", "1", "--node-name", "x", "--master-port", "5"]
+    found = parse_options(given, environment)
+    assert (found.node_rank, found.node_name, found.master_port, found.parent_pid) == (1, "x", 5, None)
+
+
+def test_compiled_code_is_kept_where_no_other_user_can_put_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    own = Path(compiled_code({})["TORCHINDUCTOR_CACHE_DIR"])
+    assert own.stat().st_mode & 0o077 == 0
+    assert compiled_code({}) == {"TORCHINDUCTOR_CACHE_DIR": str(own)}
+    own.chmod(0o777)  # as if somebody else had been first
+    other = Path(compiled_code({})["TORCHINDUCTOR_CACHE_DIR"])
+    assert other != own
+    assert other.stat().st_mode & 0o077 == 0
+    assert compiled_code({}, {"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}) == {}
+
+
+def test_a_temporary_folder_that_this_node_does_not_have_keeps_no_rank_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", "/proc/of-the-login-node")
+    monkeypatch.setattr("scaletrain_cli.launch.node.attempt._TEMPORARY", (str(tmp_path),))
+    assert Path(compiled_code({})["TORCHINDUCTOR_CACHE_DIR"]).parent == tmp_path
+    monkeypatch.setattr("scaletrain_cli.launch.node.attempt._TEMPORARY", ("/proc/none",))
+    assert not Path(compiled_code({})["TORCHINDUCTOR_CACHE_DIR"]).exists()

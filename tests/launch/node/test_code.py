@@ -1,0 +1,299 @@
+"""Ranks run the code that was submitted, whatever has become of the tree, the run directory or the image since."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import SchedulerError, UsageError
+from scaletrain_cli.launch.backends.kubernetes.manifest import documents_for
+from scaletrain_cli.launch.node.code import code_environment, unpacked_folder
+from scaletrain_cli.launch.node.heartbeats import hung_rank
+from scaletrain_cli.launch.node.ranks import LocalRanks
+from scaletrain_cli.launch.replan import replan
+from scaletrain_cli.launch.resume import resume
+from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.rundir.code import code_file
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, place_documents, read_record
+from tests.launch.conftest import Agent, MadeRun, make_plan, make_spec
+from tests.launch.test_resizing import Refusing
+from tests.launch.test_resume import Cluster
+from tests.launch.working_tree import WorkingTree
+
+PROGRAM = """
+import os, sys
+from my_model import VERSION
+print("version", VERSION, "run", os.path.basename(sys.argv[1]), "in", os.environ["SCALETRAIN_CODE"], "as", __name__)
+"""
+
+
+@pytest.fixture
+def program(tree: WorkingTree) -> WorkingTree:
+    """A program of the user's with a module of its own."""
+    tree.write("src/my_model/__init__.py", "VERSION = 'submitted'\n")
+    tree.write("src/my_training.py", PROGRAM)
+    tree.commit()
+    return tree
+
+
+def submit(tree: WorkingTree, *overrides: str, run_id: str | None = None) -> MadeRun:
+    spec = make_spec(f"code.path={tree.folder}", "code.import_root=src", "code.engine=my_training", *overrides)
+    made = create_run(spec, make_plan(spec), run_id)
+    return MadeRun(made.run, made.record)
+
+
+def unpacked(made: MadeRun, attempt: int = 1) -> Path:
+    return unpacked_folder(made.run, attempt, 0, os.environ)
+
+
+def test_ranks_run_what_was_submitted_and_not_what_the_tree_has_become(
+    program: WorkingTree, start_agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(program.folder / "src")  # where `python -m` would find the tree itself
+    made = submit(program)
+    program.write("src/my_model/__init__.py", "VERSION = 'newer'\n")
+    agent = start_agent(made)
+    assert agent.wait() == 0, agent.errors
+    place = unpacked(made)
+    assert made.log(1, 0) == made.log(1, 1)
+    assert made.log(1, 0) == f"version submitted run {made.run.run_id} in {place} as __main__\n"
+    assert not place.parent.exists()
+
+
+def test_run_json_says_which_code_it_is(program: WorkingTree) -> None:
+    made = submit(program)
+    code = read_record(made.run).code
+    assert code == made.record.code
+    assert code is not None
+    assert code.commit == program.git("rev-parse", "HEAD").strip()
+    assert {path.name for path in (made.run.path / "code").iterdir()} == {f"{code.name}.tar.gz", f"{code.name}.sha256"}
+
+
+def test_the_patch_of_what_was_not_committed_is_kept_beside_it(program: WorkingTree) -> None:
+    program.write("src/my_model/__init__.py", "VERSION = 'in the works'\n")
+    made = submit(program)
+    assert made.record.code is not None
+    assert b"+VERSION = 'in the works'" in code_file(made.run, made.record.code, "patch").read_bytes()
+
+
+def test_a_folder_left_by_an_agent_that_was_killed_goes_with_the_next_attempt(
+    program: WorkingTree, start_agent: Callable[..., Agent]
+) -> None:
+    made = submit(program)
+    left = unpacked(made)
+    left.parent.mkdir(mode=0o700)
+    left.mkdir()
+    (left / "my_model.py").write_text("VERSION = 'left over'", encoding="utf-8")
+    start_agent(made).wait()
+    start_agent(made).wait()
+    assert "version submitted" in made.log(1, 0)
+    assert "version submitted" in made.log(2, 0)
+    assert not left.parent.exists()
+
+
+@pytest.mark.parametrize("suffix", ["tar.gz", "sha256"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "another tree's"])
+def test_code_that_is_not_what_was_submitted_starts_no_rank(
+    program: WorkingTree, start_agent: Callable[..., Agent], suffix: str, damage: str
+) -> None:
+    made = submit(program)
+    assert made.record.code is not None
+    path = code_file(made.run, made.record.code, suffix)
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:-40])
+    else:
+        program.write("src/my_model/__init__.py", "VERSION = 'another'\n")
+        other = submit(program)
+        assert other.record.code is not None
+        shutil.copy(code_file(other.run, other.record.code, suffix), path)
+    agent = start_agent(made)
+    assert agent.wait() == (5 if damage == "missing" else 2), agent.errors
+    assert str(path) in agent.errors or "src/my_model/__init__.py differs" in agent.errors
+    assert made.log(1, 0) == ""
+    assert not unpacked(made).parent.exists()
+
+
+def test_code_in_the_image_is_compared_and_run_where_it_is(
+    program: WorkingTree, start_agent: Callable[..., Agent], tmp_path: Path
+) -> None:
+    image = tmp_path / "image"
+    shutil.copytree(program.folder, image)
+    made = submit(program, f"code.on_nodes={image}")
+    agent = start_agent(made)
+    assert agent.wait() == 0, agent.errors
+    assert f"in {image} as" in made.log(1, 0)
+
+    (image / "src/my_model/__init__.py").write_text("VERSION = 'older'\n", encoding="utf-8")
+    (image / "train.py").unlink()
+    agent = start_agent(made)
+    assert agent.wait() == 2
+    assert (
+        "src/my_model/__init__.py differs, train.py is missing. Bring the tree that is submitted there" in agent.errors
+    )
+    assert image.is_dir()
+
+
+def test_a_run_of_the_same_name_with_other_code_is_another_run(program: WorkingTree) -> None:
+    first = submit(program, run_id="mine")
+    assert submit(program, run_id="mine").record == first.record
+    program.write("src/my_model/__init__.py", "VERSION = 'newer'\n")
+    with pytest.raises(UsageError, match=r"exists with other code: it was .* Use another run id"):
+        submit(program, run_id="mine")
+
+
+def test_a_rank_that_runs_this_engine_imports_nothing_of_a_tree_that_is_only_kept(
+    program: WorkingTree, start_agent: Callable[..., Agent]
+) -> None:
+    program.write("json.py", "raise RuntimeError('not the one that was meant')")
+    spec = make_spec(f"code.path={program.folder}")
+    made = create_run(spec, make_plan(spec))
+    agent = start_agent(MadeRun(made.run, made.record))
+    assert agent.wait() == 0, agent.errors
+    assert made.record.code is not None
+
+
+def test_pods_put_the_code_of_their_config_map_into_the_run_directory(program: WorkingTree, tmp_path: Path) -> None:
+    made = submit(program)
+    documents = documents_for(made.run, made.record)
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    for name, content in documents.items():
+        (mounted / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    run, record = place_documents(mounted, tmp_path / "volume")
+    assert record.code is not None
+    for suffix in ("tar.gz", "sha256"):
+        assert code_file(run, record.code, suffix).read_bytes() == documents[f"{record.code.name}.{suffix}"]
+    assert place_documents(mounted, tmp_path / "volume") == (run, record)
+
+
+def test_what_a_dry_run_would_send_holds_the_same_code_as_the_run_that_follows(program: WorkingTree) -> None:
+    made = submit(program)
+    before = documents_for(made.run, made.record)
+    shutil.rmtree(made.run.path / "code")
+    assert documents_for(made.run, made.record) == before
+
+
+def test_a_program_that_knows_no_heartbeat_is_never_taken_for_hung() -> None:
+    gang = LocalRanks(math.inf)
+    gang.start(0, [sys.executable, "-c", "import time; time.sleep(60)"], os.environ, Path(os.devnull))
+    try:
+        assert hung_rank(gang.listen(), time.monotonic() + 1e9) is None
+    finally:
+        gang.kill()
+        pid, status = os.waitpid(gang.ranks[0].pid, 0)
+        gang.ended(pid, os.waitstatus_to_exitcode(status))
+
+
+def test_a_resume_goes_on_with_the_code_it_had_unless_it_is_asked_for_the_new(
+    program: WorkingTree, start_agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = submit(program)
+    program.write("src/my_model/__init__.py", "VERSION = 'mended'\n")
+    monkeypatch.chdir("/")
+    assert replan(made.run, ["cluster.grace_seconds=30"]).after.code == made.record.code
+
+    resize = replan(made.run, [], new_code=True)
+    assert resize.changes.keys() == {"code"}
+    resume(made.run, resize=resize, scheduler=Cluster())
+    record = read_record(made.run)
+    assert (record.revision, record.code) == (1, resize.after.code)
+    agent = start_agent(MadeRun(made.run, record))
+    assert agent.wait() == 0, agent.errors
+    assert "version mended" in made.log(1, 0)
+    assert {path.suffix for path in (made.run.path / "code").iterdir()} == {".gz", ".sha256", ".patch"}
+    assert len(list((made.run.path / "code").iterdir())) == 5
+
+
+def test_code_that_has_not_changed_makes_no_revision(program: WorkingTree) -> None:
+    made = submit(program)
+    resume(made.run, resize=replan(made.run, [], new_code=True), scheduler=Cluster())
+    assert read_record(made.run).revision == 0
+
+
+def test_a_scheduler_that_refuses_leaves_no_new_code_behind(program: WorkingTree) -> None:
+    made = submit(program)
+    before = {path.name for path in (made.run.path / "code").iterdir()}
+    program.write("src/my_model/__init__.py", "VERSION = 'mended'\n")
+    with pytest.raises(SchedulerError):
+        resume(made.run, resize=replan(made.run, [], new_code=True), scheduler=Refusing())
+    assert {path.name for path in (made.run.path / "code").iterdir()} == before
+    assert read_record(made.run) == made.record
+
+
+def test_another_part_of_the_tree_is_taken_when_the_run_is_told_so(program: WorkingTree) -> None:
+    made = submit(program)
+    resize = replan(made.run, [f"code.path={program.folder / 'src'}", "code.import_root=."])
+    assert resize.changes.keys() == {"code", "code.path", "code.import_root"}
+
+
+def test_a_run_keeps_its_code_and_one_without_has_none_to_renew(
+    program: WorkingTree, make_run: Callable[..., MadeRun]
+) -> None:
+    with pytest.raises(UsageError, match="a run keeps its code"):
+        replan(submit(program).run, ["code.path=null", "code.import_root=."])
+    with pytest.raises(UsageError, match=r"no code of yours to take anew.*code\.path=FOLDER"):
+        replan(make_run().run, [], new_code=True)
+
+
+def test_a_node_that_has_no_room_for_the_code_is_left_and_not_the_run(
+    program: WorkingTree, start_agent: Callable[..., Agent], tmp_path: Path
+) -> None:
+    made = submit(program)
+    (tmp_path / "full").write_text("no folder", encoding="utf-8")
+    agent = start_agent(made, {"TMPDIR": str(tmp_path / "full")})
+    assert agent.wait() == 5
+    assert "cannot be unpacked" in agent.errors
+
+
+def test_code_is_unpacked_where_nobody_else_can_change_it(
+    program: WorkingTree, start_agent: Callable[..., Agent]
+) -> None:
+    made = submit(program)
+    unpacked(made).parent.mkdir(mode=0o755)
+    agent = start_agent(made)
+    assert agent.wait() == 5
+    assert "not this user's alone" in agent.errors
+
+
+def test_a_path_of_the_users_into_the_tree_leads_into_what_was_kept(program: WorkingTree, tmp_path: Path) -> None:
+    made = submit(program)
+    live = program.folder
+    told = {"PYTHONPATH": f"{live}/src:{live}::/opt/lib:{tmp_path}/elsewhere"}
+    found = code_environment(made.record, Path("/kept"), told)
+    assert found["PYTHONPATH"] == f"/kept/src:/kept/src:/kept:/opt/lib:{tmp_path}/elsewhere"
+
+
+def test_code_that_is_gone_from_the_run_is_not_replaced_by_what_the_tree_has_become(program: WorkingTree) -> None:
+    made = submit(program)
+    shutil.rmtree(made.run.path / "code")
+    program.write("src/my_model/__init__.py", "VERSION = 'newer'\n")
+    with pytest.raises(UsageError, match=r"does not hold the code.*--new-code"):
+        documents_for(made.run, made.record)
+
+
+def test_an_error_at_the_hand_over_that_is_nobodys_refusal_leaves_nothing_either(program: WorkingTree) -> None:
+    class Confused(Cluster):
+        def render(self, run: RunDir, record: RunRecord) -> str:
+            raise UsageError("a ConfigMap has no room for it")
+
+    made = submit(program)
+    program.write("src/my_model/__init__.py", "VERSION = 'mended'\n")
+    with pytest.raises(UsageError, match="no room"):
+        resume(made.run, resize=replan(made.run, [], new_code=True), scheduler=Confused())
+    assert read_record(made.run) == made.record
+    assert len(list((made.run.path / "code").iterdir())) == 2
+
+
+def test_runs_of_one_name_under_two_roots_share_no_folder_on_a_node(tmp_path: Path) -> None:
+    one, other = (unpacked_folder(RunDir(tmp_path / root / "mine"), 1, 0, {}) for root in ("a", "b"))
+    assert one.parent != other.parent

@@ -1,0 +1,294 @@
+"""Ranks that come to a stand: found by what they said of themselves, dumped, the suspect named, the attempt ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.launch.attempts import attempt_outcome
+from scaletrain_cli.launch.node import processes
+from scaletrain_cli.launch.node.heartbeats import Beat, Channel, hung_rank
+from scaletrain_cli.launch.node.record import read_node_records
+from scaletrain_cli.launch.node.watch import RankView, find_suspect
+from scaletrain_cli.launch.submit import submit_run
+from scaletrain_cli.launch.wait import wait_for_end
+from scaletrain_cli.worker.failures import read_failures
+from scaletrain_cli.worker.heartbeat import LONG_SECONDS, Heartbeat, collective_seconds
+from tests.launch.conftest import LOCAL, Agent, MadeRun, is_running, wait_until
+
+MakeRun = Callable[..., MadeRun]
+StartAgent = Callable[..., Agent]
+
+
+class Line:
+    """The rank's and the agent's ends of one heartbeat, on a clock that a test turns."""
+
+    def __init__(self, several_nodes: bool = False) -> None:
+        self.now = 0.0
+        reads, self.writes = os.pipe2(os.O_NONBLOCK)
+        self.file = os.fdopen(reads, "r")
+        self.heart = Heartbeat(self.writes, several_nodes=several_nodes, clock=lambda: self.now)
+
+    def allowed(self) -> float:
+        """What the newest beat allows, in seconds."""
+        return float(json.loads(self.file.readlines()[-1])["allowed"])
+
+    def steps(self, count: int, seconds: float, first: int = 1) -> float:
+        for step in range(first, first + count):
+            self.heart.beat(step, "step")
+            self.now += seconds
+            self.heart.meet()
+        self.heart.beat(first + count, "step")
+        return self.allowed()
+
+    def close(self) -> None:
+        self.file.close()
+        os.close(self.writes)
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    line = Line()
+    yield line
+    line.close()
+
+
+def test_the_first_steps_may_take_long_and_then_five_times_the_median(line: Line) -> None:
+    assert line.steps(2, 20.0) == LONG_SECONDS  # two of them are timed
+    assert line.steps(3, 20.0, first=3) == 100.0
+
+
+def test_fast_steps_may_take_half_a_minute_unless_the_user_says_otherwise(line: Line) -> None:
+    assert line.steps(10, 0.1) == 30.0
+    line.heart.hang_seconds = 2.5
+    assert line.steps(1, 0.1, first=11) == 2.5
+    line.heart.beat(12, "save")
+    assert line.allowed() == LONG_SECONDS  # the user's limit is for steps; a save takes what it takes
+
+
+def test_a_save_is_no_step_and_what_follows_it_on_several_nodes_waits_for_the_slowest_disk() -> None:
+    for several_nodes, allowed in ((False, 30.0), (True, LONG_SECONDS)):
+        line = Line(several_nodes)
+        line.steps(5, 1.0)
+        line.heart.beat(6, "save")
+        line.heart.meet()
+        assert line.allowed() == LONG_SECONDS
+        line.now += 500.0
+        line.heart.beat(7, "step")
+        assert line.allowed() == allowed
+        assert line.steps(1, 1.0, first=8) == 30.0  # the save did not enter the median
+        line.close()
+
+
+def test_a_collective_outwaits_every_silence_in_training() -> None:
+    assert collective_seconds(None) > LONG_SECONDS
+    assert collective_seconds(7200.0) > 7200.0
+
+
+def test_a_line_that_nobody_reads_never_stops_a_rank(line: Line) -> None:
+    for step in range(10_000):
+        line.heart.beat(step, "step")
+    Heartbeat(None).beat(1, "step")
+
+
+def test_a_descriptor_is_the_ranks_alone() -> None:
+    channel = Channel()
+    program = (
+        "import os, subprocess\n"
+        "from scaletrain_cli.worker.heartbeat import Heartbeat\n"
+        "Heartbeat.from_environment(os.environ).beat(7, 'step', 5.0)\n"
+        "fd = int(os.environ['SCALETRAIN_HEARTBEAT_FD'])\n"
+        "raise SystemExit(os.get_inheritable(fd))\n"
+    )
+    with channel.inherited() as variables:
+        descriptors = [int(number) for number in variables.values()]
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=os.environ | variables, pass_fds=descriptors, check=False
+        )
+    channel.listen()
+    assert done.returncode == 0
+    assert (channel.beat.step, channel.beat.phase, channel.beat.allowed_seconds) == (7, "step", 5.0)
+    channel.close()
+
+
+def test_ranks_that_wait_for_one_that_may_be_slow_have_not_come_to_a_stand() -> None:
+    saving, waiting = Beat(10, "save", 1800.0, heard=0.0), Beat(11, "step", 30.0, heard=1.0)
+    assert hung_rank({0: waiting, 1: saving}, now=100.0) is None
+    assert hung_rank({0: waiting, 1: saving}, now=2000.0) == 1
+    assert hung_rank({0: waiting, 1: Beat(10, "step", 30.0, heard=0.0)}, now=100.0) == 1
+    assert hung_rank({}, now=100.0) is None
+
+
+def test_a_rank_that_was_rolled_back_first_is_ahead_of_those_that_still_are(line: Line) -> None:
+    line.heart.beat(20, "rollback")
+    line.heart.beat(11, "step")
+    turns = [json.loads(text)["turn"] for text in line.file.readlines()]
+    assert turns == [0, 1]
+    rolled_back, restoring = Beat(11, "step", 30.0, heard=0.0, turn=1), Beat(20, "rollback", 1800.0, heard=0.0)
+    assert hung_rank({0: rolled_back, 1: restoring}, now=100.0) is None
+
+
+def test_time_in_which_the_agent_was_stopped_itself_counts_for_nobody() -> None:
+    channel = Channel()
+    before = channel.beat.heard
+    channel.forgive(3600.0)
+    assert channel.beat.heard == before + 3600.0
+
+
+def view(
+    rank: int, step: int, phase: str = "step", *, dumped: bool = True, state: str = "S", at: float = 0.0
+) -> RankView:
+    return RankView(rank, Beat(step, phase, 30.0, heard=at), 40.0 - at, dumped, state)
+
+
+def test_a_rank_that_does_not_answer_is_the_suspect_with_what_the_kernel_says() -> None:
+    found = find_suspect([view(0, 5), view(1, 6, dumped=False, state="T")], several_nodes=True)
+    assert (found.suspect, found.message) == (
+        1,
+        "rank 1 did not answer: stopped by a signal (state T), since step 6 (step)",
+    )
+    asleep = find_suspect([view(0, 5, dumped=False), view(1, 5, dumped=False, state="D")], several_nodes=False)
+    assert asleep.suspect == 1
+
+
+def test_else_the_rank_that_is_behind_is_the_suspect() -> None:
+    views = [view(0, 7, "step, at the agreement", at=3.0), view(1, 7, at=1.0)]
+    found = find_suspect(views, several_nodes=False)
+    assert found.suspect == 1
+    assert "rank 1 is behind: in step 7 (step) while rank 0 is in step 7 (step, at the agreement)" in found.message
+
+
+def test_ranks_at_the_same_place_wait_for_another_node_if_there_is_one() -> None:
+    assert find_suspect([view(0, 5), view(1, 5)], several_nodes=True).suspect is None
+    assert "for another node" in find_suspect([view(0, 5), view(1, 5)], several_nodes=True).message
+    assert "no rank stands out" in find_suspect([view(0, 5), view(1, 5)], several_nodes=False).message
+
+
+def test_a_stopped_rank_is_found_dumped_named_and_killed(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run(hang={"1:0": 5, "1:1": 4}, stopped=[1], steps=100, silence=1.0)
+    agent = start_agent(made)
+    assert agent.wait() == 1
+    (failure,) = read_failures(made.run, 1)
+    assert (failure.rank, failure.reason, failure.node) == (1, "hang", agent.node.node)
+    assert "rank 1 did not answer: stopped by a signal (state T), since step 4" in failure.message
+    (stacks,) = (made.run.attempt(1) / "stacks").iterdir()
+    assert stacks.name == "00000.txt"
+    assert "fake_engine.py" in stacks.read_text()
+    assert [(event["rank"], event["attempt"]) for event in made.events("hang")] == [(1, 1)]
+    outcome = attempt_outcome(made.run, made.record.spec, 1, cancelled=False)
+    assert (outcome.exit_code, outcome.reason) == (1, "hang")
+
+
+def test_the_node_with_a_suspect_is_blamed_before_those_that_only_waited(
+    make_run: MakeRun, start_agent: StartAgent
+) -> None:
+    everywhere = {f"1:{rank}": 5 for rank in range(4)}
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes=2", hang=everywhere, stopped=[3], steps=99, silence=1.0)
+    agents = [start_agent(made, node_rank=0), start_agent(made, node_rank=1)]
+    assert [agent.wait() for agent in agents] == [1, 1]
+    outcome = attempt_outcome(made.run, made.record.spec, 1, cancelled=False)
+    assert outcome.reason == "hang"
+    assert "rank 3 did not answer" in outcome.message
+    waited, suspected = sorted(read_failures(made.run, 1), key=lambda failure: failure.node)
+    assert (waited.rank, suspected.rank) == (None, 3)
+
+
+def test_a_hang_after_a_signal_is_left_to_the_end_of_the_grace_period(
+    make_run: MakeRun, start_agent: StartAgent
+) -> None:
+    made = make_run("cluster.grace_seconds=3", hang={"1:*": 3}, steps=99, silence=2.0)
+    agent = start_agent(made)
+    wait_until(lambda: "hanging" in made.log(1, 0) and "hanging" in made.log(1, 1), "the ranks hang")
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.wait() == 1
+    assert read_failures(made.run, 1) == []
+
+
+def test_a_rank_that_is_stopped_before_its_first_beat_is_found(make_run: MakeRun, start_agent: StartAgent) -> None:
+    made = make_run("guard.hang=2s", start_seconds=100)
+    agent = start_agent(made)
+    started = lambda: [rank for node in read_node_records(made.run, 1) for rank in node.ranks]  # noqa: E731
+    wait_until(lambda: len(started()) == 2, "the ranks are started")
+    os.kill(agent.node.ranks[1].pid, signal.SIGSTOP)
+    began = time.monotonic()
+    assert agent.wait() == 1
+    assert time.monotonic() - began < 20
+    (failure,) = read_failures(made.run, 1)
+    assert (failure.rank, failure.reason) == (1, "hang")
+    assert "stopped by a signal (state T), since step 0 (start)" in failure.message
+
+
+def test_a_node_agent_that_is_stopped_is_ended_and_the_run_goes_on(make_run: MakeRun) -> None:
+    made = make_run("guard.hang=2s", "restarts.node=1", steps=60, step_seconds=0.05)
+    submit_run(made.run, made.record, LOCAL)
+    wait_until(lambda: "up" in made.log(1, 0), "the ranks are up")
+    (node,) = read_node_records(made.run, 1)
+    os.kill(node.agent_pid, signal.SIGSTOP)
+    assert wait_for_end(made.run, LOCAL, 90.0, lambda status: None).state == "finished"
+    assert len(made.run.attempts()) == 2
+    assert "is stopped (state T)" in (made.run.path / "supervisor.log").read_text()
+    assert not any(is_running(rank.pid) for rank in node.ranks)
+
+
+def test_stops_that_end_in_time_and_those_of_a_debugger_are_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    states = {1: "T", 2: "t", 3: "S"}
+    monkeypatch.setattr(processes, "process_state", lambda pid: states[pid])
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    watched = processes.Standstill(5.0)
+
+    def found(at: float, state: str) -> int | None:
+        clock[0], states[1] = at, state
+        return watched.found(states)
+
+    assert [found(at, "T") for at in (1.0, 2.0, 3.0)] == [None] * 3
+    assert [found(at, "S") for at in (4.0, 5.0)] == [None] * 2
+    assert [found(at, "T") for at in (6.0, 8.0, 10.0, 11.0)] == [None, None, None, 1]
+    assert found(60.0, "T") is None, "this process was stopped itself meanwhile"
+
+
+def test_the_limits_of_set_up_and_first_steps_follow_from_the_size_of_the_run(line: Line) -> None:
+    def limits(**given: Any) -> tuple[float, float]:
+        sizes = {"hang_seconds": None, "step_seconds": 1.0, "bytes_per_node": 0.0, "compiled": False}
+        line.heart.allow(**{**sizes, **given})
+        line.heart.beat(0, "set-up")
+        set_up = line.allowed()
+        line.heart.beat(1, "step")
+        return set_up, line.allowed()
+
+    assert limits() == (600.0, 320.0)
+    assert limits(step_seconds=30.0) == (600.0, 900.0)
+    assert limits(bytes_per_node=1e11) == (2600.0, 320.0)
+    assert limits(compiled=True) == (600.0, 1220.0)
+    assert limits(hang_seconds=120.0) == (600.0, 120.0), "the user's own limit holds from the first step on"
+    assert limits(hang_seconds=5.0) == (600.0, 120.0)
+    assert limits(hang_seconds=120.0, compiled=True) == (600.0, 1020.0)
+    line.heart.beat(1, "save")
+    assert line.allowed() == LONG_SECONDS
+    assert collective_seconds(line.heart.longest_seconds) > max(line.heart.longest_seconds, LONG_SECONDS)
+
+
+def test_what_is_no_beat_is_passed_over() -> None:
+    channel = Channel()
+    with channel.inherited() as variables:
+        writes = os.dup(int(variables["SCALETRAIN_HEARTBEAT_FD"]))
+    beats = [b"", b"{", b"[]", b"null", b'{"step": "x"}', b'{"step": 1e999, "turn": 0, "phase": "", "allowed": 1}']
+    beats += [b"[" * 5000, b'{"step": 1, "turn": 0, "phase": "step", "allowed": NaN}', b"\xff\xfe"]
+    for beat in beats:
+        os.write(writes, beat + b"\n")
+        channel.listen()
+    assert channel.beat.phase == "start"
+    os.write(writes, b'{"step": 3, "turn": 0, "phase": "step", "allowed": 2}\n')
+    channel.listen()
+    assert (channel.beat.step, channel.beat.allowed_seconds) == (3, 2.0)
+    os.close(writes)
+    channel.close()

@@ -1,0 +1,124 @@
+"""What an agent finds out about its node before it starts a rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.launch.node import inspection
+from scaletrain_cli.launch.node.gpu_health import GpuHealth, NodeHealth
+from scaletrain_cli.launch.node.inspection import NodeInspection, available_bytes, inspect_node
+from scaletrain_cli.launch.node.record import read_node_records
+from scaletrain_cli.worker.failures import read_failures
+from tests.launch.conftest import Agent, MadeRun
+
+MakeRun = Callable[..., MadeRun]
+GB = 10**9
+
+
+def files(root: Path, **texts: str) -> Path:
+    for name, text in texts.items():
+        path = root / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_what_is_left_is_the_least_of_the_machine_and_the_groups(tmp_path: Path) -> None:
+    machine = "MemTotal: 9000000 kB\nMemAvailable:    8000000 kB\n"
+    assert available_bytes(files(tmp_path / "a", proc__meminfo=machine)) == 8_192_000_000
+    two = files(
+        tmp_path / "b",
+        proc__meminfo=machine,
+        proc__self__cgroup="0::/job/step\n",
+        sys__fs__cgroup__job__memory_dot_max="4000000000\n",
+        sys__fs__cgroup__job__memory_dot_current="1000000000\n",
+        sys__fs__cgroup__job__memory_dot_stat="anon 7\ninactive_file 150000000\nactive_file 100000000\n",
+        sys__fs__cgroup__job__step__memory_dot_max="max\n",
+        sys__fs__cgroup__job__step__memory_dot_current="1000000000\n",
+    )
+    assert available_bytes(two) == 3_250_000_000
+    one = files(
+        tmp_path / "c",
+        proc__meminfo=machine,
+        proc__self__cgroup="5:cpu:/x\n4:memory:/slurm/job_7/step_0\n",
+        sys__fs__cgroup__memory__slurm__job_7__memory_dot_limit_in_bytes="2000000000\n",
+        sys__fs__cgroup__memory__slurm__job_7__memory_dot_usage_in_bytes="500000000\n",
+        sys__fs__cgroup__memory__slurm__job_7__memory_dot_stat="inactive_file 1\ntotal_inactive_file 100000000\n",
+    )
+    assert available_bytes(one) == 1_600_000_000
+    assert available_bytes(tmp_path / "nothing") is None
+    here = available_bytes()
+    assert here is not None
+    assert here > 0
+
+
+def inspected(made: MadeRun, monkeypatch: pytest.MonkeyPatch, health: NodeHealth | None = None) -> NodeInspection:
+    monkeypatch.setattr(inspection, "ask_driver", lambda: health)
+    return inspect_node(made.run, made.record, "node-0000-here", {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+def on_gpus(made: MadeRun) -> MadeRun:
+    cluster = made.record.spec.cluster.model_copy(update={"gpu": "h100-sxm-80gb"})
+    spec = made.record.spec.model_copy(update={"cluster": cluster})
+    return MadeRun(made.run, dataclasses.replace(made.record, spec=spec))
+
+
+def test_a_node_as_it_should_be_has_no_problems(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = inspected(make_run(), monkeypatch)
+    assert (found.problems, found.notes, found.gpus) == ((), (), ())
+    assert found.cores > 0
+    assert found.run_free_bytes
+    assert found.clock_ahead_seconds is not None
+    assert abs(found.clock_ahead_seconds) < 5
+    assert list(make_run().run.path.glob(".clock*")) == []
+
+
+def test_broken_gpus_little_memory_and_a_small_shm_are_told_apart(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = on_gpus(make_run())
+    gpus = (GpuHealth(0, "GPU-a", "H100", 85 * GB, 0), GpuHealth(1, "GPU-b", "H100", 85 * GB, 0, waits_for_reset=True))
+    monkeypatch.setattr(inspection, "available_bytes", lambda: 8 * GB)
+    monkeypatch.setattr(inspection, "_free", lambda path: 64 * 2**20)
+    monkeypatch.setattr(inspection, "_clock_ahead", lambda path: -90.0)
+    found = inspected(made, monkeypatch, NodeHealth("550", gpus))
+    assert [problem[:5] for problem in found.problems] == ["GPU 1"]
+    assert [note.split(";")[0] for note in found.notes] == [
+        "/dev/shm has 67 MB of room",
+        "its clock is 90 s behind that of the run directory's file system: times in logs will lie",
+    ]
+    durability = dataclasses.replace(made.record.plan.durability, copy_bytes_per_node=40 * GB)
+    plan = dataclasses.replace(made.record.plan, durability=durability)
+    more = inspected(MadeRun(made.run, dataclasses.replace(made.record, plan=plan)), monkeypatch, NodeHealth("550"))
+    assert "take 40.0 GB" in more.problems[-1]
+
+
+def test_the_agent_writes_what_it_found_and_starts_no_rank_on_a_bad_node(
+    make_run: MakeRun, start_agent: Callable[..., Agent], tmp_path: Path
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Unable to determine the device handle: GPU is lost'\nexit 15\n")
+    program.chmod(0o755)
+    made = make_run("cluster.gpu=h100-sxm-80gb")
+    agent = start_agent(made, {"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "0,1"})
+    assert agent.wait() == 5
+    (path,) = (made.run.attempt(1) / "preflight").iterdir()
+    assert "GPU is lost" in json.loads(path.read_text())["problems"][0]
+    (failure,) = read_failures(made.run, 1)
+    assert failure.reason == "wrong-nodes"
+    assert "GPU is lost" in failure.message
+    assert read_node_records(made.run, 1)[0].ranks == ()
+
+
+def test_another_version_of_this_package_than_the_run_was_made_with_is_a_note(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_run()
+    older = MadeRun(made.run, dataclasses.replace(made.record, code_hash="0" * 64))
+    (note,) = inspected(older, monkeypatch).notes
+    assert f"scaletrain here is {made.record.code_hash[:12]}, the run was made with 000000000000" in note

@@ -1,0 +1,89 @@
+"""Signals that are waited for: none is invented, and none is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.launch.backends.local.backend import read_supervisor
+from scaletrain_cli.launch.node.processes import next_signal
+from scaletrain_cli.launch.node.record import read_node_records
+from scaletrain_cli.launch.submit import submit_run
+from scaletrain_cli.launch.wait import wait_for_end
+from tests.launch.conftest import LOCAL, MadeRun, wait_until
+
+PROJECT = Path(__file__).parents[3]
+LISTENER = """
+import signal, sys
+from scaletrain_cli.launch.node.processes import next_signal
+heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+print("up", flush=True)
+while True:
+    signum = next_signal(heard, 0.05)
+    if signum is not None:
+        print(signum, flush=True)
+    if signum == signal.SIGTERM:
+        break
+"""
+
+
+@pytest.fixture
+def blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGHUP))
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@pytest.mark.usefixtures("blocked")
+def test_a_pending_signal_is_returned_once_and_silence_as_none() -> None:
+    assert next_signal((signal.SIGUSR1,), 0.0) is None
+    signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)  # a thread of a library may not block it
+    assert next_signal((signal.SIGUSR1, signal.SIGHUP), 5.0) == signal.SIGUSR1
+    began = time.monotonic()
+    assert next_signal((signal.SIGUSR1, signal.SIGHUP), 0.1) is None
+    assert time.monotonic() - began >= 0.09
+
+
+def test_a_process_that_was_stopped_past_its_wait_hears_what_was_sent_and_nothing_else() -> None:
+    command = [sys.executable, "-c", LISTENER]
+    with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        for _ in range(5):
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(0.12)
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.03)
+        process.send_signal(signal.SIGSTOP)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.12)
+        process.send_signal(signal.SIGCONT)
+        process.send_signal(signal.SIGTERM)
+        heard = process.stdout.read().split()
+    assert sorted(map(int, heard)) == [signal.SIGUSR1, signal.SIGTERM]
+
+
+def test_a_run_that_is_suspended_and_continued_goes_on(make_run: Callable[..., MadeRun]) -> None:
+    made = make_run(steps=60, step_seconds=0.05)
+    submit_run(made.run, made.record, LOCAL)
+    wait_until(lambda: "up" in made.log(1, 0) and made.run.metrics.exists(), "the ranks train")
+    (node,) = read_node_records(made.run, 1)
+    supervisor = read_supervisor(made.run)
+    assert supervisor is not None
+    everybody = [supervisor.process.pid, node.agent.pid, *(rank.pid for rank in node.ranks)]
+    for signum in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in everybody:
+            os.kill(pid, signum)
+        time.sleep(1.3)
+    assert wait_for_end(made.run, LOCAL, 60.0, lambda status: None).state == "finished"
+    assert len(made.run.attempts()) == 1
+    assert made.events("signal") == []

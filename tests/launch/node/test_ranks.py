@@ -1,0 +1,166 @@
+"""What a rank is started with, and what a node must have for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.launch.node.inspection import count_gpus, problems_of_node
+from scaletrain_cli.launch.node.processes import descendants, identify, own_identity, send_signal
+from scaletrain_cli.launch.node.ranks import NodePlace, rank_environment
+from tests.launch.conftest import PROJECT, make_spec, wait_until
+
+PLACE = NodePlace(attempt=3, node_rank=1, master_addr="n1", master_port=29500)
+SLURM = ("cluster.scheduler=slurm", "cluster.nodes=2", "cluster.gpus_per_node=4", "training.global_batch_size=8")
+
+
+def environment(
+    *overrides: str, env: dict[str, str] | None = None, base: dict[str, str] | None = None, cores: int = 32
+) -> dict[str, str]:
+    spec = make_spec(*SLURM, *overrides, env=env)
+    return rank_environment(spec, PLACE, 2, base=base or {}, secrets={"API_KEY": "secret"}, cores=cores)
+
+
+def test_a_rank_is_told_its_place_in_the_job() -> None:
+    told = environment(base={"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1,2,3", "RANK": "99"})
+    expected = {
+        "RANK": "6",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "2",
+        "LOCAL_WORLD_SIZE": "4",
+        "NODE_RANK": "1",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "29500",
+        "SCALETRAIN_ATTEMPT": "3",
+        "SCALETRAIN_AGENT_PID": str(os.getpid()),
+        "CUDA_VISIBLE_DEVICES": "0,1,2,3",
+        "PATH": "/bin",
+        "API_KEY": "secret",
+    }
+    assert {name: told[name] for name in expected} == expected
+
+
+def test_the_allocator_of_a_gpu_may_grow_its_segments_unless_it_was_told_otherwise() -> None:
+    gpu, name, newer = "cluster.gpu=h100-sxm-80gb", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    assert environment(gpu)[name] == "expandable_segments:True"
+    assert environment(gpu, env={name: "backend:native"})[name] == "backend:native"
+    assert environment(gpu, base={name: "backend:native"})[name] == "backend:native"
+    assert name not in environment(gpu, base={newer: "backend:native"})
+    assert name not in environment("cluster.gpu=cpu")
+
+
+@pytest.mark.parametrize(
+    ("override", "cores", "threads"),
+    [
+        ("cluster.gpu=cpu", 32, "1"),
+        ("cluster.gpu=h100-sxm-80gb", 32, "8"),
+        ("cluster.gpu=h100-sxm-80gb", 2, "1"),
+        ("cluster.cpus_per_gpu=6", 32, "6"),
+    ],
+)
+def test_threads_follow_the_cores_that_a_rank_may_use(override: str, cores: int, threads: str) -> None:
+    assert environment(override, cores=cores)["OMP_NUM_THREADS"] == threads
+
+
+def test_the_users_variables_win_over_the_nodes_but_not_over_the_contract() -> None:
+    told = environment(env={"OMP_NUM_THREADS": "3", "HOME": "/mine", "RANK": "7"}, base={"HOME": "/root"})
+    assert (told["OMP_NUM_THREADS"], told["HOME"], told["RANK"]) == ("3", "/mine", "6")
+
+
+def test_gpus_are_counted_by_what_is_visible_or_by_their_devices(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia-modeset"):
+        (tmp_path / name).touch()
+    assert count_gpus({}, tmp_path)[0] == 3
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path)[0] == 2
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "MIG-a1,MIG-b2,"}, tmp_path)[0] == 2
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)[0] == 0
+
+
+def test_a_node_needs_at_least_the_planned_gpus_and_none_for_cpu_ranks(tmp_path: Path) -> None:
+    gpus = make_spec(*SLURM, "cluster.gpu=h100-sxm-80gb").cluster
+    assert problems_of_node(gpus, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}) == []
+    assert problems_of_node(gpus, {}, tmp_path) == [f"0 GPUs ({tmp_path}/nvidia*), but the plan needs 4 per node"]
+    assert problems_of_node(make_spec().cluster, {}, tmp_path) == []
+
+
+def test_a_process_is_known_by_more_than_its_pid() -> None:
+    me = own_identity()
+    assert me.is_alive()
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
+        identity = identify(child.pid)
+        assert identity is not None
+        assert identity.is_alive()
+        assert child.pid in descendants()
+        assert send_signal(identity, signal.SIGKILL)
+        wait_until(lambda: not identity.is_alive(), "a zombie is not alive")
+    assert not send_signal(identity, signal.SIGKILL)
+    assert identify(child.pid) is None
+
+
+UNKILLABLE = """
+import signal, sys
+from pathlib import Path
+from scaletrain_cli.launch import node_run, watch
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.launch.node.agent import HEARD
+from scaletrain_cli.launch.node.ranks import Gang
+
+class Hanging(Gang):
+    def kill(self):
+        pass  # as with a process that sleeps in the kernel
+
+signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+watch.UNKILLABLE_SECONDS = 0.2
+gang = Hanging()
+gang.start(4, ["/bin/sleep", "600"], {}, Path(sys.argv[1]))
+node_run.adopt_orphans()
+options = type("Options", (), {"node_rank": 0, "node_name": "n", "attempt": 1})
+cluster = type("Cluster", (), {"nodes": 1, "grace_seconds": 1.0})
+watching = watch.Watch(RunDir(Path(sys.argv[1] + "-run")), options, "n", gang, cluster)
+watching.deadline = 0.0
+watching.run_to_end()
+print(gang.first_failure, gang.ranks[0].exit_code, node_run.node_exit_code(gang.ranks, gang.first_failure))
+node_run.kill_descendants()
+"""
+
+
+def test_an_agent_does_not_wait_for_ever_for_a_rank_that_hangs_in_the_kernel(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", UNKILLABLE, str(tmp_path / "log")]
+    result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=30, check=False)
+    assert result.stdout == "4 None 1\n", result.stderr
+    assert "cannot be killed" in result.stderr
+
+
+KEEPER = """
+import subprocess, sys, time
+from scaletrain_cli.launch.node.processes import adopt_orphans, descendants, kill_descendants
+adopt_orphans()
+# A daemon as daemons are made: its parent is gone, its session is its own, and its name tries to break a parser.
+fork = (
+    "import ctypes, os, time\\n"
+    "if os.fork() == 0:\\n"
+    "    os.setsid()\\n"
+    "    if os.fork() == 0:\\n"
+    "        ctypes.CDLL(None).prctl(15, b'a) R 1 (b')\\n"
+    "        print(os.getpid(), flush=True)\\n"
+    "        time.sleep(600)\\n"
+)
+subprocess.Popen([sys.executable, "-c", fork], stdout=sys.stdout).wait()
+time.sleep(0.5)
+assert descendants(), "the daemon was not adopted"
+kill_descendants()
+assert not descendants()
+"""
+
+
+def test_not_even_a_daemon_outlives_its_keeper() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", KEEPER], cwd=PROJECT, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert identify(int(result.stdout)) is None

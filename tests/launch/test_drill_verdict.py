@@ -1,0 +1,90 @@
+"""What counts as survived, kind by kind, and what counts as the same run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scaletrain_cli.launch.drill import KINDS, Course, compare_runs
+
+STEPS = tuple({"step": step, "loss": 8.0 / step, "grad_norm": 1.0} for step in range(1, 41))
+UNDISTURBED = Course(
+    state="finished",
+    why="",
+    steps=STEPS,
+    attempts=1,
+    ends=("done",),
+    exit_codes=(0,),
+    steps_lost=0,
+    passed_over=(),
+    rolled_back=False,
+    seconds=10.0,
+    final_files={"shard": "abc"},
+)
+RESTARTED = replace(UNDISTURBED, attempts=2, ends=("crash", "done"), exit_codes=(1, 0), steps_lost=6, seconds=17.0)
+STOPPED = replace(RESTARTED, exit_codes=(93, 0), resumed_by_hand=True)
+
+
+def complaints(kind: str, hurt: Course, *, exact: bool = True) -> str:
+    return "; ".join(compare_runs(KINDS[kind], "runs/x", hurt, UNDISTURBED, exact=exact).complaints)
+
+
+def drifted(by: float, first: int = 30) -> tuple[dict[str, float], ...]:
+    return tuple({**line, "loss": line["loss"] * (1 + by)} if line["step"] >= first else line for line in STEPS)
+
+
+def test_a_run_that_started_again_and_is_the_same_to_the_bit_has_survived() -> None:
+    verdict = compare_runs(KINDS["sigkill"], "runs/x", RESTARTED, UNDISTURBED, exact=True)
+    assert verdict.survived
+    assert (verdict.attempts, verdict.steps_lost, verdict.seconds_lost) == (2, 6, 7.0)
+    assert verdict.sameness == "to the bit, checkpoint files too"
+
+
+@pytest.mark.parametrize(
+    ("kind", "hurt", "expected"),
+    [
+        ("sigkill", UNDISTURBED, "it took 1 attempts instead of 2 (done)"),
+        ("sigkill", replace(RESTARTED, state="failed", why="no room"), "it did not finish but failed: no room"),
+        ("sigterm", RESTARTED, "6 steps were lost in spite of the warning"),
+        ("truncate", RESTARTED, "the damaged file was not reported"),
+        ("spike", UNDISTURBED, "it did not go back to before the spike"),
+        ("slow-rank", RESTARTED, "it took 2 attempts instead of 1 (crash, done)"),
+        ("sigkill", STOPPED, "it had to be resumed by hand"),
+        ("nan", replace(STOPPED, exit_codes=(1, 0)), "it stopped with exit code 1 instead of 93"),
+        (
+            "sigkill",
+            replace(RESTARTED, steps=drifted(1e-7)),
+            "it is another run: from step 30 on, final loss 1.0e-07 apart",
+        ),
+        ("sigkill", replace(RESTARTED, steps=STEPS[:-1]), "it is another run: 39 steps logged instead of 40"),
+        ("sigkill", replace(RESTARTED, steps=()), "it is another run: nothing was logged"),
+    ],
+)
+def test_a_run_that_did_otherwise_than_it_must_has_not(kind: str, hurt: Course, expected: str) -> None:
+    assert complaints(kind, hurt).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hurt"),
+    [
+        ("sigterm", replace(RESTARTED, steps_lost=0)),
+        ("truncate", replace(RESTARTED, passed_over=("step-00000020/shard: cut",))),
+        ("spike", replace(UNDISTURBED, rolled_back=True, steps=drifted(0.05))),
+        ("slow-rank", UNDISTURBED),
+        ("nan", STOPPED),
+        ("sigkill", replace(RESTARTED, final_files={"shard": "another"})),
+    ],
+)
+def test_a_run_that_did_what_it_must_has(kind: str, hurt: Course) -> None:
+    assert complaints(kind, hurt) == ""
+
+
+def test_on_gpus_the_final_loss_may_differ_in_its_last_figures_and_no_more() -> None:
+    assert complaints("sigkill", replace(RESTARTED, steps=drifted(5e-5)), exact=False) == ""
+    assert "another run" in complaints("sigkill", replace(RESTARTED, steps=drifted(5e-4)), exact=False)
+    assert "another run" in complaints("sigkill", replace(RESTARTED, steps=drifted(float("nan"))), exact=False)
+
+
+def test_a_run_that_learnt_less_after_it_went_back_has_not_survived() -> None:
+    assert "another run" in complaints("spike", replace(UNDISTURBED, rolled_back=True, steps=drifted(0.5)))

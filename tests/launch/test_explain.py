@@ -1,0 +1,80 @@
+"""Runs that ended in every way there is, explained from what they left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import get_args
+
+import pytest
+
+from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
+from scaletrain_cli.launch.exit_classification import Reason
+from scaletrain_cli.launch.explain import explain
+from scaletrain_cli.launch.explain_failures import ENDINGS
+from scaletrain_cli.launch.finding import Explanation, Finding
+from scaletrain_cli.launch.submit import submit_run
+from tests.cli.command_line import scaletrain
+from tests.launch.conftest import LOCAL, MadeRun, wait_until
+
+MakeRun = Callable[..., MadeRun]
+
+
+def ran(made: MadeRun) -> Explanation:
+    """Explained once the local scheduler has brought it to its end."""
+    submit_run(made.run, made.record, LOCAL)
+    wait_until(lambda: LOCAL.job(made.run, made.record).state == "ended", "the run is over", 60)
+    return explain(made.run)
+
+
+def told(finding: Finding) -> str:
+    return "\n".join(f"{evidence.source}: {evidence.text}" for evidence in finding.evidence)
+
+
+def test_every_way_to_end_has_a_meaning_and_what_to_do() -> None:
+    assert set(ENDINGS) == set(get_args(Reason))
+    assert all(ending.actions for reason, ending in ENDINGS.items() if reason not in ("done", "preempted"))
+
+
+@pytest.mark.parametrize("reason", get_args(Reason))
+def test_an_attempt_that_ended_in_any_way_is_explained(make_run: MakeRun, reason: Reason) -> None:
+    made = make_run()
+    begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("here",))
+    outcome, decision = Outcome(1, reason, "these words"), Decision(False, 1, "the budget is used up")
+    end_attempt(made.run, made.record.spec, 1, outcome, decision)
+    (finding,) = explain(made.run).findings
+    assert finding.cause == reason
+    assert "attempts/0001/attempt.json: these words" in told(finding)
+    assert "{" not in "".join(finding.actions)
+    if reason != "done":
+        assert "no attempt follows by itself" in told(finding)
+        assert any(f"scaletrain resume {made.run.run_id}" in action for action in finding.actions)
+
+
+def test_a_crash_shows_the_reason_that_the_rank_gave_and_the_end_of_its_log(make_run: MakeRun) -> None:
+    explanation = ran(make_run("restarts.crash=0", die={"*:1": 1}, reason="odd"))
+    (finding,) = explanation.findings
+    assert (explanation.state, finding.cause) == ("failed", "crash")
+    assert "odd on request" in told(finding)
+    assert "-00001.log: " in told(finding)
+    assert "dying 1" in told(finding)
+
+
+def test_the_attempts_before_are_told_with_the_steps_they_reached(make_run: MakeRun) -> None:
+    (finding,) = ran(make_run("restarts.crash=1", die={"*:1": 1})).findings
+    assert "attempts before it: 1 crash at step" in told(finding)
+
+
+def test_a_run_that_was_never_submitted_says_so(make_run: MakeRun) -> None:
+    (finding,) = explain(make_run().run).findings
+    assert finding.cause == "never-began"
+    assert "never started" in told(finding)
+
+
+def test_the_verb_prints_the_headline_the_evidence_and_the_actions(make_run: MakeRun) -> None:
+    made = make_run("restarts.crash=0", die={"*:1": 1}, reason="odd")
+    ran(made)
+    shown = scaletrain("explain", made.run.run_id)
+    assert shown.code == 0
+    assert "attempt 1 ended: the program failed." in shown.out
+    assert f"scaletrain logs {made.run.run_id}" in shown.out
+    assert '"schema": "scaletrain.explain/v1"' in scaletrain("explain", made.run.run_id, "--json").out

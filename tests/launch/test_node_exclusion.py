@@ -1,0 +1,156 @@
+"""Bad nodes are kept away from, as far as that leaves the job room; who becomes one, and for how long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from scaletrain_cli.launch.attempts import begin_attempt
+from scaletrain_cli.launch.backends.slurm import nodes
+from scaletrain_cli.launch.backends.slurm.nodes import exclude_option, exclusion_for, time_is_up, usable_nodes
+from scaletrain_cli.launch.backends.slurm.script import sbatch_options
+from scaletrain_cli.launch.node.record import write_node_record
+from scaletrain_cli.launch.node_exclusion import exclusion
+from scaletrain_cli.launch.restart import conclude_attempt
+from scaletrain_cli.rundir.bad_nodes import BadNode, read_bad_nodes, remember_bad_nodes
+from scaletrain_cli.worker.failures import Failure, write_failure
+from tests.launch.conftest import MadeRun, make_spec
+from tests.launch.test_attempts import node, rank
+
+MakeRun = Callable[..., MadeRun]
+FIVE = ["n1", "n2", "n3", "n4", "n5"]
+
+
+def bad(*names: str) -> list[BadNode]:
+    """Newest evidence first."""
+    return [BadNode(name, "hang", "silent", "run", 1, 0.0, 9e9) for name in names]
+
+
+def test_bad_nodes_are_excluded_while_enough_others_are_left() -> None:
+    assert exclusion(bad("n4", "n2"), usable=FIVE, needed=3).nodes == ("n2", "n4")
+
+
+def test_the_oldest_evidence_gives_way_and_that_is_said() -> None:
+    found = exclusion(bad("n4", "n2", "n1"), usable=FIVE, needed=4)
+    assert (found.nodes, found.spared) == (("n4",), ("n1", "n2"))
+    assert "needs 4 of 5 usable nodes" in found.why
+    assert exclusion(bad("n4"), usable=FIVE, needed=5).nodes == ()
+    assert exclusion(bad("n4"), usable=["n4"], needed=2).nodes == ()  # there is no room already
+
+
+def test_a_node_that_is_down_costs_nothing_to_exclude_and_a_pinned_one_is_spared() -> None:
+    assert exclusion(bad("n9"), usable=FIVE, needed=5).nodes == ("n9",)
+    assert exclusion(bad("n1"), usable=FIVE, needed=1, pinned=["n1"]).nodes == ()
+
+
+SINFO = """\
+n1|idle|main*
+n1|idle|spot
+n2|mix|main*
+n3|drain|main*
+n4|idle*|main*
+n5|alloc|main*
+n6|down*|main*
+n7|idle|spot
+"""
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Slurm of seven nodes that answers from a table."""
+
+    def call(command: list[str], **_: object) -> object:
+        text = {"sinfo": SINFO, "squeue": "2026-01-02T03:04:05|1-00:30:00\n"}[command[0]]
+        return type("Answer", (), {"stdout": text})
+
+    monkeypatch.setattr(nodes, "call_slurm", call)
+    monkeypatch.setattr(nodes, "node_names", lambda text: tuple(text.split(",")) if text else ())
+
+
+@pytest.mark.usefixtures("slurm")
+def test_usable_is_what_slurm_would_run_a_job_on_in_its_partition() -> None:
+    assert usable_nodes(make_spec("cluster.scheduler=slurm").cluster) == {"n1", "n2", "n5"}
+
+
+@pytest.mark.usefixtures("slurm")
+def test_the_users_own_exclusion_is_merged_with_ours(make_run: MakeRun) -> None:
+    made = make_run("cluster.scheduler=slurm", "cluster.slurm.exclude=n5", "cluster.nodes=1")
+    remember_bad_nodes(made.run.path.parent, bad("n2", "n1"), now=1.0)
+    excluded = exclusion_for(made.run, made.record.spec)
+    assert (excluded.nodes, excluded.spared) == (("n2",), ("n1",))
+    option = exclude_option(made.record.spec, excluded)
+    assert option == "n5,n2"
+    assert "exclude=n5,n2" in list(sbatch_options(made.record.spec, "run", option))
+
+
+@pytest.mark.usefixtures("slurm")
+def test_the_time_is_up_when_the_ranks_were_warned_of_the_limit() -> None:
+    cluster = make_spec("cluster.scheduler=slurm", "cluster.grace_seconds=120").cluster
+    for environment, end in (
+        ({"SLURM_JOB_END_TIME": "5000"}, 5000.0),
+        ({}, time.mktime(time.strptime("2026-01-03T03:34:05", "%Y-%m-%dT%H:%M:%S"))),
+    ):
+        assert time_is_up("7", cluster, environment, now=end - 120)
+        assert not time_is_up("7", cluster, environment, now=end - 600)
+
+
+def conclude(made: MadeRun, *failures: Failure, code: int = 1, **told: object) -> None:
+    number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n0",))
+    write_node_record(made.run, number, node(code, rank(0, code)))
+    for failure in failures:
+        write_failure(made.run, number, "rank-00000", failure)
+    conclude_attempt(made.run, made.record, number, first_attempt=1, **told)  # type: ignore[arg-type]
+
+
+def test_evidence_against_a_node_is_remembered_for_as_long_as_it_deserves(make_run: MakeRun) -> None:
+    made = make_run()
+    root = made.run.path.parent
+    for reason, days in (("hang", 0.25), ("wrong-nodes", 1.0), ("hardware", 7.0)):
+        conclude(made, Failure(0, reason, f"{reason} it is", 1))
+        (found,) = read_bad_nodes(root, time.time())
+        assert (found.node, found.reason, found.run_id) == ("n0", reason, made.run.run_id)
+        assert found.expires - found.time == days * 86400
+    assert found.attempt == 3
+    assert "hardware it is" in found.message
+
+
+@pytest.mark.parametrize("reason", ["crash", "oom", "host-oom", "nan", "communication", "disk-full"])
+def test_what_a_program_did_is_no_evidence_against_a_node(make_run: MakeRun, reason: str) -> None:
+    made = make_run()
+    conclude(made, Failure(0, reason, "x", 1))
+    assert read_bad_nodes(made.run.path.parent, time.time()) == []
+
+
+def test_a_silent_node_is_a_lost_one_only_if_the_scheduler_agrees_where_it_ended_the_job(make_run: MakeRun) -> None:
+    for down, names in ((frozenset({"n1"}), ["n1"]), (frozenset(), []), (None, ["n1"])):
+        made = make_run("cluster.scheduler=slurm", "cluster.nodes=2")
+        root = made.run.path.parent
+        (root / "bad-nodes.json").unlink(missing_ok=True)
+        number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="1", nodes=("n0", "n1"))
+        write_node_record(made.run, number, node(75, rank(0, 75)))
+        write_node_record(made.run, number, node(None, number=1))
+        conclude_attempt(made.run, made.record, number, first_attempt=1, down=down)
+        assert [found.node for found in read_bad_nodes(root, time.time())] == names
+
+
+@pytest.mark.parametrize(("down", "reason"), [(frozenset({"n1"}), "node"), (frozenset(), "out-of-grace")])
+def test_a_node_that_falls_silent_as_its_job_is_ended_ended_with_it_unless_the_scheduler_holds_it_to_be_down(
+    make_run: MakeRun, down: frozenset[str], reason: str
+) -> None:
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes=2")
+    number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="1", nodes=("n0", "n1"))
+    write_node_record(made.run, number, node(75, rank(0, 75)))
+    write_node_record(made.run, number, node(None, number=1))
+    conclude_attempt(made.run, made.record, number, first_attempt=1, told_to_stop="Slurm is ending the job", down=down)
+    (ended,) = made.events("attempt-ended")
+    assert ended["reason"] == reason
+    assert ("lost" in ended["message"]) == (reason == "node")
+
+
+def test_a_preemption_at_the_end_of_the_jobs_time_is_a_time_limit_and_free(make_run: MakeRun) -> None:
+    made = make_run("restarts.preemption=0")
+    conclude(made, code=75, time_is_up=lambda: True)
+    (ended,) = made.events("attempt-ended")
+    assert (ended["exit_code"], ended["reason"], ended["requeue"]) == (75, "time-limit", True)

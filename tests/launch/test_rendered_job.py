@@ -1,0 +1,62 @@
+"""What was sent last, how the next text differs, and the forms that other programs read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.rendered_job import changes_since_sent, in_format, keep_sent
+from scaletrain_cli.launch.submit import submit_run
+from tests.cli.command_line import SMALL, scaletrain
+from tests.launch.conftest import LOCAL, MadeRun
+
+KUBERNETES = ("cluster.scheduler=kubernetes", "cluster.kubernetes.image=a/b:1", "cluster.kubernetes.runs.claim=runs")
+
+
+def settings(*pairs: str) -> list[str]:
+    return [word for pair in pairs for word in ("--set", pair)]
+
+
+def test_a_submission_keeps_what_it_sent(make_run: Callable[..., MadeRun]) -> None:
+    made = make_run()
+    assert changes_since_sent(made.run, "a") is None
+    submit_run(made.run, made.record, LOCAL)
+    assert changes_since_sent(made.run, LOCAL.render(made.run, made.record)) == []
+
+
+def test_only_lines_that_went_and_came_are_changes_and_a_new_number_is_none(make_run: Callable[..., MadeRun]) -> None:
+    run = make_run().run
+    keep_sent(run, 'name: llama-s1\nscaletrain.dev/submission: "1"\nnodes: 4\nimage: a\n')
+    told = changes_since_sent(run, 'name: llama-s2\nscaletrain.dev/submission: "2"\nnodes: 8\nimage: a\n')
+    assert told == ["-nodes: 4", "+nodes: 8"]
+
+
+def test_a_script_is_a_script_or_json_and_no_yaml() -> None:
+    on_slurm = settings("cluster.scheduler=slurm")
+    script = scaletrain("submit", SMALL, "--run-id", "a", "--dry-run", *on_slurm).out
+    assert scaletrain("submit", SMALL, "--run-id", "a", "--output", "script", *on_slurm).out == script
+    told = scaletrain("submit", SMALL, "--run-id", "a", "--output", "json", *on_slurm).data
+    assert (told["scheduler"], told["script"]) == ("slurm", script)
+    assert scaletrain("submit", SMALL, "--output", "yaml", *on_slurm).code == 2
+    with pytest.raises(UsageError, match="local gets a script"):
+        in_format("local", "", "yaml")
+
+
+def test_objects_are_yaml_or_a_list_that_kubectl_reads() -> None:
+    there = settings(*KUBERNETES)
+    text = scaletrain("submit", SMALL, "--run-id", "a", "--output", "yaml", *there).out
+    assert text.count("\nkind: ") == 2
+    told = json.loads(scaletrain("submit", SMALL, "--run-id", "a", "--output", "json", *there).out)
+    assert (told["kind"], [item["kind"] for item in told["items"]]) == ("List", ["ConfigMap", "JobSet"])
+
+
+def test_resume_shows_what_it_sends_otherwise(make_run: Callable[..., MadeRun]) -> None:
+    made = make_run("cluster.scheduler=slurm")
+    keep_sent(made.run, "#!/bin/bash\n#SBATCH --nodes=9\n")
+    told = scaletrain("resume", made.run.run_id, "--dry-run")
+    assert told.code == 0, told.err
+    assert "-#SBATCH --nodes=9" in told.err
+    assert "+#SBATCH --nodes=1" in told.err

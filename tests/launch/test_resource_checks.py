@@ -1,0 +1,447 @@
+"""Everything that a spec names outside itself has its row in docs/checks.md, and every row does what it says."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.errors import ExitCode, UsageError, WrongNodesError
+from scaletrain_cli.launch.resource_checks.checks import check_external, check_on_node, has_login
+from scaletrain_cli.launch.resource_checks.files import tokenizer_problem
+from scaletrain_cli.launch.resource_checks.keys import EXTERNAL_KEYS
+from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.spec import load_spec
+from scaletrain_cli.spec.json_schema import json_schema
+from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
+from tests.launch.conftest import MadeRun
+from tests.launch.working_tree import WorkingTree
+
+PAGE = PROJECT / "docs" / "checks.md"
+KUBERNETES = "tests/launch/backends/kubernetes"
+# Text of a spec that names nothing outside it.
+NAMES_NOTHING = {
+    "name": "the run's own",
+    "env.*": "values of variables",
+}
+# The tests that hold the checks of schedulers and nodes; what check_external looks at is in CASES.
+HELD_BY = {
+    "model.preset": "tests/cli/test_before_a_run.py::test_init_does_as_it_is_told_or_refuses",
+    "model.hf_config": "tests/spec/test_model_sources.py",
+    "code.path": "tests/launch/code/test_snapshot.py",
+    "code.on_nodes": "tests/launch/node/test_code.py::test_code_in_the_image_is_compared_and_run_where_it_is",
+    "cluster.gpu": "tests/spec/test_errors.py",
+    "cluster.gpu.name": "tests/spec/test_errors.py",
+    "cluster.gpus_per_node": "tests/launch/node/test_inspection.py",
+    "cluster.network": "tests/plan",
+    "cluster.slurm.constraint": "tests/slurm_cluster",
+    "cluster.slurm.licenses": "tests/slurm_cluster",
+    "cluster.slurm.extra.*": "tests/slurm_cluster",
+    "cluster.slurm.modules.*": "tests/launch/backends/slurm/test_script.py",
+    "cluster.slurm.container.python": "tests/launch/backends/slurm/test_script.py",
+    **{
+        f"cluster.slurm.{key}": "tests/launch/backends/slurm/test_preflight.py::"
+        "test_what_can_never_run_is_named_with_what_there_is"
+        for key in ("partition", "account", "qos", "reservation", "exclude", "nodelist", "gres_type", "memory_per_node")
+    },
+    **{
+        f"cluster.kubernetes.{key}": f"{KUBERNETES}/test_preflight.py::test_all_problems_come_at_once"
+        for key in ("queue", "priority", "pod_priority", "service_account", "runs.claim", "backend")
+    },
+    **{
+        f"cluster.kubernetes.{key}": f"{KUBERNETES}/test_preflight.py::"
+        "test_without_a_queue_nodes_that_could_ever_do_are_counted"
+        for key in ("gpu_resource", "rdma_resource", "gpu_product", "node_selector.*")
+    },
+    **{
+        f"cluster.kubernetes.{key}": f"{KUBERNETES}/test_preflight.py::"
+        "test_secrets_and_their_keys_are_looked_for_and_need_not_be_readable"
+        for key in ("secrets.*.secret", "secrets.*.key", "pull_secrets.*")
+    },
+    "cluster.kubernetes.namespace": f"{KUBERNETES}/test_preflight.py::"
+    "test_a_missing_namespace_is_the_only_problem_told",
+    "cluster.kubernetes.context": f"{KUBERNETES}/test_api.py::test_a_context_that_is_not_there_names_the_file",
+    "cluster.kubernetes.image": "tests/cli/test_before_a_run.py::"
+    "test_init_for_kubernetes_waits_only_for_a_namespace_a_queue_and_an_image",
+    "cluster.kubernetes.volumes.*.claim": f"{KUBERNETES}/test_preflight.py::"
+    "test_a_claim_that_waits_for_its_first_pod_is_a_note",
+    "cluster.kubernetes.topology.key": f"{KUBERNETES}/test_preflight.py::test_a_topology_that_no_flavor_has_is_told",
+    "cluster.kubernetes.runs.path": "tests/spec/test_kubernetes_section.py",
+    "cluster.kubernetes.runs.sub_path": f"{KUBERNETES}/test_pod_agent.py",
+    "cluster.kubernetes.volumes.*.path": "tests/spec/test_kubernetes_section.py",
+    "cluster.kubernetes.volumes.*.sub_path": "tests/spec/test_kubernetes_section.py",
+    "cluster.kubernetes.tolerations.*.key": "tests/spec/test_kubernetes_section.py",
+    "cluster.kubernetes.tolerations.*.value": "tests/spec/test_kubernetes_section.py",
+}
+ON_SLURM = "cluster.scheduler=slurm"
+# Row, what is set, the key that the refusal names, what it says.
+CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
+    ("data.source", ("data.source=nowhere",), "data.source", "no such file or folder"),
+    ("data.source", ("data.source=nowhere/*.jsonl",), "data.source", "no file matches"),
+    ("data.source", ("data.source=~nobody-of-this-name/a.txt",), "data.source", "no such file or folder"),
+    ("data.source", ("data.source=empty.txt",), "data.source", "holds no text"),
+    ("data.source", ("data.source=short.jsonl",), "data.source", "holds 13 bytes, too few for one sequence of 128"),
+    ("data.source", ("data.source=link.txt",), "data.source", "is a link to a file that does not exist"),
+    ("data.source", ("data.source=cut.parquet",), "data.source", "its footer is missing"),
+    ("data.source", ("data.source=other.parquet",), "data.source", "has no column text"),
+    (
+        "data.source",
+        ("data.source=other.jsonl",),
+        "data.source",
+        'line 1 must be a JSON object with a string in "text"',
+    ),
+    ("data.source", ("data.source=latin.txt",), "data.source", "is no UTF-8 text"),
+    ("data.source", ("data.source=cut.jsonl.gz",), "data.source", "is no complete gzip file"),
+    ("data.source", ("data.source=prepared",), "data.source", "train.bin holds 4 tokens, and dataset.json says 5"),
+    ("data.source", ("data.source=nowhere", ON_SLURM), "data.source", "no such file or folder"),
+    (
+        "data.tokenizer.path",
+        ("data.tokenizer={kind: file, path: nowhere.json}",),
+        "data.tokenizer.path",
+        "cannot be read: No such file",
+    ),
+    (
+        "data.tokenizer.path",
+        ("data.tokenizer={kind: file, path: other.jsonl}",),
+        "data.tokenizer.path",
+        "is no tokenizer.json",
+    ),
+    ("model.weights", ("model.weights=nowhere",), "model.weights", "does not exist"),
+    ("model.weights", ("model.weights=.",), "model.weights", "holds neither model.safetensors nor"),
+    ("model.weights", ("model.weights=weights",), "model.weights", "holds 36 bytes, and its header says 40"),
+    ("model.weights", ("model.weights=other",), "model.weights", "has rope_theta = 500000.0, and the spec has 10000.0"),
+    ("code.engine", ("code.engine=t.py",), "code.engine", "write t."),
+    ("code.engine", ("code.engine=no_such.module",), "code.engine", "it is not installed"),
+    ("code.engine", ("code={path: tree, engine: trian}",), "code.engine", "what is kept of tree holds no such module"),
+    ("code.engine", ("code={path: tree, engine: trian}", ON_SLURM), "code.engine", "holds no such module"),
+    ("code.import_root", ("code={path: tree, engine: train, import_root: lib}",), "code.import_root", "no such folder"),
+    ("checkpoint.dir", ("checkpoint.dir=/etc/hostname/a",), "checkpoint.dir", "is no folder"),
+    ("secret_env.*", ("secret_env=[NOT_SET_ANYWHERE]",), "secret_env", "is not set here"),
+    ("tracking.wandb.project", ("tracking.wandb.mode=online",), "tracking.wandb.mode", "no key of Weights & Biases"),
+    (
+        "tracking.wandb.project",
+        ("tracking.wandb.mode=online", ON_SLURM),
+        "tracking.wandb.mode",
+        "Export WANDB_API_KEY and name it in secret_env",
+    ),
+    (
+        "cluster.slurm.activate",
+        (ON_SLURM, "cluster.slurm.activate=/home/nobody/x"),
+        "cluster.slurm.activate",
+        "no such",
+    ),
+    (
+        "cluster.slurm.container.image",
+        (ON_SLURM, "cluster.slurm.container={image: /home/no.sif, runtime: apptainer}"),
+        "cluster.slurm.container.image",
+        "there is no such file",
+    ),
+    (
+        "cluster.slurm.container.mounts.*",
+        (ON_SLURM, "cluster.slurm.container={image: 'docker://a', mounts: ['/home/no:/data']}"),
+        "cluster.slurm.container.mounts.0",
+        "/home/no does not exist",
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with everything that can be wrong."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("NETRC", raising=False)
+    (folder / "link.txt").symlink_to("gone")
+    (folder / "empty.txt").touch()
+    (folder / "short.jsonl").write_text('{"text": "a"}')
+    footer = b"\x04name"
+    (folder / "other.parquet").write_bytes(b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+    (folder / "cut.parquet").write_bytes(b"PAR1" + bytes(40))
+    (folder / "other.jsonl").write_text('{"content": "a"}\n')
+    (folder / "latin.txt").write_bytes("größer als übergroß, möglicherweise öfter. ".encode("latin-1") * 9)
+    (folder / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00\x00\x00\x00\x00")
+    (folder / "prepared").mkdir()
+    (folder / "prepared" / "train.bin").write_bytes(bytes(8))
+    (folder / "prepared" / "validation.bin").write_bytes(b"")
+    told = {"dtype": "uint16", "train_tokens": 5, "validation_tokens": 0, "vocab_size": 300}
+    (folder / "prepared" / "dataset.json").write_text(json.dumps(told))
+    (folder / "weights").mkdir()
+    (folder / "weights" / "model.safetensors").write_bytes(safetensors('{"w":{"data_offsets":[0,4]}}'))
+    (folder / "other").mkdir()
+    (folder / "other" / "model.safetensors").write_bytes(safetensors('{"w":{"data_offsets":[0,0]}}'))
+    (folder / "other" / "config.json").write_text('{"model_type": "llama", "rope_theta": 500000.0}')
+    tree = folder / "tree"
+    tree.mkdir()
+    (tree / "train.py").write_text("print('it runs')\n")
+    WorkingTree(tree)
+    return folder
+
+
+def safetensors(header: str) -> bytes:
+    """One whose data are missing."""
+    return len(header).to_bytes(8, "little") + header.encode()
+
+
+def submit(*sets: str, verb: str = "submit", options: tuple[str, ...] = ("--dry-run",)) -> Ended:
+    return scaletrain(verb, SMALL, *options, *(word for one in sets for word in ("--set", one)))
+
+
+def text_keys(node: dict[str, Any], definitions: dict[str, Any], key: tuple[str, ...] = ()) -> Iterator[str]:
+    """Dotted keys whose value may be text that is neither one of a few words nor a quantity."""
+    if "$ref" in node:
+        node = definitions[node["$ref"].rpartition("/")[2]]
+    options = [*node.get("anyOf", ()), *node.get("oneOf", ())]
+    kinds = {kind for one in (node, *options) for kind in ([one["type"]] if isinstance(one.get("type"), str) else ())}
+    if "string" in kinds and not kinds & {"integer", "number"}:
+        texts = [one for one in (node, *options) if one.get("type") == "string"]
+        if not all("enum" in one or "const" in one for one in texts):
+            yield ".".join(key)
+    for option in options:
+        if option.get("type") != "string":
+            yield from text_keys(option, definitions, key)
+    for name, field in node.get("properties", {}).items():
+        yield from text_keys(field, definitions, (*key, name))
+    for field in (node.get("additionalProperties"), *node.get("patternProperties", {}).values(), node.get("items")):
+        if isinstance(field, dict):
+            yield from text_keys(field, definitions, (*key, "*"))
+
+
+def test_each_key_that_names_something_outside_has_its_row() -> None:
+    schema = json_schema()
+    found = {key for key in text_keys(schema, schema["$defs"]) if key}
+    assert len(found) > 50
+    rows = {row.key for row in EXTERNAL_KEYS}
+    without = found - rows - NAMES_NOTHING.keys()
+    assert not without, f"give these a row in EXTERNAL_KEYS, or say in NAMES_NOTHING why they need none: {without}"
+    assert found >= NAMES_NOTHING.keys()
+    others = {"cluster.gpus_per_node", "cluster.gpu", "cluster.slurm.memory_per_node", "cluster.slurm.extra.*"}
+    others |= {"cluster.kubernetes.backend", "model.preset"}
+    assert rows <= found | others, f"no such keys: {rows - found - others}"
+
+
+def test_the_page_shows_the_table_as_it_is(request: pytest.FixtureRequest) -> None:
+    lines = [
+        "| key | names | checked | when | where it cannot be, and what checks it then | code |",
+        "|---|" + "---|" * 5,
+    ]
+    for row in EXTERNAL_KEYS:
+        code = row.by.removeprefix("scaletrain_cli.").replace(":", "` `")
+        lines.append(f"| `{row.key}` | {row.names} | {row.checked} | {row.when} | {row.instead} | `{code}` |")
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition("<!-- table -->\n")
+    _, _, after = rest.partition("<!-- end of table -->\n")
+    text = f"{before}<!-- table -->\n" + "\n".join(lines) + f"\n<!-- end of table -->\n{after}"
+    if request.config.getoption("--accept-goldens"):
+        PAGE.write_text(text, encoding="utf-8")
+    assert PAGE.read_text(encoding="utf-8") == text, "run this test with --accept-goldens to write the table"
+
+
+def test_each_row_names_code_that_is_there_and_a_test_that_holds_it() -> None:
+    cases = {key for key, *_ in CASES}
+    for row in EXTERNAL_KEYS:
+        module, _, name = row.by.partition(":")
+        assert hasattr(importlib.import_module(module), name), row
+        assert (row.key in cases) != (row.key in HELD_BY), f"{row.key} is held by no test, or by two"
+        path, _, test = HELD_BY.get(row.key, "tests/launch").partition("::")
+        assert (PROJECT / path).exists(), row
+        if test:
+            tree = ast.parse((PROJECT / path).read_text(encoding="utf-8"))
+            assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, row
+
+
+@pytest.mark.parametrize(("row", "sets", "key", "said"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
+def test_what_the_spec_names_and_is_not_there_is_refused_before_anything_is_made(
+    row: str, sets: tuple[str, ...], key: str, said: str
+) -> None:
+    refused = submit(*sets)
+    assert refused.code == ExitCode.USAGE, refused
+    assert f"--set {key}" in refused.err
+    assert said in refused.err
+    assert refused.out == ""
+    assert not runs_root().exists()
+
+
+def test_every_verb_that_starts_a_run_asks_and_validate_warns(things: Path) -> None:
+    text = SMALL.read_text().replace("source: python-stdlib", "source: nowhere")
+    Path("run.yaml").write_text(text)
+    for verb, options in (("submit", ("--yes",)), ("submit", ("--sweep", "training.seed=1,2")), ("train", ())):
+        refused = scaletrain(verb, "run.yaml", *options)
+        assert refused.code == ExitCode.USAGE
+        assert "run.yaml:15 data.source = nowhere: no such file or folder." in refused.err
+    assert not runs_root().exists()
+    warned = scaletrain("validate", "run.yaml")
+    assert warned.code == 0
+    assert "submit would refuse this from here: run.yaml:15 data.source = nowhere" in " ".join(warned.err.split())
+    (missing,) = scaletrain("validate", "run.yaml", "--json").data["missing"]
+    assert (missing["key"], missing["where"]) == ("data.source", "run.yaml:15")
+
+
+def test_all_problems_are_told_at_once() -> None:
+    sets = ("data.source=nowhere", "model.weights=nowhere", "secret_env=[NOT_SET_ANYWHERE]")
+    assert submit(*sets).err.count("--set") == 3
+
+
+def test_a_resume_looks_again_and_needs_no_first_weights_once_there_is_a_checkpoint(
+    make_run: Callable[..., MadeRun], things: Path
+) -> None:
+    Path("corpus.txt").write_text("some text\n")
+    Path("first").mkdir()
+    made = make_run("data.source=corpus.txt", "model.weights=first", run_id="r1")
+    Path("corpus.txt").unlink()
+    refused = scaletrain("resume", "r1", "--dry-run")
+    assert refused.code == ExitCode.USAGE
+    assert "data.source = corpus.txt: no such file" in refused.err
+    assert "model.weights = first: holds neither model.safetensors nor" in refused.err
+    with made.run.events.open("a") as events:
+        events.write('{"time": 1.0, "event": "checkpoint", "step": 5}\n')
+    assert "model.weights" not in scaletrain("resume", "r1", "--dry-run").err
+
+
+def test_what_only_the_nodes_see_is_said_to_be_not_checked() -> None:
+    pods = ("cluster.scheduler=kubernetes", "cluster.kubernetes={image: a@sha256:%s, runs: {claim: c}}" % ("0" * 64))
+    for sets in (
+        (*pods, "data.source=/data/*.jsonl", "model.weights=/data/w"),
+        (ON_SLURM, "data.source=/scratch-of-nodes/*.jsonl", "model.weights=/tmp/of-a-node/w"),
+        (ON_SLURM, "cluster.slurm.container={image: a}", "data.source=/data/x", "model.weights=/data/w"),
+    ):
+        taken = submit(*sets)
+        assert taken.code == 0, taken.err
+        told = " ".join(taken.err.split())
+        assert "not checked here: data.source = /" in told
+        assert "model.weights = /" in told
+        assert "Each node checks it before it starts a rank." in told
+
+
+def test_a_node_checks_before_it_starts_a_rank(
+    make_run: Callable[..., MadeRun], start_agent: Callable[..., Any], things: Path
+) -> None:
+    Path("corpus.txt").write_text("some text\n")
+    made = make_run("data.source=corpus.txt", run_id="r1")
+    Path("corpus.txt").unlink()
+    agent = start_agent(made)
+    assert agent.wait() == ExitCode.USAGE
+    assert list((made.run.attempt(1) / "logs").glob("*.log")) == []
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "begun", "error"),
+    [("kubernetes", False, UsageError), ("kubernetes", True, WrongNodesError), ("slurm", False, WrongNodesError)],
+)
+def test_what_another_node_may_have_leaves_this_node_and_not_the_run(
+    make_run: Callable[..., MadeRun], scheduler: str, begun: bool, error: type[Exception]
+) -> None:
+    made = make_run("model.weights=/data/w", "data.source=/data/x", "checkpoint.dir=/no-root-folder/c")
+    if begun:
+        made.run.events.write_text('{"time": 1.0, "event": "checkpoint", "step": 5}\n')
+    spec = made.record.spec
+    cluster = spec.cluster.model_copy(update={"scheduler": scheduler})
+    record = record_with(made.record, cluster=cluster)
+    with pytest.raises(error) as raised:
+        check_on_node(made.run, record, 0, None)
+    assert "data.source = /data/x" in str(raised.value)
+    assert ("model.weights" in str(raised.value)) is not begun
+    if not begun:
+        with pytest.raises(error) as raised:  # rank 0 alone prepares the data
+            check_on_node(made.run, record, 1, None)
+        assert "data.source" not in str(raised.value)
+
+
+def record_with(record: RunRecord, **changes: Any) -> RunRecord:
+    import dataclasses
+
+    return dataclasses.replace(record, spec=record.spec.model_copy(update=changes))
+
+
+def test_a_module_that_is_kept_or_installed_is_found() -> None:
+    for sets in (("code={path: tree, engine: train}",), ("code.engine=json.tool",), ("code.engine=unittest",)):
+        assert submit(*sets).code == 0, sets
+
+
+def test_a_module_in_the_search_path_that_the_spec_gives_to_the_ranks_is_found(things: Path) -> None:
+    (things / "mine.py").write_text("")
+    assert submit("code.engine=mine").code == 2
+    assert submit("code.engine=mine", f"env.PYTHONPATH={things}").code == 0
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("model.weights=pipe",),
+        ("data.tokenizer={kind: file, path: pipe/model.safetensors}",),
+        ("model={hf_config: HERE/pipe/model.safetensors, seq_len: 64}",),
+    ],
+)
+def test_a_pipe_in_the_place_of_a_file_holds_no_verb_up(things: Path, sets: tuple[str, ...]) -> None:
+    (things / "pipe").mkdir()
+    os.mkfifo(things / "pipe" / "model.safetensors")
+    writer = os.open(things / "pipe" / "model.safetensors", os.O_RDWR)  # or a failure would wait for ever
+    rescue = threading.Timer(5, os.close, (writer,))
+    rescue.start()
+    told = submit(*(one.replace("HERE", str(things)) for one in sets))
+    assert rescue.is_alive()
+    rescue.cancel()
+    os.close(writer)
+    assert told.code == 2
+    assert "not a regular file" in " ".join(told.err.split())
+
+
+def test_a_key_of_weights_and_biases_is_found_where_wandb_looks(things: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = load_spec(SMALL, ["tracking.wandb.mode=online"])
+    on_slurm = load_spec(SMALL, ["tracking.wandb.mode=online", ON_SLURM])
+    named = load_spec(SMALL, ["tracking.wandb.mode=online", ON_SLURM, "secret_env=[WANDB_API_KEY]"])
+    home = {"HOME": str(things.parent)}
+    assert not has_login(spec, home, things)
+    assert has_login(spec, {**home, "WANDB_API_KEY": "k"}, things)
+    assert not has_login(on_slurm, {**home, "WANDB_API_KEY": "k"}, things)  # the job would not get it
+    assert has_login(named, {**home, "WANDB_API_KEY": "k"}, things)
+    (things.parent / ".netrc").write_text("machine wandb.example.org login user password k\n")
+    assert not has_login(spec, home, things)
+    assert has_login(on_slurm, {**home, "WANDB_BASE_URL": "https://wandb.example.org"}, things)
+    settings = things.parent / ".config" / "wandb" / "settings"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("[default]\nbase_url = https://wandb.example.org\n")
+    assert has_login(spec, home, things)
+    pods = "cluster.kubernetes.secrets.WANDB_API_KEY={secret: a, key: b}"
+    in_pods = ["tracking.wandb.mode=online", "cluster.scheduler=kubernetes"]
+    assert not has_login(load_spec(SMALL, in_pods), {**home, "WANDB_API_KEY": "k"}, things)
+    assert has_login(load_spec(SMALL, [*in_pods, pods]), home, things)
+
+
+def test_a_tokenizer_is_judged_by_its_end_of_text_and_its_ids(tmp_path: Path) -> None:
+    spec, path = load_spec(SMALL), tmp_path / "tokenizer.json"
+
+    def judged(vocabulary: object, added: list[dict[str, object]]) -> str:
+        path.write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added}))
+        return tokenizer_problem(path, spec)
+
+    end = {"content": "</s>", "id": 2}
+    assert judged({"a": 0, "b": 1}, [end]) == ""
+    assert judged([["a", 0.0], ["b", 0.0]], [end]) == ""  # as Unigram has it
+    assert "no token that ends a document" in judged({"a": 0}, [])
+    assert "has token ids up to 4096, and model.vocab_size is 4096" in judged({"a": 4096}, [end])
+    assert "is no tokenizer.json" in judged({"a": "b"}, [{}])
+
+
+def test_files_that_no_run_would_read_are_told(things: Path) -> None:
+    (things / "corpus").mkdir()
+    for name in ("a.txt", "b.jsonl.zst", "c.jsonl.zst", "README.md"):
+        (things / "corpus" / name).write_text("text " * 100)
+    told = submit("data.source=corpus")
+    assert told.code == 0
+    assert "these files are not read: 2 .zst" in " ".join(told.err.split())
+
+
+def test_a_look_writes_nothing(things: Path) -> None:
+    before = sorted(things.parent.rglob("*"))
+    assert check_external(load_spec(SMALL, ["data.source=prepared", "model.weights=weights"])).problems
+    assert sorted(things.parent.rglob("*")) == before
+    assert RunDir(runs_root()).path.exists() is False

@@ -1,0 +1,179 @@
+"""Resuming by hand: what is told, what is refused, and what is handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
+from scaletrain_cli.launch.backends.base import Job
+from scaletrain_cli.launch.resume import inspect_resume, resume
+from scaletrain_cli.launch.submit import read_submission, submit_run
+from scaletrain_cli.rundir import committing
+from scaletrain_cli.rundir.journal import append_line, read_events, record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from tests.launch.conftest import MadeRun
+from tests.launch.test_submit import CountingScheduler
+
+
+class Cluster(CountingScheduler):
+    """Its job is as active as it is told to be."""
+
+    state = "ended"
+
+    def job(self, run: RunDir, record: RunRecord) -> Job:
+        return Job("7", self.state)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def made(make_run: Callable[..., MadeRun]) -> MadeRun:
+    return make_run()
+
+
+def commit(made: MadeRun, step: int) -> None:
+    folder = made.run.checkpoints
+    committing.open_attempt(folder, 1)
+    writer = committing.HashingWriter(committing.begin_staging(folder, 1, step) / "shard")
+    writer.write(b"x" * 100)
+    committing.commit(folder, step, {"shard": writer.close()}, world_size=2, clean=True, attempt=1)
+    record_event(made.run, "checkpoint", step=step)
+
+
+def log_steps(made: MadeRun, *steps: int) -> None:
+    for step in steps:
+        append_line(made.run.metrics, {"step": step, "loss": 1.0})
+
+
+def attempt(made: MadeRun, code: int, reason: str, requeue: bool = False) -> None:
+    number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))
+    outcome = Outcome(code, reason, f"{reason} happened")  # type: ignore[arg-type]
+    end_attempt(made.run, made.record.spec, number, outcome, Decision(requeue, code, "so it was decided"))
+
+
+def test_it_is_told_why_the_run_ended_what_is_taken_and_how_many_steps_are_lost(made: MadeRun) -> None:
+    commit(made, 10)
+    log_steps(made, *range(1, 15))
+    attempt(made, 1, "oom")
+    report = inspect_resume(made.run, Cluster())
+    assert "attempt 1 ended with exit code 1: oom happened; so it was decided" in report.why_ended
+    assert report.checkpoint is not None
+    assert report.checkpoint.step == 10
+    assert (report.last_step_logged, report.steps_lost) == (14, 4)
+    assert (report.finished, report.active, report.passed_over) == (False, False, [])
+
+
+def test_steps_lost_count_from_where_the_last_attempt_was_not_from_where_an_earlier_one_was(made: MadeRun) -> None:
+    commit(made, 10)
+    log_steps(made, *range(1, 20), *range(11, 13))
+    assert inspect_resume(made.run, Cluster()).steps_lost == 2
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(made: MadeRun) -> None:
+    commit(made, 10)
+    commit(made, 20)
+    log_steps(made, 22)
+    (made.run.checkpoints / "step-00000020" / "shard").write_bytes(b"y" * 100)
+    report = inspect_resume(made.run, Cluster())
+    assert report.checkpoint is not None
+    assert (report.checkpoint.step, report.steps_lost) == (10, 12)
+    assert report.passed_over == ["step-00000020/shard: content does not match its hash"]
+
+
+def test_resuming_submits_anew_with_fresh_budgets_and_lifts_a_cancellation(made: MadeRun) -> None:
+    cluster = Cluster()
+    submit_run(made.run, made.record, cluster)
+    attempt(made, 75, "cancelled")
+    commit(made, 10)
+    made.run.stop_file.touch()
+    resumption = resume(made.run, scheduler=cluster)
+    assert not made.run.stop_file.exists()
+    assert (resumption.submission.job_id, resumption.submission.first_attempt) == ("job-2", 2)
+    assert read_submission(made.run) == resumption.submission
+
+
+@pytest.mark.parametrize("state", ["queued", "running"])
+def test_an_active_run_is_not_resumed(made: MadeRun, state: str) -> None:
+    cluster = Cluster()
+    cluster.state = state
+    with pytest.raises(UsageError, match="still active"):
+        resume(made.run, scheduler=cluster)
+    assert cluster.submitted == 0
+
+
+def test_a_finished_run_is_not_resumed(made: MadeRun) -> None:
+    attempt(made, 0, "done")
+    with pytest.raises(UsageError, match="has finished"):
+        resume(made.run, scheduler=Cluster())
+
+
+def test_a_run_that_never_got_going_is_simply_started(made: MadeRun) -> None:
+    attempt(made, 5, "wrong-nodes")
+    cluster = Cluster()
+    report = resume(made.run, scheduler=cluster).report
+    assert (report.checkpoint, report.steps_lost, cluster.submitted) == (None, 0, 1)
+
+
+def test_training_is_not_thrown_away_silently_when_no_checkpoint_can_be_loaded(made: MadeRun) -> None:
+    commit(made, 10)
+    log_steps(made, 12)
+    (made.run.checkpoints / "step-00000010" / "shard").unlink()
+    cluster = Cluster()
+    with pytest.raises(UsageError, match=r"up to step 12 .* step-00000010/shard: No such file"):
+        resume(made.run, scheduler=cluster)
+    assert cluster.submitted == 0
+    resume(made.run, from_scratch=True, scheduler=cluster)
+    assert cluster.submitted == 1
+    assert len(made.events("from-scratch")) == 1
+
+
+def test_checkpoints_that_are_gone_altogether_are_missed(made: MadeRun) -> None:
+    commit(made, 10)
+    committing.delete(made.run.checkpoints / "step-00000010")
+    with pytest.raises(UsageError, match="its checkpoints are gone"):
+        resume(made.run, scheduler=Cluster())
+
+
+def test_a_sound_checkpoint_is_not_thrown_away_on_request(made: MadeRun) -> None:
+    commit(made, 10)
+    with pytest.raises(UsageError, match="step-00000010 is sound"):
+        resume(made.run, from_scratch=True, scheduler=Cluster())
+
+
+def test_a_job_that_cannot_be_asked_is_not_doubled(made: MadeRun) -> None:
+    """A local run of another host that shares the file system, say."""
+    commit(made, 10)
+    attempt(made, 75, "preempted")
+    cluster = Cluster()
+    cluster.state = "unknown"
+    with pytest.raises(UsageError, match="still runs is not known"):
+        resume(made.run, scheduler=cluster)
+
+
+class Unwilling(Cluster):
+    """Takes no job, or says nothing; by then the run may train without a checkpoint."""
+
+    def __init__(self, error: SchedulerError) -> None:
+        super().__init__()
+        self.error = error
+
+    def submit(self, run: RunDir, record: RunRecord) -> str:
+        assert read_events(run)[-1]["event"] == "from-scratch"
+        raise self.error
+
+
+def test_a_refused_resume_from_scratch_leaves_no_decision_to_start_over(made: MadeRun) -> None:
+    commit(made, 10)
+    (made.run.checkpoints / "step-00000010" / "shard").unlink()
+    before = made.run.events.read_bytes()
+    with pytest.raises(SchedulerError):
+        resume(made.run, from_scratch=True, scheduler=Unwilling(SchedulerError("no such partition")))
+    assert made.run.events.read_bytes() == before
+
+
+def test_a_scheduler_that_gives_no_answer_may_have_the_job_so_the_decision_stands(made: MadeRun) -> None:
+    with pytest.raises(SchedulerSilentError):
+        resume(made.run, from_scratch=True, scheduler=Unwilling(SchedulerSilentError("no answer")))
+    assert len(made.events("from-scratch")) == 1

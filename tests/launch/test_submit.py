@@ -1,0 +1,187 @@
+"""Run directories are made whole or not at all, and submitted once, whoever tries."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import SchedulerError, UsageError
+from scaletrain_cli.launch.backends.base import Job, PreflightResult, Start, scheduler_for
+from scaletrain_cli.launch.submit import create_run, make_record, new_run_id, read_submission, submit_run
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.code import CodeRecord
+from scaletrain_cli.rundir.paths import RunDir, find_run, list_runs, runs_root
+from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.spec import RunSpec
+from tests.launch.conftest import MadeRun, make_plan, make_spec
+
+
+class CountingScheduler:
+    """Hands nothing over, slowly, and counts how often it was asked to."""
+
+    def __init__(self) -> None:
+        self.submitted = 0
+        self._pause = threading.Event()
+
+    def preflight(
+        self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
+    ) -> PreflightResult:
+        return PreflightResult(Start(None, "nobody knows"))
+
+    def render(self, run: RunDir, record: RunRecord) -> str:
+        return ""
+
+    def submit(self, run: RunDir, record: RunRecord) -> str:
+        self._pause.wait(0.05)
+        self.submitted += 1
+        return f"job-{self.submitted}"
+
+    def job(self, run: RunDir, record: RunRecord) -> Job:
+        return Job("", "ended")
+
+    def cancel(self, run: RunDir, record: RunRecord) -> None:
+        return None
+
+
+def test_a_run_is_made_with_all_that_the_engine_needs() -> None:
+    spec = make_spec()
+    made = create_run(spec, make_plan(spec))
+    assert made.created
+    record = read_record(made.run)
+    assert record == made.record
+    assert record.spec == spec
+    assert record.versions.keys() >= {"python", "scaletrain"}
+    assert re.fullmatch("[0-9a-f]{64}", record.code_hash)
+    assert re.fullmatch("[a-z0-9]{8}", record.wandb_run_id)
+    assert record.working_folder == str(Path.cwd())
+    assert not made.run.secrets.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("llama-7b", "llama-7b"),
+        ('it\'s "quoted"', "it-s-quoted"),
+        ("two\nlines", "two-lines"),
+        ("$(rm -rf /) `id`; & |", "rm-rf-id"),
+        ("../../etc/passwd", "etc-passwd"),
+        ("模型", "run"),
+        ("-" * 200, "run"),
+        ("a" * 200, "a" * 48),
+    ],
+)
+def test_any_name_makes_a_run_id_that_is_safe_everywhere(name: str, slug: str) -> None:
+    assert re.fullmatch(re.escape(slug) + r"-\d{8}-\d{6}-[0-9a-f]{4}", new_run_id(name, 0.0))
+
+
+@pytest.mark.parametrize("name", ["it's", 'a "b"\nc', "$(touch pwned)", "../up"])
+def test_a_run_with_any_name_is_made_and_found_again(name: str) -> None:
+    spec = make_spec().model_copy(update={"name": name})
+    made = create_run(spec, make_plan(spec))
+    assert made.run.path.parent == runs_root()
+    assert read_record(find_run(made.run.run_id)).spec.name == name
+
+
+@pytest.mark.parametrize("run_id", ["", ".", "..", "../up", "a/b", "a b", "a\nb", "-x", ".hidden", "$(id)", "x" * 200])
+def test_a_run_id_that_is_no_plain_file_name_is_refused(run_id: str) -> None:
+    spec = make_spec()
+    with pytest.raises(UsageError, match="run id"):
+        create_run(spec, make_plan(spec), run_id)
+    assert not runs_root().exists()
+
+
+def test_the_same_spec_under_the_same_id_is_the_same_run() -> None:
+    spec = make_spec()
+    first = create_run(spec, make_plan(spec), "mine")
+    second = create_run(spec, make_plan(spec), "mine")
+    assert (first.created, second.created) == (True, False)
+    assert second.record == first.record
+
+
+def test_another_spec_under_the_same_id_is_refused_with_what_differs() -> None:
+    spec = make_spec()
+    create_run(spec, make_plan(spec), "mine")
+    other = make_spec("training.steps=21")
+    with pytest.raises(UsageError, match=r"training\.steps was 20, now 21"):
+        create_run(other, make_plan(other), "mine")
+
+
+def test_of_many_submitters_of_one_id_exactly_one_makes_the_run() -> None:
+    spec = make_spec()
+    plan = make_plan(spec)
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: create_run(spec, plan, "mine"), range(16)))
+    assert [one.created for one in made].count(True) == 1
+    assert {one.record.wandb_run_id for one in made} == {read_record(made[0].run).wandb_run_id}
+    assert [entry.name for entry in runs_root().iterdir()] == ["mine"]
+
+
+def test_of_many_submitters_of_one_run_exactly_one_hands_it_over(make_run: Callable[..., MadeRun]) -> None:
+    made, scheduler = make_run(), CountingScheduler()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: submit_run(made.run, made.record, scheduler), range(8)))
+    assert scheduler.submitted == 1
+    assert {one.job_id for one in found} == {"job-1"}
+    assert read_submission(made.run) == found[0]
+    assert len(made.events("submitted")) == 1
+
+
+def test_a_folder_that_is_no_run_is_left_alone() -> None:
+    stranger = runs_root() / "mine"
+    stranger.mkdir(parents=True)
+    (stranger / "thesis.tex").touch()
+    spec = make_spec()
+    with pytest.raises(UsageError, match="cannot be made"):
+        create_run(spec, make_plan(spec), "mine")
+    assert [entry.name for entry in stranger.iterdir()] == ["thesis.tex"]
+    assert [entry.name for entry in runs_root().iterdir()] == ["mine"]
+
+
+def test_a_run_in_the_making_is_not_listed(make_run: Callable[..., MadeRun]) -> None:
+    made = make_run()
+    draft = runs_root() / ".other.1234"
+    draft.mkdir()
+    (draft / "run.json").write_text("{")
+    assert list_runs() == [made.run]
+
+
+def test_secrets_are_kept_from_all_but_their_owner_and_stand_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = "s3cr3t 'quoted'\nline"
+    monkeypatch.setenv("API_KEY", value)
+    old_mask = os.umask(0)
+    try:
+        spec = make_spec("secret_env=[API_KEY]")
+        made = create_run(spec, make_plan(spec))
+    finally:
+        os.umask(old_mask)
+    assert json.loads(made.run.secrets.read_text()) == {"API_KEY": value}
+    assert stat.S_IMODE(made.run.secrets.stat().st_mode) == 0o600
+    assert "s3cr3t" not in made.run.record.read_text()
+
+
+def test_a_secret_that_is_not_set_is_refused_before_anything_is_written() -> None:
+    spec = make_spec("secret_env=[NOT_SET_ANYWHERE]")
+    with pytest.raises(UsageError, match="NOT_SET_ANYWHERE"):
+        create_run(spec, make_plan(spec))
+    assert list_runs() == []
+
+
+def test_the_record_of_a_dry_run_writes_nothing() -> None:
+    spec = make_spec()
+    record = make_record(spec, make_plan(spec), "dry")
+    assert (record.run_id, record.spec) == ("dry", spec)
+    assert not runs_root().exists()
+
+
+def test_a_scheduler_that_there_is_not_is_refused_openly() -> None:
+    with pytest.raises(SchedulerError, match="mesos is not in this version") as caught:
+        scheduler_for("mesos")
+    assert caught.value.exit_code == 4

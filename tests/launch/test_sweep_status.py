@@ -1,0 +1,131 @@
+"""A sweep as one thing: its runs are looked at, waited for and stopped, and one that resists hides no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from scaletrain_cli.errors import ExitCode, SchedulerError
+from scaletrain_cli.launch import status, sweep_status
+from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
+from scaletrain_cli.launch.backends.base import Job
+from scaletrain_cli.launch.submit import submit_run
+from scaletrain_cli.launch.sweep_status import Stopped, cancel_members, exit_code_of_all, look_again, look_at
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.sweeps import SweepPlace, find_sweep, write_sweep_place
+from tests.cli.command_line import scaletrain
+from tests.launch.conftest import MadeRun
+from tests.launch.test_submit import CountingScheduler
+
+
+class Queue(CountingScheduler):
+    """Runs are queued until they are cancelled; some resist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cancelled: list[str] = []
+        self.resists: Sequence[str] = ()
+
+    def job(self, run: RunDir, record: RunRecord) -> Job:
+        return Job("7", "ended" if run.is_told_to_stop or run.attempts() else "queued")
+
+    def cancel(self, run: RunDir, record: RunRecord) -> None:
+        if run.run_id in self.resists:
+            raise SchedulerError("was started on another host; cancel it there.")
+        self.cancelled.append(run.run_id)
+        run.stop_file.touch()
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    queue = Queue()
+    for module in (status, sweep_status):
+        monkeypatch.setattr(module, "scheduler_for", lambda name: queue)
+    return queue
+
+
+@pytest.fixture
+def runs(make_run: Callable[..., MadeRun], queue: Queue) -> list[MadeRun]:
+    """A sweep of four, all queued."""
+    made = []
+    for number in range(1, 5):
+        one = make_run(run_id=f"s-{number}")
+        write_sweep_place(one.run, SweepPlace("s", number, 4, (f"x={number}",)))
+        submit_run(one.run, one.record, queue)
+        made.append(one)
+    return made
+
+
+def end(made: MadeRun, code: int, reason: str) -> None:
+    number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))
+    outcome = Outcome(code, reason, f"{reason} happened")  # type: ignore[arg-type]
+    end_attempt(made.run, made.record.spec, number, outcome, Decision(False, code, "so it was decided"))
+
+
+def test_what_is_over_is_left_alone_and_the_rest_is_stopped_from_the_end(runs: list[MadeRun], queue: Queue) -> None:
+    end(runs[0], 0, "done")
+    end(runs[1], 1, "crash")
+    found = look_at(find_sweep("s"))
+    assert found.states == {"queued": 2, "finished": 1, "failed": 1}
+    done = cancel_members(found.members)
+    assert done == Stopped(cancelled=("s-3", "s-4"), over=("s-1", "s-2"))
+    assert queue.cancelled == ["s-4", "s-3"]  # none of a lane may start because the one before it is gone
+
+
+def test_one_that_resists_keeps_no_other_from_its_end_and_the_exit_code_says_so(
+    runs: list[MadeRun], queue: Queue
+) -> None:
+    queue.resists = ["s-3"]
+    told = scaletrain("cancel", "s", "--yes")
+    assert told.code == ExitCode.SCHEDULER
+    assert "1 runs of the sweep s could not be cancelled" in told.err
+    assert "s-3: was started on another host" in told.err
+    assert queue.cancelled == ["s-4", "s-2", "s-1"]
+    queue.resists = ()
+    again = scaletrain("cancel", "s", "--yes")
+    assert again.code == ExitCode.DONE
+    assert "cancelled 1 runs of the sweep s; 3 were over before" in again.err
+
+
+def test_a_damaged_run_hides_no_other(runs: list[MadeRun], queue: Queue) -> None:
+    runs[1].run.record.write_text("{")
+    found = look_at(find_sweep("s"))
+    assert found.states_in_words == "3 queued, 1 damaged"
+    assert "cannot be read" in found.members[1].to_json()["error"]["message"]
+    assert [name for name, _ in cancel_members(found.members).refused] == ["s-2"]
+    shown = scaletrain("status", "s").out
+    assert "damaged" in shown
+    assert len(queue.cancelled) == 3
+
+
+def test_a_sweep_has_the_exit_code_of_the_first_run_that_has_not_finished(runs: list[MadeRun], queue: Queue) -> None:
+    for made in runs:
+        end(made, 0, "done") if made is not runs[2] else end(made, 93, "nan")
+    members = look_at(find_sweep("s")).members
+    assert all(member.is_over for member in members)
+    assert exit_code_of_all(members) == ExitCode.DO_NOT_REQUEUE
+    assert exit_code_of_all(members[:2]) == 0
+    assert scaletrain("status", "s", "--wait", "1s").code == ExitCode.DO_NOT_REQUEUE
+
+
+def test_who_waits_asks_no_more_of_what_is_over(runs: list[MadeRun], queue: Queue) -> None:
+    end(runs[0], 0, "done")
+    before = look_at(find_sweep("s"))
+    for made in runs[1:]:
+        end(made, 0, "done")
+    runs[0].run.record.unlink()  # nobody looks
+    assert look_again(before).states == {"finished": 4}
+
+
+def test_the_list_can_be_of_one_sweep_alone(runs: list[MadeRun], make_run: Callable[..., MadeRun]) -> None:
+    make_run(run_id="alone")
+    listed = scaletrain("list", "--sweep", "s", "--json").data["runs"]
+    assert sorted(row["run_id"] for row in listed) == ["s-1", "s-2", "s-3", "s-4"]
+    assert scaletrain("list", "--sweep", "t").code == ExitCode.USAGE
+
+
+def test_force_is_for_sweeps_on_kubernetes_alone(runs: list[MadeRun], queue: Queue) -> None:
+    assert "--force removes pods, and s is on local" in scaletrain("cancel", "s", "--yes", "--force").err
+    assert queue.cancelled == []

@@ -1,0 +1,206 @@
+"""What an end is taken for: by the rank itself, by its agent, and by who weighs what all of them say."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.engine.failure_reason import exit_code_of, reason_of
+from scaletrain_cli.errors import DoNotRequeueError, UsageError
+from scaletrain_cli.launch.exit_classification import classify_exit
+from scaletrain_cli.launch.node.full_disk import no_space
+from scaletrain_cli.launch.node.record import RankRecord
+from scaletrain_cli.launch.node.watch import ExitDiagnosis, memory_kills
+from scaletrain_cli.worker.failures import Failure, reason_in
+from tests.launch.test_attempts import judged, node, rank
+
+GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:3211"
+NCCL = (
+    "NCCL error in: ProcessGroupNCCL.cpp:1691, remote process exited or there was a network error, NCCL version 2.21.5"
+)
+ECC = "CUDA error: uncorrectable ECC error encountered"
+
+
+class DistBackendError(RuntimeError):
+    """By the name of torch's own."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """By the name of torch's own."""
+
+
+class NonFiniteGradientError(DoNotRequeueError):
+    """By the name of the engine's own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "oom"),
+        (MemoryError(), "host-oom"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory"), "host-oom"),
+        (OSError(errno.ENOSPC, "No space left on device"), "disk-full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk-full"),
+        (FileNotFoundError(errno.ENOENT, "gone"), "crash"),
+        (DistBackendError(NCCL), "communication"),
+        (DistBackendError(f"{NCCL}; {ECC}"), "hardware"),
+        (RuntimeError(GLOO), "communication"),
+        (
+            RuntimeError("[gloo/transport/tcp/buffer.cc:81] Timed out waiting 1800000ms for recv"),
+            "communication",
+        ),
+        (RuntimeError(ECC), "hardware"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "crash"),
+        (NonFiniteGradientError("step 3: loss nan"), "nan"),
+        (UsageError("no such corpus"), "usage"),
+        (ValueError("connection of ideas"), "crash"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_a_rank_says_what_it_died_of(error: BaseException, reason: str) -> None:
+    assert reason_of(error) == reason
+
+
+def test_the_cause_counts_wherever_it_is_in_the_chain() -> None:
+    writer = RuntimeError("the writer thread failed")
+    writer.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    assert reason_of(writer) == "disk-full"
+    broken = RuntimeError(GLOO)
+    broken.__context__ = OutOfMemoryError("CUDA out of memory")
+    assert reason_of(broken) == "oom"
+
+
+def test_a_chain_that_bites_its_tail_has_an_end() -> None:
+    first, second = ValueError("a"), ValueError("b")
+    first.__context__, second.__context__ = second, first
+    assert reason_of(first) == "crash"
+
+
+def test_no_retry_makes_room_on_a_disk() -> None:
+    assert exit_code_of(OSError(errno.ENOSPC, "full"), "disk-full") == 93
+    assert exit_code_of(RuntimeError(GLOO), "communication") == 1
+    assert exit_code_of(UsageError("x"), "usage") == 2
+
+
+def test_ordinary_words_point_to_nothing() -> None:
+    for text in ("", "using gloo backend", "step 5 took 30 ms", "TypeError: xid() missing 1 argument"):
+        assert reason_in(text) is None, text
+
+
+def group(root: Path, cgroup: str, counter: str, kills: int) -> Path:
+    """A machine whose process 1 of interest is in that group, with that file beside it."""
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/cgroup").write_text(cgroup)
+    (root / "proc/vmstat").write_text("pgfault 12\noom_kill 40\n")
+    file = root / counter
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"low 0\nhigh 0\nmax 8\noom 3\noom_kill {kills}\n")
+    return root
+
+
+def test_the_kernels_kills_are_read_from_either_version_of_cgroups(tmp_path: Path) -> None:
+    two = group(tmp_path / "2", "0::/slurm/job_7\n", "sys/fs/cgroup/slurm/job_7/memory.events", 2)
+    one = group(tmp_path / "1", "4:cpu,memory:/job_7\n0::/\n", "sys/fs/cgroup/memory/job_7/memory.oom_control", 3)
+    inside = group(tmp_path / "c", "0::/host/path\n", "sys/fs/cgroup/memory.events", 4)
+    assert [memory_kills(root) for root in (two, one, inside)] == [2, 3, 4]
+
+
+def test_without_a_memory_group_the_whole_machine_counts_and_nothing_is_no_error(tmp_path: Path) -> None:
+    assert memory_kills(group(tmp_path / "m", "1:cpu:/\n", "elsewhere", 9)) == 40
+    assert memory_kills(tmp_path / "nothing") is None
+
+
+def test_a_rank_that_the_kernel_killed_for_memory_says_so_through_its_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = iter([5, 6, 6])
+    monkeypatch.setattr("scaletrain_cli.launch.node.watch.memory_kills", lambda: next(kills))
+    autopsies = ExitDiagnosis()
+    killed = RankRecord(1, 7, 0.0).end(-9, 1.0, killed_by_agent=False)
+    found = autopsies.failure(killed, "node-0000-n0", tmp_path / "log")
+    assert found is not None
+    assert (found.rank, found.reason, found.node) == (1, "host-oom", "node-0000-n0")
+    assert judged([node(1, rank(1, -9))], found)[1] == "host-oom"
+
+
+def test_an_abort_is_explained_by_the_end_of_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "n0-00001.log"
+    log.write_text("x" * 200_000 + "\nWatchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
+    aborted = RankRecord(1, 7, 0.0).end(-6, 1.0, killed_by_agent=False)
+    found = ExitDiagnosis().failure(aborted, "node-0000-n0", log)
+    assert found is not None
+    assert found.reason == "communication"
+    assert ExitDiagnosis().failure(aborted, "node-0000-n0", tmp_path / "none") is None
+
+
+def test_a_broken_connection_is_never_the_cause_when_another_rank_has_one_of_its_own() -> None:
+    broken = Failure(0, "communication", GLOO, 1)
+    first_to_end = node(1, rank(0, 1), ended=8.0)
+    for other, failures, reason in (
+        (node(1, rank(1, 1), number=1), [Failure(1, "crash", "ValueError: boo", 1)], "crash"),
+        (node(1, rank(1, -9), number=1), [], "killed"),
+        (node(1, rank(1, -11), number=1), [], "crash"),
+        (node(93, rank(1, 93), number=1), [Failure(1, "nan", "loss nan", 93)], "nan"),
+        (node(1, rank(1, 1), number=1), [Failure(1, "hardware", ECC, 1)], "hardware"),
+    ):
+        code, found, message = judged([first_to_end, other], broken, *failures, planned=2)
+        assert (code, found) == (other.exit_code, reason)
+        assert "rank 1 on node-0001-n1" in message
+    assert judged([first_to_end], broken)[1] == "communication"
+    assert judged([first_to_end, node(None, number=1)], broken, planned=2)[1] == "node"
+
+
+def test_a_named_suspect_wins_over_nodes_that_only_waited_and_ranks_that_may_have() -> None:
+    nodes = [node(1, rank(n, -9, killed_by_agent=True), number=n, ended=9.0 + n) for n in range(3)]
+    waited = Failure(None, "hang", "all ranks wait", 1, nodes[0].node)
+    behind = Failure(1, "hang", "rank 1 is behind", 1, nodes[1].node, sure=False)
+    silent = Failure(2, "hang", "rank 2 did not answer", 1, nodes[2].node)
+    assert judged(nodes, waited, behind, silent, planned=3) == (1, "hang", "rank 2 did not answer")
+    assert judged(nodes, waited, behind, planned=3) == (1, "hang", "rank 1 is behind")
+    assert judged(nodes, waited, planned=3) == (1, "hang", "all ranks wait")
+    gone = [*nodes[:2], node(None, number=2)]
+    assert judged(gone, waited, behind, planned=3)[1] == "node"
+
+
+def test_evidence_speaks_against_the_node_it_names_and_no_other() -> None:
+    two = [node(1, rank(0, 1), ended=8.0), node(1, rank(1, 1), number=1)]
+
+    def against(*failures: Failure, nodes: list = two, planned: int = 2) -> tuple[str, ...]:  # type: ignore[type-arg]
+        return classify_exit(nodes, failures, planned, cancelled=False).against
+
+    assert against(Failure(1, "hardware", ECC, 1)) == ("n1",)
+    assert against(Failure(1, "hang", "silent", 1, two[1].node)) == ("n1",)
+    assert against(Failure(1, "hang", "behind", 1, two[1].node, sure=False)) == ()
+    assert against(nodes=[two[0], node(None, number=1)]) == ("n1",)
+    assert against(nodes=[node(None), node(None, number=1)]) == ()  # the job was ended, not a node
+    never = classify_exit([two[0]], [], 2, cancelled=False, names=("n0", "n7"))
+    assert (never.reason, never.against) == ("crash", ())  # it may have failed before the other came
+    never = classify_exit([node(75, rank(0, 75))], [], 2, cancelled=False, names=("n0", "n7"))
+    assert (never.reason, never.against) == ("node", ("n7",))
+    assert "n7 that never reported" in never.message
+    refused = Failure(None, "wrong-nodes", "3 GPUs", 5, two[0].node)
+    assert against(refused, nodes=[node(5)], planned=1) == ("n0",)
+    for reason in ("crash", "oom", "host-oom", "nan", "communication"):
+        assert against(Failure(1, reason, "x", 1)) == ()
+
+
+def test_an_agent_whose_record_has_no_space_is_a_full_disk_and_no_lost_node() -> None:
+    silent = [node(None), node(None, number=1)]
+    full = classify_exit(silent, [], 2, cancelled=False, launcher_exit_code=93)
+    assert (full.exit_code, full.reason, full.against) == (93, "disk-full", ())
+    assert classify_exit(silent, [], 2, cancelled=False, launcher_exit_code=1).reason == "node"
+
+
+def test_a_folder_has_space_until_its_file_system_says_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert no_space(tmp_path) == ""
+    assert not list(tmp_path.iterdir())
+    assert no_space(tmp_path / "missing") == ""
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr("scaletrain_cli.launch.node.full_disk.create_file", full)
+    assert no_space(tmp_path) == "Disk quota exceeded"

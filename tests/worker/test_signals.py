@@ -1,0 +1,64 @@
+"""Signals are heard whatever the main thread does, and however many there are."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from scaletrain_cli.worker.signals import PreemptionFlag
+
+PROJECT = Path(__file__).parents[2]
+PROGRAM = """
+import os, time
+from scaletrain_cli.worker.signals import PreemptionFlag
+flag = PreemptionFlag()
+flag.install()
+print("ready", flush=True)
+{body}
+"""
+
+
+def start(body: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM.format(body=body)]
+    process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def ended(process: subprocess.Popen[str]) -> int:
+    try:
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    return process.returncode
+
+
+def test_a_storm_of_signals_stops_nothing() -> None:
+    """Each interrupts the handling of the one before."""
+    process = start("while not flag.raised or time.monotonic() < flag.raised_at + 1: pass\nos._exit(7)")
+    for _ in range(2000):
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGUSR1)
+    assert ended(process) == 7
+
+
+def test_when_the_grace_period_is_over_the_rank_ends_by_itself() -> None:
+    """Here the main thread is in one long call, as in a compilation."""
+    process = start("flag.at_the_latest(0.2, lambda: os._exit(75))\nos.read(os.pipe()[0], 1)")
+    process.send_signal(signal.SIGUSR1)
+    assert ended(process) == 75
+
+
+def test_a_rank_that_was_told_counts_the_time_it_has_left() -> None:
+    process = start(
+        "while not flag.raised: time.sleep(0.01)\nleft = flag.seconds_left(60)\nos._exit(7 if 59 < left <= 60 else 1)"
+    )
+    process.send_signal(signal.SIGTERM)
+    assert ended(process) == 7
+
+
+def test_a_rank_that_was_not_told_has_all_the_time() -> None:
+    assert PreemptionFlag().seconds_left(60) == float("inf")
