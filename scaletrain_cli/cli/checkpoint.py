@@ -109,8 +109,8 @@ def export(
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import checkpoint_folder, read_record
     from scaletrain_cli.safe_files import create_file
+    from scaletrain_cli.text import bytes_text, whole_text
     from scaletrain_cli.ui.console import say
-    from scaletrain_cli.ui.units import bytes_text, whole_text
 
     found = find_run(run)
     require_own_run(found, trust_owner=trust_owner, remedy="Ask that user to export it")
@@ -159,8 +159,8 @@ def prune(
     from scaletrain_cli.launch.remove import carry_out, pruning
     from scaletrain_cli.rundir.ownership import require_changeable, require_own_run
     from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.text import bytes_text
     from scaletrain_cli.ui.console import say
-    from scaletrain_cli.ui.units import bytes_text
 
     chosen = find_run(run)
     require_own_run(chosen, trust_owner=trust_owner, remedy="Ask that user to prune it")

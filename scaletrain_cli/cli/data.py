@@ -38,8 +38,8 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
     from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.spec import load_spec
+    from scaletrain_cli.text import whole_text
     from scaletrain_cli.ui.console import say
-    from scaletrain_cli.ui.units import whole_text
 
     run = load_spec(spec, overrides or ())
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:

@@ -162,8 +162,8 @@ def _ask(run: RunSpec, limits: Limits | None, explain: bool, trace: SpotTrace | 
 def _priced(run: RunSpec) -> RunSpec:
     """The run with the prices of today, which are told on stderr with their source."""
     from scaletrain_cli.cli.live_prices import with_live_prices
+    from scaletrain_cli.text import dollars_text
     from scaletrain_cli.ui.console import say
-    from scaletrain_cli.ui.units import dollars_text
 
     priced, prices = with_live_prices(run)
     for market, quote in (("on demand", prices.on_demand), ("spot", prices.spot)):

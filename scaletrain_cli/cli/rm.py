@@ -44,8 +44,8 @@ def command(
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.remove import plan_removal, remove, remove_leftovers
     from scaletrain_cli.rundir.paths import runs_root
+    from scaletrain_cli.text import bytes_text
     from scaletrain_cli.ui.console import say, warn
-    from scaletrain_cli.ui.units import bytes_text
 
     found = [plan_removal(run, with_checkpoints=checkpoints) for run in _chosen(runs)]
     for one in found:
@@ -99,7 +99,7 @@ def _chosen(names: list[str]) -> list[RunDir]:
 
 
 def _line(one: Removal) -> str:
-    from scaletrain_cli.ui.units import bytes_text
+    from scaletrain_cli.text import bytes_text
 
     newest = "no checkpoint" if one.newest_checkpoint is None else f"newest checkpoint step {one.newest_checkpoint}"
     return f"{one.run_id}: {one.state}, {newest}, {bytes_text(one.bytes)}"

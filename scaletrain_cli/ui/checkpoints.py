@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.rundir.inventory import Entry
+from scaletrain_cli.text import bytes_text, seconds_text
 from scaletrain_cli.ui.console import escaped_text, show, stderr_console, stdout_console
-from scaletrain_cli.ui.units import bytes_text, seconds_text
 
 _TITLES = ("step", "age", "size", "ranks", "clean", "attempt", "")
 

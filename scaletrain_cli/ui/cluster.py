@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, QuotaRow
+from scaletrain_cli.text import seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
-from scaletrain_cli.ui.units import seconds_text
 
 _STATES = {"running": "bold cyan", "queued": "cyan"}
 

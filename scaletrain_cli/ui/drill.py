@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.launch.drill import Course, DrillResult
+from scaletrain_cli.text import seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, show, stdout_console
-from scaletrain_cli.ui.units import seconds_text
 
 _TITLES = ("drill", "survived", "attempts", "steps lost", "time lost", "the same run")
 

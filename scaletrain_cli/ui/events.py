@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.text import Text
 
+from scaletrain_cli.text import bytes_text, seconds_text
 from scaletrain_cli.ui.console import line, plain, stdout_console
-from scaletrain_cli.ui.units import bytes_text, seconds_text
 
 Event = Mapping[str, Any]
 _NOT_SHOWN = ("time", "event", "metrics_bytes")

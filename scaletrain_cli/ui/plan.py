@@ -11,9 +11,7 @@ from rich.text import Text
 
 from scaletrain_cli.plan.result import Alternative, Durability, Layout, Market, Memory, Rejection, RunPlan, Sanity, Time
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.ui.console import escaped_text, plain, show, speaks_unicode, stderr_console, stdout_console
-from scaletrain_cli.ui.tables import LABEL_WIDTH, Row, labelled
-from scaletrain_cli.ui.units import (
+from scaletrain_cli.text import (
     binary_bytes_text,
     bytes_text,
     count_text,
@@ -22,6 +20,8 @@ from scaletrain_cli.ui.units import (
     seconds_text,
     whole_text,
 )
+from scaletrain_cli.ui.console import escaped_text, plain, show, speaks_unicode, stderr_console, stdout_console
+from scaletrain_cli.ui.tables import LABEL_WIDTH, Row, labelled
 
 # Bars of a breakdown: each part starts where the one before it ended, so that together they fill the whole.
 

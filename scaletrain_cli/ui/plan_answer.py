@@ -14,9 +14,9 @@ from scaletrain_cli.plan.advice.explanation import Question, Row
 from scaletrain_cli.plan.reliability.spot_trace import Spread, TraceOutcome
 from scaletrain_cli.plan.search.cluster_choice import Considered
 from scaletrain_cli.plan.search.sizing import Sizing
+from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, speaks_unicode, stdout_console
 from scaletrain_cli.ui.plan import goodput_text, show_plan
-from scaletrain_cli.ui.units import bytes_text, count_text, dollars_text, percent_text, seconds_text, whole_text
 
 # A run replayed on a recorded spot market, for people: days, goodput, interruptions and dollars.
 

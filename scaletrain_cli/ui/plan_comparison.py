@@ -11,17 +11,9 @@ from rich.text import Text
 
 from scaletrain_cli.plan.advice.comparison import Compared
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, ratio_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console
 from scaletrain_cli.ui.plan import CANNOT_RUN, VERDICT_STYLES, differing
-from scaletrain_cli.ui.units import (
-    bytes_text,
-    count_text,
-    dollars_text,
-    percent_text,
-    ratio_text,
-    seconds_text,
-    whole_text,
-)
 
 # Many plans compared, one line each: for a sweep over a setting, which is too wide to stand side by side.
 

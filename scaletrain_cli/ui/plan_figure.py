@@ -24,11 +24,11 @@ from scaletrain_cli.plan.search.sizing import ScalingPoint
 from scaletrain_cli.plan.speed.pipeline import Timeline
 from scaletrain_cli.safe_files import create_file, replace_file
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.text import bytes_text, count_text, percent_text, seconds_text, whole_text
 from scaletrain_cli.ui.plan import MEMORY_PARTS as MEMORY_PARTS
 from scaletrain_cli.ui.plan import TIME_PARTS as TIME_PARTS
 from scaletrain_cli.ui.plan import headline
 from scaletrain_cli.ui.plan_answer import show_answer
-from scaletrain_cli.ui.units import bytes_text, count_text, percent_text, seconds_text, whole_text
 
 if TYPE_CHECKING:
     from scaletrain_cli.plan.advice.answer import Answer

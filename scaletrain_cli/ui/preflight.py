@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.launch.preflight import Preflight
+from scaletrain_cli.text import bytes_text, seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, show, stdout_console
-from scaletrain_cli.ui.units import bytes_text, seconds_text
 
 _MOST_ROWS = 64
 

@@ -12,8 +12,8 @@ from scaletrain_cli.launch.replan import Resize
 from scaletrain_cli.launch.resume import ResumeReport
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.text import bytes_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, show, stderr_console
-from scaletrain_cli.ui.units import bytes_text, seconds_text, whole_text
 
 
 def show_resume(run_id: str, report: ResumeReport) -> None:

@@ -7,8 +7,8 @@ from rich.text import Text
 
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.vision import ClipSpec
+from scaletrain_cli.text import bytes_text, count_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console
-from scaletrain_cli.ui.units import bytes_text, count_text, seconds_text, whole_text
 
 
 def show_summary(spec: RunSpec, file: str) -> None:

@@ -13,8 +13,8 @@ from scaletrain_cli.launch.attempts import AttemptRecord
 from scaletrain_cli.launch.status import RunStatus
 from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.measured import Figure, Measured
+from scaletrain_cli.text import bytes_text, count_text, percent_text, seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
-from scaletrain_cli.ui.units import bytes_text, count_text, percent_text, seconds_text
 
 STYLES = {
     "finished": "bold green",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from scaletrain_cli.text import bytes_text
 from scaletrain_cli.ui.console import say
-from scaletrain_cli.ui.units import bytes_text
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.node.probe import NodeFacts
@@ -18,10 +18,10 @@ from rich.text import Text
 from scaletrain_cli.launch.backends.base import Start, SubmissionSummary
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import ClusterSpec, RunSpec
+from scaletrain_cli.text import dollars_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, stderr_console
 from scaletrain_cli.ui.plan import headline, summary_rows, warning_rows
 from scaletrain_cli.ui.tables import Row, labelled
-from scaletrain_cli.ui.units import dollars_text, seconds_text, whole_text
 
 # What a probe of the nodes found, in one line.
 

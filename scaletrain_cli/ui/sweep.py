@@ -11,11 +11,11 @@ from rich.text import Text
 from scaletrain_cli.launch.backends.base import Start
 from scaletrain_cli.launch.sweep import Point
 from scaletrain_cli.launch.sweep_status import SweepStatus
+from scaletrain_cli.text import dollars_text, seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stderr_console, stdout_console
 from scaletrain_cli.ui.status import STYLES, measures_text
 from scaletrain_cli.ui.submission import sweep_rows
 from scaletrain_cli.ui.tables import labelled
-from scaletrain_cli.ui.units import dollars_text, seconds_text
 
 
 def show_points(points: Sequence[Point], start: Start, at_once: int) -> None:

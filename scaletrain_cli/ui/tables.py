@@ -14,9 +14,9 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.status import RunStatus
 from scaletrain_cli.rundir.bad_nodes import BadNode
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.text import seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
 from scaletrain_cli.ui.status import STYLES
-from scaletrain_cli.ui.units import seconds_text
 
 # Rows of a label and what it is about: the form of every plan and of every question.
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scaletrain_cli.ui.plan import rejected_view, show_plan, waterfall
-from scaletrain_cli.ui.units import (
+from scaletrain_cli.text import (
     binary_bytes_text,
     bytes_text,
     count_text,
@@ -19,6 +18,7 @@ from scaletrain_cli.ui.units import (
     ratio_text,
     seconds_text,
 )
+from scaletrain_cli.ui.plan import rejected_view, show_plan, waterfall
 from tests.cli.stored_plans import STORED, printed, stored
 
 

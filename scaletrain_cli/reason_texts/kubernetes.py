@@ -1,0 +1,7 @@
+"""The texts of the Kubernetes back end."""
+
+from __future__ import annotations
+
+from scaletrain_cli.reasons import Text
+
+TEXTS: dict[str, Text] = {}

@@ -1,0 +1,136 @@
+"""Reasons as data: a stable code with its parameters; the English of every code stands once, in reason_texts/.
+
+Code decides by ``Reason.code`` and ``Reason.params`` alone, and never by a sentence. A sentence is made at the border:
+in a screen of ``ui``, in an error, or in a log line.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from string import Formatter
+from typing import Any
+
+from scaletrain_cli.text import (
+    binary_bytes_text,
+    bytes_text,
+    count_text,
+    counted,
+    dollars_text,
+    listed,
+    percent_text,
+    seconds_text,
+    whole_text,
+)
+
+# What may follow the colon of a parameter in a text, beside Python's own format specifications.
+_FORMATS: dict[str, Callable[[Any], str]] = {
+    "bytes": bytes_text,
+    "gib": binary_bytes_text,
+    "count": count_text,
+    "whole": whole_text,
+    "seconds": seconds_text,
+    "usd": dollars_text,
+    "percent": percent_text,
+    "list": listed,
+}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why something is as it is. ``code``: ``<table>.<words-with-hyphens>``; ``params``: JSON values in SI units."""
+
+    code: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return the English sentence, without a full stop."""
+        return text_of(self)
+
+    @property
+    def remedies(self) -> tuple[str, ...]:
+        """What to do about it, as sentences or commands; empty where there is nothing to do."""
+        return tuple(_formatted(remedy, self.params) for remedy in _entry(self.code).remedies)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return ``{"code", "params", "text", "remedies"}``."""
+        return {"code": self.code, "params": dict(self.params), "text": str(self), "remedies": list(self.remedies)}
+
+
+def reason_from(document: Mapping[str, Any]) -> Reason:
+    """Return the reason that ``to_json`` wrote; a document without a code is a sentence of an earlier version."""
+    if "code" in document:
+        return Reason(str(document["code"]), dict(document.get("params", {})))
+    return recorded(str(document.get("text", "")))
+
+
+def recorded(text: str) -> Reason:
+    """Return a sentence that was written down without a code, by an earlier version or another program, as a reason."""
+    return Reason("recorded.text", {"text": text})
+
+
+@dataclass(frozen=True)
+class Text:
+    """The English of one code. Both are ``str.format`` templates over the parameters of the reason.
+
+    ``{peak:bytes}``, ``{wait:seconds}``, ``{nodes:list}``, ``{price:usd}``, ``{n:of step}`` ("1 step", "3 steps") and
+    the other names of ``_FORMATS`` write a number as people read it.
+    """
+
+    text: str
+    remedies: tuple[str, ...] = ()
+
+
+_TABLES: dict[str, Mapping[str, Text]] = {"recorded": {"text": Text("{text}")}}
+
+
+def register_texts(table: str, texts: Mapping[str, Text]) -> None:
+    """Add the texts of a package outside this project: the codes ``<table>.<key>``."""
+    _TABLES[table] = texts
+
+
+def text_of(reason: Reason) -> str:
+    """Return the English sentence of a reason, without a full stop.
+
+    A code without a text, as one of a newer version, is shown with its parameters.
+    """
+    return _formatted(_entry(reason.code).text, reason.params) if _is_known(reason.code) else _unknown(reason)
+
+
+def _is_known(code: str) -> bool:
+    table, _, key = code.partition(".")
+    return key in _table(table)
+
+
+def _entry(code: str) -> Text:
+    table, _, key = code.partition(".")
+    return _table(table).get(key, Text(code))
+
+
+def _table(name: str) -> Mapping[str, Text]:
+    if name not in _TABLES:
+        try:
+            module = importlib.import_module(f"scaletrain_cli.reason_texts.{name}")
+        except ModuleNotFoundError:
+            return {}
+        _TABLES[name] = module.TEXTS
+    return _TABLES[name]
+
+
+def _unknown(reason: Reason) -> str:
+    return " ".join([reason.code, *(f"{key}={value}" for key, value in reason.params.items())])
+
+
+class _Units(Formatter):
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if format_spec.startswith("of "):
+            return counted(value, *format_spec.removeprefix("of ").split("/"))
+        return _FORMATS[format_spec](value) if format_spec in _FORMATS else super().format_field(value, format_spec)
+
+
+_UNITS = _Units()
+
+
+def _formatted(template: str, params: Mapping[str, Any]) -> str:
+    return _UNITS.vformat(template, (), params)

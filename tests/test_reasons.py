@@ -1,0 +1,51 @@
+"""Reasons: codes and parameters as data, English from one table per package."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from string import Formatter
+
+import pytest
+
+from scaletrain_cli import reason_texts
+from scaletrain_cli.reasons import Reason, Text, reason_from, recorded, register_texts
+
+TABLES = sorted(module.name for module in pkgutil.iter_modules(reason_texts.__path__))
+
+
+def test_a_reason_is_written_with_its_parameters_as_people_read_them() -> None:
+    register_texts(
+        "example",
+        {
+            "too-big": Text(
+                "needs {peak:bytes} of {memory:gib} on {nodes:list} for {steps:of step}, {k:of entry/entries}, {x:.1f}",
+                ("scaletrain logs {run}",),
+            )
+        },
+    )
+    params = {"peak": 9.2e10, "memory": 80 * 2**30, "nodes": ["a", "b"], "steps": 1, "k": 3, "x": 0.25, "run": "r"}
+    reason = Reason("example.too-big", params)
+    assert str(reason) == "needs 92.0 GB of 80.0 GiB on a, b for 1 step, 3 entries, 0.2"
+    assert reason.remedies == ("scaletrain logs r",)
+    assert reason_from(reason.to_json()) == reason
+
+
+def test_a_code_of_a_newer_version_is_shown_and_not_an_error() -> None:
+    assert str(Reason("launch.from-the-future", {"nodes": 3})) == "launch.from-the-future nodes=3"
+    assert str(Reason("nothing.of-ours")) == "nothing.of-ours"
+
+
+def test_a_sentence_of_an_earlier_version_stays_readable() -> None:
+    assert str(reason_from({"text": "lost its node"})) == "lost its node"
+    assert recorded("x").to_json()["code"] == "recorded.text"
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_codes_are_words_with_hyphens_and_templates_parse(table: str) -> None:
+    texts: dict[str, Text] = importlib.import_module(f"scaletrain_cli.reason_texts.{table}").TEXTS
+    for key, entry in texts.items():
+        assert key == key.lower().replace("_", "-").replace(" ", "-"), key
+        for template in (entry.text, *entry.remedies):
+            assert all(name != "" for _, name, _, _ in Formatter().parse(template)), key
+        assert not entry.text.endswith("."), f"{key}: without a full stop"
