@@ -1,0 +1,32 @@
+"""Files that a page of docs/ holds as titled code blocks, so that a test runs exactly what a reader sees."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+_BLOCK = re.compile(r'^```(?P<language>\w+) title="(?P<title>[^"]+)"\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
+
+
+def files_of(page: str, heading: str) -> dict[str, str]:
+    """Return the text of every titled block under ``## heading`` of docs/``page``, by its title.
+
+    Raises LookupError for a heading that the page does not have.
+    """
+    sections = re.split(r"^## ", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    section = next((text for text in sections if text.partition("\n")[0].strip() == heading), None)
+    if section is None:
+        raise LookupError(f"docs/{page} has no section {heading!r}")
+    return {block["title"]: block["text"] for block in _BLOCK.finditer(section)}
+
+
+def write_files(page: str, heading: str, folder: Path) -> dict[str, Path]:
+    """Write every titled block of a section below ``folder``; return the paths by title."""
+    written = {}
+    for title, text in files_of(page, heading).items():
+        path = folder / title
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        written[title] = path
+    return written
