@@ -24,6 +24,7 @@ RECIPE = "recipes/llama-10m-cpu.yaml"
 BASE_LAYER = {
     "errors",
     "extras",
+    "log_setup",
     "own_processes",
     "project_files",
     "reason_texts",
@@ -50,6 +51,7 @@ ROOMS_ALLOWED = {
     "text": set(),
     "errors": set(),
     "extras": set(),
+    "log_setup": set(),
     "own_processes": set(),
     "unexpected": set(),
     "__init__": set(),
