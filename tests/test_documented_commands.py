@@ -21,7 +21,7 @@ import pytest
 import typer
 
 from scaletrain_cli.cli.app import app
-from scaletrain_cli.launch.backends.local.backend import LocalScheduler
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import load_spec
@@ -217,7 +217,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.chdir(folder)
         patch.setenv("SCALETRAIN_RUNS", str(folder / "runs"))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")]))
-        patch.setattr(LocalScheduler.__init__, "__defaults__", (ENGINE,))
+        patch.setattr(LocalBackend.__init__, "__defaults__", (ENGINE,))
         slurm = load_spec("run.yaml", ["cluster.scheduler=slurm"])
         create_run(slurm, make_plan(slurm), "queued")
         submitted = scaletrain("submit", "run.yaml", "--run-id", "small", "--set", "env={FAKE: '{}'}")

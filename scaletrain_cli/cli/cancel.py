@@ -45,7 +45,7 @@ def command(
     Of a sweep, stop every run that is not over yet; asks once. Where one cannot be stopped, the others still are.
     """
     from scaletrain_cli.cli.options import confirm
-    from scaletrain_cli.launch.backends.base import scheduler_for
+    from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.status import run_status
     from scaletrain_cli.rundir.ownership import require_cancellable
     from scaletrain_cli.rundir.record import read_record
@@ -67,7 +67,7 @@ def command(
         return
     require_cancellable(found, trust_owner=trust_owner)
     confirm(f"Stop {found.run_id}, which is {status.state} at step {status.step} of {status.total_steps}?", yes)
-    scheduler_for(record.spec.cluster.scheduler).cancel(found, record)
+    backend_for(record.spec.cluster.scheduler).cancel(found, record)
     removed = _remove_pods(found, record) if force else []
     _answer(as_json, found.run_id, status.state, cancelled=True, removed_pods=removed)
     say(f"{_done(status)}. `scaletrain resume {found.run_id}` continues it.")
@@ -99,10 +99,10 @@ def _answer(as_json: bool, run_id: str, state: str, *, cancelled: bool, removed_
 
 
 def _remove_pods(run: RunDir, record: RunRecord) -> Sequence[str]:
-    from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+    from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
     from scaletrain_cli.ui.console import say
 
-    removed = KubernetesScheduler().force(run, record)
+    removed = KubernetesBackend().force(run, record)
     say(f"removed {', '.join(removed)}" if removed else "no pod of it is on a node that does not report.")
     return removed
 

@@ -80,7 +80,7 @@ def _drill(
     kinds: list[DrillKind], base: RunSpec, steps: int, timeout: float, *, keep: bool, yes: bool, as_json: bool
 ) -> ExitCode:
     from scaletrain_cli.cli.options import confirm
-    from scaletrain_cli.launch.backends.base import scheduler_for
+    from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.drill import UNDISTURBED, Range, compare_runs, drill_spec, make_folder, run_drill
     from scaletrain_cli.launch.submit import plan_for_engine
     from scaletrain_cli.ui.console import say, warn
@@ -95,7 +95,7 @@ def _drill(
         )
     small = drill_spec(base, steps)
     plan = plan_for_engine(small, "the drills' spec")
-    cluster, scheduler = small.cluster, scheduler_for(small.cluster.scheduler)
+    cluster, scheduler = small.cluster, backend_for(small.cluster.scheduler)
     outlook = scheduler.preflight(small, plan)
     for note in outlook.notes:
         warn(note)

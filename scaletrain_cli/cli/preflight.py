@@ -30,7 +30,7 @@ def command(
     of nodes and an all-reduce. A training run does the same before its first step (guard.preflight).
     """
     from scaletrain_cli.cli.options import confirm
-    from scaletrain_cli.launch.backends.base import scheduler_for
+    from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.preflight import run_preflight
     from scaletrain_cli.launch.submit import plan_for_engine
     from scaletrain_cli.spec import load_spec
@@ -46,7 +46,7 @@ def command(
     # It is this engine that measures, whatever program is to train afterwards.
     run_spec = load_spec(spec, [*(overrides or ()), "code={}"], cluster=cluster)
     try:
-        plan, scheduler = plan_for_engine(run_spec, spec), scheduler_for(run_spec.cluster.scheduler)
+        plan, scheduler = plan_for_engine(run_spec, spec), backend_for(run_spec.cluster.scheduler)
     except InfeasibleError as error:
         error.message += " (it is this engine that measures nodes; one of your own is not asked)"
         raise

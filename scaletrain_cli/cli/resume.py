@@ -11,7 +11,7 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.backends.base import Scheduler, SubmissionSummary
+    from scaletrain_cli.launch.backends.base import Backend, SubmissionSummary
     from scaletrain_cli.launch.resume import ResumeReport
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
@@ -52,7 +52,7 @@ def command(
     """
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.cli.submit import useful_commands
-    from scaletrain_cli.launch.backends.base import scheduler_for
+    from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.rendered_job import changes_since_sent
     from scaletrain_cli.launch.replan import replan
     from scaletrain_cli.launch.resource_checks.checks import require_external_to_resume
@@ -80,7 +80,7 @@ def command(
     require_own_checkpoints(found, read_record(found).spec, trust_owner=trust_owner)
     record = resize.after if resize is not None else read_record(found)
     not_checked = require_external_to_resume(found, record, None if resize is None else resize.snapshot)
-    scheduler = scheduler_for(record.spec.cluster.scheduler)
+    scheduler = backend_for(record.spec.cluster.scheduler)
     text = scheduler.render(found, record)
     changed = changes_since_sent(found, text)
     told = resume_json(found, report, resize) | {"changes_since_sent": changed}
@@ -108,7 +108,7 @@ def command(
     typer.echo(visible(found.run_id))
 
 
-def _prospect(run: RunDir, record: RunRecord, report: ResumeReport, scheduler: Scheduler) -> SubmissionSummary:
+def _prospect(run: RunDir, record: RunRecord, report: ResumeReport, scheduler: Backend) -> SubmissionSummary:
     """The same questions as before a first submission. Raises SchedulerError before anything has changed."""
     from scaletrain_cli.launch.backends.base import SubmissionSummary
     from scaletrain_cli.launch.shared_folder import room_notes

@@ -91,7 +91,8 @@ def command(
             return
         overrides = [*(overrides or ()), *points[0]]  # a sweep of one value is a plain run
     from scaletrain_cli.cli.options import confirm
-    from scaletrain_cli.launch.backends.base import SubmissionSummary, scheduler_for
+    from scaletrain_cli.launch.backends.base import SubmissionSummary
+    from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.code.snapshot import take_snapshot
     from scaletrain_cli.launch.rendered_job import in_format
     from scaletrain_cli.launch.resource_checks.checks import require_external
@@ -108,7 +109,7 @@ def command(
     if probe and (dry_run or run_spec.cluster.scheduler != "slurm"):
         raise UsageError("--probe runs a job on the nodes: it needs cluster.scheduler = slurm, and no --dry-run.")
     plan = plan_for_engine(run_spec, spec)
-    scheduler, snapshot = scheduler_for(run_spec.cluster.scheduler), take_snapshot(run_spec)
+    scheduler, snapshot = backend_for(run_spec.cluster.scheduler), take_snapshot(run_spec)
     if run_id is not None and os.path.lexists(runs_root() / run_id):
         require_own_run(RunDir(runs_root() / run_id), trust_owner=trust_owner, remedy="Use another --run-id")
     earlier = _submitted_before(run_id) if run_id is not None and not dry_run else None

@@ -35,7 +35,7 @@ def submit_points(
 ) -> None:
     """Prints the run ids on stdout, one a line."""
     from scaletrain_cli.cli.options import confirm
-    from scaletrain_cli.launch.backends.base import scheduler_for
+    from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.resource_checks.checks import require_external
     from scaletrain_cli.launch.shared_folder import room_notes
     from scaletrain_cli.launch.submit import make_record
@@ -48,7 +48,7 @@ def submit_points(
     section = planned[0].spec.cluster
     if len({point.spec.cluster.scheduler for point in planned}) > 1:
         raise UsageError(f"{OPTION} cluster.scheduler: one sweep goes to one scheduler. Submit one for each.")
-    scheduler = scheduler_for(section.scheduler)
+    scheduler = backend_for(section.scheduler)
     cap = cap_of(section, max_concurrent, len(planned))
     snapshots = take_snapshots(planned)
     not_checked: dict[str, None] = {}

@@ -37,8 +37,8 @@ def command(
     Ctrl-C does what a preemption does: the step is finished, a checkpoint is committed, and the exit code is 75.
     `scaletrain resume` continues it. Prints the run id on stdout.
     """
-    from scaletrain_cli.launch.backends.base import scheduler_for
     from scaletrain_cli.launch.backends.local.backend import run_in_foreground
+    from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.code.snapshot import take_snapshot
     from scaletrain_cli.launch.resource_checks.checks import require_external
     from scaletrain_cli.launch.submit import create_run, plan_for_engine
@@ -54,7 +54,7 @@ def command(
     run_spec = load_spec(spec, [*(overrides or ()), "cluster.scheduler=local"])
     plan, snapshot = plan_for_engine(run_spec, spec), take_snapshot(run_spec)
     require_external(run_spec, snapshot)  # of a local run nothing is out of sight
-    for note in scheduler_for("local").preflight(run_spec, plan).notes:
+    for note in backend_for("local").preflight(run_spec, plan).notes:
         warn(note)
     require_writable(runs_root(), "no run can be started")
     for note in shared_root_notes(runs_root(), prepares=run_spec.code.engine is None):

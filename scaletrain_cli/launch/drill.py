@@ -16,7 +16,7 @@ from typing import Any, Literal
 from scaletrain_cli import safe_files
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
-from scaletrain_cli.launch.backends.base import Scheduler
+from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import RunStatus, exit_code_of
 from scaletrain_cli.launch.submit import create_run, submit_run
@@ -254,7 +254,7 @@ class Range:
     folder: Path
     spec: RunSpec
     plan: RunPlan
-    scheduler: Scheduler
+    scheduler: Backend
     timeout_seconds: float
 
     def strike(self, kind: DrillKind) -> int:

@@ -126,11 +126,11 @@ def logs_brought(run: RunDir, *, follow: bool = False) -> Iterator[str]:
     if record.spec.cluster.scheduler != "kubernetes":  # the ranks of the others write where this is read
         yield ""
         return
-    from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+    from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 
     why, following = "", contextlib.ExitStack()
     try:
-        logs = KubernetesScheduler().logs(run, record)
+        logs = KubernetesBackend().logs(run, record)
         if logs is not None:
             logs.bring()
             if follow:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import SchedulerSilentError, UsageError
-from scaletrain_cli.launch.backends.base import Scheduler
+from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.status import RunStatus, exit_code_of
 from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.launch.wait import wait_for_end
@@ -53,7 +53,7 @@ class Preflight:
 
 
 def run_preflight(
-    spec: RunSpec, plan: RunPlan, scheduler: Scheduler, timeout_seconds: float, on_look: Callable[[RunStatus], None]
+    spec: RunSpec, plan: RunPlan, scheduler: Backend, timeout_seconds: float, on_look: Callable[[RunStatus], None]
 ) -> Preflight:
     """Wait for it. Raises SchedulerError when the job is refused, UsageError where the runs root cannot be written."""
     name = f"preflight-{secrets.token_hex(4)}"

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from scaletrain_cli.errors import ScaletrainError, SchedulerError, UsageError
 from scaletrain_cli.launch.attempts import newest_checkpoint_step
-from scaletrain_cli.launch.backends.base import Job, Scheduler, scheduler_for
+from scaletrain_cli.launch.backends.base import Backend, Job
+from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import read_submission, submit_lock
 from scaletrain_cli.rundir.committing import delete
@@ -33,7 +34,7 @@ from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_reco
 
 @contextmanager
 def pruning(
-    run: RunDir, keep: int | None, keep_every: int | None, scheduler: Scheduler | None = None
+    run: RunDir, keep: int | None, keep_every: int | None, scheduler: Backend | None = None
 ) -> Iterator[Pruning]:
     """What may be deleted, while nobody can resume the run. None in either argument: as the run's spec has it.
 
@@ -42,7 +43,7 @@ def pruning(
     with submit_lock(run):
         record, submission = read_record(run), read_submission(run)
         name = submission.scheduler if submission else record.spec.cluster.scheduler
-        if (scheduler or scheduler_for(name)).job(run, record).may_be_active:
+        if (scheduler or backend_for(name)).job(run, record).may_be_active:
             raise UsageError(
                 f"{run.run_id} is still active, or was started on a host that must be asked: it prunes by itself. "
                 f"Set checkpoint.keep, or wait for its end."
@@ -169,7 +170,7 @@ def _require_over(run: RunDir, record: RunRecord) -> None:
     submission = read_submission(run)
     name = submission.scheduler if submission else record.spec.cluster.scheduler
     try:
-        job: Job = scheduler_for(name).job(run, record)
+        job: Job = backend_for(name).job(run, record)
     except SchedulerError as error:
         raise SchedulerError(
             f"{run.run_id} is not deleted, as it may be active: {error.message.rstrip('.')}.",
@@ -214,9 +215,9 @@ def _remove_checkpoints(folder: Path) -> None:
 def _remove_objects(run: RunDir, record: RunRecord) -> list[str]:
     if record.spec.cluster.scheduler != "kubernetes":
         return []  # Slurm and this machine keep nothing of a job that is over
-    from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+    from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 
-    return KubernetesScheduler().remove_ended(run, record)
+    return KubernetesBackend().remove_ended(run, record)
 
 
 def _empty(folder: Path, run_id: str) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from scaletrain_cli.errors import ScaletrainError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
-from scaletrain_cli.launch.backends.base import Job, Scheduler, scheduler_for
+from scaletrain_cli.launch.backends.base import Backend, Job
+from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code.snapshot import write_snapshot
 from scaletrain_cli.launch.replan import Resize
 from scaletrain_cli.launch.restart import forget_secrets
@@ -61,11 +62,11 @@ class Resumption:
     submission: Submission
 
 
-def inspect_resume(run: RunDir, scheduler: Scheduler | None = None) -> ResumeReport:
+def inspect_resume(run: RunDir, scheduler: Backend | None = None) -> ResumeReport:
     """Look without changing anything. Raises UsageError for a damaged record, SchedulerError for a silent scheduler."""
     record, submission = read_record(run), read_submission(run)
     # The job, if there is one, is where it was submitted, whatever a revision says since.
-    scheduler = scheduler or scheduler_for(submission.scheduler if submission else record.spec.cluster.scheduler)
+    scheduler = scheduler or backend_for(submission.scheduler if submission else record.spec.cluster.scheduler)
     attempts = read_attempts(run)
     last = attempts[-1] if attempts else None
     checkpoint, passed_over = newest_that_verifies(checkpoint_folder(run, record.spec))
@@ -88,7 +89,7 @@ def inspect_resume(run: RunDir, scheduler: Scheduler | None = None) -> ResumeRep
 
 
 def resume(
-    run: RunDir, *, from_scratch: bool = False, resize: Resize | None = None, scheduler: Scheduler | None = None
+    run: RunDir, *, from_scratch: bool = False, resize: Resize | None = None, scheduler: Backend | None = None
 ) -> Resumption:
     """Submit the run again, with fresh restart budgets. Raises UsageError when there is no sense in that.
 
@@ -100,7 +101,7 @@ def resume(
         if resize is not None and resize.before.revision != record.revision:
             raise UsageError(f"{run.run_id} was resized by someone else meanwhile. Look again, and resume it then.")
         spec = record.spec if resize is None else resize.spec
-        scheduler = scheduler or scheduler_for(spec.cluster.scheduler)
+        scheduler = scheduler or backend_for(spec.cluster.scheduler)
         with (
             _secrets_at_hand(run, spec),
             _revised(run, record, resize) as revised,

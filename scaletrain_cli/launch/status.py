@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
 from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome, newest_checkpoint_step, read_attempts
-from scaletrain_cli.launch.backends.base import Job, Scheduler, scheduler_for
+from scaletrain_cli.launch.backends.base import Backend, Job
+from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.exit_classification import Reason
 from scaletrain_cli.launch.node.full_disk import has_no_space
 from scaletrain_cli.launch.node.record import read_node_records
@@ -129,7 +130,7 @@ class RunStatus:
         return {"schema": "scaletrain.status/v1", **plain, "measured": measured, "goodput": goodput, "sweep": sweep}
 
 
-def run_status(run: RunDir, scheduler: Scheduler | None = None) -> RunStatus:
+def run_status(run: RunDir, scheduler: Backend | None = None) -> RunStatus:
     """Raises UsageError when run.json is damaged; a scheduler that does not answer makes the state unknown at worst."""
     record = read_record(run)
     attempts = read_attempts(run)
@@ -172,7 +173,7 @@ def run_statuses(runs: Sequence[RunDir]) -> list[RunStatus | UsageError]:
     return [_status_or_error(run, scheduler) for run, scheduler in zip(runs, _schedulers(runs), strict=True)]
 
 
-def _schedulers(runs: Sequence[RunDir]) -> list[Scheduler | None]:
+def _schedulers(runs: Sequence[RunDir]) -> list[Backend | None]:
     """For each run the scheduler that already has its job's answer; None where it must be asked."""
     on_slurm = []
     for run in runs:
@@ -181,13 +182,13 @@ def _schedulers(runs: Sequence[RunDir]) -> list[Scheduler | None]:
                 on_slurm.append(run)
     if len(on_slurm) < 2:
         return [None] * len(runs)
-    from scaletrain_cli.launch.backends.slurm.backend import SlurmScheduler
+    from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
 
-    asked = SlurmScheduler.asked_once(on_slurm)
+    asked = SlurmBackend.asked_once(on_slurm)
     return [asked if run in on_slurm else None for run in runs]
 
 
-def _status_or_error(run: RunDir, scheduler: Scheduler | None) -> RunStatus | UsageError:
+def _status_or_error(run: RunDir, scheduler: Backend | None) -> RunStatus | UsageError:
     try:
         return run_status(run, scheduler)
     except UsageError as error:
@@ -222,11 +223,11 @@ def exit_code_of(run: RunDir, status: RunStatus) -> int:
     return last.exit_code or unrecorded
 
 
-def _ask(run: RunDir, record: RunRecord, last: AttemptRecord | None, scheduler: Scheduler | None) -> Job:
+def _ask(run: RunDir, record: RunRecord, last: AttemptRecord | None, scheduler: Backend | None) -> Job:
     if last is not None and last.reason == "done":  # nothing can follow; of many runs most are, and squeue costs
         return Job("", "ended", "finished")
     try:
-        return (scheduler or scheduler_for(record.spec.cluster.scheduler)).job(run, record)
+        return (scheduler or backend_for(record.spec.cluster.scheduler)).job(run, record)
     except SchedulerError as error:  # the run directory still tells most of it
         unsettled = open_request(run) is not None
         return Job(_sent_as(run, record, last), "unknown", error.message.rstrip("."), unsettled=unsettled)

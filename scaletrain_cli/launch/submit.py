@@ -31,7 +31,7 @@ from typing import Any
 from scaletrain_cli import __version__
 from scaletrain_cli.errors import ScaletrainError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
-from scaletrain_cli.launch.backends.base import Scheduler
+from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.code.snapshot import Snapshot, code_hash, take_snapshot, write_snapshot
 from scaletrain_cli.launch.rendered_job import keep_sent
 from scaletrain_cli.plan.result import RunPlan
@@ -169,7 +169,7 @@ def create_run(
     return CreatedRun(run, record, created=True)
 
 
-def submit_run(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submission:
+def submit_run(run: RunDir, record: RunRecord, scheduler: Backend) -> Submission:
     """Hand the job over unless that was done before; the earlier submission is returned then."""
     with submit_lock(run):
         earlier, request = read_submission(run), open_request(run)
@@ -188,7 +188,7 @@ def _begun_since(run: RunDir, request: Request) -> Submission | None:
     return Submission(request.scheduler, begun[-1].job_id, request.asked, request.first_attempt, request.revision)
 
 
-def hand_over(run: RunDir, record: RunRecord, scheduler: Scheduler) -> Submission:
+def hand_over(run: RunDir, record: RunRecord, scheduler: Backend) -> Submission:
     """Submit now, whatever was before. For holders of submit_lock().
 
     The intent is on disk before the scheduler is asked, and stays there unless it refuses: an answer may be lost.

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
-from scaletrain_cli.launch.backends.base import Scheduler
+from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.code.snapshot import Snapshot, take_snapshot
 from scaletrain_cli.launch.submit import CreatedRun, Submission, create_run, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
@@ -80,7 +80,7 @@ def take_snapshots(points: Sequence[Point]) -> dict[CodeSpec, Snapshot | None]:
 def submit_sweep(
     sweep: str,
     points: Sequence[Point],
-    scheduler: Scheduler,
+    scheduler: Backend,
     cap: int,
     snapshots: Mapping[CodeSpec, Snapshot | None] | None = None,
 ) -> list[SubmittedPoint]:
@@ -112,7 +112,7 @@ def submit_sweep(
     return [SubmittedPoint(made.run, submission, made.created) for made, submission in done]
 
 
-def _take_back(made: Sequence[CreatedRun], scheduler: Scheduler) -> list[str]:
+def _take_back(made: Sequence[CreatedRun], scheduler: Backend) -> list[str]:
     """Cancel what was handed over just now, the last first: none of a lane may start meanwhile. Who resisted."""
     left = []
     for one in reversed([one for one in made if one.created]):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
-from scaletrain_cli.launch.backends.base import scheduler_for
+from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.status import RunStatus, exit_code_of, is_over, run_statuses
 from scaletrain_cli.rundir.ownership import require_cancellable
 from scaletrain_cli.rundir.paths import RunDir
@@ -124,8 +124,8 @@ def _look(runs: Sequence[RunDir]) -> list[Member]:
 
 def _cancel(run: RunDir, force: bool) -> None:
     record = read_record(run)
-    scheduler_for(record.spec.cluster.scheduler).cancel(run, record)
+    backend_for(record.spec.cluster.scheduler).cancel(run, record)
     if force:
-        from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+        from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 
-        KubernetesScheduler().force(run, record)
+        KubernetesBackend().force(run, record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from scaletrain_cli.launch.backends.base import Scheduler
+from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.status import RunStatus, is_over, run_status
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
@@ -15,7 +15,7 @@ _AFTER_CANCEL_SECONDS = 60.0
 
 
 def wait_for_end(
-    run: RunDir, scheduler: Scheduler, timeout_seconds: float, on_look: Callable[[RunStatus], None]
+    run: RunDir, scheduler: Backend, timeout_seconds: float, on_look: Callable[[RunStatus], None]
 ) -> RunStatus:
     """How it ended; ``on_look`` is told of every look at it. Ctrl-C cancels it too."""
     record = read_record(run)

@@ -10,7 +10,7 @@ import typer
 
 from scaletrain_cli.cli.app import app
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.backends.local.backend import LocalScheduler
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from tests.cli.command_line import SMALL
 
 # What stands for an argument or an option that a command needs, by the name that its help gives it.
@@ -53,7 +53,7 @@ def start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **options: object) -> None:
         raise SchedulerError("nothing is started here.")
 
-    monkeypatch.setattr(LocalScheduler, "submit", lambda self, run, record: "7")
+    monkeypatch.setattr(LocalBackend, "submit", lambda self, run, record: "7")
     monkeypatch.setattr("scaletrain_cli.launch.preflight.run_preflight", refuse)
     monkeypatch.setattr("scaletrain_cli.launch.backends.local.backend.run_in_foreground", refuse)
     monkeypatch.setattr("scaletrain_cli.cli.engine_process.ask_engine", refuse)

@@ -105,7 +105,7 @@ def test_pruning_never_takes_what_the_run_would_go_on_from(folder: Path) -> None
 
 @pytest.mark.parametrize("job", [Job("7", "running"), Job("7", "queued"), Job("7", "unknown")])
 def test_an_active_run_is_not_pruned(folder: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scaletrain_cli.launch.backends.local.backend.LocalScheduler.job", lambda *_: job)
+    monkeypatch.setattr("scaletrain_cli.launch.backends.local.backend.LocalBackend.job", lambda *_: job)
     refused = scaletrain("checkpoint", "prune", "r1", "--keep", "1")
     assert (refused.code, len(names(folder))) == (ExitCode.USAGE, 6)
     assert "still active" in refused.err

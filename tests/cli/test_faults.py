@@ -54,7 +54,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pat
 def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     start_nothing(monkeypatch)
     monkeypatch.setattr(
-        "scaletrain_cli.launch.backends.local.backend.LocalScheduler.cancel", lambda self, run, record: None
+        "scaletrain_cli.launch.backends.local.backend.LocalBackend.cancel", lambda self, run, record: None
     )
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)

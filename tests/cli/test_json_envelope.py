@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from scaletrain_cli.errors import ScaletrainError
-from scaletrain_cli.launch.backends.local.backend import LocalScheduler
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
 from tests.cli.every_command import ALL, OF_A_RUN, command_line, start_nothing
 from tests.cli.prepared_runs import STATES, living_process, prepare
@@ -114,7 +114,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pat
 def test_in_every_state_of_a_run_every_command_answers_in_the_envelope(
     state: str, prepared: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalScheduler, "cancel", lambda self, run, record: None)
+    monkeypatch.setattr(LocalBackend, "cancel", lambda self, run, record: None)
     seen = set()
     for number, words in enumerate(OF_A_RUN):
         root = shutil.copytree(prepared[state], tmp_path / str(number), symlinks=True)

@@ -12,7 +12,7 @@ import pytest
 from scaletrain_cli.cli.completion import complete_run, complete_state
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
 from scaletrain_cli.launch import remove
-from scaletrain_cli.launch.backends.local.backend import LocalScheduler
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.node.processes import ProcessIdentity
 from scaletrain_cli.rundir.committing import close_attempt
 from scaletrain_cli.rundir.paths import RunDir, runs_root
@@ -69,7 +69,7 @@ def test_a_run_whose_scheduler_cannot_be_asked_is_refused(monkeypatch: pytest.Mo
     def silent(*arguments: object) -> None:
         raise SchedulerError("squeue did not answer.")
 
-    monkeypatch.setattr(LocalScheduler, "job", silent)
+    monkeypatch.setattr(LocalBackend, "job", silent)
     ended = scaletrain("rm", "r1", "--yes")
     assert (ended.code, "may be active" in ended.err) == (ExitCode.SCHEDULER, True)
     assert (runs_root() / "r1" / "run.json").exists()

@@ -12,7 +12,7 @@ import pytest
 
 from scaletrain_cli.errors import ExitCode, SchedulerError
 from scaletrain_cli.launch.backends.base import PreflightResult
-from scaletrain_cli.launch.backends.local.backend import LocalScheduler, run_in_foreground
+from scaletrain_cli.launch.backends.local.backend import LocalBackend, run_in_foreground
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, runs_root
@@ -25,7 +25,7 @@ ENGINE = "tests.launch.fake_engine"
 @pytest.fixture(autouse=True)
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that train nothing, found by the processes that start them."""
-    monkeypatch.setattr(LocalScheduler.__init__, "__defaults__", (ENGINE,))
+    monkeypatch.setattr(LocalBackend.__init__, "__defaults__", (ENGINE,))
     monkeypatch.setitem(run_in_foreground.__kwdefaults__, "engine", ENGINE)
     inherited = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PROJECT), *([inherited] if inherited else [])]))
@@ -187,11 +187,11 @@ def test_a_resume_that_the_scheduler_would_refuse_changes_nothing(monkeypatch: p
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
     def refuse(
-        self: LocalScheduler, spec: RunSpec, plan: RunPlan, run: RunDir, code: CodeRecord | None
+        self: LocalBackend, spec: RunSpec, plan: RunPlan, run: RunDir, code: CodeRecord | None
     ) -> PreflightResult:
         raise SchedulerError("the quota can never hold it.")
 
-    monkeypatch.setattr(LocalScheduler, "preflight", refuse)
+    monkeypatch.setattr(LocalBackend, "preflight", refuse)
     for more in ([], ["--gpus-per-node", "1"]):
         refused = scaletrain("resume", "r1", "--yes", *more)
         assert (refused.code, refused.out) == (ExitCode.SCHEDULER, "")

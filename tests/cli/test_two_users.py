@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.launch.backends.base import PreflightResult, Start
-from scaletrain_cli.launch.backends.local.backend import LocalScheduler
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.rundir.bad_nodes import BadNode, read_bad_nodes, remember_bad_nodes
 from scaletrain_cli.rundir.committing import HashingWriter, begin_staging, commit, open_attempt
 from scaletrain_cli.rundir.journal import append_line, record_event
@@ -127,9 +127,9 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv(name, str(folder / "none"))
     monkeypatch.setenv("TMPDIR", "/tmp")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(LocalScheduler, "submit", lambda self, run, record: "1")
+    monkeypatch.setattr(LocalBackend, "submit", lambda self, run, record: "1")
     monkeypatch.setattr(
-        LocalScheduler, "preflight", lambda *_: PreflightResult(Start(time.time(), "this machine has no queue"))
+        LocalBackend, "preflight", lambda *_: PreflightResult(Start(time.time(), "this machine has no queue"))
     )
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("SCALETRAIN_RUNS", str(folder / "of-root"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.backends.local.backend import LocalScheduler
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
 from scaletrain_cli.rundir.paths import find_run
 from tests.cli.command_line import PROJECT, scaletrain
@@ -29,7 +29,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkingTree:
 def submitted(name: str) -> Drill:
     done = scaletrain("submit", "run.yaml", "--run-id", name, *SHORT)
     assert done.code == 0, done.err
-    return Drill(find_run(name), LocalScheduler())
+    return Drill(find_run(name), LocalBackend())
 
 
 def test_a_preempted_run_of_it_goes_on_from_its_checkpoint_with_the_code_it_was_submitted_with(

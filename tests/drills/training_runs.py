@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from scaletrain_cli.launch.backends.local.backend import LocalScheduler, living_agents
+from scaletrain_cli.launch.backends.local.backend import LocalBackend, living_agents
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.plan import make_plan
@@ -46,7 +46,7 @@ class Drill:
     """One submitted run, and what a test may do to it."""
 
     run: RunDir
-    scheduler: LocalScheduler
+    scheduler: LocalBackend
 
     def active(self) -> bool:
         return self.scheduler.job(self.run, None).state == "running"  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def submit_drill(dataset: Path, **overrides: Any) -> Drill:
     """Submit a small run to the local scheduler; ``overrides`` as in ``drill_spec``."""
     spec = drill_spec(dataset, **overrides)
     created = create_run(spec, make_plan(spec))
-    scheduler = LocalScheduler()
+    scheduler = LocalBackend()
     submit_run(created.run, created.record, scheduler)
     return Drill(created.run, scheduler)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.launch.attempts import begin_attempt
-from scaletrain_cli.launch.backends.local.backend import LocalScheduler
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, read_node_records
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import result
@@ -27,7 +27,7 @@ from tests.launch.working_tree import WorkingTree
 
 PROJECT = Path(__file__).parent.parent.parent
 ENGINE = "tests.launch.fake_engine"
-LOCAL = LocalScheduler(engine=ENGINE)
+LOCAL = LocalBackend(engine=ENGINE)
 
 SPEC = """
 schema: scaletrain/v1

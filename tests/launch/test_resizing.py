@@ -206,7 +206,7 @@ def test_the_old_job_is_asked_for_where_it_is_and_the_new_one_goes_where_the_ove
 ) -> None:
     made = ended_run()
     clusters = {"local": Cluster(), "slurm": Cluster()}
-    monkeypatch.setattr(resumption, "scheduler_for", lambda name: clusters[name])
+    monkeypatch.setattr(resumption, "backend_for", lambda name: clusters[name])
     clusters["local"].state = "running"
     to_slurm = replan(made.run, ["cluster.scheduler=slurm"])
     with pytest.raises(UsageError, match="still active"):

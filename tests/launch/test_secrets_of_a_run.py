@@ -62,7 +62,7 @@ def test_a_refused_resume_leaves_no_secret_behind(make_run: MakeRun, monkeypatch
     def refuse(*_: object) -> str:
         raise ScaletrainError("refused")
 
-    monkeypatch.setattr("scaletrain_cli.launch.backends.local.backend.LocalScheduler.submit", refuse)
+    monkeypatch.setattr("scaletrain_cli.launch.backends.local.backend.LocalBackend.submit", refuse)
     with pytest.raises(ScaletrainError, match="refused"):
         resume(made.run, scheduler=LOCAL)
     assert not made.run.secrets.exists()

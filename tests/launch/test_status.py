@@ -105,7 +105,7 @@ def test_no_node_is_said_to_be_lost_unless_the_scheduler_says_so(
     begin(made)
     found = run_status(made.run, Says(answer))
     assert (found.state, found.job.state) == (state, getattr(answer, "state", "unknown"))
-    monkeypatch.setattr("scaletrain_cli.launch.status.scheduler_for", lambda name: Says(answer))
+    monkeypatch.setattr("scaletrain_cli.launch.status.backend_for", lambda name: Says(answer))
     explained = explain(made.run)
     said = [found.why, explained.state, json.dumps(explained.to_json()["findings"])]
     with contextlib.suppress(SchedulerError):
@@ -136,7 +136,7 @@ def test_an_attempt_that_the_scheduler_ended_is_not_the_end_of_its_run(
     end_attempt(made.run, made.record.spec, number, Outcome(1, "node", "n is gone"), decision)
     found = run_status(made.run, Says(answer))
     assert found.state == ("unknown" if answer is SILENT else "queued")
-    monkeypatch.setattr("scaletrain_cli.launch.status.scheduler_for", lambda name: Says(answer))
+    monkeypatch.setattr("scaletrain_cli.launch.status.backend_for", lambda name: Says(answer))
     told = json.dumps(explain(made.run).to_json())
     follows = (
         "whether another attempt follows is not known" if answer is SILENT else "another attempt follows by itself"
@@ -151,7 +151,7 @@ def test_a_preempted_run_whose_job_is_over_waits_for_nothing(made: MadeRun, monk
     status = run_status(made.run, gone)
     assert is_over(made.run, status)
     assert not is_over(made.run, run_status(made.run, Says(SILENT)))
-    monkeypatch.setattr("scaletrain_cli.launch.status.scheduler_for", lambda name: gone)
+    monkeypatch.setattr("scaletrain_cli.launch.status.backend_for", lambda name: gone)
     (finding,) = explain(made.run).findings
     assert "no attempt follows by itself, since the job is over" in finding.evidence[-1].text
     assert any(f"scaletrain resume {made.run.run_id}" in action for action in finding.actions)

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.errors import SchedulerError, UsageError
-from scaletrain_cli.launch.backends.base import Job, PreflightResult, Start, scheduler_for
+from scaletrain_cli.launch.backends.base import Job, PreflightResult, Start
+from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.submit import create_run, make_record, new_run_id, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.code import CodeRecord
@@ -183,5 +184,5 @@ def test_the_record_of_a_dry_run_writes_nothing() -> None:
 
 def test_a_scheduler_that_there_is_not_is_refused_openly() -> None:
     with pytest.raises(SchedulerError, match="mesos is not in this version") as caught:
-        scheduler_for("mesos")
+        backend_for("mesos")
     assert caught.value.exit_code == 4

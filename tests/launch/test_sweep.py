@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.base import Job, PreflightResult, Start
-from scaletrain_cli.launch.backends.local.backend import LocalScheduler
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.backends.slurm.script import job_script
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.launch.sweep import Point, cap_of, point_ids, submit_sweep
@@ -230,7 +230,7 @@ def test_a_cap_without_a_sweep_is_an_error() -> None:
 
 
 def test_on_this_machine_a_run_waits_for_the_one_before_it() -> None:
-    scheduler = LocalScheduler(engine=ENGINE)
+    scheduler = LocalBackend(engine=ENGINE)
     fake = json.dumps({"steps": 12, "step_seconds": 0.05})
     specs = [make_spec(f"training.seed={seed}").model_copy(update={"env": {"FAKE": fake}}) for seed in (1, 2)]
     both = [Point(f"s-{index}", ("x=1",), spec, make_plan(spec)) for index, spec in enumerate(specs)]

@@ -42,7 +42,7 @@ class Queue(CountingScheduler):
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     queue = Queue()
     for module in (status, sweep_status):
-        monkeypatch.setattr(module, "scheduler_for", lambda name: queue)
+        monkeypatch.setattr(module, "backend_for", lambda name: queue)
     return queue
 
 

@@ -1,4 +1,4 @@
-"""What every scheduler can do, and which one a run uses. Imports each scheduler's module only when it is asked for."""
+"""What a back end can do: the interface through which the launcher talks to a scheduler, and the data it exchanges."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir
@@ -105,7 +104,7 @@ class Job:
         return self.is_active or (self.state == "unknown" and (self.id != "" or self.unsettled))
 
 
-class Scheduler(Protocol):
+class Backend(Protocol):
     """Every method raises SchedulerError when the scheduler refuses or cannot be reached."""
 
     def preflight(
@@ -127,20 +126,3 @@ class Scheduler(Protocol):
 
     def cancel(self, run: RunDir, record: RunRecord) -> None:
         """End the job with its state saved; no further attempt starts."""
-
-
-def scheduler_for(name: str) -> Scheduler:
-    """The scheduler that ``cluster.scheduler`` names. Raises SchedulerError for one that this version cannot use."""
-    if name == "local":
-        from scaletrain_cli.launch.backends.local.backend import LocalScheduler
-
-        return LocalScheduler()
-    if name == "slurm":
-        from scaletrain_cli.launch.backends.slurm.backend import SlurmScheduler
-
-        return SlurmScheduler()
-    if name == "kubernetes":
-        from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
-
-        return KubernetesScheduler()
-    raise SchedulerError(f"cluster.scheduler = {name} is not in this version. Use local, slurm or kubernetes.")

@@ -84,7 +84,7 @@ _LOST_ANSWER_PAUSES = (1.0, 3.0)  # before a request without an answer is made a
 
 
 @dataclass(frozen=True)
-class KubernetesScheduler:
+class KubernetesBackend:
     """Jobs of the clusters that the kubeconfig names. ``connect`` is how one is reached; tests put their own there."""
 
     connect: Callable[[str | None, str], Cluster] = connect

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.job_ref import whereabouts_of
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.status import RunStatus
@@ -138,7 +138,7 @@ def _ended_words(status: RunStatus) -> tuple[str, tuple[str, ...]]:
 def what_never_ends(run: RunDir, record: RunRecord) -> Iterator[Finding]:
     """The two cases in which Kubernetes never ends a job by itself. Raises SchedulerError."""
     meanings = {"child-refused": "no Job can be made of it", "dead-node": "a node is dead, and Kubernetes waits for it"}
-    for finding in KubernetesScheduler().findings(run, record):
+    for finding in KubernetesBackend().findings(run, record):
         action, evidence = finding.text.rpartition(". ")[2], (Evidence("the cluster", finding.text),)
         yield Finding(finding.kind, meanings[finding.kind], evidence, (action,), waits_for_ever=True)
 

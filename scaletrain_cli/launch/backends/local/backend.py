@@ -60,7 +60,7 @@ class Supervisor:
 
 
 @dataclass(frozen=True)
-class LocalScheduler:
+class LocalBackend:
     """Runs jobs on this machine. ``engine`` is the module that each rank runs; tests put their own there."""
 
     engine: str = ENGINE_MODULE

@@ -10,7 +10,7 @@ from pathlib import Path
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow
-from scaletrain_cli.launch.backends.local.backend import LocalScheduler
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.node.inspection import count_gpus, usable_cores
 from scaletrain_cli.rundir.paths import RunDir, list_runs
 from scaletrain_cli.rundir.record import read_record
@@ -41,7 +41,7 @@ def _row(run: RunDir) -> QueueRow | None:
         return None
     if record.spec.cluster.scheduler != "local":
         return None
-    job = LocalScheduler().job(run, record)
+    job = LocalBackend().job(run, record)
     if not job.is_active:
         return None
     attempts = read_attempts(run)

@@ -76,7 +76,7 @@ _LOOKS_FOR_LOST, _PAUSE_SECONDS = 3, 1.0
 
 
 @dataclass(frozen=True)
-class SlurmScheduler:
+class SlurmBackend:
     """Jobs of the cluster that this machine's Slurm commands talk to.
 
     ``answers``: what is known of the jobs of several runs, by run directory, so that job() need not ask.
@@ -86,7 +86,7 @@ class SlurmScheduler:
     _sites: dict[str, Site] = field(default_factory=dict)  # what one command asks of a site, it asks once
 
     @classmethod
-    def asked_once(cls, runs: Sequence[RunDir]) -> SlurmScheduler:
+    def asked_once(cls, runs: Sequence[RunDir]) -> SlurmBackend:
         """Ask for the jobs of all these runs with one squeue, and at most one sacct for those that it has forgotten."""
         ids: dict[RunDir, str] = {}
         for run in runs:

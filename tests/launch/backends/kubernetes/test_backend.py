@@ -12,9 +12,9 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import begin_attempt
-from scaletrain_cli.launch.backends.base import scheduler_for
-from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED
+from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.resume import inspect_resume, resume
 from scaletrain_cli.launch.status import exit_code_of, is_over, run_status
 from scaletrain_cli.launch.submit import read_submission, submit_run
@@ -28,7 +28,7 @@ GROUP = "jobset.x-k8s.io"
 
 def submit(made: MadeRun) -> str:
     """Hand it over; returns the workload's name."""
-    return submit_run(made.run, made.record, KubernetesScheduler()).job_id.partition("/")[2]
+    return submit_run(made.run, made.record, KubernetesBackend()).job_id.partition("/")[2]
 
 
 def workload(api: FakeApi, name: str) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def finish(api: FakeApi, name: str, kind: str, **more: str) -> None:
 
 
 def test_the_scheduler_of_the_spec_is_this_one() -> None:
-    assert isinstance(scheduler_for("kubernetes"), KubernetesScheduler)
+    assert isinstance(backend_for("kubernetes"), KubernetesBackend)
 
 
 def test_a_submission_sends_the_record_and_then_the_workload_that_owns_it(made: MadeRun, api: FakeApi) -> None:
@@ -63,7 +63,7 @@ def test_a_submission_sends_the_record_and_then_the_workload_that_owns_it(made: 
 def test_what_is_rendered_is_what_is_sent_and_rendering_asks_nobody(made: MadeRun, api: FakeApi) -> None:
     from ruamel.yaml import YAML
 
-    text = KubernetesScheduler().render(made.run, made.record)
+    text = KubernetesBackend().render(made.run, made.record)
     assert not api.asked
     name = submit(made)
     config_map, jobset = YAML(typ="safe").load_all(text)
@@ -245,7 +245,7 @@ def test_details_that_the_user_may_not_see_are_left_out(
 def test_a_cancelled_run_gets_its_grace_and_is_not_over_until_its_pods_are_gone(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     put_pods(api, made, name, pod(name, 0), pod(name, 1))
-    scheduler = KubernetesScheduler()
+    scheduler = KubernetesBackend()
     scheduler.cancel(made.run, made.record)
     ((what, options),) = api.deletions
     assert what == f"jobsets/{name}"
@@ -265,7 +265,7 @@ def test_a_cancelled_run_gets_its_grace_and_is_not_over_until_its_pods_are_gone(
 
 def test_a_queued_run_just_goes(made: MadeRun, api: FakeApi) -> None:
     submit(made)
-    KubernetesScheduler().cancel(made.run, made.record)
+    KubernetesBackend().cancel(made.run, made.record)
     assert not api.all("jobsets")
     assert run_status(made.run).state == "cancelled"
 
@@ -274,21 +274,21 @@ def test_a_run_on_a_shared_volume_records_its_end_itself(made: MadeRun, api: Fak
     name = submit(made)
     begin_attempt(made.run, made.record.spec, scheduler="kubernetes", job_id=f"jobset/{name}", nodes=("n",))
     put_pods(api, made, name, pod(name, 0))
-    KubernetesScheduler().cancel(made.run, made.record)
+    KubernetesBackend().cancel(made.run, made.record)
     assert not made.events("cancelled")
 
 
 def test_another_runs_workload_is_not_deleted(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     workload(api, name)["metadata"]["annotations"]["scaletrain.dev/run-id"] = "other"
-    KubernetesScheduler().cancel(made.run, made.record)
+    KubernetesBackend().cancel(made.run, made.record)
     assert not api.deletions
     assert workload(api, name)["metadata"].get("deletionTimestamp") is None
 
 
 def test_a_resumed_run_is_a_new_workload_once_the_old_one_has_ended(made: MadeRun, api: FakeApi) -> None:
     first = submit(made)
-    KubernetesScheduler().cancel(made.run, made.record)
+    KubernetesBackend().cancel(made.run, made.record)
     second = resume(made.run).submission.job_id.partition("/")[2]
     assert (first[-3:], second[-3:]) == ("-s1", "-s2")
     assert not made.run.is_told_to_stop
@@ -323,7 +323,7 @@ def test_a_job_is_looked_for_where_it_was_sent(made: MadeRun, api: FakeApi, make
     submit(made)
     spec = make_run(*SETTINGS, "cluster.kubernetes.namespace=other", run_id="other").record.spec
     assert spec.cluster.kubernetes.namespace == "other"
-    assert KubernetesScheduler().job(made.run, dataclasses.replace(made.record, spec=spec)).state == "queued"
+    assert KubernetesBackend().job(made.run, dataclasses.replace(made.record, spec=spec)).state == "queued"
     assert not any("/namespaces/other/" in asked for asked in api.asked)
 
 
@@ -332,7 +332,7 @@ def test_pods_of_a_dead_node_are_removed_only_on_demand(made: MadeRun, api: Fake
     dead = pod(name, 0, node="n", metadata={"deletionTimestamp": "2026-11-21T10:00:00Z"})
     put_pods(api, made, name, dead, pod(name, 1, node="m"))
     api.put("nodes", {"metadata": {"name": "n"}, "status": {"conditions": []}}, namespace="")
-    scheduler = KubernetesScheduler()
+    scheduler = KubernetesBackend()
     assert "node n is unreachable" in scheduler.job(made.run, made.record).detail
     assert [finding.kind for finding in scheduler.findings(made.run, made.record)] == ["dead-node"]
     assert not api.deletions
@@ -351,7 +351,7 @@ def test_a_cancelled_runs_pod_on_a_node_that_does_not_report_is_removed_without_
     for node, ready in (("n", "Unknown"), ("m", "True")):
         state = {"conditions": [condition("Ready", ready)]}
         api.put("nodes", {"metadata": {"name": node}, "status": state}, namespace="")
-    scheduler = KubernetesScheduler()
+    scheduler = KubernetesBackend()
     assert scheduler.force(made.run, made.record) == [], "it is not cancelled"
     scheduler.cancel(made.run, made.record)
     for one in api.all("pods"):

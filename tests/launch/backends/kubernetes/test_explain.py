@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.explain import why_it_waits
 from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.finding import Finding
@@ -23,7 +23,7 @@ GROUP = "jobset.x-k8s.io"
 @pytest.fixture
 def whole(made: MadeRun, api: FakeApi) -> dict[str, Any]:
     """The workload of a run that was submitted."""
-    name = submit_run(made.run, made.record, KubernetesScheduler()).job_id.partition("/")[2]
+    name = submit_run(made.run, made.record, KubernetesBackend()).job_id.partition("/")[2]
     return api.objects[(GROUP, "jobsets", "ml", name)]
 
 
@@ -111,7 +111,7 @@ def test_a_job_that_is_gone_without_a_trace_is_not_said_to_have_failed(
 def test_a_server_that_is_down_ends_no_job_of_which_it_has_not_answered(made: MadeRun, api: FakeApi) -> None:
     api.refusals[("patch", "jobsets")] = (503, {})
     with pytest.raises(SchedulerError):
-        submit_run(made.run, made.record, KubernetesScheduler())
+        submit_run(made.run, made.record, KubernetesBackend())
     api.refusals[("list", "jobsets")] = (503, {})
     found = explained(made)
     assert (found.cause, "is not known" in found.headline) == ("unknown", True)

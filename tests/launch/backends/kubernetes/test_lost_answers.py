@@ -19,7 +19,7 @@ from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.kubernetes import job_ref
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import TRAIN_JOB
-from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED
 from scaletrain_cli.launch.preflight import run_preflight
 from scaletrain_cli.launch.resume import inspect_resume, resume
@@ -34,15 +34,15 @@ UNAVAILABLE = (503, status(503, "ServiceUnavailable", "the server is currently u
 
 
 def submit(made: MadeRun) -> str:
-    return submit_run(made.run, made.record, KubernetesScheduler()).job_id
+    return submit_run(made.run, made.record, KubernetesBackend()).job_id
 
 
 def cancel(made: MadeRun) -> None:
-    KubernetesScheduler().cancel(made.run, made.record)
+    KubernetesBackend().cancel(made.run, made.record)
 
 
 def job(made: MadeRun) -> Job:
-    return KubernetesScheduler().job(made.run, made.record)
+    return KubernetesBackend().job(made.run, made.record)
 
 
 def names(api: FakeApi, plural: str) -> list[str]:
@@ -168,7 +168,7 @@ def test_the_submitter_knows_better_than_who_looked_meanwhile(
     }
     assert job(made).state == "ended"
     later()
-    look = KubernetesScheduler()._cluster(made.record.spec).apply
+    look = KubernetesBackend()._cluster(made.record.spec).apply
 
     def slow(self: Any, body: Any, **more: Any) -> Any:
         assert job(made).id == first, "nothing of the second is there, so the first counts"
@@ -223,7 +223,7 @@ def test_who_may_only_read_the_run_directory_sees_the_job_all_the_same(
 ) -> None:
     """A colleague's `status`: what it learns is kept by whoever may write."""
     first = submit(made)
-    unanswered(made, api, hand_over=lambda made: hand_over(made.run, made.record, KubernetesScheduler()))
+    unanswered(made, api, hand_over=lambda made: hand_over(made.run, made.record, KubernetesBackend()))
 
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -267,7 +267,7 @@ def test_a_preflight_whose_submission_was_not_answered_keeps_what_finds_its_job(
 ) -> None:
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
     with server_away_after_the_first_request(api), pytest.raises(SchedulerSilentError):
-        run_preflight(made.record.spec, made.record.plan, KubernetesScheduler(), 1.0, lambda status: None)
+        run_preflight(made.record.spec, made.record.plan, KubernetesBackend(), 1.0, lambda status: None)
     (folder,) = (tmp_path / "runs").glob("preflight-*")
     assert run_status(RunDir(folder)).state == "queued"
 
@@ -322,7 +322,7 @@ def test_a_refusal_after_the_dry_run_takes_the_stop_file_and_the_mark_back(
     made: MadeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit(made)
-    scheduler = KubernetesScheduler()
+    scheduler = KubernetesBackend()
     cluster = scheduler._cluster(made.record.spec)
     whole = cluster.delete
 
@@ -333,7 +333,7 @@ def test_a_refusal_after_the_dry_run_takes_the_stop_file_and_the_mark_back(
 
     monkeypatch.setattr(cluster, "delete", refused)
     with pytest.raises(SchedulerError, match="the right to delete"):
-        KubernetesScheduler(lambda context, namespace: cluster).cancel(made.run, made.record)
+        KubernetesBackend(lambda context, namespace: cluster).cancel(made.run, made.record)
     assert not made.run.is_told_to_stop
     assert CANCELLED not in api.all("jobsets")[0]["metadata"]["annotations"]
 
@@ -367,7 +367,7 @@ def test_a_trainjob_that_is_stuck_in_its_deletion_goes_when_it_is_cancelled_agai
 ) -> None:
     made = trainjob_run(make_run)
     name = submit(made).partition("/")[2]
-    scheduler = KubernetesScheduler()
+    scheduler = KubernetesBackend()
     cluster = scheduler._cluster(made.record.spec)
     cluster.delete(TRAIN_JOB, "ml", name)  # in the foreground, as `kubectl delete --cascade=foreground` does
     assert api.all("trainjobs")[0]["metadata"]["deletionTimestamp"]

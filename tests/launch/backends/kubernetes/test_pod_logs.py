@@ -10,7 +10,7 @@ import pytest
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.backends.kubernetes import pod_logs
-from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.pod_output import beginning_line, progress_in, rank_of, read_beginning
 from scaletrain_cli.launch.logs import log_files, read_logs
 from scaletrain_cli.launch.submit import submit_run
@@ -24,7 +24,7 @@ OWN, SHARED = beginning_line(1, shared=False), beginning_line(1, shared=True)
 @pytest.fixture
 def name(made: MadeRun, api: FakeApi) -> str:
     """The workload of a run that was submitted."""
-    return submit_run(made.run, made.record, KubernetesScheduler()).job_id.partition("/")[2]
+    return submit_run(made.run, made.record, KubernetesBackend()).job_id.partition("/")[2]
 
 
 def printed(api: FakeApi, one: dict[str, Any], *lines: str, second: int = 0) -> None:
@@ -36,7 +36,7 @@ def printed(api: FakeApi, one: dict[str, Any], *lines: str, second: int = 0) -> 
 
 
 def bring(made: MadeRun) -> None:
-    logs = KubernetesScheduler().logs(made.run, made.record)
+    logs = KubernetesBackend().logs(made.run, made.record)
     assert logs is not None
     logs.bring()
 
@@ -88,13 +88,13 @@ def test_where_the_pods_files_are_seen_nothing_is_fetched(made: MadeRun, api: Fa
     bring(made)  # before this machine sees the attempt, as over a slow file system
     assert not made.run.attempts()
     begin_attempt(made.run, made.record.spec, scheduler="kubernetes", job_id=f"jobset/{name}", nodes=("n",))
-    assert KubernetesScheduler().logs(made.run, made.record) is None
+    assert KubernetesBackend().logs(made.run, made.record) is None
 
 
 def test_logs_of_a_job_that_was_seen_to_end_are_still_fetched(made: MadeRun, api: FakeApi, name: str) -> None:
     printed(api, ended(name, 0, 0), OWN, "rank 0: the end")
     api.objects[("jobset.x-k8s.io", "jobsets", "ml", name)]["status"] = {"conditions": [condition("Completed")]}
-    assert KubernetesScheduler().job(made.run, made.record).state == "ended"
+    assert KubernetesBackend().job(made.run, made.record).state == "ended"
     bring(made)
     assert lines(made, 1, 0)[-1] == "the end"
 
@@ -121,7 +121,7 @@ def test_who_follows_sees_pods_that_come_later(
     first = pod(name, 0)
     api.living.add(first["metadata"]["name"])
     printed(api, first, OWN, "rank 0: one")
-    logs = KubernetesScheduler().logs(made.run, made.record)
+    logs = KubernetesBackend().logs(made.run, made.record)
     assert logs is not None
     with logs.following():
         wait_until(lambda: _text(made, 1, 0).endswith("one\n"), "what was there")
@@ -130,7 +130,7 @@ def test_who_follows_sees_pods_that_come_later(
         second = pod(name, 0, metadata={"name": "again", "uid": "uid-again"})
         printed(api, second, beginning_line(2, shared=False), "rank 0: three")
         wait_until(lambda: _text(made, 2, 0).endswith("three\n"), "what a later gang prints")
-        other = KubernetesScheduler().logs(made.run, made.record)
+        other = KubernetesBackend().logs(made.run, made.record)
         assert other is not None
         other.bring()  # leaves it to the one that follows
     assert _text(made, 1, 0) == f"{OWN}\none\ntwo\n"

@@ -12,7 +12,7 @@ import pytest
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.backends.base import PreflightResult
-from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.preflight import _may_write
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from tests.launch.backends.kubernetes.conftest import SETTINGS, condition
@@ -43,7 +43,7 @@ def outlook(make_run: Callable[..., MadeRun], api: FakeApi) -> Callable[..., Pre
         record = make_run(*SETTINGS, *settings).record
         before = dict(api.objects)
         try:
-            return KubernetesScheduler().preflight(record.spec, record.plan)
+            return KubernetesBackend().preflight(record.spec, record.plan)
         finally:
             assert api.objects == before  # nothing left behind
 
@@ -484,7 +484,7 @@ def test_a_run_directory_of_another_user_is_refused_by_resume(api: FakeApi, make
     if os.geteuid() == 0:
         os.chown(made.run.path, 4711, 4711)
     with pytest.raises(SchedulerError, match=r"could not write .*run_as_user: \d+, or give the folder to uid 1000"):
-        KubernetesScheduler().preflight(made.record.spec, made.record.plan, made.run)
+        KubernetesBackend().preflight(made.record.spec, made.record.plan, made.run)
 
 
 def test_a_queue_that_is_held_takes_the_job_and_makes_it_wait(

@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.kubernetes.api import connect
-from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesScheduler
+from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.cluster_view import look
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.rundir.documents import read_document, write_document
@@ -51,7 +51,7 @@ def granted(kind: str) -> set[tuple[str, str, str]]:
 
 def live(api: FakeApi, made: MadeRun) -> None:
     """Everything that this launcher ever does with a run."""
-    scheduler = KubernetesScheduler()
+    scheduler = KubernetesBackend()
     with contextlib.suppress(SchedulerError):  # nothing is there, so every name is looked up and the others listed
         scheduler.preflight(made.record.spec, made.record.plan)
     _refuse_the_workload(api, made)
@@ -76,26 +76,26 @@ def live(api: FakeApi, made: MadeRun) -> None:
 
 def _refuse_the_workload(api: FakeApi, made: MadeRun) -> None:
     """The objects that were made for it are taken back."""
-    whole = KubernetesScheduler()._manifest(made.run, made.record, lambda: pytest.fail("asked"))[0].workload_object
+    whole = KubernetesBackend()._manifest(made.run, made.record, lambda: pytest.fail("asked"))[0].workload_object
     plural = f"{whole['kind'].lower()}s"
     api.refusals[("create", plural)] = (422, status(422, "Invalid", "no"))
     with pytest.raises(SchedulerError):
-        submit_run(made.run, made.record, KubernetesScheduler())
+        submit_run(made.run, made.record, KubernetesBackend())
     del api.refusals[("create", plural)]
 
 
 def _lose_the_workload(api: FakeApi, made: MadeRun) -> None:
     """What was made for a workload that the server never took is removed by cancel."""
-    whole = KubernetesScheduler()._manifest(made.run, made.record, lambda: pytest.fail("asked"))[0].workload_object
+    whole = KubernetesBackend()._manifest(made.run, made.record, lambda: pytest.fail("asked"))[0].workload_object
     plural = f"{whole['kind'].lower()}s"
     api.refusals[("create", plural)] = (503, status(503, "ServiceUnavailable", "later"))
     with pytest.raises(SchedulerError):
-        submit_run(made.run, made.record, KubernetesScheduler())
+        submit_run(made.run, made.record, KubernetesBackend())
     del api.refusals[("create", plural)]
     place = read_document(made.run.path / "kubernetes.json")
     assert place is not None
     write_document(made.run.path / "kubernetes.json", place | {"asked": 0.0})
-    KubernetesScheduler().cancel(made.run, made.record)
+    KubernetesBackend().cancel(made.run, made.record)
     made.run.stop_file.unlink()
     assert not [body for body in api.objects.values() if body["metadata"]["name"].startswith(made.run.run_id)]
 

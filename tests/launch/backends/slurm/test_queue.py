@@ -15,7 +15,7 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import begin_attempt
-from scaletrain_cli.launch.backends.slurm.backend import SlurmScheduler
+from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
 from scaletrain_cli.launch.backends.slurm.commands import node_names
 from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
 from scaletrain_cli.launch.status import run_status, run_statuses
@@ -24,7 +24,7 @@ from scaletrain_cli.rundir.documents import read_document, write_document
 from tests.launch.backends.slurm.test_preflight import ask
 from tests.launch.conftest import MadeRun, make_plan, make_spec
 
-SLURM = SlurmScheduler()
+SLURM = SlurmBackend()
 ANSWERS = Path(__file__).parent / "slurm_answers"
 # Each command appends its line to `calls`. NAME.fails is what NAME prints and fails with, before or (with NAME.works)
 # after it has done its work.
@@ -299,7 +299,7 @@ def test_a_submission_calls_slurm_eleven_times_and_seven_where_it_has_no_account
     config = (ANSWERS / "config.txt").read_text().replace("accounting_storage/slurmdbd", accounting)
     (controller.folder / "config.txt").write_text(config)
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
-    spec, scheduler = ask(), SlurmScheduler()
+    spec, scheduler = ask(), SlurmBackend()
     plan = make_plan(spec)
     scheduler.preflight(spec, plan)
     made = create_run(spec, plan, "life")
@@ -322,7 +322,7 @@ def test_what_sbatch_refuses_stands_at_its_line_of_the_spec(
     (controller.folder / "test-only.says").write_text(said)
     spec = ask(f"cluster.slurm.{setting}")
     with pytest.raises(SchedulerError) as caught:
-        SlurmScheduler().preflight(spec, make_plan(spec))
+        SlurmBackend().preflight(spec, make_plan(spec))
     (problem,) = caught.value.problems
     assert (problem.key, problem.where) == (f"cluster.slurm.{key}", spec.where(f"cluster.slurm.{key}"))
     assert said.rpartition(": ")[2] in problem.message
