@@ -14,7 +14,7 @@ from scaletrain_cli.errors import ExitCode, InfeasibleError, UsageError
 if TYPE_CHECKING:
     from scaletrain_cli.plan.advice.answer import Answer
     from scaletrain_cli.plan.reliability.spot_trace import SpotTrace
-    from scaletrain_cli.plan.search.limits import Limits
+    from scaletrain_cli.plan.search.cluster_limits import Limits
     from scaletrain_cli.spec import RunSpec
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
@@ -85,7 +85,7 @@ def command(
     --objective, --max-gpus, --deadline and --budget choose the number of GPUs. A deadline alone asks for the
     fewest GPUs that keep it, also beyond those of the spec.
     """
-    from scaletrain_cli.plan.search.limits import parse_limits
+    from scaletrain_cli.plan.search.cluster_limits import parse_limits
     from scaletrain_cli.spec.variants import variants
 
     limits = parse_limits(objective, max_gpus=max_gpus, deadline=deadline, budget=budget, gpus=gpu or ())
@@ -175,7 +175,7 @@ def _priced(run: RunSpec) -> RunSpec:
 def _compare(
     specs: list[Path], overrides: list[str], sets: list[tuple[str, ...]], cluster: str | None, *, as_json: bool
 ) -> None:
-    from scaletrain_cli.plan.advice.comparison import compare, name_runs, none_feasible
+    from scaletrain_cli.plan.advice.answer import compare, name_runs, none_feasible
 
     runs = [(path, chosen, _load(path, overrides, chosen, cluster)) for path in specs for chosen in sets]
     compared = compare(name_runs(runs))

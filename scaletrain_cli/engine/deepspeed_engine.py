@@ -18,7 +18,7 @@ from torch.utils import cpp_extension
 from scaletrain_cli.engine.parallel.mesh import Mesh, group_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan import zero_buffers
-from scaletrain_cli.plan.memory.zero_buffers import NVME_OPTIMIZER_BUFFERS
+from scaletrain_cli.plan.memory.states import NVME_OPTIMIZER_BUFFERS
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.safe_files import locked, make_folder
 from scaletrain_cli.spec import RunSpec

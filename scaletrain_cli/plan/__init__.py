@@ -6,7 +6,7 @@ counted, and ``rank_model_states`` what a rank must hold.
 
 planning puts the parts together: architecture (exact sizes), stages (what a rank holds), memory and speed of one layout
 (estimate picks those of vision networks), search over layouts and clusters, catalogue (devices, networks, prices,
-recipes), survival (checkpoints, goodput, dollars), and advice (reasons, warnings, pictures).
+recipes), reliability (checkpoints, goodput, dollars), and advice (reasons, warnings, pictures).
 """
 
 from importlib import import_module
@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from scaletrain_cli.plan.architecture import parameter_count, training_flops_per_token
     from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_names, find_accelerator
     from scaletrain_cli.plan.memory.engine_states import rank_model_states
-    from scaletrain_cli.plan.memory.states import ModelStates, model_state_bytes
-    from scaletrain_cli.plan.memory.zero_buffers import ZeroBuffers, zero_buffers
+    from scaletrain_cli.plan.memory.states import ModelStates, ZeroBuffers, model_state_bytes, zero_buffers
     from scaletrain_cli.plan.planning import make_plan
     from scaletrain_cli.plan.result import RunPlan
     from scaletrain_cli.plan.search.engine_support import submittable, unsupported
     from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
-    from scaletrain_cli.plan.stage_blocks import blocks_per_stage
+    from scaletrain_cli.plan.stages import blocks_per_stage
 
 __all__ = [
     "Accelerator",
@@ -49,9 +48,9 @@ _HOMES = {
     "ModelStates": "memory.states",
     "PlanInfeasibleError": "search.infeasible",
     "RunPlan": "result",
-    "ZeroBuffers": "memory.zero_buffers",
+    "ZeroBuffers": "memory.states",
     "accelerator_names": "catalogue.hardware",
-    "blocks_per_stage": "stage_blocks",
+    "blocks_per_stage": "stages",
     "find_accelerator": "catalogue.hardware",
     "make_plan": "planning",
     "model_state_bytes": "memory.states",
@@ -60,7 +59,7 @@ _HOMES = {
     "submittable": "search.engine_support",
     "training_flops_per_token": "architecture",
     "unsupported": "search.engine_support",
-    "zero_buffers": "memory.zero_buffers",
+    "zero_buffers": "memory.states",
 }
 
 

@@ -35,7 +35,7 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
 def model_size(model: AnyModel) -> ModelSize:
     """Parameters, and training FLOPs per token, image or pair."""
     if not isinstance(model, ModelSpec):
-        from scaletrain_cli.plan.vision.network import vision_size
+        from scaletrain_cli.plan.vision.networks import vision_size
 
         return vision_size(model)
     return ModelSize(

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.plan.advice.training_sanity import check_recipe
+from scaletrain_cli.plan.advice.recipe_checks import check_recipe
 from scaletrain_cli.plan.advice.warnings import assumptions, warnings
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.estimate import model_size
 from scaletrain_cli.plan.reliability.cost import plan_cost
 from scaletrain_cli.plan.reliability.durability import plan_durability
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.plan.search.choice import Candidate
-from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, does_not_divide, does_not_fit
+from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, does_not_divide, does_not_fit, suggestions
 from scaletrain_cli.plan.search.layout_rules import division_problems
-from scaletrain_cli.plan.search.layout_search import Found, alternatives, evaluate, search, smallest
+from scaletrain_cli.plan.search.layout_search import Candidate, Found, alternatives, evaluate, search, smallest
 from scaletrain_cli.plan.search.layouts import resolve_axes
 from scaletrain_cli.plan.search.rejections import Tally
 from scaletrain_cli.plan.search.search_space import axes_to_try
-from scaletrain_cli.plan.search.suggestions import ways_out
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.problems import placed
 
@@ -33,7 +31,7 @@ def make_plan(spec: RunSpec) -> RunPlan:
     except PlanInfeasibleError as error:
         if error.plan is None:
             raise
-        raise does_not_fit(spec, find_accelerator(spec.cluster), error.plan, ways_out(spec)) from None
+        raise does_not_fit(spec, find_accelerator(spec.cluster), error.plan, suggestions(spec)) from None
     except UsageError as error:
         error.problems = placed(spec, error.problems)
         raise

@@ -12,7 +12,7 @@ from rich.text import Text
 from scaletrain_cli.plan.advice.answer import Answer
 from scaletrain_cli.plan.advice.explanation import Question, Row
 from scaletrain_cli.plan.reliability.spot_trace import Spread, TraceOutcome
-from scaletrain_cli.plan.search.cluster_choice import Considered
+from scaletrain_cli.plan.search.cluster_limits import Considered
 from scaletrain_cli.plan.search.sizing import Sizing
 from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, speaks_unicode, stdout_console

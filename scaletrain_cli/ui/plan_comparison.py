@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from scaletrain_cli.plan.advice.comparison import Compared
+from scaletrain_cli.plan.advice.answer import Compared
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, ratio_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console

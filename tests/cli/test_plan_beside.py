@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scaletrain_cli.plan.advice.comparison import Compared
+from scaletrain_cli.plan.advice.answer import Compared
 from scaletrain_cli.plan.advice.explanation import Question, Row
 from scaletrain_cli.plan.reliability.spot_trace import Spread, TraceOutcome
-from scaletrain_cli.plan.search.cluster_choice import Considered
+from scaletrain_cli.plan.search.cluster_limits import Considered
 from scaletrain_cli.plan.search.sizing import Sizing
 from scaletrain_cli.ui.plan_answer import show_explanation, show_sizing, show_trace
 from scaletrain_cli.ui.plan_comparison import show_comparison

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.plan import find_accelerator, make_plan, submittable
-from scaletrain_cli.plan.search.choice import SAME_TIME
+from scaletrain_cli.plan.search.layout_search import SAME_TIME
 from scaletrain_cli.spec import load_spec
 from tests.plan.specs import DATA_ALONE, spec_of
 

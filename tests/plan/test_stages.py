@@ -18,8 +18,14 @@ from scaletrain_cli.plan.architecture import (
 )
 from scaletrain_cli.plan.search.layout_rules import division_problems
 from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
-from scaletrain_cli.plan.stage_blocks import blocks_by_stage, blocks_per_stage, loss_stage
-from scaletrain_cli.plan.stages import chunks_in_flight, pipeline_stages, stage_shard
+from scaletrain_cli.plan.stages import (
+    blocks_by_stage,
+    blocks_per_stage,
+    chunks_in_flight,
+    loss_stage,
+    pipeline_stages,
+    stage_shard,
+)
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from tests.plan.specs import model_of, spec_of
 

@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from scaletrain_cli.errors import InfeasibleError
 from scaletrain_cli.extras import install_command
-from scaletrain_cli.plan.memory.loss_memory import LOSS_CHUNK_TOKENS
+from scaletrain_cli.plan.memory.activations import LOSS_CHUNK_TOKENS
 
 NOT_COUNTED = -100  # torch's own label for positions without a loss
 

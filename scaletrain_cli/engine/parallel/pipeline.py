@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
-from scaletrain_cli.plan.stage_blocks import blocks_per_stage
+from scaletrain_cli.plan.stages import blocks_per_stage
 
 
 def keep_stage(model: CausalLM, axis: Axis) -> None:

@@ -10,12 +10,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from scaletrain_cli.plan.advice.explain_speed import speed_questions
-from scaletrain_cli.plan.advice.explanation import Question, Row, distinct, percent, times
-from scaletrain_cli.plan.advice.hypothetical import modes, on_one_rank, row, samples, sized
+from scaletrain_cli.plan.advice.explanation import (
+    Question,
+    Row,
+    distinct,
+    modes,
+    on_one_rank,
+    percent,
+    row,
+    samples,
+    sized,
+    times,
+)
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.result import Layout, RunPlan
-from scaletrain_cli.plan.search.choice import Candidate
 from scaletrain_cli.plan.search.engine_support import ENGINE, capabilities
+from scaletrain_cli.plan.search.layout_search import Candidate
 from scaletrain_cli.spec import RunSpec
 
 _LONGEST_SERIES = 6  # degrees shown of one axis

@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from scaletrain_cli.plan.advice.explanation import Question, Row, percent
-from scaletrain_cli.plan.advice.hypothetical import modes, row, samples, sized
+from scaletrain_cli.plan.advice.explanation import Question, Row, modes, percent, row, samples, sized
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.result import Layout, RunPlan, Time
-from scaletrain_cli.plan.search.choice import Candidate
-from scaletrain_cli.plan.search.layout_search import evaluate
+from scaletrain_cli.plan.search.layout_search import Candidate, evaluate
 from scaletrain_cli.plan.search.layouts import CHECKPOINTING
 from scaletrain_cli.plan.search.rejections import divisors
 from scaletrain_cli.spec import ModelSpec, RunSpec

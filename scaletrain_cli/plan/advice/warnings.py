@@ -156,7 +156,7 @@ def _about_memory(spec: RunSpec, device: Accelerator) -> Iterator[str]:
     )
     yield (
         "chance of running out: log-normal errors of the estimate, as wide as the crashes of the Ultra-Scale sweep of "
-        "nanotron say, out_of_memory.py; nothing comparable is published for other frameworks"
+        "nanotron say, device_memory.py; nothing comparable is published for other frameworks"
     )
 
 

@@ -12,21 +12,20 @@ from scaletrain_cli.plan.memory.activations import (
     Recomputation,
     TokenActivations,
     block_backward_bytes,
+    loss_bytes,
     stage_activation_bytes,
     token_activations,
 )
 from scaletrain_cli.plan.memory.engine_states import engine_states, offload_step_bytes
-from scaletrain_cli.plan.memory.loss_memory import loss_bytes
-from scaletrain_cli.plan.memory.outside_allocator import outside_allocator_bytes
-from scaletrain_cli.plan.memory.peak import Moment, peak_memory
+from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.states import (
     ModelStates,
+    communication_buffer_bytes,
     gradient_bytes,
     second_gradient_bytes,
     step_temporary_bytes,
     weight_bytes,
 )
-from scaletrain_cli.plan.memory.zero_buffers import communication_buffer_bytes
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import Stage, chunks_in_flight, local_tokens, pipeline_stages, stage_shard, zero_shards
 from scaletrain_cli.spec import RunSpec
@@ -136,9 +135,9 @@ def engine_stage(
         if away:
             host, saved = host + saved, 0
         moments = (
-            Moment(saved, loss if stage.last else 0, buffers, 0),
-            Moment(saved + backward, 0, buffers, 0),
-            Moment(0, 0, 0, step),
+            PhaseMemory(saved, loss if stage.last else 0, buffers, 0),
+            PhaseMemory(saved + backward, 0, buffers, 0),
+            PhaseMemory(0, 0, 0, step),
         )
         worst = max(moments, key=sum)
         return peak_memory(states, worst, sum(worst) // _FRAGMENTATION_DIVISOR, framework, host)

@@ -2,14 +2,176 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from scaletrain_cli.errors import InfeasibleError, Problem
-from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_names, find_accelerator
+from scaletrain_cli.plan.estimate import plan_memory, plan_time
 from scaletrain_cli.plan.result import SCHEMA, RunPlan
-from scaletrain_cli.plan.search.layouts import describe
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.plan.search.bounds import Bounds
+from scaletrain_cli.plan.search.engine_support import AXES, ENGINE, capabilities, opened
+from scaletrain_cli.plan.search.layout_search import Sized
+from scaletrain_cli.plan.search.layouts import (
+    CHECKPOINTING,
+    OFFLOAD,
+    build_layout,
+    checkpointing_modes,
+    describe,
+    resolve_axes,
+)
+from scaletrain_cli.plan.search.rejections import Tally, divisors
+from scaletrain_cli.plan.search.search_space import axes_to_try, degrees_to_try, groups
+from scaletrain_cli.spec import ModelSpec, RunSpec
+
+# What would make a run fit that does not, each change computed.
+
+
+_MOST_GPUS = 100_000
+# Of the layouts that a bound calls small, so many are sized to find the smallest.
+_MOST_SIZED = 24
+
+
+def suggestions(spec: RunSpec) -> list[Problem]:
+    """Changes that make the run fit: one setting, all settings, what another engine runs, more GPUs, larger GPUs."""
+    device = find_accelerator(spec.cluster)
+    found = []
+    for key, value in _single_changes(spec):
+        changed = _changed(spec, key, value)
+        sized = smallest_memory(changed, device)
+        if sized and sized.memory.fits:
+            found.append(_would_fit(changed, device, key, str(value), sized))
+    relaxed = spec
+    for key in ("layout.zero_stage", "layout.activation_checkpointing", "training.micro_batch_size"):
+        relaxed = _changed(relaxed, key, "auto")
+    least = smallest_memory(relaxed, device)
+    if not found and least and least.memory.fits:
+        found.append(_would_fit(relaxed, device, "layout", describe(least.layout), least))
+    found += _beyond_this_engine(relaxed, device)
+    found += _fewest_gpus(relaxed, device)
+    found += _larger_device(relaxed, device, least)
+    if not found:
+        hint = "Use a smaller model or a shorter seq_len."
+        found.append(Problem("no way out", "model", "more or larger GPUs do not make it fit.", None, hint))
+    return found
+
+
+def smallest_memory(spec: RunSpec, device: Accelerator) -> Sized | None:
+    """The layout with the least memory that the spec allows; None where nothing divides."""
+    modes = checkpointing_modes(spec)
+    points = [
+        (group, mode, offload)
+        for group in groups(spec, axes_to_try(spec, Tally()))
+        for mode in modes
+        for offload in group.offload
+    ]
+    if len(points) > _MOST_SIZED:
+        bounds = Bounds(spec, device, modes[0])
+        points.sort(key=lambda p: bounds.peak_bytes(p[0].axes, p[0].zero_stage, p[0].micro_batches[0], p[1], p[2]))
+    layouts = (
+        build_layout(spec, group.axes, group.zero_stage, mode, group.micro_batches[0], offload)
+        for group, mode, offload in points[:_MOST_SIZED]
+    )
+    sized = [Sized(layout, plan_memory(spec, layout, device)) for layout in layouts]
+    return min(sized, key=lambda each: each.memory.peak, default=None)
+
+
+def _single_changes(spec: RunSpec) -> Iterator[tuple[str, Any]]:
+    if spec.training.micro_batch_size != "auto":
+        for size in reversed(divisors(spec.training.micro_batch_size)[:-1]):
+            yield "training.micro_batch_size", size
+    if spec.layout.activation_checkpointing not in ("auto", "full"):
+        for mode in CHECKPOINTING[CHECKPOINTING.index(spec.layout.activation_checkpointing) + 1 :]:
+            if isinstance(spec.model, ModelSpec) or mode != "selective":
+                yield "layout.activation_checkpointing", mode
+    if spec.layout.zero_stage != "auto":
+        for stage in range(spec.layout.zero_stage + 1, 4):
+            yield "layout.zero_stage", stage
+    if spec.layout.offload == "none":
+        for offload in capabilities(spec).offload[1:]:
+            yield "layout.offload", offload
+    if spec.planner.framework == "deepspeed" and not spec.layout.activation_offload:
+        yield "layout.activation_offload", True
+    if spec.training.precision in ("fp32", "tf32"):
+        yield "training.precision", "bf16"
+    elif spec.training.grad_dtype == "fp32":
+        yield "training.grad_dtype", "bf16"
+
+
+def _beyond_this_engine(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
+    """The smallest degree of each axis, or the least offload, that would do by itself if this engine ran it."""
+    everything = opened(_changed(spec, "planner.search", "everything"))
+    if capabilities(spec) != ENGINE or not isinstance(spec.model, ModelSpec):
+        return
+    plain = everything
+    for axis in AXES:
+        if getattr(plain.layout, axis) == "auto":
+            plain = _changed(plain, f"layout.{axis}", 1)
+    changes: dict[str, list[Any]] = {
+        f"layout.{axis}": degrees_to_try(everything, axis, Tally())[1:]
+        for axis in AXES
+        if axis not in ENGINE.axes and getattr(everything.layout, axis) == "auto"
+    }
+    if spec.layout.offload in ("auto", "none"):
+        changes["layout.offload"] = [mode for mode in OFFLOAD if mode not in ENGINE.offload]
+    for key, values in changes.items():
+        for value in values:
+            changed = _changed(plain, key, value)
+            sized = smallest_memory(changed, device)
+            if sized and sized.memory.fits:
+                yield _would_fit(changed, device, key, str(value), sized, "This engine version cannot run it yet.")
+                break
+
+
+def _fewest_gpus(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
+    """The smallest larger cluster of whole nodes over which the batch divides and a rank fits."""
+    split, per_node = resolve_axes(spec).model_parallel, spec.cluster.gpus_per_node
+    spec = _changed(spec, "layout.data_parallel", "auto")
+    counts = [
+        data * split
+        for data in divisors(spec.training.global_batch_size)
+        if spec.world_size < data * split <= _MOST_GPUS and data * split % per_node == 0
+    ]
+
+    def sized(gpus: int) -> Sized | None:
+        return smallest_memory(_changed(spec, "cluster.nodes", gpus // per_node), device)
+
+    low, high = 0, len(counts)
+    while low < high:  # memory per rank falls with the number of ranks
+        middle = (low + high) // 2
+        found = sized(counts[middle])
+        low, high = (low, middle) if found and found.memory.fits else (middle + 1, high)
+    found = sized(counts[low]) if low < len(counts) else None
+    if found and found.memory.fits:
+        larger = _changed(spec, "cluster.nodes", counts[low] // per_node)
+        yield _would_fit(larger, device, "cluster", f"{counts[low]} x {device.name}", found)
+
+
+def _larger_device(spec: RunSpec, device: Accelerator, least: Sized | None) -> Iterator[Problem]:
+    """The smallest catalogued GPU on which the smallest layout fits."""
+    names = [name for name in accelerator_names() if name != "cpu"]
+    devices = (find_accelerator(spec.cluster.model_copy(update={"gpu": name})) for name in names)
+    for larger in sorted(devices, key=lambda d: (d.memory_bytes, d.name)):
+        if least and larger.memory_bytes > device.memory_bytes and not device.is_cpu:
+            memory = plan_memory(spec, least.layout, larger)
+            if memory.fits:
+                yield _would_fit(spec, larger, "cluster.gpu", larger.name, Sized(least.layout, memory))
+                return
+
+
+def _changed(spec: RunSpec, key: str, value: Any) -> RunSpec:
+    section, field = key.split(".")
+    return spec.model_copy(update={section: getattr(spec, section).model_copy(update={field: value})})
+
+
+def _would_fit(
+    spec: RunSpec, device: Accelerator, key: str, value: str, sized: Sized, hint: str | None = None
+) -> Problem:
+    """Return a change with what it needs and what it costs: a cure for memory is often paid for in time."""
+    memory, step = sized.memory, plan_time(spec, sized.layout, device)[0].step
+    room = f"needs {memory.peak / 1e9:,.1f} GB of {memory.capacity / 1e9:,.1f} GB"
+    needs = f"{room} and {step:,.3g} s per step ({describe(sized.layout)})."
+    return Problem("would fit", key, needs, value, hint)
 
 
 class PlanInfeasibleError(InfeasibleError):

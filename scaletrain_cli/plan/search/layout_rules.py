@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.plan.search.layouts import Axes, offload_stage
 from scaletrain_cli.plan.search.rejections import Rule, divisors, near
-from scaletrain_cli.plan.stage_blocks import loss_stage
+from scaletrain_cli.plan.stages import loss_stage
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # Of the degrees that would do, so many are named.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from scaletrain_cli.plan.catalogue.hardware import cuda_capability, memory_bytes
-from scaletrain_cli.plan.memory.loss_memory import chosen_cross_entropy
+from scaletrain_cli.plan.memory.activations import chosen_cross_entropy
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.engine_support import capabilities

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from scaletrain_cli.plan.memory.states import weight_bytes
-from scaletrain_cli.plan.search.engine_rules import engine_rules
-from scaletrain_cli.plan.search.engine_support import AXES, capabilities, is_ours, opened
+from scaletrain_cli.plan.search.engine_support import AXES, capabilities, engine_rules, is_ours, opened
 from scaletrain_cli.plan.search.layout_rules import broken_rules
 from scaletrain_cli.plan.search.layouts import (
     Axes,

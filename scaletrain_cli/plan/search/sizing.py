@@ -10,10 +10,17 @@ from typing import Any, NamedTuple
 from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
 from scaletrain_cli.plan.planning import plan_or_refuse
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.plan.search.cluster_choice import OBJECTIVES, ClusterLimits, Considered, days, dollars
-from scaletrain_cli.plan.search.cluster_trials import Tried, first_pass, meets, on_cluster, refined, try_cluster
+from scaletrain_cli.plan.search.cluster_limits import OBJECTIVES, ClusterLimits, Considered, days, dollars
+from scaletrain_cli.plan.search.cluster_search import (
+    Tried,
+    first_pass,
+    meets,
+    node_counts,
+    on_cluster,
+    refined,
+    try_cluster,
+)
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, refusal
-from scaletrain_cli.plan.search.node_choice import node_counts
 from scaletrain_cli.spec import RunSpec
 
 # How far beyond the limit to look for a number of GPUs that would do.

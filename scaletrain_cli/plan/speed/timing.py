@@ -17,12 +17,10 @@ from scaletrain_cli.plan.speed.communication import data_traffic, exposed, sent_
 from scaletrain_cli.plan.speed.compiled import fused
 from scaletrain_cli.plan.speed.framework_time import FrameworkProfile, habits_of
 from scaletrain_cli.plan.speed.kernels import Rates, rates
-from scaletrain_cli.plan.speed.offload_time import offload_seconds
 from scaletrain_cli.plan.speed.pipeline import one_forward_one_backward
 from scaletrain_cli.plan.speed.recompute import recompute_flops_per_token
-from scaletrain_cli.plan.speed.stage_time import Stage, stage_parameters, stage_times
-from scaletrain_cli.plan.stage_blocks import blocks_by_stage
-from scaletrain_cli.plan.stages import zero_shards
+from scaletrain_cli.plan.speed.stage_time import Stage, offload_seconds, stage_parameters, stage_times
+from scaletrain_cli.plan.stages import blocks_by_stage, zero_shards
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # A plan shows this many stages one by one; nobody runs more, and a typing slip must end soon.

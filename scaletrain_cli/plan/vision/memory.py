@@ -12,15 +12,19 @@ from typing import NamedTuple
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory.device_memory import against_device
 from scaletrain_cli.plan.memory.framework_memory import FRAMEWORK_MEMORY
-from scaletrain_cli.plan.memory.outside_allocator import outside_allocator_bytes
-from scaletrain_cli.plan.memory.peak import Moment, peak_memory
+from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.rank_states import rank_states
-from scaletrain_cli.plan.memory.states import gradient_bytes, second_gradient_bytes, step_temporary_bytes, weight_bytes
-from scaletrain_cli.plan.memory.zero_buffers import communication_buffer_bytes
+from scaletrain_cli.plan.memory.states import (
+    communication_buffer_bytes,
+    gradient_bytes,
+    second_gradient_bytes,
+    step_temporary_bytes,
+    weight_bytes,
+)
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
 from scaletrain_cli.plan.stages import Shard, zero_shards
-from scaletrain_cli.plan.vision.network import autocasts, planned_network
-from scaletrain_cli.plan.vision.operations import Block, Network
+from scaletrain_cli.plan.vision.networks import autocasts, planned_network
+from scaletrain_cli.plan.vision.operations import Block, VisionNetwork
 from scaletrain_cli.spec import RunSpec
 
 # Per logit, as for text: the log-probability and the gradients of two losses in fp32, alive at once.
@@ -52,7 +56,7 @@ def plan_vision_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Me
 
 
 def _rank_memory(
-    spec: RunSpec, layout: Layout, device: Accelerator, whole: Network, held: Activations, logits: int
+    spec: RunSpec, layout: Layout, device: Accelerator, whole: VisionNetwork, held: Activations, logits: int
 ) -> StageMemory:
     """The parts at the worst of three moments: the loss, the backward pass, and the optimizer's step."""
     training, shards, stage, count = spec.training, zero_shards(layout), layout.zero_stage, whole.parameters
@@ -63,7 +67,11 @@ def _rank_memory(
     buffers = communication_buffer_bytes(count, shard.largest_block, stage, element, grads, shards, pipeline=False)
     buffers += second_gradient_bytes(count, precision, grad_dtype, stage, shards, layout.gradient_accumulation_steps)
     step = step_temporary_bytes(count, precision, grad_dtype, stage, shards, training.optimizer.name)
-    moments = (Moment(held.kept, logits, buffers, 0), Moment(held.backward, 0, buffers, 0), Moment(0, 0, 0, step))
+    moments = (
+        PhaseMemory(held.kept, logits, buffers, 0),
+        PhaseMemory(held.backward, 0, buffers, 0),
+        PhaseMemory(0, 0, 0, step),
+    )
     worst = max(moments, key=sum)
     habits = FRAMEWORK_MEMORY.get(spec.planner.framework)
     fragmentation = int((habits.fragmentation if habits else _FRAGMENTATION_SHARE) * sum(worst))
@@ -72,7 +80,7 @@ def _rank_memory(
 
 
 @lru_cache(maxsize=4096)
-def activation_bytes(whole: Network, samples: int, element: int, checkpointing: str) -> Activations:
+def activation_bytes(whole: VisionNetwork, samples: int, element: int, checkpointing: str) -> Activations:
     """What autograd keeps, and what is alive while one block after another runs backward.
 
     Then the blocks behind it are gone, those before it are kept, and there are gradients: of the output and the input
@@ -97,7 +105,7 @@ def _kept(block: Block, samples: int, element: int) -> int:
     return samples * per_sample + sum(operation.kept_once_bytes for operation in block.operations)
 
 
-def loss_bytes(whole: Network, samples: int, ranks: int, element: int) -> int:
+def loss_bytes(whole: VisionNetwork, samples: int, ranks: int, element: int) -> int:
     """The logits of a micro-batch: over the classes, or of its images and texts against those of all ranks.
 
     Contrastive learning gathers the features of all ranks and compares both ways, and keeps only the rows of the

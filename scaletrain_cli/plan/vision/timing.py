@@ -5,17 +5,141 @@ Knows no memory and no search.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import inf
+
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import cluster_link
 from scaletrain_cli.plan.memory.states import gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageTime, Time
 from scaletrain_cli.plan.speed.framework_time import HABITS, FrameworkProfile
-from scaletrain_cli.plan.speed.kernels import Rates, matmul_seconds, memory_seconds
+from scaletrain_cli.plan.speed.kernels import Rates, flash_attention_seconds, matmul_seconds, memory_seconds, rates
 from scaletrain_cli.plan.stages import zero_shards
-from scaletrain_cli.plan.vision.kernel_time import machine, pass_seconds
-from scaletrain_cli.plan.vision.network import network, planned_network, training_flops, vision_model
+from scaletrain_cli.plan.vision.networks import network, planned_network, training_flops, vision_model
+from scaletrain_cli.plan.vision.operations import Operation, VisionNetwork
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.vision import VisionSpec
+
+# How long one operation of a vision network takes on a device, forward and backward.
+
+
+# A batch of small products, one per head, runs at this share of the rate of large ones, as in kernels.py; where
+# rows are no multiple of 16 bytes, as with 197 tokens, loads are by single elements (NVIDIA, Matrix Multiplication
+# Background User's Guide, figure 2; order of magnitude).
+_BATCHED_SHARE = 0.6
+_UNALIGNED_SHARE = 0.25
+# Inner dimension at which filling the pipeline of an implicit GEMM costs as much as its products: one slice of it,
+# since convolutions have many more tiles than the device runs at once, and the next one's loads overlap.
+_CONVOLUTION_DEPTH = 32
+# Share of the fp32 units' peak that torch's depthwise kernels reach (aten/src/ATen/native/cuda/DepthwiseConv2d.cu);
+# calibrated on timm's ConvNeXts, RTX 3090.
+_DEPTHWISE_SHARE = 0.09
+# Channels that a convolution on matrix units takes at once; images of 3 are padded (NVIDIA, Convolutional Layers User's
+# Guide), and rows into which the gradient of the weights is cut.
+_CHANNELS = 8
+_PART = 64
+# Share of the fp32 units' peak that products reach on them: 14.5 of V100's 15.7 TFLOP/s are usual for cuBLAS.
+_VECTOR_SHARE = 0.9
+# Products that Winograd's algorithm saves a 3 x 3 convolution of stride 1 where there are no matrix units: 2.25 times
+# fewer (arXiv:1509.09308, F(2 x 2, 3 x 3)), less its transformations.
+_WINOGRAD = 2.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device at one precision, and whether a compiler fuses what only moves memory into one kernel."""
+
+    rate: Rates
+    depthwise_flops: float
+    matrix_units: bool
+    fuses: bool
+
+
+def machine(device: Accelerator, precision: str, fuses: bool) -> Machine:
+    """The device as the kernels below see it."""
+    rate, vector = rates(device, precision), device.flops["fp32"]
+    if device.is_cpu:
+        return Machine(rate, rate.matmul, False, fuses)
+    matrix_units = precision != "fp32"
+    if not matrix_units:
+        rate = replace(rate, matmul=vector * _VECTOR_SHARE)
+    return Machine(rate, vector * _DEPTHWISE_SHARE, matrix_units, fuses)
+
+
+@lru_cache(maxsize=4096)
+def pass_seconds(network: VisionNetwork, samples: int, on: Machine) -> tuple[float, float, int]:
+    """Forward and backward of one micro-batch, and the number of kernels that they launch."""
+    forward = backward = 0.0
+    launched = 0
+    for block in network.blocks:
+        before = None
+        for operation in block.operations:
+            fused = on.fuses and operation.pointwise and before is not None and not before.macs
+            ahead, back = _seconds(operation, samples, on, fused)
+            forward += block.count * ahead
+            backward += block.count * back
+            launched += 0 if fused else block.count * operation.kernels
+            before = operation
+    return forward, backward, launched
+
+
+def _seconds(operation: Operation, samples: int, on: Machine, fused: bool) -> tuple[float, float]:
+    rate, element = on.rate, on.rate.element_bytes
+    # What a fused operation works on never leaves the registers: not written by the one before, not read again.
+    spared = 2 * operation.outputs if fused else 0
+    ahead = samples * (element * max(0, operation.moved - spared) + operation.kept_bytes)
+    back = samples * (element * max(0, operation.moved_back - spared) + operation.kept_bytes)
+    ahead_moved = memory_seconds(ahead, 1 if operation.moved and not fused else 0, rate)
+    back_moved = memory_seconds(back, operation.kernels - 1 if operation.moved_back and not fused else 0, rate)
+    if not operation.macs:
+        return ahead_moved, back_moved
+    forward, backward = _product_seconds(operation, samples, on)
+    turned = 0.0
+    if operation.depthwise or on.matrix_units:  # these want channels first, those want them last
+        turned = memory_seconds(samples * element * operation.copied, 0, rate)
+    return max(ahead_moved, forward) + turned, max(back_moved, backward) + 2 * turned
+
+
+def _product_seconds(operation: Operation, samples: int, on: Machine) -> tuple[float, float]:
+    """Arithmetic alone: forward, and the gradients of input and weights."""
+    rate, flops = on.rate, 2.0 * operation.macs * samples
+    rows, depth, columns = operation.rows * samples, operation.depth, operation.columns
+    if operation.depthwise:
+        return flops / on.depthwise_flops, 2 * flops / on.depthwise_flops
+    if operation.fused_attention:
+        width = depth // 2
+        causal = flash_attention_seconds(rows, operation.rows, operation.batches, width, width, False, rate)
+        return 2 * causal[0], 2 * causal[1]  # that counts the causal half alone
+    if operation.batches > 1:
+        aligned = operation.rows * rate.element_bytes % 16 == 0
+        seconds = flops / (rate.matmul * (_BATCHED_SHARE if aligned else _UNALIGNED_SHARE))
+        return seconds, 2 * seconds
+    if on.matrix_units:
+        depth = _whole(depth // operation.taps, _CHANNELS) * operation.taps
+    unbound = replace(rate, memory=inf)  # an implicit GEMM reads its pixels once, not once per tap of its filter
+    if operation.convolution:
+        unbound = replace(unbound, depth=_CONVOLUTION_DEPTH)
+    forward, backward = matmul_seconds(rows, depth, columns, unbound), _weight_seconds(rows, depth, columns, unbound)
+    if operation.has_input_gradient:
+        backward += matmul_seconds(rows, columns * operation.taps, depth // operation.taps, unbound)
+    same_size = operation.inputs * operation.taps == operation.rows * depth
+    if operation.taps == 9 and same_size and not on.matrix_units and not rate.is_cpu:
+        return forward / _WINOGRAD, backward / _WINOGRAD
+    return forward, backward
+
+
+def _weight_seconds(rows: int, depth: int, columns: int, rate: Rates) -> float:
+    """The gradient of the weights: small, over many rows, which are therefore cut into parts that fill the device."""
+    tiles = -(-depth // rate.tile_rows) * -(-columns // rate.tile_columns)
+    parts = max(1, min(rate.multiprocessors // tiles, rows // rate.depth))
+    return matmul_seconds(depth * parts, _whole(-(-rows // parts), _PART), columns, rate)
+
+
+def _whole(count: int, multiple: int) -> int:
+    """Rounded up to a multiple."""
+    return -(-count // multiple) * multiple
+
 
 # What the host needs to issue one kernel of an eager network, autograd included: an order of magnitude.
 _ISSUE_SECONDS = 6e-6

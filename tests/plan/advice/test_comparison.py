@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest.mock import ANY
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.plan.advice.comparison import compare, name_runs, none_feasible
+from scaletrain_cli.plan.advice.answer import compare, name_runs, none_feasible
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.plan import make_plan
-from scaletrain_cli.plan.advice.learning_rate import critical_batch_tokens, published_recipe, scaled_lr
+from scaletrain_cli.plan.advice.recipe_checks import critical_batch_tokens, published_recipe, scaled_lr
 from scaletrain_cli.plan.result import Sanity
 from scaletrain_cli.spec.architecture_source import presets
 from scaletrain_cli.spec.vision_source import vision_presets

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from scaletrain_cli.plan.memory.activations import (
+    LOSS_CHUNK_TOKENS,
     Recomputation,
     block_backward_bytes,
+    chosen_cross_entropy,
+    loss_bytes,
     stage_activation_bytes,
     token_activations,
 )
-from scaletrain_cli.plan.memory.loss_memory import LOSS_CHUNK_TOKENS, chosen_cross_entropy, loss_bytes
 from tests.plan.specs import model_of, spec_of
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.plan.memory.block_activations import BlockActivations, Cut, block_activations
 from scaletrain_cli.plan.memory.framework_memory import FRAMEWORK_MEMORY
+from scaletrain_cli.plan.memory.framework_stages import BlockActivations, Cut, block_activations
 from tests.plan.specs import model_of
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scaletrain_cli.plan.memory.out_of_memory import out_of_memory_probability, usable_bytes, verdict
+from scaletrain_cli.plan.memory.device_memory import out_of_memory_probability, usable_bytes, verdict
 
 GIB = 2**30
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scaletrain_cli.plan.memory.outside_allocator import outside_allocator_bytes
+from scaletrain_cli.plan.memory.peak import outside_allocator_bytes
 from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
 from tests.plan.specs import spec_of
 

@@ -11,11 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaletrain_cli.plan.memory.states import (
-    MOMENT_BYTES,
-    checkpoint_bytes_per_parameter,
-    model_state_bytes,
-)
+from scaletrain_cli.plan.memory.states import MOMENT_BYTES, checkpoint_bytes_per_parameter, model_state_bytes
 
 SEVEN_BILLION = 7_000_000_000
 GB = 10**9

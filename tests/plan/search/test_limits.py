@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.plan.search.limits import Limits, parse_limits
+from scaletrain_cli.plan.search.cluster_limits import Limits, parse_limits
 
 
 def limits(objective: str | None = None, **given: Any) -> Limits | None:

@@ -11,9 +11,8 @@ from scaletrain_cli.plan import PlanInfeasibleError, find_accelerator, make_plan
 from scaletrain_cli.plan.planning import plan_or_refuse
 from scaletrain_cli.plan.search import bounds, layout_search
 from scaletrain_cli.plan.search.bounds import Bounds
-from scaletrain_cli.plan.search.choice import Candidate, choose
 from scaletrain_cli.plan.search.engine_support import AXES, ENGINE
-from scaletrain_cli.plan.search.layout_search import evaluate
+from scaletrain_cli.plan.search.layout_search import Candidate, choose, evaluate
 from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes, describe
 from scaletrain_cli.plan.search.rejections import Tally
 from scaletrain_cli.plan.search.search_space import Group, axes_to_try, groups

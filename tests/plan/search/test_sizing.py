@@ -8,9 +8,8 @@ import pytest
 
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.plan import make_plan
-from scaletrain_cli.plan.search.cluster_choice import ClusterLimits, Considered
-from scaletrain_cli.plan.search.cluster_trials import try_cluster
-from scaletrain_cli.plan.search.node_choice import node_counts
+from scaletrain_cli.plan.search.cluster_limits import ClusterLimits, Considered
+from scaletrain_cli.plan.search.cluster_search import node_counts, try_cluster
 from scaletrain_cli.plan.search.sizing import Sizing, SizingError, scaling_curve, size_cluster
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.cluster import MOST_NODES

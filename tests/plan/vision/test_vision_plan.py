@@ -14,9 +14,9 @@ from scaletrain_cli.plan.result import Memory, Time
 from scaletrain_cli.plan.search.engine_support import submittable
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
 from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
-from scaletrain_cli.plan.vision import network
+from scaletrain_cli.plan.vision import networks
 from scaletrain_cli.plan.vision.memory import activation_bytes, loss_bytes
-from scaletrain_cli.plan.vision.operations import Network
+from scaletrain_cli.plan.vision.operations import VisionNetwork
 from scaletrain_cli.spec import RunSpec
 from tests.plan.vision.test_vision_size import model_of
 
@@ -45,8 +45,8 @@ def sized(spec: RunSpec, micro_batch: int, zero_stage: int = 1, checkpointing: s
     return plan_memory(spec, layout, device), plan_time(spec, layout, device)[0]
 
 
-def whole(preset: str) -> Network:
-    return network(model_of(preset))
+def whole(preset: str) -> VisionNetwork:
+    return networks(model_of(preset))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

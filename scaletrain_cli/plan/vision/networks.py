@@ -1,0 +1,298 @@
+"""The network of a vision model as operations, and its exact size. Knows nothing of memory or time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.result import ModelSize
+from scaletrain_cli.plan.vision.operations import (
+    Block,
+    Operation,
+    VisionNetwork,
+    activation,
+    addition,
+    attention,
+    batch_norm,
+    convolution,
+    depthwise_convolution,
+    layer_norm,
+    layer_scale,
+    linear,
+    max_pool,
+)
+from scaletrain_cli.spec import ClipSpec, ConvNextSpec, ModelSpec, ResNetSpec, RunSpec, VitSpec
+from scaletrain_cli.spec.vision import VisionSpec
+
+# ResNet and ConvNeXt as operations, layer by layer as torchvision and transformers build them.
+
+
+# Bottlenecks narrow to a quarter (arXiv:1512.03385, section 4.1); ConvNeXt's MLPs widen to four times.
+_BOTTLENECK = 4
+_EXPANSION = 4
+
+
+def resnet(model: ResNetSpec) -> VisionNetwork:
+    """The 7 x 7 stem with its pooling, the stages, and the classifier."""
+    width, side, last = model.embedding_size, _halved(model.image_size), model.memory_format == "channels_last"
+    pooled = _halved(side)
+    image = Operation(kept=model.num_channels * model.image_size**2)
+    stem = (
+        image,
+        convolution(
+            model.num_channels,
+            width,
+            7,
+            model.image_size**2,
+            side**2,
+            bias=False,
+            channels_last=last,
+            of_images=True,
+        ),
+        batch_norm(width, side**2),
+        activation(width * side**2),
+        max_pool(width, side**2, pooled**2),
+    )
+    blocks, side, channels = [Block(stem)], pooled, width
+    layer = _bottleneck if model.layer_type == "bottleneck" else _basic
+    for index, (features, depth) in enumerate(zip(model.hidden_sizes, model.depths, strict=True)):
+        out = side if index == 0 else _halved(side)
+        blocks.append(Block(layer(channels, features, side, out, last), input=channels * side**2))
+        if depth > 1:
+            blocks.append(Block(layer(features, features, out, out, last), depth - 1, input=features * out**2))
+        side, channels = out, features
+    pooling = Operation(kept=channels, inputs=channels * side**2, outputs=channels, moved_back=channels * side**2)
+    blocks.append(Block((pooling, linear(1, channels, model.num_labels, kept=False))))
+    return VisionNetwork(tuple(blocks), classes=model.num_labels)
+
+
+def _conv_norm(
+    channels: int, features: int, kernel: int, pixels: int, out: int, last: bool
+) -> tuple[Operation, Operation]:
+    dense = convolution(channels, features, kernel, pixels, out, bias=False, channels_last=last)
+    return dense, batch_norm(features, out)
+
+
+def _bottleneck(channels: int, features: int, side: int, out: int, last: bool) -> tuple[Operation, ...]:
+    narrow, pixels, after = features // _BOTTLENECK, side**2, out**2
+    return (
+        *_conv_norm(channels, narrow, 1, pixels, pixels, last),
+        activation(narrow * pixels),
+        *_conv_norm(narrow, narrow, 3, pixels, after, last),
+        activation(narrow * after),
+        *_conv_norm(narrow, features, 1, after, after, last),
+        *_joined(channels, features, pixels, after, last),
+    )
+
+
+def _basic(channels: int, features: int, side: int, out: int, last: bool) -> tuple[Operation, ...]:
+    pixels, after = side**2, out**2
+    return (
+        *_conv_norm(channels, features, 3, pixels, after, last),
+        activation(features * after),
+        *_conv_norm(features, features, 3, after, after, last),
+        *_joined(channels, features, pixels, after, last),
+    )
+
+
+def _joined(channels: int, features: int, pixels: int, after: int, last: bool) -> tuple[Operation, ...]:
+    """The skip connection, projected where the shape changes."""
+    same = channels == features and pixels == after
+    shortcut = () if same else _conv_norm(channels, features, 1, pixels, after, last)
+    return *shortcut, addition(features * after, kept=False), activation(features * after)
+
+
+def convnext(model: ConvNextSpec, *, autocast: bool) -> VisionNetwork:
+    """The patches, the stages with a halving before all but the first, and the classifier."""
+    side, channels = model.image_size // model.patch_size, model.hidden_sizes[0]
+    image = Operation(kept=model.num_channels * model.image_size**2)
+    patches = convolution(
+        model.num_channels, channels, model.patch_size, model.image_size**2, side**2, bias=True, of_images=True
+    )
+    blocks = [Block((image, patches, layer_norm(channels, side**2, autocast=autocast)))]
+    for index, (features, depth) in enumerate(zip(model.hidden_sizes, model.depths, strict=True)):
+        if index:
+            half = side // 2
+            halving = convolution(channels, features, 2, side**2, half**2, bias=True)
+            blocks.append(Block((layer_norm(channels, side**2, autocast=autocast), halving)))
+            side = half
+        layer = _convnext_layer(model, features, side**2, autocast)
+        if index < len(model.depths) - 1:
+            blocks.append(Block(layer, depth, input=features * side**2))
+        else:  # nothing reads the last sum again: its mean does not
+            blocks += [Block(layer, depth - 1, input=features * side**2)] if depth > 1 else []
+            blocks.append(Block((*layer[:-1], replace(layer[-1], kept=0)), input=features * side**2))
+        channels = features
+    pooling = Operation(kept=channels, inputs=channels * side**2, outputs=channels, moved_back=channels * side**2)
+    blocks.append(Block((pooling, layer_norm(channels, 1), linear(1, channels, model.num_labels, kept=False))))
+    return VisionNetwork(tuple(blocks), classes=model.num_labels)
+
+
+def _convnext_layer(model: ConvNextSpec, channels: int, pixels: int, autocast: bool) -> tuple[Operation, ...]:
+    wide, scaled = _EXPANSION * channels, model.layer_scale_init_value > 0
+    return (
+        depthwise_convolution(channels, 7, pixels),
+        layer_norm(channels, pixels, autocast=autocast),
+        linear(pixels, channels, wide),
+        activation(wide * pixels),
+        linear(pixels, wide, channels, kept=scaled),
+        *((layer_scale(channels, pixels, autocast=autocast),) if scaled else ()),
+        addition(channels * pixels, autocast=autocast, scaled=scaled),
+    )
+
+
+def _halved(side: int) -> int:
+    """Pixels of a side after a convolution of stride 2 that pads by half its odd kernel."""
+    return (side + 1) // 2
+
+
+# ViT and the two towers of CLIP as operations, as transformers builds them.
+
+
+def vit(model: VitSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
+    """Patches with a class token and learned positions, blocks, norm, and a classifier of the class token."""
+    hidden, side = model.hidden_size, model.image_size // model.patch_size
+    tokens = side**2 + 1
+    build = _Builder(fused, autocast)
+    layer = build.layer(tokens, hidden, model.num_attention_heads, model.intermediate_size, bias=model.qkv_bias)
+    return VisionNetwork(
+        (
+            Block(build.patches(model.num_channels, model.image_size, model.patch_size, hidden, bias=True)),
+            Block(layer, model.num_hidden_layers, input=tokens * hidden * build.stream),
+            Block((build.norm(hidden, tokens), linear(1, hidden, model.num_labels, kept=False))),
+        ),
+        classes=model.num_labels,
+    )
+
+
+def clip(model: ClipSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
+    """The image tower, the text tower, and a projection of each; no dropout, QuickGELU (arXiv:2103.00020, code)."""
+    image, text, joint = model.vision_config, model.text_config, model.projection_dim
+    tokens, words = (image.image_size // image.patch_size) ** 2 + 1, text.max_position_embeddings
+    build = _Builder(fused, autocast, quick_gelu=True)
+    patches = build.patches(image.num_channels, image.image_size, image.patch_size, image.hidden_size, bias=False)
+    table = Operation(
+        parameters=(text.vocab_size + words) * text.hidden_size,
+        kept=words * text.hidden_size * build.stream,  # the sum with the positions, which the first norm reads again
+        kept_bytes=8 * words,  # the words' numbers, as int64
+        inputs=2 * words * text.hidden_size,
+        outputs=words * text.hidden_size,
+        moved_back=2 * words * text.hidden_size,
+    )
+    seen = build.layer(tokens, image.hidden_size, image.num_attention_heads, image.intermediate_size)
+    read = build.layer(words, text.hidden_size, text.num_attention_heads, text.intermediate_size)
+    return VisionNetwork(
+        (
+            Block((*patches, build.norm(image.hidden_size, tokens))),
+            Block(seen, image.num_hidden_layers, input=tokens * image.hidden_size * build.stream),
+            Block((build.norm(image.hidden_size, 1), linear(1, image.hidden_size, joint, bias=False, kept=False))),
+            Block((table,)),
+            Block(read, text.num_hidden_layers, input=words * text.hidden_size * build.stream),
+            Block((build.norm(text.hidden_size, words), linear(1, text.hidden_size, joint, bias=False, kept=False))),
+        ),
+        features=2 * joint,
+    )
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """What the layers of a tower have in common."""
+
+    fused: bool
+    autocast: bool
+    quick_gelu: bool = False
+
+    @property
+    def stream(self) -> int:
+        """Elements per value of the stream that blocks add to: two where it is fp32."""
+        return 2 if self.autocast else 1
+
+    def norm(self, hidden: int, rows: int) -> Operation:
+        return layer_norm(hidden, rows, autocast=self.autocast)
+
+    def patches(self, channels: int, side: int, patch: int, hidden: int, *, bias: bool) -> tuple[Operation, ...]:
+        """The image, its patches as a convolution, and the class token and positions, whose sum is kept."""
+        pixels, tokens = side**2, (side // patch) ** 2
+        embedded = (tokens + 1) * hidden
+        return (
+            Operation(kept=channels * pixels),
+            convolution(channels, hidden, patch, pixels, tokens, bias=bias, of_images=True, kept=False),
+            Operation(
+                parameters=(tokens + 2) * hidden,
+                kept=embedded * self.stream,
+                inputs=2 * embedded,
+                outputs=2 * embedded,
+                moved_back=embedded,
+            ),
+        )
+
+    def layer(self, rows: int, hidden: int, heads: int, inner: int, *, bias: bool = True) -> tuple[Operation, ...]:
+        """A block with the norms first; only the queries, keys and values may lack their ``bias``."""
+        joined = addition(rows * hidden, autocast=self.autocast)
+        return (
+            self.norm(hidden, rows),
+            linear(rows, hidden, 3 * hidden, bias=bias),
+            *attention(rows, heads, hidden // heads, fused=self.fused, autocast=self.autocast),
+            linear(rows, hidden, hidden, kept=False),
+            joined,
+            self.norm(hidden, rows),
+            linear(rows, hidden, inner),
+            activation(rows * inner, 2 if self.quick_gelu else 1),
+            linear(rows, inner, hidden, kept=False),
+            joined,
+        )
+
+
+@lru_cache(maxsize=64)
+def network(model: VisionSpec, fused_attention: bool = True, autocast: bool = False) -> VisionNetwork:
+    """The operations of one sample; ``fused_attention``: whether a kernel keeps no matrix of scores."""
+    match model:
+        case ResNetSpec():
+            return resnet(model)
+        case ConvNextSpec():
+            return convnext(model, autocast=autocast)
+        case VitSpec():
+            return vit(model, fused=fused_attention, autocast=autocast)
+        case ClipSpec():
+            return clip(model, fused=fused_attention, autocast=autocast)
+
+
+def vision_model(spec: RunSpec) -> VisionSpec:
+    """The model of a spec that the planner has found to be no transformer of text."""
+    assert not isinstance(spec.model, ModelSpec)
+    return spec.model
+
+
+def planned_network(spec: RunSpec, device: Accelerator) -> VisionNetwork:
+    """The operations of one sample as the device would run them."""
+    return network(vision_model(spec), _fuses_attention(spec, device), autocasts(spec))
+
+
+def autocasts(spec: RunSpec) -> bool:
+    """Whether torch.autocast picks the precision of each operation, over weights in fp32."""
+    return spec.planner.autocast and spec.training.precision not in ("fp32", "tf32")
+
+
+def _fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
+    """Whether attention keeps no matrix of scores: as the spec says, or what the device's kernels can."""
+    if spec.planner.attention != "auto":
+        return spec.planner.attention == "flash"
+    model = spec.model
+    tower = model.vision_config if isinstance(model, ClipSpec) else model
+    if isinstance(tower, ResNetSpec | ConvNextSpec | ModelSpec):
+        return True
+    width = tower.hidden_size // tower.num_attention_heads
+    return device.fuses_attention(spec.training.precision, width, grouped=False)
+
+
+def training_flops(model: VisionSpec) -> int:
+    """Forward and backward FLOPs of one sample: two per multiplication with addition, three passes."""
+    return 6 * network(model).macs
+
+
+@lru_cache(maxsize=64)
+def vision_size(model: VisionSpec) -> ModelSize:
+    """Parameters, and FLOPs per image or pair in place of tokens."""
+    parameters = network(model).parameters
+    return ModelSize(parameters, parameters, float(training_flops(model)))
