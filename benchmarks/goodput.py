@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.plan.reliability.durability import best_interval_steps, expected_goodput
-from scaletrain_cli.rundir.goodput import AttemptSpan, Goodput, sum_goodput
-from scaletrain_cli.rundir.ledger import Ledger
+from scaletrain_cli.rundir.goodput import AttemptSpan, Goodput, Ledger, sum_goodput
 
 RECIPE = str(Path(__file__).parents[1] / "recipes" / "llama-10m-cpu.yaml")
 SHORT = ("training.steps=24", "training.schedule.warmup_steps=2", "evaluation.every=0", "checkpoint.every=4")

@@ -47,8 +47,7 @@ def command(
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.status import run_status
-    from scaletrain_cli.rundir.ownership import require_cancellable
-    from scaletrain_cli.rundir.record import read_record
+    from scaletrain_cli.rundir.record import read_record, require_cancellable
     from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
     from scaletrain_cli.ui.console import say
 

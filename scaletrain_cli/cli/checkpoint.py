@@ -105,9 +105,8 @@ def export(
     The checkpoint is verified first, and may be of any layout. Prints the folder on stdout.
     """
     from scaletrain_cli.cli.engine_process import ask_engine
-    from scaletrain_cli.rundir.ownership import require_own_run
     from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.rundir.record import checkpoint_folder, read_record
+    from scaletrain_cli.rundir.record import checkpoint_folder, read_record, require_own_run
     from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.text import bytes_text, whole_text
     from scaletrain_cli.ui.console import say
@@ -157,8 +156,8 @@ def prune(
     """
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.remove import carry_out, pruning
-    from scaletrain_cli.rundir.ownership import require_changeable, require_own_run
     from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.record import require_changeable, require_own_run
     from scaletrain_cli.text import bytes_text
     from scaletrain_cli.ui.console import say
 

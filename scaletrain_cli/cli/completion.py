@@ -41,7 +41,7 @@ def _recipes() -> Iterable[str]:
 
 
 def _presets() -> Iterable[str]:
-    from scaletrain_cli.spec.architecture_source import presets
+    from scaletrain_cli.spec.presets import presets
 
     return presets()
 
@@ -53,7 +53,7 @@ def _gpus() -> Iterable[str]:
 
 
 def _clusters() -> Iterable[str]:
-    from scaletrain_cli.spec.clusters import cluster_names
+    from scaletrain_cli.spec.clusters_file import cluster_names
 
     return cluster_names()
 

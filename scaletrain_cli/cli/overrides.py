@@ -18,7 +18,7 @@ def load_varied(
 ) -> RunSpec:
     """The spec with its overrides and those of one variant. Raises SpecError."""
     from scaletrain_cli.spec import load_spec
-    from scaletrain_cli.spec.source import OPTION as SET
+    from scaletrain_cli.spec.source import SET_OPTION as SET
 
     keys = {setting.partition("=")[0] for setting in varied}
     try:

@@ -86,7 +86,7 @@ def command(
     fewest GPUs that keep it, also beyond those of the spec.
     """
     from scaletrain_cli.plan.search.cluster_limits import parse_limits
-    from scaletrain_cli.spec.variants import variants
+    from scaletrain_cli.spec.source import variants
 
     limits = parse_limits(objective, max_gpus=max_gpus, deadline=deadline, budget=budget, gpus=gpu or ())
     sets = variants(vary or ())
@@ -133,7 +133,7 @@ def command(
 
 def _load(path: Path, overrides: list[str], varied: tuple[str, ...], cluster: str | None) -> RunSpec:
     from scaletrain_cli.cli.overrides import load_varied
-    from scaletrain_cli.spec.variants import OPTION as VARY
+    from scaletrain_cli.spec.source import VARY_OPTION as VARY
 
     return load_varied(path, overrides, varied, VARY, cluster)
 

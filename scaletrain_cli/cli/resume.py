@@ -57,9 +57,8 @@ def command(
     from scaletrain_cli.launch.replan import replan
     from scaletrain_cli.launch.resource_checks.checks import require_external_to_resume
     from scaletrain_cli.launch.resume import inspect_resume, refuse, resume
-    from scaletrain_cli.rundir.ownership import require_changeable, require_own_checkpoints, require_own_run
     from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.rundir.record import read_record
+    from scaletrain_cli.rundir.record import read_record, require_changeable, require_own_checkpoints, require_own_run
     from scaletrain_cli.ui.console import say, suggest, warn
     from scaletrain_cli.ui.resume import resume_json, show_resize, show_resume
     from scaletrain_cli.ui.submission import show_before_resuming, show_changes

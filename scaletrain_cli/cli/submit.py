@@ -71,7 +71,7 @@ def command(
     if sweep:
         from scaletrain_cli.cli.sweep import OPTION, submit_points
         from scaletrain_cli.launch.sweep import MOST_POINTS
-        from scaletrain_cli.spec.variants import variants
+        from scaletrain_cli.spec.source import variants
 
         points = variants(sweep, OPTION, MOST_POINTS)
         if len(points) > 1:
@@ -98,8 +98,8 @@ def command(
     from scaletrain_cli.launch.resource_checks.checks import require_external
     from scaletrain_cli.launch.shared_folder import room_notes
     from scaletrain_cli.launch.submit import create_run, make_record, plan_for_engine, submit_run
-    from scaletrain_cli.rundir.ownership import require_own_run
     from scaletrain_cli.rundir.paths import RunDir, runs_root
+    from scaletrain_cli.rundir.record import require_own_run
     from scaletrain_cli.rundir.shared_datasets import shared_root_notes
     from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.spec import load_spec

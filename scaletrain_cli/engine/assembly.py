@@ -34,10 +34,9 @@ from scaletrain_cli.engine.step import stepper
 from scaletrain_cli.engine.step_sync import Boundary
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError, UsageError, WrongNodesError
-from scaletrain_cli.rundir.journal import has_committed, read_events, record_event
+from scaletrain_cli.rundir.journal import has_committed, read_events, read_rollbacks, record_event
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
-from scaletrain_cli.rundir.rollbacks import read_rollbacks
 from scaletrain_cli.rundir.shared_datasets import owner_of_dataset
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker.heartbeat import DATA_SECONDS, IMPORT_SECONDS, Heartbeat, collective_seconds

@@ -41,7 +41,7 @@ from scaletrain_cli.engine.parallel.sequence import attend_over_sequence_ranks, 
 from scaletrain_cli.engine.parallel.tensor import cut_over_tensor_ranks
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.layout import LayoutSpec
+from scaletrain_cli.spec.training import LayoutSpec
 
 # How each block of a model runs: compiled or not, and what its backward pass computes again or fetches from the host.
 

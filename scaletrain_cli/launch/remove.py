@@ -25,9 +25,8 @@ from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import read_submission, submit_lock
 from scaletrain_cli.rundir.committing import delete
 from scaletrain_cli.rundir.inventory import Pruning, plan_pruning, take_inventory
-from scaletrain_cli.rundir.ownership import require_own_run
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record
+from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record, require_own_run
 
 # Deleting checkpoints by hand: only of a run that nothing trains, and never what it would go on from.
 

@@ -28,7 +28,7 @@ from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.spec.run import RestartsSpec
+from scaletrain_cli.spec.sections import RestartsSpec
 
 # After an attempt ends: another one, or not.
 

@@ -24,13 +24,7 @@ from scaletrain_cli.launch.submit import Submission, hand_over, keep_secrets, re
 from scaletrain_cli.rundir.checkpoints import Checkpoint, newest_that_verifies
 from scaletrain_cli.rundir.journal import has_committed, last_logged_step, record_event, withdraw_event
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import (
-    RunRecord,
-    add_revision,
-    checkpoint_folder,
-    read_record,
-    withdraw_revision,
-)
+from scaletrain_cli.rundir.record import RunRecord, add_revision, checkpoint_folder, read_record, withdraw_revision
 from scaletrain_cli.spec import RunSpec
 
 

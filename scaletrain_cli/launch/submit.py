@@ -37,9 +37,15 @@ from scaletrain_cli.launch.rendered_job import keep_sent
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.rundir.journal import record_event
-from scaletrain_cli.rundir.ownership import require_own_checkpoints, require_own_run
 from scaletrain_cli.rundir.paths import RunDir, runs_root
-from scaletrain_cli.rundir.record import RunRecord, read_first_record, read_record, write_record
+from scaletrain_cli.rundir.record import (
+    RunRecord,
+    read_first_record,
+    read_record,
+    require_own_checkpoints,
+    require_own_run,
+    write_record,
+)
 from scaletrain_cli.safe_files import FOLDER_MODE, create_file, locked, make_folder, replace_file, require_writable
 from scaletrain_cli.spec import RunSpec, changed_keys
 

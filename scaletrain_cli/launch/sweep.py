@@ -21,7 +21,7 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place, write_sweep_place
 from scaletrain_cli.spec import ClusterSpec, RunSpec
-from scaletrain_cli.spec.code import CodeSpec
+from scaletrain_cli.spec.sections import CodeSpec
 
 MOST_POINTS = 500
 _LONGEST_ID = 100

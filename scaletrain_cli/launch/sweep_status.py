@@ -13,9 +13,8 @@ from typing import Any
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.status import RunStatus, exit_code_of, is_over, run_statuses
-from scaletrain_cli.rundir.ownership import require_cancellable
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.rundir.record import read_record, require_cancellable
 from scaletrain_cli.rundir.sweeps import Sweep
 
 OVER = ("finished", "failed", "cancelled")

@@ -1,4 +1,4 @@
-"""Where the time of a run went, over all its attempts: a sum of what was written down. Knows no plan."""
+"""Time accounting of a run: ledger.json of each attempt, and goodput summed over all attempts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,41 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
-from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.rundir.journal import read_events
-from scaletrain_cli.rundir.ledger import CATEGORIES, Category, Ledger, read_ledger
 from scaletrain_cli.rundir.paths import RunDir
+
+LEDGER_SCHEMA = "scaletrain.ledger/v1"
+# step: without waiting for data; save: what a checkpoint held up; restore: the set-up of an attempt and all it loads.
+Category = Literal["step", "data", "save", "restore", "evaluation", "rollback", "other"]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Of rank 0. ``began`` and ``updated`` in Unix seconds; ``closed`` once the engine came to its end."""
+
+    attempt: int
+    began: float
+    updated: float
+    closed: bool
+    steps: int  # trained by this attempt, each as often as it was trained
+    seconds: dict[Category, float]
+
+
+def write_ledger(run: RunDir, ledger: Ledger) -> None:
+    """Raises OSError."""
+    write_document(run.ledger(ledger.attempt), {"schema": LEDGER_SCHEMA, **dataclasses.asdict(ledger)})
+
+
+def read_ledger(run: RunDir, attempt: int) -> Ledger | None:
+    """None where the attempt did not come to write one."""
+    data = read_document(run.ledger(attempt))
+    if data is None or data.pop("schema", None) != LEDGER_SCHEMA:
+        return None
+    return from_document(Ledger, data, run.ledger(attempt))
 
 
 @dataclass(frozen=True)

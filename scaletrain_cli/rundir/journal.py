@@ -1,8 +1,9 @@
-"""Append-only JSON lines: events.jsonl (what happened to the run) and metrics.jsonl (one line per logged step).
+"""events.jsonl and metrics.jsonl: append-only JSON lines, and the rollbacks that events record.
 
-Several processes append to one file, so a line is one ``write`` on an O_APPEND descriptor; a line that a crash cut
-short is skipped by readers and never glued to the next one. Over NFS, where O_APPEND alone does not keep the lines of
-two nodes apart, the lock does.
+Several processes append to one file, so a line is one ``write`` on an O_APPEND descriptor; readers skip a line that a
+crash cut short, and the next writer starts a new line. Over NFS, where O_APPEND alone does not keep the lines of
+several hosts apart, an exclusive lock does. Rollbacks are read from events rather than from checkpoints: the checkpoint
+that a run rolls back to is older than the decision.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +183,33 @@ def has_committed(run: RunDir) -> bool:
 def last_logged_step(run: RunDir) -> int | None:
     """The step of the newest line in metrics.jsonl, which after a resume may be below earlier ones."""
     return next((line["step"] for line in read_lines_backwards(run.metrics) if isinstance(line.get("step"), int)), None)
+
+
+ROLLBACK_EVENT = "rolled-back"
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Steps after ``to_step`` are forgotten, up to ``from_step``; batches ``skip``, both ends in, are left out."""
+
+    from_step: int
+    to_step: int
+    skip: tuple[int, int]
+
+
+def record_rollback(run: RunDir, rollback: Rollback, **evidence: Any) -> None:
+    """Append the event. Only then may the run train on."""
+    lost = rollback.from_step - rollback.to_step
+    record_event(run, ROLLBACK_EVENT, **vars(rollback), lost_steps=lost, **evidence)
+
+
+def read_rollbacks(run: RunDir) -> list[Rollback]:
+    """Those since the run last started from scratch, oldest first."""
+    found: list[Rollback] = []
+    for event in read_events(run):
+        if event["event"] == "from-scratch":
+            found = []
+        elif event["event"] == ROLLBACK_EVENT:
+            first, last = event["skip"]
+            found.append(Rollback(event["from_step"], event["to_step"], (first, last)))
+    return found

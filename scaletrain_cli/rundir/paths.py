@@ -18,7 +18,7 @@ def runs_root() -> Path:
     """``$SCALETRAIN_RUNS``, else what the user's clusters.yaml says, else ``./runs``."""
     if named := os.environ.get("SCALETRAIN_RUNS"):
         return Path(named).absolute()
-    from scaletrain_cli.spec.clusters import configured_runs_root
+    from scaletrain_cli.spec.clusters_file import configured_runs_root
 
     return (configured_runs_root() or Path("runs")).absolute()
 

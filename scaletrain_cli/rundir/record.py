@@ -1,7 +1,9 @@
-"""run.json and revisions/NNNN.json: what crosses from the launcher into the engine. Each written once, never changed.
+"""run.json and revisions/NNNN.json, which carry spec and plan from launcher to engine, and checks of the run's owner.
 
-run.json is what was submitted first. A revision, made when a run is resumed on other nodes or in another layout, stands
-in for its spec and plan from then on. Who writes one holds the run's submit lock.
+Each file is written once and never changed. run.json holds the first submission. A revision, written when a run resumes
+on other nodes or in another layout, replaces its spec and plan from then on; its writer holds the run's submit lock.
+A run directory names processes to signal, jobs to cancel, folders to prune and programs to start, so a run that another
+user owns is only changed with ``trust_owner``.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from scaletrain_cli.spec import RunSpec
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
+from scaletrain_cli.safe_files import other_owner, require_own, require_writable, user_name
 
 SCHEMA = "scaletrain.run/v1"
 REVISION_SCHEMA = "scaletrain.revision/v1"
@@ -210,3 +213,41 @@ def _with_decided(run: RunDir, data: dict[str, Any], revision: int) -> RunRecord
         )
     except (ValueError, KeyError, TypeError, ValidationError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
+
+
+def require_own_run(run: RunDir, *, trust_owner: bool, remedy: str) -> None:
+    """Raise UsageError where the run directory or its record belongs to another user who is not to be trusted."""
+    for path in (run.path, run.record):
+        require_own(path, "the run", trust=trust_owner, remedy=remedy)
+
+
+def require_own_checkpoints(run: RunDir, spec: RunSpec, *, trust_owner: bool) -> None:
+    """Raise UsageError where another user has made the folder of this run's checkpoints: what is in it is loaded.
+
+    On Kubernetes the pods make it, as a user of their own.
+    """
+    folder = checkpoint_folder(run, spec)
+    if spec.cluster.scheduler != "kubernetes" and os.path.lexists(folder):
+        require_own(folder, "the checkpoint folder", trust=trust_owner, remedy="Use another --run-id or checkpoint.dir")
+
+
+def require_changeable(run: RunDir, purpose: str) -> None:
+    """Raise UsageError, saying what to do, where this user cannot write to the run directory and its journal."""
+    require_writable(run.path, purpose)
+    if run.events.exists() and not os.access(run.events, os.W_OK, effective_ids=True):
+        raise UsageError(
+            f"{purpose}: {run.events} cannot be written to by {user_name(os.geteuid())}; it belongs to "
+            f"{user_name(run.events.lstat().st_uid)}. Ask that user to do it."
+        )
+
+
+def require_cancellable(run: RunDir, *, trust_owner: bool) -> None:
+    """Raise UsageError where this user must not, or cannot, stop the run: before anything is signalled or sent."""
+    require_own_run(run, trust_owner=trust_owner, remedy="Ask that user to cancel it")
+    require_changeable(run, f"{run.run_id} cannot be cancelled")
+
+
+def owner_note(run: RunDir) -> str | None:
+    """Return a sentence that names the owner of somebody else's run; None for one's own."""
+    uid = other_owner(run.path)
+    return None if uid is None else f"{run.run_id} belongs to {user_name(uid)}"

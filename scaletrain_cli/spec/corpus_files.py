@@ -19,6 +19,11 @@ from typing import IO, cast
 
 from scaletrain_cli.errors import UsageError
 
+END_OF_TEXT = "<|endoftext|>"
+# GPT-2, Llama 3, Llama 2 and Mistral, Qwen, Gemma.
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
+
+
 PYTHON_STDLIB = "python-stdlib"
 SOURCES = f"Give {PYTHON_STDLIB}, a prepared dataset, or a path or glob of text files."
 FORMATS = ("txt", "md", "py", "jsonl", "parquet")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from scaletrain_cli.spec.architecture_source import presets
+from scaletrain_cli.spec.presets import presets, vision_presets
 from scaletrain_cli.spec.run import MODELS, SCHEMA, RunSpec, model_kind
-from scaletrain_cli.spec.vision_source import vision_presets
 
 # What a file must give where neither a preset nor a config.json does; the rest follows from these or has a default.
 _DIMENSIONS = {

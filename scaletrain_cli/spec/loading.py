@@ -15,15 +15,23 @@ from typing import Any, TextIO
 from pydantic import BaseModel, ValidationError
 
 from scaletrain_cli.errors import Problem, SpecError
-from scaletrain_cli.spec.architecture_source import DERIVED_FROM, SourceError, complete, presets
-from scaletrain_cli.spec.clear_secrets import with_secrets
 from scaletrain_cli.spec.cluster import ClusterSpec
-from scaletrain_cli.spec.clusters import Cluster, choose_cluster
-from scaletrain_cli.spec.problems import contradictions, field_problem, in_file
+from scaletrain_cli.spec.clusters_file import Cluster, choose_cluster
+from scaletrain_cli.spec.hugging_face import from_config, read_config, sliding_window
+from scaletrain_cli.spec.model import VISION
+from scaletrain_cli.spec.presets import (
+    DERIVED_FROM,
+    LONGEST_DEFAULT_SEQ_LEN,
+    SourceError,
+    derived_dimensions,
+    merged,
+    presets,
+    vision_presets,
+)
+from scaletrain_cli.spec.problems import contradictions, field_problem, in_file, unused_keys
 from scaletrain_cli.spec.run import MODELS, RunSpec, model_kind
+from scaletrain_cli.spec.secrets import with_secrets
 from scaletrain_cli.spec.source import Source, apply_override, parse_yaml, shown
-from scaletrain_cli.spec.unused import unused_keys
-from scaletrain_cli.spec.vision_source import vision_presets
 from scaletrain_cli.text import did_you_mean
 
 STDIN = "<stdin>"  # where `-` is given
@@ -203,3 +211,41 @@ def _follows(
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or shown(str(error))
+
+
+def complete(model: dict[str, Any], base_dir: Path) -> dict[str, Any]:
+    """The mapping with preset or config.json under the user's keys, and derived dimensions filled in.
+
+    Raises SourceError. Leaves anything that it does not understand for validation to report.
+    """
+    given = {key: value for key, value in model.items() if key != "hf_config"}
+    if "hf_config" in model:
+        if not isinstance(model["hf_config"], str) or "\0" in model["hf_config"]:
+            raise SourceError("hf_config", "must be the path of a Hugging Face config.json")
+        config = read_config(base_dir / model["hf_config"])
+        given = merged(_within_window(config, from_config(config), given), given)
+    preset = model.get("preset")
+    if preset is not None:
+        known = presets() | vision_presets()
+        if not isinstance(preset, str) or preset not in known:
+            raise SourceError("preset", "is not a known preset")
+        given = merged(known[preset], given)
+    family = given.get("family")
+    return given if isinstance(family, str) and family in VISION else derived_dimensions(given)
+
+
+def _within_window(config: dict[str, Any], found: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """With a ``seq_len`` at which a sliding window is full attention. Raises SourceError for a longer one."""
+    window, length = sliding_window(config), given.get("seq_len")
+    if window is None or found.get("family") in VISION:
+        return found
+    if isinstance(length, int) and length > window:
+        raise SourceError(
+            "hf_config",
+            f"has sliding_window = {window}, and model.seq_len is {length}: each token attends to all of seq_len here. "
+            f"Set model.seq_len to at most {window}",
+        )
+    longest = found.get("max_position_embeddings")
+    if length is None and isinstance(longest, int):
+        return {**found, "seq_len": min(longest, window, LONGEST_DEFAULT_SEQ_LEN)}
+    return found

@@ -2,32 +2,29 @@
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag, WithJsonSchema
+from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.cluster import ClusterSpec
-from scaletrain_cli.spec.code import CodeSpec
-from scaletrain_cli.spec.layout import LayoutSpec
-from scaletrain_cli.spec.model import ModelSpec, divisors
+from scaletrain_cli.spec.model import VISION, ClipSpec, ConvNextSpec, ModelSpec, ResNetSpec, VitSpec, divisors
 from scaletrain_cli.spec.quantities import (
-    AutoSeconds,
-    AutoWhole,
-    Fraction,
     Matching,
-    Positive,
     Text,
-    Whole,
-    WholeOrZero,
-    or_word,
-    parse_whole,
 )
-from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
+from scaletrain_cli.spec.section import LEFT_OUT, Section
+from scaletrain_cli.spec.sections import (
+    CheckpointSpec,
+    CodeSpec,
+    DataSpec,
+    GuardSpec,
+    PlannerSpec,
+    RestartsSpec,
+    TrackingSpec,
+)
 from scaletrain_cli.spec.source import Source
-from scaletrain_cli.spec.training import EvaluationSpec, TrainingSpec
-from scaletrain_cli.spec.vision import VISION, ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
+from scaletrain_cli.spec.training import EvaluationSpec, LayoutSpec, TrainingSpec
 
 SCHEMA = "scaletrain/v1"
 EnvName = Annotated[
@@ -40,11 +37,6 @@ EnvName = Annotated[
 ]
 EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=100_000)]
 
-Budget = Annotated[
-    int | Literal["unlimited"],
-    or_word("unlimited", partial(parse_whole, minimum=0)),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"const": "unlimited"}]}),
-]
 
 # Kinds of model by the name that pydantic gives them in errors; both families of ModelSpec are one kind.
 MODELS: dict[str, type[Section]] = {"transformer": ModelSpec, **VISION}
@@ -65,109 +57,6 @@ AnyModel = Annotated[
     | Annotated[ClipSpec, Tag("clip")],
     Discriminator(model_kind),
 ]
-
-
-class TokenizerSpec(Section):
-    """``bpe`` is trained on the corpus itself; ``file`` reads a Hugging Face ``tokenizer.json``."""
-
-    kind: Literal["bpe", "file"] = "bpe"
-    vocab_size: Annotated[Whole, used_when(where("data.tokenizer.kind", "bpe"))] = 32000
-    path: Text | None = None
-
-
-class DataSpec(Section):
-    """Text to train on: ``python-stdlib``, a prepared dataset, or text / jsonl / parquet files (path or glob)."""
-
-    source: Text
-    tokenizer: TokenizerSpec = LEFT_OUT
-    validation_split: Fraction = 0.05
-    loss_mask: Literal["none", "document_starts"] = Field(
-        default="none", description="document_starts: no document's first token is predicted from the one before"
-    )
-    skip: tuple[tuple[Whole, Whole], ...] = Field(
-        default=(), description="windows of batches that are not trained on: [[first, last], ...], counted from 1"
-    )
-
-    def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for each setting that contradicts another one."""
-        if (self.tokenizer.kind == "file") != (self.tokenizer.path is not None):
-            yield "tokenizer.path", "is needed with kind: file, and only there."
-        for first, last in self.skip:
-            if first > last:
-                yield "skip", f"[{first}, {last}] begins after it ends. Write [{last}, {first}]."
-
-
-class CheckpointSpec(Section):
-    """When the full state is saved and how many are kept. ``dir: auto`` is the run directory."""
-
-    every: AutoWhole = "auto"
-    keep: Whole = 3
-    keep_every: Whole | None = Field(default=None, description="also kept, for ever: each whose step is a multiple")
-    asynchronous: bool = Field(default=True, alias="async")
-    dir: Text = "auto"
-
-
-class SpikeSpec(Section):
-    """Loss above ``factor`` times its median, or loss or gradient norm far beyond its spread, and what to do about it.
-
-    After ``retries`` rollbacks to the same checkpoint the run stops for good.
-    """
-
-    factor: Positive = 3.0
-    patience: Whole = Field(default=3, description="steps in a row that make a spike")
-    action: Literal["warn", "rollback"] = "rollback"
-    retries: Annotated[
-        WholeOrZero, used_when(where("guard.spike.action", "rollback"), where("guard.nan", "rollback"))
-    ] = Field(default=3, description="rollbacks to one checkpoint before the run stops")
-
-
-class GuardSpec(Section):
-    """What ends or mends a run that goes wrong. ``hang`` is how long a rank may be silent in a step.
-
-    ``preflight``: whether ranks measure their devices and links before step 1; ``auto`` does on GPUs.
-    """
-
-    nan: Literal["stop", "rollback"] = "stop"
-    spike: SpikeSpec = LEFT_OUT
-    hang: AutoSeconds = "auto"
-    preflight: Literal["auto", "always", "never"] = "auto"
-
-
-class RestartsSpec(Section):
-    """How often a run may be restarted, by reason of its end."""
-
-    preemption: Budget = "unlimited"
-    node: WholeOrZero = 10
-    crash: WholeOrZero = 3
-    oom: WholeOrZero = 0
-
-
-class WandbSpec(Section):
-    """Mirror of metrics.jsonl in Weights & Biases; one run over all attempts."""
-
-    project: Annotated[Text, used_when(where_not("tracking.wandb.mode", "disabled"))] = "scaletrain"
-    mode: Literal["online", "offline", "disabled"] = "disabled"
-
-
-class TrackingSpec(Section):
-    """Where metrics are mirrored besides the run directory."""
-
-    wandb: WandbSpec = LEFT_OUT
-    log_every: Whole = 1
-
-
-class PlannerSpec(Section):
-    """Whose memory and overlap habits are modelled; only ``deepspeed`` can be submitted.
-
-    ``attention``: whether the scores are kept as a matrix; ``auto`` follows the framework and the device.
-    ``autocast``: of vision networks, whether torch.autocast computes in 16 bits over fp32 weights.
-    ``search``: what ``auto`` in the layout may become: what this engine runs, or everything that can be modelled.
-    """
-
-    framework: Literal["deepspeed", "fsdp", "megatron", "nanotron"] = "deepspeed"
-    attention: Literal["auto", "flash", "materialised"] = "auto"
-    autocast: bool = False
-    search: Literal["engine", "everything"] = "engine"
 
 
 class RunSpec(Section):

@@ -1,20 +1,62 @@
-"""The run spec as text: YAML and ``--set`` overrides into plain data that remembers where each key stands.
+"""The text of a run spec: YAML, ``--set`` overrides and ``--vary`` variants as plain data, with the line of each key.
 
-Knows nothing of which keys a run spec has.
+This module does not know the keys of the schema.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from scaletrain_cli.errors import Place, Problem, SpecError
+from scaletrain_cli.errors import Place, Problem, SpecError, UsageError
+
+VARY_OPTION = "--vary"
+_MOST_VARIANTS = 24  # side by side, nobody compares more
+
+
+def variants(settings: Sequence[str], option: str = VARY_OPTION, most: int = _MOST_VARIANTS) -> list[tuple[str, ...]]:
+    """All combinations of ``KEY=A,B,C`` settings, each a tuple of overrides ``KEY=A``; one empty tuple without any.
+
+    Commas inside brackets, braces or quotes belong to the value; ``option`` is who is to blame. Raises UsageError.
+    """
+    lists = [_one_setting(setting, option) for setting in settings]
+    found = list(itertools.islice(itertools.product(*lists), most + 1))
+    if len(found) > most:
+        raise UsageError(f"{option} makes more than {most} variants. Give fewer values, or fewer keys.")
+    return found
+
+
+def _one_setting(setting: str, option: str) -> list[str]:
+    key, equals, text = setting.partition("=")
+    values = _split(text)
+    if not equals or not key.strip() or not all(value.strip() for value in values):
+        message = f"must look like section.key=value,value, as in layout.zero_stage=1,2,3, not {shown(setting)}."
+        raise UsageError(f"{option} is not understood", (Problem(option, "", message),))
+    return [f"{key.strip()}={value.strip()}" for value in dict.fromkeys(values)]
+
+
+def _split(text: str) -> list[str]:
+    """At commas outside brackets, braces and quotes."""
+    pieces, depth, quote = [""], 0, ""
+    for char in text:
+        if char == "," and depth == 0 and not quote:
+            pieces.append("")
+            continue
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        else:
+            depth += (char in "[{") - (char in "]}")
+        pieces[-1] += char
+    return pieces
+
 
 Key = tuple[str | int, ...]
 
-OPTION = "--set"
+SET_OPTION = "--set"
 _DEEPEST = 40  # nesting; no spec needs ten
 _LARGEST = 20_000  # values, with aliases followed; a spec has about a hundred, a YAML bomb has billions
 
@@ -36,7 +78,7 @@ class Source:
     def move_to_option(self, key: Key) -> None:
         """``key`` and all under it now come from the command line."""
         self.places = {other: place for other, place in self.places.items() if other[: len(key)] != key}
-        self.places[key] = OPTION
+        self.places[key] = SET_OPTION
 
 
 def parse_yaml(text: str, source: Source) -> dict[str, Any]:
@@ -65,22 +107,24 @@ def apply_override(raw: dict[str, Any], override: str, source: Source) -> Iterat
     name, equals, text = override.partition("=")
     parts = name.strip().split(".")
     if not equals or not all(parts):
-        yield Problem(OPTION, "", f"must look like section.key=value, as in training.steps=100, not {shown(override)}.")
+        yield Problem(
+            SET_OPTION, "", f"must look like section.key=value, as in training.steps=100, not {shown(override)}."
+        )
         return
     try:
-        value = parse_yaml(f"value: {text}", Source(OPTION)).get("value")
+        value = parse_yaml(f"value: {text}", Source(SET_OPTION)).get("value")
     except SpecError as error:
         why = error.problems[0].message if error.problems else error.message
-        yield Problem(OPTION, shown(name), f"is not a YAML value: {why}", shown(text))
+        yield Problem(SET_OPTION, shown(name), f"is not a YAML value: {why}", shown(text))
         return
     target = raw
     for depth, part in enumerate(parts[:-1], start=1):
         inner = target.get(part)
         if inner is None:
             inner = target[part] = {}
-            source.places.setdefault(tuple(parts[:depth]), OPTION)
+            source.places.setdefault(tuple(parts[:depth]), SET_OPTION)
         if not isinstance(inner, dict):
-            yield Problem(OPTION, shown(name), f"cannot be set: {shown('.'.join(parts[:depth]))} is not a section.")
+            yield Problem(SET_OPTION, shown(name), f"cannot be set: {shown('.'.join(parts[:depth]))} is not a section.")
             return
         target = inner
     target[parts[-1]] = value
@@ -116,7 +160,7 @@ def _load(text: str, file: str) -> Any:
         return YAML(typ="rt", pure=True).load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = Place(file, mark.line + 1) if mark and file != OPTION else file
+        where = Place(file, mark.line + 1) if mark and file != SET_OPTION else file
         what = " ".join(f"{error.context or ''} {error.problem or ''}".split())
         what = re.sub(r' with value ".*" \(original value: ".*"\)', "", what)  # of a duplicate key; perhaps a secret
         hint = "Indent with spaces; YAML forbids tabs." if "'\\t'" in what else None

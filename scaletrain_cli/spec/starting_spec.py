@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from string import Template
 
-from scaletrain_cli.spec.architecture_source import presets
+from scaletrain_cli.spec.presets import presets
 
 _COMMENT_COLUMN = 36
 

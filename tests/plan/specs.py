@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.spec import ModelSpec, RunSpec
-from scaletrain_cli.spec.architecture_source import complete
+from scaletrain_cli.spec.loading import complete
 
 # Overrides of spec_of that leave the ranks data parallelism alone, which the search would not.
 DATA_ALONE = {"layout__tensor_parallel": 1, "layout__pipeline_parallel": 1, "layout__sequence_parallel": 1}

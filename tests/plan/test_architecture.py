@@ -10,7 +10,7 @@ from scaletrain_cli.plan.architecture import (
     parameter_count,
     training_flops_per_token,
 )
-from scaletrain_cli.spec.architecture_source import presets
+from scaletrain_cli.spec.presets import presets
 from tests.plan.specs import model_of
 
 # As the checkpoints on the Hugging Face hub hold them, tied heads counted once.

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.rundir.documents import write_document
-from scaletrain_cli.rundir.goodput import AttemptSpan, run_goodput, sum_goodput
+from scaletrain_cli.rundir.goodput import AttemptSpan, Ledger, run_goodput, sum_goodput, write_ledger
 from scaletrain_cli.rundir.journal import record_event
-from scaletrain_cli.rundir.ledger import Ledger, write_ledger
 from scaletrain_cli.rundir.paths import RunDir
 
 

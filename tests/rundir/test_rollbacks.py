@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scaletrain_cli.rundir.journal import read_events, record_event
+from scaletrain_cli.rundir.journal import Rollback, read_events, read_rollbacks, record_event, record_rollback
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.rollbacks import Rollback, read_rollbacks, record_rollback
 
 
 def test_what_was_rolled_back_is_read_again_with_its_evidence_beside_it(tmp_path: Path) -> None:

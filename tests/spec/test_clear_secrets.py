@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from scaletrain_cli.errors import SpecError
 from scaletrain_cli.spec import RunSpec, load_spec, override_spec, parse_spec
-from scaletrain_cli.spec.clear_secrets import clear_secrets
+from scaletrain_cli.spec.secrets import clear_secrets
 from tests.cli.command_line import scaletrain
 
 PROJECT = Path(__file__).parent.parent.parent

@@ -9,7 +9,7 @@ import pytest
 from scaletrain_cli.errors import SpecError, UsageError
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec import RunSpec, load_spec
-from scaletrain_cli.spec.clusters import clusters_file
+from scaletrain_cli.spec.clusters_file import clusters_file
 from tests.cli.command_line import scaletrain
 
 SPEC = """

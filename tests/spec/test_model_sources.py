@@ -10,7 +10,7 @@ import pytest
 from scaletrain_cli.errors import SpecError
 from scaletrain_cli.plan import parameter_count
 from scaletrain_cli.spec import presets
-from scaletrain_cli.spec.architecture_source import sliding_window
+from scaletrain_cli.spec.hugging_face import sliding_window
 from tests.spec.samples import FIXTURES, load, problem, problems
 
 START = "schema: scaletrain/v1\nname: a\ndata: {source: x, tokenizer: {vocab_size: 512}}\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.spec.variants import variants
+from scaletrain_cli.spec.source import variants
 
 
 def test_each_value_is_an_override() -> None:

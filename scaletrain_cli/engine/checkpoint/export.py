@@ -30,7 +30,7 @@ from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
 from scaletrain_cli.safe_files import create_file, make_folder
 from scaletrain_cli.spec import RunSpec, to_hugging_face
-from scaletrain_cli.spec.end_of_text import ENDS_OF_TEXT
+from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 
 # The text side of an exported folder: the tokenizer, its special tokens, and where generation ends.
 

@@ -24,7 +24,7 @@ from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.shared_datasets import building, dataset_place
 from scaletrain_cli.safe_files import create_file, replace_file
 from scaletrain_cli.spec import DataSpec
-from scaletrain_cli.spec.end_of_text import END_OF_TEXT, ENDS_OF_TEXT
+from scaletrain_cli.spec.corpus_files import END_OF_TEXT, ENDS_OF_TEXT
 
 _SCHEMA = "scaletrain.dataset/v3"
 _WITHOUT_HASHES = "scaletrain.dataset/v2"  # opened, and not verified

@@ -17,9 +17,9 @@ from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.metrics import MetricsLog, StepMeasures
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import DoNotRequeueError
+from scaletrain_cli.rundir.journal import Rollback, record_rollback
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.rundir.rollbacks import Rollback, record_rollback
 from scaletrain_cli.worker.heartbeat import Heartbeat
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from scaletrain_cli.rundir.ledger import CATEGORIES, Category, Ledger, write_ledger
+from scaletrain_cli.rundir.goodput import CATEGORIES, Category, Ledger, write_ledger
 from scaletrain_cli.rundir.paths import RunDir
 
 _WRITE_SECONDS = 15.0  # at most so much is unknown after a SIGKILL

@@ -12,7 +12,7 @@ from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.dropout import KeyedDropout, attention_core
 from scaletrain_cli.engine.model.moe import MixtureMLP
 from scaletrain_cli.spec import ModelSpec
-from scaletrain_cli.spec.rope import RopeScalingSpec
+from scaletrain_cli.spec.model import RopeScalingSpec
 
 # Rotary frequencies stretched to contexts longer than a model was first trained on.
 

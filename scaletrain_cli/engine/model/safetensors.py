@@ -19,7 +19,7 @@ from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.materialization import named_matrices
 from scaletrain_cli.engine.parallel.shard_spec import ShardSpec
 from scaletrain_cli.errors import Problem, UsageError
-from scaletrain_cli.spec.weights_config import config_mismatches
+from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _TOLD = 8  # problems; a wrong number of layers would make hundreds

@@ -14,7 +14,7 @@ from scaletrain_cli.launch.resource_checks.view import View, parent_of_glob
 from scaletrain_cli.safe_files import open_to_read
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, SOURCES, NoCorpusError, find_files, kind_of, problems_of
-from scaletrain_cli.spec.weights_config import config_mismatches
+from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 
 
 def source_problems(view: View) -> Iterator[Problem]:
@@ -69,7 +69,7 @@ def tokenizer_problems(view: View) -> Iterator[Problem]:
 
 def tokenizer_problem(path: Path, spec: RunSpec) -> str:
     """Return what is wrong with a tokenizer.json; empty for a valid one."""
-    from scaletrain_cli.spec.end_of_text import ENDS_OF_TEXT
+    from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 
     try:
         with open_to_read(path) as file:

@@ -49,7 +49,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         "a Hugging Face config.json",
         "readable; every key used, irrelevant or refused by name",
         _LOAD,
-        "scaletrain_cli.spec.architecture_source:from_hugging_face",
+        "scaletrain_cli.spec.hugging_face:from_hugging_face",
     ),
     _row(
         "model.weights",

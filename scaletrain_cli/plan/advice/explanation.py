@@ -15,7 +15,7 @@ from scaletrain_cli.plan.search.layout_rules import broken_rules
 from scaletrain_cli.plan.search.layout_search import Candidate, evaluate
 from scaletrain_cli.plan.search.layouts import CHECKPOINTING, Axes
 from scaletrain_cli.spec import ModelSpec, RunSpec
-from scaletrain_cli.spec.layout import LayoutSpec
+from scaletrain_cli.spec.training import LayoutSpec
 
 # Layouts that were not chosen, sized for an explanation: what if one axis were folded away, on fewer ranks or more.
 

@@ -23,7 +23,7 @@ from scaletrain_cli.plan.vision.operations import (
     max_pool,
 )
 from scaletrain_cli.spec import ClipSpec, ConvNextSpec, ModelSpec, ResNetSpec, RunSpec, VitSpec
-from scaletrain_cli.spec.vision import VisionSpec
+from scaletrain_cli.spec.model import VisionSpec
 
 # ResNet and ConvNeXt as operations, layer by layer as torchvision and transformers build them.
 

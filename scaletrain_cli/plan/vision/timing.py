@@ -19,7 +19,7 @@ from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.plan.vision.networks import network, planned_network, training_flops, vision_model
 from scaletrain_cli.plan.vision.operations import Operation, VisionNetwork
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.vision import VisionSpec
+from scaletrain_cli.spec.model import VisionSpec
 
 # How long one operation of a vision network takes on a device, forward and backward.
 

@@ -23,7 +23,7 @@ from scaletrain_cli.engine.parallel.shard_spec import ShardSpec
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.rundir.checkpoints import MANIFEST, manifest_hash
 from scaletrain_cli.spec import DataSpec, ModelSpec, RunSpec, parse_spec, to_hugging_face
-from scaletrain_cli.spec.weights_config import config_mismatches
+from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 from tests.engine.model.test_safetensors import GPT, LLAMA, MIXTURE, MODELS, contents, loaded
 from tests.spec.samples import SPEC
 

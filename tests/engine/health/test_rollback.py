@@ -19,10 +19,9 @@ from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir import committing
 from scaletrain_cli.rundir.checkpoints import Checkpoint, list_checkpoints, verify
-from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.journal import Rollback, read_events, read_rollbacks
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.rundir.rollbacks import Rollback, read_rollbacks
 from scaletrain_cli.worker.heartbeat import Heartbeat
 from tests.spec.samples import SPEC, load
 

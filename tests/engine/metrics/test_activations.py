@@ -13,7 +13,7 @@ from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.plan.memory.activations import Recomputation, stage_activation_bytes, token_activations
 from scaletrain_cli.spec import ModelSpec
-from scaletrain_cli.spec.layout import LayoutSpec
+from scaletrain_cli.spec.training import LayoutSpec
 from tests.plan.specs import model_of
 
 BATCH, LENGTH, LAYERS = 2, 64, 4

@@ -13,8 +13,7 @@ from scaletrain_cli.engine.model.llama import rotary_tables, rotate
 from scaletrain_cli.engine.optim.optimizers import parameter_groups
 from scaletrain_cli.plan.architecture import architecture
 from scaletrain_cli.spec import ModelSpec
-from scaletrain_cli.spec.layout import LayoutSpec
-from scaletrain_cli.spec.training import OptimizerSpec
+from scaletrain_cli.spec.training import LayoutSpec, OptimizerSpec
 from tests.engine.fresh_model import build_model
 
 LLAMA = {

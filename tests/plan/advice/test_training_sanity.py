@@ -11,8 +11,7 @@ import pytest
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.advice.recipe_checks import critical_batch_tokens, published_recipe, scaled_lr
 from scaletrain_cli.plan.result import Sanity
-from scaletrain_cli.spec.architecture_source import presets
-from scaletrain_cli.spec.vision_source import vision_presets
+from scaletrain_cli.spec.presets import presets, vision_presets
 from tests.plan.specs import spec_of
 
 LLAMA = {"training__global_batch_size": 1024, "cluster__nodes": 4}  # 4 M tokens, as the authors

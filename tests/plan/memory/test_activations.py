@@ -108,7 +108,7 @@ def test_autograd_saves_what_the_planner_counts(shape: dict[str, object], precis
     from pathlib import Path
 
     from scaletrain_cli.spec import ModelSpec
-    from scaletrain_cli.spec.architecture_source import complete
+    from scaletrain_cli.spec.loading import complete
     from tests.engine.fresh_model import build_model
 
     batch, seq_len = 2, 64

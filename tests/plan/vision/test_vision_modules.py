@@ -9,7 +9,7 @@ import pytest
 
 from scaletrain_cli.plan.vision import networks
 from scaletrain_cli.plan.vision.memory import activation_bytes
-from scaletrain_cli.spec.vision import VISION
+from scaletrain_cli.spec.model import VISION
 
 BATCH = 2
 STAGES = {"hidden_sizes": (32, 64), "image_size": 64, "num_labels": 10}

@@ -1,23 +1,148 @@
-"""Where a model's dimensions come from: a preset, a Hugging Face config.json, or other dimensions that imply them.
+"""Read a model's dimensions from a Hugging Face config.json.
 
-Works on the raw mapping, before validation, so that a user's own keys always win.
+Each key is taken over, known not to change the model, or refused by name. An unknown key is refused too, because it
+may change what the model computes. Works on the raw mapping, before validation, so that keys of the spec take
+precedence.
 """
 
 from __future__ import annotations
 
 import json
-from functools import cache
-from importlib.resources import files
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.safe_files import open_to_read
-from scaletrain_cli.spec.hugging_face_keys import CLIP_TOWER, VISION_KEYS, KnownKeys, known_keys, refusals
-from scaletrain_cli.spec.vision import VISION
-from scaletrain_cli.spec.vision_source import merged, vision_from_config, vision_presets
+from scaletrain_cli.spec.model import VISION
+from scaletrain_cli.spec.presets import TOWERS, SourceError, merged, vision_presets
 
-# Context length that a preset trains at, where the published maximum is a long-context extension.
-_LONGEST_DEFAULT_SEQ_LEN = 8192
+# Of every config: names, versions, token ids, outputs, and settings of generation and of other tasks.
+_ABOUT_THE_FILE = frozenset(
+    (
+        "architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id "
+        "chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dtype early_stopping "
+        "encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task "
+        "forced_bos_token_id forced_eos_token_id "
+        "gradient_checkpointing id2label is_decoder label2id length_penalty max_length min_length "
+        "model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions "
+        "output_hidden_states output_router_logits output_scores pad_token_id prefix problem_type "
+        "remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens "
+        "task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript "
+        "transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache"
+    ).split()
+)
+# The same sums in another order or precision; a context length that only code of its own reads.
+_SAME_RESULT = frozenset({"pretraining_tp", "reorder_and_upcast_attn", "quantization_config", "n_ctx"})
+_NOT_BOTH_WAYS: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (),
+    "is_encoder_decoder": (False,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({},),
+    "partial_rotary_factor": (1, 1.0),
+}
+_LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_mrope": (False,),
+}
+_WINDOW = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
+_ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+# What the router and the latent attention of DeepSeek add. The planner sizes the model, for which they do not count;
+# the engine refuses the whole architecture.
+_DEEPSEEK_PLANNED = frozenset(
+    (
+        "aux_loss_alpha ep_size n_group num_mtp_layers num_nextn_predict_layers qk_head_dim rope_interleave "
+        "routed_scaling_factor scoring_func seq_aux topk_group topk_method"
+    ).split()
+)
+
+
+@dataclass(frozen=True)
+class KnownKeys:
+    """``used`` become keys of the spec, ``irrelevant`` change nothing, ``only`` may have these values, or be null."""
+
+    used: frozenset[str]
+    irrelevant: frozenset[str] = frozenset()
+    only: Mapping[str, tuple[Any, ...]] | None = None
+
+
+def known_keys(kind: str, taken: frozenset[str]) -> KnownKeys:
+    """Those of a ``model_type`` that we train or plan; ``taken`` are the keys that its dimensions come from."""
+    if kind == "gpt2":
+        heads = frozenset(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels"))
+        only: dict[str, tuple[Any, ...]] = {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+        }
+        dropouts = frozenset({"resid_pdrop", "embd_pdrop", "attn_pdrop"})
+        return KnownKeys(taken | dropouts, heads | {"summary_first_dropout"}, only)
+    llama_only = dict(_LLAMA_ONLY)
+    used, irrelevant = taken | _WINDOW | _ROPE | {"attention_dropout"}, frozenset[str]()
+    if kind == "mixtral":
+        llama_only["router_jitter_noise"] = (0, 0.0)
+    if kind == "qwen3_moe":
+        used |= {"decoder_sparse_step", "mlp_only_layers"}
+    if kind.startswith("deepseek"):
+        used |= {"n_shared_experts"}
+        irrelevant = _DEEPSEEK_PLANNED
+        llama_only |= {"moe_layer_freq": (1,)}
+    return KnownKeys(used, irrelevant, llama_only)
+
+
+# Of vision networks the sizes are planned and no engine of ours trains them: only what changes a size counts.
+VISION_KEYS: dict[str, KnownKeys] = {
+    "resnet": KnownKeys(
+        frozenset(),
+        frozenset({"hidden_act", "stage_names", "out_features", "out_indices"}),
+        {"downsample_in_first_stage": (False,), "downsample_in_bottleneck": (False,)},
+    ),
+    "convnext": KnownKeys(
+        frozenset(),
+        frozenset(
+            "hidden_act initializer_range layer_norm_eps drop_path_rate num_stages stage_names out_features "
+            "out_indices".split()
+        ),
+    ),
+    "vit": KnownKeys(
+        frozenset(),
+        frozenset(
+            "hidden_act hidden_dropout_prob attention_probs_dropout_prob initializer_range layer_norm_eps "
+            "encoder_stride pooler_output_size pooler_act".split()
+        ),
+    ),
+    "clip": KnownKeys(
+        frozenset(), frozenset("initializer_factor logit_scale_init_value text_config_dict vision_config_dict".split())
+    ),
+}
+CLIP_TOWER = KnownKeys(
+    frozenset(),
+    frozenset("hidden_act layer_norm_eps attention_dropout dropout initializer_range initializer_factor".split())
+    | {"projection_dim"},  # that of the whole model counts
+)
+
+
+def refusals(config: Mapping[str, Any], known: KnownKeys) -> Iterator[str]:
+    """Yield why a config cannot be taken over, one line for each key."""
+    for key, value in config.items():
+        if key.startswith("_") or key in known.used or key in known.irrelevant:
+            continue
+        if key in _ABOUT_THE_FILE or key in _SAME_RESULT:
+            continue
+        only = {**_NOT_BOTH_WAYS, **(known.only or {})}
+        if key not in only:
+            yield f"has the key {key[:80]}, which is not known here. Remove it if it changes nothing in the model"
+        elif value is not None and value not in only[key]:
+            allowed = " or ".join(map(_shown, only[key])) or "null"
+            yield f"has {key} = {_shown(value)}, and this model is built with {allowed} alone"
+
+
+def _shown(value: Any) -> str:
+    return (str(value).lower() if isinstance(value, bool) else str(value))[:80]
+
 
 _LARGEST_CONFIG_BYTES = 1_000_000
 
@@ -80,30 +205,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"norm_eps": 1e-6},
     "gpt2": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
 }
-
-
-# What a dimension follows from where it is not given; a problem with one of those is not told twice.
-DERIVED_FROM = {
-    "num_key_value_heads": ("num_attention_heads",),
-    "head_dim": ("hidden_size", "num_attention_heads"),
-    "intermediate_size": ("hidden_size", "family"),
-    "max_position_embeddings": ("seq_len",),
-}
-
-
-class SourceError(ValueError):
-    """A preset or config.json that cannot be used; ``key`` is the spec key to blame."""
-
-    def __init__(self, key: str, message: str) -> None:
-        super().__init__(message)
-        self.key = key
-
-
-@cache
-def presets() -> dict[str, dict[str, Any]]:
-    """Dimensions of transformers by preset name, as published by each model's authors."""
-    text = files("scaletrain_cli.spec").joinpath("presets.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
 
 
 def from_hugging_face(path: Path) -> dict[str, Any]:
@@ -224,62 +325,25 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def complete(model: dict[str, Any], base_dir: Path) -> dict[str, Any]:
-    """The mapping with preset or config.json under the user's keys, and derived dimensions filled in.
-
-    Raises SourceError. Leaves anything that it does not understand for validation to report.
-    """
-    given = {key: value for key, value in model.items() if key != "hf_config"}
-    if "hf_config" in model:
-        if not isinstance(model["hf_config"], str) or "\0" in model["hf_config"]:
-            raise SourceError("hf_config", "must be the path of a Hugging Face config.json")
-        config = read_config(base_dir / model["hf_config"])
-        given = merged(_within_window(config, from_config(config), given), given)
-    preset = model.get("preset")
-    if preset is not None:
-        known = presets() | vision_presets()
-        if not isinstance(preset, str) or preset not in known:
-            raise SourceError("preset", "is not a known preset")
-        given = merged(known[preset], given)
-    family = given.get("family")
-    return given if isinstance(family, str) and family in VISION else _derived(given)
+# A config.json leaves out what equals the default of its class in transformers, which is one of these.
+_VISION_DEFAULTS = {
+    "resnet": "resnet-50",
+    "convnext": "convnext-tiny",
+    "vit": "vit-base-patch16",
+    "clip": "clip-vit-base-patch32",
+}
 
 
-def _within_window(config: dict[str, Any], found: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """With a ``seq_len`` at which a sliding window is full attention. Raises SourceError for a longer one."""
-    window, length = sliding_window(config), given.get("seq_len")
-    if window is None or found.get("family") in VISION:
-        return found
-    if isinstance(length, int) and length > window:
-        raise SourceError(
-            "hf_config",
-            f"has sliding_window = {window}, and model.seq_len is {length}: each token attends to all of seq_len here. "
-            f"Set model.seq_len to at most {window}",
-        )
-    longest = found.get("max_position_embeddings")
-    if length is None and isinstance(longest, int):
-        return {**found, "seq_len": min(longest, window, _LONGEST_DEFAULT_SEQ_LEN)}
-    return found
-
-
-def _derived(given: dict[str, Any]) -> dict[str, Any]:
-    """Fill what follows from other dimensions, as the architectures define it."""
-
-    def whole(key: str) -> int | None:
-        value = given.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-    heads, hidden, seq_len = whole("num_attention_heads"), whole("hidden_size"), whole("seq_len")
-    longest = whole("max_position_embeddings")
-    derived: dict[str, Any] = {}
-    if heads:
-        derived["num_key_value_heads"] = heads
-    if heads and hidden and hidden % heads == 0:
-        derived["head_dim"] = hidden // heads
-    if hidden and given.get("family") == "gpt":
-        derived["intermediate_size"] = 4 * hidden
-    if longest:
-        derived["seq_len"] = min(longest, _LONGEST_DEFAULT_SEQ_LEN)
-    if seq_len:
-        derived["max_position_embeddings"] = seq_len
-    return derived | given
+def vision_from_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Model keys of the spec from a config.json whose ``model_type`` is one of VISION."""
+    family = config["model_type"]
+    fields = VISION[family].model_fields
+    found = {key: value for key, value in config.items() if key in fields and value is not None}
+    if isinstance(config.get("id2label"), dict) and "num_labels" in fields:
+        found["num_labels"] = len(config["id2label"])
+    for tower in TOWERS:
+        if tower in fields:
+            known: Any = fields[tower].annotation
+            given = config.get(tower) or {}
+            found[tower] = {key: value for key, value in given.items() if key in known.model_fields}
+    return merged(vision_presets()[_VISION_DEFAULTS[family]], {**found, "family": family})

@@ -22,7 +22,7 @@ from scaletrain_cli.errors import Problem, SpecError, UsageError
 from scaletrain_cli.spec.source import Key, Source, parse_yaml, shown
 from scaletrain_cli.text import did_you_mean
 
-OPTION = "--cluster"
+CLUSTER_OPTION = "--cluster"
 _KEYS = ("default", "runs", "clusters")
 
 
@@ -82,7 +82,7 @@ def choose_cluster(name: str | None) -> Cluster | None:
         return None
     if chosen not in sections:
         known = f"It knows {', '.join(sections)}." if sections else "It names none."
-        where = OPTION if name is not None else f"{source.place(('default',))} default"
+        where = CLUSTER_OPTION if name is not None else f"{source.place(('default',))} default"
         raise UsageError(
             f"{where} = {shown(chosen)}: no such cluster in {file}. {did_you_mean(chosen, sections)}{known}"
         )

@@ -1,0 +1,77 @@
+"""Model presets, and the dimensions that follow from other dimensions."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+TOWERS = ("vision_config", "text_config")
+
+
+@cache
+def vision_presets() -> dict[str, dict[str, Any]]:
+    """Dimensions by preset name, as published by each network's authors."""
+    text = files("scaletrain_cli.spec").joinpath("vision_presets.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
+
+
+def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """``over`` wins key by key, inside the towers of CLIP too."""
+    both = {**under, **over}
+    for tower in TOWERS:
+        if isinstance(under.get(tower), dict) and isinstance(over.get(tower), dict):
+            both[tower] = {**under[tower], **over[tower]}
+    return both
+
+
+# Context length that a preset trains at, where the published maximum is a long-context extension.
+LONGEST_DEFAULT_SEQ_LEN = 8192
+
+
+# What a dimension follows from where it is not given; a problem with one of those is not told twice.
+DERIVED_FROM = {
+    "num_key_value_heads": ("num_attention_heads",),
+    "head_dim": ("hidden_size", "num_attention_heads"),
+    "intermediate_size": ("hidden_size", "family"),
+    "max_position_embeddings": ("seq_len",),
+}
+
+
+class SourceError(ValueError):
+    """A preset or config.json that cannot be used; ``key`` is the spec key to blame."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+@cache
+def presets() -> dict[str, dict[str, Any]]:
+    """Dimensions of transformers by preset name, as published by each model's authors."""
+    text = files("scaletrain_cli.spec").joinpath("presets.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
+
+
+def derived_dimensions(given: dict[str, Any]) -> dict[str, Any]:
+    """Fill what follows from other dimensions, as the architectures define it."""
+
+    def whole(key: str) -> int | None:
+        value = given.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+    heads, hidden, seq_len = whole("num_attention_heads"), whole("hidden_size"), whole("seq_len")
+    longest = whole("max_position_embeddings")
+    derived: dict[str, Any] = {}
+    if heads:
+        derived["num_key_value_heads"] = heads
+    if heads and hidden and hidden % heads == 0:
+        derived["head_dim"] = hidden // heads
+    if hidden and given.get("family") == "gpt":
+        derived["intermediate_size"] = 4 * hidden
+    if longest:
+        derived["seq_len"] = min(longest, LONGEST_DEFAULT_SEQ_LEN)
+    if seq_len:
+        derived["max_position_embeddings"] = seq_len
+    return derived | given
