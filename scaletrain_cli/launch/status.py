@@ -236,9 +236,9 @@ def _ask(run: RunDir, record: RunRecord, last: AttemptRecord | None, scheduler: 
 def _sent_as(run: RunDir, record: RunRecord, last: AttemptRecord | None) -> str:
     """The id of the job that was handed over, or may have been: the scheduler's answer may have been lost."""
     if record.spec.cluster.scheduler == "kubernetes":
-        from scaletrain_cli.launch.backends.kubernetes.job_ref import whereabouts_of
+        from scaletrain_cli.launch.backends.kubernetes.job_ref import job_ref_of
 
-        place = whereabouts_of(run, record)
+        place = job_ref_of(run, record)
         return "" if place is None else place.job_id
     submission = read_submission(run)
     return submission.job_id if submission is not None else last.job_id if last is not None else ""

@@ -31,14 +31,14 @@ from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED, job_
 from scaletrain_cli.launch.backends.kubernetes.job_ref import (
     JobRef,
     confirmed,
-    heading_for,
-    place_before,
-    read_whereabouts,
-    remember_end,
-    remember_progress,
+    job_ref_of,
+    previous_job_ref,
+    read_job_ref,
+    record_end,
+    record_progress,
     shares_volume,
+    submission_recorded,
     update,
-    whereabouts_of,
     withdraw_intent,
 )
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest, documents_for, manifest, to_yaml
@@ -54,16 +54,10 @@ from scaletrain_cli.launch.backends.kubernetes.names import (
     submission_number,
 )
 from scaletrain_cli.launch.backends.kubernetes.nodes import exclusion_for
-from scaletrain_cli.launch.backends.kubernetes.observation import (
-    Observation,
-    index_of,
-    is_heard_of,
-    observe,
-    own_container,
-)
+from scaletrain_cli.launch.backends.kubernetes.observation import Observation, index_of, observe, own_container, reports
 from scaletrain_cli.launch.backends.kubernetes.pod_logs import PodLogs
 from scaletrain_cli.launch.backends.kubernetes.pod_output import progress_in
-from scaletrain_cli.launch.backends.kubernetes.watchdog import StuckJob, force_delete, never_ends_by_itself
+from scaletrain_cli.launch.backends.kubernetes.watchdog import StuckJob, force_delete, stuck_jobs
 from scaletrain_cli.launch.backends.kubernetes.workloads import misses_runtime
 from scaletrain_cli.launch.code.snapshot import take_snapshot
 from scaletrain_cli.launch.node_exclusion import Exclusion
@@ -122,7 +116,7 @@ class KubernetesBackend:
         if found is not None:
             _refuse_anothers(cluster, found, rendered, record)
         try:
-            with heading_for(run, JobRef(workload.id, spec.namespace, spec.context)):
+            with submission_recorded(run, JobRef(workload.id, spec.namespace, spec.context)):
                 _apply(cluster, rendered, found)
         except SchedulerSilentError as error:
             raise SchedulerSilentError(
@@ -134,7 +128,7 @@ class KubernetesBackend:
         return workload.id
 
     def job(self, run: RunDir, record: RunRecord) -> Job:
-        place = whereabouts_of(run, record)
+        place = job_ref_of(run, record)
         if place is None:
             return Job("", "unknown", "never submitted")
         return self._job_at(run, record, place)
@@ -170,10 +164,10 @@ class KubernetesBackend:
             job = dataclasses.replace(job, progress={**place.progress, **progress})
             if job.is_active:
                 with contextlib.suppress(OSError):
-                    remember_progress(run, place, job.progress)
+                    record_progress(run, place, job.progress)
         if job.state == "ended":
             with contextlib.suppress(OSError):
-                remember_end(run, place, job)
+                record_end(run, place, job)
         return job if job.progress else dataclasses.replace(job, progress=place.progress)
 
     def _job_of_lost_request(self, run: RunDir, record: RunRecord, place: JobRef, now: float) -> Job:
@@ -185,7 +179,7 @@ class KubernetesBackend:
             return Job(place.job_id, "unknown", f"{words}; whether it takes it is known in {math.ceil(wait)} s")
         with contextlib.suppress(OSError):
             withdraw_intent(run, place)
-        if (before := place_before(run, place)) is not None:
+        if (before := previous_job_ref(run, place)) is not None:
             return self._job_at(run, record, before)
         return Job("", "unknown", f"never submitted: the API server did not answer, and has nothing of {place.job_id}")
 
@@ -209,7 +203,7 @@ class KubernetesBackend:
         Raises SchedulerError, with nothing changed, where the server refuses, or may still take a job that it has not
         answered for. The object of a JobSet or Volcano Job stays until its last pod is gone.
         """
-        place = whereabouts_of(run, record)
+        place = job_ref_of(run, record)
         if place is None:
             touch(run.stop_file)
             record_event(run, "cancelled")
@@ -242,7 +236,7 @@ class KubernetesBackend:
 
     def remove_ended(self, run: RunDir, record: RunRecord) -> list[str]:
         """Delete the run's workloads, all of which are over; return their names. What they own goes with them."""
-        place = whereabouts_of(run, record)
+        place = job_ref_of(run, record)
         if place is None:
             return []
         cluster, seen = self._look(place, record)
@@ -254,19 +248,19 @@ class KubernetesBackend:
 
     def logs(self, run: RunDir, record: RunRecord) -> PodLogs | None:
         """What brings the pods' output here; None where it is here already, or there is no job."""
-        place = whereabouts_of(run, record)
+        place = job_ref_of(run, record)
         if place is None or shares_volume(run):
             return None  # of a job that has ended, the pods may still be there
         return self._logs(run, record, place, self.connect(place.context, place.namespace))
 
     def findings(self, run: RunDir, record: RunRecord) -> list[StuckJob]:
         """What the job would wait for in vain; empty in the good case."""
-        place = whereabouts_of(run, record)
-        return [] if place is None else never_ends_by_itself(self._look(place, record)[1], time.time())
+        place = job_ref_of(run, record)
+        return [] if place is None else stuck_jobs(self._look(place, record)[1], time.time())
 
     def force(self, run: RunDir, record: RunRecord) -> list[str]:
         """Remove pods of dead nodes; returns their names. Only for who knows that the nodes are off."""
-        place = whereabouts_of(run, record)
+        place = job_ref_of(run, record)
         if place is None:
             return []
         cluster, seen = self._look(place, record)
@@ -293,12 +287,12 @@ class KubernetesBackend:
 
 def _next_number(run: RunDir) -> int:
     """Return the number of this submission. A job whose answer was lost is asked for again under the same number."""
-    submission, place = read_submission(run), read_whereabouts(run)
+    submission, place = read_submission(run), read_job_ref(run)
     recorded = 0 if submission is None else submission_number(submission.job_id)
     if place is None:
         return recorded + 1
     if not place.confirmed:
-        before = place_before(run, place)
+        before = previous_job_ref(run, place)
         return max(recorded, 0 if before is None else submission_number(before.job_id)) + 1
     known = submission_number(place.job_id)
     if known > recorded and not place.ended:  # found after its answer was lost
@@ -461,7 +455,7 @@ def _refuse_anothers(cluster: Cluster, found: Object, rendered: Manifest, record
 def _progress(cluster: Cluster, place: JobRef, seen: Observation) -> dict[str, float]:
     """How far the run is, by what pod 0 printed last; nothing where that cannot be read."""
     begun = [pod for pod in seen.pods if index_of(pod) == 0 and "waiting" not in own_container(pod).get("state", {})]
-    first = [pod for pod in begun if is_heard_of(pod)]  # a dead node would be waited for
+    first = [pod for pod in begun if reports(pod)]  # a dead node would be waited for
     if not first:
         return {}
     with contextlib.suppress(SchedulerError):

@@ -26,11 +26,40 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     VOLCANO_QUEUE,
     Object,
 )
-from scaletrain_cli.launch.backends.kubernetes.nodes import CORDONED, misfits
-from scaletrain_cli.launch.backends.kubernetes.preflight_problems import Found, missing, problem
-from scaletrain_cli.launch.backends.kubernetes.quantities import as_number, shown
-from scaletrain_cli.launch.backends.kubernetes.quota import Cohort, Nearness, flavors_for, judge_quota, takes_namespace
+from scaletrain_cli.launch.backends.kubernetes.nodes import CORDONED, misfits, parse_quantity, quantity_text
+from scaletrain_cli.launch.backends.kubernetes.quota import (
+    Cohort,
+    TopologyRequest,
+    accepts_namespace,
+    check_quota,
+    flavors_for,
+)
 from scaletrain_cli.spec import RunSpec
+
+# What a preflight finds: problems by the key of the spec, notes, and when the job could start.
+
+
+Found = Problem | str | Start  # a problem, a note that is worth telling, or what is known of the start
+_SECTION = "cluster.kubernetes"
+_NAMES_SHOWN = 8
+
+
+def missing(spec: RunSpec, key: str, given: str, what: str, there: Sequence[Object]) -> Problem:
+    names = names_shown(sorted(str(item["metadata"]["name"]) for item in there))
+    return problem(spec, key, f"there is no such {what}. There are: {names}.", given)
+
+
+def problem(spec: RunSpec, key: str, message: str, given: str | None = None) -> Problem:
+    dotted = f"{_SECTION}.{key}" if key else _SECTION
+    return Problem(spec.where(dotted), dotted, message, given)
+
+
+def names_shown(names: Sequence[str]) -> str:
+    if not names:
+        return "none"
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
+
 
 # Node pools that a cloud can make larger: that a node is not there now does not mean that it cannot come.
 _GROWING = (
@@ -40,7 +69,7 @@ _GROWING = (
 _OF_CLUSTER_QUEUE = "ClusterQueueIsInactive"
 
 
-def queue_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
+def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
     kubernetes = spec.cluster.kubernetes
     if kubernetes.queue is None:
         return
@@ -71,7 +100,7 @@ def queue_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
         return
     yield from _activity(spec, whole, kubernetes.queue)
     namespace = cluster.get(NAMESPACE, "", kubernetes.namespace) or {"metadata": {}}
-    if not takes_namespace(whole, namespace["metadata"].get("labels", {})):
+    if not accepts_namespace(whole, namespace["metadata"].get("labels", {})):
         text = f"ClusterQueue {name} takes no jobs of namespace {kubernetes.namespace} (its namespaceSelector)."
         yield problem(spec, "queue", text, kubernetes.queue)
     yield from _quota(cluster, spec, whole, pod)
@@ -85,11 +114,11 @@ def _capability(spec: RunSpec, queue: Object, pod: Object) -> Iterator[Found]:
         limit = queue.get("spec", {}).get("capability", {}).get(name)
         if limit is None:
             continue
-        most = as_number(limit)
+        most = parse_quantity(limit)
         if amount > most:
-            text = f"can never hold it: the job needs {shown(amount)} {name}, and its capability is {limit}."
+            text = f"can never hold it: the job needs {quantity_text(amount)} {name}, and its capability is {limit}."
             yield problem(spec, "queue", text, given)
-        elif amount > most - as_number(taken.get(name, 0)):
+        elif amount > most - parse_quantity(taken.get(name, 0)):
             yield f"queue {given} is busy: {taken[name]} of {limit} {name} are taken; the job will wait"
 
 
@@ -117,7 +146,7 @@ def _quota(cluster: Cluster, spec: RunSpec, queue: Object, pod: Object) -> Itera
         others = [other for other in cluster.find(CLUSTER_QUEUE, "") if other["spec"].get("cohortName") == name]
         cohort = Cohort(others, own, bounded=own is None or not own.get("spec", {}).get("parentName"))
     needed = _needed(spec, pod) | {"pods": Fraction(spec.cluster.nodes)}
-    answer = judge_quota(queue, flavors, cohort, needed, pod, _nearness(cluster, spec))
+    answer = check_quota(queue, flavors, cohort, needed, pod, _nearness(cluster, spec))
     given = spec.cluster.kubernetes.queue
     for reason in answer.never:
         yield problem(spec, "queue", f"ClusterQueue {queue['metadata']['name']} can never admit it: {reason}.", given)
@@ -128,7 +157,7 @@ def _quota(cluster: Cluster, spec: RunSpec, queue: Object, pod: Object) -> Itera
         yield f"no quota of queue {given} covers {resource}: the job waits for ever unless Kueue is told to exclude it"
 
 
-def _nearness(cluster: Cluster, spec: RunSpec) -> Nearness | None:
+def _nearness(cluster: Cluster, spec: RunSpec) -> TopologyRequest | None:
     topology = spec.cluster.kubernetes.topology
     if topology is None:
         return None
@@ -139,7 +168,7 @@ def _nearness(cluster: Cluster, spec: RunSpec) -> Nearness | None:
             raise
         known = []
     levels = {item["metadata"]["name"]: [level["nodeLabel"] for level in item["spec"]["levels"]] for item in known}
-    return Nearness(topology.key, levels)
+    return TopologyRequest(topology.key, levels)
 
 
 def _start(queue: Object, given: str, *, busy: bool) -> Start:
@@ -161,11 +190,11 @@ def _needed(spec: RunSpec, pod: Object) -> dict[str, Fraction]:
     for container in pod.get("containers", ()):
         resources = container.get("resources", {})
         for name, amount in {**resources.get("limits", {}), **resources.get("requests", {})}.items():
-            found[name] = found.get(name, Fraction(0)) + as_number(amount) * spec.cluster.nodes
+            found[name] = found.get(name, Fraction(0)) + parse_quantity(amount) * spec.cluster.nodes
     return found
 
 
-def namespace_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
+def namespace_quota(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
     """A namespace's own limits, at which pods are refused one by one."""
     needed = _needed(spec, pod) | {"pods": Fraction(spec.cluster.nodes)}
     for quota in cluster.find(RESOURCE_QUOTA, spec.cluster.kubernetes.namespace):
@@ -176,7 +205,7 @@ def namespace_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
             wanted = needed.get(limited.removeprefix("requests."))
             if wanted is None:
                 continue
-            most, used = as_number(hard), as_number(status.get("used", {}).get(limited, 0))
+            most, used = parse_quantity(hard), parse_quantity(status.get("used", {}).get(limited, 0))
             what = f"ResourceQuota {quota['metadata']['name']} of the namespace allows {hard} {limited}"
             if wanted > most:
                 yield problem(spec, "namespace", f"{what}; the job needs more than that.")
@@ -184,7 +213,7 @@ def namespace_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
                 yield f"{what}, of which {status['used'][limited]} are used: the job waits for the rest"
 
 
-def node_room(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
+def node_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
     """Yield why there are not enough nodes for the gang. Kueue's quota is a number, without labels and cordons."""
     if not pod:
         return
@@ -266,4 +295,4 @@ def _room(nodes: Sequence[Object], one: Mapping[str, Fraction], place: _Place) -
 def _pods_on(node: Object, one: Mapping[str, Fraction]) -> int:
     """How many such pods have room on the node when nothing else is there; nothing keeps two of a gang apart."""
     has = node.get("status", {}).get("allocatable", {})
-    return min((int(as_number(has.get(name, 0)) // amount) for name, amount in one.items() if amount), default=1)
+    return min((int(parse_quantity(has.get(name, 0)) // amount) for name, amount in one.items() if amount), default=1)

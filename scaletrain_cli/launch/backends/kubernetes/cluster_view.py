@@ -31,10 +31,10 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     Object,
 )
 from scaletrain_cli.launch.backends.kubernetes.conditions import job_of, size_of
-from scaletrain_cli.launch.backends.kubernetes.job_ref import read_whereabouts
+from scaletrain_cli.launch.backends.kubernetes.job_ref import read_job_ref
 from scaletrain_cli.launch.backends.kubernetes.names import INSTANCE_LABEL, MANAGED, RUN_ID_ANNOTATION
+from scaletrain_cli.launch.backends.kubernetes.nodes import parse_quantity, requested
 from scaletrain_cli.launch.backends.kubernetes.observation import QUEUE_LABEL, Observation, index_of, owned_by
-from scaletrain_cli.launch.backends.kubernetes.quantities import as_number, requested
 from scaletrain_cli.launch.backends.kubernetes.watchdog import is_ready, unix_time
 from scaletrain_cli.rundir.paths import list_runs
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
@@ -228,7 +228,7 @@ def _namespaces_of_runs(context: str | None) -> list[str]:
     places = []
     for run in list_runs():
         with contextlib.suppress(UsageError, OSError):  # a damaged run is told of where it is looked at
-            place = read_whereabouts(run)
+            place = read_job_ref(run)
             if place is not None and not place.ended and context in (None, place.context):
                 places.append((run.record.stat().st_mtime, place.namespace))
     return list(dict.fromkeys(namespace for _, namespace in sorted(places, reverse=True)))
@@ -314,7 +314,7 @@ def _gpu_rows(nodes: Iterable[Object], pods: Iterable[Object], resource: str) ->
 
 def _count(node: Object, key: str, resource: str) -> int:
     """Of ``allocatable``, a device that its plugin found broken is no longer part; of ``capacity`` it is."""
-    return int(as_number(node.get("status", {}).get(key, {}).get(resource, 0)))
+    return int(parse_quantity(node.get("status", {}).get(key, {}).get(resource, 0)))
 
 
 def _state(node: Object) -> str:
@@ -328,7 +328,7 @@ def _quotas(queue: Object, local: dict[str, str], gpu_resource: str) -> Iterator
     owner = "queue " + ", ".join(name for name, to in local.items() if to == queue["metadata"]["name"])
     cohort = queue["spec"].get("cohortName")
     reserved = {
-        (flavor["name"], resource["name"]): as_number(resource.get("total", 0))
+        (flavor["name"], resource["name"]): parse_quantity(resource.get("total", 0))
         for flavor in queue.get("status", {}).get("flavorsReservation", ())
         for resource in flavor.get("resources", ())
     }
@@ -342,7 +342,7 @@ def _quotas(queue: Object, local: dict[str, str], gpu_resource: str) -> Iterator
                 held = reserved.get((flavor["name"], name), Fraction(0))
                 unit = _GIB if name in _BYTES else 1
                 words = {gpu_resource: "GPUs", "cpu": "CPUs"}.get(name, f"{name}, GiB" if unit > 1 else name)
-                allowed = as_number(quota.get("nominalQuota", 0))
+                allowed = parse_quantity(quota.get("nominalQuota", 0))
                 yield QuotaRow(owner, limit, words, float(allowed / unit), float(held / unit))
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import Object
-from scaletrain_cli.launch.backends.kubernetes.observation import QUEUE_LABEL, Observation, is_heard_of, own_container
-from scaletrain_cli.launch.backends.kubernetes.watchdog import CHILD_REFUSED, is_ready, never_ends_by_itself
+from scaletrain_cli.launch.backends.kubernetes.observation import QUEUE_LABEL, Observation, own_container, reports
+from scaletrain_cli.launch.backends.kubernetes.watchdog import CHILD_REFUSED, is_ready, stuck_jobs
 
 CANCELLED = "scaletrain.dev/cancelled"  # an annotation: when, by `scaletrain cancel`
 _EXIT_CODE = re.compile(r"exit code (\d+)")
@@ -34,7 +34,7 @@ def job_of(seen: Observation, job_id: str, now: float, *, cancelled: bool = Fals
     """The run's job; ``now`` is Unix time, ``cancelled`` what the run directory says of a workload that is gone."""
     workload = seen.workload
     nodes = tuple(dict.fromkeys(pod["spec"]["nodeName"] for pod in seen.pods if pod.get("spec", {}).get("nodeName")))
-    stuck = [finding.text for finding in never_ends_by_itself(seen, now)]
+    stuck = [finding.text for finding in stuck_jobs(seen, now)]
     left = [pod for pod in seen.pods if not _has_ended(pod)]
     if workload is None:
         cause = "cancelled" if cancelled else "the workload is gone"
@@ -140,7 +140,7 @@ def _silent_nodes(pods: Sequence[Object], seen: Observation) -> dict[str, int]:
     found: dict[str, int] = {}
     for pod in pods:
         name = pod.get("spec", {}).get("nodeName")
-        if name and not known.get(name, is_heard_of(pod)):
+        if name and not known.get(name, reports(pod)):
             found[name] = found.get(name, 0) + 1
     return dict(sorted(found.items()))
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
-from scaletrain_cli.launch.backends.kubernetes.job_ref import whereabouts_of
+from scaletrain_cli.launch.backends.kubernetes.job_ref import job_ref_of
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.status import RunStatus
 from scaletrain_cli.rundir.paths import RunDir
@@ -144,7 +144,7 @@ def what_never_ends(run: RunDir, record: RunRecord) -> Iterator[Finding]:
 
 
 def _filled(run: RunDir, record: RunRecord, actions: tuple[str, ...]) -> tuple[str, ...]:
-    place = whereabouts_of(run, record)
+    place = job_ref_of(run, record)
     namespace = place.namespace if place else record.spec.cluster.kubernetes.namespace
     workload = place.job_id.replace("volcano/", "jobs.batch.volcano.sh/") if place else "pods"
     return tuple(action.format(run=run.run_id, namespace=namespace, workload=workload) for action in actions)

@@ -59,9 +59,9 @@ class JobRef:
         return 0.0 if self.confirmed else max(0.0, self.asked + _SETTLED_SECONDS - now)
 
 
-def whereabouts_of(run: RunDir, record: RunRecord) -> JobRef | None:
+def job_ref_of(run: RunDir, record: RunRecord) -> JobRef | None:
     """Return where the latest job is, or would be if the API server took it; None before the first."""
-    place, submission = read_whereabouts(run), read_submission(run)
+    place, submission = read_job_ref(run), read_submission(run)
     recorded = "" if submission is None else submission.job_id
     if place is not None and submission_number(place.job_id) >= submission_number(recorded):
         return place
@@ -71,14 +71,14 @@ def whereabouts_of(run: RunDir, record: RunRecord) -> JobRef | None:
     return JobRef(submission.job_id, cluster.namespace, cluster.context)
 
 
-def read_whereabouts(run: RunDir) -> JobRef | None:
+def read_job_ref(run: RunDir) -> JobRef | None:
     """Return what kubernetes.json says; None where there is none. Raises UsageError where it is damaged."""
     path = run.path / "kubernetes.json"
     data = read_document(path)
     return None if data is None else _from_document(data, path)
 
 
-def place_before(run: RunDir, place: JobRef) -> JobRef | None:
+def previous_job_ref(run: RunDir, place: JobRef) -> JobRef | None:
     """Return the place of the job before an intent. Raises UsageError where it is damaged."""
     return None if place.before is None else _from_document(place.before, run.path / "kubernetes.json")
 
@@ -93,14 +93,14 @@ def _from_document(data: dict[str, Any], path: Path) -> JobRef:
 
 
 @contextlib.contextmanager
-def heading_for(run: RunDir, place: JobRef) -> Iterator[None]:
+def submission_recorded(run: RunDir, place: JobRef) -> Iterator[None]:
     """Write the intent before the job is handed over. A refusal puts back what was there.
 
     For holders of submit_lock(): what they know counts, whatever somebody who looked at the run has written meanwhile.
     """
-    there = read_whereabouts(run)
+    there = read_job_ref(run)
     if there is not None and not there.confirmed:
-        there = place_before(run, there)  # of a request that is made again
+        there = previous_job_ref(run, there)  # of a request that is made again
     before = None if there is None else dataclasses.asdict(there)
     intent = dataclasses.replace(place, confirmed=False, asked=time.time(), before=before)
     _write(run, intent)
@@ -124,7 +124,7 @@ def withdraw_intent(run: RunDir, intent: JobRef) -> None:
     """Put back what was known before a request of which nothing came, unless another was made meanwhile."""
     with _writing(run):
         if _is_still(run, intent):
-            _put(run, place_before(run, intent))
+            _put(run, previous_job_ref(run, intent))
 
 
 def update(run: RunDir, old: JobRef, new: JobRef) -> None:
@@ -158,7 +158,7 @@ def _is_still(run: RunDir, place: JobRef) -> bool:
     return there is None or (there.get("job_id"), there.get("asked", 0.0)) == (place.job_id, place.asked)
 
 
-def remember_end(run: RunDir, place: JobRef, job: Job) -> None:
+def record_end(run: RunDir, place: JobRef, job: Job) -> None:
     """Keep the end of a job: its object is deleted some time after it."""
     progress = {**place.progress, **job.progress}
     ended = dataclasses.replace(
@@ -168,7 +168,7 @@ def remember_end(run: RunDir, place: JobRef, job: Job) -> None:
         update(run, place, ended)
 
 
-def remember_progress(run: RunDir, place: JobRef, progress: Mapping[str, float]) -> None:
+def record_progress(run: RunDir, place: JobRef, progress: Mapping[str, float]) -> None:
     """Keep how far the pods were: their output goes with them."""
     if progress and dict(progress) != dict(place.progress):
         update(run, place, dataclasses.replace(place, progress=dict(progress)))

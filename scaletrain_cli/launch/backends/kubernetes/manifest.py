@@ -15,9 +15,13 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from scaletrain_cli.errors import Problem, SpecError, UsageError
-from scaletrain_cli.launch.backends.kubernetes.names import DOCUMENTS_ANNOTATION, Workload, record_mark
+from scaletrain_cli.launch.backends.kubernetes.names import (
+    DOCUMENTS_ANNOTATION,
+    LONGEST_LABEL_VALUE,
+    Workload,
+    record_mark,
+)
 from scaletrain_cli.launch.backends.kubernetes.pod import OWN_VARIABLES, pod_template
-from scaletrain_cli.launch.backends.kubernetes.rules import problems
 from scaletrain_cli.launch.backends.kubernetes.workloads import jobset, training_runtime, trainjob, volcano_job
 from scaletrain_cli.launch.code.snapshot import take_snapshot
 from scaletrain_cli.project_files import project_file
@@ -25,7 +29,6 @@ from scaletrain_cli.rundir.code import code_file
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, documents_of
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.kubernetes import KubernetesSpec
 
 # What pods get in the ConfigMap of their run: its record, and the user's code unless that is on the nodes already.
 
@@ -252,18 +255,26 @@ def manifest(
     workload = Workload(record.run_id, submission, record.revision, backend, record_mark(record))
     template = pod_template(spec, record.plan, workload, documents, avoid)
     objects = (_config_map(spec, workload, documents), *_workload_objects(spec, workload, template))
-    if found := problems(objects):
-        raise SpecError("this run would become objects that no cluster can run", found)
     return Manifest(workload, objects, tuple(notes(spec)))
 
 
 def require_submittable(spec: RunSpec) -> None:
-    """Raise SpecError that names everything a plan does without and a submission does not."""
-    missing = tuple(
-        Problem(spec.where(key), key, "is missing.", hint=hint) for key, hint in _missing(spec.cluster.kubernetes)
-    )
-    if missing:
-        raise SpecError("this run can be planned, but not submitted to Kubernetes", missing)
+    """Raise SpecError with every setting that is missing for a submission, or that no object can hold."""
+    found = (*_missing(spec), *_unrenderable(spec))
+    if found:
+        raise SpecError("this run can be planned, but not submitted to Kubernetes", found)
+
+
+def _unrenderable(spec: RunSpec) -> Iterator[Problem]:
+    """Yield settings that are valid alone, and not in the object that they become a part of."""
+    kubernetes = spec.cluster.kubernetes
+    if kubernetes.kueue and kubernetes.priority is not None and len(kubernetes.priority) > LONGEST_LABEL_VALUE:
+        key = "cluster.kubernetes.priority"
+        message = f"must have at most {LONGEST_LABEL_VALUE} characters: Kueue reads it from a label of the job."
+        yield Problem(spec.where(key), key, message, kubernetes.priority)
+    for name in sorted(OWN_VARIABLES & kubernetes.secrets.keys()):
+        key = f"cluster.kubernetes.secrets.{name}"
+        yield Problem(spec.where(key), key, "is set by the launcher in every pod; choose another name.")
 
 
 def _workload_objects(spec: RunSpec, workload: Workload, template: Object) -> Iterator[Object]:
@@ -278,18 +289,20 @@ def _workload_objects(spec: RunSpec, workload: Workload, template: Object) -> It
         yield jobset(spec, workload, template)
 
 
-def _missing(kubernetes: KubernetesSpec) -> Iterator[tuple[str, str]]:
-    if kubernetes.image is None:
-        yield (
-            "cluster.kubernetes.image",
-            "Name the image of the pods by digest, as registry/scaletrain@sha256:...; "
-            f"{project_file('k8s/README.md')} says how to build one.",
-        )
-    if kubernetes.runs.claim is None:
-        yield (
-            "cluster.kubernetes.runs.claim",
-            "Name a PersistentVolumeClaim with access mode ReadWriteMany: the pods keep the run directory there.",
-        )
+def _missing(spec: RunSpec) -> Iterator[Problem]:
+    """Yield what every pod needs and the spec does not name."""
+    wanted = {
+        "image": "Name the image of the pods by digest, as registry/scaletrain@sha256:...; "
+        f"{project_file('k8s/README.md')} says how to build one.",
+        "runs.claim": "Name a PersistentVolumeClaim with access mode ReadWriteMany: the pods keep the run directory "
+        "there.",
+    }
+    kubernetes = spec.cluster.kubernetes
+    given = {"image": kubernetes.image, "runs.claim": kubernetes.runs.claim}
+    for name, hint in wanted.items():
+        key = f"cluster.kubernetes.{name}"
+        if given[name] is None:
+            yield Problem(spec.where(key), key, "is missing.", hint=hint)
 
 
 def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str | bytes]) -> Object:

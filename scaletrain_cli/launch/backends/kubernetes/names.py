@@ -29,6 +29,7 @@ INSTANCE_LABEL = "app.kubernetes.io/instance"
 MANAGED = f"app.kubernetes.io/managed-by={MANAGER}"  # selects what this launcher has made
 
 LONGEST_POD_NAME = 63
+LONGEST_LABEL_VALUE = 63
 _LONGEST_READABLE = 40
 _LONGEST_WORKLOAD = 44  # leaves room for -node-0-99999 and -abcde
 _POD_INDEX_AND_SUFFIX = len(f"-{NODE}-0-") + 6

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import NODE, Object
-from scaletrain_cli.launch.backends.kubernetes.quantities import as_number, shown
 from scaletrain_cli.launch.node_exclusion import Exclusion, exclusion
 from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
 from scaletrain_cli.rundir.paths import RunDir
@@ -16,6 +16,33 @@ from scaletrain_cli.spec import RunSpec
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.backends.kubernetes.api import Cluster
+
+
+def parse_quantity(quantity: str | int | float) -> Fraction:
+    """Return the amount of a quantity as the API server writes it (``8``, ``500m``, ``1536Gi``). Raises ValueError."""
+    from kubernetes.utils import parse_quantity as parsed
+
+    return Fraction(parsed(quantity))
+
+
+def requested(pod: dict[str, Any], resource: str) -> Fraction:
+    """Return the amount of a resource that a pod with this spec holds; of devices the limit is the request."""
+
+    def held(key: str) -> list[Fraction]:
+        found = [container.get("resources", {}) for container in pod.get(key) or ()]
+        return [
+            parse_quantity({**each.get("limits", {}), **each.get("requests", {})}.get(resource, 0)) for each in found
+        ]
+
+    return max(sum(held("containers"), Fraction(0)), *held("initContainers"), Fraction(0))
+
+
+def quantity_text(amount: Fraction) -> str:
+    """Return ``16``, or ``512.0Gi`` for an amount of bytes."""
+    if amount.denominator == 1 and amount < 10**6:
+        return str(amount.numerator)
+    return f"{float(amount) / 2**30:.1f}Gi" if amount >= 2**30 else f"{float(amount):g}"
+
 
 # Which Kubernetes itself puts on nodes that are not well; the job's own tolerations of them are for its last seconds.
 CORDONED = "being schedulable"  # for now: the last thing that is looked at
@@ -47,8 +74,8 @@ def misfits(
         if held.get(key) != value:
             return f"label {key}={value}"
     for resource, amount in wanted.items():
-        if as_number(has.get(resource, 0)) < as_number(amount):
-            return f"{shown(as_number(amount))} {resource}"
+        if parse_quantity(has.get(resource, 0)) < parse_quantity(amount):
+            return f"{quantity_text(parse_quantity(amount))} {resource}"
     if tolerations is not None:
         given = list(tolerations)
         for taint in spec.get("taints", ()):

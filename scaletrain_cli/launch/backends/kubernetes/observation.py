@@ -144,7 +144,7 @@ def own_container(pod: Object) -> Object:
     return next((container for container in containers if container.get("name") == CONTAINER), {})
 
 
-def is_heard_of(pod: Object) -> bool:
+def reports(pod: Object) -> bool:
     """Whether the pod's node reports: nothing else makes a pod unready whose containers are ready."""
     found = {each.get("type"): each.get("status") for each in pod.get("status", {}).get("conditions", ())}
     return found.get("Ready") != "False" or found.get("ContainersReady") == "False"
@@ -198,7 +198,7 @@ def _nodes_in_question(cluster: Cluster, pods: Iterable[Object]) -> tuple[tuple[
         and (
             pod["metadata"].get("deletionTimestamp")
             or pod.get("status", {}).get("phase", "Pending") == "Pending"
-            or not is_heard_of(pod)
+            or not reports(pod)
         )
     }
 

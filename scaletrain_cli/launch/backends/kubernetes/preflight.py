@@ -30,10 +30,17 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     Object,
     kind_of,
 )
-from scaletrain_cli.launch.backends.kubernetes.capacity import namespace_room, node_room, queue_room
+from scaletrain_cli.launch.backends.kubernetes.capacity import (
+    Found,
+    missing,
+    names_shown,
+    namespace_quota,
+    node_capacity,
+    problem,
+    queue_capacity,
+)
 from scaletrain_cli.launch.backends.kubernetes.derived_objects import children
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest
-from scaletrain_cli.launch.backends.kubernetes.preflight_problems import Found, missing, names_shown, problem
 from scaletrain_cli.launch.backends.kubernetes.workloads import misses_runtime
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.safe_files import FOLDER_MODE
@@ -210,15 +217,15 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | Non
     pod = pod_spec(rendered.objects)
     checks: list[Callable[[], Iterator[Found]]] = [
         lambda: _served(cluster, spec, kind_of(rendered.workload_object)),
-        lambda: queue_room(cluster, spec, pod),
+        lambda: queue_capacity(cluster, spec, pod),
         lambda: priority(cluster, spec),
         lambda: pod_priority(cluster, spec),
         lambda: claims(cluster, spec),
         lambda: volume_rights(cluster, spec, run),
         lambda: service_account(cluster, spec),
         lambda: secrets(cluster, spec),
-        lambda: namespace_room(cluster, spec, pod),
-        lambda: node_room(cluster, spec, pod),
+        lambda: namespace_quota(cluster, spec, pod),
+        lambda: node_capacity(cluster, spec, pod),
         *(lambda body=body: _dry_run(cluster, spec, body) for body in rendered.objects),
         *(lambda child=child: _dry_run_child(cluster, spec, child) for child in children(rendered.objects)),
     ]

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import Object
-from scaletrain_cli.launch.backends.kubernetes.nodes import tolerated
-from scaletrain_cli.launch.backends.kubernetes.quantities import as_number, shown
+from scaletrain_cli.launch.backends.kubernetes.nodes import parse_quantity, quantity_text, tolerated
 
 Amounts = Mapping[str, Fraction]
 # What every quota of a training cluster is of. Anything else a site may have told Kueue to leave out of all quotas
@@ -31,7 +30,7 @@ class QuotaAnswer:
 
 
 @dataclass(frozen=True)
-class Nearness:
+class TopologyRequest:
     """What the pods ask of Kueue's placement. ``level`` is a node label, None for any; ``known`` the levels of each
     Topology by name, as far as the user may look.
     """
@@ -49,7 +48,7 @@ class Cohort:
     bounded: bool = True
 
 
-def takes_namespace(queue: Object, labels: Mapping[str, str]) -> bool:
+def accepts_namespace(queue: Object, labels: Mapping[str, str]) -> bool:
     """Whether a ClusterQueue takes jobs of a namespace with these labels. Without a selector it takes none."""
     selector = queue["spec"].get("namespaceSelector")
     if selector is None:
@@ -63,13 +62,13 @@ def takes_namespace(queue: Object, labels: Mapping[str, str]) -> bool:
     return all(labels.get(key) == value for key, value in (selector.get("matchLabels") or {}).items())
 
 
-def judge_quota(
+def check_quota(
     queue: Object,
     flavors: Mapping[str, Object],
     cohort: Cohort | None,
     needed: Amounts,
     pod: Object,
-    near: Nearness | None = None,
+    near: TopologyRequest | None = None,
 ) -> QuotaAnswer:
     """``needed`` is of the whole gang, ``pods`` among it; ``pod`` is the spec of one of its pods."""
     groups = queue["spec"].get("resourceGroups", ())
@@ -129,7 +128,7 @@ def _misfit(flavor: Object | None, pod: Object) -> str:
     return ""
 
 
-def _misplaced(flavor: Object | None, near: Nearness | None, placed: bool) -> str:
+def _misplaced(flavor: Object | None, near: TopologyRequest | None, placed: bool) -> str:
     """Why Kueue's placement takes no such pods for the flavor; its own words name another flavor's quota instead."""
     topology = (flavor or {}).get("spec", {}).get("topologyName")
     if near is None:
@@ -147,7 +146,7 @@ def _too_little(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Am
     for name, amount in wanted.items():
         most = _most(queue, flavor, cohort, name)
         if most is not None and amount > most:
-            return f"the job needs {shown(amount)} {name}, and there are {shown(most)} at the most"
+            return f"the job needs {quantity_text(amount)} {name}, and there are {quantity_text(most)} at the most"
     return ""
 
 
@@ -156,7 +155,8 @@ def _busy(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Amounts)
     for name, amount in wanted.items():
         most, taken = _most(queue, flavor, cohort, name), _reserved(queue, flavor["name"], name)
         if most is not None and amount > most - taken:
-            return f"{shown(taken)} of {shown(most)} {name} are taken, and the job needs {shown(amount)}"
+            used = f"{quantity_text(taken)} of {quantity_text(most)} {name} are used"
+            return f"{used}, and the job needs {quantity_text(amount)}"
     return ""
 
 
@@ -165,10 +165,10 @@ def _most(queue: Object, flavor: Object, cohort: Cohort | None, resource: str) -
     own = _resource(flavor, resource)
     if own is None:
         return Fraction(0)
-    nominal, limit = as_number(own.get("nominalQuota", 0)), own.get("borrowingLimit")
+    nominal, limit = parse_quantity(own.get("nominalQuota", 0)), own.get("borrowingLimit")
     if cohort is None:
         return nominal
-    most = nominal + as_number(limit) if limit is not None else None
+    most = nominal + parse_quantity(limit) if limit is not None else None
     if not cohort.bounded:
         return most
     lent = sum(
@@ -184,7 +184,7 @@ def _lent(holder: Object, flavor: str, resource: str) -> Fraction:
         for found in group["flavors"]:
             quota = _resource(found, resource) if found["name"] == flavor else None
             if quota is not None:
-                return as_number(quota.get("lendingLimit") or quota.get("nominalQuota") or 0)
+                return parse_quantity(quota.get("lendingLimit") or quota.get("nominalQuota") or 0)
     return Fraction(0)
 
 
@@ -192,7 +192,7 @@ def _reserved(queue: Object, flavor: str, resource: str) -> Fraction:
     for found in queue.get("status", {}).get("flavorsReservation", ()):
         usage = _resource(found, resource) if found["name"] == flavor else None
         if usage is not None:
-            return as_number(usage.get("total", 0))
+            return parse_quantity(usage.get("total", 0))
     return Fraction(0)
 
 

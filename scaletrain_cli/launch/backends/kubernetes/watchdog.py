@@ -34,7 +34,7 @@ class StuckJob:
     pods: tuple[str, ...] = ()
 
 
-def never_ends_by_itself(seen: Observation, now: float) -> list[StuckJob]:
+def stuck_jobs(seen: Observation, now: float) -> list[StuckJob]:
     """What the job would wait for in vain; ``now`` is Unix time."""
     return [*_refused_child(seen), *_dead_nodes(seen, now)]
 

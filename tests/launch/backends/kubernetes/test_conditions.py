@@ -10,7 +10,7 @@ import pytest
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED, job_of
 from scaletrain_cli.launch.backends.kubernetes.observation import Observation, index_of
-from scaletrain_cli.launch.backends.kubernetes.watchdog import never_ends_by_itself, unix_time
+from scaletrain_cli.launch.backends.kubernetes.watchdog import stuck_jobs, unix_time
 from tests.launch.backends.kubernetes.conftest import condition, ended, pod
 
 NOW = datetime.datetime(2026, 11, 21, 12, tzinfo=datetime.timezone.utc).timestamp()
@@ -293,7 +293,7 @@ def test_a_child_that_the_server_refuses_never_starts() -> None:
     assert job.state == "queued"
     assert "will never start" in job.detail
     assert said in job.detail
-    (finding,) = never_ends_by_itself(Observation(jobset(), events=(refused,)), NOW)
+    (finding,) = stuck_jobs(Observation(jobset(), events=(refused,)), NOW)
     assert finding.kind == "child-refused"
     assert judged(jobset(), pod(NAME, 0), pod(NAME, 1), events=(refused,)).state == "running"  # it was mended since
 
@@ -309,14 +309,14 @@ def test_a_child_that_the_server_refuses_never_starts() -> None:
 def test_a_child_that_is_refused_for_now_may_still_start(said: str) -> None:
     """JobSet tells of every attempt alike, and tries again."""
     refused = event("JobCreationFailed", said)
-    assert not never_ends_by_itself(Observation(jobset(), events=(refused,)), NOW)
+    assert not stuck_jobs(Observation(jobset(), events=(refused,)), NOW)
     assert said in judged(jobset(), events=(refused,)).detail
 
 
 def test_a_trainjob_of_which_no_jobset_can_be_made_never_starts() -> None:
     said = 'TrainJob resources reconciliation failed: admission webhook "vjobset.kb.io" denied the request: name'
     refused = event("TrainJobResourcesCreationFailed", said, "TrainJob")
-    (finding,) = never_ends_by_itself(Observation(jobset(), events=(refused,)), NOW)
+    (finding,) = stuck_jobs(Observation(jobset(), events=(refused,)), NOW)
     assert "refuses the JobSet made of it" in finding.text
 
 
@@ -327,7 +327,7 @@ def node(name: str, ready: str) -> dict[str, Any]:
 def test_a_dead_node_whose_object_stays_is_named_with_what_to_do() -> None:
     overdue = pod(NAME, 1, node="n2", metadata={"deletionTimestamp": "2026-11-21T11:50:00Z"})
     seen = Observation(jobset(), (pod(NAME, 0), overdue), nodes=(node("n2", "Unknown"),))
-    (finding,) = never_ends_by_itself(seen, NOW)
+    (finding,) = stuck_jobs(seen, NOW)
     assert finding.pods == (overdue["metadata"]["name"],)
     assert "kubectl delete node n2" in finding.text
     assert "out-of-service" in finding.text
@@ -338,10 +338,10 @@ def test_a_dead_node_whose_object_stays_is_named_with_what_to_do() -> None:
 def test_a_pod_that_may_still_end_is_no_case_for_the_watchdog() -> None:
     in_time = pod(NAME, 0, node="n", metadata={"deletionTimestamp": "2026-11-21T12:00:10Z"})
     overdue = pod(NAME, 0, node="n", metadata={"deletionTimestamp": "2026-11-21T11:00:00Z"})
-    assert not never_ends_by_itself(Observation(jobset(), (in_time,), nodes=(node("n", "Unknown"),)), NOW)
-    assert not never_ends_by_itself(Observation(jobset(), (overdue,), nodes=(node("n", "True"),)), NOW)
-    assert not never_ends_by_itself(Observation(jobset(), (overdue,)), NOW)  # the node object is gone: so will the pod
-    assert never_ends_by_itself(Observation(jobset(), (overdue,), nodes_known=False), NOW)
+    assert not stuck_jobs(Observation(jobset(), (in_time,), nodes=(node("n", "Unknown"),)), NOW)
+    assert not stuck_jobs(Observation(jobset(), (overdue,), nodes=(node("n", "True"),)), NOW)
+    assert not stuck_jobs(Observation(jobset(), (overdue,)), NOW)  # the node object is gone: so will the pod
+    assert stuck_jobs(Observation(jobset(), (overdue,), nodes_known=False), NOW)
 
 
 def test_pods_are_numbered_by_whichever_controller_made_them() -> None:

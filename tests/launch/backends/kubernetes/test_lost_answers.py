@@ -242,11 +242,11 @@ def test_who_looked_at_the_job_before_never_writes_over_the_one_that_was_sent_si
     """`status` takes seconds on a slow server, in which somebody else may have resumed the run."""
     submit(made)
     cancel(made)
-    stale = job_ref.whereabouts_of(made.run, made.record)
+    stale = job_ref.job_ref_of(made.run, made.record)
     assert stale is not None
     second = resume(made.run).submission.job_id
-    job_ref.remember_end(made.run, stale, Job(stale.job_id, "ended", "it is no longer in the cluster"))
-    job_ref.remember_progress(made.run, stale, {"step": 3})
+    job_ref.record_end(made.run, stale, Job(stale.job_id, "ended", "it is no longer in the cluster"))
+    job_ref.record_progress(made.run, stale, {"step": 3})
     job_ref.withdraw_intent(made.run, stale)
     assert (job(made).id, job(made).state) == (second, "queued")
 

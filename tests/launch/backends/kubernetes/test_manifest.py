@@ -13,7 +13,6 @@ import pytest
 from scaletrain_cli.errors import SpecError, UsageError
 from scaletrain_cli.launch.backends.kubernetes.derived_objects import child_job, children
 from scaletrain_cli.launch.backends.kubernetes.manifest import to_yaml
-from scaletrain_cli.launch.backends.kubernetes.rules import problems
 from scaletrain_cli.own_processes import python_words
 from scaletrain_cli.spec import load_spec, parse_spec
 from tests.launch.backends.kubernetes.rendering import (
@@ -29,6 +28,7 @@ from tests.launch.backends.kubernetes.rendering import (
     rendered_recipe,
     template_of,
 )
+from tests.launch.backends.kubernetes.rules.objects import problems
 from tests.launch.conftest import PROJECT, make_spec
 
 SPOT, SMALL = "llama-70b-spot", "llama-10m-cpu"
@@ -400,11 +400,18 @@ def test_what_the_launcher_sets_itself_is_set_once() -> None:
     assert any("a/b:1" in note and "digest" in note for note in made.notes)
 
 
-def test_objects_that_break_a_rule_never_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.workloads.NODE", "Node_0")
-    with pytest.raises(SpecError, match="no cluster can run") as caught:
-        rendered_recipe(SPOT)
-    assert any("lower-case" in problem.message for problem in caught.value.problems)
+def test_a_priority_that_no_label_can_hold_is_refused_with_a_queue_of_kueue() -> None:
+    priority = f"cluster.kubernetes.priority={'p' * 64}"
+    with pytest.raises(SpecError) as caught:
+        rendered_recipe(SPOT, priority, "cluster.kubernetes.queue=q")
+    assert [problem.key for problem in caught.value.problems] == ["cluster.kubernetes.priority"]
+    assert rendered_recipe(SPOT, priority, "cluster.kubernetes.queue=q", "cluster.kubernetes.backend=volcano")
+
+
+def test_a_secret_under_the_name_of_a_variable_that_the_launcher_sets_is_refused() -> None:
+    with pytest.raises(SpecError) as caught:
+        rendered_recipe(SPOT, "cluster.kubernetes.secrets={MASTER_ADDR: {secret: s, key: k}}")
+    assert [problem.key for problem in caught.value.problems] == ["cluster.kubernetes.secrets.MASTER_ADDR"]
 
 
 @pytest.mark.parametrize(

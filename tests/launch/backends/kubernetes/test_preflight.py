@@ -132,7 +132,7 @@ def test_a_quota_that_can_never_fit_is_told_apart_from_one_that_is_busy(
     taken = [{"name": "h100", "resources": [{"name": "nvidia.com/gpu", "total": "8"}]}]
     whole["status"]["flavorsReservation"] = taken
     (note,) = [note for note in preflight(*QUEUE) if "busy" in note]
-    assert "8 of 16 nvidia.com/gpu are taken, and the job needs 16; the job will wait" in note
+    assert "8 of 16 nvidia.com/gpu are used, and the job needs 16; the job will wait" in note
 
 
 def test_the_start_is_now_where_quota_is_free_and_else_not_known_and_why(
@@ -405,7 +405,7 @@ def test_a_volcano_queue_that_can_never_hold_the_gang_is_told_from_one_that_is_b
     queue["spec"]["capability"]["nvidia.com/gpu"] = "16"
     assert not [note for note in preflight(*volcano) if "busy" in note]
     queue["status"] = {"state": "Open", "allocated": {"nvidia.com/gpu": "8"}}
-    assert any("8 of 16 nvidia.com/gpu are taken; the job will wait" in note for note in preflight(*volcano))
+    assert any("8 of 16 nvidia.com/gpu are used; the job will wait" in note for note in preflight(*volcano))
 
 
 def put_volume(

@@ -14,14 +14,20 @@ from ruamel.yaml import YAML
 
 from scaletrain_cli.launch.backends.kubernetes.derived_objects import children
 from scaletrain_cli.launch.backends.kubernetes.manifest import to_yaml
-from scaletrain_cli.launch.backends.kubernetes.names import Workload, longest_pod_name, parse_id, run_label
+from scaletrain_cli.launch.backends.kubernetes.names import (
+    LONGEST_LABEL_VALUE,
+    Workload,
+    longest_pod_name,
+    parse_id,
+    run_label,
+)
 from scaletrain_cli.launch.backends.kubernetes.pod import OWN_VARIABLES
-from scaletrain_cli.launch.backends.kubernetes.rules import problems
 from scaletrain_cli.own_processes import absolute_paths, python_words
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from tests.launch.backends.kubernetes.rendering import IMAGE, container_of, environment_of, rendered
+from tests.launch.backends.kubernetes.rules.objects import problems
 from tests.launch.conftest import make_spec
 
 characters = st.characters(blacklist_characters="\0", blacklist_categories=("Cs",))
@@ -75,13 +81,14 @@ def sections(draw: st.DrawFn) -> KubernetesSpec:
     kinds = ["required", "preferred"] if backend == "volcano" or kueue else []
     kinds += ["unconstrained"] if kueue else ["exclusive"] if backend == "jobset" and queue is None else []
     kind = draw(st.none() | st.sampled_from(kinds)) if kinds else None
+    priorities = st.none() | names.filter(lambda name: not kueue or len(name) <= LONGEST_LABEL_VALUE)
     topology = kind and {"kind": kind, **({} if kind == "unconstrained" else {"key": draw(label_keys)})}
     return KubernetesSpec.model_validate(
         {
             "namespace": draw(labels),
             "backend": backend,
             "queue": queue,
-            "priority": draw(st.none() | names) if kueue or backend == "volcano" else None,
+            "priority": draw(priorities) if kueue or backend == "volcano" else None,
             "pod_priority": draw(st.none() | names),
             "image": draw(st.sampled_from([IMAGE, "localhost/st:v1.2-rc_3", f"st:1@sha256:{'0' * 64}"])),
             "image_pull_policy": draw(st.sampled_from(["auto", "Always", "IfNotPresent", "Never"])),

@@ -20,8 +20,8 @@ import yaml
 from kubeflow_trainer_api import models
 
 from scaletrain_cli.launch.backends.kubernetes.derived_objects import children
-from scaletrain_cli.launch.backends.kubernetes.rules import problems
 from tests.launch.backends.kubernetes.rendering import BACKENDS, EVERY_OPTION, RECIPES, plan_of, rendered_recipe
+from tests.launch.backends.kubernetes.rules.objects import problems
 
 CRDS = os.environ.get("SCALETRAIN_CRDS")  # before the tests' clean environment
 SERVER = "1.36"

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from scaletrain_cli.launch.backends.kubernetes.findings import (
+from scaletrain_cli.launch.backends.kubernetes.nodes import parse_quantity
+from tests.launch.backends.kubernetes.rules.findings import (
     RuleFinding,
     below,
     dns_label,
@@ -20,7 +21,6 @@ from scaletrain_cli.launch.backends.kubernetes.findings import (
     one_of,
     twice,
 )
-from scaletrain_cli.launch.backends.kubernetes.quantities import as_number
 
 Object = dict[str, Any]
 # capabilities(7), without the CAP_ that Kubernetes leaves out.
@@ -112,11 +112,11 @@ def _resource_findings(resources: Object) -> Iterator[RuleFinding]:
     for part, quantities in (("requests", requests), ("limits", limits)):
         for name, quantity in quantities.items():
             try:
-                amount = as_number(quantity)
+                amount = parse_quantity(quantity)
             except ValueError:
                 yield RuleFinding(f"{part}.{name}", quantity, "must be a quantity, such as 8, 500m or 64Gi.")
                 continue
-            if amount < 0 or (isinstance(quantity, str) and quantity != quantity.strip()):
+            if amount < 0 or " " in str(quantity):
                 yield RuleFinding(
                     f"{part}.{name}", quantity, "must be a quantity that is not negative, without blanks."
                 )
@@ -169,7 +169,7 @@ def _volume_findings(volume: Object, mounted: set[Any]) -> Iterator[RuleFinding]
         yield RuleFinding("emptyDir.medium", empty["medium"], "must be Memory, HugePages or empty.")
     if "sizeLimit" in empty:
         try:
-            as_number(empty["sizeLimit"])
+            parse_quantity(empty["sizeLimit"])
         except ValueError:
             yield RuleFinding("emptyDir.sizeLimit", empty["sizeLimit"], "must be a quantity, such as 16Gi.")
 

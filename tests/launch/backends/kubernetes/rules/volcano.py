@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from scaletrain_cli.launch.backends.kubernetes.findings import (
+from scaletrain_cli.launch.backends.kubernetes.names import LONGEST_POD_NAME
+from tests.launch.backends.kubernetes.rules.findings import (
     RuleFinding,
     below,
     dns_label,
@@ -13,8 +14,7 @@ from scaletrain_cli.launch.backends.kubernetes.findings import (
     service_name,
     twice,
 )
-from scaletrain_cli.launch.backends.kubernetes.names import LONGEST_POD_NAME
-from scaletrain_cli.launch.backends.kubernetes.pod_rules import pod_findings
+from tests.launch.backends.kubernetes.rules.pods import pod_findings
 
 Object = dict[str, Any]
 _ACTIONS = ("AbortJob", "RestartJob", "RestartTask", "RestartPod", "TerminateJob", "CompleteJob")

@@ -11,9 +11,9 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.launch.backends.kubernetes.derived_objects import child_jobs, child_jobset
-from scaletrain_cli.launch.backends.kubernetes.findings import RuleFinding, below, dns_subdomain, label_map
-from scaletrain_cli.launch.backends.kubernetes.job_rules import job_findings, jobset_findings
-from scaletrain_cli.launch.backends.kubernetes.volcano_rules import volcano_findings
+from tests.launch.backends.kubernetes.rules.findings import RuleFinding, below, dns_subdomain, label_map
+from tests.launch.backends.kubernetes.rules.jobs import job_findings, jobset_findings
+from tests.launch.backends.kubernetes.rules.volcano import volcano_findings
 
 Object = dict[str, Any]
 _LARGEST_OBJECT_BYTES = 2**20

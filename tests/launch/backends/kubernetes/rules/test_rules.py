@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.launch.backends.kubernetes.derived_objects import child_job
-from scaletrain_cli.launch.backends.kubernetes.rules import problems
 from tests.launch.backends.kubernetes.rendering import rendered_recipe
+from tests.launch.backends.kubernetes.rules.objects import problems
 
 GONE = object()
 JOB = "spec.replicatedJobs.0.template.spec"

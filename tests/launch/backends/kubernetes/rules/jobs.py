@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from scaletrain_cli.launch.backends.kubernetes.findings import (
+from scaletrain_cli.launch.backends.kubernetes.names import LONGEST_POD_NAME
+from scaletrain_cli.launch.backends.kubernetes.pod import EXCLUSIVE_TOPOLOGY
+from tests.launch.backends.kubernetes.rules.findings import (
     RuleFinding,
     below,
     dns_label,
@@ -19,9 +21,7 @@ from scaletrain_cli.launch.backends.kubernetes.findings import (
     service_name,
     twice,
 )
-from scaletrain_cli.launch.backends.kubernetes.names import LONGEST_POD_NAME
-from scaletrain_cli.launch.backends.kubernetes.pod import EXCLUSIVE_TOPOLOGY
-from scaletrain_cli.launch.backends.kubernetes.pod_rules import pod_findings
+from tests.launch.backends.kubernetes.rules.pods import pod_findings
 
 Object = dict[str, Any]
 FAILURE_REASONS = (

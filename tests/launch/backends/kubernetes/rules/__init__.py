@@ -1,0 +1,1 @@
+"""Rules for rendered objects that no schema states, applied to goldens, recipes and random specs."""
