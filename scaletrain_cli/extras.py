@@ -11,7 +11,9 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "parquet": ("pyarrow",),
     "slurm": ("submitit",),
     "k8s": ("kubernetes",),
-    "track": ("wandb",),
+    "wandb": ("wandb",),
+    "tensorboard": ("tensorboard",),
+    "mlflow": ("mlflow",),
     "prices": ("gpuhunt",),
     "plot": ("matplotlib",),
 }

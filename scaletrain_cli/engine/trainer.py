@@ -119,7 +119,7 @@ class Trainer:
                 garbage.after_step(step)
             step = self._judge([*due, *self._rest()], step, metrics)
             metrics.flush()
-            done = step == last and (evaluated or not self._evaluation_is_due(step))
+            done = metrics.finished = step == last and (evaluated or not self._evaluation_is_due(step))
             saved = self._save_at_the_end(step)
             if done:
                 self.checkpointer.tidy_up()

@@ -26,6 +26,7 @@ from scaletrain_cli.rundir.documents import parse_json, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import create_file, make_folder, open_to_read, replace_file
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.section import RECORDED
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -202,7 +203,7 @@ def _with_decided(run: RunDir, data: dict[str, Any], revision: int) -> RunRecord
         return RunRecord(
             run_id=data["run_id"],
             created=data["created"],
-            spec=RunSpec.model_validate(decided["spec"]),
+            spec=RunSpec.model_validate(decided["spec"], context=dict(RECORDED)),
             plan=_plan_reader().validate_python(plan),
             versions=data["versions"],
             code_hash=data["code_hash"],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from scaletrain_cli.spec.presets import presets, vision_presets
 from scaletrain_cli.spec.run import MODELS, SCHEMA, RunSpec, model_kind
+from scaletrain_cli.spec.section import OpenSection
 
 # What a file must give where neither a preset nor a config.json does; the rest follows from these or has a default.
 _DIMENSIONS = {
@@ -22,11 +24,14 @@ def json_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of the files that load_spec accepts; yes and no for true and false aside."""
     schema = RunSpec.model_json_schema(by_alias=True, mode="validation")
     sections = schema["$defs"]
+    for name, section in _open_sections():
+        _add_plugins(sections[name], section)
     for section in (schema, *sections.values()):
         for name, field in section["properties"].items():
             field.pop("title", None)  # pydantic's is the name again, in capitals
             if name not in section.get("required", ()) and ("$ref" in field or section is schema):
                 _allow_empty(field)
+    _allow_list(schema["properties"]["tracking"])
     for kind, model in MODELS.items():
         _loosen_model(kind, sections[model.__name__])
     schema["properties"]["model"] = {"anyOf": [{"$ref": f"#/$defs/{model.__name__}"} for model in MODELS.values()]}
@@ -35,6 +40,45 @@ def json_schema() -> dict[str, Any]:
         **schema,
         "title": f"ScaleTrain run spec {SCHEMA}",
     }
+
+
+def _open_sections() -> Iterator[tuple[str, type[OpenSection]]]:
+    for field in RunSpec.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, OpenSection):
+            yield field.annotation.__name__, field.annotation
+
+
+def _add_plugins(properties_of: dict[str, Any], section: type[OpenSection]) -> None:
+    """Put the section of each plug-in in the place of the field that holds them."""
+    del properties_of["properties"]["plugins"]
+    for name in section.plugin_names():
+        try:
+            model = section.plugin_model(name)
+        except Exception:  # a package that does not load; a spec that names it is refused with the reason
+            model = None
+        if model is not None:
+            properties_of["properties"][name] = _with_definitions_inside(model.model_json_schema(by_alias=True))
+
+
+def _with_definitions_inside(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that can stand inside another one: its definitions stand where they are referred to."""
+    definitions = schema.pop("$defs", {})
+
+    def inside(node: Any) -> Any:
+        if isinstance(node, dict):
+            if "$ref" in node:
+                return inside(definitions[node["$ref"].rpartition("/")[2]])
+            return {key: inside(value) for key, value in node.items() if key != "title"}
+        return [inside(value) for value in node] if isinstance(node, list) else node
+
+    whole: dict[str, Any] = inside(schema)
+    return {"anyOf": [whole, {"type": "null"}]}
+
+
+def _allow_list(tracking: dict[str, Any]) -> None:
+    """Trackers may also be a list: of names, of mappings from one name to its options, or of mappings with a kind."""
+    item = {"anyOf": [{"type": "string"}, {"type": "object", "minProperties": 1}]}
+    tracking["anyOf"].append({"type": "array", "items": item})
 
 
 def _allow_empty(field: dict[str, Any]) -> None:

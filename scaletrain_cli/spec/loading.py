@@ -32,6 +32,7 @@ from scaletrain_cli.spec.problems import contradictions, field_problem, in_file,
 from scaletrain_cli.spec.run import MODELS, RunSpec, model_kind
 from scaletrain_cli.spec.secrets import with_secrets
 from scaletrain_cli.spec.source import Source, apply_override, parse_yaml, shown
+from scaletrain_cli.spec.tracking import name_trackers
 from scaletrain_cli.text import did_you_mean
 
 STDIN = "<stdin>"  # where `-` is given
@@ -102,12 +103,12 @@ def parse_spec(
     source = Source(file)
     # An empty top-level key is as good as none; so are empty sections further down (see Section).
     raw = {key: value for key, value in parse_yaml(text, source).items() if value is not None}
+    name_trackers(raw, source)
     given = copy.deepcopy(raw)  # what this person wrote, for this run
-    for override in overrides:
-        list(apply_override(given, override, Source(file)))
+    _apply(given, overrides, Source(file))
     if cluster is not None:
         cluster.apply_to(raw, source)
-    problems = [problem for override in overrides for problem in apply_override(raw, override, source)]
+    problems = _apply(raw, overrides, source)
     incomplete = _complete_model(raw, base_dir, source)
     spec, found = _validate(raw, source, model_is_known=not incomplete)
     problems += incomplete + found
@@ -128,10 +129,9 @@ def override_spec(spec: RunSpec, overrides: Sequence[str], *, file: str) -> RunS
     source = Source(file)
     raw = spec.model_dump(mode="json", by_alias=True)
     source.places = {(section,): file for section in raw}
-    problems = [problem for override in overrides for problem in apply_override(raw, override, source)]
+    problems = _apply(raw, overrides, source)
     given: dict[str, Any] = {}
-    for override in overrides:
-        list(apply_override(given, override, Source(file)))
+    _apply(given, overrides, Source(file))
     # What an override emptied is left out, as in a file.
     raw = {key: value for key, value in raw.items() if value is not None}
     new, found = _validate(raw, source, model_is_known=True)
@@ -143,6 +143,15 @@ def override_spec(spec: RunSpec, overrides: Sequence[str], *, file: str) -> RunS
         raise SpecError("these overrides do not make a run spec", tuple(problems))
     new.read_from(source)
     return new
+
+
+def _apply(raw: dict[str, Any], overrides: Sequence[str], source: Source) -> list[Problem]:
+    """Set each override in plain data; return the problems."""
+    problems: list[Problem] = []
+    for override in overrides:
+        problems += apply_override(raw, override, source)
+        name_trackers(raw, source)
+    return problems
 
 
 def changed_keys(old: RunSpec, new: RunSpec) -> dict[str, tuple[str, str]]:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.spec.run import FAMILIES, MODELS, RunSpec
-from scaletrain_cli.spec.section import Condition, UsedWhen
+from scaletrain_cli.spec.section import Condition, OpenSection, UsedWhen
 from scaletrain_cli.spec.source import SET_OPTION, Key, Source, shown
 from scaletrain_cli.text import did_you_mean
 
@@ -163,6 +163,11 @@ def known_keys(key: Key) -> list[str]:
             continue
         if isinstance(part, int):  # an item of a list, whose section _options() has found already
             continue
+        if part == "plugins" and issubclass(model, OpenSection):
+            if (name := next(parts, None)) is None:
+                break
+            model = model.plugin_model(str(name))
+            continue
         field = next((f for name, f in model.model_fields.items() if part in (name, f.alias)), None)
         if field is None:
             return []
@@ -172,6 +177,8 @@ def known_keys(key: Key) -> list[str]:
         if model is None:
             return []
     keys = [field.alias or name for name, field in model.model_fields.items()]
+    if issubclass(model, OpenSection):
+        keys = [key for key in keys if key != "plugins"] + model.plugin_names()
     return [*keys, "hf_config"] if in_file(key) == ("model",) else keys
 
 
@@ -181,7 +188,13 @@ def spec_keys() -> Iterator[tuple[str, Any]]:
 
 
 def _keys(section: type[BaseModel], before: str) -> Iterator[tuple[str, Any]]:
+    if issubclass(section, OpenSection):
+        for name in section.plugin_names():
+            if (model := section.plugin_model(name)) is not None:
+                yield from _keys(model, f"{before}{name}.")
     for name, field in section.model_fields.items():
+        if name == "plugins" and issubclass(section, OpenSection):
+            continue
         key = f"{before}{field.alias or name}"
         kinds = [*MODELS.values()] if key == "model" else [field.annotation]
         inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
@@ -192,8 +205,11 @@ def _keys(section: type[BaseModel], before: str) -> Iterator[tuple[str, Any]]:
 
 
 def in_file(location: Key) -> Key:
-    """The error's key in the file: without ``[key]`` of a mapping and the branch that model or cluster.gpu took."""
+    """Return the error's key in the file: without ``[key]`` of a mapping, the branch of model or cluster.gpu, and
+    the field that holds the sections of plug-ins."""
     key = tuple(part for part in location if part != "[key]")
+    if key[1:2] == ("plugins",) and len(key) > 2:
+        key = key[:1] + key[2:]
     if key[:1] == ("model",) and key[1:2] and key[1] in MODELS:
         return key[:1] + key[2:]
     return key[:2] + key[3:] if key[:2] == ("cluster", "gpu") and key[2:3] in (("table",), ("name",)) else key

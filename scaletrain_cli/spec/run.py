@@ -21,9 +21,9 @@ from scaletrain_cli.spec.sections import (
     GuardSpec,
     PlannerSpec,
     RestartsSpec,
-    TrackingSpec,
 )
 from scaletrain_cli.spec.source import Source
+from scaletrain_cli.spec.tracking import TrackingSpec
 from scaletrain_cli.spec.training import EvaluationSpec, LayoutSpec, TrainingSpec
 
 SCHEMA = "scaletrain/v1"

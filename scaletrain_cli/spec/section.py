@@ -4,10 +4,23 @@ Modules of the spec do without ``from __future__ import annotations``: pydantic 
 """
 
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidationInfo,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 
 @dataclass(frozen=True)
@@ -84,3 +97,96 @@ class Section(BaseModel):
             del os.environ[_PLUGINS_OFF]
             if before is not None:
                 os.environ[_PLUGINS_OFF] = before
+
+
+class UnknownPlugin(BaseModel):
+    """The recorded options of a plug-in that is not installed here."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", defer_build=True)
+
+
+# Context of a validation that reads what was recorded: a plug-in that is not installed is no error then.
+RECORDED: Mapping[str, bool] = {"recorded": True}
+
+_PLUGINS = "plugins"
+
+
+def _checked_plugins(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    section: type[OpenSection] = value.pop("")  # see OpenSection._set_plugins_apart
+    found: dict[str, Any] = {}
+    errors: list[InitErrorDetails] = []
+    for name, given in value.items():
+        try:
+            model = section.plugin_model(name)
+        except Exception as error:
+            context = {"name": name, "why": f"{type(error).__name__}: {error}"}
+            kind = PydanticCustomError("plugin_broken", "cannot be used, its package failed to load ({why})", context)
+            errors.append(InitErrorDetails(type=kind, loc=(name,), input=name))
+            continue
+        if model is None and (info.context or {}).get("recorded") and isinstance(given, dict):
+            found[name] = UnknownPlugin(**given)
+        elif model is None:
+            errors.append(InitErrorDetails(type="extra_forbidden", loc=(name,), input=given))
+        else:
+            try:
+                found[name] = model.model_validate({} if given is None else given)
+            except ValidationError as error:
+                errors += [_nested(name, detail) for detail in error.errors(include_url=False)]
+    if errors:
+        raise ValidationError.from_exception_data(section.__name__, errors)
+    return found
+
+
+def _nested(name: str, detail: Any) -> InitErrorDetails:
+    kind: Any = detail["type"]
+    if kind in ("value_error", "assertion_error"):
+        kind = PydanticCustomError(kind, "{message}", {"message": detail["msg"].partition(", ")[2] or detail["msg"]})
+    try:
+        return _raised(
+            InitErrorDetails(type=kind, loc=(name, *detail["loc"]), input=detail["input"], ctx=detail.get("ctx", {}))
+        )
+    except (KeyError, TypeError):  # an error type of the plug-in
+        kind = PydanticCustomError(detail["type"], "{message}", {"message": detail["msg"]})
+        return InitErrorDetails(type=kind, loc=(name, *detail["loc"]), input=detail["input"])
+
+
+def _raised(details: InitErrorDetails) -> InitErrorDetails:
+    ValidationError.from_exception_data("", [details])
+    return details
+
+
+class OpenSection(Section):
+    """A section that also holds sections of plug-ins, under their names; each plug-in brings the model of its own."""
+
+    plugins: Annotated[dict[str, SerializeAsAny[BaseModel]], BeforeValidator(_checked_plugins)] = {}
+
+    @classmethod
+    def plugin_model(cls, name: str) -> type[BaseModel] | None:
+        """Return the model of a plug-in's section; None for an unknown name."""
+        raise NotImplementedError
+
+    @classmethod
+    def plugin_names(cls) -> list[str]:
+        """Return the names of all plug-ins that can be found."""
+        raise NotImplementedError
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_plugins_apart(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        own = {known for name, field in cls.model_fields.items() for known in (name, field.alias)} - {_PLUGINS}
+        kept = {name: given for name, given in value.items() if name in own}
+        return {**kept, _PLUGINS: {name: given for name, given in value.items() if name not in own} | {"": cls}}
+
+    @model_serializer(mode="wrap")
+    def _write_flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        plugins = data.pop(_PLUGINS)
+        return data | plugins
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each contradiction within the section of a plug-in."""
+        for name, section in self.plugins.items():
+            if hasattr(section, "inconsistencies"):
+                yield from ((f"{name}.{key}", message) for key, message in section.inconsistencies())

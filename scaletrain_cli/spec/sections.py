@@ -149,20 +149,6 @@ class RestartsSpec(Section):
     oom: WholeOrZero = 0
 
 
-class WandbSpec(Section):
-    """Mirror of metrics.jsonl in Weights & Biases; one run over all attempts."""
-
-    project: Annotated[Text, used_when(where_not("tracking.wandb.mode", "disabled"))] = "scaletrain"
-    mode: Literal["online", "offline", "disabled"] = "disabled"
-
-
-class TrackingSpec(Section):
-    """Where metrics are mirrored besides the run directory."""
-
-    wandb: WandbSpec = LEFT_OUT
-    log_every: Whole = 1
-
-
 class PlannerSpec(Section):
     """Whose memory and overlap habits are modelled; only ``deepspeed`` can be submitted.
 

@@ -1,25 +1,23 @@
-"""What each step measured: one line in metrics.jsonl, the truth; a line for people; a mirror in Weights & Biases."""
+"""What each step measured: one line in metrics.jsonl, the truth; a line for people; and the trackers of the run."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import queue
 import resource
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from scaletrain_cli.rundir.journal import append_lines, record_event
+from scaletrain_cli.engine.metrics.trackers import start_trackers
+from scaletrain_cli.rundir.journal import append_lines
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.tracking.guard import Trackers
+from scaletrain_cli.tracking.jsonl import JsonlWriter
 
 # Measures of a step fetched without waiting for it: on a GPU one step late, on a CPU at once.
 
@@ -135,17 +133,15 @@ def clock_of(device: torch.device) -> Clock:
     return GpuClock(device) if device.type == "cuda" else HostClock()
 
 
-_WANDB_FINISH_SECONDS = 20.0
-
-
 class MetricsLog:
     """Writes on rank 0 only; elsewhere every call does nothing."""
 
     def __init__(self, run: RunDir, record: RunRecord, rank: int, attempt: int, device: torch.device) -> None:
         self._run, self._record, self._attempt, self._device = run, record, attempt, device
         self._active = rank == 0
-        self._writer = _Writer(run.metrics)
-        self._wandb = _open_wandb(run, record) if self._active else None
+        self._writer = JsonlWriter(run.metrics, append_lines)
+        self._trackers = start_trackers(run, record, attempt) if self._active else Trackers()
+        self.finished = False  # set by the loop: the last step is trained
         # MFU is model FLOPs per second over peak FLOPs per second; the plan states it for its own speed.
         plan = record.plan.time
         known = record.spec.cluster.gpu != "cpu" and plan.tokens_per_second > 0
@@ -162,12 +158,7 @@ class MetricsLog:
         except OSError:
             if error is None:
                 raise
-        if self._wandb is not None:
-            # In a thread that is not waited for long: a slow upload must not use up the grace of a preemption. What is
-            # not sent stays on disk for `wandb sync`.
-            sender = threading.Thread(target=self._wandb.finish, args=(0 if error is None else 1,), daemon=True)
-            sender.start()
-            sender.join(_WANDB_FINISH_SECONDS)
+        self._trackers.finish("failed" if error is not None else "finished" if self.finished else "preempted")
 
     def log(self, step: int, *, tokens: int, step_seconds: float, **measured: float) -> None:
         """Record optimizer step ``step`` (1-based), which trained on ``tokens`` tokens over all ranks."""
@@ -203,68 +194,7 @@ class MetricsLog:
 
     def _append(self, line: dict[str, Any]) -> None:
         self._writer.put(line)
-        if self._wandb is not None:
-            self._wandb.log({f"train/{name}": value for name, value in line.items() if value is not None})
-
-
-class _Writer:
-    """Appends lines in their order from a thread: on a slow shared file system one takes as long as several steps.
-
-    The thread starts with the first line. What it raised is raised by the next call.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-
-    def put(self, line: dict[str, Any]) -> None:
-        """Write it soon."""
-        self._raise()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_all, name="metrics", daemon=True)
-            self._thread.start()
-        self._queue.put(line)
-
-    def flush(self) -> None:
-        """Wait until every line is in the file."""
-        if self._thread is not None:
-            written = threading.Event()
-            self._queue.put(written)
-            written.wait()
-        self._raise()
-
-    def close(self) -> None:
-        """Flush, and end the thread."""
-        try:
-            self.flush()
-        finally:
-            if self._thread is not None:
-                self._queue.put(None)
-                self._thread.join()
-                self._thread = None
-
-    def _write_all(self) -> None:
-        while True:
-            items = [self._queue.get()]
-            while not self._queue.empty():  # all that came while the last write took its time
-                items.append(self._queue.get())
-            lines = [item for item in items if isinstance(item, dict)]
-            try:
-                if lines and self._error is None:
-                    append_lines(self._path, lines)
-            except Exception as error:
-                self._error = error
-            for item in items:
-                if isinstance(item, threading.Event):
-                    item.set()
-            if None in items:
-                return
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+        self._trackers.log(line)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -284,28 +214,3 @@ def _for_people(line: dict[str, Any], total_steps: int) -> str:
     if line["mfu"] is not None:
         parts.append(f"MFU {100 * line['mfu']:.1f} %")
     return "  ".join(parts)
-
-
-def _open_wandb(run: RunDir, record: RunRecord) -> Any:
-    """One Weights & Biases run over all attempts. The step is a metric there, since a resumed run repeats steps."""
-    settings = record.spec.tracking.wandb
-    if settings.mode == "disabled":
-        return None
-    os.environ.setdefault("WANDB_SILENT", "true")
-    try:
-        wandb = importlib.import_module("wandb")
-        mirror = wandb.init(
-            project=settings.project,
-            id=record.wandb_run_id,
-            name=record.run_id,
-            resume="allow",
-            mode=settings.mode,
-            dir=str(run.path),
-            config=record.spec.model_dump(mode="json", by_alias=True),
-        )
-        mirror.define_metric("train/*", step_metric="train/step")
-    except Exception as error:  # a service that is down or not logged in is no reason not to train
-        record_event(run, "wandb-off", message=str(error)[:500])
-        print(f"Weights & Biases is off: {error}", flush=True)
-        return None
-    return mirror

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from scaletrain_cli.errors import Problem, UsageError, WrongNodesError
+from scaletrain_cli.extras import EXTRAS, install_command
 from scaletrain_cli.launch.resource_checks.files import (
     not_checked,
     not_read,
@@ -237,15 +238,23 @@ def secret_problems(view: View) -> Iterator[Problem]:
             yield view.problem("secret_env", "is not set here.", name, "Export it before submitting.")
 
 
-def wandb_problems(view: View) -> Iterator[Problem]:
-    """Yield what keeps ``tracking.wandb`` with mode: online from logging."""
-
-    spec, key = view.spec, "tracking.wandb.mode"
-    if spec.tracking.wandb.mode != "online" or spec.code.engine is not None:
+def tracker_problems(view: View) -> Iterator[Problem]:
+    """Yield each tracker whose library is not installed here, where the ranks run here."""
+    spec = view.spec
+    if spec.cluster.scheduler != "local" or spec.code.engine is not None:
         return
-    if spec.cluster.scheduler == "local" and find_spec("wandb") is None:
-        hint = "Run pip install wandb, or set it to disabled."
-        yield view.problem(key, "wandb is not installed here.", "online", hint)
+    for name in spec.tracking.trackers:
+        if any(find_spec(module) is None for module in EXTRAS.get(name, ())):
+            hint = f"Run {install_command(name)}, or remove {name} from tracking."
+            yield view.problem(f"tracking.{name}", f"{name} is not installed here.", name, hint)
+
+
+def wandb_problems(view: View) -> Iterator[Problem]:
+    """Yield why the tracker ``wandb`` with mode: online has no key."""
+    spec, key = view.spec, "tracking.wandb.mode"
+    options = spec.tracking.trackers.get("wandb")
+    if getattr(options, "mode", "") != "online" or spec.code.engine is not None:
+        return
     if has_login(spec, view.environment, view.folder):
         return
     where = {
@@ -285,6 +294,7 @@ _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     engine_problems,
     checkpoint_problems,
     secret_problems,
+    tracker_problems,
     wandb_problems,
     activate_problems,
     container_problems,

@@ -9,14 +9,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scaletrain_cli.engine.metrics import metrics
-from scaletrain_cli.engine.metrics.metrics import _Writer
-from scaletrain_cli.rundir.journal import read_lines
+import scaletrain_cli
+from scaletrain_cli.rundir.journal import append_lines, read_lines
+from scaletrain_cli.tracking.jsonl import JsonlWriter
 
 
 def steps(path: Path) -> list[Any]:
@@ -24,7 +25,7 @@ def steps(path: Path) -> list[Any]:
 
 
 def test_lines_are_in_the_file_in_their_order_once_flushed(tmp_path: Path) -> None:
-    writer = _Writer(tmp_path / "metrics.jsonl")
+    writer = JsonlWriter(tmp_path / "metrics.jsonl", append_lines)
     writer.flush()
     for step in range(500):
         writer.put({"step": step})
@@ -36,16 +37,15 @@ def test_lines_are_in_the_file_in_their_order_once_flushed(tmp_path: Path) -> No
     assert not [thread for thread in threading.enumerate() if thread.name == "metrics"]
 
 
-def test_a_slow_file_system_holds_up_a_flush_and_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    append, writes = metrics.append_lines, []
+def test_a_slow_file_system_holds_up_a_flush_and_no_step(tmp_path: Path) -> None:
+    writes = []
 
-    def slowly(path: Path, lines: list[dict[str, Any]]) -> None:
+    def slowly(path: Path, lines: Sequence[dict[str, Any]]) -> None:
         time.sleep(0.1)
         writes.append(len(lines))
-        append(path, lines)
+        append_lines(path, lines)
 
-    monkeypatch.setattr(metrics, "append_lines", slowly)
-    writer = _Writer(tmp_path / "metrics.jsonl")
+    writer = JsonlWriter(tmp_path / "metrics.jsonl", slowly)
     began = time.monotonic()
     for step in range(30):
         writer.put({"step": step})
@@ -55,19 +55,15 @@ def test_a_slow_file_system_holds_up_a_flush_and_no_step(tmp_path: Path, monkeyp
     assert len(writes) < 5, "what came during a write goes with the next one"
 
 
-def test_a_full_disk_is_told_to_the_next_call_and_nothing_is_written_after_the_gap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    append = metrics.append_lines
+def test_a_full_disk_is_reported_by_the_next_call_and_nothing_is_written_after_the_gap(tmp_path: Path) -> None:
     full = [False, True, False]
 
-    def fails(path: Path, lines: list[dict[str, Any]]) -> None:
+    def fails(path: Path, lines: Sequence[dict[str, Any]]) -> None:
         if full.pop(0):
             raise OSError(errno.ENOSPC, "No space left on device")
-        append(path, lines)
+        append_lines(path, lines)
 
-    monkeypatch.setattr(metrics, "append_lines", fails)
-    writer = _Writer(tmp_path / "metrics.jsonl")
+    writer = JsonlWriter(tmp_path / "metrics.jsonl", fails)
     writer.put({"step": 1})
     writer.flush()
     writer.put({"step": 2})
@@ -83,9 +79,10 @@ def test_a_full_disk_is_told_to_the_next_call_and_nothing_is_written_after_the_g
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from scaletrain_cli.engine.metrics.metrics import _Writer
+from scaletrain_cli.rundir.journal import append_lines
+from scaletrain_cli.tracking.jsonl import JsonlWriter
 
-writer = _Writer(Path(sys.argv[1]))
+writer = JsonlWriter(Path(sys.argv[1]), append_lines)
 for step in range(2000):
     writer.put({"step": step})
     if step == 1000:
@@ -96,7 +93,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_kill_costs_no_line_that_was_flushed_and_leaves_no_gap(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    environment = {**os.environ, "PYTHONPATH": str(Path(metrics.__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(str(scaletrain_cli.__file__)).parents[1])}
     done = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=environment)
     assert done.returncode == -signal.SIGKILL
     written = steps(path)

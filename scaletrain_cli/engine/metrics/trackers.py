@@ -1,0 +1,44 @@
+"""Start the trackers that the run spec names, on rank 0, with what the run directory holds."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.journal import read_metrics, record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.tracking.base import TrackedRun, Tracker
+from scaletrain_cli.tracking.guard import GuardedTracker, RunFiles, Trackers
+
+
+def start_trackers(run: RunDir, record: RunRecord, attempt: int) -> Trackers:
+    """Return the running trackers. Does not wait for them, and raises nothing that they raise."""
+    tracked = TrackedRun(
+        run_id=run.run_id,
+        tracking_id=record.wandb_run_id,
+        folder=run.path,
+        config=record.spec.model_dump(mode="json", by_alias=True),
+        attempt=attempt,
+    )
+    files = RunFiles(metrics=partial(read_metrics, run), events=run.events, artifacts=[run.record])
+
+    def report(event: str, tracker: str, reason: Reason) -> None:
+        print(f"{event}: {reason}", flush=True)
+        record_event(run, event, tracker=tracker, code=reason.code, params=dict(reason.params), message=str(reason))
+
+    return Trackers(
+        [
+            GuardedTracker(name, partial(_made, name, options), tracked, files, report)
+            for name, options in record.spec.tracking.trackers.items()
+            if name != "jsonl"  # metrics.jsonl is always written, and not by a tracker
+        ]
+    )
+
+
+def _made(name: str, options: Any) -> Tracker[Any]:
+    """Return a new tracker. Raises LookupError where the package that brings it is not installed on this node."""
+    from scaletrain_cli.tracking.registry import tracker_class
+
+    return tracker_class(name)(options)

@@ -1,0 +1,102 @@
+"""The section ``tracking``: how often metrics are logged, and the trackers that mirror them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, model_validator
+from pydantic_core import PydanticCustomError
+
+from scaletrain_cli.spec.quantities import Whole
+from scaletrain_cli.spec.section import OpenSection
+from scaletrain_cli.spec.source import Key, Source
+
+_FORM = "must be a list of trackers, each a name, `name: {option: value}` or `{kind: name, option: value}`"
+
+
+class TrackingSpec(OpenSection):
+    """Experiment trackers that mirror metrics.jsonl, by name or as a list; one run in each over all attempts."""
+
+    log_every: Whole = 1
+
+    @classmethod
+    def plugin_model(cls, name: str) -> type[BaseModel] | None:
+        """Return the model of a tracker's options; None for an unknown name."""
+        from scaletrain_cli.tracking.registry import options_model
+
+        try:
+            return options_model(name)
+        except LookupError:
+            return None
+
+    @classmethod
+    def plugin_names(cls) -> list[str]:
+        """Return the names of all trackers that can be found."""
+        from scaletrain_cli.tracking.registry import tracker_names
+
+        return tracker_names()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_is_mapping(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        named: dict[str, Any] = {}
+        for item in value:
+            found = _item(item)
+            if found is None:
+                raise PydanticCustomError("tracker_form", _FORM)
+            if found[0] in named:
+                raise PydanticCustomError(
+                    "tracker_twice", "must name each tracker once, not {name} twice", {"name": found[0]}
+                )
+            named[found[0]] = found[1]
+        return named
+
+    @property
+    def trackers(self) -> dict[str, Any]:
+        """The options of each tracker that is turned on, by its name."""
+        return {name: options for name, options in self.plugins.items() if getattr(options, "enabled", True)}
+
+
+def _item(item: Any) -> tuple[str, dict[str, Any]] | None:
+    """Return name and options of an item of the list; None where it has another form."""
+    if isinstance(item, str):
+        return item, {}
+    if isinstance(item, dict) and isinstance(item.get("kind"), str):
+        return item["kind"], {key: value for key, value in item.items() if key != "kind"}
+    if isinstance(item, dict) and len(item) == 1:
+        ((name, options),) = item.items()
+        if options is None or isinstance(options, dict):
+            return str(name), options or {}
+    return None
+
+
+def name_trackers(raw: dict[str, Any], source: Source) -> None:
+    """Turn a list of trackers in plain data into the mapping by name, with the lines of its keys in ``source``.
+
+    A list of another form stays, and is refused by the validation.
+    """
+    items = raw.get("tracking")
+    if not isinstance(items, list):
+        return
+    found = [_item(item) for item in items]
+    names = [each[0] for each in found if each is not None]
+    if len(set(names)) < len(items):
+        return
+    places: dict[Key, str] = {}
+    for index, (item, name) in enumerate(zip(items, names, strict=True)):
+        old: Key = ("tracking", index)
+        inner: Key = (*old, name) if isinstance(item, dict) and "kind" not in item else old
+        if old in source.places:
+            places["tracking", name] = source.places[old]
+        places |= {("tracking", name, *key[len(inner) :]): place for key, place in _below(source, inner)}
+    source.places = {key: place for key, place in source.places.items() if not _is_item(key)} | places
+    raw["tracking"] = {each[0]: each[1] for each in found if each is not None}
+
+
+def _below(source: Source, above: Key) -> Iterator[tuple[Key, str]]:
+    return ((key, place) for key, place in source.places.items() if key[: len(above)] == above and key != above)
+
+
+def _is_item(key: Key) -> bool:
+    return key[:1] == ("tracking",) and len(key) > 1 and isinstance(key[1], int)

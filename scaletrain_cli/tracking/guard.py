@@ -1,0 +1,249 @@
+"""Run trackers beside training: each in a thread of its own, from a queue, so that none can fail, stop or slow a run.
+
+The metrics of a run are those of metrics.jsonl. A tracker that missed some, because it failed or the process was
+killed, is given them when it starts again. ``tracking/<name>.json`` in the run directory holds how far it got.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import replace_file
+from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker
+
+# How long the end of training waits for all trackers together; a preemption leaves only a grace period.
+FINISH_SECONDS: Mapping[Outcome, float] = {"finished": 60.0, "preempted": 20.0, "failed": 20.0}
+_QUEUED = 10_000  # steps that wait for a tracker that is down or slow
+_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 30.0, 900.0
+_IDLE_SECONDS = 2.0  # between two looks at events.jsonl
+_SAVE_SECONDS = 1.0  # between two writes of the state file
+
+
+class Report(Protocol):
+    """Where a change of a tracker is recorded: an event with ``tracker`` and the parts of a reason."""
+
+    def __call__(self, event: str, tracker: str, reason: Reason) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What trackers are filled from: ``metrics()`` yields the lines of metrics.jsonl that count, in order of steps."""
+
+    metrics: Callable[[], Iterable[Mapping[str, Any]]]
+    events: Path
+    artifacts: Sequence[Path]
+
+
+@dataclass(frozen=True)
+class _Finish:
+    outcome: Outcome
+
+
+@dataclass
+class _Position:
+    """How far a tracker got: the last step of each metric, bytes of events.jsonl, and names of stored files."""
+
+    steps: dict[str, int] = field(default_factory=dict)
+    events_bytes: int = 0
+    artifacts: list[str] = field(default_factory=list)
+
+    @property
+    def last_step(self) -> int:
+        return max(self.steps.values(), default=0)
+
+    def cap(self, step: int) -> None:
+        self.steps = {name: min(last, step) for name, last in self.steps.items()}
+
+
+class GuardedTracker:
+    """One tracker in its thread. No method raises, and only finish() and join() wait."""
+
+    def __init__(
+        self, name: str, make: Callable[[], Tracker[Any]], run: TrackedRun, files: RunFiles, report: Report
+    ) -> None:
+        self.name = name
+        self._make, self._run, self._files, self._report = make, run, files, report
+        self._queue: queue.Queue[Mapping[str, Any] | _Finish] = queue.Queue(_QUEUED)
+        self._off = threading.Event()
+        self._wake = threading.Event()  # training is over: no more waiting between two tries
+        self._state = run.folder / "tracking" / f"{name}.json"
+        self._saved = 0.0
+        self._down = False
+        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Log a line of metrics.jsonl soon; it has ``step`` and ``time``."""
+        if self._off.is_set():
+            return
+        try:
+            self._queue.put_nowait(line)
+        except queue.Full:
+            self._turn_off(Reason("tracking.queue-full", {"tracker": self.name, "lines": _QUEUED}))
+
+    def finish(self, outcome: Outcome) -> None:
+        """Ask for the end, without waiting."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(_Finish(outcome))
+        self._wake.set()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end; a tracker that takes longer is reported and left behind."""
+        self._thread.join(max(0.0, seconds))
+        if self._thread.is_alive() and not self._off.is_set():
+            self._turn_off(Reason("tracking.finish-timeout", {"tracker": self.name}))
+
+    def _turn_off(self, reason: Reason) -> None:
+        if not self._off.is_set():
+            self._off.set()
+            self._say("tracker-off", reason)
+
+    def _say(self, event: str, reason: Reason) -> None:
+        with contextlib.suppress(Exception):  # as on a full disk
+            self._report(event, self.name, reason)
+
+    # From here on, everything runs in the thread.
+
+    def _work(self) -> None:
+        position = self._read_position()
+        delay, doing, pending = _FIRST_RETRY_SECONDS, "start", list[Mapping[str, Any] | _Finish]()
+        first = True
+        while not self._off.is_set():
+            last_try = self._wake.is_set()
+            try:
+                doing = "start"
+                tracker = self._started(position)
+                if self._down:
+                    self._down = False
+                    self._say("tracker-on", Reason("tracking.on", {"tracker": self.name}))
+                doing, delay = "log", _FIRST_RETRY_SECONDS
+                if first:
+                    for line in self._files.metrics():
+                        self._send(tracker, line, position)
+                    first = False
+                self._store_artifacts(tracker, position)
+                self._serve(tracker, position, pending)
+                return
+            except Exception as error:
+                self._fail(doing, error)
+                self._save_position(position)
+            if last_try or self._off.is_set():
+                return
+            self._wake.wait(delay)
+            delay = min(2 * delay, _LAST_RETRY_SECONDS)
+
+    def _fail(self, doing: str, error: Exception) -> None:
+        message = f"{type(error).__name__}: {error}"[:500]
+        params = {"tracker": self.name, "message": message}
+        if isinstance(error, ImportError | LookupError) and doing == "start":
+            self._turn_off(Reason("tracking.not-installed", params))
+        elif not self._down:
+            self._down = True
+            self._say("tracker-off", Reason(f"tracking.{doing}-failed", params))
+
+    def _started(self, position: _Position) -> Tracker[Any]:
+        tracker = self._make()
+        held = tracker.start(self._run)
+        if held is not None:
+            position.steps = dict(held)
+        if tracker.rewinds:
+            tracker.rewind(position.last_step)
+        return tracker
+
+    def _serve(self, tracker: Tracker[Any], position: _Position, pending: list[Mapping[str, Any] | _Finish]) -> None:
+        """Send what is queued until the end; ``pending`` holds the item that an exception interrupted."""
+        while not self._off.is_set():
+            if not pending:
+                with contextlib.suppress(queue.Empty):
+                    pending.append(self._queue.get(timeout=_IDLE_SECONDS))
+            if not pending or isinstance(pending[0], _Finish):
+                self._send_events(tracker, position)
+                self._save_position(position)
+            if pending and isinstance(pending[0], _Finish):
+                tracker.finish(pending[0].outcome)
+                self._save_position(position)
+                return
+            if pending and isinstance(pending[0], Mapping):
+                self._send(tracker, pending[0], position)
+                if time.monotonic() - self._saved > _SAVE_SECONDS:
+                    self._send_events(tracker, position)
+                    self._save_position(position)
+            pending.clear()
+
+    def _send(self, tracker: Tracker[Any], line: Mapping[str, Any], position: _Position) -> None:
+        """Log the values of a line that the tracker does not hold yet."""
+        step, seconds = int(line["step"]), float(line.get("time", 0.0))
+        values = {
+            name: value
+            for name, value in line.items()
+            if name not in ("step", "time") and isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        # The line of an evaluation repeats the attempt of its step.
+        again = any(step <= position.steps.get(name, 0) for name in values if name != "attempt")
+        if tracker.rewinds and again:
+            tracker.rewind(step - 1)
+            position.cap(step - 1)
+        if new := {name: value for name, value in values.items() if step > position.steps.get(name, 0)}:
+            tracker.log(step, new, seconds)
+            position.steps |= dict.fromkeys(new, step)
+
+    def _store_artifacts(self, tracker: Tracker[Any], position: _Position) -> None:
+        for path in self._files.artifacts:
+            if path.name not in position.artifacts and path.is_file():
+                tracker.artifact(path)
+                position.artifacts.append(path.name)
+
+    def _send_events(self, tracker: Tracker[Any], position: _Position) -> None:
+        """Log the events that were recorded since; a line that is not complete yet comes next time."""
+        with contextlib.suppress(FileNotFoundError), self._files.events.open("rb") as file:
+            file.seek(position.events_bytes)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                with contextlib.suppress(ValueError):
+                    event = json.loads(line)
+                    details = {key: value for key, value in event.items() if key not in ("event", "time")}
+                    tracker.event(str(event["event"]), details, float(event.get("time") or 0.0))
+                position.events_bytes += len(line)
+
+    def _read_position(self) -> _Position:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            data = json.loads(self._state.read_text(encoding="utf-8"))
+            steps = {str(name): int(step) for name, step in data["steps"].items()}
+            return _Position(steps, int(data["events_bytes"]), [str(name) for name in data["artifacts"]])
+        return _Position()
+
+    def _save_position(self, position: _Position) -> None:
+        self._saved = time.monotonic()
+        with contextlib.suppress(OSError):
+            self._state.parent.mkdir(exist_ok=True)
+            replace_file(self._state, json.dumps(vars(position)))
+
+
+class Trackers:
+    """All trackers of a run beside metrics.jsonl."""
+
+    def __init__(self, tracked: Sequence[GuardedTracker] = ()) -> None:
+        self._all = tracked
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Log a line of metrics.jsonl."""
+        for one in self._all:
+            one.log(line)
+
+    def finish(self, outcome: Outcome) -> None:
+        """End all trackers, and wait for them no longer than FINISH_SECONDS in all."""
+        until = time.monotonic() + FINISH_SECONDS[outcome]
+        for one in self._all:
+            one.finish(outcome)
+        for one in self._all:
+            one.join(until - time.monotonic())

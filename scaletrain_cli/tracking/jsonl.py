@@ -1,0 +1,76 @@
+"""``metrics.jsonl``: the record of what was measured, from which every other tracker is filled. Always on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.tracking.base import TrackerOptions
+
+
+class JsonlOptions(TrackerOptions):
+    """metrics.jsonl in the run directory, which is always written; it has no options."""
+
+
+class JsonlWriter:
+    """Append lines in their order in a thread: on a slow shared file system one write takes as long as several steps.
+
+    Unlike a tracker it may stop training: an error of the thread is raised by the next call. The thread starts with the
+    first line. ``append`` writes JSON objects to a file, one line each.
+    """
+
+    def __init__(self, path: Path, append: Callable[[Path, Sequence[dict[str, Any]]], None]) -> None:
+        self._path, self._append = path, append
+        self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def put(self, line: dict[str, Any]) -> None:
+        """Write a line soon."""
+        self._raise()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="metrics", daemon=True)
+            self._thread.start()
+        self._queue.put(line)
+
+    def flush(self) -> None:
+        """Wait until every line is in the file. Raises OSError where the disk did not take it."""
+        if self._thread is not None:
+            written = threading.Event()
+            self._queue.put(written)
+            written.wait()
+        self._raise()
+
+    def close(self) -> None:
+        """Flush, and end the thread."""
+        try:
+            self.flush()
+        finally:
+            if self._thread is not None:
+                self._queue.put(None)
+                self._thread.join()
+                self._thread = None
+
+    def _write_all(self) -> None:
+        while True:
+            items = [self._queue.get()]
+            while not self._queue.empty():  # all that came during the last write
+                items.append(self._queue.get())
+            lines = [item for item in items if isinstance(item, dict)]
+            try:
+                if lines and self._error is None:
+                    self._append(self._path, lines)
+            except Exception as error:
+                self._error = error
+            for item in items:
+                if isinstance(item, threading.Event):
+                    item.set()
+            if None in items:
+                return
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,97 @@
+"""MLflow: one run over all attempts, found again by a tag; metrics with the optimizer step as their step."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, StringConstraints
+
+from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
+
+_TAG = "scaletrain.tracking_id"
+_VALUE_CHARACTERS = 500  # the shortest limit of a parameter's value among versions of the server
+_PARAMETERS = 100  # in one request
+# SCHEDULED: the run goes on in a later attempt.
+_STATUS = {"finished": "FINISHED", "preempted": "SCHEDULED", "failed": "FAILED"}
+_Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00]*$")]
+
+
+class MlflowOptions(TrackerOptions):
+    """MLflow. Without ``uri`` the variable MLFLOW_TRACKING_URI counts, and without that a file in the run directory."""
+
+    experiment: _Text = "scaletrain"
+    uri: _Text | None = Field(default=None, description="a server (https://...) or a database (sqlite:////path)")
+
+
+class MlflowTracker(Tracker[MlflowOptions]):
+    """Metrics and artifacts; the run spec as parameters; events as tags ``event.<name>`` that hold the last details.
+
+    MLflow cannot remove a logged value, so a step that is trained again keeps the values that were logged first.
+    """
+
+    options_model = MlflowOptions
+
+    def start(self, run: TrackedRun) -> Mapping[str, int] | None:
+        """Find the run by its tag, or create it. Return the last step of each of its metrics."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        self._entities: Any = importlib.import_module("mlflow.entities")
+        library = importlib.import_module("mlflow")
+        given = self.options.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        uri = given or f"sqlite:///{run.folder.absolute() / 'mlflow.db'}"
+        self._client: Any = library.MlflowClient(tracking_uri=uri)
+        artifacts = None if given else (run.folder.absolute() / "mlflow-artifacts").as_uri()
+        experiment = self._experiment(artifacts)
+        found = self._client.search_runs([experiment], filter_string=f"tags.`{_TAG}` = '{run.tracking_id}'")
+        if found:
+            self._id = found[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            names = found[0].data.metrics
+            return {name: max(one.step for one in self._client.get_metric_history(self._id, name)) for name in names}
+        self._id = self._client.create_run(experiment, run_name=run.run_id, tags={_TAG: run.tracking_id}).info.run_id
+        leaves = [(key, str(value)[:_VALUE_CHARACTERS]) for key, value in _leaves(run.config)]
+        for first in range(0, len(leaves), _PARAMETERS):
+            some = [self._entities.Param(key, value) for key, value in leaves[first : first + _PARAMETERS]]
+            self._client.log_batch(self._id, params=some)
+        return {}
+
+    def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        """Log all values in one request."""
+        metrics = [self._entities.Metric(name, value, int(seconds * 1e3), step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def event(self, name: str, details: Mapping[str, Any], seconds: float) -> None:
+        """Set the tag of the event."""
+        self._client.set_tag(self._id, f"event.{name}", ", ".join(f"{k}={v}" for k, v in details.items())[:5000])
+
+    def artifact(self, path: Path) -> None:
+        """Store the file with the run."""
+        self._client.log_artifact(self._id, str(path))
+
+    def finish(self, outcome: Outcome) -> None:
+        """Set the status of the run."""
+        if outcome == "preempted":
+            self._client.update_run(self._id, status=_STATUS[outcome])
+        else:
+            self._client.set_terminated(self._id, status=_STATUS[outcome])
+
+    def _experiment(self, artifacts: str | None) -> str:
+        found = self._client.get_experiment_by_name(self.options.experiment)
+        if found is not None:
+            return str(found.experiment_id)
+        return str(self._client.create_experiment(self.options.experiment, artifact_location=artifacts))
+
+
+def _leaves(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of nested mappings with its dotted key."""
+    if isinstance(data, Mapping):
+        for name, value in data.items():
+            yield from _leaves(value, f"{key}.{name}" if key else str(name))
+    elif key:
+        yield key, data

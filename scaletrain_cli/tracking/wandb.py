@@ -1,0 +1,72 @@
+"""Weights & Biases: one run over all attempts, resumed by its id; the x axis is the optimizer step."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import StringConstraints
+
+from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
+
+
+class WandbOptions(TrackerOptions):
+    """Weights & Biases. ``offline`` writes files that ``wandb sync`` sends later; ``disabled`` is as if left out."""
+
+    project: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^\x00]*$")] = "scaletrain"
+    entity: str | None = None
+    mode: Literal["online", "offline", "disabled"] = "online"
+
+    @property
+    def enabled(self) -> bool:
+        """Return whether the tracker is started at all."""
+        return self.mode != "disabled"
+
+
+class WandbTracker(Tracker[WandbOptions]):
+    """Metrics are named ``train/<name>``, with ``train/step`` as their step; events count in ``events/<name>``."""
+
+    options_model = WandbOptions
+
+    def start(self, run: TrackedRun) -> Mapping[str, int] | None:
+        """Create or resume the run. Raises what wandb raises, as where there is no key."""
+        os.environ.setdefault("WANDB_SILENT", "true")
+        wandb = importlib.import_module("wandb")
+        self._folder = run.folder
+        self._run: Any = wandb.init(
+            project=self.options.project,
+            entity=self.options.entity,
+            id=run.tracking_id,
+            name=run.run_id,
+            resume="allow",
+            mode=self.options.mode,
+            dir=str(run.folder),
+            config=dict(run.config),
+        )
+        self._run.define_metric("train/*", step_metric="train/step")
+        self._run.define_metric("events/*", step_metric="train/step")
+        self._step = 0
+        if self.options.mode == "online" and self._run.resumed:
+            last = self._run.summary.get("train/step")
+            self._step = int(last or 0)
+        return None
+
+    def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        """Log one row with ``train/step`` and ``train/time`` beside the values."""
+        self._step = step
+        self._run.log({"train/step": step, "train/time": seconds, **{f"train/{k}": v for k, v in values.items()}})
+
+    def event(self, name: str, details: Mapping[str, Any], seconds: float) -> None:
+        """Mark the event at the current step."""
+        self._run.log({"train/step": self._step, f"events/{name}": 1})
+
+    def artifact(self, path: Path) -> None:
+        """Upload the file with the run."""
+        self._run.save(str(path), base_path=str(self._folder), policy="now")
+
+    def finish(self, outcome: Outcome) -> None:
+        """Send the rest; the run counts as crashed where training failed."""
+        self._run.finish(exit_code=1 if outcome == "failed" else 0)
