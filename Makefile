@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml .ci/install_torch.sh
 	@# install_torch.sh asks pip for a dry run; an older pip downloads the whole wheel to answer one.
 	$(BIN)/python -m pip install --quiet 'pip>=24'
 	.ci/install_torch.sh $(BIN)/python $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[train,optimizers,fp8,parquet,slurm,k8s,track,plot,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[train,optimizers,fp8,parquet,slurm,k8s,wandb,tensorboard,mlflow,plot,dev]'
 	@touch $@
 
 demo: setup ## Plan, submit, preempt and resume a real small run on this machine

@@ -13,7 +13,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "k8s": ("kubernetes",),
     "wandb": ("wandb",),
     "tensorboard": ("tensorboard",),
-    "mlflow": ("mlflow",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "prices": ("gpuhunt",),
     "plot": ("matplotlib",),
 }

@@ -30,7 +30,9 @@ _EXTRAS = {
     "train": (("torch", "deepspeed", "numpy", "tokenizers"), "to train on this machine"),
     "slurm": (("submitit",), "for the probe that checks Slurm nodes"),
     "k8s": (("kubernetes",), "to submit to Kubernetes"),
-    "track": (("wandb",), "to mirror metrics to Weights & Biases"),
+    "wandb": (("wandb",), "for the tracker wandb (Weights & Biases)"),
+    "tensorboard": (("tensorboard",), "for the tracker tensorboard"),
+    "mlflow": (("mlflow",), "for the tracker mlflow"),
 }
 # How many parts of a version must be those of the tested one; torch and DeepSpeed change behaviour in minor versions.
 _COMPARED_PARTS = {"torch": 2, "deepspeed": 2}

@@ -284,8 +284,7 @@ def drill_spec(spec: RunSpec, steps: int) -> RunSpec:
         "checkpoint.keep": 3,
         "checkpoint.dir": "auto",
         "restarts": "{preemption: unlimited, node: 10, crash: 3, oom: 0}",
-        "tracking.log_every": 1,
-        "tracking.wandb.mode": "disabled",
+        "tracking": "[]",
     }
     if spec.evaluation.every:
         settings["evaluation.batches"] = 1

@@ -29,7 +29,7 @@ _SETTINGS = (
     "guard.preflight=always",
     "env.SCALETRAIN_ONLY=preflight",
     "restarts={preemption: 0, node: 0, crash: 0, oom: 0}",
-    "tracking.wandb.mode=disabled",
+    "tracking=[]",
 )
 
 

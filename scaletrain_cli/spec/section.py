@@ -182,7 +182,7 @@ class OpenSection(Section):
     @model_serializer(mode="wrap")
     def _write_flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         data: dict[str, Any] = handler(self)
-        plugins = data.pop(_PLUGINS)
+        plugins: dict[str, Any] = data.pop(_PLUGINS)
         return data | plugins
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:

@@ -112,9 +112,7 @@ _KUBERNETES = """\
 _TAIL = """\
 checkpoint: {every: $checkpoint_every, keep: 3}  # in steps; written in the background
 restarts: {preemption: unlimited, node: 10, crash: 3}
-tracking:
-  log_every: 1
-  wandb: {mode: disabled}  # online or offline mirrors the metrics to Weights & Biases
+# tracking: [tensorboard, {wandb: {project: $name}}]  # also mlflow; metrics.jsonl is always written
 # code: {path: ., engine: train}  # your own program out of a git working tree, in place of this engine
 # env: {NCCL_DEBUG: WARN}
 """

@@ -77,7 +77,7 @@ class GuardedTracker:
         self._wake = threading.Event()  # training is over: no more waiting between two tries
         self._state = run.folder / "tracking" / f"{name}.json"
         self._saved = 0.0
-        self._down = False
+        self._down, self._delay = False, _FIRST_RETRY_SECONDS
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -115,17 +115,14 @@ class GuardedTracker:
 
     def _work(self) -> None:
         position = self._read_position()
-        delay, doing, pending = _FIRST_RETRY_SECONDS, "start", list[Mapping[str, Any] | _Finish]()
+        doing, pending = "start", list[Mapping[str, Any] | _Finish]()
         first = True
         while not self._off.is_set():
             last_try = self._wake.is_set()
             try:
                 doing = "start"
                 tracker = self._started(position)
-                if self._down:
-                    self._down = False
-                    self._say("tracker-on", Reason("tracking.on", {"tracker": self.name}))
-                doing, delay = "log", _FIRST_RETRY_SECONDS
+                doing = "log"
                 if first:
                     for line in self._files.metrics():
                         self._send(tracker, line, position)
@@ -138,8 +135,8 @@ class GuardedTracker:
                 self._save_position(position)
             if last_try or self._off.is_set():
                 return
-            self._wake.wait(delay)
-            delay = min(2 * delay, _LAST_RETRY_SECONDS)
+            self._wake.wait(self._delay)
+            self._delay = min(2 * self._delay, _LAST_RETRY_SECONDS)
 
     def _fail(self, doing: str, error: Exception) -> None:
         message = f"{type(error).__name__}: {error}"[:500]
@@ -177,6 +174,9 @@ class GuardedTracker:
                 if time.monotonic() - self._saved > _SAVE_SECONDS:
                     self._send_events(tracker, position)
                     self._save_position(position)
+            if pending and self._down:
+                self._down, self._delay = False, _FIRST_RETRY_SECONDS
+                self._say("tracker-on", Reason("tracking.on", {"tracker": self.name}))
             pending.clear()
 
     def _send(self, tracker: Tracker[Any], line: Mapping[str, Any], position: _Position) -> None:

@@ -159,6 +159,8 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "node-agent-stopped": _node_agent_stopped,
     "signal": _signal,
     "nodes-excluded": _nodes_excluded,
+    "tracker-off": lambda event: str(event["message"]),
+    "tracker-on": lambda event: str(event["message"]),
     "wandb-off": lambda event: f"Weights & Biases is off, the run goes on without: {event['message']}",
     "cancelled": lambda event: "told to stop for good",
     "stopped": lambda event: f"no attempt follows: {event['why']} (exit code {event['exit_code']})",

@@ -31,9 +31,14 @@ KUBERNETES = "tests/launch/backends/kubernetes"
 NAMES_NOTHING = {
     "name": "the run's own",
     "env.*": "values of variables",
+    "tracking.*": "the name of a tracker, which loading the spec checks",
 }
 # The tests that hold the checks of schedulers and nodes; what check_external looks at is in CASES.
 HELD_BY = {
+    "tracking.wandb.entity": "tests/tracking/test_spec.py",
+    "tracking.mlflow.uri": "tests/tracking/test_spec.py::test_a_tracker_without_its_library_is_refused",
+    "tracking.mlflow.experiment": "tests/tracking/test_spec.py",
+    "tracking.tensorboard.dir": "tests/tracking/test_spec.py",
     "model.preset": "tests/cli/test_before_a_run.py::test_init_does_as_it_is_told_or_refuses",
     "model.hf_config": "tests/spec/test_model_sources.py",
     "code.path": "tests/launch/code/test_snapshot.py",

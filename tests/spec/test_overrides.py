@@ -14,7 +14,7 @@ def test_an_override_wins_over_the_file_and_the_last_one_over_the_others() -> No
 def test_an_override_makes_the_sections_on_its_way() -> None:
     spec = load(SPEC, "cluster.slurm.extra.exclusive=true", "tracking.wandb.mode=offline")
     assert spec.cluster.slurm.extra == {"exclusive": True}
-    assert spec.tracking.wandb.mode == "offline"
+    assert spec.tracking.trackers["wandb"].mode == "offline"
 
 
 @pytest.mark.parametrize(

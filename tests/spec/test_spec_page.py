@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.section import OpenSection
 from scaletrain_cli.spec.source import Source, parse_yaml
 from tests.spec.samples import PROJECT, SPEC, load
 
@@ -22,6 +23,9 @@ def keys(spec: BaseModel, before: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, field in type(spec).model_fields.items():
         key, value = f"{before}{field.alias or name}", getattr(spec, name)
+        if name == "plugins" and isinstance(spec, OpenSection):
+            found |= {k: v for plugin, section in value.items() for k, v in keys(section, f"{before}{plugin}.").items()}
+            continue
         found |= keys(value, f"{key}.") if isinstance(value, BaseModel) else {key: value}
     return found
 
@@ -32,7 +36,7 @@ def test_the_page_shows_every_key() -> None:
 
 
 def test_the_page_shows_the_defaults() -> None:
-    sparse = load(SPEC.replace("precision: fp32", ""))
+    sparse = load(SPEC.replace("precision: fp32", "") + "tracking: [wandb, tensorboard, mlflow]\n")
     shown, usual = keys(load(EVERY_KEY)), keys(sparse)
     different = {key for key in shown if shown[key] != usual[key]}
     assert {key for key in different if not key.startswith("model.")} - NEEDED == {"data.tokenizer.vocab_size"}

@@ -39,6 +39,8 @@ def _row(key: str, names: str, checked: str, when: str, by: str, instead: str = 
 
 
 _K8S, _SL = "cluster.kubernetes.", "cluster.slurm."
+_FIRST_USE = "its first use. Training continues without it, with the event tracker-off"
+_NEVER_BEFORE = "never before the start"
 _UNSEEN = "places that only the nodes see: the node agent"
 
 
@@ -126,10 +128,41 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         "tracking.wandb.project",
         "a project of Weights & Biases",
-        "with mode: online that wandb is installed and has a key: WANDB_API_KEY, or an entry in .netrc",
+        "that wandb is installed; with mode: online that it has a key: WANDB_API_KEY, or an entry in .netrc",
         _SUBMIT,
         f"{_CHECKS}wandb_problems",
-        "whether the key is valid: the first log-in. Training goes on without the mirror, with the event wandb-off",
+        f"whether the key is valid: {_FIRST_USE}",
+    ),
+    _row(
+        "tracking.wandb.entity",
+        "a team of Weights & Biases",
+        "-",
+        _NEVER_BEFORE,
+        f"{_CHECKS}wandb_problems",
+        _FIRST_USE,
+    ),
+    _row(
+        "tracking.mlflow.uri",
+        "an MLflow server, or a database",
+        "that mlflow is installed",
+        _SUBMIT,
+        f"{_CHECKS}tracker_problems",
+        f"whether it answers: {_FIRST_USE}",
+    ),
+    _row(
+        "tracking.mlflow.experiment",
+        "an experiment there",
+        "nothing: it is created",
+        "never",
+        f"{_CHECKS}tracker_problems",
+    ),
+    _row(
+        "tracking.tensorboard.dir",
+        "a folder",
+        "that tensorboard is installed; the folder is created",
+        _SUBMIT,
+        f"{_CHECKS}tracker_problems",
+        f"whether it can be written: {_FIRST_USE}",
     ),
     _row("cluster.gpu", "an accelerator of the catalogue", "known", _PLAN, "scaletrain_cli.plan:make_plan"),
     _row("cluster.gpu.name", "nothing: a table of its own", "-", _LOAD, "scaletrain_cli.spec.loading:load_spec"),

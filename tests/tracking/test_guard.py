@@ -1,0 +1,226 @@
+"""A tracker runs beside training: it gets every step once and in order, and whatever it does, training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.journal import append_line
+from scaletrain_cli.tracking import guard
+from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
+from scaletrain_cli.tracking.guard import GuardedTracker, RunFiles, Trackers
+
+
+class Recorder(Tracker[TrackerOptions]):
+    """Keeps what it is given; ``rows`` and ``calls`` outlive the object, as a service does."""
+
+    options_model = TrackerOptions
+    rows: ClassVar[list[tuple[int, dict[str, float]]]] = []
+    calls: ClassVar[list[tuple[Any, ...]]] = []
+
+    def start(self, run: TrackedRun) -> Mapping[str, int] | None:
+        self.calls.append(("start", run.tracking_id, run.attempt))
+        return None
+
+    def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        self.rows.append((step, dict(values)))
+
+    def event(self, name: str, details: Mapping[str, Any], seconds: float) -> None:
+        self.calls.append(("event", name, details))
+
+    def artifact(self, path: Path) -> None:
+        self.calls.append(("artifact", path.name))
+
+    def finish(self, outcome: Outcome) -> None:
+        self.calls.append(("finish", outcome))
+
+
+class Rewinder(Recorder):
+    rewinds = True
+
+    def rewind(self, step: int) -> None:
+        self.rows[:] = [row for row in self.rows if row[0] <= step]
+
+
+class Attempt:
+    """One attempt of a run with a tracker; ``lines`` are those of metrics.jsonl."""
+
+    def __init__(self, folder: Path, make: Callable[[], Tracker[Any]], lines: list[dict[str, Any]], number: int = 1):
+        self.reports: list[tuple[str, Reason]] = []
+        self.lines = lines
+        run = TrackedRun("run", "abcd1234", folder, {}, number)
+        files = RunFiles(lambda: list(lines), folder / "events.jsonl", [folder / "run.json"])
+        self.one = GuardedTracker(
+            "toy", make, run, files, lambda event, tracker, why: self.reports.append((event, why))
+        )
+        self.trackers = Trackers([self.one])
+
+    def train(self, first: int, last: int, **values: float) -> None:
+        for step in range(first, last + 1):
+            line = {"step": step, "loss": 1 / step, "mfu": None, "attempt": 1, "time": 100.0 + step, **values}
+            self.lines.append(line)
+            self.trackers.log(line)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorder, "rows", [])
+    monkeypatch.setattr(Recorder, "calls", [])
+    monkeypatch.setattr(guard, "_IDLE_SECONDS", 0.02)
+    monkeypatch.setattr(guard, "_FIRST_RETRY_SECONDS", 0.05)
+
+
+def recorder() -> Recorder:
+    return Recorder(TrackerOptions())
+
+
+def rewinder() -> Rewinder:
+    return Rewinder(TrackerOptions())
+
+
+def steps() -> list[int]:
+    return [step for step, values in Recorder.rows if "loss" in values]
+
+
+def test_a_tracker_gets_steps_events_and_artifacts_and_the_next_attempt_goes_on_from_there(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    append_line(tmp_path / "events.jsonl", {"time": 1.0, "event": "started", "step": 0})
+    lines: list[dict[str, Any]] = []
+    first = Attempt(tmp_path, recorder, lines)
+    first.train(1, 5)
+    first.trackers.log({"step": 5, "validation_loss": 2.0, "attempt": 1, "time": 105.0})
+    first.trackers.finish("preempted")
+    append_line(tmp_path / "events.jsonl", {"time": 2.0, "event": "resumed", "step": 5})
+    second = Attempt(tmp_path, recorder, lines, number=2)
+    second.train(6, 9)
+    second.trackers.finish("finished")
+    assert steps() == list(range(1, 10))
+    assert Recorder.rows[5] == (5, {"validation_loss": 2.0})
+    assert Recorder.rows[0] == (1, {"loss": 1.0, "attempt": 1})
+    assert [call for call in Recorder.calls if call[0] != "event"] == [
+        ("start", "abcd1234", 1),
+        ("artifact", "run.json"),
+        ("finish", "preempted"),
+        ("start", "abcd1234", 2),
+        ("finish", "finished"),
+    ]
+    assert [call[1] for call in Recorder.calls if call[0] == "event"] == ["started", "resumed"]
+    assert first.reports == second.reports == []
+
+
+@pytest.mark.parametrize(("make", "kept"), [(recorder, 1.0), (rewinder, 2.0)])
+def test_steps_that_are_trained_again_come_once(make: Callable[[], Tracker[Any]], kept: float, tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = []
+    one = Attempt(tmp_path, make, lines)
+    one.train(1, 8, loss=1.0)
+    one.train(5, 10, loss=2.0)  # after a rollback to step 4
+    one.trackers.finish("preempted")
+    again = Attempt(tmp_path, make, lines[:-2], number=2)  # from the checkpoint of step 8
+    again.train(9, 12, loss=2.0)
+    again.trackers.finish("finished")
+    assert steps() == list(range(1, 13))
+    assert [values["loss"] for step, values in Recorder.rows if step == 6] == [kept]
+
+
+def test_what_a_killed_process_did_not_send_comes_from_metrics_jsonl(tmp_path: Path) -> None:
+    lines = [{"step": step, "loss": 1.0, "time": 1.0} for step in range(1, 6)]
+    one = Attempt(tmp_path, rewinder, lines)
+    one.train(6, 7)
+    one.trackers.finish("finished")
+    assert steps() == list(range(1, 8))
+
+
+class Answering(Recorder):
+    def start(self, run: TrackedRun) -> Mapping[str, int] | None:
+        return {"loss": max(steps(), default=0)}
+
+
+def test_the_answer_of_a_tracker_counts_more_than_what_was_acknowledged(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = []
+    one = Attempt(tmp_path, lambda: Answering(TrackerOptions()), lines)
+    one.train(1, 5)
+    one.trackers.finish("preempted")
+    (tmp_path / "tracking" / "toy.json").unlink()
+    two = Attempt(tmp_path, lambda: Answering(TrackerOptions()), lines)
+    two.train(4, 7)
+    two.trackers.finish("finished")
+    assert steps() == list(range(1, 8))
+
+
+class Flaky(Recorder):
+    failures: ClassVar[list[str]] = []
+
+    def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        if step == 3 and self.failures:
+            raise ConnectionError(self.failures.pop())
+        super().log(step, values, seconds)
+
+
+def test_a_tracker_that_fails_is_reported_once_tried_again_and_misses_nothing(tmp_path: Path) -> None:
+    Flaky.failures = ["no route to host"] * 3
+    one = Attempt(tmp_path, lambda: Flaky(TrackerOptions()), [])
+    one.train(1, 6)
+    until = time.monotonic() + 20
+    while steps() != list(range(1, 7)) and time.monotonic() < until:
+        time.sleep(0.02)
+    one.trackers.finish("finished")
+    assert steps() == list(range(1, 7))
+    assert [(event, reason.code) for event, reason in one.reports] == [
+        ("tracker-off", "tracking.log-failed"),
+        ("tracker-on", "tracking.on"),
+    ]
+    assert one.reports[0][1].params["message"] == "ConnectionError: no route to host"
+
+
+def missing() -> Tracker[Any]:
+    raise ModuleNotFoundError("No module named 'toy'")
+
+
+def test_a_tracker_that_is_not_installed_is_off_for_the_attempt(tmp_path: Path) -> None:
+    one = Attempt(tmp_path, missing, [])
+    one.train(1, 3)
+    one.trackers.finish("finished")
+    assert [reason.code for _, reason in one.reports] == ["tracking.not-installed"]
+
+
+class Hanging(Recorder):
+    release = threading.Event()
+
+    def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        self.release.wait(30)
+
+
+def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "FINISH_SECONDS", {"preempted": 0.2})
+    one = Attempt(tmp_path, lambda: Hanging(TrackerOptions()), [])
+    began = time.monotonic()
+    one.train(1, 1000)
+    one.trackers.finish("preempted")
+    assert time.monotonic() - began < 5
+    assert [reason.code for _, reason in one.reports] == ["tracking.finish-timeout"]
+    Hanging.release.set()
+
+
+def test_a_queue_that_is_full_turns_the_tracker_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_QUEUED", 50)
+    Hanging.release.clear()
+    one = Attempt(tmp_path, lambda: Hanging(TrackerOptions()), [])
+    one.train(1, 100)
+    assert [reason.code for _, reason in one.reports] == ["tracking.queue-full"]
+    Hanging.release.set()
+    one.trackers.finish("failed")
+
+
+def test_a_report_that_fails_is_no_error_either(tmp_path: Path) -> None:
+    one = Attempt(tmp_path, missing, [])
+    one.reports = None  # type: ignore[assignment]
+    one.train(1, 3)
+    one.trackers.finish("finished")
