@@ -1,4 +1,4 @@
-"""The exception tree and the exit codes. Every room may import this file; it imports none of them."""
+"""The exception tree and the exit codes. Every package may import this file; it imports none of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
+
+from scaletrain_cli.reasons import Reason
 
 # After a word, and before a blank or the end: neither `..` of a path nor `...`.
 _TWO_STOPS = re.compile(r"(?<=[\w)\]'\"`%])\.\.(?=\s|$)")
@@ -27,6 +29,16 @@ class ExitCode(IntEnum):
 def one_stop(text: str) -> str:
     """Return the text with one full stop where a quoted sentence, of a library or the system, brought its own."""
     return _TWO_STOPS.sub(".", text)
+
+
+def sentence(reason: Reason | str) -> str:
+    """Return the text of a reason, or a text, with a full stop at its end."""
+    text = str(reason)
+    return text if text.endswith((".", "!", "?", ":")) else f"{text}."
+
+
+def _remedy(reason: Reason) -> str | None:
+    return " ".join(map(sentence, reason.remedies)) or None
 
 
 class Place(str):
@@ -53,6 +65,13 @@ class Problem:
     message: str
     given: str | None = None
     hint: str | None = None
+    reason: Reason | None = None
+
+    @classmethod
+    def because(cls, where: str, key: str, reason: Reason, given: object = None) -> Problem:
+        """Return the problem whose message and hint are the text and the remedies of a reason."""
+        shown = None if given is None else str(given)
+        return cls(where, key, sentence(reason), shown, _remedy(reason), reason)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "message", one_stop(self.message))
@@ -78,19 +97,25 @@ class Problem:
         """Line in ``file``, from 1; None where no line is known."""
         return self.where.line if isinstance(self.where, Place) else None
 
-    def to_json(self) -> dict[str, str | int | None]:
-        """Return the fields with ``file`` and ``line`` apart from ``where``."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields with ``file`` and ``line`` apart from ``where``; ``reason`` as ``{code, params}``."""
         return {"where": str(self.where), "file": self.file, "line": self.line, "key": self.key} | {
             "message": self.message,
             "given": self.given,
             "hint": self.hint,
+            "reason": _code_of(self.reason),
         }
+
+
+def _code_of(reason: Reason | None) -> dict[str, Any] | None:
+    return None if reason is None else {"code": reason.code, "params": dict(reason.params)}
 
 
 class ScaletrainError(Exception):
     """Base of every error a user can cause or cure. ``problems`` lists each cause on its own line.
 
-    ``code`` is the stable word for it in ``--json`` (docs/json.md); ``remedy`` is what to do, and ``file`` the file
+    ``code`` is the stable word for its kind in ``--json`` (docs/json.md), ``reason`` the code and parameters of this
+    one where it was raised with a Reason in place of a message; ``remedy`` is what to do, and ``file`` the file
     concerned, where no problem says so.
     """
 
@@ -99,16 +124,17 @@ class ScaletrainError(Exception):
 
     def __init__(
         self,
-        message: str,
+        message: str | Reason,
         problems: tuple[Problem, ...] = (),
         *,
         remedy: str | None = None,
         file: str | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = one_stop(message)
+        self.reason = message if isinstance(message, Reason) else None
+        self.message = one_stop(sentence(message) if isinstance(message, Reason) else message)
+        super().__init__(self.message)
         self.problems = problems
-        self.remedy = remedy
+        self.remedy = remedy or (_remedy(self.reason) if self.reason is not None else None)
         self.file = file
 
     def __str__(self) -> str:
@@ -125,6 +151,7 @@ class ScaletrainError(Exception):
             "line": first.line if first else None,
             "message": self.message,
             "remedy": self.remedy or (first.hint if first else None),
+            "reason": _code_of(self.reason),
             "problems": [problem.to_json() for problem in self.problems],
         }
 

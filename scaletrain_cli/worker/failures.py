@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder
@@ -43,11 +46,29 @@ def reason_in(text: str) -> str | None:
     return next((reason for reason, sign in _SIGNS if sign.search(text)), None)
 
 
+# The exit reason (launch/exit_classification.py) that each code of a failure stands for; all others are a crash.
+EXIT_REASON_OF_CODE: Mapping[str, str] = {
+    "engine.gradient-not-finite": "nan",
+    "engine.loss-scale-at-floor": "nan",
+    "engine.loss-spike": "spike",
+    "engine.wrong-nodes": "wrong-nodes",
+    "engine.disk-full": "disk-full",
+    "engine.checkpoints-unreadable": "unreadable",
+    "engine.data-damaged": "data",
+    "engine.out-of-memory": "oom",
+    "engine.host-out-of-memory": "host-oom",
+    "engine.connection-lost": "communication",
+    "engine.device-failed": "hardware",
+}
+
+
 @dataclass(frozen=True)
 class Failure:
-    """A rank (or, with rank None, a node) saying itself why it gives up; or its agent, of a rank that cannot.
+    """Why a rank (or, with rank None, a node) failed, by itself or by its agent.
 
-    ``node`` is the node record's name for it, where an agent speaks. Not ``sure``: another node may know better.
+    ``reason`` is the exit reason; ``code`` and ``params`` are those of the Reason that ``message`` is the text of,
+    empty where there is only the message. ``node`` is the name of the node record where an agent reports. Not ``sure``:
+    another node may have better evidence.
     """
 
     rank: int | None
@@ -56,6 +77,13 @@ class Failure:
     exit_code: int
     node: str = ""
     sure: bool = True
+    code: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def why(self) -> Reason:
+        """The code and parameters, or the message alone as ``recorded.text``."""
+        return Reason(self.code, self.params) if self.code else recorded(self.message)
 
 
 def write_failure(run: RunDir, attempt: int, name: str, failure: Failure) -> None:

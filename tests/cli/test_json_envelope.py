@@ -22,18 +22,25 @@ PAGE = (PROJECT / "docs" / "json.md").read_text(encoding="utf-8")
 CODES = {code: int(number) for code, number in re.findall(r"^\| `([a-z-]+)` \| (\d+) \|", PAGE, flags=re.MULTILINE)}
 TEXT = {"type": ["string", "null"]}
 LINE = {"type": ["integer", "null"], "minimum": 1}
+REASON = {
+    "type": ["object", "null"],
+    "properties": {"code": {"type": "string", "pattern": r"^[a-z]+\.[a-z-]+$"}, "params": {"type": "object"}},
+    "required": ["code", "params"],
+    "additionalProperties": False,
+}
 PROBLEM = {
     "type": "object",
     "properties": {"where": {"type": "string"}, "file": TEXT, "line": LINE, "key": TEXT}
-    | {"message": {"type": "string"}, "given": TEXT, "hint": TEXT},
-    "required": ["where", "file", "line", "key", "message", "given", "hint"],
+    | {"message": {"type": "string"}, "given": TEXT, "hint": TEXT, "reason": REASON},
+    "required": ["where", "file", "line", "key", "message", "given", "hint", "reason"],
     "additionalProperties": False,
 }
 ERROR = {
     "type": "object",
     "properties": {"code": {"enum": sorted(CODES)}, "key": TEXT, "file": TEXT, "line": LINE}
-    | {"message": {"type": "string", "minLength": 1}, "remedy": TEXT, "problems": {"type": "array", "items": PROBLEM}},
-    "required": ["code", "key", "file", "line", "message", "remedy", "problems"],
+    | {"message": {"type": "string", "minLength": 1}, "remedy": TEXT, "reason": REASON}
+    | {"problems": {"type": "array", "items": PROBLEM}},
+    "required": ["code", "key", "file", "line", "message", "remedy", "reason", "problems"],
     "additionalProperties": False,
 }
 ENVELOPE = {
@@ -153,7 +160,7 @@ def test_what_is_wrong_in_a_spec_has_its_file_and_line_apart(tmp_path: Path) -> 
 
 def test_a_dry_run_is_an_answer_like_any_other() -> None:
     data = checked(scaletrain("submit", SMALL, "--dry-run", "--json"))
-    assert "local_supervisor" in data["would_send"]
+    assert "local.supervisor" in data["would_send"]
     sweep = checked(scaletrain("submit", SMALL, "--dry-run", "--json", "--sweep", "training.seed=1,2"))
     assert [len(run["overrides"]) for run in sweep["runs"]] == [1, 1]
 

@@ -54,7 +54,7 @@ def test_json_says_whether_the_run_is_feasible_and_what_is_wrong() -> None:
     assert does_not_divide.code == ExitCode.INFEASIBLE
     assert set(does_not_divide.data) == {"schema", "ok", "error", "feasible", "problems"}
     problem = does_not_divide.data["problems"][0]
-    assert set(problem) == {"where", "file", "line", "key", "message", "given", "hint"}
+    assert set(problem) == {"where", "file", "line", "key", "message", "given", "hint", "reason"}
     assert problem["key"] == "layout.data_parallel"
     too_soon = scaletrain("plan", SMALL, "--deadline", "1s", "--json")
     assert too_soon.code == ExitCode.INFEASIBLE
