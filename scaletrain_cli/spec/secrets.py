@@ -108,9 +108,9 @@ def _without_secrets(problems: list[Problem], found: tuple[ClearSecret, ...]) ->
         if problem.given is not None and (around or named):
             problem = replace(problem, given=HIDDEN)
         texts = {name: getattr(problem, name) for name in ("key", "message", "given", "hint")}
-        cleaned.append(
-            replace(problem, where=where, **{name: text and without(text, found) for name, text in texts.items()})
-        )
+        shown: dict[str, Any] = {name: text and without(text, found) for name, text in texts.items()}
+        reason = problem.reason if shown == texts else None  # its parameters are parts of the message
+        cleaned.append(replace(problem, where=where, reason=reason, **shown))
     return cleaned
 
 
