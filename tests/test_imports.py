@@ -50,7 +50,7 @@ ROOMS_ALLOWED = {
     "reasons": set(),
     "safe_files": set(),
     "text": set(),
-    "errors": set(),
+    "errors": {"reasons"},
     "extras": set(),
     "log_setup": set(),
     "own_processes": set(),
