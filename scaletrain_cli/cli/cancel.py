@@ -9,12 +9,13 @@ import typer
 
 from scaletrain_cli.cli.completion import complete_run
 from scaletrain_cli.cli.options import AsJson, TrustOwner, Yes
-from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.errors import ExitCode, Problem, SchedulerError, UsageError
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.status import RunStatus
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
+    from scaletrain_cli.rundir.sweeps import Sweep
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.SCHEDULER)
 
@@ -53,9 +54,7 @@ def command(
 
     found = find_run_or_sweep(run)
     if isinstance(found, Sweep):
-        from scaletrain_cli.cli.sweep_status import cancel_sweep
-
-        cancel_sweep(found, force=force, trust_owner=trust_owner, yes=yes, as_json=as_json)
+        _cancel_sweep(found, force=force, trust_owner=trust_owner, yes=yes, as_json=as_json)
         return
     record, status = read_record(found), run_status(found)
     if force and record.spec.cluster.scheduler != "kubernetes":
@@ -107,3 +106,44 @@ def _remove_pods(run: RunDir, record: RunRecord) -> Sequence[str]:
 
 
 _ENDS = {"finished": "has finished", "failed": "has failed", "cancelled": "was cancelled before"}
+
+
+def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as_json: bool) -> None:
+    """Asks once for all. Raises SchedulerError, after the others were told, where a run could not be."""
+    from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.launch.sweep_status import OVER, cancel_members, look_at
+    from scaletrain_cli.ui.console import say
+
+    status = look_at(sweep)
+    members, states = status.members, status.states_in_words
+    schedulers = {member.status.scheduler for member in members if member.status is not None}
+    if force and schedulers - {"kubernetes"}:
+        raise UsageError(f"--force removes pods, and {sweep.name} is on {', '.join(sorted(schedulers))}.")
+    living = [member for member in members if member.state not in OVER]
+    if not living:
+        say(f"no run of the sweep {sweep.name} is running ({states}). Nothing was done.")
+        _answer_sweep(as_json, sweep, (), ())
+        return
+    which = f"all {len(members)}" if len(living) == len(members) else f"{len(living)} of the {len(members)}"
+    confirm(f"Stop {which} runs of the sweep {sweep.name} ({states})?", yes)
+    done = cancel_members(members, force=force, trust_owner=trust_owner)
+    _answer_sweep(as_json, sweep, done.cancelled, [name for name, _ in done.refused])
+    if done.cancelled:
+        one = len(done.cancelled) == 1
+        over = f"; {len(done.over)} were over before" if done.over else ""
+        say(
+            f"cancelled {len(done.cancelled)} runs of the sweep {sweep.name}{over}; "
+            f"what was running was asked to save and stop. `scaletrain resume {done.cancelled[0]}` continues "
+            f"{'it' if one else 'the first of them'}."
+        )
+    if done.refused:
+        problems = tuple(Problem(name, "", why) for name, why in done.refused)
+        raise SchedulerError(f"{len(problems)} runs of the sweep {sweep.name} could not be cancelled", problems)
+
+
+def _answer_sweep(as_json: bool, sweep: Sweep, cancelled: Sequence[str], refused: Sequence[str]) -> None:
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        told = {"sweep": sweep.name, "cancelled": list(cancelled), "refused": list(refused)}
+        print_json({"schema": "scaletrain.cancel-sweep/v1"} | told)

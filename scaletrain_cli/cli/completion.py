@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 
-def _completer(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+def completer(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
     """Return a completion function over ``names``; a broken file of the user's completes to nothing."""
 
     def complete(incomplete: str) -> list[str]:
@@ -26,12 +26,6 @@ def _runs() -> Iterator[str]:
     from scaletrain_cli.rundir.paths import list_runs
 
     return (run.run_id for run in list_runs())
-
-
-def _states() -> Iterable[str]:
-    from scaletrain_cli.cli.list import state_names
-
-    return state_names()
 
 
 def _recipes() -> Iterable[str]:
@@ -80,13 +74,12 @@ def _choices(annotation: Any) -> list[str]:
     return [word for inner in typing.get_args(annotation) for word in _choices(inner)]
 
 
-complete_run = _completer(_runs)
-complete_state = _completer(_states)
-complete_recipe = _completer(_recipes)
-complete_preset = _completer(_presets)
-complete_gpu = _completer(_gpus)
-complete_cluster = _completer(_clusters)
-_all_settings = _completer(_settings)
+complete_run = completer(_runs)
+complete_recipe = completer(_recipes)
+complete_preset = completer(_presets)
+complete_gpu = completer(_gpus)
+complete_cluster = completer(_clusters)
+_all_settings = completer(_settings)
 
 
 def complete_setting(incomplete: str) -> list[str]:

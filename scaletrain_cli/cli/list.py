@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from scaletrain_cli.cli.completion import complete_state
+from scaletrain_cli.cli.completion import completer
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.text import did_you_mean
@@ -20,6 +20,17 @@ if TYPE_CHECKING:
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 _DAMAGED = "damaged"  # whose record cannot be read
 _OVER = frozenset({"finished", "failed", "cancelled"})
+
+
+def state_groups() -> dict[str, frozenset[str]]:
+    """Return the states that each word means."""
+    from scaletrain_cli.launch.status import RunState
+
+    states = frozenset((*get_args(RunState), _DAMAGED))
+    return {"active": states - _OVER - {_DAMAGED}, "over": _OVER, **{name: frozenset((name,)) for name in states}}
+
+
+complete_state = completer(state_groups)
 
 
 def command(
@@ -81,24 +92,11 @@ def command(
         say(f"and {left} older; --limit 0 shows them all")
 
 
-def state_names() -> list[str]:
-    """Return what --state takes."""
-    return sorted(_groups())
-
-
-def _groups() -> dict[str, frozenset[str]]:
-    """Return the states that each word means."""
-    from scaletrain_cli.launch.status import RunState
-
-    states = frozenset((*get_args(RunState), _DAMAGED))
-    return {"active": states - _OVER - {_DAMAGED}, "over": _OVER, **{name: frozenset((name,)) for name in states}}
-
-
 def _wanted(given: Sequence[str]) -> frozenset[str] | None:
     """Return the states that --state means; None without the option. Raises UsageError."""
     if not given:
         return None
-    groups = _groups()
+    groups = state_groups()
     if unknown := [name for name in given if name not in groups]:
         remedy = f"{did_you_mean(unknown[0], groups)}Use {', '.join(sorted(groups))}."
         raise UsageError(f"--state {unknown[0]}: there is no such state.", remedy=remedy)

@@ -13,6 +13,10 @@ from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
+    from scaletrain_cli.launch.sweep_status import SweepStatus
+    from scaletrain_cli.rundir.sweeps import Sweep
+
+if TYPE_CHECKING:
     from scaletrain_cli.launch.status import RunStatus
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.spec import ClusterSpec
@@ -72,9 +76,7 @@ def command(
 
     found = find_run_or_sweep(run) if run is not None else _newest()
     if isinstance(found, Sweep):
-        from scaletrain_cli.cli.sweep_status import show_status_of_sweep
-
-        raise typer.Exit(show_status_of_sweep(found, None if wait is None else _seconds(wait), as_json))
+        raise typer.Exit(_show_sweep(found, None if wait is None else _seconds(wait), as_json))
     if wait is None:
         status, code = run_status(found), int(ExitCode.DONE)
     else:
@@ -153,3 +155,45 @@ def _newest() -> RunDir:
     if not runs:
         raise UsageError(f"there are no runs under {runs_root()}. `scaletrain submit SPEC` starts one.")
     return max(runs, key=lambda run: run.record.stat().st_mtime)
+
+
+_POLL_SECONDS_PER_RUN = 0.2  # of hundreds, each of which is a question to the controller
+
+
+def _show_sweep(sweep: Sweep, wait_seconds: float | None, as_json: bool) -> int:
+    """Returns the exit code: with a wait 0 where all runs have finished, 124 where not all ended in time."""
+    from scaletrain_cli.launch.sweep_status import exit_code_of_all, look_at
+
+    if wait_seconds is None:
+        status, code = look_at(sweep), int(ExitCode.DONE)
+    else:
+        status, in_time = _wait_for_sweep(sweep, wait_seconds)
+        code = exit_code_of_all(status.members) if in_time else _TIMED_OUT
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json(status.to_json())
+    else:
+        from scaletrain_cli.ui.status import show_sweep
+
+        show_sweep(status)
+    return code
+
+
+def _wait_for_sweep(sweep: Sweep, seconds: float) -> tuple[SweepStatus, bool]:
+    """How it stands in the end, and whether that was in time."""
+    from scaletrain_cli.launch.sweep_status import look_again, look_at
+    from scaletrain_cli.ui.live import StatusLine
+
+    deadline, status = time.monotonic() + seconds, look_at(sweep)
+    with StatusLine() as line:
+        while True:
+            over, runs = sum(member.is_over or member.status is None for member in status.members), len(sweep.runs)
+            if over == runs:
+                return status, True
+            if time.monotonic() >= deadline:
+                return status, False
+            line.show(f"{over}/{runs} over", over, runs, status.states_in_words)
+            pause = max(_POLL_SECONDS, _POLL_SECONDS_PER_RUN * (runs - over))
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            status = look_again(status)

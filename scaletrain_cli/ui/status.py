@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 from rich.console import Group
 from rich.table import Table
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from scaletrain_cli.launch.attempts import AttemptRecord
 from scaletrain_cli.launch.status import RunStatus
+from scaletrain_cli.launch.sweep_status import SweepStatus
 from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.measured import Figure, Measured
 from scaletrain_cli.text import bytes_text, count_text, percent_text, seconds_text
@@ -132,3 +134,38 @@ def _attempts(attempts: Sequence[AttemptRecord], now: float) -> Table:
             escaped_text(attempt.message),
         )
     return table
+
+
+def show_sweep(status_of_all: SweepStatus) -> None:
+    """How each of its runs stands, on stdout."""
+    console, sweep, members = stdout_console(), status_of_all.sweep, status_of_all.members
+    gone = sweep.points - len(members)
+    missing = f"; {gone} of the {sweep.points} are not here any more" if gone > 0 else ""
+    counted = f"  {len(members)} runs: {status_of_all.states_in_words}{missing}"
+    line(console, Text.assemble((plain(sweep.name), "bold"), counted))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    titles = ("  run", "state", "step", "job", "what it measured last, or why it stands so")
+    for title in titles:
+        justify: Literal["left", "right"] = "right" if title == "step" else "left"
+        table.add_column(justify=justify, no_wrap=title != titles[-1], overflow="fold")
+    table.add_row(*(Text(title, "dim") for title in titles))
+    for member in members:
+        status = member.status
+        if status is None:
+            table.add_row(
+                escaped_text(f"  {member.run.run_id}"),
+                Text("damaged", "red"),
+                "",
+                "",
+                escaped_text(member.error, "dim"),
+            )
+            continue
+        measured = status.state in ("running", "finished")
+        table.add_row(
+            escaped_text(f"  {status.run_id}"),
+            Text(status.state, STYLES.get(status.state, "")),
+            f"{status.step}/{status.total_steps}",
+            escaped_text(status.job_id),
+            escaped_text(measures_text(status)) if measured else escaped_text(status.why, "dim"),
+        )
+    show(console, table)

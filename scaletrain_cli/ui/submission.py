@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 import time
 
 from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.launch.backends.base import Start, SubmissionSummary
+from scaletrain_cli.launch.sweep import Point
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 from scaletrain_cli.text import dollars_text, seconds_text, whole_text
@@ -184,3 +186,20 @@ def _where(cluster: ClusterSpec) -> str:
         context = f", context {kubernetes.context}" if kubernetes.context is not None else ""
         return f"on kubernetes, namespace {kubernetes.namespace}{queue}{context}"
     return "on this machine"
+
+
+def show_points(points: Sequence[Point], start: Start, at_once: int) -> None:
+    """On stderr: it is about to be asked for. ``start`` is that of the first ones."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for title in ("point", "step", "to train", "cost"):
+        table.add_column(justify="left" if title == "point" else "right", no_wrap=title != "point", overflow="fold")
+    table.add_row(*(Text(title, "dim") for title in ("point", "step", "to train", "cost")))
+    costs = [point.plan.cost.expected_usd for point in points]
+    for point, cost in zip(points, costs, strict=True):
+        time = point.plan.time
+        price = dollars_text(cost) if cost is not None else ""
+        table.add_row(
+            escaped_text(", ".join(point.overrides)), seconds_text(time.step), seconds_text(time.to_train), price
+        )
+    show(stderr_console(), table)
+    show(stderr_console(), labelled(sweep_rows([(point.spec, point.plan) for point in points], start, at_once)))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.cli.live_prices import with_live_prices
+from scaletrain_cli.cli.plan import with_live_prices
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan import make_plan
 from tests.plan.specs import spec_of

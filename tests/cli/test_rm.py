@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.cli.completion import complete_run, complete_state
+from scaletrain_cli.cli.completion import complete_run
+from scaletrain_cli.cli.list import complete_state
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
 from scaletrain_cli.launch import remove
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
