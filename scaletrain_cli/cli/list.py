@@ -30,7 +30,7 @@ def state_groups() -> dict[str, frozenset[str]]:
     return {"active": states - _OVER - {_DAMAGED}, "over": _OVER, **{name: frozenset((name,)) for name in states}}
 
 
-complete_state = completer(state_groups)
+complete_state = completer(lambda: sorted(state_groups()))
 
 
 def command(
