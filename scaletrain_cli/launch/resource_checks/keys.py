@@ -7,7 +7,7 @@ from dataclasses import dataclass
 _FILES = "scaletrain_cli.launch.resource_checks.files:"
 _CHECKS = "scaletrain_cli.launch.resource_checks.checks:"
 _NODE = "the node agent"
-_SLURM = "scaletrain_cli.launch.backends.slurm.preflight:judge"
+_SLURM = "scaletrain_cli.launch.backends.slurm.preflight:check_site"
 _SBATCH = "scaletrain_cli.launch.backends.slurm.backend:SlurmBackend"
 _KUBERNETES = "scaletrain_cli.launch.backends.kubernetes.preflight:check"
 _EXISTENCE = "scaletrain_cli.launch.backends.kubernetes.preflight:"
