@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from scaletrain_cli.engine.assembly import assemble
-from scaletrain_cli.engine.checkpoint.schedule import Cadence
+from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.launch.attempts import begin_attempt
@@ -61,7 +61,7 @@ class Stopwatch(Faults):
             self.moments.append(time.perf_counter())
 
 
-class EverySecondStretch(Cadence):
+class EverySecondStretch(CheckpointSchedule):
     """A save at the start of every second stretch."""
 
     def __init__(self, stretch: int) -> None:
@@ -94,7 +94,7 @@ def _train(spec: RunSpec, stretch: int) -> tuple[list[dict[str, float]], list[fl
         trainer = assemble(run, read_record(run), ranks, attempt, PreemptionFlag(), Heartbeat(None))
         watch = Stopwatch(stretch)
         trainer.faults = watch
-        trainer.boundary.cadence = EverySecondStretch(stretch)
+        trainer.step_sync.schedule = EverySecondStretch(stretch)
         trainer.fit()
     saves = [event for event in read_events(run) if event["event"] == "checkpoint"]
     return saves, [after - before for before, after in pairwise(watch.moments)], stretch

@@ -71,8 +71,8 @@ def test_the_supervisor_the_agent_and_the_ranks_import_nothing_from_where_a_run_
     ("module", "arguments", "says"),
     [
         ("scaletrain_cli.engine", ["nowhere"], "SCALETRAIN_ATTEMPT"),
-        ("scaletrain_cli.engine.one_answer", ["prepare", "nowhere", "nowhere"], "nowhere"),
-        ("scaletrain_cli.engine.one_answer", ["export", "--help"], "Hugging Face"),
+        ("scaletrain_cli.engine.commands", ["prepare", "nowhere", "nowhere"], "nowhere"),
+        ("scaletrain_cli.engine.commands", ["export", "--help"], "Hugging Face"),
         ("scaletrain_cli.launch.backends.slurm.job", ["begin", "nowhere"], "nowhere"),
         ("scaletrain_cli.launch.backends.kubernetes.pod_agent", ["--help"], "--runs-root"),
     ],

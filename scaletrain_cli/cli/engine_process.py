@@ -47,7 +47,7 @@ def _end(exit_code: int) -> str:
 
 
 def ask_engine(*words: str, needs: Sequence[str], cwd: str | Path | None = None) -> dict[str, Any]:
-    """Run ``engine/one_answer.py`` with these words, whose talk on stderr is ours, and return the object it answers.
+    """Run ``engine/commands.py`` with these words, whose talk on stderr is ours, and return the object it answers.
 
     ``needs`` are the packages that it imports, all of the extra ``train``. Raises MissingPackageError where one is not
     here, and EngineProcessError.
@@ -58,7 +58,7 @@ def ask_engine(*words: str, needs: Sequence[str], cwd: str | Path | None = None)
             f"{', '.join(missing)} not installed here: tensors and tokens need the extra train.",
             install_command("train"),
         )
-    command = python_command("scaletrain_cli.engine.one_answer", *words)
+    command = python_command("scaletrain_cli.engine.commands", *words)
     environment = absolute_paths(os.environ) | SAFE_CHILDREN
     with subprocess.Popen(
         command,

@@ -10,28 +10,26 @@ import numpy as np
 import torch
 
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
-from scaletrain_cli.engine.checkpoint.disk_space import NoRoomError, check_room
-from scaletrain_cli.engine.checkpoint.schedule import Cadence
+from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
+from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule, DiskSpaceError, check_disk_space
 from scaletrain_cli.engine.compose import compose
-from scaletrain_cli.engine.data.batches import BatchReader
+from scaletrain_cli.engine.data.batches import BatchReader, Prefetcher
 from scaletrain_cli.engine.data.dataset import DatasetInfo, TokenSequences, open_dataset, prepare_dataset
-from scaletrain_cli.engine.data.prefetch import Feed
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health import preflight
 from scaletrain_cli.engine.health.guard import Guard
-from scaletrain_cli.engine.health.rollback import Judge
+from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.stragglers import Stragglers
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
-from scaletrain_cli.engine.metrics.metrics import LateMetrics
+from scaletrain_cli.engine.metrics.metrics import DeferredMetrics
 from scaletrain_cli.engine.metrics.out_of_memory import remember_allocations
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
 from scaletrain_cli.engine.numa import pin_to_numa_node
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks, StepDecision, connect
-from scaletrain_cli.engine.resume_point import find_beginning
 from scaletrain_cli.engine.step import stepper
-from scaletrain_cli.engine.step_sync import Boundary
+from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.journal import has_committed, read_events, read_rollbacks, record_event
@@ -70,14 +68,14 @@ def assemble(
     hang_seconds = collective_seconds(heartbeat.longest_seconds)
     heartbeat.beat(0, "connect", IMPORT_SECONDS + heartbeat.set_up_seconds)  # ranks elsewhere may still import
     connect(device, hang_seconds)
-    agreement, set_up = RankConsensus(hang_seconds), RankConsensus(DATA_SECONDS)
+    consensus, set_up = RankConsensus(hang_seconds), RankConsensus(DATA_SECONDS)
     if preflight.is_wanted(record):
         heartbeat.beat(0, "preflight")
         preflight.check_together(run, record, ranks, attempt, set_up, device)
     heartbeat.beat(0, "data", DATA_SECONDS)
     dataset, train, validation = _open_data(run, record, ranks, set_up)
-    begin = find_beginning(run, checkpoint_folder(run, spec), attempt, ranks, set_up)
-    _check_room(record, checkpoint_folder(run, spec), ranks, set_up)
+    begin = find_resume_point(run, checkpoint_folder(run, spec), attempt, ranks, set_up)
+    _check_disk_space(record, checkpoint_folder(run, spec), ranks, set_up)
     rollbacks = set_up.follow_rank_zero(read_rollbacks(run) if ranks.rank == 0 else [])
     heartbeat.beat(begin.step, "set-up")
     _leave_if_asked(flag, set_up)
@@ -92,7 +90,7 @@ def assemble(
     if spec.training.averaging.name != "none":
         average = WeightAverage(composed.engine, spec.training.averaging, spec.total_steps)
     _leave_if_asked(flag, set_up)
-    stragglers = Stragglers(run, ranks.rank, agreement, device)
+    stragglers = Stragglers(run, ranks.rank, consensus, device)
     stragglers.watch(composed.engine, layout)
     faults = Faults.from_environment(ranks.rank, attempt, checkpoint_folder(run, spec))
     checkpointer = Checkpointer(
@@ -117,7 +115,7 @@ def assemble(
         record=record,
         ranks=ranks,
         attempt=attempt,
-        begin=begin,
+        resume_point=begin,
         device=device,
         model=composed.model,
         stepper=drive,
@@ -125,16 +123,16 @@ def assemble(
         optimizer=composed.optimizer,
         checkpointer=checkpointer,
         dataset=dataset,
-        feed=Feed(read_train.batch, device),
+        prefetcher=Prefetcher(read_train.batch, device),
         validation=read_validation,
         faults=faults,
-        judge=Judge(run, record, ranks, set_up, checkpointer, _guard(spec), rollbacks, ledger, heartbeat),
-        late=LateMetrics(device),
+        guard=GuardActions(run, record, ranks, set_up, checkpointer, _guard(spec), rollbacks, ledger, heartbeat),
+        deferred_metrics=DeferredMetrics(device),
         ledger=ledger,
-        boundary=Boundary(run, ranks, agreement, checkpointer, _cadence(record), flag, heartbeat, ledger),
+        step_sync=StepSync(run, ranks, consensus, checkpointer, _checkpoint_schedule(record), flag, heartbeat, ledger),
         heartbeat=heartbeat,
         stragglers=stragglers,
-        plan_check=PlanCheck(run, record, attempt, composed, average, mesh, agreement, device),
+        plan_check=PlanCheck(run, record, attempt, composed, average, mesh, consensus, device),
     )
 
 
@@ -146,22 +144,22 @@ def preflight_alone(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) 
     return ExitCode.DONE
 
 
-def _check_room(record: RunRecord, folder: Path, ranks: Ranks, agreement: RankConsensus) -> None:
+def _check_disk_space(record: RunRecord, folder: Path, ranks: Ranks, consensus: RankConsensus) -> None:
     """Rank 0 looks; all ranks raise NoRoomError together."""
     problem = ""
     if ranks.rank == 0:
         try:
             saved, size = record.spec.checkpoint, record.plan.durability.checkpoint_bytes
-            check_room(folder, size, ranks.world_size, saved.keep, saved.keep_every)
-        except NoRoomError as error:
+            check_disk_space(folder, size, ranks.world_size, saved.keep, saved.keep_every)
+        except DiskSpaceError as error:
             problem = str(error)
-    if problem := agreement.follow_rank_zero(problem):
-        raise NoRoomError(problem)
+    if problem := consensus.follow_rank_zero(problem):
+        raise DiskSpaceError(problem)
 
 
-def _cadence(record: RunRecord) -> Cadence:
+def _checkpoint_schedule(record: RunRecord) -> CheckpointSchedule:
     planned = record.plan.durability
-    return Cadence(record.spec.checkpoint.every, planned.interval_steps, planned.seconds_between_losses)
+    return CheckpointSchedule(record.spec.checkpoint.every, planned.interval_steps, planned.seconds_between_losses)
 
 
 def _guard(spec: RunSpec) -> Guard:
@@ -197,7 +195,7 @@ def _device(cpu: bool, local_rank: int) -> torch.device:
 
 
 def _open_data(
-    run: RunDir, record: RunRecord, ranks: Ranks, agreement: RankConsensus
+    run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConsensus
 ) -> tuple[DatasetInfo, TokenSequences, TokenSequences]:
     """Prepare on rank 0, then open everywhere; an error of rank 0 is raised on all, not waited out."""
     spec, folder, failure = record.spec, Path(), ""
@@ -208,7 +206,7 @@ def _open_data(
                 record_event(run, "data-of-another-user", folder=str(folder), owner=owner)
         except ScaletrainError as error:
             failure = str(error)
-    folder, failure = agreement.follow_rank_zero((folder, failure))
+    folder, failure = consensus.follow_rank_zero((folder, failure))
     if failure:
         raise UsageError(failure)
     info, train, validation = open_dataset(folder, spec.transformer.seq_len, ranks.rank, ranks.world_size)
@@ -217,7 +215,7 @@ def _open_data(
             f"{folder} has {info.vocab_size} token ids and model.vocab_size is {spec.transformer.vocab_size}."
         )
     if spec.evaluation.every:
-        held_back = agreement.follow_rank_zero(
+        held_back = consensus.follow_rank_zero(
             sequences_held_back(run, record, len(train), len(validation)) if ranks.rank == 0 else 0
         )
         if held_back < 0:

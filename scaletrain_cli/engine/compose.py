@@ -27,18 +27,17 @@ from scaletrain_cli.engine.deepspeed_engine import (
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.dropout import give_dropout_keys
-from scaletrain_cli.engine.model.initialization import ScaledInitialisation
 from scaletrain_cli.engine.model.linear import use_fp8_linears
 from scaletrain_cli.engine.model.loss import choose_cross_entropy
-from scaletrain_cli.engine.model.materialization import WeightSource, materialise, zero3_partition
+from scaletrain_cli.engine.model.materialization import ScaledInitialization, WeightSource, materialize, zero3_partition
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
-from scaletrain_cli.engine.optim.loss_scale import allow_fp16_on_cpu, fix_loss_scale
+from scaletrain_cli.engine.optim.deepspeed_optimizer import allow_fp16_on_cpu, fix_loss_scale
 from scaletrain_cli.engine.optim.optimizers import build_optimizer, parameter_groups
-from scaletrain_cli.engine.parallel.expert import announce_experts, cut_experts, with_expert_groups
+from scaletrain_cli.engine.parallel.expert import announce_experts, shard_experts, with_expert_groups
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.parallel.pipeline import PipelineStage, keep_stage, pipeline_module
 from scaletrain_cli.engine.parallel.sequence import attend_over_sequence_ranks, number_heads
-from scaletrain_cli.engine.parallel.tensor import cut_over_tensor_ranks
+from scaletrain_cli.engine.parallel.tensor import shard_over_tensor_ranks
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.training import LayoutSpec
@@ -141,7 +140,7 @@ def compose(
     config = deepspeed_config(spec, layout, sum(parameter.numel() for parameter in model.parameters()), swap_folder)
     dtype = forward_dtype(spec.training.precision)
     partition = zero3_partition(config, unit) if layout.zero_stage == 3 else None
-    materialise(model, _weights(spec, model, device, resuming), device, dtype, partition)
+    materialize(model, _weights(spec, model, device, resuming), device, dtype, partition)
     if layout.compile and spec.training.compile == "auto":  # so what cannot be compiled runs eagerly, with a warning
         torch._dynamo.config.suppress_errors = True
     wrap_blocks(
@@ -167,8 +166,8 @@ def _cut(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> Cau
     keep_stage(model, mesh.pipeline)
     give_dropout_keys(model, spec.training.seed)
     number_heads(model, mesh.tensor, mesh.sequence)
-    cut_over_tensor_ranks(model, mesh.tensor)
-    cut_experts(model, mesh)
+    shard_over_tensor_ranks(model, mesh.tensor)
+    shard_experts(model, mesh)
     attend_over_sequence_ranks(model, mesh.sequence)
     if model.lm_head is not None:
         choose_cross_entropy(model.lm_head, layout.cross_entropy, spec.training.label_smoothing, device)
@@ -181,6 +180,6 @@ def _weights(spec: RunSpec, model: CausalLM, device: torch.device, resuming: boo
     own = spec.transformer
     if own.weights is not None and not resuming:
         return HuggingFaceFolder(Path(os.path.expanduser(own.weights)), outline(own))
-    return ScaledInitialisation(
+    return ScaledInitialization(
         spec.training.seed, own.initializer_range, own.num_hidden_layers, model.residual_projections, device
     )

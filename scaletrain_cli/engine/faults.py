@@ -28,10 +28,10 @@ from scaletrain_cli.safe_files import open_to_change
 # Damage on purpose to a committed checkpoint, as disks and people do it.
 
 
-DAMAGES = ("truncate", "flip", "delete")
+CORRUPTIONS = ("truncate", "flip", "delete")
 
 
-def damage(checkpoint: Checkpoint, kind: str) -> Path:
+def corrupt(checkpoint: Checkpoint, kind: str) -> Path:
     """Truncate, flip a bit of, or delete the largest file that the manifest names; returns which."""
     name = max(checkpoint.files, key=lambda name: checkpoint.files[name].size)
     path, middle = checkpoint.path / name, checkpoint.files[name].size // 2
@@ -100,7 +100,7 @@ _STRIKES: dict[str, Callable[[], None]] = {
     "sigkill-agent": _kill_agent,
     "node": _kill_node,
 }
-_KINDS = (*_STRIKES, *DAMAGES, "exception", "nan", "spike", "slow-save", "slow-rank", "disk-full", "stale-attempt")
+_KINDS = (*_STRIKES, *CORRUPTIONS, "exception", "nan", "spike", "slow-save", "slow-rank", "disk-full", "stale-attempt")
 
 
 class Faults:
@@ -133,7 +133,7 @@ class Faults:
         """Strike, if anything is due before optimizer step ``step`` (1-based)."""
         self._step = step
         for fault in self._mine:
-            if fault.kind in DAMAGES:
+            if fault.kind in CORRUPTIONS:
                 self._damage_after(fault, step)
             elif fault.kind == "slow-rank" and step >= (fault.step or 1):
                 time.sleep(fault.seconds)
@@ -149,7 +149,7 @@ class Faults:
         """From the fault's step on: damage the newest checkpoint once there is one before it, and die."""
         committed = list_checkpoints(self._folder) if self._folder and step >= (fault.step or 1) else []
         if len(committed) > 1:
-            print(f"injected: {fault.kind} {damage(committed[-1], fault.kind)}", flush=True)
+            print(f"injected: {fault.kind} {corrupt(committed[-1], fault.kind)}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def poisons_gradient(self, step: int) -> bool:

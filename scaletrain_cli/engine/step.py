@@ -17,7 +17,7 @@ from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.model.moe import scale_router_losses
 from scaletrain_cli.engine.optim.clipping import AdaptiveClip, clip, clip_elements, gradient_norm
-from scaletrain_cli.engine.optim.loss_scale import loss_scale, step_was_skipped
+from scaletrain_cli.engine.optim.deepspeed_optimizer import loss_scale, step_was_skipped
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.spec import TrainingSpec
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
-from scaletrain_cli.engine.checkpoint.schedule import Cadence
+from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.metrics import StepMeasures
 from scaletrain_cli.engine.process_group import SLOTS, RankConsensus, Ranks, StepDecision, from_slots, in_slots
@@ -22,28 +22,28 @@ _LOOK_SECONDS = 1.0  # for a file that asks for a save
 
 
 @dataclass
-class Boundary:
-    """One rank's part in the agreement. Every method is collective."""
+class StepSync:
+    """One rank's part in the consensus. Every method is collective."""
 
     run: RunDir
     ranks: Ranks
-    agreement: RankConsensus
+    consensus: RankConsensus
     checkpointer: Checkpointer
-    cadence: Cadence
+    schedule: CheckpointSchedule
     flag: PreemptionFlag
     heartbeat: Heartbeat
     ledger: LedgerClock
     _looked: float = field(default=0.0, init=False)
     _asked: bool = field(default=False, init=False)
 
-    def meet(self, step: int, measures: Sequence[StepMeasures] = ()) -> tuple[StepDecision, list[StepMeasures]]:
+    def agree(self, step: int, measures: Sequence[StepMeasures] = ()) -> tuple[StepDecision, list[StepMeasures]]:
         """What all ranks do after ``step`` steps, which is the most that any of them wants; and rank 0's measures.
 
         Sums that other groups of ranks made may differ in their last bits, so that all ranks judge rank 0's.
         """
         self.heartbeat.meet()
         values = [value for measured in measures for value in in_slots(measured.values)]
-        verdict, anyone_writing, agreed = self.agreement.reach(self._wish(step), self.checkpointer.writing, values)
+        verdict, anyone_writing, agreed = self.consensus.reach(self._wish(step), self.checkpointer.writing, values)
         judged = [
             measured._replace(values=from_slots(measured.values, agreed[place * SLOTS :]))
             for place, measured in enumerate(measures)
@@ -51,17 +51,17 @@ class Boundary:
         with self.ledger.during("save"):
             self.checkpointer.settle(anyone_writing)
         for cost in self.checkpointer.take_costs():
-            self.cadence.save_took(cost.blocked_seconds, cost.seconds)
+            self.schedule.save_took(cost.blocked_seconds, cost.seconds)
         return verdict, judged
 
-    def saving(self, step: int) -> None:
+    def save_begins(self, step: int) -> None:
         """The state after ``step`` steps is about to be saved."""
-        self.cadence.begin_at(step)
+        self.schedule.begin_at(step)
         self._asked = False
         if self.ranks.rank == 0:
             self._take_file()  # this save is the one that was asked for
 
-    def tidy_up(self) -> None:
+    def clear_save_request(self) -> None:
         """After the last save of a run that is done: whoever asked for one meanwhile has it."""
         if self.ranks.rank == 0:
             self._take_file()
@@ -71,15 +71,15 @@ class Boundary:
 
         With another in flight, that one first.
         """
-        left = self.agreement.least(self.flag.seconds_left(grace_seconds))
+        left = self.consensus.least(self.flag.seconds_left(grace_seconds))
         saves = 1 if self.checkpointer.in_flight_step in (None, step) else 2
-        return left, -self.agreement.least(-saves * self.checkpointer.expected_seconds)
+        return left, -self.consensus.least(-saves * self.checkpointer.expected_seconds)
 
     def _wish(self, step: int) -> StepDecision:
         if self.flag.raised:
             return StepDecision.PREEMPT
         # Rank 0 alone, or clocks and file systems that differ would have ranks save at different steps.
-        if self.ranks.rank == 0 and (self.cadence.is_due(step) or self._asked_by_file()):
+        if self.ranks.rank == 0 and (self.schedule.is_due(step) or self._asked_by_file()):
             return StepDecision.SAVE
         return StepDecision.CONTINUE
 

@@ -1,26 +1,27 @@
-"""The training loop: what happens between two step boundaries, and what is decided at each."""
+"""The training loop: agree with all ranks at a step boundary, act on what was agreed, train a step."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
-from scaletrain_cli.engine.data.batches import BatchReader
+from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
+from scaletrain_cli.engine.data.batches import BatchReader, Prefetcher
 from scaletrain_cli.engine.data.dataset import DatasetInfo
-from scaletrain_cli.engine.data.prefetch import Feed
-from scaletrain_cli.engine.events import say, tell
+from scaletrain_cli.engine.events import log_event, report_event
 from scaletrain_cli.engine.faults import Faults
-from scaletrain_cli.engine.health.garbage_collection import GarbageCollection
-from scaletrain_cli.engine.health.rollback import Judge
+from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.stragglers import Stragglers
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
-from scaletrain_cli.engine.metrics.metrics import LateMetrics, MetricsLog, StepMeasures
+from scaletrain_cli.engine.metrics.metrics import DeferredMetrics, MetricsLog, StepMeasures
 from scaletrain_cli.engine.metrics.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
 from scaletrain_cli.engine.model.attention import attention_kernel_of
@@ -29,25 +30,77 @@ from scaletrain_cli.engine.model.moe import routing_measures
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.optim.schedules import learning_rate, should_stop
 from scaletrain_cli.engine.process_group import Ranks, StepDecision
-from scaletrain_cli.engine.resume_point import ResumePoint
 from scaletrain_cli.engine.step import Stepper
-from scaletrain_cli.engine.step_sync import Boundary
+from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.rundir.goodput import run_goodput
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.worker.heartbeat import Heartbeat
 
+_STEPS_BETWEEN_COLLECTIONS = 50
+
+
+class GarbageCollection:
+    """A context that disables Python's garbage collector, except for a collection on all ranks every 50 steps.
+
+    A rank that collects makes all others wait in the next collective, so all collect after the same step.
+    """
+
+    def __enter__(self) -> GarbageCollection:
+        gc.disable()
+        gc.collect()
+        gc.freeze()  # excludes everything that exists now from later collections
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.unfreeze()
+        gc.enable()
+
+    def after_step(self, step: int) -> None:
+        """Collect objects created since the context was entered, after every 50th step."""
+        if step % _STEPS_BETWEEN_COLLECTIONS == 0:
+            gc.collect()
+
+
+@dataclass
+class LoopState:
+    """What the loop knows between two steps; the same on every rank."""
+
+    step: int  # optimizer steps trained
+    last_step: int  # the step after which training ends; early stopping lowers it
+    evaluation_due: bool  # the validation loss after ``step`` is still to be measured
+    validation_losses: list[float]  # of the whole run, in order, in nats
+    unjudged: list[StepMeasures] = field(default_factory=list)  # agreed between the ranks, not yet seen by the guard
+
+    @property
+    def at_last_step(self) -> bool:
+        """True after the last step of training."""
+        return self.step == self.last_step
+
+    @property
+    def is_complete(self) -> bool:
+        """True if nothing is left to train or to evaluate."""
+        return self.at_last_step and not self.evaluation_due
+
+
+class NextAction(Enum):
+    """What follows a step boundary."""
+
+    TRAIN = "train a step"
+    REPEAT = "repeat the boundary: the run was rolled back, or an evaluation was interrupted"
+    STOP = "leave the loop"
+
 
 @dataclass
 class Trainer:
-    """One rank's parts, put together by assembly.assemble()."""
+    """The parts of one rank, built by ``assembly.assemble``, and the loop over them. Methods are collective."""
 
     run: RunDir
     record: RunRecord
     ranks: Ranks
     attempt: int
-    begin: ResumePoint
+    resume_point: ResumePoint
     device: torch.device
     model: CausalLM
     stepper: Stepper
@@ -55,108 +108,96 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     checkpointer: Checkpointer
     dataset: DatasetInfo
-    feed: Feed
+    prefetcher: Prefetcher
     validation: BatchReader
     faults: Faults
-    judge: Judge
-    late: LateMetrics
+    guard: GuardActions
+    deferred_metrics: DeferredMetrics
     ledger: LedgerClock
     plan_check: PlanCheck
-    boundary: Boundary
+    step_sync: StepSync
     heartbeat: Heartbeat
     stragglers: Stragglers
-    _validation_losses: list[float] = field(init=False)
+    metrics: MetricsLog = field(init=False)
+    garbage_collection: GarbageCollection = field(default_factory=GarbageCollection)
 
     def fit(self) -> ExitCode:
-        """Train from the newest checkpoint to the last step, or until a signal asks to leave."""
-        spec, total = self.record.spec, self.record.spec.total_steps
-        begin = self.resume()
-        self.boundary.cadence.begin_at(begin.step)
-        step, evaluated, last = begin.step, begin.evaluated, total
-        self._validation_losses = list(begin.validation_losses)
-        self.ledger.set_up_is_done()
+        """Train from the resume point until the last step or a preemption signal; return the rank's exit code."""
+        state = self.resume()
         with (
             contextlib.closing(self.ledger),
-            MetricsLog(self.run, self.record, self.ranks.rank, self.attempt, self.device) as metrics,
-            GarbageCollection() as garbage,
-            contextlib.closing(self.feed),
+            MetricsLog(self.run, self.record, self.ranks.rank, self.attempt, self.device) as self.metrics,
+            self.garbage_collection,
+            contextlib.closing(self.prefetcher),
             reporting_out_of_memory(
                 self.run, self.record.plan, self.attempt, self.ranks.rank, self.plan_check.composed.engine
             ),
         ):
-            if evaluated and self._should_stop():
-                last = step
-            while True:
-                verdict, due = self.boundary.meet(step, self.late.due(step))
-                if verdict is StepDecision.PREEMPT:
-                    break
-                saving = verdict is StepDecision.SAVE or step == last
-                evaluating = self._evaluation_is_due(step) and not evaluated
-                if saving or evaluating or step == last:  # which want all that was measured
-                    due += self._rest()
-                stands, due = self._judge(due, step, metrics), []
-                if stands < step:
-                    step, evaluated, last = stands, True, total
-                    continue
-                if saving:
-                    metrics.flush()  # whoever resumes there logs none of these steps again
-                    self._save(step, wait=not spec.checkpoint.asynchronous)
-                if evaluating:
-                    with self.ledger.during("evaluation"):
-                        evaluated = self.evaluate(step, metrics)
-                    if not evaluated:
-                        continue
-                    if self._should_stop():
-                        last = step
-                        self._event("stopped-early", step=step, validation_losses=self._validation_losses[-5:])
-                if step == last:
-                    break
-                step, evaluated = step + 1, False
-                with self.ledger.during("step"):
-                    self.step(step)
-                self.ledger.step_trained()
-                self.checkpointer.allocate()
-                garbage.after_step(step)
-            step = self._judge([*due, *self._rest()], step, metrics)
-            metrics.flush()
-            done = metrics.finished = step == last and (evaluated or not self._evaluation_is_due(step))
-            saved = self._save_at_the_end(step)
-            if done:
-                self.checkpointer.tidy_up()
-                self.boundary.tidy_up()
-            self._event("finished" if done else "preempted", step=step, **saved)
+            while (action := self.at_step_boundary(state)) is not NextAction.STOP:
+                if action is NextAction.TRAIN:
+                    self.train_step(state)
+            self.finish(state)
         if self.ranks.rank == 0 and (goodput := run_goodput(self.run)) is not None:
-            say("goodput", **goodput.to_json())
-        return ExitCode.DONE if done else ExitCode.PREEMPTED
+            log_event("goodput", **goodput.to_json())
+        return ExitCode.DONE if state.is_complete else ExitCode.PREEMPTED
 
-    def _save_at_the_end(self, step: int) -> dict[str, Any]:
-        """Save and wait, unless the grace period is too short for that; what there is to tell of it."""
-        self.heartbeat.beat(step, "save")
-        grace = self.record.spec.cluster.grace_seconds
-        left, needed = self.boundary.seconds_to_save(step, grace)
-        if left >= needed or self.checkpointer.committed_step == step:
-            self._save(step, wait=True)
-            return {}
-        self.checkpointer.finish()
-        return {
-            "saved_step": self.checkpointer.committed_step,
-            "why": f"{left:.1f} s of cluster.grace_seconds = {grace:g} are left and a save takes {needed:.1f} s",
-        }
+    def at_step_boundary(self, state: LoopState) -> NextAction:
+        """Agree with all ranks on what to do after ``state.step`` steps, then judge, save and evaluate as needed."""
+        decision, state.unjudged = self.step_sync.agree(state.step, self.deferred_metrics.due(state.step))
+        if decision is StepDecision.PREEMPT:
+            return NextAction.STOP
+        saving = decision is StepDecision.SAVE or state.at_last_step
+        if saving or state.evaluation_due:
+            state.unjudged += self._remaining_measures()
+        if self._judge_rolled_back(state):
+            return NextAction.REPEAT
+        if saving:
+            self.metrics.flush()  # an attempt that resumes here does not log these steps again
+            self._save(state.step, wait=not self.record.spec.checkpoint.asynchronous)
+        if state.evaluation_due:
+            if not self._evaluate(state):
+                return NextAction.REPEAT
+            if self._should_stop_early(state):
+                state.last_step = state.step
+                self._report("stopped-early", step=state.step, validation_losses=state.validation_losses[-5:])
+        return NextAction.STOP if state.at_last_step else NextAction.TRAIN
 
-    def step(self, step: int) -> None:
-        """Optimizer step ``step`` (1-based). What it measured comes out of ``late`` when it is there."""
+    def train_step(self, state: LoopState) -> None:
+        """Train one optimizer step and advance ``state`` to it."""
+        state.step += 1
+        state.evaluation_due = self._evaluation_follows(state.step)
+        with self.ledger.during("step"):
+            self.optimizer_step(state.step)
+        self.ledger.step_trained()
+        self.checkpointer.allocate()
+        self.garbage_collection.after_step(state.step)
+
+    def finish(self, state: LoopState) -> None:
+        """Judge the remaining measures, save if there is time, and report how the attempt ended."""
+        state.unjudged += self._remaining_measures()
+        self._judge_rolled_back(state)
+        self.metrics.flush()
+        self.metrics.finished = state.is_complete
+        unsaved = self._save_before_exit(state.step)
+        if state.is_complete:
+            self.checkpointer.tidy_up()
+            self.step_sync.clear_save_request()
+        self._report("finished" if state.is_complete else "preempted", step=state.step, **unsaved)
+
+    def optimizer_step(self, step: int) -> None:
+        """Run optimizer step ``step`` (1-based); its measures become available from ``deferred_metrics``."""
         self.heartbeat.beat(step, "step")
         self.stragglers.begin(step)
         self.faults.before_step(step)
         rate = learning_rate(step, self.record.spec.total_steps, self.record.spec.training)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.late.begin()
+        self.deferred_metrics.begin()
         scale = self.stepper.loss_scale
         with self.plan_check.around(step):
-            number = self.judge.batch_number(step)
+            number = self.guard.batch_number(step)
             with self.ledger.during("data"):
-                batches = self.feed.take(number)
+                batches = self.prefetcher.take(number)
             poisoned, factor = self.faults.poisons_gradient(step), self.faults.loss_factor(number)
             stepped = self.stepper.train(batches, poisoned=poisoned, factor=factor)
         if self.average is not None:
@@ -171,102 +212,22 @@ class Trainer:
         routing = routing_measures(self.model) if self.model.spec.num_experts else None
         if routing is not None:  # last, because a pipeline stage without experts has none
             measured |= {f"router_{name}": value for name, value in routing._asdict().items()}
-        self.late.end(step, measured)
+        self.deferred_metrics.end(step, measured)
 
-    def _rest(self) -> list[StepMeasures]:
-        """What is measured and not agreed on yet. On a CPU nothing is; on a GPU the newest step."""
-        agreed = self.boundary.agreement.on_values
-        return [measured._replace(values=agreed(measured.values)) for measured in self.late.rest()]
+    def resume(self) -> LoopState:
+        """Restore the checkpoint of the resume point, if any, and return where the loop starts.
 
-    def _judge(self, measures: list[StepMeasures], step: int, metrics: MetricsLog) -> int:
-        """Where the run stands once these are judged: at ``step``, or where it was rolled back to."""
-        for measured in measures:
-            self.boundary.cadence.step_took(measured.seconds)
-        stands = self.judge.judge(measures, step, metrics)
-        if stands < step:
-            self.boundary.cadence.begin_at(stands)
-            self.late.rest()  # of steps that are forgotten
-            del self._validation_losses[self._evaluations_by(stands) :]
-        return stands
-
-    def _evaluations_by(self, step: int) -> int:
-        """How many there were, with the one after that step."""
-        return step // self.record.spec.evaluation.every if self.record.spec.evaluation.every else 0
-
-    def _should_stop(self) -> bool:
-        """Whether the validation losses so far say that it is no use to go on."""
-        return should_stop(self._validation_losses, self.record.spec.training.early_stopping)
-
-    def _evaluation_is_due(self, step: int) -> bool:
-        every = self.record.spec.evaluation.every
-        return every > 0 and step > 0 and (step % every == 0 or step == self.record.spec.total_steps)
-
-    @torch.no_grad()
-    def evaluate(self, step: int, metrics: MetricsLog) -> bool:
-        """Log the mean validation loss in nats over the first ``evaluation.batches`` global batches, or what there is.
-
-        The same sequences each time. False when a signal asked to leave on the way; whoever resumes evaluates then.
+        Raises UsageError if the checkpoint was trained on other data.
         """
-        layout = self.record.plan.layout
-        width = layout.micro_batch_size * layout.data_parallel
-        wanted = self.record.spec.evaluation.batches * layout.global_batch_size
-        rounds = min(wanted, len(self.validation.sequences)) // width
-        losses = {"validation_loss": self._mean_loss(step, rounds)}
-        if self.average is not None and self.average.taken:  # before the first weights are in it, there is none
-            with self.average.in_use():
-                losses["averaged_validation_loss"] = self._mean_loss(step, rounds)
-        measured = {name: loss for name, loss in losses.items() if loss is not None}
-        if len(measured) < len(losses):
-            return False
-        self._validation_losses.append(measured["validation_loss"])
-        metrics.log_validation(step, rounds * width, **measured)
-        return True
-
-    def _mean_loss(self, step: int, rounds: int) -> float | None:
-        """In nats; None when a signal asked to leave on the way."""
-        total = torch.zeros((), device=self.device)
-        waiting = self.validation.in_order(rounds)
-        # As many at a time as a step takes, so that a pipeline is as full.
-        while batches := list(itertools.islice(waiting, self.record.plan.layout.gradient_accumulation_steps)):
-            if self.boundary.meet(step)[0] is StepDecision.PREEMPT:
-                return None
-            self.heartbeat.beat(step, "evaluation")
-            total += len(batches) * self.stepper.validation_loss([batch.to(self.device) for batch in batches])
-        return (total / rounds).item()
-
-    def _save(self, step: int, *, wait: bool) -> None:
-        self.boundary.saving(step)
-        with self.ledger.during("save"):
-            self.save(step, wait=wait)
-        self.ledger.write()
-
-    def save(self, step: int, *, wait: bool) -> None:
-        """Begin a checkpoint of the state after ``step`` steps; the data position is that one number."""
-        self.heartbeat.beat(step, "save")
-        data = {"dataset": self.dataset.fingerprint, "dataset_seal": self.dataset.seal}
-        state = {"step": step, **data, "guard": self.judge.guard.state_dict()}
-        self.checkpointer.save(step, state, wait=wait)
-
-    def resume(self) -> ResumePoint:
-        """Restore the checkpoint that the attempt begins with, if any. Raises UsageError where it is of other data."""
-        begin = self.begin
+        begin, name = self.resume_point, "started"
         self.heartbeat.beat(begin.step, "restore")
         if begin.checkpoint is not None:
-            state, name = self.checkpointer.restore(begin.checkpoint), begin.checkpoint.path.name
-            if state["dataset"] != self.dataset.fingerprint:
-                raise UsageError(
-                    f"{name} was trained on dataset {state['dataset'][:12]} and this one is "
-                    f"{self.dataset.fingerprint[:12]}: resuming would train on other data. "
-                    "Restore the data, or start anew."
-                )
-            if (state.get("dataset_seal") or self.dataset.seal) != self.dataset.seal:
-                raise UsageError(
-                    f"{name} was trained on data with other hashes than those of this dataset, which states the same "
-                    "fingerprint: one of them was edited. Restore the dataset's folder from a copy, or start anew."
-                )
-            self.judge.guard.load_state_dict(state["guard"])
-        self._event(
-            "started" if begin.checkpoint is None else "resumed",
+            name = "resumed"
+            restored = self.checkpointer.restore(begin.checkpoint)
+            self._check_same_data(begin.checkpoint.path.name, restored)
+            self.guard.load_state_dict(restored["guard"])
+        self._report(
+            name,
             step=begin.step,
             attempt=self.attempt,
             lost_steps=begin.lost_steps,
@@ -274,8 +235,124 @@ class Trainer:
             attention=attention_kernel_of(self.record.spec, self.record.plan.layout, self.device),
         )
         if not self.dataset.is_verified:
-            self._event("unverified-data", schema=self.dataset.schema)
-        return begin
+            self._report("unverified-data", schema=self.dataset.schema)
+        self.step_sync.schedule.begin_at(begin.step)
+        self.ledger.set_up_is_done()
+        due = self._evaluation_follows(begin.step) and not begin.evaluated
+        state = LoopState(begin.step, self.record.spec.total_steps, due, list(begin.validation_losses))
+        if begin.evaluated and self._should_stop_early(state):
+            state.last_step = state.step
+        return state
 
-    def _event(self, name: str, **details: Any) -> None:
-        tell(self.run, self.ranks.rank, name, **details)
+    def save(self, step: int, *, wait: bool) -> None:
+        """Start a checkpoint of the state after ``step`` steps; with ``wait``, return when it is committed."""
+        self.heartbeat.beat(step, "save")
+        data = {"dataset": self.dataset.fingerprint, "dataset_seal": self.dataset.seal}
+        self.checkpointer.save(step, {"step": step, **data, "guard": self.guard.state_dict()}, wait=wait)
+
+    @torch.no_grad()
+    def evaluate(self, step: int, metrics: MetricsLog) -> float | None:
+        """Log and return the mean validation loss in nats over the first ``evaluation.batches`` global batches.
+
+        The same sequences each time, or as many as the validation split has. None if a preemption signal arrived
+        during the evaluation: nothing is logged, and the next attempt evaluates again.
+        """
+        layout = self.record.plan.layout
+        width = layout.micro_batch_size * layout.data_parallel
+        wanted = self.record.spec.evaluation.batches * layout.global_batch_size
+        rounds = min(wanted, len(self.validation.sequences)) // width
+        losses = {"validation_loss": self._mean_loss(step, rounds)}
+        if self.average is not None and self.average.taken:  # not before the first weights were averaged
+            with self.average.in_use():
+                losses["averaged_validation_loss"] = self._mean_loss(step, rounds)
+        measured = {name: loss for name, loss in losses.items() if loss is not None}
+        if len(measured) < len(losses):
+            return None
+        metrics.log_validation(step, rounds * width, **measured)
+        return measured["validation_loss"]
+
+    def _mean_loss(self, step: int, rounds: int) -> float | None:
+        """Return the mean loss over ``rounds`` micro-batches per replica, in nats; None after a preemption signal."""
+        total = torch.zeros((), device=self.device)
+        waiting = self.validation.in_order(rounds)
+        # As many micro-batches at a time as a training step has, so that a pipeline is filled as well.
+        while batches := list(itertools.islice(waiting, self.record.plan.layout.gradient_accumulation_steps)):
+            if self.step_sync.agree(step)[0] is StepDecision.PREEMPT:
+                return None
+            self.heartbeat.beat(step, "evaluation")
+            total += len(batches) * self.stepper.validation_loss([batch.to(self.device) for batch in batches])
+        return (total / rounds).item()
+
+    def _evaluate(self, state: LoopState) -> bool:
+        """Evaluate after ``state.step`` steps; return False if a preemption signal interrupted it."""
+        with self.ledger.during("evaluation"):
+            loss = self.evaluate(state.step, self.metrics)
+        if loss is None:
+            return False
+        state.validation_losses.append(loss)
+        state.evaluation_due = False
+        return True
+
+    def _evaluation_follows(self, step: int) -> bool:
+        every = self.record.spec.evaluation.every
+        return every > 0 and step > 0 and (step % every == 0 or step == self.record.spec.total_steps)
+
+    def _should_stop_early(self, state: LoopState) -> bool:
+        return should_stop(state.validation_losses, self.record.spec.training.early_stopping)
+
+    def _remaining_measures(self) -> list[StepMeasures]:
+        """Return the measures that are not agreed on yet: none on a CPU, those of the newest step on a GPU."""
+        agreed = self.step_sync.consensus.on_values
+        return [measured._replace(values=agreed(measured.values)) for measured in self.deferred_metrics.rest()]
+
+    def _judge_rolled_back(self, state: LoopState) -> bool:
+        """Pass ``state.unjudged`` to the guard; return True, with ``state`` moved back, if it rolled the run back."""
+        for measured in state.unjudged:
+            self.step_sync.schedule.step_took(measured.seconds)
+        step = self.guard.judge(state.unjudged, state.step, self.metrics)
+        state.unjudged = []
+        if step == state.step:
+            return False
+        self.step_sync.schedule.begin_at(step)
+        self.deferred_metrics.rest()  # discards the measures of undone steps
+        state.step, state.last_step, state.evaluation_due = step, self.record.spec.total_steps, False
+        every = self.record.spec.evaluation.every
+        del state.validation_losses[step // every if every else 0 :]
+        return True
+
+    def _save(self, step: int, *, wait: bool) -> None:
+        self.step_sync.save_begins(step)
+        with self.ledger.during("save"):
+            self.save(step, wait=wait)
+        self.ledger.write()
+
+    def _save_before_exit(self, step: int) -> dict[str, Any]:
+        """Save and wait, unless the grace period is too short; return the details of a save that was left out."""
+        self.heartbeat.beat(step, "save")
+        grace = self.record.spec.cluster.grace_seconds
+        left, needed = self.step_sync.seconds_to_save(step, grace)
+        if left >= needed or self.checkpointer.committed_step == step:
+            self._save(step, wait=True)
+            return {}
+        self.checkpointer.finish()
+        return {
+            "saved_step": self.checkpointer.committed_step,
+            "why": f"{left:.1f} s of cluster.grace_seconds = {grace:g} are left and a save takes {needed:.1f} s",
+        }
+
+    def _check_same_data(self, checkpoint: str, saved: dict[str, Any]) -> None:
+        """Raise UsageError unless the checkpoint's dataset is this one."""
+        if saved["dataset"] != self.dataset.fingerprint:
+            raise UsageError(
+                f"{checkpoint} was trained on dataset {saved['dataset'][:12]} and this one is "
+                f"{self.dataset.fingerprint[:12]}: resuming would train on other data. "
+                "Restore the data, or start anew."
+            )
+        if (saved.get("dataset_seal") or self.dataset.seal) != self.dataset.seal:
+            raise UsageError(
+                f"{checkpoint} was trained on data with other hashes than those of this dataset, which states the same "
+                "fingerprint: one of them was edited. Restore the dataset's folder from a copy, or start anew."
+            )
+
+    def _report(self, name: str, **details: Any) -> None:
+        report_event(self.run, self.ranks.rank, name, **details)

@@ -5,16 +5,15 @@ import torch
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.dropout import give_dropout_keys
-from scaletrain_cli.engine.model.initialization import ScaledInitialisation
-from scaletrain_cli.engine.model.materialization import materialise
+from scaletrain_cli.engine.model.materialization import ScaledInitialization, materialize
 from scaletrain_cli.spec import ModelSpec
 
 
 def build_model(spec: ModelSpec, seed: int) -> CausalLM:
     model = outline(spec)
     give_dropout_keys(model, seed)
-    source = ScaledInitialisation(
+    source = ScaledInitialization(
         seed, spec.initializer_range, spec.num_hidden_layers, model.residual_projections, torch.device("cpu")
     )
-    materialise(model, source, torch.device("cpu"))
+    materialize(model, source, torch.device("cpu"))
     return model

@@ -1,4 +1,4 @@
-"""The agreement between two steps: one all-reduce for the wishes of all ranks and the measures of rank 0."""
+"""The consensus between two steps: one all-reduce for the wishes of all ranks and the measures of rank 0."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ VALUES = [2.5, -1e300, math.inf, -math.inf, math.nan, -0.0, 5e-324]
 
 def judged_by_all() -> tuple[dict[str, float], dict[str, float]]:
     """As in a pipeline whose second stage alone has experts."""
-    agreement, rank = RankConsensus(30), dist.get_rank()
+    consensus, rank = RankConsensus(30), dist.get_rank()
     own = {"loss": 2.0 + rank, "grad_norm": 0.5} | ({"router_balance": 1.5} if rank else {})
-    _, _, values = agreement.reach(StepDecision.CONTINUE, False, in_slots(own))
+    _, _, values = consensus.reach(StepDecision.CONTINUE, False, in_slots(own))
     assert len(values) == SLOTS
-    return from_slots(own, values), agreement.on_values(own)
+    return from_slots(own, values), consensus.on_values(own)
 
 
 def test_a_rank_that_measures_more_than_rank_zero_judges_the_same_loss() -> None:
@@ -28,10 +28,10 @@ def test_a_rank_that_measures_more_than_rank_zero_judges_the_same_loss() -> None
 
 
 def agree() -> list[tuple[StepDecision, bool, list[float]]]:
-    agreement, rank = RankConsensus(30), dist.get_rank()
+    consensus, rank = RankConsensus(30), dist.get_rank()
     wishes = [(StepDecision.CONTINUE, False), (StepDecision.SAVE, False), (StepDecision.PREEMPT, True)]
     own = VALUES if rank == 0 else [1e308] * len(VALUES)
-    return [agreement.reach(*wishes[rank], own), agreement.reach(StepDecision.CONTINUE, False)]
+    return [consensus.reach(*wishes[rank], own), consensus.reach(StepDecision.CONTINUE, False)]
 
 
 def test_the_strongest_wish_wins_and_every_rank_has_the_values_of_rank_zero_to_the_bit() -> None:

@@ -42,10 +42,10 @@ def test_every_tensor_of_the_engine_is_counted_in_its_place(name: str) -> None:
     for library in ("torch", "deepspeed"):
         pytest.importorskip(library)
     from scaletrain_cli.engine.model import outline
-    from scaletrain_cli.engine.parallel.expert import cut_experts
+    from scaletrain_cli.engine.parallel.expert import shard_experts
     from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
     from scaletrain_cli.engine.parallel.pipeline import keep_stage
-    from scaletrain_cli.engine.parallel.tensor import cut_over_tensor_ranks
+    from scaletrain_cli.engine.parallel.tensor import shard_over_tensor_ranks
 
     model = MODELS[name]
     for tensor, stages in itertools.product((1, 2), (1, 2, 3)):
@@ -53,8 +53,8 @@ def test_every_tensor_of_the_engine_is_counted_in_its_place(name: str) -> None:
         for stage in pipeline_stages(spec, stages):
             built = outline(model)
             keep_stage(built, Axis(stages, stage.position))
-            cut_over_tensor_ranks(built, Axis(tensor))
-            cut_experts(built, Mesh(tensor=Axis(tensor)))
+            shard_over_tensor_ranks(built, Axis(tensor))
+            shard_experts(built, Mesh(tensor=Axis(tensor)))
             counted = stage_groups(model, tensor, 1, stage.blocks, stage.dense, ends_of(stage))
             assert sizes(counted.matrices) == [p.numel() for p in built.parameters() if p.ndim > 1]
             assert sizes(counted.vectors) == [p.numel() for p in built.parameters() if p.ndim == 1]

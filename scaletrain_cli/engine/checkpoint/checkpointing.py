@@ -1,7 +1,7 @@
 """Saving and restoring the full state of a run, without holding up the training thread or ever half-committing.
 
 A save copies the state off the device; a thread writes and hashes it. Once every rank's thread is done, which the step
-agreement tells, rank 0's commits. What the state consists of is engine.state's, the protocol rundir.committing's.
+consensus tells, rank 0's commits. What the state consists of is engine.state's, the protocol rundir.committing's.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from scaletrain_cli.engine.checkpoint.flat_shards import HeldStates
+from scaletrain_cli.engine.checkpoint.resume_point import newest_valid
 from scaletrain_cli.engine.checkpoint.shard_file import RANDOM, Entry, ShardHeader, StateReader, shard_name, write_shard
 from scaletrain_cli.engine.checkpoint.snapshot import (
+    ShardedState,
     Snapshot,
     counters,
     put_back,
@@ -27,7 +28,6 @@ from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
-from scaletrain_cli.engine.resume_point import newest_valid
 from scaletrain_cli.rundir import checkpoints, committing
 from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest
 from scaletrain_cli.rundir.committing import HashingWriter
@@ -86,7 +86,7 @@ class Checkpointer:
         composed: Composed,
         mesh: Mesh,
         ranks: Ranks,
-        agreement: RankConsensus,
+        consensus: RankConsensus,
         *,
         attempt: int,
         faults: Faults,
@@ -94,14 +94,14 @@ class Checkpointer:
         alike: dict[str, Stateful],
         expected_seconds: float,
     ) -> None:
-        """``agreement``: one that waits as long as a save may take. ``alike``: what else to keep, by name.
+        """``consensus``: one that waits as long as a save may take. ``alike``: what else to keep, by name.
 
         ``expected_seconds``: of a save until it is committed, before there was one.
         """
-        self._run, self._spec, self._ranks, self._agreement = run, spec.checkpoint, ranks, agreement
+        self._run, self._spec, self._ranks, self._consensus = run, spec.checkpoint, ranks, consensus
         self.folder = checkpoint_folder(run, spec)
         self._engine, self._average, self._attempt, self._alike = composed.engine, average, attempt, alike
-        self._states = HeldStates(composed.engine, composed.model, mesh)
+        self._states = ShardedState(composed.engine, composed.model, mesh)
         self._snapshot = Snapshot(self._states, average)
         self._faults = faults
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
@@ -166,7 +166,7 @@ class Checkpointer:
         began = time.monotonic()
         if save.commit is not None:
             save.commit.result()
-        self._agreement.barrier()
+        self._consensus.barrier()
         save.blocked_seconds += time.monotonic() - began
         self._conclude(save)
 
@@ -193,8 +193,8 @@ class Checkpointer:
         started = time.monotonic()
         entries, counts = self._snapshot.take()
         copied = time.monotonic()
-        pieces = {held.piece.name: held.piece for holder in self._states.holders for held in holder.owned}
-        header = ShardHeader(self._ranks.rank, pieces, counts)
+        slices = {placed.slice.name: placed.slice for shard in self._states.shards for placed in shard.owned}
+        header = ShardHeader(self._ranks.rank, slices, counts)
         entries.append(Entry(RANDOM, random_state(self._states.device)))
         parts = {name: part.state_dict() for name, part in self._alike.items()}
         if self._average is not None:
@@ -219,7 +219,7 @@ class Checkpointer:
 
     def _begin_commit(self, save: _Save) -> None:
         began = time.monotonic()
-        written = self._agreement.gather(save.write.result())
+        written = self._consensus.gather(save.write.result())
         save.all_written = True
         if written is not None:
             files = {name: digest for part in written for name, digest in part.digests.items()}
@@ -273,7 +273,7 @@ class Checkpointer:
     def newest_clean(self) -> Checkpoint | None:
         """The newest one after which training is known to have gone well, and which is sound."""
         self._finish_chores()
-        return newest_valid(self.folder, self._ranks, self._agreement, clean=True).checkpoint
+        return newest_valid(self.folder, self._ranks, self._consensus, clean=True).checkpoint
 
     def retire_newer(self, step: int) -> None:
         """Remove what was saved after ``step``, on its way into a spike. On rank 0 alone."""
@@ -287,7 +287,7 @@ class Checkpointer:
         In a fresh engine as in one that trains. Raises UsageError for what no other layout can read.
         """
         self.finish()
-        owned = [held.piece for holder in self._states.holders for held in holder.owned]
+        owned = [placed.slice for shard in self._states.shards for placed in shard.owned]
         reader = StateReader(checkpoint.path, self._ranks.rank, owned, checkpoint.files)
         state = json.loads((checkpoint.path / _STATE).read_text(encoding="utf-8"))
         if self._average is not None:

@@ -19,8 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from scaletrain_cli.engine.checkpoint.shard_file import StateReader
-from scaletrain_cli.engine.checkpoint.slices import Slice
+from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
 from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, WEIGHT
 from scaletrain_cli.engine.data.dataset import dataset_folder
 from scaletrain_cli.engine.model import outline
@@ -161,7 +160,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NO_RANK = -1  # so that no rank's file is taken for one's own
 
 
-def answer(arguments: Sequence[str]) -> dict[str, Any]:
+def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     """Export; the arguments are CHECKPOINT SPEC_JSON OUTPUT RUNS_ROOT and options. Raises ScaletrainError, OSError."""
     parser = argparse.ArgumentParser(prog="export", description="Write a checkpoint's weights as Hugging Face files.")
     for name in ("checkpoint", "spec", "output", "runs_root"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,15 +12,100 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from scaletrain_cli.engine.checkpoint.slices import Slice, overlaps
+from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.rundir.checkpoints import FileDigest
 from scaletrain_cli.rundir.committing import HashingWriter
 
-# A rank's file of a checkpoint: flat tensors in the safetensors format, whose header says which pieces they are.
+# Pieces of matrices and where two of them overlap: what lets a state that one layout saved be loaded by another.
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements ``start`` to ``stop`` of what one rank has of a matrix, laid flat.
+
+    ``name`` and ``whole_shape`` are those of the matrix in a Hugging Face file; ``spec`` says which part of it the rank
+    has, None where it has the whole. So two slices of one matrix can be compared however it was shared out.
+    """
+
+    name: str
+    whole_shape: tuple[int, ...]
+    shard_spec: ShardSpec | None
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def contains(self, other: Slice) -> bool:
+        """Whether all of another piece of the same matrix lies in this one, for certain."""
+        return self.shard_spec == other.shard_spec and self.start <= other.start and other.stop <= self.stop
+
+    def to_json(self) -> dict[str, Any]:
+        """Of plain numbers, for a file's header."""
+        spec = (
+            None
+            if self.shard_spec is None
+            else [self.shard_spec.dim, self.shard_spec.ranks, self.shard_spec.rank, self.shard_spec.parts]
+        )
+        return {"shape": list(self.whole_shape), "cut": spec, "start": self.start, "stop": self.stop}
+
+    @classmethod
+    def from_json(cls, name: str, data: dict[str, Any]) -> Slice:
+        """The piece that ``to_json`` was called on."""
+        spec = None if data["cut"] is None else ShardSpec(*data["cut"])
+        return cls(name, tuple(data["shape"]), spec, data["start"], data["stop"])
+
+
+class Overlap(NamedTuple):
+    """``length`` elements that two slices share, counted from the first element of each."""
+
+    at_first: int
+    at_second: int
+    length: int
+
+
+def overlaps(first: Slice, second: Slice) -> Iterator[Overlap]:
+    """What two slices of one matrix share, in runs of elements that lie side by side in both."""
+    if first.shard_spec == second.shard_spec:
+        start, stop = max(first.start, second.start), min(first.stop, second.stop)
+        if start < stop:
+            yield Overlap(start - first.start, start - second.start, stop - start)
+        return
+    ours, theirs = _runs(first), _runs(second)
+    # Runs of one piece are in order and apart, so those that meet a run of the other are neighbours.
+    begin = np.searchsorted(theirs[:, 0] + theirs[:, 2], ours[:, 0], side="right")
+    end = np.searchsorted(theirs[:, 0], ours[:, 0] + ours[:, 2], side="left")
+    for (whole, here, length), low, high in zip(ours.tolist(), begin.tolist(), end.tolist(), strict=True):
+        for other, there, other_length in theirs[low:high].tolist():
+            start, stop = max(whole, other), min(whole + length, other + other_length)
+            if start < stop:
+                yield Overlap(here + start - whole, there + start - other, stop - start)
+
+
+def _runs(piece: Slice) -> npt.NDArray[np.int64]:
+    """[n, 3]: place in the whole matrix laid flat, place in the piece, length; in the order of the whole."""
+    if piece.shard_spec is None:
+        return np.array([[piece.start, 0, piece.numel]], dtype=np.int64)
+    spec, shape = piece.shard_spec, piece.whole_shape
+    inner, outer = math.prod(shape[spec.dim + 1 :]), math.prod(shape[: spec.dim])
+    part = shape[spec.dim] // spec.parts * inner
+    length = part // spec.ranks
+    number = np.arange(outer * spec.parts, dtype=np.int64)
+    whole, local = number * part + spec.rank * length, number * length
+    start, stop = np.maximum(local, piece.start), np.minimum(local + length, piece.stop)
+    runs = np.stack([whole + start - local, start - piece.start, stop - start], axis=1)
+    kept: npt.NDArray[np.int64] = runs[runs[:, 2] > 0]
+    return kept
+
+
+# A rank's file of a checkpoint: flat tensors in the safetensors format, whose header says which slices they are.
 
 
 SCHEMA = "scaletrain.shard/v1"
@@ -40,13 +126,13 @@ class ShardHeader:
     """What a file says of itself: the piece behind each name, and what its rank's optimizer counts, such as steps."""
 
     rank: int
-    pieces: Mapping[str, Slice]
+    slices: Mapping[str, Slice]
     counts: Mapping[str, float]
 
     def to_metadata(self) -> dict[str, str]:
         """Of strings, which is what safetensors allows."""
-        pieces = {name: piece.to_json() for name, piece in self.pieces.items()}
-        plain = {"schema": SCHEMA, "rank": self.rank, "pieces": pieces, "counts": dict(self.counts)}
+        slices = {name: piece.to_json() for name, piece in self.slices.items()}
+        plain = {"schema": SCHEMA, "rank": self.rank, "pieces": slices, "counts": dict(self.counts)}
         return {key: value if isinstance(value, str) else json.dumps(value) for key, value in plain.items()}
 
 
@@ -81,7 +167,7 @@ def _check_place(key: str, entry: dict[str, Any], data_bytes: int) -> None:
         raise ValueError(f"{key} is at bytes {first} to {last} of {data_bytes}")
 
 
-class DamagedShardError(ScaletrainError, ValueError):
+class CorruptShardError(ScaletrainError, ValueError):
     """A file with the name of a shard that is none, or was made up."""
 
 
@@ -101,12 +187,12 @@ class ShardFile:
             metadata = index.pop("__metadata__")
             if metadata["schema"] != SCHEMA:
                 raise ValueError(f"has schema {metadata['schema']!r}; this version reads {SCHEMA}")
-            pieces = {name: Slice.from_json(name, data) for name, data in json.loads(metadata["pieces"]).items()}
-            self.header = ShardHeader(int(metadata["rank"]), pieces, json.loads(metadata["counts"]))
+            slices = {name: Slice.from_json(name, data) for name, data in json.loads(metadata["pieces"]).items()}
+            self.header = ShardHeader(int(metadata["rank"]), slices, json.loads(metadata["counts"]))
             for key, entry in index.items():
                 _check_place(key, entry, whole - 8 - size)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise DamagedShardError(f"{path} is no shard of a checkpoint: {error}") from error
+            raise CorruptShardError(f"{path} is no shard of a checkpoint: {error}") from error
         self._index, self._data_start = index, 8 + size
 
     @property
@@ -138,7 +224,7 @@ def shard_name(rank: int) -> str:
 
 
 class StateReader:
-    """Reads a rank's own file alone where the layout is the one that saved it, else whatever files have its pieces."""
+    """Reads a rank's own file alone where the layout is the one that saved it, else whatever files have its slices."""
 
     def __init__(self, folder: Path, rank: int, owned: Sequence[Slice], files: Collection[str]) -> None:
         """``owned``: what the rank would save itself in the layout that it has now.
@@ -149,7 +235,7 @@ class StateReader:
         self._shards = sorted(name for name in files if _SHARD.fullmatch(name))
         if shard_name(rank) in self._shards:
             own = ShardFile(folder / shard_name(rank))
-            self._own = own if own.header.pieces == {piece.name: piece for piece in owned} else None
+            self._own = own if own.header.slices == {piece.name: piece for piece in owned} else None
         self.counts = dict((self._own or self._files[0]).header.counts)
 
     def random_state(self) -> Tensor | None:
@@ -159,13 +245,13 @@ class StateReader:
     @cached_property
     def kinds(self) -> set[str]:
         """Of values that are one per element of a matrix."""
-        files = [self._own] if self._own is not None and self._own.header.pieces else self._files
+        files = [self._own] if self._own is not None and self._own.header.slices else self._files
         return {key.partition("/")[0] for file in files for key in file.keys} - {OPAQUE, RANDOM}
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """Every matrix in the checkpoint, whole."""
-        return {name: torch.Size(pieces[0][1].whole_shape) for name, pieces in sorted(self._index.items())}
+        return {name: torch.Size(slices[0][1].whole_shape) for name, slices in sorted(self._index.items())}
 
     def read(self, kind: str, piece: Slice) -> Tensor:
         """The values of a piece, flat, as saved. Raises ScaletrainError where the files do not have all of it."""
@@ -184,9 +270,9 @@ class StateReader:
             raise ScaletrainError(f"{self._folder.name} has {found} of {piece.numel} values of {key}")
         return values
 
-    def opaque(self, holder: int) -> dict[str, Tensor]:
-        """States of a holder that no other layout can read. Raises UsageError where this is one."""
-        prefix = f"{OPAQUE}/{holder}/"
+    def opaque(self, shard: int) -> dict[str, Tensor]:
+        """States of a shard that no other layout can read. Raises UsageError where this is one."""
+        prefix = f"{OPAQUE}/{shard}/"
         if self._own is not None:
             return {key.removeprefix(prefix): self._own.read(key) for key in self._own.keys if key.startswith(prefix)}
         if any(key.startswith(OPAQUE) for file in self._files for key in file.keys):
@@ -198,7 +284,7 @@ class StateReader:
 
     def _sources(self, piece: Slice) -> Iterator[tuple[ShardFile, Slice]]:
         """The files to read it from: the rank's own where that has all of it, which no replica's without ZeRO has."""
-        own = None if self._own is None else self._own.header.pieces.get(piece.name)
+        own = None if self._own is None else self._own.header.slices.get(piece.name)
         if self._own is not None and own is not None and own.contains(piece):
             yield self._own, own
         else:
@@ -212,6 +298,6 @@ class StateReader:
     def _index(self) -> dict[str, list[tuple[ShardFile, Slice]]]:
         index: dict[str, list[tuple[ShardFile, Slice]]] = {}
         for file in self._files:
-            for name, piece in file.header.pieces.items():
+            for name, piece in file.header.slices.items():
                 index.setdefault(name, []).append((file, piece))
         return index

@@ -10,18 +10,161 @@ from __future__ import annotations
 import base64
 import json
 import random
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from scaletrain_cli.engine.checkpoint.flat_shards import FlatShard, HeldStates
-from scaletrain_cli.engine.checkpoint.shard_file import OPAQUE, Entry, StateReader
+from scaletrain_cli.engine.checkpoint.shard_file import OPAQUE, Entry, Slice, StateReader
+from scaletrain_cli.engine.model.materialization import Matrix, matrices_in
 from scaletrain_cli.engine.optim.averaging import WeightAverage
-from scaletrain_cli.engine.optim.master_weights import use_master_weights
+from scaletrain_cli.engine.optim.deepspeed_optimizer import in_memory, master_weights, use_master_weights
+from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
+from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, shard_spec_of
 from scaletrain_cli.errors import UsageError
+
+# Where a rank's fp32 weights and optimizer states lie in DeepSpeed's wrappers, as slices of named matrices.
+
+
+class PlacedSlice(NamedTuple):
+    """A piece, and the place of its first element in the shard."""
+
+    slice: Slice
+    offset: int
+
+
+@dataclass(frozen=True)
+class FlatShard:
+    """One flat tensor that the optimizer updates; padding may lie between and behind its slices.
+
+    ``owned``: what this rank saves. What several ranks hold alike is in the ``held`` of each and ``owned`` by one.
+    """
+
+    index: int
+    numel: int
+    slices: tuple[PlacedSlice, ...]
+    owned: tuple[PlacedSlice, ...]
+
+
+class ShardedState:
+    """The shards of a rank, and the way into each."""
+
+    def __init__(self, engine: Any, model: nn.Module, mesh: Mesh) -> None:
+        """After DeepSpeed has started."""
+        self._engine, self.device = engine, torch.device(engine.device)
+        self._optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        self.shards = list(_flat_shards(engine, model, mesh))
+
+    @contextmanager
+    def weight(self, shard: FlatShard) -> Generator[Tensor]:
+        """The shard's fp32 weights, flat; what is written there stays."""
+        if self._engine.zero_optimization_stage() == 3:
+            with in_memory(self._engine.optimizer, shard.index) as weight:
+                yield weight
+        else:
+            yield master_weights(self._engine)[shard.index]
+
+    def optimizer_states(self, weight: Tensor) -> dict[str, Any]:
+        """Of a weight that ``weight`` has yielded: the optimizer's own dictionary, empty before its first update."""
+        states: dict[str, Any] = self._optimizer.state[weight]
+        return states
+
+    def place_of_counts(self, weight: Tensor) -> torch.device | None:
+        """Where the optimizer keeps the tensor that counts a weight's steps; None where it counts without one."""
+        if not type(self._optimizer).__module__.startswith("torch."):
+            return None
+        beside = self._optimizer.defaults.get("fused") or self._optimizer.defaults.get("capturable")
+        return weight.device if beside else torch.device("cpu")
+
+
+class _Segment(NamedTuple):
+    """Elements ``start`` to ``stop`` of a parameter, from ``offset`` on in a shard."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    offset: int
+
+
+def _flat_shards(engine: Any, model: nn.Module, mesh: Mesh) -> Iterator[FlatShard]:
+    stage, matrices = engine.zero_optimization_stage(), _matrices(model)
+    segments_of_holders = _stage_3(engine.optimizer) if stage == 3 else _flat(engine, model)
+    for index, (numel, segments) in enumerate(segments_of_holders):
+        slices: list[PlacedSlice] = []
+        owned: list[PlacedSlice] = []
+        for segment in segments:
+            found = list(_slices_of(matrices[segment.parameter], segment))
+            slices += found
+            owned += _owned(found, segment.parameter, mesh, sharded=stage > 0)
+        yield FlatShard(index, numel, tuple(slices), tuple(owned))
+
+
+def _matrices(model: nn.Module) -> dict[nn.Parameter, list[Matrix]]:
+    found: dict[nn.Parameter, list[Matrix]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in found:
+                found[parameter] = list(matrices_in(module, prefix, name, parameter))
+    return found
+
+
+def _stage_3(optimizer: Any) -> Iterator[tuple[int, list[_Segment]]]:
+    for group in optimizer.fp16_groups:
+        segments, numel = [], 0
+        for parameter in group:
+            _, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start = length * optimizer._get_param_partition_rank(parameter)
+            stop = min(start + length, parameter.ds_numel)
+            segments += [_Segment(parameter, start, stop, offset)] if start < stop else []
+            numel += length
+        yield numel, segments
+
+
+def _flat(engine: Any, model: nn.Module) -> Iterator[tuple[int, list[_Segment]]]:
+    weights = master_weights(engine)
+    segments: list[list[_Segment]] = [[] for _ in weights]
+    for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+        if engine.zero_optimization_stage() == 0:
+            segments[number] = [_Segment(parameter, 0, parameter.numel(), 0)]
+        elif (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
+            here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+            found = _Segment(parameter, here.start, here.start + here.numel, there.start)
+            segments[mapping.param_group_index].append(found)
+    for weight, parts in zip(weights, segments, strict=True):
+        yield weight.numel(), parts
+
+
+def _slices_of(matrices: list[Matrix], segment: _Segment) -> Iterator[PlacedSlice]:
+    for matrix in matrices:
+        start, stop = max(matrix.start, segment.start), min(matrix.stop, segment.stop)
+        if start < stop:
+            piece = Slice(matrix.name, matrix.whole_shape, matrix.shard_spec, start - matrix.start, stop - matrix.start)
+            yield PlacedSlice(piece, segment.offset + start - segment.start)
+
+
+def _owned(found: list[PlacedSlice], parameter: nn.Parameter, mesh: Mesh, *, sharded: bool) -> list[PlacedSlice]:
+    """Of tensor ranks and of the ends of a pipeline that hold the same the first saves it; replicas share it out."""
+    alike = shard_spec_of(parameter) is None and mesh.tensor.rank > 0
+    if alike or getattr(parameter, "ds_pipe_replicated", False):
+        return []
+    if sharded:  # by ZeRO, which leaves no two replicas with the same
+        return found
+    replicas = mesh.expert_replicas if is_sharded_over_experts(parameter) else mesh.replicas
+    return [share for placed in found if (share := _share(placed, replicas)).slice.numel > 0]
+
+
+def _share(placed: PlacedSlice, axis: Axis) -> PlacedSlice:
+    """One of ``axis.size`` equal parts of a piece; the last ones may be shorter, or empty."""
+    numel = placed.slice.numel
+    length = -(-numel // axis.size)
+    start, stop = min(numel, length * axis.rank), min(numel, length * (axis.rank + 1))
+    first = placed.slice.start
+    return PlacedSlice(replace(placed.slice, start=first + start, stop=first + stop), placed.offset + start)
+
 
 # The few numbers that DeepSpeed counts besides what it trains, as a checkpoint keeps them: steps, loss scale.
 
@@ -106,7 +249,7 @@ WEIGHT, AVERAGE = "weight", "average"
 class Snapshot:
     """Copies the state of a rank into buffers on the host that are allocated once, pinned where there is a GPU."""
 
-    def __init__(self, states: HeldStates, average: WeightAverage | None) -> None:
+    def __init__(self, states: ShardedState, average: WeightAverage | None) -> None:
         self._states, self._average = states, average
         self._buffers: dict[str, Tensor] = {}
         self._pinned = states.device.type == "cuda"
@@ -119,10 +262,10 @@ class Snapshot:
         """
         entries: list[Entry] = []
         counts: dict[str, float] = {}
-        for holder in self._states.holders:
-            with self._states.weight(holder) as weight:
-                for kind, values in self._kinds(holder, weight):
-                    entries += self._copied(holder, kind, values)
+        for shard in self._states.shards:
+            with self._states.weight(shard) as weight:
+                for kind, values in self._kinds(shard, weight):
+                    entries += self._copied(shard, kind, values)
                 for name, value in self._states.optimizer_states(weight).items():
                     if not isinstance(value, Tensor) or value.dim() == 0:
                         counts[name] = float(value)
@@ -130,26 +273,26 @@ class Snapshot:
             torch.cuda.current_stream(self._states.device).synchronize()
         return entries, counts
 
-    def _kinds(self, holder: FlatShard, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _kinds(self, shard: FlatShard, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield WEIGHT, weight.detach()
         states = {name: value for name, value in self._states.optimizer_states(weight).items() if _is_tensor(value)}
         elementwise = is_elementwise(states, weight)
         for name, value in sorted(states.items()):  # equal states make equal files
-            yield (name if elementwise else f"{OPAQUE}/{holder.index}/{name}"), value
+            yield (name if elementwise else f"{OPAQUE}/{shard.index}/{name}"), value
         if self._average is not None and self._average.taken:
-            yield AVERAGE, self._average.averages[holder.index]
+            yield AVERAGE, self._average.averages[shard.index]
 
-    def _copied(self, holder: FlatShard, kind: str, values: Tensor) -> Iterator[Entry]:
+    def _copied(self, shard: FlatShard, kind: str, values: Tensor) -> Iterator[Entry]:
         """The owned part in one copy, as views of it by name."""
         flat = values.reshape(-1)
         if kind.startswith(OPAQUE):
             yield Entry(kind, self._buffer(kind, flat).copy_(flat, non_blocking=True))
-        elif holder.owned:
-            first = holder.owned[0].offset
-            last = max(held.offset + held.piece.numel for held in holder.owned)
-            buffer = self._buffer(f"{kind}/{holder.index}", flat[first:last])
+        elif shard.owned:
+            first = shard.owned[0].offset
+            last = max(placed.offset + placed.slice.numel for placed in shard.owned)
+            buffer = self._buffer(f"{kind}/{shard.index}", flat[first:last])
             buffer.copy_(flat[first:last], non_blocking=True)
-            for piece, offset in holder.owned:
+            for piece, offset in shard.owned:
                 yield Entry(f"{kind}/{piece.name}", buffer[offset - first : offset - first + piece.numel])
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
@@ -161,34 +304,34 @@ class Snapshot:
 
 
 @torch.no_grad()
-def put_back(reader: StateReader, states: HeldStates, average: WeightAverage | None, engine: Any) -> None:
-    """Write what a checkpoint holds into a rank's holders, in a fresh engine as in one that trains. Collective.
+def put_back(reader: StateReader, states: ShardedState, average: WeightAverage | None, engine: Any) -> None:
+    """Write what a checkpoint holds into a rank's shards, in a fresh engine as in one that trains. Collective.
 
     Raises ScaletrainError for a checkpoint that has not all of it, UsageError for one that another layout cannot read.
     """
     averages: list[Tensor] = []
-    for holder in states.holders:
-        opaque = reader.opaque(holder.index)
-        with states.weight(holder) as weight:
-            weight.view(-1).copy_(_whole(holder, WEIGHT, reader))
+    for shard in states.shards:
+        opaque = reader.opaque(shard.index)
+        with states.weight(shard) as weight:
+            weight.view(-1).copy_(_whole(shard, WEIGHT, reader))
             own = states.optimizer_states(weight)
             for kind in sorted(reader.kinds - {WEIGHT, AVERAGE}) if not opaque else ():
-                _fill(own, kind, weight, _whole(holder, kind, reader))
+                _fill(own, kind, weight, _whole(shard, kind, reader))
             for name, values in opaque.items():
                 own[name] = values.to(weight.device)
             for name, count in reader.counts.items():
                 _set_count(own, name, count, states.place_of_counts(weight))
             if AVERAGE in reader.kinds:
-                averages.append(_whole(holder, AVERAGE, reader).to(weight.device))
+                averages.append(_whole(shard, AVERAGE, reader).to(weight.device))
     if average is not None:
         average.averages = [flat.view(w.shape) for flat, w in zip(averages, average.weights, strict=False)]
     use_master_weights(engine)
 
 
-def _whole(holder: FlatShard, kind: str, reader: StateReader) -> Tensor:
-    """All of a holder, with zeros for padding."""
-    values = torch.zeros(holder.numel)
-    for piece, offset in holder.held:
+def _whole(shard: FlatShard, kind: str, reader: StateReader) -> Tensor:
+    """All of a shard, with zeros for padding."""
+    values = torch.zeros(shard.numel)
+    for piece, offset in shard.slices:
         values[offset : offset + piece.numel] = reader.read(kind, piece)
     return values
 

@@ -1,9 +1,11 @@
-"""This rank's part of each batch, read from the token file: a pure function of its number. Knows no device."""
+"""The next batch is read and copied to the device while the present one is trained on. Knows no data format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +16,9 @@ from torch import Tensor
 from scaletrain_cli.engine.data.dataset import TokenSequences
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.result import Layout
+
+# This rank's part of each batch, read from the token file: a pure function of its number.
+
 
 # Which sequences make up which batch: a pure function of (seed, batch number), independent of how the job is cut.
 
@@ -44,7 +49,7 @@ def batch_indices(
 def sample_at(position: int, *, seed: int, samples: int) -> int:
     """The sample at a position of the endless stream of epochs, each a fresh permutation of range(samples)."""
     epoch, index = divmod(position, samples)
-    return permute(index, size=samples, key=_mix(_mix(seed) ^ epoch))
+    return permute(index, size=samples, key=_mix_bits(_mix_bits(seed) ^ epoch))
 
 
 def permute(index: int, *, size: int, key: int) -> int:
@@ -54,13 +59,13 @@ def permute(index: int, *, size: int, key: int) -> int:
     while True:  # the network permutes a power of four >= size; walk until back inside (< 4 turns on average)
         left, right = index >> half_bits, index & mask
         for turn in range(_ROUNDS):
-            left, right = right, left ^ (_mix(right ^ _mix(key + turn)) & mask)
+            left, right = right, left ^ (_mix_bits(right ^ _mix_bits(key + turn)) & mask)
         index = left << half_bits | right
         if index < size:
             return index
 
 
-def _mix(value: int) -> int:
+def _mix_bits(value: int) -> int:
     """SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014): 64 bits in, 64 well-mixed bits out."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
@@ -71,12 +76,12 @@ def _mix(value: int) -> int:
 # Which batch a step trains on where windows of the data are left out: pure arithmetic.
 
 
-Window = tuple[int, int]
+SkipRange = tuple[int, int]
 
 
-def merged(windows: Iterable[Window]) -> tuple[Window, ...]:
+def merged_skip_ranges(windows: Iterable[SkipRange]) -> tuple[SkipRange, ...]:
     """The same batches as few windows in ascending order, none of which touch."""
-    found: list[Window] = []
+    found: list[SkipRange] = []
     for first, last in sorted(windows):
         if found and first <= found[-1][1] + 1:
             found[-1] = (found[-1][0], max(last, found[-1][1]))
@@ -85,7 +90,7 @@ def merged(windows: Iterable[Window]) -> tuple[Window, ...]:
     return tuple(found)
 
 
-def batch_number(step: int, windows: Iterable[Window]) -> int:
+def batch_number(step: int, windows: Iterable[SkipRange]) -> int:
     """The ``step``-th batch (1-based) that is in no window; ``windows`` as merged() leaves them."""
     number = step
     for first, last in windows:
@@ -230,3 +235,61 @@ class BatchReader:
 
 def _tensor(rows: npt.NDArray[np.int64]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(rows))
+
+
+class _Prefetched(NamedTuple):
+    batch: StepBatch
+    copied: torch.cuda.Event | None  # on the copying stream, behind the copies; None without a GPU
+
+
+class Prefetcher:
+    """Batches by number, one ahead. ``read`` is called in a thread and must be a pure function of the number.
+
+    On a GPU the copies leave pinned memory on a stream of their own, beside the computation.
+    """
+
+    def __init__(self, read: Callable[[int], StepBatch], device: torch.device) -> None:
+        self._read, self._device = read, device
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        # The current GPU is a setting of each thread.
+        choose_gpu = partial(torch.cuda.set_device, device) if on_gpu else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed", initializer=choose_gpu)
+        self._ahead: tuple[int, Future[_Prefetched]] | None = None
+
+    def take(self, number: int) -> list[MicroBatch]:
+        """The micro-batches of a batch; begins to fetch the next one. Raises what reading it raised.
+
+        What was fetched and then not asked for, because the data between are left out, is dropped.
+        """
+        if self._ahead is None or self._ahead[0] != number:
+            self._begin(number)
+        assert self._ahead is not None
+        arrival = self._ahead[1].result()
+        self._begin(number + 1)
+        if arrival.copied is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(arrival.copied)
+            for part in arrival.batch:
+                if part is not None:
+                    part.record_stream(stream)  # or the copying stream would reuse the memory too early
+        return arrival.batch.micro_batches()
+
+    def close(self) -> None:
+        """Wait for what is under way, and drop it."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _begin(self, number: int) -> None:
+        self._ahead = (number, self._thread.submit(self._fetch, number))
+
+    def _fetch(self, number: int) -> _Prefetched:
+        batch = self._read(number)
+        if self._stream is None:
+            return _Prefetched(batch, None)
+        with torch.cuda.stream(self._stream):
+            on_device = StepBatch._make(
+                None if part is None else part.pin_memory().to(self._device, non_blocking=True) for part in batch
+            )
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self._stream)
+        return _Prefetched(on_device, copied)

@@ -22,7 +22,7 @@ CHUNK_BYTES = 1 << 17
 DIGEST_BYTES = 16
 
 
-class DamagedDataError(DoNotRequeueError):
+class CorruptDataError(DoNotRequeueError):
     """The prepared data are not what was prepared: no retry cures that (exit 93). ``evidence`` is for an event."""
 
     def __init__(self, path: Path, what: str, **evidence: int | str) -> None:
@@ -85,7 +85,7 @@ class CheckedFile:
         chunks = -(-len(content) // CHUNK_BYTES)
         if len(self.hashes) != chunks * DIGEST_BYTES:
             found = f"{len(self.hashes)} bytes instead of {chunks * DIGEST_BYTES}"
-            raise DamagedDataError(hashes_path(path), f"{found} for the {chunks} chunks of {path.name}")
+            raise CorruptDataError(hashes_path(path), f"{found} for the {chunks} chunks of {path.name}")
         self._compared = bytearray(chunks)
 
     def check(self, start: int, stop: int) -> None:
@@ -108,7 +108,7 @@ class CheckedFile:
         found.update(self._content[start:stop].data)
         if found.digest() != self.hashes[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]:
             what = f"chunk {chunk} (bytes {start} to {stop}) is not what was prepared"
-            raise DamagedDataError(self._path, what, chunk=chunk, first_byte=start, last_byte=stop - 1)
+            raise CorruptDataError(self._path, what, chunk=chunk, first_byte=start, last_byte=stop - 1)
         self._compared[chunk] = 1
 
 
@@ -120,7 +120,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DamagedDataError(path, str(error.strerror)) from error
+        raise CorruptDataError(path, str(error.strerror)) from error
 
 
 def _close_durably(file: BinaryIO) -> None:

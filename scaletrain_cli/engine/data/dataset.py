@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scaletrain_cli.engine.data.chunk_hashes import CheckedFile, DamagedDataError, HashedFile
+from scaletrain_cli.engine.data.chunk_hashes import CheckedFile, CorruptDataError, HashedFile
 from scaletrain_cli.engine.data.corpus import Tally, corpus_identity, corpus_state, documents
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.documents import write_document
@@ -124,14 +124,14 @@ def open_dataset(
     known = {"str": str, "int": int}
     wrong = [field.name for field in fields(info) if type(getattr(info, field.name)) is not known[str(field.type)]]
     if wrong or info.dtype not in _DTYPES:
-        raise DamagedDataError(
+        raise CorruptDataError(
             folder / "dataset.json", f"{', '.join(wrong) or 'dtype'} has a value that is not allowed"
         )
     train, validation = (_sequences(folder, split, info, seq_len) for split in _SPLITS)
     if info.is_verified:
         checked = [part for each in (train, validation) for part in (each.file, each.ends_file) if part is not None]
         if info.seal != _seal(info, [part.hashes for part in checked]):
-            raise DamagedDataError(folder / "dataset.json", "it and the hashes beside it are not of one dataset")
+            raise CorruptDataError(folder / "dataset.json", "it and the hashes beside it are not of one dataset")
         for each in (train, validation):
             if each.ends_file is not None:
                 each.ends_file.check_share(rank, ranks)
@@ -165,9 +165,9 @@ def _map(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise DamagedDataError(path, str(error.strerror)) from error
+        raise CorruptDataError(path, str(error.strerror)) from error
     if size != expected:
-        raise DamagedDataError(path, f"{size} bytes instead of the {expected} that dataset.json states")
+        raise CorruptDataError(path, f"{size} bytes instead of the {expected} that dataset.json states")
     return np.memmap(path, dtype=dtype, mode="r") if count else np.empty(0, dtype=dtype)
 
 

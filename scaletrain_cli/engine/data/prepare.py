@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.engine.data.chunk_hashes import DamagedDataError
+from scaletrain_cli.engine.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.engine.data.dataset import open_dataset, prepare_dataset
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.rundir.shared_datasets import owner_of_dataset
 from scaletrain_cli.spec import RunSpec
 
 
-def answer(arguments: Sequence[str]) -> dict[str, Any]:
+def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     """Build, open and describe the dataset; the arguments are SPEC_JSON RUNS_ROOT. Raises ScaletrainError, OSError."""
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
     print(f"preparing {spec.data.source} ({spec.data.tokenizer.kind} tokenizer)", file=sys.stderr)
@@ -23,7 +23,7 @@ def answer(arguments: Sequence[str]) -> dict[str, Any]:
     try:
         folder = prepare_dataset(spec.data, Path(arguments[1]))
         info, train, validation = open_dataset(folder, spec.transformer.seq_len)
-    except DamagedDataError as error:  # of a run it says that a retry is in vain; here nothing runs
+    except CorruptDataError as error:  # of a run it says that a retry is in vain; here nothing runs
         raise ScaletrainError(str(error)) from error
     if (owner := owner_of_dataset(folder)) is not None:
         print(f"{folder} was prepared by {owner}, and is read as it is", file=sys.stderr)

@@ -13,7 +13,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from scaletrain_cli.engine.events import say
+from scaletrain_cli.engine.events import log_event
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import WrongNodesError
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
@@ -34,10 +34,10 @@ _PARTNERS = 3  # each node with so many others: one that is slow with all of the
 
 
 def measure(
-    ranks: Ranks, per_node: int, device: torch.device, agreement: RankConsensus, node: str, free: tuple[int, int]
+    ranks: Ranks, per_node: int, device: torch.device, consensus: RankConsensus, node: str, free: tuple[int, int]
 ) -> RankMeasures:
     """This rank's own figures; ``free`` and total bytes of the device, (0, 0) where they do not count."""
-    agreement.barrier()
+    consensus.barrier()
     clock = time.time()
     return RankMeasures(
         rank=ranks.rank,
@@ -47,7 +47,7 @@ def measure(
         total_bytes=free[1],
         free_bytes=free[0],
         flops=_measure_flops(device),
-        links=tuple(_measure_links(ranks, per_node, device, agreement)),
+        links=tuple(_measure_links(ranks, per_node, device, consensus)),
         clock=clock,
         versions=_measure_versions(device),
     )
@@ -76,7 +76,7 @@ def partners(node: int, nodes: int) -> Iterator[int]:
         yield other if other < nodes else node
 
 
-def _measure_links(ranks: Ranks, per_node: int, device: torch.device, agreement: RankConsensus) -> Iterator[float]:
+def _measure_links(ranks: Ranks, per_node: int, device: torch.device, consensus: RankConsensus) -> Iterator[float]:
     """Between the first ranks of two nodes, both ways at once. The others wait at the barrier of each round."""
     nodes = ranks.world_size // per_node
     if nodes < 2:
@@ -86,7 +86,7 @@ def _measure_links(ranks: Ranks, per_node: int, device: torch.device, agreement:
     received = torch.empty_like(sent)
     mine = ranks.rank // per_node
     for partner in partners(mine, nodes):
-        agreement.barrier()
+        consensus.barrier()
         if ranks.rank % per_node == 0 and partner != mine:
             peer = partner * per_node
             seconds = min(_timed(device, lambda: _exchange(sent, received, peer), 1) for _ in range(3))  # noqa: B023
@@ -263,15 +263,15 @@ def is_wanted(record: RunRecord) -> bool:
 
 
 def check_together(
-    run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, agreement: RankConsensus, device: torch.device
+    run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, consensus: RankConsensus, device: torch.device
 ) -> None:
     """Collective. Raises WrongNodesError on the ranks that the findings are about; the others learn of it by them."""
     cluster = record.spec.cluster
     free = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
     # First of all: NCCL makes a group's communicator at its first operation, for which it needs every rank of it.
     reduced = all_reduce_seconds(device)
-    own = measure(ranks, cluster.gpus_per_node, device, agreement, _node_name(), free)
-    gathered = agreement.gather(own)
+    own = measure(ranks, cluster.gpus_per_node, device, consensus, _node_name(), free)
+    gathered = consensus.gather(own)
     findings: list[PreflightFinding] = []
     if gathered is not None:
         link = cluster_link(cluster, find_accelerator(cluster))
@@ -280,14 +280,14 @@ def check_together(
         findings = found if _may_be_moved(run, record) else [_as_a_word(finding) for finding in found]
         _write(run, attempt, gathered, findings, reduced, planned)
         for finding in findings:
-            say("preflight", **dataclasses.asdict(finding))
-    findings = agreement.follow_rank_zero(findings)
+            log_event("preflight", **dataclasses.asdict(finding))
+    findings = consensus.follow_rank_zero(findings)
     bad = [finding for finding in findings if finding.keeps_off]
     mine = [finding.message for finding in bad if finding.rank == ranks.rank]
     if mine:
         raise WrongNodesError(f"rank {ranks.rank}: {'; '.join(mine)} (guard.preflight: never leaves this out)")
     if bad:
-        agreement.barrier()  # until the agents end this attempt: they have been told by those who raised
+        consensus.barrier()  # until the agents end this attempt: they have been told by those who raised
 
 
 def _may_be_moved(run: RunDir, record: RunRecord) -> bool:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
-from scaletrain_cli.engine.data.batches import Window, batch_number, merged
-from scaletrain_cli.engine.events import say, tell
+from scaletrain_cli.engine.data.batches import SkipRange, batch_number, merged_skip_ranges
+from scaletrain_cli.engine.events import log_event, report_event
 from scaletrain_cli.engine.health.guard import Guard
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.metrics import MetricsLog, StepMeasures
@@ -32,8 +32,8 @@ class SpikeError(DoNotRequeueError):
 
 
 @dataclass
-class Judge:
-    """``rollbacks``: those of the run so far. ``set_up``: an agreement that waits for longer than a hang."""
+class GuardActions:
+    """``rollbacks``: those of the run so far. ``set_up``: an consensus that waits for longer than a hang."""
 
     run: RunDir
     record: RunRecord
@@ -45,10 +45,18 @@ class Judge:
     ledger: LedgerClock
     heartbeat: Heartbeat
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the guard's state, for a checkpoint."""
+        return self.guard.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the guard from ``state_dict``."""
+        self.guard.load_state_dict(state)
+
     @property
-    def skipped(self) -> tuple[Window, ...]:
+    def skipped(self) -> tuple[SkipRange, ...]:
         """Windows of batches that are left out: by the spec, and by what was rolled back."""
-        return merged([*self.record.spec.data.skip, *(rollback.skip for rollback in self.rollbacks)])
+        return merged_skip_ranges([*self.record.spec.data.skip, *(rollback.skip for rollback in self.rollbacks)])
 
     def batch_number(self, step: int) -> int:
         """Which batch a step (1-based) trains on."""
@@ -141,7 +149,7 @@ class Judge:
             self.checkpointer.retire_newer(target.step)
             metrics.flush()  # the event says where in the file these lines end
             record_rollback(self.run, rollback, cause=cause, retry=retry, retries=allowed, **evidence)
-            say("rolled-back", **vars(rollback), cause=cause, retry=retry, **evidence)
+            log_event("rolled-back", **vars(rollback), cause=cause, retry=retry, **evidence)
         self.set_up.barrier()
         self.rollbacks.append(rollback)
         self.guard.load_state_dict(self.checkpointer.restore(target)["guard"])
@@ -153,4 +161,4 @@ class Judge:
         self._tell("first-loss", loss=loss, ln_vocab_size=expected, plausible=abs(loss - expected) < 0.1 * expected)
 
     def _tell(self, name: str, **details: Any) -> None:
-        tell(self.run, self.ranks.rank, name, **details)
+        report_event(self.run, self.ranks.rank, name, **details)

@@ -1,7 +1,7 @@
 """Is one rank slower than the others? Their own work compared every few steps; rank 0 names who is slow for long.
 
 All ranks finish a step together, so what tells them apart is the time that a rank works before it first waits for
-another: from leaving the agreement to the end of its first forward pass where that needs nobody, else to its beginning.
+another: from leaving the consensus to the end of its first forward pass where that needs nobody, else to its beginning.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Stragglers:
 
     run: RunDir
     rank: int
-    agreement: RankConsensus
+    consensus: RankConsensus
     device: torch.device
     _clock: Clock = field(init=False)
     _running: bool = field(default=False, init=False)
@@ -96,7 +96,7 @@ class Stragglers:
             engine.register_forward_pre_hook(self._stop, prepend=True)
 
     def begin(self, step: int) -> None:
-        """The agreement before ``step`` is left; every so often it is also the moment to compare."""
+        """The consensus before ``step`` is left; every so often it is also the moment to compare."""
         now = time.perf_counter()
         if step % WINDOW_STEPS == 0:
             if self._begun >= _FEWEST_STEPS:
@@ -116,7 +116,7 @@ class Stragglers:
 
     def _compare(self, step: int, step_seconds: float) -> None:
         own = median(seconds() for seconds in self._seconds) if self._seconds else 0.0
-        found = slowest(self.agreement.share(own), step_seconds)
+        found = slowest(self.consensus.share(own), step_seconds)
         if self._suspicion.news(found) and self.rank == 0:
             told = {"rank": None} if found is None else vars(found)
             record_event(self.run, "stragglers", step=step, **told)

@@ -30,7 +30,7 @@ class StepMeasures(NamedTuple):
     values: dict[str, float]
 
 
-class LateMetrics:
+class DeferredMetrics:
     """A queue between the GPU, which makes the values, and the host, which writes them down.
 
     ``begin`` and ``end`` enclose a step and only enqueue work. ``due`` hands over the steps that are late enough: which

@@ -39,7 +39,7 @@ class PlanCheck:
     composed: Composed
     average: WeightAverage | None
     mesh: Mesh
-    agreement: RankConsensus
+    consensus: RankConsensus
     device: torch.device
     _done: bool = field(default=False, init=False)
     _updates: int | None = field(default=None, init=False)  # of the weights, before this attempt's first step
@@ -76,7 +76,7 @@ class PlanCheck:
         if on_gpu:
             held["allocated"] = torch.cuda.max_memory_allocated(self.device)
             held["reserved"] = torch.cuda.max_memory_reserved(self.device)
-        gathered = self.agreement.gather((self.mesh.pipeline.rank, held))
+        gathered = self.consensus.gather((self.mesh.pipeline.rank, held))
         if gathered is not None:
             self._store(step, gathered)
 

@@ -5,28 +5,100 @@ With ZeRO-3 each module is sharded as soon as it is real, so that no rank ever h
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.parallel.shard_spec import ShardSpec, cut_of
+from scaletrain_cli.engine.parallel.mesh import ShardSpec, shard_spec_of
+
+# Scaled random weights as a pure function of seed, name and whole shape.
+
+
+# Small enough that one CUDA launch fills it without its threads looping: how they would depends on the GPU's size, and
+# so would the values. Small enough for a CPU's cache, too.
+_CHUNK_NUMEL = 2**18
+
+
+@dataclass(frozen=True)
+class ScaledInitialization:
+    """Normal(0, ``initializer_range``) matrices, those into the residual stream divided by sqrt(2 ``layers``).
+
+    That keeps the residual stream's variance independent of depth (GPT-2 report, section 2.3). Norms are 1, biases 0.
+    ``device`` draws; a CPU and a GPU draw different values.
+    """
+
+    seed: int
+    initializer_range: float
+    layers: int
+    residual_projections: tuple[str, ...]
+    device: torch.device
+
+    def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
+        """This rank's piece of the parameter, fp32."""
+        if name.endswith("bias") or len(whole_shape) == 1:
+            return torch.full(_local(whole_shape, spec), 0.0 if name.endswith("bias") else 1.0, device=self.device)
+        std = self.initializer_range
+        if name.endswith(self.residual_projections):
+            std /= (2 * self.layers) ** 0.5
+        return normal(self.seed, name, whole_shape, std, spec, self.device)
+
+
+def normal(
+    seed: int, name: str, whole_shape: tuple[int, ...], std: float, spec: ShardSpec | None, device: torch.device
+) -> Tensor:
+    """The spec's slice of a Normal(0, std) tensor of at least two dimensions, fp32, drawn by chunks of whole rows."""
+    *leading, columns = whole_shape
+    rows, kept_columns = torch.arange(torch.Size(leading).numel()), None
+    whole_rows = len(rows)
+    if spec is not None and spec.dim == len(leading):
+        kept_columns = ShardSpec(0, spec.ranks, spec.rank, spec.parts).take(torch.arange(columns)).to(device)
+    elif spec is not None:
+        rows = spec.take(rows.view(leading)).flatten()  # ascending, as slices of a row-major order are
+    kept = torch.empty(_local(whole_shape, spec), device=device)
+    flat, generator = kept.view(len(rows), -1), torch.Generator(device)
+    height = max(1, _CHUNK_NUMEL // columns)
+    scratch, start = torch.empty(min(height, whole_rows), columns, device=device), 0
+    while start < len(rows):
+        chunk = int(rows[start]) // height
+        first, last = chunk * height, min((chunk + 1) * height, whole_rows)
+        end = start + int(torch.searchsorted(rows[start : start + height], last))
+        generator.manual_seed(_chunk_seed(seed, name, chunk))
+        drawn = scratch[: last - first].normal_(0.0, std, generator=generator)
+        wanted = rows[start:end] - first
+        drawn = drawn if end - start == last - first else drawn[wanted.to(device)]
+        flat[start:end] = drawn if kept_columns is None else drawn[:, kept_columns]
+        start = end
+    return kept
+
+
+def _chunk_seed(seed: int, name: str, chunk: int) -> int:
+    """63 bits that have nothing to do with those of another chunk."""
+    digest = hashlib.blake2b(f"{seed}/{name}/{chunk}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _local(whole_shape: tuple[int, ...], spec: ShardSpec | None) -> tuple[int, ...]:
+    """The shape of the spec's slice."""
+    return tuple(n // spec.ranks if spec and dim == spec.dim else n for dim, n in enumerate(whole_shape))
 
 
 class WeightSource(Protocol):
     """Something that knows every parameter by its Hugging Face name."""
 
-    def read(self, name: str, whole_shape: tuple[int, ...], cut: ShardSpec | None) -> Tensor:
-        """This rank's piece; ``cut`` is None where every rank holds the whole."""
+    def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
+        """This rank's piece; ``spec`` is None where every rank holds the whole."""
 
 
 Partition = Callable[[nn.Module], None]
 
 
 @torch.no_grad()
-def materialise(
+def materialize(
     model: nn.Module,
     source: WeightSource,
     device: torch.device,
@@ -50,7 +122,7 @@ def materialise(
                 for matrix in matrices_in(module, prefix, name, outline):
                     _fill(values.view(-1)[matrix.start : matrix.stop], matrix, source)
                 real[outline] = nn.Parameter(values, requires_grad=outline.requires_grad)
-                real[outline].__dict__.update(outline.__dict__)  # the cut, and DeepSpeed's marks
+                real[outline].__dict__.update(outline.__dict__)  # the spec, and DeepSpeed's marks
             setattr(module, name, real[outline])
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
@@ -59,7 +131,7 @@ def materialise(
 
 
 def named_matrices(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and whole shape of all that ``materialise`` would read."""
+    """Name and whole shape of all that ``materialize`` would read."""
     seen: set[nn.Parameter] = set()
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -74,7 +146,7 @@ class Matrix(NamedTuple):
 
     name: str
     whole_shape: tuple[int, ...]
-    cut: ShardSpec | None
+    shard_spec: ShardSpec | None
     shape: tuple[int, ...]
     start: int
 
@@ -84,7 +156,7 @@ class Matrix(NamedTuple):
 
 
 def _fill(place: Tensor, matrix: Matrix, source: WeightSource) -> None:
-    piece = source.read(matrix.name, matrix.whole_shape, matrix.cut)
+    piece = source.read(matrix.name, matrix.whole_shape, matrix.shard_spec)
     if piece.shape != matrix.shape:
         raise ValueError(f"{matrix.name}: {tuple(piece.shape)} values for {matrix.shape}")
     place.copy_(piece.reshape(-1))
@@ -92,16 +164,16 @@ def _fill(place: Tensor, matrix: Matrix, source: WeightSource) -> None:
 
 def matrices_in(module: nn.Module, prefix: str, name: str, parameter: nn.Parameter) -> Iterator[Matrix]:
     """One, but several where a module says that its parameters are stacks of them (see mixture.Experts.matrices)."""
-    path, cut = f"{prefix}." if prefix else "", cut_of(parameter)
+    path, spec = f"{prefix}." if prefix else "", shard_spec_of(parameter)
     local: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties what is not in use
-    shape = tuple(local) if cut is None else cut.whole_shape(local)
+    shape = tuple(local) if spec is None else spec.whole_shape(local)
     matrices: Callable[[str], list[list[str]]] | None = getattr(module, "matrices", None)
     if matrices is None:
-        yield Matrix(path + name, shape, cut, tuple(local), 0)
+        yield Matrix(path + name, shape, spec, tuple(local), 0)
         return
     start = 0
     for joined in matrices(name):
-        part = None if cut is None else ShardSpec(cut.dim - 1, cut.ranks, cut.rank)
+        part = None if spec is None else ShardSpec(spec.dim - 1, spec.ranks, spec.rank)
         for matrix in joined:
             whole_shape = (shape[1] // len(joined), *shape[2:])
             found = Matrix(path + matrix, whole_shape, part, (local[1] // len(joined), *local[2:]), start)

@@ -1,6 +1,6 @@
 """Weights from a folder of Hugging Face safetensors files, of which a rank reads no more than its piece.
 
-Checks all names and shapes against the whole model first, by the files' headers. Knows no layout but a rank's cut.
+Checks all names and shapes against the whole model first, by the files' headers. Knows no layout but a rank's spec.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.materialization import named_matrices
-from scaletrain_cli.engine.parallel.shard_spec import ShardSpec
+from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 
@@ -54,21 +54,21 @@ class HuggingFaceFolder:
             more = f" The first {_TOLD} of {len(problems)}:" if len(problems) > _TOLD else ""
             raise UsageError(f"model.weights: {folder} does not hold this model.{more}", tuple(problems[:_TOLD]))
 
-    def read(self, name: str, whole_shape: tuple[int, ...], cut: ShardSpec | None) -> Tensor:
+    def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
         """This rank's piece of a parameter, as the file has it."""
         stored = self._stored(name)
         if stored is None:
             raise UsageError(f"model.weights: {self._folder} has no {name}.")
         values = self._slice(stored)
-        if cut is None:
+        if spec is None:
             return values[:]  # type: ignore[no-any-return]
-        size = whole_shape[cut.dim] // cut.parts
-        length = size // cut.ranks
+        size = whole_shape[spec.dim] // spec.parts
+        length = size // spec.ranks
         pieces = []
-        for part in range(cut.parts):
-            first = part * size + cut.rank * length
-            pieces.append(values[(slice(None),) * cut.dim + (slice(first, first + length),)])
-        return torch.cat(pieces, cut.dim)
+        for part in range(spec.parts):
+            first = part * size + spec.rank * length
+            pieces.append(values[(slice(None),) * spec.dim + (slice(first, first + length),)])
+        return torch.cat(pieces, spec.dim)
 
     def _stored(self, name: str) -> str | None:
         """What the files call a parameter of the model, if they have it."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from scaletrain_cli.engine.optim.master_weights import master_weights, use_master_weights
+from scaletrain_cli.engine.optim.deepspeed_optimizer import master_weights, use_master_weights
 from scaletrain_cli.spec.training import AveragingSpec
 
 # An equal mean of all weights would keep those of the beginning, so it takes the last quarter of the run, as

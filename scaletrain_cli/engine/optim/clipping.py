@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from scaletrain_cli.engine.parallel.expert import is_cut_over_experts
-from scaletrain_cli.engine.parallel.mesh import Mesh
-from scaletrain_cli.engine.parallel.shard_spec import cut_of
+from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
+from scaletrain_cli.engine.parallel.mesh import Mesh, shard_spec_of
 
 # The norm of a gradient whose pieces lie on several ranks, and clipping by it, where DeepSpeed does neither.
 
@@ -24,7 +23,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     pieces: dict[tuple[bool, bool], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            place = (cut_of(parameter) is not None, is_cut_over_experts(parameter))
+            place = (shard_spec_of(parameter) is not None, is_sharded_over_experts(parameter))
             pieces.setdefault(place, []).append(parameter.grad)
     device = next(iter(pieces.values()))[0].device
     squared = torch.zeros(2, 2, device=device)  # by whether tensor ranks and expert ranks hold different pieces

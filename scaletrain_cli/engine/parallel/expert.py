@@ -12,12 +12,18 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from scaletrain_cli.engine.model.moe import Experts, Routing, by_expert, combine, mixtures, rows_of
-from scaletrain_cli.engine.parallel.collectives import copy_to_ranks, sum_over_ranks
-from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, group_of
-from scaletrain_cli.engine.parallel.shard_spec import ShardSpec, mark
+from scaletrain_cli.engine.parallel.mesh import (
+    Axis,
+    Mesh,
+    ShardSpec,
+    copy_to_ranks,
+    group_of,
+    mark_sharded,
+    sum_over_ranks,
+)
 
 
-def cut_experts(model: nn.Module, mesh: Mesh) -> None:
+def shard_experts(model: nn.Module, mesh: Mesh) -> None:
     """Keep this rank's experts of a model on the meta device, and of each its part of the intermediate channels.
 
     Collective.
@@ -36,10 +42,10 @@ def _cut(experts: Experts, mesh: Mesh, shards: dist.ProcessGroup | None) -> None
     experts.members = experts.members[expert.rank * held : (expert.rank + 1) * held]
     for name, dim in (("gate_up_proj", 1), ("down_proj", 2)):
         piece = getattr(experts, name)[experts.members.start : experts.members.stop]
-        cut = ShardSpec(dim, tensor.size, tensor.rank, parts=len(experts.joined[name]) if dim == 1 else 1)
-        parameter = nn.Parameter(cut.take(piece))
+        spec = ShardSpec(dim, tensor.size, tensor.rank, parts=len(experts.joined[name]) if dim == 1 else 1)
+        parameter = nn.Parameter(spec.take(piece))
         if tensor.group is not None:
-            mark(parameter, cut)
+            mark_sharded(parameter, spec)
         if shards is not None:
             _mark_for_deepspeed(parameter, expert, shards)
         setattr(experts, name, parameter)
@@ -114,7 +120,7 @@ def _swap(rows: Tensor, send: list[int], receive: list[int], group: dist.Process
     return arrived
 
 
-def is_cut_over_experts(parameter: nn.Parameter) -> bool:
+def is_sharded_over_experts(parameter: nn.Parameter) -> bool:
     """Whether other expert ranks hold other experts in this place, so that it counts on each of them in a norm."""
     return not getattr(parameter, "allreduce", True)
 
@@ -122,11 +128,11 @@ def is_cut_over_experts(parameter: nn.Parameter) -> bool:
 def with_expert_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups with those of experts apart, because DeepSpeed shards them over fewer ranks; no empty ones."""
     split: list[dict[str, Any]] = []
-    for cut in (False, True):
+    for sharded in (False, True):
         for group in groups:
-            members = [parameter for parameter in group["params"] if is_cut_over_experts(parameter) == cut]
+            members = [parameter for parameter in group["params"] if is_sharded_over_experts(parameter) == sharded]
             if members:
-                expert = {"moe": True, "name": members[0].group_name} if cut else {}
+                expert = {"moe": True, "name": members[0].group_name} if sharded else {}
                 split.append({**group, "params": members, **expert})
     return split
 
@@ -150,8 +156,8 @@ def announce_experts(model: nn.Module, mesh: Mesh) -> None:
 
     name = _group_name(mesh.expert)
     groups._get_expert_parallel_group_dict()[name] = _different_pieces(mesh)
-    cut = next(parameter for parameter in model.parameters() if is_cut_over_experts(parameter))
-    groups._get_expert_data_parallel_group_dict()[name] = cut.__dict__["ds_zero_partition_process_group"]
+    sharded = next(parameter for parameter in model.parameters() if is_sharded_over_experts(parameter))
+    groups._get_expert_data_parallel_group_dict()[name] = sharded.__dict__["ds_zero_partition_process_group"]
     model.add_module("deepspeed_expert_parallel", Sign())
 
 

@@ -1,17 +1,56 @@
-"""The ranks as a grid: which ones work together along each axis of parallelism.
-
-Tensor ranks are neighbours, so that they share a node; then sequence, data, and pipeline slowest, which is the order
-of DeepSpeed's PipeModelDataParallelTopology when sequence ranks are hidden among its data-parallel ones.
-"""
+"""Collectives that gradients flow through. Each is the identity, free of charge, where a rank is alone on its axis."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
 
 from scaletrain_cli.plan.result import Layout
+
+# Which piece of a whole parameter a rank holds.
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """One of ``ranks`` equal slices along ``dim``.
+
+    ``parts``: a fused projection is that many matrices side by side, and each of them is cut (GPT-2's ``c_attn``: 3).
+    """
+
+    dim: int
+    ranks: int
+    rank: int
+    parts: int = 1
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's slice, a copy."""
+        pieces = [part.chunk(self.ranks, self.dim)[self.rank] for part in whole.chunk(self.parts, self.dim)]
+        return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].clone()
+
+    def whole_shape(self, local: torch.Size) -> tuple[int, ...]:
+        """The shape before it was cut."""
+        return tuple(size * self.ranks if dim == self.dim else size for dim, size in enumerate(local))
+
+
+def mark_sharded(parameter: nn.Parameter, spec: ShardSpec) -> None:
+    """Remember the cut, and tell DeepSpeed that every rank of the model-parallel group counts in the gradient norm."""
+    parameter.shard_spec = spec  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    parameter.model_parallel = True  # type: ignore[attr-defined]
+
+
+def shard_spec_of(parameter: nn.Parameter) -> ShardSpec | None:
+    """The cut of a parameter, or None where every rank holds the whole."""
+    return getattr(parameter, "shard_spec", None)
+
+
+# The ranks as a grid: which ones work together along each axis of parallelism.
 
 
 @dataclass(frozen=True)
@@ -99,3 +138,61 @@ def _axis(key: Callable[[int], tuple[int, ...]]) -> Axis:
     me = dist.get_rank()
     ranks = [rank for rank in range(dist.get_world_size()) if key(rank) == key(me)]
     return Axis(len(ranks), ranks.index(me), group_of(ranks)) if len(ranks) > 1 else Axis()
+
+
+def copy_to_ranks(x: Tensor, axis: Axis) -> Tensor:
+    """The same tensor on every rank; each uses it differently, so their gradients add up (Megatron-LM's f)."""
+    return x if axis.group is None else _Copy.apply(x, axis.group)  # type: ignore[no-untyped-call]
+
+
+def sum_over_ranks(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of every rank's part, on every rank. All use it alike: its gradient is each part's (Megatron-LM's g)."""
+    return x if axis.group is None else _Sum.apply(x, axis.group)  # type: ignore[no-untyped-call]
+
+
+def exchange(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
+    """Return ``x`` split over the ranks along ``split_dim`` and joined along ``join_dim`` (all-to-all)."""
+    return x if axis.group is None else _Exchange.apply(x, axis, split_dim, join_dim)  # type: ignore[no-untyped-call]
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
+        ctx.axis, ctx.split_dim, ctx.join_dim = axis, split_dim, join_dim
+        return _swap(x, axis, split_dim, join_dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _swap(gradient, ctx.axis, ctx.join_dim, ctx.split_dim), None, None, None
+
+
+def _swap(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
+    mine = torch.stack(x.chunk(axis.size, split_dim))  # [ranks, ...], contiguous
+    theirs = torch.empty_like(mine)
+    dist.all_to_all_single(theirs, mine, group=axis.group)
+    return torch.cat(theirs.unbind(), join_dim)

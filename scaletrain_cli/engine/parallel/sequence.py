@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.dropout import AttentionWithDropout
-from scaletrain_cli.engine.parallel.collectives import exchange
-from scaletrain_cli.engine.parallel.mesh import Axis
+from scaletrain_cli.engine.parallel.mesh import Axis, exchange
 
 _HEADS, _LENGTH = 1, 2
 
@@ -46,9 +45,9 @@ class UlyssesAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, samples: Tensor) -> Tensor:
         """Each rank attends with heads / ranks heads over the whole length."""
         key, value = (self._enough_heads(x, query.shape[_HEADS]) for x in (key, value))
-        query, key, value = (exchange(x, self._axis, cut=_HEADS, join=_LENGTH) for x in (query, key, value))
+        query, key, value = (exchange(x, self._axis, split_dim=_HEADS, join_dim=_LENGTH) for x in (query, key, value))
         mixed = self._core(query, key, value, samples)
-        return exchange(mixed, self._axis, cut=_LENGTH, join=_HEADS)
+        return exchange(mixed, self._axis, split_dim=_LENGTH, join_dim=_HEADS)
 
     def _enough_heads(self, x: Tensor, query_heads: int) -> Tensor:
         """Key-value heads that do not divide over the ranks are repeated for the query heads that share them."""

@@ -19,9 +19,7 @@ from scaletrain_cli.engine.model.gpt import Conv1D
 from scaletrain_cli.engine.model.linear import Product, linear_product
 from scaletrain_cli.engine.model.llama import rms_norm
 from scaletrain_cli.engine.model.loss import NOT_COUNTED
-from scaletrain_cli.engine.parallel.collectives import copy_to_ranks, sum_over_ranks
-from scaletrain_cli.engine.parallel.mesh import Axis
-from scaletrain_cli.engine.parallel.shard_spec import ShardSpec, mark
+from scaletrain_cli.engine.parallel.mesh import Axis, ShardSpec, copy_to_ranks, mark_sharded, sum_over_ranks
 
 # Cross-entropy over a vocabulary that is cut over the tensor ranks: no rank ever holds all logits of a token.
 
@@ -77,7 +75,7 @@ _VOCABULARY = {"embed_tokens", "wte"}
 _OVER_HEADS = {"q_norm", "k_norm"}
 
 
-def cut_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
+def shard_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
     """Replace the layers of a model on the meta device by this rank's pieces of them."""
     if axis.size == 1:
         return
@@ -99,7 +97,7 @@ def cut_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
     for reader in readers.values():
         _copy_input(reader, axis)
     if model.lm_head is not None:
-        _cut_head(model, axis)
+        _shard_head(model, axis)
 
 
 def _copy_input(module: nn.Module, axis: Axis) -> None:
@@ -113,8 +111,8 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, whole: Any, axis: Axis, parts: int = 1) -> None:
         super().__init__()
         self.transposed = isinstance(whole, Conv1D)
-        self.weight = _piece(whole.weight, ShardSpec(1 if self.transposed else 0, axis.size, axis.rank, parts))
-        self.bias = None if whole.bias is None else _piece(whole.bias, ShardSpec(0, axis.size, axis.rank, parts))
+        self.weight = _shard(whole.weight, ShardSpec(1 if self.transposed else 0, axis.size, axis.rank, parts))
+        self.bias = None if whole.bias is None else _shard(whole.bias, ShardSpec(0, axis.size, axis.rank, parts))
         self.product: Product = linear_product
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,7 +125,7 @@ class RowParallelLinear(nn.Module):
     def __init__(self, whole: Any, axis: Axis) -> None:
         super().__init__()
         self.axis, self.transposed = axis, isinstance(whole, Conv1D)
-        self.weight = _piece(whole.weight, ShardSpec(0 if self.transposed else 1, axis.size, axis.rank))
+        self.weight = _shard(whole.weight, ShardSpec(0 if self.transposed else 1, axis.size, axis.rank))
         self.bias = whole.bias
         self.product: Product = linear_product
 
@@ -143,7 +141,7 @@ class VocabularyParallelEmbedding(nn.Module):
     def __init__(self, whole: Any, axis: Axis) -> None:
         super().__init__()
         self.axis = axis
-        self.weight = _piece(whole.weight, ShardSpec(0, axis.size, axis.rank))
+        self.weight = _shard(whole.weight, ShardSpec(0, axis.size, axis.rank))
 
     def forward(self, tokens: Tensor) -> Tensor:
         held = self.weight.shape[0]
@@ -164,15 +162,15 @@ class NormOverHeads(nn.Module):
         return rms_norm(x, copy_to_ranks(self.weight, self.axis), self.eps)
 
 
-def _cut_head(model: CausalLM, axis: Axis) -> None:
+def _shard_head(model: CausalLM, axis: Axis) -> None:
     if model.spec.tie_word_embeddings:
         model.tie()
     else:
-        model.lm_head.weight = _piece(model.lm_head.weight, ShardSpec(0, axis.size, axis.rank))
+        model.lm_head.weight = _shard(model.lm_head.weight, ShardSpec(0, axis.size, axis.rank))
     model.lm_head.token_loss = VocabularyLoss(axis)
 
 
-def _piece(whole: Tensor, cut: ShardSpec) -> nn.Parameter:
-    piece = nn.Parameter(cut.take(whole))
-    mark(piece, cut)
+def _shard(whole: Tensor, spec: ShardSpec) -> nn.Parameter:
+    piece = nn.Parameter(spec.take(whole))
+    mark_sharded(piece, spec)
     return piece

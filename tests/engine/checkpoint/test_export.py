@@ -13,13 +13,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scaletrain_cli.engine.checkpoint.export import TextFiles, export, text_files
-from scaletrain_cli.engine.checkpoint.shard_file import Entry, ShardHeader, shard_name, write_shard
-from scaletrain_cli.engine.checkpoint.slices import Slice
+from scaletrain_cli.engine.checkpoint.shard_file import Entry, ShardHeader, Slice, shard_name, write_shard
 from scaletrain_cli.engine.data.dataset import dataset_folder, prepare_dataset
 from scaletrain_cli.engine.model import outline
-from scaletrain_cli.engine.model.materialization import materialise
+from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
-from scaletrain_cli.engine.parallel.shard_spec import ShardSpec
+from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.rundir.checkpoints import MANIFEST, manifest_hash
 from scaletrain_cli.spec import DataSpec, ModelSpec, RunSpec, parse_spec, to_hugging_face
@@ -68,14 +67,14 @@ def checkpoint_of(folder: Path, weights: dict[str, Tensor], kinds: tuple[str, ..
     folder.mkdir()
     files = {}
     for rank in range(3):
-        pieces, entries = {}, []
+        slices, entries = {}, []
         for name, values in weights.items():
-            cut = ShardSpec(1, 2, rank) if values.dim() == 2 and values.shape[1] % 2 == 0 else None
-            if rank == 2 if cut is None else rank < 2:
-                mine = values if cut is None else replace(cut).take(values)
-                pieces[name] = Slice(name, tuple(values.shape), cut, 0, mine.numel())
+            spec = ShardSpec(1, 2, rank) if values.dim() == 2 and values.shape[1] % 2 == 0 else None
+            if rank == 2 if spec is None else rank < 2:
+                mine = values if spec is None else replace(spec).take(values)
+                slices[name] = Slice(name, tuple(values.shape), spec, 0, mine.numel())
                 entries += [Entry(f"{kind}/{name}", mine.flatten() + (kind != "weight")) for kind in kinds]
-        digest = write_shard(folder / shard_name(rank), ShardHeader(rank, pieces, {}), entries)
+        digest = write_shard(folder / shard_name(rank), ShardHeader(rank, slices, {}), entries)
         files[shard_name(rank)] = asdict(digest)
     step = int(folder.name.removeprefix("step-"))
     manifest = {"step": step, "world_size": 3, "clean": True, "attempt": 1, "files": files}
@@ -174,7 +173,7 @@ def test_transformers_computes_the_same_logits(dims: dict[str, Any], tmp_path: P
     weights = {name: values * 0.1 for name, values in contents(dims).items()}
     export(checkpoint_of(tmp_path / "step-00000001", weights), spec, tmp_path / "out", torch.float32, NO_TEXT)
     ours = outline(spec.transformer)
-    materialise(ours, HuggingFaceFolder(tmp_path / "out", outline(spec.transformer)), torch.device("cpu"))
+    materialize(ours, HuggingFaceFolder(tmp_path / "out", outline(spec.transformer)), torch.device("cpu"))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     length = spec.transformer.max_position_embeddings
     tokens = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(1))

@@ -4,53 +4,53 @@ from __future__ import annotations
 
 import pytest
 
-from scaletrain_cli.engine.checkpoint.schedule import Cadence
+from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule
 
 
-def due(cadence: Cadence, steps: range) -> list[int]:
+def due(schedule: CheckpointSchedule, steps: range) -> list[int]:
     """Steps at which one is due, and is made."""
     found = []
     for step in steps:
-        if cadence.is_due(step):
+        if schedule.is_due(step):
             found.append(step)
-            cadence.begin_at(step)
+            schedule.begin_at(step)
     return found
 
 
 def test_steps_that_the_spec_names_are_kept_wherever_the_run_begins() -> None:
-    cadence = Cadence(10, planned_interval_steps=3, seconds_between_losses=100.0)
-    cadence.begin_at(7)
-    assert due(cadence, range(7, 42)) == [10, 20, 30, 40]
-    cadence.step_took(1.0)
-    cadence.save_took(5.0, 9.0)
-    assert due(cadence, range(41, 62)) == [50, 60]
+    schedule = CheckpointSchedule(10, planned_interval_steps=3, seconds_between_losses=100.0)
+    schedule.begin_at(7)
+    assert due(schedule, range(7, 42)) == [10, 20, 30, 40]
+    schedule.step_took(1.0)
+    schedule.save_took(5.0, 9.0)
+    assert due(schedule, range(41, 62)) == [50, 60]
 
 
 def test_by_itself_it_begins_with_the_plan() -> None:
-    assert due(Cadence("auto", 6, seconds_between_losses=1e4), range(20)) == [6, 12, 18]
+    assert due(CheckpointSchedule("auto", 6, seconds_between_losses=1e4), range(20)) == [6, 12, 18]
 
 
 def test_it_goes_on_with_young_s_interval_of_what_saves_really_take() -> None:
     """sqrt(2 x 0.5 s x 10,000 s) = 100 s of steps of 2 s."""
-    cadence = Cadence("auto", 6, seconds_between_losses=10_000.0)
-    cadence.begin_at(6)
-    cadence.step_took(2.0)
-    cadence.save_took(0.5, 1.0)
-    assert cadence.interval_steps == 50
-    assert due(cadence, range(6, 120)) == [56, 106]
+    schedule = CheckpointSchedule("auto", 6, seconds_between_losses=10_000.0)
+    schedule.begin_at(6)
+    schedule.step_took(2.0)
+    schedule.save_took(0.5, 1.0)
+    assert schedule.interval_steps == 50
+    assert due(schedule, range(6, 120)) == [56, 106]
 
 
 @pytest.mark.parametrize(("blocked", "whole", "expected"), [(0.001, 40.0, 20), (0.0, 0.0, 1), (90.0, 90.0, 671)])
 def test_never_more_often_than_a_save_takes(blocked: float, whole: float, expected: int) -> None:
-    cadence = Cadence("auto", 6, seconds_between_losses=10_000.0)
-    cadence.step_took(2.0)
-    cadence.save_took(blocked, whole)
-    assert cadence.interval_steps == expected
+    schedule = CheckpointSchedule("auto", 6, seconds_between_losses=10_000.0)
+    schedule.step_took(2.0)
+    schedule.save_took(blocked, whole)
+    assert schedule.interval_steps == expected
 
 
 def test_one_slow_save_does_not_stretch_the_interval() -> None:
-    cadence = Cadence("auto", 6, seconds_between_losses=10_000.0)
-    cadence.step_took(2.0)
+    schedule = CheckpointSchedule("auto", 6, seconds_between_losses=10_000.0)
+    schedule.step_took(2.0)
     for blocked in (0.5, 0.5, 200.0):
-        cadence.save_took(blocked, blocked)
-    assert cadence.interval_steps == 50
+        schedule.save_took(blocked, blocked)
+    assert schedule.interval_steps == 50

@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import load_file
 
 from scaletrain_cli.engine.checkpoint.shard_file import (
-    DamagedShardError,
+    CorruptShardError,
     Entry,
     ShardFile,
     ShardHeader,
+    Slice,
     StateReader,
     shard_name,
     write_shard,
 )
-from scaletrain_cli.engine.checkpoint.slices import Slice
-from scaletrain_cli.engine.parallel.shard_spec import ShardSpec
+from scaletrain_cli.engine.parallel.mesh import ShardSpec
 
 HEADER = ShardHeader(3, {"a.weight": Slice("a.weight", (4, 6), ShardSpec(1, 2, 1), 2, 9)}, {"step": 7.0})
 ENTRIES = [
@@ -102,5 +102,5 @@ def test_a_forged_header_is_an_error_and_allocates_nothing(tmp_path: Path, forge
     write_shard(path, ShardHeader(0, {}, {}), [Entry("weight/a", torch.ones(4))])
     content = path.read_bytes()
     path.write_bytes(forge(int.from_bytes(content[:8], "little"), content[8:]))
-    with pytest.raises(DamagedShardError, match="no shard of a checkpoint"):
+    with pytest.raises(CorruptShardError, match="no shard of a checkpoint"):
         ShardFile(path)

@@ -9,8 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from scaletrain_cli.engine.assembly import assemble
-from scaletrain_cli.engine.checkpoint.shard_file import StateReader
-from scaletrain_cli.engine.checkpoint.slices import Slice
+from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
 from scaletrain_cli.rundir.committing import open_attempt
@@ -41,6 +40,6 @@ def save_again(path: Path, attempt: int, folder: Path) -> None:
         trainer.checkpointer.folder = folder
         if ranks.rank == 0:
             open_attempt(folder, attempt)
-        trainer.boundary.agreement.barrier()
+        trainer.step_sync.consensus.barrier()
         trainer.checkpointer.committed_step = None
         trainer.save(begin.step, wait=True)

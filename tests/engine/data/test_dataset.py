@@ -15,7 +15,7 @@ from pyarrow import parquet
 from tokenizers import Tokenizer
 
 from scaletrain_cli.engine.data import dataset
-from scaletrain_cli.engine.data.chunk_hashes import CHUNK_BYTES, CheckedFile, DamagedDataError, HashedFile
+from scaletrain_cli.engine.data.chunk_hashes import CHUNK_BYTES, CheckedFile, CorruptDataError, HashedFile
 from scaletrain_cli.engine.data.corpus import Tally, documents, source_files
 from scaletrain_cli.engine.data.dataset import dataset_folder, open_dataset, prepare_dataset
 from scaletrain_cli.errors import UsageError
@@ -145,11 +145,11 @@ def test_a_cut_or_missing_file_is_named(texts: Path, tmp_path: Path) -> None:
     folder = prepare_dataset(spec(texts), tmp_path)
     content = (folder / "train.bin").read_bytes()
     (folder / "train.bin").write_bytes(content[: len(content) // 2])
-    with pytest.raises(DamagedDataError, match=r"train\.bin: \d+ bytes instead of"):
+    with pytest.raises(CorruptDataError, match=r"train\.bin: \d+ bytes instead of"):
         open_dataset(folder, 16)
     (folder / "train.bin").write_bytes(content)
     (folder / "train.ends.bin").unlink()
-    with pytest.raises(DamagedDataError, match=r"train\.ends\.bin: No such file"):
+    with pytest.raises(CorruptDataError, match=r"train\.ends\.bin: No such file"):
         open_dataset(folder, 16)
 
 
@@ -262,7 +262,7 @@ def test_whatever_is_changed_in_a_prepared_dataset_is_found_before_it_is_used(
     folder = prepare_dataset(spec(texts), tmp_path)
     read_all(folder)
     harm(folder)
-    with pytest.raises(DamagedDataError, match=r"train|validation|dataset\.json") as caught:
+    with pytest.raises(CorruptDataError, match=r"train|validation|dataset\.json") as caught:
         read_all(folder)
     assert caught.value.exit_code == 93
     assert str(caught.value.evidence["file"]).startswith(str(folder))
@@ -285,9 +285,9 @@ def test_only_the_chunks_that_are_read_are_compared_and_each_once(tmp_path: Path
     content[CHUNK_BYTES] ^= 1
     content[5 * CHUNK_BYTES] ^= 1
     checked.check(CHUNK_BYTES, 3 * CHUNK_BYTES - 1)  # the second chunk was compared before
-    with pytest.raises(DamagedDataError, match=r"chunk 5 \(bytes 655360 to 655437\)"):
+    with pytest.raises(CorruptDataError, match=r"chunk 5 \(bytes 655360 to 655437\)"):
         checked.check(4 * CHUNK_BYTES, size)
-    with pytest.raises(DamagedDataError, match="chunk 1 "):
+    with pytest.raises(CorruptDataError, match="chunk 1 "):
         CheckedFile(tmp_path / "data", content).check(CHUNK_BYTES - 1, CHUNK_BYTES + 1)
 
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from scaletrain_cli.engine.data.batches import StepBatch
-from scaletrain_cli.engine.data.prefetch import Feed
+from scaletrain_cli.engine.data.batches import Prefetcher, StepBatch
 
 CPU = torch.device("cpu")
 
@@ -42,19 +41,19 @@ class Reading:
 
 
 @pytest.fixture
-def feeds() -> Iterator[list[Feed]]:
-    opened: list[Feed] = []
+def feeds() -> Iterator[list[Prefetcher]]:
+    opened: list[Prefetcher] = []
     yield opened
     for feed in opened:
         feed.close()
 
 
-def open_feed(feeds: list[Feed], reading: Reading) -> Feed:
-    feeds.append(Feed(reading, CPU))
+def open_feed(feeds: list[Prefetcher], reading: Reading) -> Prefetcher:
+    feeds.append(Prefetcher(reading, CPU))
     return feeds[-1]
 
 
-def test_the_next_step_is_read_before_it_is_asked_for_and_none_after_it(feeds: list[Feed]) -> None:
+def test_the_next_step_is_read_before_it_is_asked_for_and_none_after_it(feeds: list[Prefetcher]) -> None:
     reading = Reading()
     feed = open_feed(feeds, reading)
     for step in (1, 2, 3):
@@ -66,12 +65,12 @@ def test_the_next_step_is_read_before_it_is_asked_for_and_none_after_it(feeds: l
     assert reading.threads.isdisjoint({threading.current_thread().name})
 
 
-def test_any_step_may_be_next(feeds: list[Feed]) -> None:
+def test_any_step_may_be_next(feeds: list[Prefetcher]) -> None:
     feed = open_feed(feeds, Reading())
     assert [int(feed.take(step)[0].tokens[0, 0]) for step in (7, 8, 30, 2, 3)] == [7, 8, 30, 2, 3]
 
 
-def test_an_error_in_the_thread_is_raised_where_its_step_is_taken(feeds: list[Feed]) -> None:
+def test_an_error_in_the_thread_is_raised_where_its_step_is_taken(feeds: list[Prefetcher]) -> None:
     reading = Reading(fails_at=2)
     feed = open_feed(feeds, reading)
     feed.take(1)
@@ -82,7 +81,7 @@ def test_an_error_in_the_thread_is_raised_where_its_step_is_taken(feeds: list[Fe
 
 def test_closing_ends_the_thread() -> None:
     before = threading.active_count()
-    feed = Feed(Reading(), CPU)
+    feed = Prefetcher(Reading(), CPU)
     feed.take(1)
     feed.close()
     assert threading.active_count() == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from scaletrain_cli.engine.health.garbage_collection import GarbageCollection
+from scaletrain_cli.engine.trainer import GarbageCollection
 
 
 class Node:

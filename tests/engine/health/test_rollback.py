@@ -12,7 +12,7 @@ import pytest
 
 from scaletrain_cli.engine.failure_reason import reason_of
 from scaletrain_cli.engine.health.guard import Guard
-from scaletrain_cli.engine.health.rollback import Judge, NonFiniteGradientError, SpikeError
+from scaletrain_cli.engine.health.rollback import GuardActions, NonFiniteGradientError, SpikeError
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.metrics import StepMeasures
 from scaletrain_cli.engine.process_group import Ranks
@@ -27,7 +27,7 @@ from tests.spec.samples import SPEC, load
 
 
 class OneRank:
-    """Stands for the agreement of a single rank."""
+    """Stands for the consensus of a single rank."""
 
     def follow_rank_zero(self, item: Any) -> Any:
         return item
@@ -81,7 +81,7 @@ def commit(folder: Path, step: int, *, clean: bool) -> None:
     committing.commit(folder, step, {"shard.pt": writer.close()}, world_size=1, clean=clean, attempt=1)
 
 
-Make = Callable[..., Judge]
+Make = Callable[..., GuardActions]
 
 
 @pytest.fixture
@@ -90,16 +90,18 @@ def make(tmp_path: Path) -> Make:
     commit(run.checkpoints, 20, clean=True)
     commit(run.checkpoints, 30, clean=False)
 
-    def made(*overrides: str, rollbacks: list[Rollback] | None = None) -> Judge:
+    def made(*overrides: str, rollbacks: list[Rollback] | None = None) -> GuardActions:
         spec = load(SPEC, *overrides)
         record = RunRecord("r", time.time(), spec, make_plan(spec), {}, "", "")
         guard = Guard(factor=3.0, patience=spec.guard.spike.patience, fresh_warmup_steps=None)
         for step in range(1, 21):
             guard.observe(step, {"loss": 2.0, "grad_norm": 0.5})
         kept: Any = Kept(run.checkpoints, guard)
-        agreement: Any = OneRank()
+        consensus: Any = OneRank()
         ledger = LedgerClock(run, 1, 1)
-        return Judge(run, record, Ranks(0, 1, 0), agreement, kept, guard, rollbacks or [], ledger, Heartbeat(None))
+        return GuardActions(
+            run, record, Ranks(0, 1, 0), consensus, kept, guard, rollbacks or [], ledger, Heartbeat(None)
+        )
 
     return made
 
@@ -117,12 +119,12 @@ def measures(first: int, *losses: float, norm: float = 0.5) -> list[StepMeasures
     return [StepMeasures(first + i, 0.1, {"loss": loss, "grad_norm": norm}) for i, loss in enumerate(losses)]
 
 
-def judged(judge: Judge, found: list[StepMeasures], trained: int) -> int:
+def judged(judge: GuardActions, found: list[StepMeasures], trained: int) -> int:
     logged: Any = Logged()
     return judge.judge(found, trained, logged)
 
 
-def names(judge: Judge) -> list[str]:
+def names(judge: GuardActions) -> list[str]:
     return [event["event"] for event in read_events(judge.run)]
 
 

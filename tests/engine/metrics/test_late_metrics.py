@@ -6,16 +6,16 @@ import time
 
 import torch
 
-from scaletrain_cli.engine.metrics.metrics import LateMetrics, StepMeasures
+from scaletrain_cli.engine.metrics.metrics import DeferredMetrics, StepMeasures
 
 
-def late(lag: int = 0) -> LateMetrics:
-    metrics = LateMetrics(torch.device("cpu"))
+def late(lag: int = 0) -> DeferredMetrics:
+    metrics = DeferredMetrics(torch.device("cpu"))
     metrics._lag = lag  # as on a GPU
     return metrics
 
 
-def run_step(metrics: LateMetrics, step: int) -> None:
+def run_step(metrics: DeferredMetrics, step: int) -> None:
     metrics.begin()
     metrics.end(step, {"rate": 0.5, "loss": torch.tensor(1.1) + step, "grad_norm": torch.tensor(2.0)})
 

@@ -5,18 +5,18 @@ import math
 import pytest
 import torch
 
-from scaletrain_cli.engine.model import initialization
-from scaletrain_cli.engine.model.initialization import ScaledInitialisation
-from scaletrain_cli.engine.parallel.shard_spec import ShardSpec
+from scaletrain_cli.engine.model import materialization
+from scaletrain_cli.engine.model.materialization import ScaledInitialization
+from scaletrain_cli.engine.parallel.mesh import ShardSpec
 
 CPU = torch.device("cpu")
-SOURCE = ScaledInitialisation(1, 0.02, layers=8, residual_projections=("o_proj.weight",), device=CPU)
+SOURCE = ScaledInitialization(1, 0.02, layers=8, residual_projections=("o_proj.weight",), device=CPU)
 SHAPES = [(600, 24), (12, 60, 24), (4, 6, 12, 18)]
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initialization, "_CHUNK_NUMEL", 24 * 7)
+    monkeypatch.setattr(materialization, "_CHUNK_NUMEL", 24 * 7)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -25,21 +25,21 @@ def test_the_slices_of_all_ranks_are_the_whole(shape: tuple[int, ...], ranks: in
     whole = SOURCE.read("a.weight", shape, None)
     for dim, size in enumerate(shape):
         if size % (ranks * parts) == 0:
-            for cut in (ShardSpec(dim, ranks, rank, parts) for rank in range(ranks)):
-                assert torch.equal(SOURCE.read("a.weight", shape, cut), cut.take(whole))
+            for spec in (ShardSpec(dim, ranks, rank, parts) for rank in range(ranks)):
+                assert torch.equal(SOURCE.read("a.weight", shape, spec), spec.take(whole))
 
 
 def test_a_cut_of_rows_draws_only_the_chunks_that_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
-    seed_of = initialization._chunk_seed
-    monkeypatch.setattr(initialization, "_chunk_seed", lambda s, n, chunk: drawn.append(chunk) or seed_of(s, n, chunk))
+    seed_of = materialization._chunk_seed
+    monkeypatch.setattr(materialization, "_chunk_seed", lambda s, n, chunk: drawn.append(chunk) or seed_of(s, n, chunk))
     SOURCE.read("a.weight", (70, 24), ShardSpec(0, 2, 1))
     assert drawn == [5, 6, 7, 8, 9]
 
 
 def test_seed_name_and_place_decide_the_values() -> None:
     one = SOURCE.read("a.weight", (14, 24), None)
-    other_seed = ScaledInitialisation(2, 0.02, 8, (), CPU).read("a.weight", (14, 24), None)
+    other_seed = ScaledInitialization(2, 0.02, 8, (), CPU).read("a.weight", (14, 24), None)
     assert torch.equal(one, SOURCE.read("a.weight", (14, 24), None))
     assert not torch.equal(one, other_seed)
     assert not torch.equal(one, SOURCE.read("b.weight", (14, 24), None))

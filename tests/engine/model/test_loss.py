@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaletrain_cli.engine.deepspeed_engine import prepare_deepspeed
 from scaletrain_cli.engine.model.loss import LanguageModelHead, choose_cross_entropy
-from scaletrain_cli.engine.parallel.mesh import Axis
-from scaletrain_cli.engine.parallel.shard_spec import ShardSpec
+from scaletrain_cli.engine.parallel.mesh import Axis, ShardSpec
 from scaletrain_cli.engine.parallel.tensor import VocabularyLoss
 from scaletrain_cli.errors import InfeasibleError
 from tests.engine.ranks import on_ranks

@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.deepspeed_engine import prepare_deepspeed
-from scaletrain_cli.engine.model.initialization import ScaledInitialisation
-from scaletrain_cli.engine.model.materialization import materialise, zero3_partition
+from scaletrain_cli.engine.model.materialization import ScaledInitialization, materialize, zero3_partition
 from scaletrain_cli.engine.model.moe import Experts
-from scaletrain_cli.engine.parallel.shard_spec import ShardSpec, cut_of, mark
+from scaletrain_cli.engine.parallel.mesh import ShardSpec, mark_sharded, shard_spec_of
 from tests.engine.ranks import on_ranks
 
 CPU = torch.device("cpu")
-SOURCE = ScaledInitialisation(seed=0, initializer_range=0.1, layers=2, residual_projections=(), device=CPU)
+SOURCE = ScaledInitialization(seed=0, initializer_range=0.1, layers=2, residual_projections=(), device=CPU)
 
 
 class Scores(nn.Module):
@@ -57,11 +56,11 @@ def outline() -> Tied:
 
 def test_every_parameter_becomes_real_and_keeps_its_ties_marks_and_freezing() -> None:
     model = outline()
-    mark(model.layers[1].weight, ShardSpec(0, 2, 1))
+    mark_sharded(model.layers[1].weight, ShardSpec(0, 2, 1))
     model.layers[2].bias.requires_grad = False
-    materialise(model, SOURCE, CPU)
+    materialize(model, SOURCE, CPU)
     assert model.head.weight is model.embed.weight
-    assert cut_of(model.layers[1].weight) == ShardSpec(0, 2, 1)
+    assert shard_spec_of(model.layers[1].weight) == ShardSpec(0, 2, 1)
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["layers.2.bias"]
     assert torch.equal(model.layers[1].weight, SOURCE.read("layers.1.weight", (64, 32), ShardSpec(0, 2, 1)))
     assert torch.equal(model.embed.weight, SOURCE.read("embed.weight", (64, 32), None))
@@ -74,14 +73,14 @@ def test_stacked_experts_hold_what_the_files_have_matrix_by_matrix(tensor_ranks:
         experts = nn.ModuleDict({"experts": Experts(4, 16, 8)})
     held = experts["experts"]
     held.members = range(1, 3)
-    for name, cut in (
+    for name, spec in (
         ("gate_up_proj", ShardSpec(1, tensor_ranks, 0, parts=2)),
         ("down_proj", ShardSpec(2, tensor_ranks, 0)),
     ):
         whole = getattr(held, name)[1:3]
-        setattr(held, name, nn.Parameter(cut.take(whole)))
-        mark(getattr(held, name), cut)
-    materialise(experts, SOURCE, CPU)
+        setattr(held, name, nn.Parameter(spec.take(whole)))
+        mark_sharded(getattr(held, name), spec)
+    materialize(experts, SOURCE, CPU)
     for place, number in enumerate(held.members):
         rows = ShardSpec(0, tensor_ranks, 0)
         gate, up = (SOURCE.read(f"experts.{number}.{name}_proj.weight", (8, 16), rows) for name in ("gate", "up"))
@@ -92,11 +91,11 @@ def test_stacked_experts_hold_what_the_files_have_matrix_by_matrix(tensor_ranks:
 
 def test_values_of_another_shape_are_not_broadcast() -> None:
     class Scalars:
-        def read(self, name: str, whole_shape: tuple[int, ...], cut: ShardSpec | None) -> Tensor:
+        def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
             return torch.zeros(1)
 
     with pytest.raises(ValueError, match=r"gain: \(1,\) values for \(32,\)"):
-        materialise(outline(), Scalars(), CPU)
+        materialize(outline(), Scalars(), CPU)
 
 
 def train_under_zero(stage: int, shard_at_birth: bool) -> dict[str, object]:
@@ -111,15 +110,15 @@ def train_under_zero(stage: int, shard_at_birth: bool) -> dict[str, object]:
         "steps_per_print": 10**9,
     }
     model, live = outline(), []
-    mark(model.layers[1].weight, ShardSpec(0, 1, 0))
+    mark_sharded(model.layers[1].weight, ShardSpec(0, 1, 0))
 
     def partition_and_count(module: nn.Module) -> None:
         live.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
         partition(module)
 
     partition = zero3_partition(config, MPU)
-    materialise(model, SOURCE, CPU, partition=partition_and_count if shard_at_birth else None)
-    kept = cut_of(model.layers[1].weight) == ShardSpec(0, 1, 0) and model.layers[1].weight.tensor_model_parallel
+    materialize(model, SOURCE, CPU, partition=partition_and_count if shard_at_birth else None)
+    kept = shard_spec_of(model.layers[1].weight) == ShardSpec(0, 1, 0) and model.layers[1].weight.tensor_model_parallel
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     generator, losses = torch.Generator().manual_seed(dist.get_rank()), []

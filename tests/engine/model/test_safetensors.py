@@ -13,9 +13,9 @@ from torch import Tensor
 
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.materialization import materialise, named_matrices
+from scaletrain_cli.engine.model.materialization import materialize, named_matrices
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
-from scaletrain_cli.engine.parallel.shard_spec import ShardSpec
+from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import ModelSpec
 
@@ -57,7 +57,7 @@ def contents(dims: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[s
 def loaded(folder: Path, dims: dict[str, Any]) -> dict[str, Tensor]:
     """Parameters of the model after loading the folder, stacked experts taken apart."""
     model = model_of(dims)
-    materialise(model, HuggingFaceFolder(folder, model_of(dims)), CPU)
+    materialize(model, HuggingFaceFolder(folder, model_of(dims)), CPU)
     found = {name: p.detach() for name, p in model.named_parameters()}
     for path, module in model.named_modules():
         if hasattr(module, "matrices"):
@@ -109,14 +109,14 @@ def test_mixtral_calls_experts_by_other_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "cut", [ShardSpec(0, 2, 1), ShardSpec(1, 3, 2), ShardSpec(1, 2, 0, parts=3), ShardSpec(0, 2, 1, parts=2)]
+    "spec", [ShardSpec(0, 2, 1), ShardSpec(1, 3, 2), ShardSpec(1, 2, 0, parts=3), ShardSpec(0, 2, 1, parts=2)]
 )
-def test_a_rank_reads_its_piece(cut: ShardSpec, tmp_path: Path) -> None:
+def test_a_rank_reads_its_piece(spec: ShardSpec, tmp_path: Path) -> None:
     saved = contents(GPT)
     save_file(saved, tmp_path / "model.safetensors")
     name = "transformer.h.1.attn.c_attn.weight"
-    piece = HuggingFaceFolder(tmp_path, model_of(GPT)).read(name, (16, 48), cut)
-    assert torch.equal(piece, cut.take(saved[name]))
+    piece = HuggingFaceFolder(tmp_path, model_of(GPT)).read(name, (16, 48), spec)
+    assert torch.equal(piece, spec.take(saved[name]))
 
 
 def test_every_mismatch_names_file_tensor_given_and_wanted(tmp_path: Path) -> None:

@@ -10,13 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.checkpoint.flat_shards import HeldStates
-from scaletrain_cli.engine.checkpoint.shard_file import ShardHeader, StateReader, shard_name, write_shard
-from scaletrain_cli.engine.checkpoint.slices import Slice
-from scaletrain_cli.engine.checkpoint.snapshot import Snapshot, put_back
+from scaletrain_cli.engine.checkpoint.shard_file import ShardHeader, Slice, StateReader, shard_name, write_shard
+from scaletrain_cli.engine.checkpoint.snapshot import ShardedState, Snapshot, put_back
 from scaletrain_cli.engine.deepspeed_engine import offload_config, precision_config, prepare_deepspeed
 from scaletrain_cli.engine.optim.averaging import WeightAverage
-from scaletrain_cli.engine.optim.loss_scale import allow_fp16_on_cpu, fix_loss_scale
+from scaletrain_cli.engine.optim.deepspeed_optimizer import allow_fp16_on_cpu, fix_loss_scale
 from scaletrain_cli.engine.optim.optimizers import build_optimizer
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.result import Layout
@@ -166,9 +164,9 @@ def load(small: Small, folder: Path, average: WeightAverage | None = None) -> No
     put_back(StateReader(folder, dist.get_rank(), _owned(states), files), states, average, small.engine)
 
 
-def _held(small: Small) -> HeldStates:
-    return HeldStates(small.engine, small.engine.module, Mesh.alone())
+def _held(small: Small) -> ShardedState:
+    return ShardedState(small.engine, small.engine.module, Mesh.alone())
 
 
-def _owned(states: HeldStates) -> list[Slice]:
-    return [held.piece for holder in states.holders for held in holder.owned]
+def _owned(states: ShardedState) -> list[Slice]:
+    return [placed.slice for shard in states.shards for placed in shard.owned]

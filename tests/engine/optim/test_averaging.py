@@ -145,10 +145,9 @@ def test_the_averaged_loss_is_taken_once_there_is_an_average() -> None:
         validation=SimpleNamespace(sequences=[0]),
         average=average,
         _mean_loss=lambda step, rounds: 1.0,
-        _validation_losses=[],
     )
     metrics: Any = SimpleNamespace(log_validation=lambda step, size, **losses: logged.append(set(losses)))
     for step in (2, 3):
         average.update(step)
-        assert Trainer.evaluate(stand_in, step, metrics)
+        assert Trainer.evaluate(stand_in, step, metrics) == 1.0
     assert logged == [{"validation_loss"}, {"validation_loss", "averaged_validation_loss"}]

@@ -13,7 +13,7 @@ from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.linear import use_fp8_linears
 from scaletrain_cli.engine.parallel.mesh import Axis
-from scaletrain_cli.engine.parallel.tensor import cut_over_tensor_ranks
+from scaletrain_cli.engine.parallel.tensor import shard_over_tensor_ranks
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import ModelSpec
 from tests.engine.fresh_model import build_model
@@ -89,7 +89,7 @@ def test_every_layer_of_a_block_multiplies_in_fp8(family: str, monkeypatch: pyte
 @both_families
 def test_layers_cut_over_tensor_ranks_multiply_in_fp8_too(family: str) -> None:
     model = outline(spec(family))
-    cut_over_tensor_ranks(model, Axis(size=2))
+    shard_over_tensor_ranks(model, Axis(size=2))
     before = {path: layer.product for path, layer in model.named_modules() if hasattr(layer, "product")}
     emulate(model)
     assert before

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.deepspeed_engine import precision_config
-from scaletrain_cli.engine.optim.loss_scale import LossScaleAtFloorError, loss_scale, step_was_skipped
+from scaletrain_cli.engine.optim.deepspeed_optimizer import LossScaleAtFloorError, loss_scale, step_was_skipped
 from scaletrain_cli.errors import ExitCode
 from tests.engine.optim.small_engine import batch, run_spec, small_model, start, train, weights
 from tests.engine.ranks import on_ranks

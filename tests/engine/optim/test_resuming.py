@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scaletrain_cli.engine.checkpoint.snapshot import counters, set_counters
 from scaletrain_cli.engine.optim.averaging import WeightAverage
-from scaletrain_cli.engine.optim.loss_scale import loss_scale
+from scaletrain_cli.engine.optim.deepspeed_optimizer import loss_scale
 from tests.engine.optim.small_engine import Small, load, run_spec, save, start, train, weights
 from tests.engine.ranks import on_ranks
 

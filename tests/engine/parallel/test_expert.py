@@ -13,11 +13,7 @@ from torch import Tensor
 from scaletrain_cli.engine.compose import Composed, compose
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.model import outline
-from scaletrain_cli.engine.parallel.expert import (
-    cut_experts,
-    is_cut_over_experts,
-    with_expert_groups,
-)
+from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts, shard_experts, with_expert_groups
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, build_mesh
 from scaletrain_cli.engine.step import Stepper, stepper
 from scaletrain_cli.plan.result import Layout
@@ -158,7 +154,7 @@ def test_experts_over_ranks_train_as_in_one_process(run: Run) -> None:
 
 def cut_model(mesh: Mesh) -> torch.nn.Module:
     model = outline(Run(0).spec.transformer)
-    cut_experts(model, mesh)
+    shard_experts(model, mesh)
     return model
 
 
@@ -174,8 +170,8 @@ def test_expert_and_tensor_ranks_share_every_expert_weight_once() -> None:
 def test_optimizer_groups_part_experts_from_the_rest_and_keep_their_options() -> None:
     expert, dense, bias = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
     expert.allreduce, expert.group_name = False, "experts"
-    assert is_cut_over_experts(expert)
-    assert not is_cut_over_experts(dense)
+    assert is_sharded_over_experts(expert)
+    assert not is_sharded_over_experts(dense)
     groups = [{"params": [dense, expert], "weight_decay": 0.1}, {"params": [bias], "weight_decay": 0.0}]
     assert [len(group["params"]) for group in with_expert_groups(groups)] == [1, 1, 1]
     assert with_expert_groups(groups)[-1] == {"params": [expert], "weight_decay": 0.1, "moe": True, "name": "experts"}

@@ -16,8 +16,8 @@ from scaletrain_cli.engine.metrics.memory_measurement import (
     watching_activations,
     watching_model_states,
 )
-from scaletrain_cli.engine.parallel.expert import is_cut_over_experts
-from scaletrain_cli.engine.parallel.shard_spec import ShardSpec, cut_of
+from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
+from scaletrain_cli.engine.parallel.mesh import ShardSpec, shard_spec_of
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
@@ -41,7 +41,7 @@ _SECONDS = 300.0  # of one row, on a machine that does much else
 class Piece:
     """What one rank holds of a parameter: a slice by the cut, of the experts that the expert rank has."""
 
-    cut: ShardSpec | None
+    shard_spec: ShardSpec | None
     expert_rank: int
     values: Tensor
 
@@ -102,12 +102,12 @@ def _train_rank(path: Path, attempt: int, last: int) -> RankReport:
     begin = trainer.resume()
     measured = []
     for step in range(begin.step + 1, last):
-        trainer.step(step)
-        measured += trainer.late.rest()
+        trainer.optimizer_step(step)
+        measured += trainer.deferred_metrics.rest()
     composed = trainer.plan_check.composed
     with watching_model_states(composed.engine) as states, watching_activations(composed.model) as saved:
-        trainer.step(last)
-    measured += trainer.late.rest()
+        trainer.optimizer_step(last)
+    measured += trainer.deferred_metrics.rest()
     if last < record.spec.total_steps:
         trainer.save(last, wait=True)
     pieces = local_pieces(trainer.model, replica(ranks.rank, record.plan.layout), record.plan.layout)
@@ -158,10 +158,10 @@ def local_pieces(model: nn.Module, replica: int, layout: Layout) -> dict[str, Pi
     pieces: dict[str, Piece] = {}
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            copies = layout.expert_parallel if is_cut_over_experts(parameter) else 1
+            copies = layout.expert_parallel if is_sharded_over_experts(parameter) else 1
             if replica < copies:
                 values = parameter.detach().to(torch.float32, copy=True)
-                pieces[name] = Piece(cut_of(parameter), replica, values)
+                pieces[name] = Piece(shard_spec_of(parameter), replica, values)
     return pieces
 
 
@@ -178,11 +178,13 @@ def whole_weights(ranks: list[dict[str, Piece]]) -> dict[str, Tensor]:
 
 def _joined(pieces: list[Piece]) -> Tensor:
     """The slices put together. A tied weight is whole on two pipeline stages, which must not differ."""
-    by_rank = {piece.cut.rank if piece.cut else 0: piece.values for piece in pieces}
+    by_rank = {piece.shard_spec.rank if piece.shard_spec else 0: piece.values for piece in pieces}
     for piece in pieces:
-        assert torch.equal(piece.values, by_rank[piece.cut.rank if piece.cut else 0]), "copies of a weight differ"
-    cut = pieces[0].cut
-    if cut is None:
+        assert torch.equal(piece.values, by_rank[piece.shard_spec.rank if piece.shard_spec else 0]), (
+            "copies of a weight differ"
+        )
+    spec = pieces[0].shard_spec
+    if spec is None:
         return by_rank[0]
-    slices = [by_rank[rank].chunk(cut.parts, cut.dim) for rank in range(cut.ranks)]
-    return torch.cat([torch.cat(part, cut.dim) for part in zip(*slices, strict=True)], cut.dim)
+    slices = [by_rank[rank].chunk(spec.parts, spec.dim) for rank in range(spec.ranks)]
+    return torch.cat([torch.cat(part, spec.dim) for part in zip(*slices, strict=True)], spec.dim)

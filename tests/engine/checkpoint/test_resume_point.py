@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.engine import resume_point as beginning_module
-from scaletrain_cli.engine.failure_reason import reason_of
-from scaletrain_cli.engine.process_group import Ranks
-from scaletrain_cli.engine.resume_point import (
+from scaletrain_cli.engine.checkpoint import resume_point as beginning_module
+from scaletrain_cli.engine.checkpoint.resume_point import (
     OtherNodeUnfitError,
     ResumePoint,
     UnreadableCheckpointsError,
-    find_beginning,
+    find_resume_point,
 )
+from scaletrain_cli.engine.failure_reason import reason_of
+from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir import committing
 from scaletrain_cli.rundir.checkpoints import Checkpoint, Defect, find_defects, read_checkpoint
@@ -28,7 +28,7 @@ from scaletrain_cli.rundir.paths import RunDir
 
 
 class Alone:
-    """The agreement of a single rank."""
+    """The consensus of a single rank."""
 
     def gather(self, item: object) -> list[object]:
         return [item]
@@ -38,7 +38,7 @@ class Alone:
 
 
 def beginning(run: RunDir) -> ResumePoint:
-    return find_beginning(run, run.checkpoints, 1, Ranks(0, 1, 0), Alone())  # type: ignore[arg-type]
+    return find_resume_point(run, run.checkpoints, 1, Ranks(0, 1, 0), Alone())  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ class Job:
         self._here.node, self._here.rank = f"node {rank // 2}", rank
         try:
             ranks = Ranks(rank, 4, rank % 2)
-            return find_beginning(self.run, self.run.checkpoints, 1, ranks, self)  # type: ignore[arg-type]
+            return find_resume_point(self.run, self.run.checkpoints, 1, ranks, self)  # type: ignore[arg-type]
         except ScaletrainError as error:
             return error
 

@@ -49,35 +49,35 @@ class Search(NamedTuple):
     unreadable: bool
 
 
-def find_beginning(run: RunDir, folder: Path, attempt: int, ranks: Ranks, agreement: RankConsensus) -> ResumePoint:
+def find_resume_point(run: RunDir, folder: Path, attempt: int, ranks: Ranks, consensus: RankConsensus) -> ResumePoint:
     """Verify what is in ``folder`` and set aside what is damaged; the answer is the same on every rank. Collective.
 
     Raises UsageError when there should be a checkpoint and none is valid, UnreadableCheckpointsError when none can be
     read on any node, and WrongNodesError on a node that cannot read what others can.
     """
-    search = newest_valid(folder, ranks, agreement)
-    found = _beginning(run, folder, attempt, search) if ranks.rank == 0 else None
-    begin = agreement.follow_rank_zero(found)
+    search = newest_valid(folder, ranks, consensus)
+    found = _resume_point(run, folder, attempt, search) if ranks.rank == 0 else None
+    begin = consensus.follow_rank_zero(found)
     assert begin is not None
     if begin.problem:
         raise UnreadableCheckpointsError(begin.problem) if search.unreadable else UsageError(begin.problem)
     return begin
 
 
-def newest_valid(folder: Path, ranks: Ranks, agreement: RankConsensus, *, clean: bool = False) -> Search:
+def newest_valid(folder: Path, ranks: Ranks, consensus: RankConsensus, *, clean: bool = False) -> Search:
     """Find the newest checkpoint that verifies. Each rank hashes its share of the files. Collective.
 
     ``clean``: only those that are marked so. Raises UnreadableCheckpointsError and WrongNodesError.
     """
     passed_over: list[str] = []
     unreadable = False
-    for name in _names(folder, ranks, agreement):
-        found = _read_manifest(folder / name, ranks, agreement)
+    for name in _names(folder, ranks, consensus):
+        found = _read_manifest(folder / name, ranks, consensus)
         if isinstance(found, Defect):
             passed_over.append(f"{name}/{found}")
             unreadable |= found.kind == "unreadable"
         elif found.clean or not clean:
-            defects = _verify_together(found, ranks, agreement)
+            defects = _verify_together(found, ranks, consensus)
             if not defects:
                 return Search(found, passed_over, unreadable)
             passed_over += [f"{name}/{file}: {defect}" for file, defect in defects.items()]
@@ -85,7 +85,7 @@ def newest_valid(folder: Path, ranks: Ranks, agreement: RankConsensus, *, clean:
     return Search(None, passed_over, unreadable)
 
 
-def _names(folder: Path, ranks: Ranks, agreement: RankConsensus) -> list[str]:
+def _names(folder: Path, ranks: Ranks, consensus: RankConsensus) -> list[str]:
     """Of the committed folders, newest first."""
     names: list[str] = []
     problem = ""
@@ -94,33 +94,33 @@ def _names(folder: Path, ranks: Ranks, agreement: RankConsensus) -> list[str]:
             names = [path.name for path in reversed(committed_folders(folder))]
         except OSError as error:
             problem = f"{folder} cannot be read: {error.strerror or error}. Check the file system and the rights on it."
-    names, problem = agreement.follow_rank_zero((names, problem))
+    names, problem = consensus.follow_rank_zero((names, problem))
     if problem:
         raise UnreadableCheckpointsError(problem)
     return names
 
 
-def _read_manifest(path: Path, ranks: Ranks, agreement: RankConsensus) -> Checkpoint | Defect:
-    found = agreement.follow_rank_zero(read_checkpoint(path) if ranks.rank == 0 else None)
+def _read_manifest(path: Path, ranks: Ranks, consensus: RankConsensus) -> Checkpoint | Defect:
+    found = consensus.follow_rank_zero(read_checkpoint(path) if ranks.rank == 0 else None)
     assert found is not None
     if isinstance(found, Defect) and found.kind == "unreadable":
-        looks = _look_on_each_node(lambda: read_checkpoint(path), ranks, agreement)
+        looks = _look_on_each_node(lambda: read_checkpoint(path), ranks, consensus)
         blind = {node: str(answer) for node, answer in looks if _is_unreadable(answer)}
         _blame_nodes(path, blind, len(looks))
         (_, found), *_ = looks
     return found
 
 
-def _verify_together(checkpoint: Checkpoint, ranks: Ranks, agreement: RankConsensus) -> dict[str, Defect]:
+def _verify_together(checkpoint: Checkpoint, ranks: Ranks, consensus: RankConsensus) -> dict[str, Defect]:
     """What is wrong with each file. One that a rank could not read is read again on each node."""
     share = sorted(checkpoint.files)[ranks.rank :: ranks.world_size]  # mostly the file that this rank will read
-    parts = agreement.gather(find_defects(checkpoint, share))
+    parts = consensus.gather(find_defects(checkpoint, share))
     merged = {} if parts is None else {name: defect for part in parts for name, defect in part.items()}
-    defects = agreement.follow_rank_zero(dict(sorted(merged.items())))
+    defects = consensus.follow_rank_zero(dict(sorted(merged.items())))
     doubtful = [name for name, defect in defects.items() if _is_unreadable(defect)]
     if not doubtful or len(doubtful) < len(defects):  # else it is damaged, whoever can read the rest of it
         return defects
-    looks = _look_on_each_node(lambda: find_defects(checkpoint, doubtful), ranks, agreement)
+    looks = _look_on_each_node(lambda: find_defects(checkpoint, doubtful), ranks, consensus)
     for name in doubtful:
         blind = {node: str(found[name]) for node, found in looks if _is_unreadable(found.get(name))}
         _blame_nodes(checkpoint.path / name, blind, len(looks))
@@ -132,10 +132,10 @@ def _is_unreadable(found: object) -> bool:
     return isinstance(found, Defect) and found.kind == "unreadable"
 
 
-def _look_on_each_node(look: Callable[[], T], ranks: Ranks, agreement: RankConsensus) -> list[tuple[str, T]]:
+def _look_on_each_node(look: Callable[[], T], ranks: Ranks, consensus: RankConsensus) -> list[tuple[str, T]]:
     """Node by node, what its first rank finds; the same on every rank. Collective."""
-    parts = agreement.gather((_own_node(), look()) if ranks.local_rank == 0 else None)
-    return agreement.follow_rank_zero([part for part in parts or () if part is not None])
+    parts = consensus.gather((_own_node(), look()) if ranks.local_rank == 0 else None)
+    return consensus.follow_rank_zero([part for part in parts or () if part is not None])
 
 
 def _own_node() -> str:
@@ -152,7 +152,7 @@ def _blame_nodes(path: Path, blind: Mapping[str, str], nodes: int) -> None:
     raise OtherNodeUnfitError(f"{path} cannot be read on {', '.join(sorted(blind))}")
 
 
-def _beginning(run: RunDir, folder: Path, attempt: int, search: Search) -> ResumePoint:
+def _resume_point(run: RunDir, folder: Path, attempt: int, search: Search) -> ResumePoint:
     checkpoint, passed_over = search.checkpoint, search.passed_over
     step = checkpoint.step if checkpoint is not None else 0
     problem = ""

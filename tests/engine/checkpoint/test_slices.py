@@ -1,4 +1,4 @@
-"""Which elements two pieces share: as one finds by numbering every element of the whole matrix."""
+"""Which elements two slices share: as one finds by numbering every element of the whole matrix."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaletrain_cli.engine.checkpoint.slices import Slice, overlaps
-from scaletrain_cli.engine.parallel.shard_spec import ShardSpec
+from scaletrain_cli.engine.checkpoint.shard_file import Slice, overlaps
+from scaletrain_cli.engine.parallel.mesh import ShardSpec
 
 SHAPES = [(12,), (12, 5), (4, 12), (2, 12, 3)]
 
 
 @st.composite
-def pieces(draw: st.DrawFn, shape: tuple[int, ...]) -> Slice:
+def slices(draw: st.DrawFn, shape: tuple[int, ...]) -> Slice:
     dim = shape.index(12)
     ranks, parts = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 3), (2, 2)]))
-    cut = None if ranks == 1 else ShardSpec(dim, ranks, draw(st.integers(0, ranks - 1)), parts)
+    spec = None if ranks == 1 else ShardSpec(dim, ranks, draw(st.integers(0, ranks - 1)), parts)
     numel = torch.Size(shape).numel() // ranks
     start = draw(st.integers(0, numel))
-    return Slice("matrix", shape, cut, start, draw(st.integers(start, numel)))
+    return Slice("matrix", shape, spec, start, draw(st.integers(start, numel)))
 
 
 def numbers(piece: Slice) -> list[int]:
     """The place in the whole matrix of each element of a piece."""
     whole = torch.arange(torch.Size(piece.whole_shape).numel()).view(piece.whole_shape)
-    local = whole if piece.cut is None else piece.cut.take(whole)
+    local = whole if piece.shard_spec is None else piece.shard_spec.take(whole)
     return local.flatten()[piece.start : piece.stop].tolist()
 
 
 @given(st.data())
-def test_pieces_overlap_where_they_have_the_same_elements(data: st.DataObject) -> None:
+def test_slices_overlap_where_they_have_the_same_elements(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from(SHAPES))
-    first, second = data.draw(pieces(shape)), data.draw(pieces(shape))
+    first, second = data.draw(slices(shape)), data.draw(slices(shape))
     ours, theirs, shared = numbers(first), numbers(second), []
     for here, there, length in overlaps(first, second):
         assert ours[here : here + length] == theirs[there : there + length]
@@ -41,6 +41,6 @@ def test_pieces_overlap_where_they_have_the_same_elements(data: st.DataObject) -
 
 
 @given(st.data())
-def test_a_piece_is_the_same_after_a_file_header(data: st.DataObject) -> None:
-    piece = data.draw(pieces((4, 12)))
+def test_a_slice_is_the_same_after_a_file_header(data: st.DataObject) -> None:
+    piece = data.draw(slices((4, 12)))
     assert Slice.from_json("matrix", piece.to_json()) == piece

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaletrain_cli.engine.data.batches import batch_number, merged
+from scaletrain_cli.engine.data.batches import batch_number, merged_skip_ranges
 
 window = st.tuples(st.integers(1, 60), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair)))
 windows = st.lists(window, max_size=8)
@@ -27,21 +27,21 @@ def test_a_window_is_left_out_with_both_its_ends() -> None:
 def test_steps_take_the_batches_in_no_window_in_order(found: list[tuple[int, int]]) -> None:
     skipped = batches_of(found)
     allowed = [number for number in range(1, 400) if number not in skipped]
-    assert [batch_number(step, merged(found)) for step in range(1, 200)] == allowed[:199]
+    assert [batch_number(step, merged_skip_ranges(found)) for step in range(1, 200)] == allowed[:199]
 
 
 @given(windows)
 def test_merged_windows_hold_the_same_batches_in_order_and_do_not_touch(found: list[tuple[int, int]]) -> None:
-    few = merged(found)
+    few = merged_skip_ranges(found)
     assert batches_of(few) == batches_of(found)
     assert all(before[1] + 1 < after[0] for before, after in itertools.pairwise(few))
-    assert merged(few) == few
+    assert merged_skip_ranges(few) == few
 
 
 @given(windows, window, st.integers(1, 200))
 def test_a_window_ahead_leaves_the_steps_before_it_as_they_were(
     found: list[tuple[int, int]], ahead: tuple[int, int], step: int
 ) -> None:
-    before = batch_number(step, merged(found))
+    before = batch_number(step, merged_skip_ranges(found))
     if before < ahead[0]:
-        assert batch_number(step, merged([*found, ahead])) == before
+        assert batch_number(step, merged_skip_ranges([*found, ahead])) == before

@@ -1,0 +1,42 @@
+"""``python -m scaletrain_cli.engine.commands COMMAND ...``: what needs torch or tokenizers, in a process of its own.
+
+``prepare`` builds a dataset; ``export`` writes a checkpoint's weights as Hugging Face files. The result is one JSON
+object, the last line of stdout; progress goes to stderr. An error is ``{"error": {...}}`` with the exit code of the
+error. Heavy modules are imported last, so that a missing package or Ctrl-C during an import ends like any other error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+
+from scaletrain_cli.unexpected import known_error
+
+_INTERRUPTED = 130  # 128 + SIGINT, the shell convention
+# By command: the module whose ``run_command`` runs it, and the CLI verb to name in an error.
+_COMMANDS = {"prepare": ("data.prepare", "data prepare"), "export": ("checkpoint.export", "checkpoint export")}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command ``arguments[0]`` with the remaining arguments, print its result, and return the exit code."""
+    command, *rest = arguments
+    module, verb = _COMMANDS[command]
+    try:
+        result = import_module(f"scaletrain_cli.engine.{module}").run_command(rest)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except Exception as error:
+        found = known_error(error, verb)
+        print(json.dumps({"error": found.to_json()}))
+        return int(found.exit_code)
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        code = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    sys.exit(code)
