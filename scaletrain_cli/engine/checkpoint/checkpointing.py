@@ -91,16 +91,17 @@ class Checkpointer:
         attempt: int,
         faults: Faults,
         average: WeightAverage | None,
-        alike: dict[str, Stateful],
+        replicated: dict[str, Stateful],
         expected_seconds: float,
     ) -> None:
-        """``consensus``: one that waits as long as a save may take. ``alike``: what else to keep, by name.
+        """``consensus``: with a timeout that is as long as a save may take.
 
-        ``expected_seconds``: of a save until it is committed, before there was one.
+        ``replicated``: further state that is the same on every rank, by name. ``expected_seconds``: the planned time of
+        a save until it is committed, replaced by the measured one after the first save.
         """
         self._run, self._spec, self._ranks, self._consensus = run, spec.checkpoint, ranks, consensus
         self.folder = checkpoint_folder(run, spec)
-        self._engine, self._average, self._attempt, self._alike = composed.engine, average, attempt, alike
+        self._engine, self._average, self._attempt, self._replicated = composed.engine, average, attempt, replicated
         self._states = ShardedState(composed.engine, composed.model, mesh)
         self._snapshot = Snapshot(self._states, average)
         self._faults = faults
@@ -196,7 +197,7 @@ class Checkpointer:
         slices = {placed.slice.name: placed.slice for shard in self._states.shards for placed in shard.owned}
         header = ShardHeader(self._ranks.rank, slices, counts)
         entries.append(Entry(RANDOM, random_state(self._states.device)))
-        parts = {name: part.state_dict() for name, part in self._alike.items()}
+        parts = {name: part.state_dict() for name, part in self._replicated.items()}
         if self._average is not None:
             parts["average"] = {"taken": self._average.taken}
         state = json.dumps({"client": client_state, "counters": counters(self._engine), "parts": parts})
@@ -294,7 +295,7 @@ class Checkpointer:
             self._average.taken = state["parts"]["average"]["taken"]
         put_back(reader, self._states, self._average, self._engine)
         set_counters(self._engine, state["counters"])
-        for name, part in self._alike.items():
+        for name, part in self._replicated.items():
             part.load_state_dict(state["parts"][name])
         if (saved := reader.random_state()) is not None:
             restore_random_state(saved, self._states.device)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from scaletrain_cli.engine.assembly import sequences_held_back
+from scaletrain_cli.engine.data.splits import sequences_held_back
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir

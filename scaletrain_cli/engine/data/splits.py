@@ -1,0 +1,91 @@
+"""Open the token sequences that a run trains on and validates on."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from scaletrain_cli.engine.data.dataset import DatasetInfo, TokenSequences, open_dataset, prepare_dataset
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks
+from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.rundir.journal import has_committed, read_events, record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.shared_datasets import owner_of_dataset
+
+logger = logging.getLogger(__name__)
+
+_HELD_BACK = "validation-held-back"
+
+
+def open_data(
+    run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConsensus
+) -> tuple[DatasetInfo, TokenSequences, TokenSequences]:
+    """Prepare the dataset on rank 0, open it on every rank, and return it with its two splits. Collective.
+
+    Raises UsageError on every rank if the dataset cannot be prepared or is too small to validate on.
+    """
+    spec, folder, failure = record.spec, Path(), ""
+    if ranks.rank == 0:
+        try:
+            folder = prepare_dataset(spec.data, run.path.parent)
+            if (owner := owner_of_dataset(folder)) is not None:
+                record_event(run, "data-of-another-user", folder=str(folder), owner=owner)
+        except ScaletrainError as error:
+            failure = str(error)
+    folder, failure = consensus.follow_rank_zero((folder, failure))
+    if failure:
+        raise UsageError(failure)
+    info, train, validation = open_dataset(folder, spec.transformer.seq_len, ranks.rank, ranks.world_size)
+    if info.vocab_size > spec.transformer.vocab_size:
+        raise UsageError(
+            f"{folder} has {info.vocab_size} token ids and model.vocab_size is {spec.transformer.vocab_size}."
+        )
+    if spec.evaluation.every:
+        held_back = consensus.follow_rank_zero(
+            sequences_held_back(run, record, len(train), len(validation)) if ranks.rank == 0 else 0
+        )
+        if held_back < 0:
+            raise UsageError(_too_little_to_validate(record, len(train), len(validation)))
+        if held_back:
+            rest = len(train) - held_back
+            train, validation = train.part(0, rest), train.part(rest, held_back)
+    return info, train, validation
+
+
+def sequences_held_back(run: RunDir, record: RunRecord, train: int, validation: int) -> int:
+    """Return the number of ``train`` sequences to validate on, if the ``validation`` split is too small.
+
+    The first attempt that needs them decides for all later attempts and layouts, and records it as an event. Returns 0
+    if the split is large enough, and -1 if both are too small or if the run already has a checkpoint that was trained
+    on all sequences.
+    """
+    layout, decided = record.plan.layout, None
+    width = layout.micro_batch_size * layout.data_parallel
+    for event in read_events(run):
+        if event["event"] == _HELD_BACK:
+            decided = int(event["sequences"])
+    if decided is None:
+        if validation >= width:
+            return 0
+        if has_committed(run):  # trained on all sequences: with fewer, each step would get another batch
+            return -1
+        # Enough for one round in every layout of this batch size, unless that is more than a tenth of the data.
+        whole = layout.global_batch_size
+        decided = whole if train >= 10 * whole else min(whole, max(width, train // 20))
+    if decided < width or train < 2 * decided:
+        return -1
+    if not any(event["event"] == _HELD_BACK for event in read_events(run)):
+        record_event(run, _HELD_BACK, sequences=decided, of=train)
+        logger.info("validate on the last %d of %d sequences: the validation split has %d", decided, train, validation)
+    return decided
+
+
+def _too_little_to_validate(record: RunRecord, train: int, validation: int) -> str:
+    layout, length = record.plan.layout, record.spec.transformer.seq_len
+    width = layout.micro_batch_size * layout.data_parallel
+    return (
+        f"data.source is too small to validate on: it makes {train} sequences of {length} tokens to train on and "
+        f"{validation} to validate on, and one round of validation takes {width}. Give more text, or submit the run "
+        "with a shorter model.seq_len or with evaluation.every: 0."
+    )
