@@ -67,9 +67,9 @@ def make_runs(root: Path, count: int) -> None:
     from scaletrain_cli.launch.exit_classification import Outcome
     from scaletrain_cli.launch.submit import create_run
     from scaletrain_cli.plan import make_plan
-    from scaletrain_cli.rundir import committing
     from scaletrain_cli.rundir.journal import record_event
     from scaletrain_cli.spec import load_spec
+    from scaletrain_cli.worker import checkpoint_commit
 
     spec = load_spec(RECIPES / "llama-10m-cpu.yaml")
     plan = make_plan(spec)
@@ -82,10 +82,12 @@ def make_runs(root: Path, count: int) -> None:
         attempt = begin_attempt(run, spec, scheduler="local", job_id="1", nodes=("here",))
         run.metrics.write_text(metrics, encoding="utf-8")
         for step in range(CHECKPOINT_EVERY, STEPS_PER_RUN + 1, CHECKPOINT_EVERY):
-            writer = committing.HashingWriter(committing.begin_staging(run.checkpoints, attempt, step) / "shard-0")
+            writer = checkpoint_commit.HashingWriter(
+                checkpoint_commit.stage_checkpoint(run.checkpoints, attempt, step) / "shard-0"
+            )
             writer.write(b"state")
             files = {"shard-0": writer.close()}
-            committing.commit(run.checkpoints, step, files, world_size=2, clean=True, attempt=attempt)
+            checkpoint_commit.commit_checkpoint(run.checkpoints, step, files, world_size=2, clean=True, attempt=attempt)
             record_event(run, "checkpoint", step=step)
         record_event(run, "finished", step=STEPS_PER_RUN)
         outcome = Outcome(ExitCode.DONE, "done", "every rank finished")

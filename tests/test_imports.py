@@ -24,6 +24,7 @@ RECIPE = "recipes/llama-10m-cpu.yaml"
 BASE_LAYER = {
     "errors",
     "extras",
+    "full_disk",
     "log_setup",
     "own_processes",
     "project_files",
@@ -52,6 +53,7 @@ ROOMS_ALLOWED = {
     "text": set(),
     "errors": {"reasons"},
     "extras": set(),
+    "full_disk": set(),
     "log_setup": set(),
     "own_processes": set(),
     "unexpected": set(),

@@ -13,9 +13,9 @@ from typing import Any
 
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
-from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec, load_spec
+from scaletrain_cli.worker.checkpoint_commit import open_attempt
 
 _BENCHMARKS = Path(__file__).parents[1]
 

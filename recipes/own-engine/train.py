@@ -27,12 +27,12 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.rundir import committing
-from scaletrain_cli.rundir.checkpoints import checkpoint_path, newest_that_verifies
+from scaletrain_cli.rundir.checkpoints import checkpoint_path, checkpoints_to_prune, latest_valid
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder, read_record
 from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.worker import checkpoint_commit
 
 RANK, WORLD, ATTEMPT = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "SCALETRAIN_ATTEMPT"))
 GPU = torch.cuda.is_available()
@@ -80,7 +80,7 @@ def main() -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=spec.training.optimizer.lr)
 
     # 3. The newest checkpoint that verifies, the same on every rank; the one before it where that one is damaged.
-    found = newest_that_verifies(folder)[0] if RANK == 0 else None
+    found = latest_valid(folder)[0] if RANK == 0 else None
     newest = torch.tensor(found.step if found is not None else 0, device=DEVICE)
     dist.broadcast(newest, src=0)
     if step := int(newest):
@@ -89,7 +89,7 @@ def main() -> int:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     if RANK == 0:
-        committing.open_attempt(folder, ATTEMPT)  # from here on no earlier attempt can commit any more
+        checkpoint_commit.open_attempt(folder, ATTEMPT)  # from here on no earlier attempt can commit any more
         record_event(run, "resumed" if step else "started", step=step)
     if step >= spec.total_steps:  # saved, and killed before it could say that it was done
         if RANK == 0:
@@ -101,12 +101,14 @@ def main() -> int:
         if RANK == 0:
             whole = io.BytesIO()
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, whole)
-            writer = committing.HashingWriter(committing.begin_staging(folder, ATTEMPT, step) / "state.pt")
+            writer = checkpoint_commit.HashingWriter(
+                checkpoint_commit.stage_checkpoint(folder, ATTEMPT, step) / "state.pt"
+            )
             writer.write(whole.getbuffer())
             files = {"state.pt": writer.close()}
-            committing.commit(folder, step, files, world_size=WORLD, clean=True, attempt=ATTEMPT)
-            for old in committing.superfluous(folder, spec.checkpoint.keep, spec.checkpoint.keep_every):
-                committing.retire(old.path, ATTEMPT)
+            checkpoint_commit.commit_checkpoint(folder, step, files, world_size=WORLD, clean=True, attempt=ATTEMPT)
+            for old in checkpoints_to_prune(folder, spec.checkpoint.keep, spec.checkpoint.keep_every):
+                checkpoint_commit.remove_checkpoint(old.path, ATTEMPT)
             record_event(run, "checkpoint", step=step)
 
     trained = DistributedDataParallel(model, device_ids=[DEVICE.index] if GPU else None)

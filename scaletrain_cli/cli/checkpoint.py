@@ -191,11 +191,11 @@ def _inventory(run: str) -> tuple[str, list[Entry]]:
 
 def _sound(run_id: str, folder: Path, step: int | None) -> Checkpoint:
     """The checkpoint of a step, or the newest that verifies. Raises ScaletrainError for a damaged or missing one."""
-    from scaletrain_cli.rundir.checkpoints import list_checkpoints, newest_that_verifies
+    from scaletrain_cli.rundir.checkpoints import latest_valid, list_checkpoints
     from scaletrain_cli.rundir.inventory import verify_files
 
     if step is None:
-        newest, passed_over = newest_that_verifies(folder)
+        newest, passed_over = latest_valid(folder)
         if newest is None:
             raise ScaletrainError(f"{run_id} has no sound checkpoint. {'; '.join(passed_over)}".rstrip())
         return newest

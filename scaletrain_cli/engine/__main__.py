@@ -12,11 +12,11 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-from scaletrain_cli.engine.agent_watch import AgentWatch
 from scaletrain_cli.engine.failure_reason import exit_code_of, reason_of
 from scaletrain_cli.errors import ExitCode, PreemptedError
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.worker.agent_watch import AgentWatch
 from scaletrain_cli.worker.failures import Failure, write_failure
 from scaletrain_cli.worker.heartbeat import IMPORT_SECONDS, Heartbeat, show_stacks_when_asked
 from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent

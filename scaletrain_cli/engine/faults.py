@@ -22,8 +22,8 @@ from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.checkpoints import Checkpoint, list_checkpoints
-from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.safe_files import open_to_change
+from scaletrain_cli.worker.checkpoint_commit import open_attempt
 
 # Damage on purpose to a committed checkpoint, as disks and people do it.
 

@@ -14,13 +14,13 @@ from typing import Any, get_args
 from scaletrain_cli.launch.exit_classification import Outcome, Reason, classify_exit
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.rundir.checkpoints import Checkpoint, committed_folders, read_checkpoint
-from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.rundir.documents import damage_told, read_document, write_document
 from scaletrain_cli.rundir.journal import last_logged_step
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.worker.checkpoint_commit import open_attempt
 from scaletrain_cli.worker.failures import read_failures
 
 

@@ -23,10 +23,10 @@ from scaletrain_cli.launch.backends.base import Backend, Job
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import read_submission, submit_lock
-from scaletrain_cli.rundir.committing import delete
 from scaletrain_cli.rundir.inventory import Pruning, plan_pruning, take_inventory
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record, require_own_run
+from scaletrain_cli.worker.checkpoint_commit import delete_checkpoint
 
 # Deleting checkpoints by hand: only of a run that nothing trains, and never what it would go on from.
 
@@ -61,7 +61,7 @@ def pruning(
 def carry_out(found: Pruning) -> None:
     """Delete what pruning() has found, within it."""
     for checkpoint in found.doomed:
-        delete(checkpoint.path)
+        delete_checkpoint(checkpoint.path)
 
 
 _LEFT = ".removed-"  # and the run id: a run directory that is being emptied, or could not be
@@ -198,7 +198,7 @@ def _remove_checkpoints(folder: Path) -> None:
         here = Path(f"/proc/self/fd/{descriptor}")  # this very folder, whatever takes its name meanwhile
         for entry in take_inventory(here):
             if not entry.path.is_symlink():
-                delete(entry.path)
+                delete_checkpoint(entry.path)
         left = [entry.path.name for entry in take_inventory(here)]
     finally:
         os.close(descriptor)

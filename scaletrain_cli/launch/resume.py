@@ -21,7 +21,7 @@ from scaletrain_cli.launch.replan import Resize
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.status import why_ended
 from scaletrain_cli.launch.submit import Submission, hand_over, keep_secrets, read_submission, submit_lock
-from scaletrain_cli.rundir.checkpoints import Checkpoint, newest_that_verifies
+from scaletrain_cli.rundir.checkpoints import Checkpoint, latest_valid
 from scaletrain_cli.rundir.journal import has_committed, last_logged_step, record_event, withdraw_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, add_revision, checkpoint_folder, read_record, withdraw_revision
@@ -63,7 +63,7 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None) -> ResumeRepor
     scheduler = scheduler or backend_for(submission.scheduler if submission else record.spec.cluster.scheduler)
     attempts = read_attempts(run)
     last = attempts[-1] if attempts else None
-    checkpoint, passed_over = newest_that_verifies(checkpoint_folder(run, record.spec))
+    checkpoint, passed_over = latest_valid(checkpoint_folder(run, record.spec))
     logged = last_logged_step(run)
     job = scheduler.job(run, record)
     told = last is None and job.exit_code is not None  # by the scheduler, of a run whose attempts are not seen here

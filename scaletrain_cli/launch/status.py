@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
+from scaletrain_cli.full_disk import has_no_space
 from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome, newest_checkpoint_step, read_attempts
 from scaletrain_cli.launch.backends.base import Backend, Job
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.exit_classification import Reason
-from scaletrain_cli.launch.node.full_disk import has_no_space
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.submit import open_request, read_submission
 from scaletrain_cli.rundir.goodput import Goodput, run_goodput

@@ -12,7 +12,6 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Literal
@@ -76,6 +75,8 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
 
 def find_defects(checkpoint: Checkpoint, names: Collection[str] | None = None) -> dict[str, Defect]:
     """Read the files, or some of them, and return what is wrong with each; empty when every byte is as written."""
+    from concurrent.futures import ThreadPoolExecutor  # loads logging and more, which most commands do without
+
     wanted = sorted(checkpoint.files if names is None else names)
     with ThreadPoolExecutor(_VERIFYING_THREADS) as threads:  # hashing and reading leave the interpreter alone
         found = threads.map(lambda name: _defect_of(checkpoint.path / name, checkpoint.files[name]), wanted)
@@ -87,7 +88,7 @@ def verify(checkpoint: Checkpoint, names: Collection[str] | None = None) -> list
     return [f"{name}: {defect}" for name, defect in find_defects(checkpoint, names).items()]
 
 
-def newest_that_verifies(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def latest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to resume from, and what was wrong with each newer one that was passed over."""
     passed_over: list[str] = []
     for path in reversed(committed_folders(folder)):
@@ -97,6 +98,18 @@ def newest_that_verifies(folder: Path) -> tuple[Checkpoint | None, list[str]]:
             return checkpoint, passed_over
         passed_over += [f"{path.name}/{problem}" for problem in problems]
     return None, passed_over
+
+
+def checkpoints_to_prune(folder: Path, keep: int, keep_every: int | None = None) -> list[Checkpoint]:
+    """Return the checkpoints that retention does not keep, oldest first.
+
+    Kept are the ``keep`` latest, the latest clean one, and those of steps that ``keep_every`` divides.
+    """
+    committed = list_checkpoints(folder)
+    kept = committed[-keep:]
+    newest_clean = next((c for c in reversed(committed) if c.clean), None)
+    kept_for_good = [c for c in committed if keep_every is not None and c.step % keep_every == 0]
+    return [c for c in committed if c not in kept and c is not newest_clean and c not in kept_for_good]
 
 
 def committed_folders(folder: Path) -> list[Path]:

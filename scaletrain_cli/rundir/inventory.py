@@ -16,12 +16,12 @@ from pathlib import Path
 from scaletrain_cli.rundir.checkpoints import (
     MANIFEST,
     Checkpoint,
+    checkpoints_to_prune,
     entries,
-    newest_that_verifies,
+    latest_valid,
     read_checkpoint,
     verify,
 )
-from scaletrain_cli.rundir.committing import superfluous
 
 _FOLDER = re.compile(r"(damaged-|misnamed-)?step-(\d{8,})(?:\.\d+)?")
 _ATTEMPT = re.compile(r"attempt-\d{4,}\.tmp")
@@ -69,10 +69,10 @@ def verify_files(checkpoint: Checkpoint, on_file: Callable[[str, int], None] = l
 
 def plan_pruning(folder: Path, keep: int, keep_every: int | None) -> Pruning | None:
     """None where no checkpoint verifies: then each may be the one that somebody can still mend."""
-    sound, _ = newest_that_verifies(folder)
+    sound, _ = latest_valid(folder)
     if sound is None:
         return None
-    doomed = superfluous(folder, keep, keep_every)
+    doomed = checkpoints_to_prune(folder, keep, keep_every)
     return Pruning(tuple(one for one in doomed if one.step != sound.step), sound)
 
 

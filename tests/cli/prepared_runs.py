@@ -11,10 +11,10 @@ from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end
 from scaletrain_cli.launch.backends.local.backend import write_supervisor
 from scaletrain_cli.launch.node.processes import ProcessIdentity, identify
 from scaletrain_cli.launch.submit import CreatedRun, create_run
-from scaletrain_cli.rundir.committing import close_attempt
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.sweeps import SweepPlace, write_sweep_place
 from scaletrain_cli.spec import load_spec
+from scaletrain_cli.worker.checkpoint_commit import close_attempt
 from tests.cli.command_line import SMALL
 from tests.launch.conftest import make_plan
 from tests.rundir.test_checkpoints import ATTEMPT, save

@@ -9,9 +9,9 @@ import pytest
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.submit import create_run
-from scaletrain_cli.rundir.checkpoints import newest_that_verifies
-from scaletrain_cli.rundir.committing import close_attempt
+from scaletrain_cli.rundir.checkpoints import latest_valid
 from scaletrain_cli.spec import load_spec
+from scaletrain_cli.worker.checkpoint_commit import close_attempt
 from tests.cli.command_line import SMALL, scaletrain
 from tests.launch.conftest import make_plan
 from tests.rundir.test_checkpoints import ATTEMPT, flip_bit, save
@@ -92,7 +92,7 @@ def test_pruning_never_takes_what_the_run_would_go_on_from(folder: Path) -> None
     for step in (50, 60):
         flip_bit(folder / f"step-{step:08d}" / "rank-00000.pt", 0)
     assert scaletrain("checkpoint", "prune", "r1", "--keep", "1").code == 0
-    sound, _ = newest_that_verifies(folder)
+    sound, _ = latest_valid(folder)
     assert sound is not None
     assert sound.step == 40
     for step in (30, 40):

@@ -30,9 +30,9 @@ import pytest
 from scaletrain_cli.launch.backends.base import PreflightResult, Start
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.rundir.bad_nodes import BadNode, read_bad_nodes, remember_bad_nodes
-from scaletrain_cli.rundir.committing import HashingWriter, begin_staging, commit, open_attempt
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.worker.checkpoint_commit import HashingWriter, commit_checkpoint, open_attempt, stage_checkpoint
 from tests.cli.command_line import PROJECT, SMALL, scaletrain
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become two other users")
@@ -152,9 +152,9 @@ def with_a_checkpoint(run: RunDir) -> None:
     number = run.new_attempt()
     open_attempt(run.checkpoints, number)
     for step in (1, 2):
-        writer = HashingWriter(begin_staging(run.checkpoints, number, step) / "rank-00000.safetensors")
+        writer = HashingWriter(stage_checkpoint(run.checkpoints, number, step) / "rank-00000.safetensors")
         writer.write(b"weights")
-        commit(
+        commit_checkpoint(
             run.checkpoints, step, {"rank-00000.safetensors": writer.close()}, world_size=1, clean=True, attempt=number
         )
         append_line(run.metrics, {"step": step, "loss": 1.0, "time": time.time()})

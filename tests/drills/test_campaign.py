@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.rundir.committing import staging_path
+from scaletrain_cli.worker.checkpoint_commit import staging_path
 from tests.drills.campaign.damages import damage_files
 from tests.drills.campaign.elastic import reshard
 from tests.drills.campaign.forked_attempts import Attempt, ForkedRun

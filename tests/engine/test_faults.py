@@ -14,7 +14,7 @@ import pytest
 from scaletrain_cli.engine.faults import Faults, InjectedError
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
-from scaletrain_cli.rundir.committing import StaleAttemptError, begin_staging, open_attempt
+from scaletrain_cli.worker.checkpoint_commit import SupersededAttemptError, open_attempt, stage_checkpoint
 from tests.launch.conftest import PROJECT, wait_until
 from tests.rundir.test_checkpoints import save
 
@@ -148,5 +148,5 @@ def test_a_disk_is_full_from_the_nth_write_after_a_step_on() -> None:
 def test_a_stale_attempt_loses_its_checkpoints_to_the_next_one(tmp_path: Path) -> None:
     open_attempt(tmp_path, 1)
     Faults("stale-attempt step=2", rank=0, attempt=1, folder=tmp_path).before_step(2)
-    with pytest.raises(StaleAttemptError):
-        begin_staging(tmp_path, 1, 5)
+    with pytest.raises(SupersededAttemptError):
+        stage_checkpoint(tmp_path, 1, 5)

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from scaletrain_cli.engine.agent_watch import AgentWatch
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
+from scaletrain_cli.worker.agent_watch import AgentWatch
 from scaletrain_cli.worker.heartbeat import Heartbeat, show_stacks_when_asked
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -124,13 +124,13 @@ def die(run_folder: Path, code: int, reason: str | None) -> int:
 def commit(run_folder: Path, step: int) -> None:
     if RANK != 0:
         return
-    from scaletrain_cli.rundir import committing
+    from scaletrain_cli.worker import checkpoint_commit
 
     folder = run_folder / "checkpoints"
-    writer = committing.HashingWriter(committing.begin_staging(folder, ATTEMPT, step) / "shard-0")
+    writer = checkpoint_commit.HashingWriter(checkpoint_commit.stage_checkpoint(folder, ATTEMPT, step) / "shard-0")
     writer.write(f"state at {step}".encode())
     files = {"shard-0": writer.close()}
-    committing.commit(folder, step, files, world_size=1, clean=True, attempt=ATTEMPT)
+    checkpoint_commit.commit_checkpoint(folder, step, files, world_size=1, clean=True, attempt=ATTEMPT)
     append(run_folder / "events.jsonl", {"time": time.time(), "event": "checkpoint", "step": step})
 
 

@@ -11,10 +11,10 @@ from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.resume import inspect_resume, resume
 from scaletrain_cli.launch.submit import read_submission, submit_run
-from scaletrain_cli.rundir import committing
 from scaletrain_cli.rundir.journal import append_line, read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.worker import checkpoint_commit
 from tests.launch.conftest import MadeRun
 from tests.launch.test_submit import CountingScheduler
 
@@ -35,10 +35,10 @@ def made(make_run: Callable[..., MadeRun]) -> MadeRun:
 
 def commit(made: MadeRun, step: int) -> None:
     folder = made.run.checkpoints
-    committing.open_attempt(folder, 1)
-    writer = committing.HashingWriter(committing.begin_staging(folder, 1, step) / "shard")
+    checkpoint_commit.open_attempt(folder, 1)
+    writer = checkpoint_commit.HashingWriter(checkpoint_commit.stage_checkpoint(folder, 1, step) / "shard")
     writer.write(b"x" * 100)
-    committing.commit(folder, step, {"shard": writer.close()}, world_size=2, clean=True, attempt=1)
+    checkpoint_commit.commit_checkpoint(folder, step, {"shard": writer.close()}, world_size=2, clean=True, attempt=1)
     record_event(made.run, "checkpoint", step=step)
 
 
@@ -131,7 +131,7 @@ def test_training_is_not_thrown_away_silently_when_no_checkpoint_can_be_loaded(m
 
 def test_checkpoints_that_are_gone_altogether_are_missed(made: MadeRun) -> None:
     commit(made, 10)
-    committing.delete(made.run.checkpoints / "step-00000010")
+    checkpoint_commit.delete_checkpoint(made.run.checkpoints / "step-00000010")
     with pytest.raises(UsageError, match="its checkpoints are gone"):
         resume(made.run, scheduler=Cluster())
 

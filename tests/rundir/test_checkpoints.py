@@ -13,30 +13,30 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.rundir import committing
 from scaletrain_cli.rundir.checkpoints import (
     Checkpoint,
     Defect,
+    checkpoints_to_prune,
     find_defects,
+    latest_valid,
     list_checkpoints,
     manifest_hash,
-    newest_that_verifies,
     read_checkpoint,
     verify,
 )
-from scaletrain_cli.rundir.committing import (
+from scaletrain_cli.worker import checkpoint_commit
+from scaletrain_cli.worker.checkpoint_commit import (
     HashingWriter,
-    StaleAttemptError,
-    begin_staging,
+    SupersededAttemptError,
     close_attempt,
-    commit,
-    delete,
+    commit_checkpoint,
+    delete_checkpoint,
     mark_clean,
     open_attempt,
-    retire,
+    remove_checkpoint,
     set_aside_newer,
+    stage_checkpoint,
     staging_path,
-    superfluous,
 )
 
 PROJECT = Path(__file__).parent.parent.parent
@@ -54,7 +54,7 @@ def save(
 def save_in_open_attempt(
     folder: Path, step: int, clean: bool = True, shards: dict[str, bytes] = SHARDS, attempt: int = ATTEMPT
 ) -> Path:
-    staging = begin_staging(folder, attempt, step)
+    staging = stage_checkpoint(folder, attempt, step)
     files = {}
     for name, data in shards.items():
         (staging / name).parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def save_in_open_attempt(
         writer.write(data[:100])
         writer.write(memoryview(data)[100:])
         files[name] = writer.close()
-    return commit(folder, step, files, world_size=2, clean=clean, attempt=attempt)
+    return commit_checkpoint(folder, step, files, world_size=2, clean=clean, attempt=attempt)
 
 
 def steps(folder: Path) -> list[int]:
@@ -70,7 +70,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def newest_step(folder: Path) -> int | None:
-    newest, _ = newest_that_verifies(folder)
+    newest, _ = latest_valid(folder)
     return newest.step if newest else None
 
 
@@ -86,13 +86,13 @@ def test_a_committed_checkpoint_states_what_was_written_and_verifies(tmp_path: P
     (found,) = list_checkpoints(tmp_path)
     assert (found.step, found.world_size, found.clean, found.attempt, found.size_bytes) == (500, 2, True, 3, 5000)
     assert verify(found) == []
-    assert newest_that_verifies(tmp_path) == (found, [])
+    assert latest_valid(tmp_path) == (found, [])
     assert not staging_path(tmp_path, ATTEMPT, 500).exists()
 
 
 def test_nothing_there_is_no_checkpoint_and_no_error(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path / "nowhere") == []
-    assert newest_that_verifies(tmp_path / "nowhere") == (None, [])
+    assert latest_valid(tmp_path / "nowhere") == (None, [])
 
 
 def test_steps_are_ordered_as_numbers_however_many_digits_they_have(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_shard_that_was_cut_short_is_found_and_the_one_before_is_taken(tmp_pat
     save(tmp_path, 1)
     with (save(tmp_path, 2) / "rank-00000.pt").open("r+b") as shard:
         shard.truncate(2999)
-    newest, passed_over = newest_that_verifies(tmp_path)
+    newest, passed_over = latest_valid(tmp_path)
     assert newest is not None
     assert newest.step == 1
     assert passed_over == ["step-00000002/rank-00000.pt: 2999 bytes instead of 3000"]
@@ -126,7 +126,7 @@ def test_any_single_flipped_bit_in_a_manifest_is_found(tmp_path: Path) -> None:
     manifest = save(tmp_path, 2) / "manifest.json"
     for position in range(0, manifest.stat().st_size * 8, 23):
         flip_bit(manifest, position)
-        newest, passed_over = newest_that_verifies(tmp_path)
+        newest, passed_over = latest_valid(tmp_path)
         # White space is not content: a flip there may leave the same manifest, but never a wrong one.
         if newest is not None and newest.step == 2:
             assert newest.world_size == 2
@@ -141,14 +141,14 @@ def test_any_single_flipped_bit_in_a_manifest_is_found(tmp_path: Path) -> None:
 def test_a_shard_that_is_gone_is_found(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (save(tmp_path, 2) / "rank-00000.pt").unlink()
-    assert newest_that_verifies(tmp_path)[1] == ["step-00000002/rank-00000.pt: No such file or directory"]
+    assert latest_valid(tmp_path)[1] == ["step-00000002/rank-00000.pt: No such file or directory"]
     assert newest_step(tmp_path) == 1
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint_but_is_mentioned(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (save(tmp_path, 2) / "manifest.json").unlink()
-    newest, passed_over = newest_that_verifies(tmp_path)
+    newest, passed_over = latest_valid(tmp_path)
     assert newest is not None
     assert newest.step == 1
     assert passed_over == ["step-00000002/manifest.json: missing (deleting was cut short, or the file was lost)"]
@@ -165,15 +165,15 @@ def test_a_manifest_that_is_nonsense_is_damage_not_a_crash(tmp_path: Path, text:
 def test_all_damaged_means_none_with_every_reason(tmp_path: Path) -> None:
     for step in (1, 2):
         (save(tmp_path, step) / "rank-00000.pt").write_bytes(b"")
-    newest, passed_over = newest_that_verifies(tmp_path)
+    newest, passed_over = latest_valid(tmp_path)
     assert newest is None
     assert [line.partition("/")[0] for line in passed_over] == ["step-00000002", "step-00000001"]
 
 
 def test_what_was_staged_but_not_committed_is_no_checkpoint_and_goes_with_the_next_attempt(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    (begin_staging(tmp_path, ATTEMPT, 2) / "rank-00000.pt").write_bytes(b"half")
-    assert newest_that_verifies(tmp_path)[1] == []
+    (stage_checkpoint(tmp_path, ATTEMPT, 2) / "rank-00000.pt").write_bytes(b"half")
+    assert latest_valid(tmp_path)[1] == []
     open_attempt(tmp_path, ATTEMPT + 1)
     assert names(tmp_path) == ["attempt-0004.tmp", "step-00000001"]
 
@@ -184,18 +184,18 @@ def names(folder: Path) -> list[str]:
 
 def test_an_attempt_that_was_given_up_can_neither_write_nor_commit_nor_mark_nor_delete(tmp_path: Path) -> None:
     kept = save(tmp_path, 1, clean=False)
-    staging = begin_staging(tmp_path, ATTEMPT, 2)
+    staging = stage_checkpoint(tmp_path, ATTEMPT, 2)
     (staging / "rank-00000.pt").write_bytes(b"whole")
     open_attempt(tmp_path, ATTEMPT + 1)
     (checkpoint,) = list_checkpoints(tmp_path)
     for act in (
-        lambda: begin_staging(tmp_path, ATTEMPT, 3),
-        lambda: commit(tmp_path, 2, {}, world_size=1, clean=True, attempt=ATTEMPT),
+        lambda: stage_checkpoint(tmp_path, ATTEMPT, 3),
+        lambda: commit_checkpoint(tmp_path, 2, {}, world_size=1, clean=True, attempt=ATTEMPT),
         lambda: mark_clean(checkpoint, ATTEMPT),
-        lambda: retire(kept, ATTEMPT),
+        lambda: remove_checkpoint(kept, ATTEMPT),
         lambda: set_aside_newer(tmp_path, 0, ATTEMPT),
     ):
-        with pytest.raises(StaleAttemptError, match="a later one has begun"):
+        with pytest.raises(SupersededAttemptError, match="a later one has begun"):
             act()
     assert list_checkpoints(tmp_path) == [checkpoint]
     assert verify(checkpoint) == []
@@ -203,7 +203,7 @@ def test_an_attempt_that_was_given_up_can_neither_write_nor_commit_nor_mark_nor_
 
 def test_an_attempt_that_opens_after_a_later_one_gives_way(tmp_path: Path) -> None:
     save(tmp_path, 1, attempt=5)
-    with pytest.raises(StaleAttemptError, match="attempt 4 begins after attempt 5"):
+    with pytest.raises(SupersededAttemptError, match="attempt 4 begins after attempt 5"):
         open_attempt(tmp_path, 4)
     assert names(tmp_path) == ["attempt-0005.tmp", "step-00000001"]
     save_in_open_attempt(tmp_path, 2, attempt=5)
@@ -239,13 +239,13 @@ def test_the_newest_are_kept_and_the_newest_clean_one_with_them(tmp_path: Path) 
 
 
 def superfluous_steps(folder: Path, **retention: int) -> list[int]:
-    return [checkpoint.step for checkpoint in superfluous(folder, **retention)]
+    return [checkpoint.step for checkpoint in checkpoints_to_prune(folder, **retention)]
 
 
 def test_deleting_takes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, 1)
-    monkeypatch.setattr(committing.shutil, "rmtree", lambda *_, **__: None)  # as if killed right after
-    delete(path)
+    monkeypatch.setattr(checkpoint_commit.shutil, "rmtree", lambda *_, **__: None)  # as if killed right after
+    delete_checkpoint(path)
     assert path.exists()
     assert steps(tmp_path) == []
 
@@ -283,7 +283,7 @@ def test_a_kill_at_any_point_of_a_commit_leaves_the_old_or_the_new_checkpoint(tm
             command, cwd=PROJECT, env={**os.environ, "PYTHONPATH": str(PROJECT)}, capture_output=True, text=True
         )
         assert result.returncode in (0, -signal.SIGKILL), result.stderr
-        newest, passed_over = newest_that_verifies(folder)
+        newest, passed_over = latest_valid(folder)
         assert newest is not None, f"killed at call {deadly}"
         assert passed_over == []
         outcomes.append(newest.step)
@@ -306,7 +306,7 @@ def test_a_damaged_checkpoint_never_pushes_out_a_sound_one(tmp_path: Path) -> No
     """Resuming at 10 sets the damaged 20 aside; else keep=1 would keep it, and delete what is committed at 15."""
     save(tmp_path, 10)
     flip_bit(save(tmp_path, 20) / "rank-00000.pt", 77)
-    newest, _ = newest_that_verifies(tmp_path)
+    newest, _ = latest_valid(tmp_path)
     assert newest is not None
     assert set_aside_newer(tmp_path, newest.step, ATTEMPT) == ["step-00000020"]
     save(tmp_path, 15)
@@ -324,7 +324,7 @@ def test_setting_aside_leaves_the_sound_ones_alone(tmp_path: Path) -> None:
 
 def test_a_kill_between_the_two_renames_of_a_replacement_leaves_the_checkpoint_that_was_there(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
-    committing._bury(path, ATTEMPT, committing._REPLACED)
+    checkpoint_commit._bury(path, ATTEMPT, checkpoint_commit._REPLACED)
     assert steps(tmp_path) == []
     open_attempt(tmp_path, ATTEMPT + 1)
     assert steps(tmp_path) == [1]
@@ -372,7 +372,7 @@ def test_a_copy_under_another_steps_name_is_no_checkpoint_and_is_left_alone(tmp_
         save(tmp_path, step)
     for name in ("step-00000030", "step-00000006", "step-000000012"):
         shutil.copytree(tmp_path / "step-00000012", tmp_path / name)
-    newest, passed_over = newest_that_verifies(tmp_path)
+    newest, passed_over = latest_valid(tmp_path)
     assert newest is not None
     assert newest.step == 24
     assert passed_over == [

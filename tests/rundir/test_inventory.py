@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
-from scaletrain_cli.rundir.committing import begin_staging
 from scaletrain_cli.rundir.inventory import plan_pruning, take_inventory, verify_files
+from scaletrain_cli.worker.checkpoint_commit import stage_checkpoint
 from tests.rundir.test_checkpoints import ATTEMPT, flip_bit, save
 
 
@@ -15,7 +15,7 @@ def test_every_folder_is_listed_with_what_is_wrong_with_it(tmp_path: Path) -> No
         save(tmp_path, step)
     (tmp_path / "step-00000020" / "manifest.json").unlink()
     (tmp_path / "step-00000030" / "rank-00000.pt").unlink()
-    begin_staging(tmp_path, ATTEMPT, 50)
+    stage_checkpoint(tmp_path, ATTEMPT, 50)
     (tmp_path / "damaged-step-00000005").mkdir()
     (tmp_path / "notes").mkdir()
     assert {entry.step: entry.problem for entry in take_inventory(tmp_path)} == {

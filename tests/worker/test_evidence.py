@@ -10,8 +10,8 @@ import pytest
 
 from scaletrain_cli.engine.failure_reason import exit_code_of, reason_of
 from scaletrain_cli.errors import DoNotRequeueError, UsageError
+from scaletrain_cli.full_disk import no_space
 from scaletrain_cli.launch.exit_classification import classify_exit
-from scaletrain_cli.launch.node.full_disk import no_space
 from scaletrain_cli.launch.node.record import RankRecord
 from scaletrain_cli.launch.node.watch import ExitDiagnosis, memory_kills
 from scaletrain_cli.worker.failures import Failure, reason_in
@@ -202,5 +202,5 @@ def test_a_folder_has_space_until_its_file_system_says_no(tmp_path: Path, monkey
     def full(path: Path, data: bytes) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr("scaletrain_cli.launch.node.full_disk.create_file", full)
+    monkeypatch.setattr("scaletrain_cli.full_disk.create_file", full)
     assert no_space(tmp_path) == "Disk quota exceeded"

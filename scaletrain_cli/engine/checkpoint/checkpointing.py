@@ -1,7 +1,7 @@
 """Saving and restoring the full state of a run, without holding up the training thread or ever half-committing.
 
 A save copies the state off the device; a thread writes and hashes it. Once every rank's thread is done, which the step
-consensus tells, rank 0's commits. What the state consists of is engine.state's, the protocol rundir.committing's.
+consensus tells, rank 0's commits. What the state consists of is engine.state's, the protocol checkpoint_commit's.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
-from scaletrain_cli.rundir import checkpoints, committing
-from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest
-from scaletrain_cli.rundir.committing import HashingWriter
+from scaletrain_cli.rundir import checkpoints
+from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest, checkpoints_to_prune
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.worker import checkpoint_commit
+from scaletrain_cli.worker.checkpoint_commit import HashingWriter
 
 _STATE = "state.json"  # what every rank knows alike: the step, the loss scale, what the guard has seen
 
@@ -175,7 +176,7 @@ class Checkpointer:
         """After the last save of a run that is done: leave nothing but checkpoints behind."""
         self._finish_chores()
         if self._ranks.rank == 0:
-            committing.close_attempt(self.folder, self._attempt)
+            checkpoint_commit.close_attempt(self.folder, self._attempt)
 
     def save(self, step: int, client_state: dict[str, Any], *, wait: bool) -> None:
         """Begin a save of the state after ``step`` steps; with ``wait`` it is committed on return."""
@@ -207,7 +208,7 @@ class Checkpointer:
     def _write(self, step: int, header: ShardHeader, entries: list[Entry], state: str) -> _Written:
         """In the thread: this rank's files, durable."""
         began = time.monotonic()
-        staging = committing.begin_staging(self.folder, self._attempt, step)
+        staging = checkpoint_commit.stage_checkpoint(self.folder, self._attempt, step)
         time.sleep(self._faults.save_delay_seconds)
         name = shard_name(self._ranks.rank)
         digests = {name: write_shard(staging / name, header, entries, self._faults.before_write)}
@@ -233,7 +234,9 @@ class Checkpointer:
         """In rank 0's thread; returns how long the whole save took, but for what it waited until a step ended."""
         began, world_size = time.monotonic(), self._ranks.world_size
         self._faults.before_write()
-        committing.commit(self.folder, save.step, files, world_size=world_size, clean=False, attempt=self._attempt)
+        checkpoint_commit.commit_checkpoint(
+            self.folder, save.step, files, world_size=world_size, clean=False, attempt=self._attempt
+        )
         record_event(
             self._run,
             "checkpoint",
@@ -248,8 +251,8 @@ class Checkpointer:
 
     def _retire(self) -> None:
         """In rank 0's thread: delete what need not be kept."""
-        for checkpoint in committing.superfluous(self.folder, self._spec.keep, self._spec.keep_every):
-            committing.retire(checkpoint.path, self._attempt)
+        for checkpoint in checkpoints_to_prune(self.folder, self._spec.keep, self._spec.keep_every):
+            checkpoint_commit.remove_checkpoint(checkpoint.path, self._attempt)
 
     def _conclude(self, save: _Save) -> None:
         self._in_flight, self.committed_step = None, save.step
@@ -269,7 +272,7 @@ class Checkpointer:
         """In rank 0's thread; retention may have removed one meanwhile."""
         for checkpoint in checkpoints.list_checkpoints(self.folder):
             if checkpoint.step in steps and not checkpoint.clean:
-                committing.mark_clean(checkpoint, self._attempt)
+                checkpoint_commit.mark_clean(checkpoint, self._attempt)
 
     def newest_clean(self) -> Checkpoint | None:
         """The newest one after which training is known to have gone well, and which is sound."""
@@ -280,7 +283,7 @@ class Checkpointer:
         """Remove what was saved after ``step``, on its way into a spike. On rank 0 alone."""
         for checkpoint in checkpoints.list_checkpoints(self.folder):
             if checkpoint.step > step:
-                committing.retire(checkpoint.path, self._attempt)
+                checkpoint_commit.remove_checkpoint(checkpoint.path, self._attempt)
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Load the whole state, whatever layout saved it; returns the client state that was saved with it.

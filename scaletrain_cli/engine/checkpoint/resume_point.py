@@ -12,9 +12,9 @@ from typing import NamedTuple, TypeVar
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.checkpoints import Checkpoint, Defect, committed_folders, find_defects, read_checkpoint
-from scaletrain_cli.rundir.committing import set_aside_newer
 from scaletrain_cli.rundir.journal import has_committed, read_events, read_metrics, steps_logged_since_begun
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.worker.checkpoint_commit import set_aside_newer
 
 T = TypeVar("T")
 _MOST_PROBLEMS_SHOWN = 5

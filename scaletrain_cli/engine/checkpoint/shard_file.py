@@ -20,7 +20,7 @@ from torch import Tensor
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.rundir.checkpoints import FileDigest
-from scaletrain_cli.rundir.committing import HashingWriter
+from scaletrain_cli.worker.checkpoint_commit import HashingWriter
 
 # Pieces of matrices and where two of them overlap: what lets a state that one layout saved be loaded by another.
 

@@ -6,34 +6,13 @@ of the job comes in options or the environment.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
-import socket
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
+from scaletrain_cli.launch.node.options import HEARD, parse_options
 from scaletrain_cli.own_processes import leave_current_folder
-
-# Blocked from the first statement on and fetched one by one with next_signal: there are no handlers, hence no moment
-# at which a signal could be lost or could interrupt anything.
-HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
-
-
-@dataclass(frozen=True)
-class AgentOptions:
-    """What the scheduler's side tells the agent. ``parent_pid`` is the process to die with, if any."""
-
-    run_folder: Path
-    attempt: int
-    node_rank: int
-    node_name: str
-    master_addr: str
-    master_port: int
-    parent_pid: int | None
-    engine: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,8 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     leave_current_folder()
     options = parse_options(arguments, os.environ)
     from scaletrain_cli.errors import ExitCode, ScaletrainError
+    from scaletrain_cli.full_disk import is_full, say
     from scaletrain_cli.launch.node.attempt import run_node
-    from scaletrain_cli.launch.node.full_disk import is_full, say
 
     try:
         return run_node(options)
@@ -55,23 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         say(f"node agent {options.node_rank} on {options.node_name}: {error}")  # its record cannot say it
         return ExitCode.DO_NOT_REQUEUE
-
-
-def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> AgentOptions:
-    """Options win over the environment, and the environment's NODE_RANK over what Slurm calls it."""
-    parser = argparse.ArgumentParser(prog="node_agent", description="Run the ranks of one node.")
-    parser.add_argument("run_folder", type=Path)
-    parser.add_argument("--attempt", type=int, required=True)
-    rank = environment.get("NODE_RANK", environment.get("SLURM_NODEID"))
-    parser.add_argument("--node-rank", type=int, default=rank, required=rank is None)
-    parser.add_argument("--node-name", default=environment.get("SLURMD_NODENAME", socket.gethostname()))
-    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
-    parser.add_argument("--master-addr", default=address, required=address is None)
-    parser.add_argument("--master-port", type=int, default=port, required=port is None)
-    parser.add_argument("--parent-pid", type=int, help="preempt the ranks when this parent dies")
-    engine = environment.get("SCALETRAIN_ENGINE", "scaletrain_cli.engine")  # a stand-in, for tests of everything else
-    parser.add_argument("--engine", default=engine, help=argparse.SUPPRESS)
-    return AgentOptions(**vars(parser.parse_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError, WrongNodesError
-from scaletrain_cli.launch.node.agent import AgentOptions
+from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.node.code import code_environment, place_code, unpacked_folder
-from scaletrain_cli.launch.node.full_disk import is_full
 from scaletrain_cli.launch.node.heartbeats import stopped_seconds
 from scaletrain_cli.launch.node.inspection import inspect_node, usable_cores, write_inspection
+from scaletrain_cli.launch.node.options import AgentOptions
 from scaletrain_cli.launch.node.processes import (
     Standstill,
     adopt_orphans,

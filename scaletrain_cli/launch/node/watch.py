@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.full_disk import no_space, say
 from scaletrain_cli.launch.logs import end_of
-from scaletrain_cli.launch.node.agent import HEARD, AgentOptions
-from scaletrain_cli.launch.node.full_disk import no_space, say
 from scaletrain_cli.launch.node.heartbeats import Beat, HangTimeout, hung_rank
+from scaletrain_cli.launch.node.options import HEARD, AgentOptions
 from scaletrain_cli.launch.node.processes import STOPPED_SECONDS, Standstill, next_signal, process_state, reap
 from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.node.record import RankRecord, announce_failure, announce_hang, has_failed, is_hung

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from scaletrain_cli.rundir.checkpoints import MANIFEST, list_checkpoints, newest_that_verifies
+from scaletrain_cli.rundir.checkpoints import MANIFEST, latest_valid, list_checkpoints
 from tests.drills.campaign.forked_attempts import ForkedRun, strays
 from tests.drills.training_runs import drill_spec
 from tests.engine.checkpoint.whole_state import whole_state
@@ -65,7 +65,7 @@ def _damage_once(
         name = chance.choice([*checkpoint.files, MANIFEST])
         names.append(f"{checkpoint.path.name}/{name}")
         _hurt(checkpoint.path / name, chance.choice(_KINDS), chance)
-    taken, passed_over = newest_that_verifies(hurt)
+    taken, passed_over = latest_valid(hurt)
     found.damages += 1
     sound = [checkpoint.step for checkpoint in checkpoints if checkpoint not in doomed]
     if taken is None or taken.step != sound[-1]:

@@ -15,10 +15,10 @@ import torch
 from scaletrain_cli.engine.data.batches import BatchReader, StepBatch
 from scaletrain_cli.launch.replan import replan
 from scaletrain_cli.rundir.checkpoints import checkpoint_path
-from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import add_revision, read_record
+from scaletrain_cli.worker.checkpoint_commit import open_attempt
 from tests.drills.campaign.forked_attempts import Attempt, ForkedRun, be_rank
 from tests.drills.training_runs import STEPS, drill_spec
 from tests.engine.checkpoint.whole_state import save_again, whole_state

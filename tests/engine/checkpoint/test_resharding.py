@@ -11,9 +11,9 @@ import torch
 from scaletrain_cli.launch.submit import make_record
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.checkpoints import checkpoint_path
-from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import write_record
+from scaletrain_cli.worker.checkpoint_commit import open_attempt
 from tests.engine.checkpoint.whole_state import save_again, whole_state
 from tests.engine.parity.comparison import FP32, difference
 from tests.engine.parity.dataset import write_dataset

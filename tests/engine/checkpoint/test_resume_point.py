@@ -21,10 +21,10 @@ from scaletrain_cli.engine.checkpoint.resume_point import (
 from scaletrain_cli.engine.failure_reason import reason_of
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
-from scaletrain_cli.rundir import committing
 from scaletrain_cli.rundir.checkpoints import Checkpoint, Defect, find_defects, read_checkpoint
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.worker import checkpoint_commit
 
 
 class Alone:
@@ -47,10 +47,12 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def commit(run: RunDir, step: int, *, event: bool = True) -> Path:
-    committing.open_attempt(run.checkpoints, 1)
-    writer = committing.HashingWriter(committing.begin_staging(run.checkpoints, 1, step) / "shard.pt")
+    checkpoint_commit.open_attempt(run.checkpoints, 1)
+    writer = checkpoint_commit.HashingWriter(checkpoint_commit.stage_checkpoint(run.checkpoints, 1, step) / "shard.pt")
     writer.write(b"weights" * 100)
-    path = committing.commit(run.checkpoints, step, {"shard.pt": writer.close()}, world_size=2, clean=True, attempt=1)
+    path = checkpoint_commit.commit_checkpoint(
+        run.checkpoints, step, {"shard.pt": writer.close()}, world_size=2, clean=True, attempt=1
+    )
     if event:
         record_event(run, "checkpoint", step=step)
     return path
@@ -97,7 +99,7 @@ def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_over_by_itself(ru
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over_by_itself(run: RunDir) -> None:
-    committing.delete(commit(run, 10))
+    checkpoint_commit.delete_checkpoint(commit(run, 10))
     with pytest.raises(UsageError, match="are gone"):
         beginning(run)
 
@@ -113,14 +115,16 @@ PATTERN = "rank-0000{}.safetensors"
 
 
 def commit_shards(run: RunDir, step: int) -> Path:
-    committing.open_attempt(run.checkpoints, 1)
+    checkpoint_commit.open_attempt(run.checkpoints, 1)
     files = {}
     for rank in range(4):
-        writer = committing.HashingWriter(committing.begin_staging(run.checkpoints, 1, step) / PATTERN.format(rank))
+        writer = checkpoint_commit.HashingWriter(
+            checkpoint_commit.stage_checkpoint(run.checkpoints, 1, step) / PATTERN.format(rank)
+        )
         writer.write(b"weights" * 100)
         files[PATTERN.format(rank)] = writer.close()
     record_event(run, "checkpoint", step=step)
-    return committing.commit(run.checkpoints, step, files, world_size=4, clean=True, attempt=1)
+    return checkpoint_commit.commit_checkpoint(run.checkpoints, step, files, world_size=4, clean=True, attempt=1)
 
 
 class Job:

@@ -12,9 +12,9 @@ from scaletrain_cli.engine.assembly import assemble
 from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
-from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.worker.checkpoint_commit import open_attempt
 from scaletrain_cli.worker.heartbeat import Heartbeat
 from scaletrain_cli.worker.signals import PreemptionFlag
 

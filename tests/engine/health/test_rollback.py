@@ -17,11 +17,11 @@ from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.metrics import StepMeasures
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.plan import make_plan
-from scaletrain_cli.rundir import committing
 from scaletrain_cli.rundir.checkpoints import Checkpoint, list_checkpoints, verify
 from scaletrain_cli.rundir.journal import Rollback, read_events, read_rollbacks
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.worker import checkpoint_commit
 from scaletrain_cli.worker.heartbeat import Heartbeat
 from tests.spec.samples import SPEC, load
 
@@ -75,10 +75,12 @@ class Logged:
 
 
 def commit(folder: Path, step: int, *, clean: bool) -> None:
-    committing.open_attempt(folder, 1)
-    writer = committing.HashingWriter(committing.begin_staging(folder, 1, step) / "shard.pt")
+    checkpoint_commit.open_attempt(folder, 1)
+    writer = checkpoint_commit.HashingWriter(checkpoint_commit.stage_checkpoint(folder, 1, step) / "shard.pt")
     writer.write(b"weights")
-    committing.commit(folder, step, {"shard.pt": writer.close()}, world_size=1, clean=clean, attempt=1)
+    checkpoint_commit.commit_checkpoint(
+        folder, step, {"shard.pt": writer.close()}, world_size=1, clean=clean, attempt=1
+    )
 
 
 Make = Callable[..., GuardActions]
@@ -199,7 +201,7 @@ def test_a_value_that_is_not_finite_ends_the_run_or_rolls_it_back(found: list[St
 def test_a_nan_that_cannot_be_rolled_back_ends_the_run(make: Make) -> None:
     judge = make("guard.nan=rollback")
     for checkpoint in list_checkpoints(judge.run.checkpoints):
-        committing.delete(checkpoint.path)
+        checkpoint_commit.delete_checkpoint(checkpoint.path)
     with pytest.raises(NonFiniteGradientError):
         judged(judge, measures(31, math.nan), 31)
 
@@ -211,7 +213,7 @@ def test_what_the_spec_skips_is_skipped_beside_what_was_rolled_back(make: Make) 
 
 def test_a_checkpoint_that_is_marked_clean_still_verifies(make: Make) -> None:
     folder = make().run.checkpoints
-    committing.mark_clean(list_checkpoints(folder)[1], attempt=1)
+    checkpoint_commit.mark_clean(list_checkpoints(folder)[1], attempt=1)
     assert [(each.step, each.clean, verify(each)) for each in list_checkpoints(folder)] == [
         (20, True, []),
         (30, True, []),

@@ -8,8 +8,8 @@ import pytest
 
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
-from scaletrain_cli.rundir.committing import open_attempt
 from scaletrain_cli.rundir.measured import read_measured
+from scaletrain_cli.worker.checkpoint_commit import open_attempt
 from tests.engine.parity.dataset import write_dataset
 from tests.engine.parity.layouts import train_rank
 from tests.engine.parity.rows import Row, with_features

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.launch.attempts import attempt_outcome, begin_attempt
-from scaletrain_cli.launch.node.agent import parse_options
 from scaletrain_cli.launch.node.attempt import compiled_code, node_exit_code
+from scaletrain_cli.launch.node.options import parse_options
 from scaletrain_cli.launch.node.record import RankRecord, read_node_records
 from scaletrain_cli.worker.failures import read_failures
 from tests.launch.conftest import ENGINE, Agent, MadeRun, is_running, wait_until

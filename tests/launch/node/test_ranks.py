@@ -105,27 +105,29 @@ def test_a_process_is_known_by_more_than_its_pid() -> None:
 UNKILLABLE = """
 import signal, sys
 from pathlib import Path
-from scaletrain_cli.launch import node_run, watch
+from scaletrain_cli.launch.node import attempt, watch
+from scaletrain_cli.launch.node.options import HEARD
+from scaletrain_cli.launch.node.processes import adopt_orphans, kill_descendants
+from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.launch.node.agent import HEARD
-from scaletrain_cli.launch.node.ranks import Gang
 
-class Hanging(Gang):
+class Hanging(LocalRanks):
     def kill(self):
         pass  # as with a process that sleeps in the kernel
 
 signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
 watch.UNKILLABLE_SECONDS = 0.2
-gang = Hanging()
-gang.start(4, ["/bin/sleep", "600"], {}, Path(sys.argv[1]))
-node_run.adopt_orphans()
+local_ranks = Hanging()
+local_ranks.start(4, ["/bin/sleep", "600"], {}, Path(sys.argv[1]))
+adopt_orphans()
 options = type("Options", (), {"node_rank": 0, "node_name": "n", "attempt": 1})
 cluster = type("Cluster", (), {"nodes": 1, "grace_seconds": 1.0})
-watching = watch.Watch(RunDir(Path(sys.argv[1] + "-run")), options, "n", gang, cluster)
+watching = watch.Watch(RunDir(Path(sys.argv[1] + "-run")), options, "n", local_ranks, cluster)
 watching.deadline = 0.0
 watching.run_to_end()
-print(gang.first_failure, gang.ranks[0].exit_code, node_run.node_exit_code(gang.ranks, gang.first_failure))
-node_run.kill_descendants()
+first_failure = local_ranks.first_failure
+print(first_failure, local_ranks.ranks[0].exit_code, attempt.node_exit_code(local_ranks.ranks, first_failure))
+kill_descendants()
 """
 
 

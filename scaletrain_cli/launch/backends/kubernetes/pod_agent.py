@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scaletrain_cli.launch.node.agent import HEARD, AgentOptions
+from scaletrain_cli.launch.node.options import HEARD, AgentOptions
 from scaletrain_cli.own_processes import leave_current_folder
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
+from scaletrain_cli.full_disk import is_full, say
 from scaletrain_cli.launch.attempts import Decision, begin_attempt
 from scaletrain_cli.launch.backends.local.backend import CANNOT_GO_ON, living_agents, run_to_wait_for, write_supervisor
-from scaletrain_cli.launch.node.agent import HEARD
-from scaletrain_cli.launch.node.full_disk import is_full, say
 from scaletrain_cli.launch.node.heartbeats import stopped_seconds
+from scaletrain_cli.launch.node.options import HEARD
 from scaletrain_cli.launch.node.processes import (
     Standstill,
     adopt_orphans,

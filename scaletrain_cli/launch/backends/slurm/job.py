@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError
+from scaletrain_cli.full_disk import is_full, say
 from scaletrain_cli.launch.attempts import begin_attempt, read_attempt
 from scaletrain_cli.launch.backends.slurm.commands import node_names
 from scaletrain_cli.launch.backends.slurm.nodes import (
@@ -27,7 +28,6 @@ from scaletrain_cli.launch.backends.slurm.nodes import (
     record_exclusion,
     time_is_up,
 )
-from scaletrain_cli.launch.node.full_disk import is_full, say
 from scaletrain_cli.launch.node.ranks import free_port
 from scaletrain_cli.launch.restart import (
     conclude_abandoned,

@@ -27,7 +27,6 @@ from scaletrain_cli.rundir.checkpoints import (
     checkpoint_path,
     committed_folders,
     entries,
-    list_checkpoints,
     manifest_hash,
     read_checkpoint,
 )
@@ -65,21 +64,21 @@ class HashingWriter:
         return FileDigest(self._size, self._hash.hexdigest())
 
 
-class StaleAttemptError(DoNotRequeueError):
+class SupersededAttemptError(DoNotRequeueError):
     """A later attempt has begun: this one must not touch the checkpoints any more."""
 
 
 def open_attempt(folder: Path, attempt: int) -> None:
     """Let ``attempt``, the newest one, write checkpoints, and no earlier one any more; what those left is removed.
 
-    Raises StaleAttemptError when a later attempt was first, and OSError.
+    Raises SupersededAttemptError when a later attempt was first, and OSError.
     """
     make_folder(folder)
     make_folder(_own_folder(folder, attempt))
     others = {int(match[1]): entry for entry in entries(folder) if (match := _ATTEMPT.fullmatch(entry.name))}
     if max(others) > attempt:
         close_attempt(folder, attempt)
-        raise StaleAttemptError(f"attempt {attempt} begins after attempt {max(others)}")
+        raise SupersededAttemptError(f"attempt {attempt} begins after attempt {max(others)}")
     for number in others:
         if number < attempt:
             close_attempt(folder, number)
@@ -104,20 +103,20 @@ def staging_path(folder: Path, attempt: int, step: int) -> Path:
     return _own_folder(folder, attempt) / f"step-{step:08d}"
 
 
-def begin_staging(folder: Path, attempt: int, step: int) -> Path:
-    """Make that folder, for any rank of the attempt. Raises StaleAttemptError after the next attempt has begun."""
+def stage_checkpoint(folder: Path, attempt: int, step: int) -> Path:
+    """Make that folder, for any rank of the attempt. Raises SupersededAttemptError after the next attempt has begun."""
     staging = staging_path(folder, attempt, step)
     with _fenced(attempt):
         make_folder(staging, parents=False)  # without parents: that is the fence
     return staging
 
 
-def commit(
+def commit_checkpoint(
     folder: Path, step: int, files: Mapping[str, FileDigest], *, world_size: int, clean: bool, attempt: int
 ) -> Path:
     """Turn the staged shards into a checkpoint. Call on one rank, after every rank's shards are durable.
 
-    ``files`` maps each name, relative to the staging folder, to its digest. Raises StaleAttemptError, and OSError;
+    ``files`` maps each name, relative to the staging folder, to its digest. Raises SupersededAttemptError, and OSError;
     nothing is committed then.
     """
     staging, final = staging_path(folder, attempt, step), checkpoint_path(folder, step)
@@ -143,7 +142,7 @@ def commit(
 
 
 def mark_clean(checkpoint: Checkpoint, attempt: int) -> None:
-    """State in its manifest that training went well after it. Raises StaleAttemptError and OSError."""
+    """State in its manifest that training went well after it. Raises SupersededAttemptError and OSError."""
     folder, path = checkpoint.path.parent, checkpoint.path / MANIFEST
     draft = _own_folder(folder, attempt) / f"{checkpoint.path.name}.{MANIFEST}"
     with _fenced(attempt):
@@ -154,25 +153,16 @@ def mark_clean(checkpoint: Checkpoint, attempt: int) -> None:
     _fsync_folder(checkpoint.path)
 
 
-def retire(path: Path, attempt: int) -> None:
-    """Remove a checkpoint as a running attempt may: it is gone in one step, or StaleAttemptError is raised."""
+def remove_checkpoint(path: Path, attempt: int) -> None:
+    """Remove a checkpoint as a running attempt may: it is gone in one step, or SupersededAttemptError is raised."""
     with _fenced(attempt):
         shutil.rmtree(_bury(path, attempt), ignore_errors=True)
 
 
-def delete(path: Path) -> None:
+def delete_checkpoint(path: Path) -> None:
     """Remove a checkpoint while no attempt runs, manifest first, so that a half-deleted one is none."""
     (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
-
-
-def superfluous(folder: Path, keep: int, keep_every: int | None = None) -> list[Checkpoint]:
-    """All but the ``keep`` newest checkpoints, the newest clean one, and those of steps that ``keep_every`` divides."""
-    committed = list_checkpoints(folder)
-    kept = committed[-keep:]
-    newest_clean = next((c for c in reversed(committed) if c.clean), None)
-    for_ever = [c for c in committed if keep_every is not None and c.step % keep_every == 0]
-    return [c for c in committed if c not in kept and c is not newest_clean and c not in for_ever]
 
 
 def set_aside_newer(folder: Path, step: int, attempt: int) -> list[str]:
@@ -220,7 +210,7 @@ def _fenced(attempt: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ESTALE):
             raise
-        raise StaleAttemptError(
+        raise SupersededAttemptError(
             f"attempt {attempt} was given up and a later one has begun; its checkpoint was not kept."
         ) from error
 
