@@ -192,6 +192,7 @@ class SchedulerSilentError(SchedulerError):
 class WrongNodesError(ScaletrainError):
     """The nodes are not what was planned: device count, model, free memory, world size (exit 5)."""
 
+    failure_reason = "wrong-nodes"
     exit_code = ExitCode.WRONG_NODES
     code = "wrong-nodes"
 

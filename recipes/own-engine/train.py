@@ -1,24 +1,19 @@
-"""A training program of one's own under ScaleTrain: a small GPT on bytes, in plain torch with DistributedDataParallel.
+"""Example of a user's training program under ScaleTrain: a small GPT on bytes, in plain torch with
+DistributedDataParallel. Each rank runs ``python -m train RUN_DIR``.
 
-Started on every rank as ``python -m train RUN_DIR``. It keeps the contract of docs/own-engine.md, marked 1 to 6 below,
-and gets gangs, requeues, restart budgets, hang detection and verified checkpoints for it.
+The numbered comments mark the contract of docs/own-engine.md. In return the run gets gang scheduling, requeues, restart
+budgets, hang detection and verified checkpoints.
 """
 
-import io
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from scaletrain_cli.worker.heartbeat import Heartbeat, show_stacks_when_asked
-from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
+from scaletrain_cli.worker import ExitCode, Rank
 
-# 1. Signals are blocked until somebody listens: do so before torch loads, so that no notice is lost.
-die_with_agent()
-flag, heartbeat = PreemptionFlag(), Heartbeat.from_environment(os.environ)
-flag.install()
-show_stacks_when_asked(os.environ)
+# 1. Handle the signals before torch is imported, so that no preemption notice is lost.
+rank = Rank.start(sys.argv[1])
 
 import torch
 import torch.distributed as dist
@@ -26,30 +21,21 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.rundir.checkpoints import checkpoint_path, checkpoints_to_prune, latest_valid
-from scaletrain_cli.rundir.journal import append_line, record_event
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import checkpoint_folder, read_record
-from scaletrain_cli.spec import ModelSpec
-from scaletrain_cli.worker import checkpoint_commit
-
-RANK, WORLD, ATTEMPT = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "SCALETRAIN_ATTEMPT"))
+PLACE, WORLD = rank.environment, rank.environment.world_size
 GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPU else torch.device("cpu")
+DEVICE = torch.device("cuda", PLACE.local_rank) if GPU else torch.device("cpu")
 
 
 class Gpt(nn.Module):
     """Bytes to the logits of the next byte: (batch, seq_len) to (batch, seq_len, 256)."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, seq_len: int, hidden_size: int, heads: int, inner_size: int, layers: int) -> None:
         super().__init__()
-        heads, inner = spec.num_attention_heads, spec.intermediate_size
-        block = nn.TransformerEncoderLayer(spec.hidden_size, heads, inner, dropout=0.0, batch_first=True)
-        self.tokens = nn.Embedding(256, spec.hidden_size)
-        self.places = nn.Embedding(spec.seq_len, spec.hidden_size)
-        self.blocks = nn.TransformerEncoder(block, spec.num_hidden_layers, enable_nested_tensor=False)
-        self.logits = nn.Linear(spec.hidden_size, 256)
+        block = nn.TransformerEncoderLayer(hidden_size, heads, inner_size, dropout=0.0, batch_first=True)
+        self.tokens = nn.Embedding(256, hidden_size)
+        self.places = nn.Embedding(seq_len, hidden_size)
+        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.logits = nn.Linear(hidden_size, 256)
 
     def forward(self, ids: Tensor) -> Tensor:
         length = ids.shape[1]
@@ -59,87 +45,72 @@ class Gpt(nn.Module):
 
 
 def batches(text: bytes, seq_len: int, per_rank: int, seed: int, first: int) -> Iterator[Tensor]:
-    """What each step trains on, from step ``first`` on: a function of the step alone, so a resume needs no more."""
+    """Yield this rank's batch of each step after ``first``. A function of the step alone: a resume needs no state."""
     data, step = torch.frombuffer(bytearray(text), dtype=torch.uint8), first
     while True:
-        chance = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        starts = torch.randint(len(data) - seq_len - 1, (WORLD * per_rank,), generator=chance).tolist()
-        mine = starts[RANK * per_rank : (RANK + 1) * per_rank]
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        starts = torch.randint(len(data) - seq_len - 1, (WORLD * per_rank,), generator=generator).tolist()
+        mine = starts[PLACE.rank * per_rank : (PLACE.rank + 1) * per_rank]
         yield torch.stack([data[start : start + seq_len + 1] for start in mine]).long().to(DEVICE)
         step += 1
 
 
-def main() -> int:
-    run = RunDir(Path(sys.argv[1]))
-    record = read_record(run)  # 2. The spec and the plan: what was planned is what runs.
-    spec, layout = record.spec, record.plan.layout
-    model_spec, folder = spec.transformer, checkpoint_folder(run, spec)
+def train() -> int:
+    """Train to the last step, or until the run is preempted, and return the exit code."""
+    # 2. The resolved spec and the plan, so that what was planned is what runs.
+    spec, total_steps, every = rank.resolved.spec, rank.resolved.total_steps, rank.resolved.checkpoint_interval_steps
+    model, training = spec["model"], spec["training"]
     dist.init_process_group("nccl" if GPU else "gloo")
-    torch.manual_seed(spec.training.seed)
-    model = Gpt(model_spec).to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=spec.training.optimizer.lr)
+    torch.manual_seed(training["seed"])
+    sizes = (model["hidden_size"], model["num_attention_heads"], model["intermediate_size"], model["num_hidden_layers"])
+    gpt = Gpt(model["seq_len"], *sizes).to(DEVICE)
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=training["optimizer"]["lr"])
 
-    # 3. The newest checkpoint that verifies, the same on every rank; the one before it where that one is damaged.
-    found = latest_valid(folder)[0] if RANK == 0 else None
-    newest = torch.tensor(found.step if found is not None else 0, device=DEVICE)
-    dist.broadcast(newest, src=0)
-    if step := int(newest):
-        # weights_only: tensors and plain values. Whatever else a file may hold could run code.
-        state = torch.load(checkpoint_path(folder, step) / "state.pt", map_location=DEVICE, weights_only=True)
-        model.load_state_dict(state["model"])
+    # 3. Rank 0 looks for the latest valid checkpoint; all ranks load the same one.
+    latest = rank.checkpoints.latest() if PLACE.rank == 0 else None
+    found = [("", 0) if latest is None else (str(latest.path), latest.step)]
+    dist.broadcast_object_list(found, src=0)
+    folder, step = found[0]
+    if step:
+        # weights_only: tensors and plain values. Anything else in a file could run code.
+        state = torch.load(Path(folder) / "state.pt", map_location=DEVICE, weights_only=True)
+        gpt.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-    if RANK == 0:
-        checkpoint_commit.open_attempt(folder, ATTEMPT)  # from here on no earlier attempt can commit any more
-        record_event(run, "resumed" if step else "started", step=step)
-    if step >= spec.total_steps:  # saved, and killed before it could say that it was done
-        if RANK == 0:
-            record_event(run, "finished", step=step)
+    if PLACE.rank == 0:
+        rank.checkpoints.open()  # from here on no earlier attempt can commit
+    rank.record_event("resumed" if step else "started", step=step)
+    if step >= total_steps:  # the last attempt saved, and was killed before it recorded the end
+        rank.record_event("finished", step=step)
         return ExitCode.DONE
 
-    def save() -> None:
-        """4. Hash while writing, commit by rename; a kill in between leaves the one before."""
-        if RANK == 0:
-            whole = io.BytesIO()
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, whole)
-            writer = checkpoint_commit.HashingWriter(
-                checkpoint_commit.stage_checkpoint(folder, ATTEMPT, step) / "state.pt"
-            )
-            writer.write(whole.getbuffer())
-            files = {"state.pt": writer.close()}
-            checkpoint_commit.commit_checkpoint(folder, step, files, world_size=WORLD, clean=True, attempt=ATTEMPT)
-            for old in checkpoints_to_prune(folder, spec.checkpoint.keep, spec.checkpoint.keep_every):
-                checkpoint_commit.remove_checkpoint(old.path, ATTEMPT)
-            record_event(run, "checkpoint", step=step)
-
-    trained = DistributedDataParallel(model, device_ids=[DEVICE.index] if GPU else None)
-    text = Path(json.__file__).read_bytes() * 4  # something to learn by heart
-    per_rank = layout.global_batch_size // WORLD
-    every = record.plan.durability.interval_steps if spec.checkpoint.every == "auto" else spec.checkpoint.every
-    for ids in batches(text, model_spec.seq_len, per_rank, spec.training.seed, step):
+    ddp = DistributedDataParallel(gpt, device_ids=[DEVICE.index] if GPU else None)
+    text = Path(json.__file__).read_bytes() * 4
+    for ids in batches(text, model["seq_len"], training["global_batch_size"] // WORLD, training["seed"], step):
         step += 1
-        heartbeat.beat(step, "step")  # 5. A rank that is silent for too long is found, dumped and retried.
-        loss = cross_entropy(trained(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        rank.heartbeat.beat(step, "step")  # 4. A rank that is silent for too long counts as hung, and is restarted.
+        loss = cross_entropy(ddp(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if RANK == 0:
-            append_line(run.metrics, {"step": step, "loss": loss.item()})
-        # 6. Ranks agree on leaving: a signal may have reached only some of them. 75 brings the run back, uncharged.
-        leaving = torch.tensor(float(flag.raised), device=DEVICE)
-        dist.all_reduce(leaving, dist.ReduceOp.MAX)
-        done = step >= spec.total_steps
-        if done or leaving or step % every == 0:
-            heartbeat.beat(step, "save")
-            save()
-        if done or leaving:
-            if RANK == 0:
-                record_event(run, "finished" if done else "preempted", step=step)
+        rank.log_metrics(step, loss=loss.item())
+        # 5. Ranks agree on exiting: a signal may have reached only some of them. Exit code 75 requeues free of charge.
+        preempted = torch.tensor(float(rank.preemption.raised), device=DEVICE)
+        dist.all_reduce(preempted, dist.ReduceOp.MAX)
+        done = step >= total_steps
+        if done or preempted or step % every == 0:
+            rank.heartbeat.beat(step, "save")
+            if PLACE.rank == 0:  # 6. A kill during a save leaves the checkpoint before it.
+                staged = rank.checkpoints.stage(step)
+                with staged.open("state.pt") as file:
+                    torch.save({"model": gpt.state_dict(), "optimizer": optimizer.state_dict()}, file)
+                rank.checkpoints.commit(step, staged.digests)
+            rank.record_event("checkpoint", step=step)
+        if done or preempted:
+            rank.record_event("finished" if done else "preempted", step=step)
             dist.barrier()
             return ExitCode.DONE if done else ExitCode.PREEMPTED
     raise AssertionError("batches never end")
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # a process group whose peer has gone may abort in its destructor, which would hide the code
+    rank.run(train)

@@ -12,12 +12,11 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-from scaletrain_cli.engine.failure_reason import exit_code_of, reason_of
 from scaletrain_cli.errors import ExitCode, PreemptedError
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.agent_watch import AgentWatch
-from scaletrain_cli.worker.failures import Failure, write_failure
+from scaletrain_cli.worker.failures import Failure, failure_of, write_failure
 from scaletrain_cli.worker.heartbeat import IMPORT_SECONDS, Heartbeat, show_stacks_when_asked
 from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
 
@@ -51,12 +50,11 @@ def _exit_code(
         return int(error.exit_code)
     except Exception as error:
         traceback.print_exc()
-        reason = reason_of(error)
-        code = exit_code_of(error, reason)
+        failure = failure_of(error, rank)
         if (evidence := getattr(error, "evidence", None)) is not None:
             _record_damaged_data(run, attempt, rank, evidence)
-        _leave_evidence(run, attempt, rank, error, reason, code)
-        return int(code)
+        _leave_evidence(run, attempt, failure)
+        return failure.exit_code
 
 
 def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat, watch: AgentWatch) -> ExitCode:
@@ -91,11 +89,9 @@ def _record_damaged_data(run: RunDir, attempt: int, rank: int, evidence: dict[st
             record_event(run, event, attempt=attempt, rank=rank, **evidence)
 
 
-def _leave_evidence(run: RunDir, attempt: int, rank: int, error: Exception, reason: str, code: int) -> None:
-    message = "\n".join([str(error), *getattr(error, "__notes__", [])])
-    failure = Failure(rank, reason, message[:2000], int(code))
+def _leave_evidence(run: RunDir, attempt: int, failure: Failure) -> None:
     with contextlib.suppress(OSError):  # a full disk must not turn a verdict into a crash
-        write_failure(run, attempt, f"rank-{rank:05d}", failure)
+        write_failure(run, attempt, f"rank-{failure.rank:05d}", failure)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,25 @@
-"""What a rank or a node says about its own end: attempts/NNNN/failures/<name>.json. For engine and agent alike."""
+"""Why a rank or a node failed: the reason as one word, its record in attempts/NNNN/failures/<name>.json.
+
+Reasons are ``oom``, ``host-oom``, ``hardware``, ``communication``, ``disk-full``, ``nan``, ``spike``, ``data``,
+``unreadable``, ``wrong-nodes``, ``hang``, ``usage`` and ``crash``; the restart decision depends on them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from scaletrain_cli.errors import ExitCode, ScaletrainError
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder
 
-# What the words of an error, or of the end of a log, give away about its cause.
-
-
+# Words of NVIDIA's driver, CUDA, NCCL, gloo, torch and the C library, in an error or at the end of a log.
 # Cause before consequence: a device that breaks also breaks the connections of its rank.
 _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
@@ -39,14 +43,13 @@ _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = (
         ),
     ),
 )
-
-
-def reason_in(text: str) -> str | None:
-    """The reason that the words point to; None when they say nothing of the kind."""
-    return next((reason for reason, sign in _SIGNS if sign.search(text)), None)
-
-
-# The exit reason (launch/exit_classification.py) that each code of a failure stands for; all others are a crash.
+# Types of torch, by name, so that this module needs no torch.
+_TORCH_TYPES = {
+    "OutOfMemoryError": "oom",
+    "MemoryError": "host-oom",
+    **dict.fromkeys(("DistBackendError", "DistNetworkError", "DistStoreError"), "communication"),
+}
+# The reason that each code of an exception's Reason stands for; all others are a crash.
 EXIT_REASON_OF_CODE: Mapping[str, str] = {
     "engine.gradient-not-finite": "nan",
     "engine.loss-scale-at-floor": "nan",
@@ -60,6 +63,8 @@ EXIT_REASON_OF_CODE: Mapping[str, str] = {
     "engine.connection-lost": "communication",
     "engine.device-failed": "hardware",
 }
+_NUMBERS = {errno.ENOSPC: "disk-full", errno.EDQUOT: "disk-full", errno.ENOMEM: "host-oom"}
+_MESSAGE_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
@@ -86,14 +91,72 @@ class Failure:
         return Reason(self.code, self.params) if self.code else recorded(self.message)
 
 
+def failure_of(error: BaseException, rank: int | None) -> Failure:
+    """Return the failure that an exception means: its reason, exit code, message with notes, and reason code.
+
+    An exception states it by an attribute ``failure_reason`` (the word), or by the code of an attribute ``reason``.
+    """
+    reason = failure_reason_of(error)
+    message = "\n".join([str(error), *getattr(error, "__notes__", [])])[:_MESSAGE_CHARACTERS]
+    stated = getattr(error, "reason", None)
+    code, params = (stated.code, dict(stated.params)) if isinstance(stated, Reason) else ("", {})
+    return Failure(rank, reason, message, exit_code_of(error, reason), code=code, params=params)
+
+
+def failure_reason_of(error: BaseException) -> str:
+    """Return the reason of an exception: what it states, else what caused it; ``crash`` where nothing is known."""
+    if isinstance(stated := getattr(error, "failure_reason", None), str):
+        return stated
+    if isinstance(because := getattr(error, "reason", None), Reason) and because.code in EXIT_REASON_OF_CODE:
+        return EXIT_REASON_OF_CODE[because.code]
+    found = [reason for link in _chain(error) if (reason := _reason_of_link(link)) is not None]
+    # The oldest in the chain is the cause; a broken connection on the way to it is not.
+    causes = [reason for reason in found if reason != "communication"]
+    if found:
+        return causes[-1] if causes else "communication"
+    stops = isinstance(error, ScaletrainError) and error.exit_code != ExitCode.CRASHED
+    return "usage" if stops else "crash"
+
+
+def exit_code_of(error: BaseException, reason: str) -> int:
+    """Return the exit code; 93 for a full disk, since each retry would fail at its first save."""
+    if reason == "disk-full":
+        return int(ExitCode.DO_NOT_REQUEUE)
+    return int(error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED)
+
+
+def reason_in(text: str) -> str | None:
+    """Return the reason that words of a library or driver point to; None for all other text."""
+    return next((reason for reason, sign in _SIGNS if sign.search(text)), None)
+
+
 def write_failure(run: RunDir, attempt: int, name: str, failure: Failure) -> None:
-    """Leave the reason where judging the attempt will look for it. Raises OSError."""
+    """Write the record that the exit classification of the attempt reads. Raises OSError."""
     folder = run.attempt(attempt) / "failures"
     make_folder(folder)
     write_document(folder / f"{name}.json", dataclasses.asdict(failure))
 
 
 def read_failures(run: RunDir, attempt: int) -> list[Failure]:
-    """Every reason left, by file name."""
+    """Return the failure records of an attempt, by file name. Raises UsageError for a damaged one."""
     paths = sorted((run.attempt(attempt) / "failures").glob("[!.]*.json"))
     return [from_document(Failure, data, path) for path in paths if (data := read_document(path)) is not None]
+
+
+def _reason_of_link(error: BaseException) -> str | None:
+    words = str(error)
+    if (known := _TORCH_TYPES.get(type(error).__name__)) is not None:
+        return "hardware" if reason_in(words) == "hardware" else known
+    if isinstance(error, OSError):
+        return _NUMBERS.get(error.errno or 0)
+    return None if isinstance(error, ScaletrainError) else reason_in(words)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, what it was raised from or during, and so on. A loop, which Python permits, is cut."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

@@ -1,7 +1,9 @@
-"""Signs of life for the node agent: where this rank is, how long it may be silent, and its stacks when it is asked.
+"""The heartbeat of a rank: its format, the rank's end and the reader that its node agent uses.
 
-Standard library only: it runs before torch loads. Nothing here may ever fail or delay training, and nothing is left
-on a disk: the agent holds the other end of both files.
+A rank writes one JSON line per beat to a pipe: ``{"turn": 0, "step": 12, "phase": "step", "allowed": 30.0}``.
+``allowed`` is how many seconds may pass until the next beat; ``turn`` counts how often the run went back to an earlier
+step. On SIGUSR2 the rank writes the stacks of all its threads to a file in memory. The agent opened both and
+passes their descriptors in the environment. Nothing here may fail or delay training. It runs before torch loads.
 """
 
 from __future__ import annotations
@@ -9,42 +11,77 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from statistics import median
+from typing import NamedTuple
 
-# What may take as long as it takes on a healthy cluster: a save, a rollback, a wait for a slow disk.
+HEARTBEAT_VARIABLE, STACKS_VARIABLE = "SCALETRAIN_HEARTBEAT_FD", "SCALETRAIN_STACKS_FD"
+
+# Limits of phases that a healthy cluster may take long for: a save, a rollback, a wait for a slow disk.
 LONG_SECONDS = 1800.0
 IMPORT_SECONDS = 900.0  # of torch, by all nodes at once from one shared disk
 # Of the set-up and of the first steps: without what the size of the run, its planned step and compilation add.
 _SET_UP_SECONDS, _FIRST_STEP_SECONDS, _COMPILE_SECONDS = 600.0, 300.0, 900.0
 _SLOWEST_BYTES_PER_SECOND = 50e6  # of a node that loads its part of the states from a busy shared disk
 _PLANNED_STEPS = 20.0  # a first step loads kernels, makes communicators and fills caches; plans of CPUs are rough
-# Whatever guard.hang says of steps: first ones load kernels and set up NCCL, a minute or more over hundreds of GPUs.
+# Minimum for the first steps whatever guard.hang is: they load kernels and set up NCCL, a minute or more at scale.
 _SMALLEST_FIRST_STEP_SECONDS = 120.0
 DATA_SECONDS = 24 * 3600.0  # others wait while rank 0 prepares data and verifies a checkpoint
 _FLOOR_SECONDS = 30.0
 _MEDIANS = 5.0
 _TIMED_BEFORE_TRUSTED = 3
 _TIMES_KEPT = 64
-# What repeats itself so evenly that its own median says what is too long.
+# Phases that repeat evenly, so that a multiple of their median duration is the limit.
 _EVEN_PHASES = ("step", "evaluation")
 _SET_UP_PHASES = ("connect", "preflight", "set-up", "restore")
 
 
+class Beat(NamedTuple):
+    """One beat: the rank is in ``phase`` of ``step`` and sends its next beat within ``allowed_seconds``."""
+
+    step: int
+    phase: str
+    allowed_seconds: float
+    turn: int = 0
+
+
+def beat_line(beat: Beat) -> bytes:
+    """Return the line that a rank writes for a beat."""
+    fields = {"turn": beat.turn, "step": beat.step, "phase": beat.phase, "allowed": round(beat.allowed_seconds, 3)}
+    return json.dumps(fields).encode() + b"\n"
+
+
+def read_beat(line: bytes) -> Beat | None:
+    """Return the beat in a line; None for any other text, which a user's program may write."""
+    try:
+        fields = json.loads(line)
+        beat = Beat(int(fields["step"]), str(fields["phase"]), float(fields["allowed"]), int(fields["turn"]))
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+    return None if math.isnan(beat.allowed_seconds) else beat
+
+
 def collective_seconds(hang_seconds: float | None) -> float:
-    """How long a collective may wait: the last net, below every silence that the agent allows in training."""
+    """Return the timeout of a collective: above every silence that the agent allows in training."""
     return max(LONG_SECONDS, hang_seconds or 0.0) + 600.0
 
 
 class Heartbeat:
-    """One rank's line to its agent. ``hang_seconds`` is the user's own limit for a step, if there is one."""
+    """The rank's end. ``hang_seconds`` is the user's own limit for a step (``guard.hang``), if there is one.
+
+    Without a descriptor, as in a process without an agent, every call does nothing.
+    """
 
     def __init__(
-        self, descriptor: int | None, *, several_nodes: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        descriptor: int | None = None,
+        *,
+        several_nodes: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.hang_seconds: float | None = None
         self.set_up_seconds = self.first_step_seconds = LONG_SECONDS
@@ -56,15 +93,15 @@ class Heartbeat:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Heartbeat:
-        """The line that the agent opened, which no process of the rank's inherits; a mute one without an agent."""
+        """Return the heartbeat over the pipe that the agent opened; child processes of the rank do not inherit it."""
         several = environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE")
-        return cls(_own(environment, "SCALETRAIN_HEARTBEAT_FD"), several_nodes=several)
+        return cls(_private_descriptor(environment, HEARTBEAT_VARIABLE), several_nodes=several)
 
     def allow(self, *, hang_seconds: float | None, step_seconds: float, bytes_per_node: float, compiled: bool) -> None:
-        """Set the limits of a run: how long its set-up and its first steps may be silent, before any step is timed.
+        """Set the limits of a run for its set-up and its first steps, which have no measured median yet.
 
         ``hang_seconds`` is the user's own limit for steps, ``step_seconds`` the planned time of one, ``bytes_per_node``
-        what each node loads.
+        what each node loads, ``compiled`` whether the first step compiles the model.
         """
         self.hang_seconds = hang_seconds
         compilation = _COMPILE_SECONDS if compiled else 0.0
@@ -76,13 +113,13 @@ class Heartbeat:
 
     @property
     def longest_seconds(self) -> float:
-        """The longest silence that any phase but the preparation of data allows itself."""
+        """The longest silence of any phase except the preparation of data."""
         return max(LONG_SECONDS, self.hang_seconds or 0.0, self.set_up_seconds, self.first_step_seconds)
 
     def beat(self, step: int, phase: str, allowed_seconds: float | None = None) -> None:
-        """Now in ``phase`` of ``step``; the next beat comes within ``allowed_seconds``, or what experience says.
+        """Report that the rank enters ``phase`` of ``step``. Default limit: five times the median of that phase.
 
-        Every rank passes the same phases in the same order: who is behind is what the agent sees.
+        Every rank passes the same phases in the same order: the agent takes the rank that is behind as the suspect.
         """
         now, before = self._clock(), self._phase
         if phase == before and phase in self._times:
@@ -93,11 +130,11 @@ class Heartbeat:
             # A rank of another node may still wait for its disk, and this one for it, inside the step.
             waits = before == "save" and self._several_nodes
             allowed_seconds = self._long() if waits else self._usual(phase)
-        self._say(phase, allowed_seconds)
+        self._write(phase, allowed_seconds)
 
     def meet(self) -> None:
-        """At the agreement between two steps, where a rank that is ahead waits for the others."""
-        self._say(f"{self._phase}, at the agreement", self._usual(self._phase))
+        """Report that the rank waits for the others at the agreement between two steps."""
+        self._write(f"{self._phase}, at the agreement", self._usual(self._phase))
 
     def _usual(self, phase: str) -> float:
         times = self._times.get(phase, ())
@@ -105,35 +142,39 @@ class Heartbeat:
             return self.set_up_seconds
         if len(times) < _TIMED_BEFORE_TRUSTED:
             return self.first_step_seconds if phase == "step" else self._long()
-        return self.hang_seconds or max(_FLOOR_SECONDS, _MEDIANS * median(times))
+        return self.hang_seconds or max(_FLOOR_SECONDS, _MEDIANS * _median(times))
 
     def _long(self) -> float:
         return max(LONG_SECONDS, self.hang_seconds or 0.0)
 
-    def _say(self, phase: str, allowed_seconds: float) -> None:
+    def _write(self, phase: str, allowed_seconds: float) -> None:
         if self._descriptor is None:
             return
-        told = {"turn": self._turn, "step": self._step, "phase": phase, "allowed": round(allowed_seconds, 3)}
-        line = json.dumps(told) + "\n"
-        # The pipe does not block, and takes a line this short as a whole or not at all. One that does not fit is no
-        # loss: an agent that has not read the ones before it judges nobody.
+        # The pipe does not block and takes a line this short as a whole or not at all. A line that does not fit is no
+        # loss: an agent that has not read the earlier ones takes no rank for hung.
         with contextlib.suppress(OSError):
-            os.write(self._descriptor, line.encode())
+            os.write(self._descriptor, beat_line(Beat(self._step, phase, allowed_seconds, self._turn)))
 
 
 def show_stacks_when_asked(environment: Mapping[str, str]) -> None:
     """On SIGUSR2 write the stacks of all threads for the agent. In C, so it works inside a collective that hangs."""
-    descriptor = _own(environment, "SCALETRAIN_STACKS_FD")
+    descriptor = _private_descriptor(environment, STACKS_VARIABLE)
     if descriptor is None:
         return
     faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR2,))  # the agent blocks it: by default it would kill
 
 
-def _own(environment: Mapping[str, str], name: str) -> int | None:
-    """The descriptor of that name, closed to whatever this process starts."""
+def _private_descriptor(environment: Mapping[str, str], name: str) -> int | None:
+    """Return the descriptor that a variable names, closed to the processes that this one starts."""
     if name not in environment:
         return None
     descriptor = int(environment[name])
     os.set_inheritable(descriptor, False)
     return descriptor
+
+
+def _median(values: deque[float] | tuple[()]) -> float:
+    ordered = sorted(values)  # `statistics` costs more to import than all the rest of this package
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -1,4 +1,4 @@
-"""Signals become a flag that the training loop reads between steps. Standard library only: runs before torch loads."""
+"""Preemption signals as a flag that the training loop reads between steps. Standard library only: runs before torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
-_ASKS_TO_LEAVE = (signal.SIGTERM, signal.SIGUSR1)
+_PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class PreemptionFlag:
-    """Raised by SIGTERM or SIGUSR1: finish the step, commit a checkpoint, leave. A second signal changes nothing."""
+    """Raised by SIGTERM or SIGUSR1: finish the step, commit a checkpoint, exit. A second signal changes nothing."""
 
     def __init__(self) -> None:
         self.raised_at: float | None = None  # monotonic
@@ -23,24 +23,24 @@ class PreemptionFlag:
 
     @property
     def raised(self) -> bool:
-        """Whether any signal has come."""
+        """True once a signal has arrived."""
         return self.raised_at is not None
 
     def install(self) -> None:
-        """Take the signals over, then let in those that came while the interpreter started (the agent blocks them).
+        """Install the handlers, then unblock the signals: the agent blocks them until this, so that none is lost.
 
-        A thread hears them at once; Python's own handlers wait for the main thread, which may be compiling for minutes.
+        A thread receives them at once; Python's own handlers wait for the main thread, which may compile for minutes.
         """
         reads, writes = os.pipe()
         os.set_blocking(writes, False)
         signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(reads,), name="signals", daemon=True).start()
-        for number in _ASKS_TO_LEAVE:
+        for number in _PREEMPTION_SIGNALS:
             signal.signal(number, self._raise)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKS_TO_LEAVE)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PREEMPTION_SIGNALS)
 
     def at_the_latest(self, seconds: float, leave: Callable[[], None]) -> None:
-        """Call ``leave`` from a thread so long after the first signal, if the process still runs then."""
+        """Call ``leave`` from a thread ``seconds`` after the first signal, if the process still runs then."""
 
         def wait() -> None:
             self._heard.wait()
@@ -51,25 +51,25 @@ class PreemptionFlag:
         threading.Thread(target=wait, name="grace", daemon=True).start()
 
     def seconds_left(self, grace_seconds: float) -> float:
-        """Of the grace period; infinite for a rank that was told by another one."""
+        """Return what is left of the grace period; infinity on a rank that has received no signal itself."""
         if self.raised_at is None:
             return float("inf")
         return self.raised_at + grace_seconds - time.monotonic()
 
     def _listen(self, descriptor: int) -> None:
         while numbers := os.read(descriptor, 64):
-            if any(number in _ASKS_TO_LEAVE for number in numbers):
+            if any(number in _PREEMPTION_SIGNALS for number in numbers):
                 self._raise(0, None)
                 self._heard.set()
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        """Also a handler, in the midst of which the next signal may come: it takes no lock, so nothing is set here."""
+        """Also a signal handler, which the next signal may interrupt: it takes no lock, so nothing else is set here."""
         if self.raised_at is None:
             self.raised_at = time.monotonic()
 
 
 def die_with_agent() -> None:
-    """Have the kernel kill this rank when its node agent dies, so that none is left on the node."""
+    """Have the kernel kill this rank when its node agent dies, so that no rank is left on the node."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     agent = os.environ.get("SCALETRAIN_AGENT_PID")
     if agent is not None and os.getppid() != int(agent):  # it died before the line above

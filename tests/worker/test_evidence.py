@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.engine.failure_reason import exit_code_of, reason_of
 from scaletrain_cli.errors import DoNotRequeueError, UsageError
 from scaletrain_cli.full_disk import no_space
 from scaletrain_cli.launch.exit_classification import classify_exit
 from scaletrain_cli.launch.node.record import RankRecord
 from scaletrain_cli.launch.node.watch import ExitDiagnosis, memory_kills
-from scaletrain_cli.worker.failures import Failure, reason_in
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.worker.failures import (
+    Failure,
+    exit_code_of,
+    failure_of,
+    failure_reason_of,
+    read_failures,
+    reason_in,
+    write_failure,
+)
 from tests.launch.test_attempts import judged, node, rank
 
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:3211"
@@ -32,8 +42,10 @@ class OutOfMemoryError(RuntimeError):
     """By the name of torch's own."""
 
 
-class NonFiniteGradientError(DoNotRequeueError):
-    """By the name of the engine's own."""
+class DivergedError(DoNotRequeueError):
+    """States its reason, as those of the engine do."""
+
+    failure_reason = "nan"
 
 
 @pytest.mark.parametrize(
@@ -54,35 +66,46 @@ class NonFiniteGradientError(DoNotRequeueError):
         ),
         (RuntimeError(ECC), "hardware"),
         (RuntimeError("CUDA error: device-side assert triggered"), "crash"),
-        (NonFiniteGradientError("step 3: loss nan"), "nan"),
+        (DivergedError("step 3: loss nan"), "nan"),
         (UsageError("no such corpus"), "usage"),
         (ValueError("connection of ideas"), "crash"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_rank_says_what_it_died_of(error: BaseException, reason: str) -> None:
-    assert reason_of(error) == reason
+    assert failure_reason_of(error) == reason
 
 
 def test_the_cause_counts_wherever_it_is_in_the_chain() -> None:
     writer = RuntimeError("the writer thread failed")
     writer.__cause__ = OSError(errno.ENOSPC, "No space left on device")
-    assert reason_of(writer) == "disk-full"
+    assert failure_reason_of(writer) == "disk-full"
     broken = RuntimeError(GLOO)
     broken.__context__ = OutOfMemoryError("CUDA out of memory")
-    assert reason_of(broken) == "oom"
+    assert failure_reason_of(broken) == "oom"
 
 
 def test_a_chain_that_bites_its_tail_has_an_end() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__context__, second.__context__ = second, first
-    assert reason_of(first) == "crash"
+    assert failure_reason_of(first) == "crash"
 
 
 def test_no_retry_makes_room_on_a_disk() -> None:
     assert exit_code_of(OSError(errno.ENOSPC, "full"), "disk-full") == 93
     assert exit_code_of(RuntimeError(GLOO), "communication") == 1
     assert exit_code_of(UsageError("x"), "usage") == 2
+
+
+def test_a_failure_keeps_the_code_of_its_exception_and_records_of_earlier_versions_load(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    failure = failure_of(DoNotRequeueError(Reason("engine.loss-spike", {"step": 3})), 2)
+    assert (failure.reason, failure.exit_code) == ("spike", 93)
+    assert (failure.code, failure.params) == ("engine.loss-spike", {"step": 3})
+    write_failure(run, 1, "rank-00002", failure)
+    old = {"rank": 1, "reason": "oom", "message": "CUDA out of memory", "exit_code": 1, "node": "", "sure": True}
+    (tmp_path / "attempts/0001/failures/rank-00001.json").write_text(json.dumps(old))
+    assert read_failures(run, 1) == [Failure(1, "oom", "CUDA out of memory", 1), failure]
 
 
 def test_ordinary_words_point_to_nothing() -> None:

@@ -23,6 +23,8 @@ _MOST_PROBLEMS_SHOWN = 5
 class UnreadableCheckpointsError(ScaletrainError):
     """There are checkpoints, and no node can read one; the file system may come back (exit 1)."""
 
+    failure_reason = "unreadable"
+
 
 class OtherNodeUnfitError(ScaletrainError):
     """Another node cannot read what this one can, and says so itself (exit 1)."""

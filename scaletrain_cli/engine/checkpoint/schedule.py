@@ -21,6 +21,8 @@ _FILES_BESIDE_SHARDS = 3  # the folder, its manifest, what all ranks know alike
 class DiskSpaceError(DoNotRequeueError):
     """The disk cannot hold the checkpoints that the run will keep."""
 
+    failure_reason = "disk-full"
+
 
 def check_disk_space(folder: Path, checkpoint_bytes: int, ranks: int, keep: int, keep_every: int | None = None) -> None:
     """Raise NoRoomError unless the newest ``keep``, a clean one and one in the making fit beside what is there.

@@ -25,6 +25,8 @@ DIGEST_BYTES = 16
 class CorruptDataError(DoNotRequeueError):
     """The prepared data are not what was prepared: no retry cures that (exit 93). ``evidence`` is for an event."""
 
+    failure_reason = "data"
+
     def __init__(self, path: Path, what: str, **evidence: int | str) -> None:
         super().__init__(
             f"{path}: {what}. No step was trained on it. Restore the file from a copy, or delete the folder "

@@ -26,9 +26,13 @@ from scaletrain_cli.worker.heartbeat import Heartbeat
 class NonFiniteGradientError(DoNotRequeueError):
     """The gradient was NaN or infinite on some rank; the weights were left as they were."""
 
+    failure_reason = "nan"
+
 
 class SpikeError(DoNotRequeueError):
     """The loss spiked again and again after the same checkpoint, whatever data were left out."""
+
+    failure_reason = "spike"
 
 
 @dataclass

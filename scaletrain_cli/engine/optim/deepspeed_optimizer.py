@@ -61,6 +61,8 @@ def use_master_weights(engine: Any) -> None:
 class LossScaleAtFloorError(DoNotRequeueError):
     """The gradient overflows at the smallest loss scale that is allowed: not the scale is at fault."""
 
+    failure_reason = "nan"
+
 
 def allow_fp16_on_cpu() -> None:
     """DeepSpeed refuses fp16 on a CPU without fp16 instructions; torch computes it all the same, slowly."""

@@ -18,13 +18,13 @@ from scaletrain_cli.engine.checkpoint.resume_point import (
     UnreadableCheckpointsError,
     find_resume_point,
 )
-from scaletrain_cli.engine.failure_reason import reason_of
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.checkpoints import Checkpoint, Defect, find_defects, read_checkpoint
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker import checkpoint_commit
+from scaletrain_cli.worker.failures import failure_reason_of
 
 
 class Alone:
@@ -201,7 +201,8 @@ def test_a_node_that_cannot_read_what_others_can_is_the_wrong_one_and_no_other_i
     job.unreadable = {"node 0": {f"step-00000020/{file}"}}
     found = job.begin()
     assert [type(each) for each in found] == [WrongNodesError] * 2 + [OtherNodeUnfitError] * 2
-    assert [reason_of(each) for each in found if isinstance(each, Exception)] == ["wrong-nodes"] * 2 + ["crash"] * 2
+    reasons = [failure_reason_of(each) for each in found if isinstance(each, Exception)]
+    assert reasons == ["wrong-nodes"] * 2 + ["crash"] * 2
     assert (job.run.checkpoints / "step-00000020").is_dir()
 
 
@@ -226,7 +227,7 @@ def test_where_no_checkpoint_can_be_read_nobody_is_told_to_start_over_and_no_nod
     for found in job.begin():
         assert isinstance(found, UnreadableCheckpointsError)
         assert "from-scratch" not in str(found)
-        assert (found.exit_code, reason_of(found)) == (1, "unreadable")
+        assert (found.exit_code, failure_reason_of(found)) == (1, "unreadable")
     assert (job.run.checkpoints / "step-00000020").is_dir()
 
 

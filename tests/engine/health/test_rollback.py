@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.engine.failure_reason import reason_of
 from scaletrain_cli.engine.health.guard import Guard
 from scaletrain_cli.engine.health.rollback import GuardActions, NonFiniteGradientError, SpikeError
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
@@ -22,6 +21,7 @@ from scaletrain_cli.rundir.journal import Rollback, read_events, read_rollbacks
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.worker import checkpoint_commit
+from scaletrain_cli.worker.failures import failure_reason_of
 from scaletrain_cli.worker.heartbeat import Heartbeat
 from tests.spec.samples import SPEC, load
 
@@ -114,7 +114,7 @@ def test_a_nan_after_the_last_rollback_ends_the_run_as_a_nan(make: Make) -> None
         judge = make("guard.nan=rollback", "guard.spike.retries=1", rollbacks=[back])
         with pytest.raises(error, match=r"after 1 rollback to step 20") as caught:
             judged(judge, measures(21, *[2.0] * 13, nan, nan, nan), 36)
-        assert reason_of(caught.value) == ("nan" if math.isnan(nan) else "spike")
+        assert failure_reason_of(caught.value) == ("nan" if math.isnan(nan) else "spike")
 
 
 def measures(first: int, *losses: float, norm: float = 0.5) -> list[StepMeasures]:

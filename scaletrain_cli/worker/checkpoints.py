@@ -1,0 +1,75 @@
+"""The checkpoints of a running attempt, for a training program that writes its own files. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest, checkpoints_to_prune, latest_valid
+from scaletrain_cli.worker.checkpoint_commit import (
+    HashingWriter,
+    commit_checkpoint,
+    open_attempt,
+    remove_checkpoint,
+    stage_checkpoint,
+)
+
+
+class StagedCheckpoint:
+    """The files that one rank writes into a checkpoint before it is committed; ``digests`` of those that are durable.
+
+    Files are named relative to ``folder``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.digests: dict[str, FileDigest] = {}
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[HashingWriter]:
+        """Yield a file object for ``torch.save`` and the like: it hashes what passes and is flushed to disk at the end.
+
+        Raises OSError.
+        """
+        writer = HashingWriter(self.folder / name)
+        yield writer
+        self.digests[name] = writer.close()
+
+
+class Checkpoints:
+    """The checkpoint folder of a run, as one attempt uses it.
+
+    An attempt that a later one has superseded gets SupersededAttemptError from every call that writes.
+    """
+
+    def __init__(
+        self, folder: Path, attempt: int, world_size: int, *, keep: int = 3, keep_every: int | None = None
+    ) -> None:
+        self.folder, self.attempt, self.world_size = folder, attempt, world_size
+        self._keep, self._keep_every = keep, keep_every
+
+    def latest(self) -> Checkpoint | None:
+        """Return the latest checkpoint of which every byte is as written; None where there is none. Reads all of it."""
+        return latest_valid(self.folder)[0]
+
+    def open(self) -> None:
+        """Make this attempt the one that may write. Call on one rank, once, before any save. Raises OSError."""
+        open_attempt(self.folder, self.attempt)
+
+    def stage(self, step: int) -> StagedCheckpoint:
+        """Begin the checkpoint of ``step``. Call on every rank that writes a part. Raises OSError."""
+        return StagedCheckpoint(stage_checkpoint(self.folder, self.attempt, step))
+
+    def commit(self, step: int, files: Mapping[str, FileDigest], *, clean: bool = True) -> Checkpoint:
+        """Turn the staged files into a checkpoint, and delete those that retention does not keep. Raises OSError.
+
+        Call on one rank, after all ranks' files are durable, with the digests of all. ``clean``: training went well up
+        to here, so that a rollback may go back to it.
+        """
+        path = commit_checkpoint(
+            self.folder, step, files, world_size=self.world_size, clean=clean, attempt=self.attempt
+        )
+        for old in checkpoints_to_prune(self.folder, self._keep, self._keep_every):
+            remove_checkpoint(old.path, self.attempt)
+        return Checkpoint(path, step, self.world_size, clean, self.attempt, files)

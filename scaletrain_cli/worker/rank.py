@@ -1,0 +1,94 @@
+"""One rank of a run, for a training program of the user's: start it before torch is imported. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from scaletrain_cli.errors import PreemptedError
+from scaletrain_cli.rundir.journal import append_line, record_event
+from scaletrain_cli.worker.agent_watch import AgentWatch
+from scaletrain_cli.worker.checkpoints import Checkpoints
+from scaletrain_cli.worker.failures import failure_of, write_failure
+from scaletrain_cli.worker.heartbeat import Heartbeat, show_stacks_when_asked
+from scaletrain_cli.worker.run_environment import ResolvedRun, RunEnvironment, read_resolved_run
+from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
+
+
+class Rank:
+    """This process as one rank of a run: its place, signals, heartbeat, checkpoints and records.
+
+    ``preemption.raised`` is true once the run is asked to save and exit. Of metrics and events only rank 0 writes.
+    """
+
+    def __init__(self, environment: RunEnvironment, resolved: ResolvedRun) -> None:
+        self.environment, self.resolved = environment, resolved
+        self.preemption = PreemptionFlag()
+        self.heartbeat = Heartbeat.from_environment(os.environ)
+        retention = resolved.spec["checkpoint"]
+        self.checkpoints = Checkpoints(
+            resolved.checkpoint_folder,
+            environment.attempt,
+            environment.world_size,
+            keep=retention["keep"],
+            keep_every=retention.get("keep_every"),
+        )
+        self._watch = AgentWatch.of_rank(environment.run, environment.attempt)
+
+    @classmethod
+    def start(cls, run_dir: str | Path) -> Rank:
+        """Take over the signals of this process, and return its rank. Raises UsageError for a damaged run directory.
+
+        Call it before torch is imported: the agent starts a rank with the signals blocked, and this unblocks them.
+        """
+        die_with_agent()
+        rank = cls(environment := RunEnvironment.read(run_dir), read_resolved_run(environment.run))
+        rank.preemption.install()
+        show_stacks_when_asked(os.environ)
+        rank._watch.start()
+        return rank
+
+    def log_metrics(self, step: int, **values: float | None) -> None:
+        """Append a line to metrics.jsonl on rank 0; ``loss`` and ``tokens_per_second`` are shown by ``status``."""
+        if self.environment.rank == 0:
+            line = {"step": step, **values, "attempt": self.environment.attempt, "time": round(time.time(), 3)}
+            append_line(self.environment.run.metrics, line)
+
+    def record_event(self, event: str, **details: Any) -> None:
+        """Append an event to events.jsonl on rank 0.
+
+        ``started`` or ``resumed`` (with the step), ``checkpoint``, ``preempted`` and ``finished`` are what ``status``
+        and the count of lost steps read.
+        """
+        if self.environment.rank == 0:
+            record_event(self.environment.run, event, **details)
+
+    def run(self, train: Callable[[], int]) -> NoReturn:
+        """Call ``train``, which returns an exit code, and end the process with that code.
+
+        An exception is printed, recorded as the failure of this rank and turned into an exit code. The interpreter is
+        not torn down: a process group whose peer has died may abort in its destructor, which would hide the code.
+        """
+        try:
+            code = int(train())
+        except PreemptedError as error:
+            code = int(error.exit_code)
+        except Exception as error:
+            traceback.print_exc()
+            failure = failure_of(error, self.environment.rank)
+            with contextlib.suppress(OSError):  # a full disk must not change the exit code
+                write_failure(
+                    self.environment.run, self.environment.attempt, f"rank-{self.environment.rank:05d}", failure
+                )
+            code = failure.exit_code
+        self._watch.leave()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,75 @@
+"""Which rank of which attempt a process is, and what its run was planned to do."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.paths import RunDir
+
+_REVISION = re.compile(r"\d{4,}\.json")
+
+
+@dataclass(frozen=True)
+class RunEnvironment:
+    """The place of this process in its run, as the node agent states it in the environment."""
+
+    run: RunDir
+    attempt: int  # 1 the first
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+
+    @classmethod
+    def read(cls, run_dir: str | Path, environment: Mapping[str, str] = os.environ) -> RunEnvironment:
+        """Return the place that ``environment`` states. Raises UsageError where a variable is missing."""
+        names = ("SCALETRAIN_ATTEMPT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+        missing = [name for name in names if name not in environment]
+        if missing:
+            raise UsageError(f"{', '.join(missing)} not set: this program is started by a ScaleTrain node agent.")
+        return cls(RunDir(Path(run_dir).absolute()), *(int(environment[name]) for name in names))
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """The resolved spec and the plan of a run, as the JSON objects of run.json (or of its latest revision)."""
+
+    spec: dict[str, Any]
+    plan: dict[str, Any]
+    checkpoint_folder: Path
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps, from ``training.steps`` or rounded up from ``training.tokens``."""
+        training = self.spec["training"]
+        if training["steps"] is not None:
+            return int(training["steps"])
+        tokens_per_step = int(training["global_batch_size"]) * int(self.spec["model"]["seq_len"])
+        return -(-int(training["tokens"]) // tokens_per_step)
+
+    @property
+    def checkpoint_interval_steps(self) -> int:
+        """Steps between checkpoints: ``checkpoint.every``, or what the plan chose for ``auto``."""
+        every = self.spec["checkpoint"]["every"]
+        return int(self.plan["durability"]["interval_steps"] if every == "auto" else every)
+
+
+def read_resolved_run(run: RunDir) -> ResolvedRun:
+    """Return the spec and the plan that the current attempt trains. Raises UsageError where they cannot be read."""
+    folder = run.path / "revisions"
+    revisions = [path for path in folder.iterdir() if _REVISION.fullmatch(path.name)] if folder.is_dir() else []
+    path = max(revisions, key=lambda path: int(path.stem), default=run.record)
+    found = read_document(path)
+    if found is None or not {"spec", "plan"} <= found.keys():
+        raise UsageError(f"{path} cannot be read.")
+    place = found["spec"]["checkpoint"]["dir"]
+    folder = run.checkpoints if place == "auto" else Path(os.path.expanduser(place)) / run.run_id
+    return ResolvedRun(found["spec"], found["plan"], folder)
