@@ -12,6 +12,7 @@ from scaletrain_cli.cli.options import AsJson, TrustOwner, Yes
 from scaletrain_cli.errors import ExitCode, Problem, SchedulerError, UsageError
 
 if TYPE_CHECKING:
+    from scaletrain_cli.launch.backends.base import Backend
     from scaletrain_cli.launch.status import RunStatus
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
@@ -57,25 +58,29 @@ def command(
         _cancel_sweep(found, force=force, trust_owner=trust_owner, yes=yes, as_json=as_json)
         return
     record, status = read_record(found), run_status(found)
-    if force and record.spec.cluster.scheduler != "kubernetes":
-        raise UsageError(f"--force removes pods, and {found.run_id} is on {record.spec.cluster.scheduler}.")
+    backend = backend_for(record.spec.cluster.scheduler)
+    if force and not backend.can_force:
+        raise UsageError(f"--force removes pods, and {found.run_id} is on {backend.name}.")
     if status.state in ("finished", "failed", "cancelled"):
         say(f"{found.run_id} is not running: it {_ENDS[status.state]}. Nothing was done.")
         _answer(as_json, found.run_id, status.state, cancelled=False)
         return
     require_cancellable(found, trust_owner=trust_owner)
     confirm(f"Stop {found.run_id}, which is {status.state} at step {status.step} of {status.total_steps}?", yes)
-    backend_for(record.spec.cluster.scheduler).cancel(found, record)
-    removed = _remove_pods(found, record) if force else []
+    backend.cancel(found, record)
+    removed = _remove_pods(backend, found, record) if force else []
     _answer(as_json, found.run_id, status.state, cancelled=True, removed_pods=removed)
     say(f"{_done(status)}. `scaletrain resume {found.run_id}` continues it.")
 
 
 def _done(status: RunStatus) -> str:
     """Return what cancel did, by the state of the job. It claims no save: `status` reports one once it is on disk."""
+    from scaletrain_cli.spec.backend_traits import backend_traits
+
     newest = status.last_checkpoint_step
     kept = "it has no checkpoint" if newest is None else f"its newest checkpoint is of step {newest}"
-    if status.scheduler == "kubernetes" and status.job.may_be_active and newest is None and not status.attempt:
+    shared = backend_traits(status.scheduler).shared_run_directory
+    if not shared and status.job.may_be_active and newest is None and not status.attempt:
         gone = f"`scaletrain status {status.run_id}` shows when its pods are gone"  # their volume is not seen here
         return f"{status.run_id} was asked to save and stop; {gone}"
     if status.job.state == "queued":
@@ -96,11 +101,10 @@ def _answer(as_json: bool, run_id: str, state: str, *, cancelled: bool, removed_
         print_json({"run_id": run_id, "state": state, "cancelled": cancelled, "removed_pods": list(removed_pods)})
 
 
-def _remove_pods(run: RunDir, record: RunRecord) -> Sequence[str]:
-    from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
+def _remove_pods(backend: Backend, run: RunDir, record: RunRecord) -> Sequence[str]:
     from scaletrain_cli.ui.console import say
 
-    removed = KubernetesBackend().force(run, record)
+    removed = backend.force(run, record)
     say(f"removed {', '.join(removed)}" if removed else "no pod of it is on a node that does not report.")
     return removed
 
@@ -111,13 +115,14 @@ _ENDS = {"finished": "has finished", "failed": "has failed", "cancelled": "was c
 def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as_json: bool) -> None:
     """Asks once for all. Raises SchedulerError, after the others were told, where a run could not be."""
     from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.sweep_status import OVER, cancel_members, look_at
     from scaletrain_cli.ui.console import say
 
     status = look_at(sweep)
     members, states = status.members, status.states_in_words
     schedulers = {member.status.scheduler for member in members if member.status is not None}
-    if force and schedulers - {"kubernetes"}:
+    if force and not all(backend_for(name).can_force for name in schedulers):
         raise UsageError(f"--force removes pods, and {sweep.name} is on {', '.join(sorted(schedulers))}.")
     living = [member for member in members if member.state not in OVER]
     if not living:

@@ -8,14 +8,14 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.extras import install_command
+from scaletrain_cli.launch.backends.base import Check
+from scaletrain_cli.launch.backends.registry import all_backends
 from scaletrain_cli.project_files import project_file
 
 # What this machine has, for `doctor`: read from the system, never by importing an extra or touching a device.
@@ -38,16 +38,6 @@ _EXTRAS = {
 _COMPARED_PARTS = {"torch": 2, "deepspeed": 2}
 
 
-@dataclass(frozen=True)
-class Check:
-    """One thing looked at; ``advice`` says what to do about a warning."""
-
-    name: str
-    state: Literal["ok", "warn", "none"]
-    found: str
-    advice: str = ""
-
-
 def checks(runs_root: Path) -> Iterator[Check]:
     """Everything a run may need, cheapest first."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
@@ -57,8 +47,8 @@ def checks(runs_root: Path) -> Iterator[Check]:
     yield _shared_memory()
     yield from _gpus()
     yield from _compilers()
-    yield _scheduler("slurm", "sbatch", "srun", "squeue", "scontrol", "sacct")
-    yield _kubernetes()
+    for backend in all_backends():
+        yield from backend.checks()
     yield _runs_root(runs_root)
 
 
@@ -144,35 +134,6 @@ def _compilers() -> Iterator[Check]:
     )
     found = ", ".join(path for name in ("g++", "ninja") if (path := shutil.which(name))) or "neither g++ nor ninja"
     yield Check("compiler", "none" if missing else "ok", found, advice)
-
-
-def _scheduler(name: str, command: str, *others: str) -> Check:
-    path = shutil.which(command)
-    if path is None:
-        return Check(name, "none", f"no {command}", f"scheduler: {name} needs it; scheduler: local works without")
-    missing = [other for other in others if shutil.which(other) is None]
-    if missing:
-        return Check(name, "warn", path, f"{', '.join(missing)} not found beside it; check PATH")
-    code, text = _run(["scontrol", "ping"])
-    if code != 0:
-        return Check(name, "warn", path, f"the controller does not answer: {text.splitlines()[0] if text else code}")
-    return Check(name, "ok", f"{path}, {text.splitlines()[0] if text else 'the controller answers'}")
-
-
-def _kubernetes() -> Check:
-    """The one check that calls somebody else's machine: only where a context says which."""
-    from scaletrain_cli.errors import SchedulerError, UsageError
-    from scaletrain_cli.launch.backends.kubernetes.api import connect, is_configured
-
-    if not is_configured():
-        return Check("kubernetes", "none", "no kubeconfig", "scheduler: kubernetes needs one; set $KUBECONFIG")
-    try:
-        cluster = connect(None, "default")
-        return Check("kubernetes", "ok", f"{cluster.version(_PATIENCE_SECONDS)}, {cluster.where}")
-    except UsageError as error:
-        return Check("kubernetes", "none", "a kubeconfig, and no client", error.message)
-    except SchedulerError as error:
-        return Check("kubernetes", "warn", "the cluster of the current context cannot be asked", error.message)
 
 
 def _runs_root(root: Path) -> Check:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -17,7 +17,6 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
 _USUAL_GPU = "h100-sxm-80gb"
 _MOST_NODES = 1024
 _USUAL_NAME = Path("run.yaml")
-Scheduler = Literal["local", "slurm", "kubernetes"]
 
 
 def command(
@@ -56,8 +55,12 @@ def command(
         typer.Option("--nodes", metavar="N", min=1, max=100_000, help="Nodes (default: the fewest that fit)."),
     ] = None,
     scheduler: Annotated[
-        Scheduler | None,
-        typer.Option("--scheduler", help="Default: the one that this machine has."),
+        str | None,
+        typer.Option(
+            "--scheduler",
+            metavar="NAME",
+            help="local, slurm, kubernetes or another installed one (default: the one that this machine has).",
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="The same as the argument FILE.")
@@ -78,6 +81,7 @@ def command(
     has a kubeconfig. With --scheduler kubernetes: a spec to which only your namespace, queue and image are to be added.
     An existing file is never overwritten.
     """
+    from scaletrain_cli.spec.backend_traits import installed_backends
     from scaletrain_cli.ui.console import say, suggest
     from scaletrain_cli.ui.json import print_json
 
@@ -117,8 +121,9 @@ def command(
         print_json({"file": str(target), "text": contents[target]})
     for path in contents:
         say(f"wrote {path}")
-    if "scheduler: kubernetes" in contents[target]:
-        say("its namespace, queue and image are yours to put in: the lines below `kubernetes:`")
+    for traits in installed_backends():
+        if traits.section.starting_note and f"scheduler: {traits.name}" in contents[target]:
+            say(traits.section.starting_note)
     suggest({"see what it takes": f"scaletrain plan {target}", "start it": f"scaletrain submit {target}"})
 
 
@@ -182,27 +187,30 @@ def _write(contents: dict[Path, str]) -> None:
 
 
 def _fitting_spec(
-    preset: str | None, gpu: str | None, gpus_per_node: int | None, nodes: int | None, scheduler: Scheduler | None
+    preset: str | None, gpu: str | None, gpus_per_node: int | None, nodes: int | None, scheduler: str | None
 ) -> str:
     """Return the spec with the fewest nodes on which it can be planned, unless ``nodes`` says how many."""
     from scaletrain_cli.spec import presets
+    from scaletrain_cli.spec.backend_traits import DEFAULT, backend_traits
     from scaletrain_cli.text import did_you_mean
 
     if preset is not None and preset not in presets():
         hint = f"{did_you_mean(preset, presets())}Known: {', '.join(presets())}."
         raise UsageError(f"no preset {preset}", (Problem("--preset", "", "is not known.", preset, hint),))
     if scheduler is None:
-        scheduler = "local" if preset is None and nodes in (None, 1) else _scheduler_here()
-    gpu = gpu or ("cpu" if preset is None and scheduler != "kubernetes" else _USUAL_GPU)
-    if scheduler == "local" and nodes not in (None, 1):
-        raise UsageError(f"--nodes {nodes} is for slurm and kubernetes: local is this machine alone.")
-    per_node = gpus_per_node or (2 if gpu == "cpu" else 1 if scheduler == "local" else 8)
+        scheduler = DEFAULT if preset is None and nodes in (None, 1) else _scheduler_here()
+    traits = backend_traits(scheduler)
+    gpu = gpu or ("cpu" if preset is None and traits.shared_run_directory else _USUAL_GPU)
+    if traits.max_nodes is not None and nodes is not None and nodes > traits.max_nodes:
+        raise UsageError(f"--nodes {nodes} is for slurm and kubernetes: {scheduler} is {traits.display_name} alone.")
+    per_node = gpus_per_node or (2 if gpu == "cpu" else 1 if traits.max_nodes == 1 else 8)
     return _planned(preset, gpu, per_node, nodes, scheduler)
 
 
-def _planned(preset: str | None, gpu: str, per_node: int, nodes: int | None, scheduler: Scheduler) -> str:
+def _planned(preset: str | None, gpu: str, per_node: int, nodes: int | None, scheduler: str) -> str:
     from scaletrain_cli.plan import make_plan
     from scaletrain_cli.spec import parse_spec, starting_spec
+    from scaletrain_cli.spec.backend_traits import backend_traits
 
     count = nodes or 1
     while True:
@@ -210,22 +218,22 @@ def _planned(preset: str | None, gpu: str, per_node: int, nodes: int | None, sch
         try:
             make_plan(parse_spec(text, file="the starting spec", base_dir=Path()))
         except InfeasibleError:
-            if nodes is None and scheduler != "local" and count < _MOST_NODES:
+            if nodes is None and backend_traits(scheduler).max_nodes != 1 and count < _MOST_NODES:
                 count *= 2
                 continue
             raise
         return text
 
 
-def _scheduler_here() -> Scheduler:
-    """Return the scheduler of several nodes that this machine has; Slurm, and a word about it, where it has none."""
-    from scaletrain_cli.launch.backends.kubernetes.api import is_configured
+def _scheduler_here() -> str:
+    """Return the back end for several nodes that this machine can submit to; Slurm, with a note, where it has none."""
+    from scaletrain_cli.launch.backends.registry import all_backends
     from scaletrain_cli.ui.console import say
 
-    if shutil.which("sbatch"):
-        return "slurm"
-    if is_configured():
-        return "kubernetes"
+    clusters = [backend for backend in all_backends() if backend.traits.max_nodes != 1]
+    found = next((backend for backend in clusters if backend.is_available()), None)
+    if found is not None:
+        return found.name
     say("neither sbatch nor a kubeconfig is here: the spec names slurm, for the machine that has it.")
     say("For this machine use --scheduler local, for Kubernetes --scheduler kubernetes.")
-    return "slurm"
+    return clusters[0].name

@@ -94,9 +94,10 @@ def command(
 
 
 def _show_cluster(name: str | None, scheduler: str | None, as_json: bool) -> None:
-    from scaletrain_cli.launch.backends.cluster_view import view_of
+    from scaletrain_cli.launch.backends.registry import backend_for
 
-    view = view_of(_cluster(name, scheduler))
+    section = _cluster(name, scheduler)
+    view = backend_for(section.scheduler).cluster_view(section)
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
@@ -109,18 +110,18 @@ def _show_cluster(name: str | None, scheduler: str | None, as_json: bool) -> Non
 
 def _cluster(name: str | None, scheduler: str | None) -> ClusterSpec:
     """The user's cluster of that name, or the default one, unless another scheduler was asked for."""
-    from scaletrain_cli.launch.backends.cluster_view import usual_scheduler
+    from scaletrain_cli.launch.backends.registry import usual_backend
     from scaletrain_cli.spec import ClusterSpec, load_cluster
+    from scaletrain_cli.spec.backend_traits import backend_names
 
     section = load_cluster(name)
     if name is not None and section is not None and scheduler not in (None, section.scheduler):
         raise UsageError(f"--scheduler {scheduler}: cluster {name} is one of {section.scheduler}. Give the name alone.")
     if section is not None and scheduler in (None, section.scheduler):
         return section
-    match scheduler or usual_scheduler():
-        case ("local" | "slurm" | "kubernetes") as known:
-            return ClusterSpec(scheduler=known)
-    raise UsageError(f"--scheduler {scheduler}: use slurm, kubernetes or local.")
+    if scheduler is not None and scheduler not in backend_names():
+        raise UsageError(f"--scheduler {scheduler}: use {', '.join(backend_names())}.")
+    return ClusterSpec.model_validate({"scheduler": scheduler or usual_backend().name})
 
 
 def _wait(run: RunDir, seconds: float) -> tuple[RunStatus, int]:

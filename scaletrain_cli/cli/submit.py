@@ -104,7 +104,7 @@ def command(
         overrides = [*(overrides or ()), *points[0]]  # a sweep of one value is a plain run
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.base import SubmissionSummary
-    from scaletrain_cli.launch.backends.registry import backend_for
+    from scaletrain_cli.launch.backends.registry import all_backends, backend_for
     from scaletrain_cli.launch.code.snapshot import take_snapshot
     from scaletrain_cli.launch.rendered_job import in_format
     from scaletrain_cli.launch.resource_checks.checks import require_external
@@ -118,10 +118,11 @@ def command(
     from scaletrain_cli.ui.console import say, warn
 
     run_spec = load_spec(spec, overrides or (), cluster=cluster)
-    if probe and (dry_run or run_spec.cluster.scheduler != "slurm"):
-        raise UsageError("--probe runs a job on the nodes: it needs cluster.scheduler = slurm, and no --dry-run.")
-    plan = plan_for_engine(run_spec, spec)
-    scheduler, snapshot = backend_for(run_spec.cluster.scheduler), take_snapshot(run_spec)
+    scheduler = backend_for(run_spec.cluster.scheduler)
+    if probe and (dry_run or not scheduler.can_probe):
+        able = ", ".join(backend.name for backend in all_backends() if backend.can_probe)
+        raise UsageError(f"--probe runs a job on the nodes: it needs cluster.scheduler = {able}, and no --dry-run.")
+    plan, snapshot = plan_for_engine(run_spec, spec), take_snapshot(run_spec)
     if run_id is not None and os.path.lexists(runs_root() / run_id):
         require_own_run(RunDir(runs_root() / run_id), trust_owner=trust_owner, remedy="Use another --run-id")
     earlier = _submitted_before(run_id) if run_id is not None and not dry_run else None
@@ -131,7 +132,7 @@ def command(
             warn(note)
         record = make_record(run_spec, plan, run_id, snapshot)
         text = scheduler.render(RunDir(runs_root() / record.run_id), record)
-        sent = in_format(run_spec.cluster.scheduler, text, output) if output else text
+        sent = in_format(scheduler, text, output) if output else text
         if as_json:
             from scaletrain_cli.ui.json import print_json
 
@@ -161,10 +162,9 @@ def command(
 
         show_before_submission(prospect, run_id)
     if probe:
-        from scaletrain_cli.launch.backends.slurm.probe import probe_nodes
         from scaletrain_cli.ui.submission import show_probe
 
-        show_probe(probe_nodes(run_spec, plan))
+        show_probe(scheduler.probe(run_spec, plan))
     confirm(f"Submit to {run_spec.cluster.scheduler}?", yes)
     made = create_run(run_spec, plan, run_id, snapshot=snapshot, trust_owner=trust_owner)
     say(f"run id {made.run.run_id}")  # before the scheduler is asked: its answer may be lost
@@ -227,7 +227,7 @@ def submit_points(
     from scaletrain_cli.launch.resource_checks.checks import require_external
     from scaletrain_cli.launch.shared_folder import room_notes
     from scaletrain_cli.launch.submit import make_record
-    from scaletrain_cli.launch.sweep import cap_of, submit_sweep, take_snapshots
+    from scaletrain_cli.launch.sweep import submit_sweep, take_snapshots
     from scaletrain_cli.rundir.paths import RunDir, runs_root
     from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.ui.console import say, warn
@@ -237,7 +237,7 @@ def submit_points(
     if len({point.spec.cluster.scheduler for point in planned}) > 1:
         raise UsageError(f"{SWEEP_OPTION} cluster.scheduler: one sweep goes to one scheduler. Submit one for each.")
     scheduler = backend_for(section.scheduler)
-    cap = cap_of(section, max_concurrent, len(planned))
+    cap = scheduler.max_concurrent(section, max_concurrent, len(planned))
     snapshots = take_snapshots(planned)
     not_checked: dict[str, None] = {}
     for point in planned:

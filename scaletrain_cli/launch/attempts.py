@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.exit_classification import Outcome, Reason, classify_exit
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.rundir.checkpoints import Checkpoint, committed_folders, read_checkpoint
@@ -112,7 +113,7 @@ def with_outcome(
 
 def _brings_back_after_lost_nodes(attempt: AttemptRecord) -> bool:
     """Return whether the scheduler restarts a job that lost a node for free; Volcano charges each restart."""
-    return attempt.scheduler == "kubernetes" and not attempt.job_id.startswith("volcano/")
+    return backend_for(attempt.scheduler).restarts_lost_nodes_free(attempt)
 
 
 def close_unended(run: RunDir, spec: RunSpec) -> list[AttemptRecord]:

@@ -5,12 +5,11 @@ Changes nothing. What a scheduler knows is asked in slurm_jobs; what an end mean
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
 
-from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
+from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.explain_failures import why_it_ended
 from scaletrain_cli.launch.finding import Evidence, Explanation, Finding
 from scaletrain_cli.launch.status import RunStatus, run_status
@@ -28,14 +27,14 @@ def explain(run: RunDir) -> Explanation:
 
 
 def _findings(run: RunDir, record: RunRecord, status: RunStatus, last: AttemptRecord | None) -> Iterator[Finding]:
-    stuck = _stuck_in_kubernetes(run, record, status)
+    stuck = _stuck(run, record, status)
     yield from stuck
     job, unended = status.job, last is not None and last.ended is None
     may_go_on = last is None or unended or last.may_be_followed
     if job.state == "unknown" and job.may_be_active and may_go_on:
         yield _not_known(status)
     elif job.state == "queued" and not stuck:
-        yield from _waiting(run, record, status)
+        yield backend_for(status.scheduler).explain_waiting(run, record, status)
     elif job.state in ("suspended", "ending") and not stuck:
         yield _HELD_UP[job.state](run, status)
     elif job.state == "running" and (last is None or unended) and not stuck:
@@ -44,7 +43,7 @@ def _findings(run: RunDir, record: RunRecord, status: RunStatus, last: AttemptRe
     if last is not None and (last.ended is not None or over):
         yield why_it_ended(run, record, last, job)
     elif last is None and over:
-        yield _never_began(run, status)
+        yield backend_for(status.scheduler).explain_never_began(run, record, status)
 
 
 def _not_known(status: RunStatus) -> Finding:
@@ -61,8 +60,7 @@ def _not_known(status: RunStatus) -> Finding:
 def _suspended(run: RunDir, status: RunStatus) -> Finding:
     evidence = (Evidence("the scheduler", status.job.detail), *_how_far(run, status))
     actions = ["It continues when its scheduler, or who suspended it, resumes it"]
-    if status.scheduler == "slurm":
-        actions.append(f"scontrol resume {status.job_id} (for operators of the cluster)")
+    actions += backend_for(status.scheduler).actions_if_suspended(status.job_id)
     headline = f"job {status.job_id} is suspended: its processes are stopped"
     return Finding("suspended", headline, evidence, tuple(actions))
 
@@ -76,33 +74,11 @@ def _ending(run: RunDir, status: RunStatus) -> Finding:
 _HELD_UP = {"suspended": _suspended, "ending": _ending}
 
 
-def _stuck_in_kubernetes(run: RunDir, record: RunRecord, status: RunStatus) -> list[Finding]:
+def _stuck(run: RunDir, record: RunRecord, status: RunStatus) -> list[Finding]:
     """What keeps a job there that nothing but a person can end."""
-    if status.scheduler != "kubernetes" or status.state not in ("queued", "running", "ending", "preempted"):
+    if status.state not in ("queued", "running", "ending", "preempted"):
         return []
-    from scaletrain_cli.launch.backends.kubernetes.explain import what_never_ends
-
-    with contextlib.suppress(SchedulerError):  # status has told of that already
-        return list(what_never_ends(run, record))
-    return []
-
-
-def _waiting(run: RunDir, record: RunRecord, status: RunStatus) -> Iterator[Finding]:
-    if status.scheduler == "kubernetes":
-        from scaletrain_cli.launch.backends.kubernetes import explain as kubernetes_jobs
-
-        yield kubernetes_jobs.why_it_waits(run, record, status)
-        return
-    if status.scheduler != "slurm":
-        yield Finding("queued", "its job has not started", (Evidence("the scheduler", status.job.detail),))
-        return
-    from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
-
-    try:
-        yield why_it_waits(status.job_id, run.run_id)
-    except SchedulerError as error:
-        evidence = (Evidence("the scheduler", error.message),)
-        yield Finding("unknown", "Slurm does not say why the job waits", evidence, ("scaletrain doctor",))
+    return list(backend_for(status.scheduler).explain_stuck(run, record, status))
 
 
 def _running(run: RunDir, status: RunStatus) -> Finding:
@@ -121,17 +97,3 @@ def _how_far(run: RunDir, status: RunStatus) -> Iterator[Evidence]:
     if "time" in newest:
         age = max(0.0, time.time() - float(newest["time"]))
         yield Evidence("metrics.jsonl", f"the last line is {age:.0f} s old")
-
-
-def _never_began(run: RunDir, status: RunStatus) -> Finding:
-    evidence = [Evidence("the scheduler", status.why)] if status.why else []
-    if status.scheduler == "slurm" and status.job_id:
-        from scaletrain_cli.launch.backends.slurm.explain import how_it_ended
-
-        evidence += how_it_ended(status.job_id, run.path / f"slurm-{status.job_id}.log")
-    if status.scheduler == "kubernetes":  # whose attempts may be on a volume that is not seen here
-        from scaletrain_cli.launch.backends.kubernetes.explain import how_it_ended as how_job_ended
-
-        return how_job_ended(run, status)
-    again = f"scaletrain resume {run.run_id} submits it again"
-    return Finding("never-began", "its job ended before an attempt began", tuple(evidence), (again,))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError, UsageError
+from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 
@@ -123,14 +124,9 @@ def logs_brought(run: RunDir, *, follow: bool = False) -> Iterator[str]:
     Yields why they could not be had: what was brought before can be read all the same.
     """
     record = read_record(run)
-    if record.spec.cluster.scheduler != "kubernetes":  # the ranks of the others write where this is read
-        yield ""
-        return
-    from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
-
     why, following = "", contextlib.ExitStack()
     try:
-        logs = KubernetesBackend().logs(run, record)
+        logs = backend_for(record.spec.cluster.scheduler).logs(run, record)
         if logs is not None:
             logs.bring()
             if follow:

@@ -23,7 +23,6 @@ from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec import RunSpec, override_spec
 
-_KUBERNETES_SETTINGS = ("cluster.kubernetes.ttl_seconds_after_finished=10m",)
 _SETTINGS = (
     "name=preflight",
     "guard.preflight=always",
@@ -57,8 +56,8 @@ def run_preflight(
 ) -> Preflight:
     """Wait for it. Raises SchedulerError when the job is refused, UsageError where the runs root cannot be written."""
     name = f"preflight-{secrets.token_hex(4)}"
-    # Pods know the run by the runs root and its name; elsewhere a dot hides it from `scaletrain list`.
-    folder = runs_root() if spec.cluster.scheduler == "kubernetes" else runs_root() / f".{name}"
+    # Nodes with another run directory know the run by the runs root and its name; else a dot hides it from `list`.
+    folder = runs_root() / f".{name}" if spec.cluster.traits.shared_run_directory else runs_root()
     try:
         make_folder(runs_root(), mode=0o777)
         make_folder(folder)
@@ -66,7 +65,7 @@ def run_preflight(
         raise UsageError(f"the runs root {folder.parent} cannot be written here: {error}") from error
     kept = False
     try:
-        settings = [*_SETTINGS, *(_KUBERNETES_SETTINGS if spec.cluster.scheduler == "kubernetes" else ())]
+        settings = [*_SETTINGS, *scheduler.preflight_settings()]
         alone = override_spec(spec, settings, file="the preflight's spec")
         made = create_run(alone, plan, name, root=folder)
         try:

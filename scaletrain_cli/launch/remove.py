@@ -212,11 +212,7 @@ def _remove_checkpoints(folder: Path) -> None:
 
 
 def _remove_objects(run: RunDir, record: RunRecord) -> list[str]:
-    if record.spec.cluster.scheduler != "kubernetes":
-        return []  # Slurm and this machine keep nothing of a job that is over
-    from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
-
-    return KubernetesBackend().remove_ended(run, record)
+    return backend_for(record.spec.cluster.scheduler).remove_ended(run, record)
 
 
 def _empty(folder: Path, run_id: str) -> None:

@@ -11,11 +11,11 @@ import re
 from typing import Any
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.spec.source import read_documents
 
-FORMATS = {"local": "script", "slurm": "script", "kubernetes": "yaml"}
 # A workload on Kubernetes is numbered by submission; that alone is no change.
 _NUMBERED = re.compile(r"(-s|submission: \"?)\d+")
 
@@ -37,18 +37,18 @@ def changes_since_sent(run: RunDir, text: str) -> list[str] | None:
     ]
 
 
-def in_format(scheduler: str, text: str, wanted: str) -> str:
-    """The text, or its JSON. Raises UsageError for a form that this scheduler's text does not have."""
-    usual = FORMATS[scheduler]
+def in_format(backend: Backend, text: str, wanted: str) -> str:
+    """Return the text of Backend.render(), or its JSON. Raises UsageError for a format that the back end has not."""
+    usual = backend.output_format
     if wanted == usual:
         return text
     if wanted == "json":
-        return json.dumps(_as_json(scheduler, text), indent=1) + "\n"
-    raise UsageError(f"--output {wanted}: {scheduler} gets a {usual}. Use {usual} or json.")
+        return json.dumps(_as_json(backend, text), indent=1) + "\n"
+    raise UsageError(f"--output {wanted}: {backend.name} gets a {usual}. Use {usual} or json.")
 
 
-def _as_json(scheduler: str, text: str) -> dict[str, Any]:
-    """A List that kubectl and the API read, or the script as one string."""
-    if FORMATS[scheduler] == "script":
-        return {"schema": "scaletrain.sent/v1", "scheduler": scheduler, "script": text}
+def _as_json(backend: Backend, text: str) -> dict[str, Any]:
+    """Return a List that kubectl and the API read, or the script as one string."""
+    if backend.output_format == "script":
+        return {"schema": "scaletrain.sent/v1", "scheduler": backend.name, "script": text}
     return {"apiVersion": "v1", "kind": "List", "items": read_documents(text)}

@@ -78,7 +78,10 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None) -> ResumeRepor
         active=job.may_be_active,
         job=job,
         had_checkpoint=bool(checkpoint or passed_over or has_committed(run)),
-        unseen=record.spec.cluster.scheduler == "kubernetes" and last is None and checkpoint is None and bool(job.id),
+        unseen=not record.spec.cluster.traits.shared_run_directory
+        and last is None
+        and checkpoint is None
+        and bool(job.id),
     )
 
 

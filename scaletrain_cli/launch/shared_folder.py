@@ -47,8 +47,8 @@ def room_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1, there:
 
     ``runs``: so many like this one; ``there``: so many checkpoints of it have been saved.
     """
-    if spec.cluster.scheduler == "kubernetes":
-        return []  # the pods save on a volume of theirs, which need not be this one
+    if not spec.cluster.traits.shared_run_directory:
+        return []  # the nodes save on a volume of theirs, which need not be this one
     if spec.checkpoint.dir != "auto":
         folder = Path(os.path.expanduser(spec.checkpoint.dir))
     # The next one comes before the last of those kept goes.

@@ -22,11 +22,11 @@ from scaletrain_cli.rundir.measured import Measured, read_measured
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place
+from scaletrain_cli.spec.backend_traits import display_name
 
 # The end of an attempt that recorded none: what may be said of it, given what its scheduler says of the job.
 
 
-SCHEDULERS = {"slurm": "Slurm", "kubernetes": "Kubernetes", "local": "this machine"}
 # Every cause that a scheduler names for the end of a whole job (Job.cause).
 JOB_WAS: dict[Reason, str] = {
     "cancelled": "its job was cancelled",
@@ -50,7 +50,7 @@ class UnreportedEnd:
 
 def unreported_end(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Job) -> UnreportedEnd:
     """Return what is known of an attempt without a recorded end. ``job`` is the scheduler's latest answer."""
-    says = f"{SCHEDULERS.get(attempt.scheduler, attempt.scheduler)} says: {job.detail}"
+    says = f"{display_name(attempt.scheduler)} says: {job.detail}"
     if job.state == "unknown":
         return UnreportedEnd("open", f"whether attempt {attempt.number} still runs is not known: {job.detail}")
     if job.state == "running":
@@ -169,23 +169,22 @@ def run_status(run: RunDir, scheduler: Backend | None = None) -> RunStatus:
 
 
 def run_statuses(runs: Sequence[RunDir]) -> list[RunStatus | UsageError]:
-    """Return the status of each run, or what is wrong with its record. Asks Slurm once for all of its runs."""
+    """Return the status of each run, or what is wrong with its record. One question to each scheduler."""
     return [_status_or_error(run, scheduler) for run, scheduler in zip(runs, _schedulers(runs), strict=True)]
 
 
 def _schedulers(runs: Sequence[RunDir]) -> list[Backend | None]:
     """For each run the scheduler that already has its job's answer; None where it must be asked."""
-    on_slurm = []
+    open_runs: dict[str, list[RunDir]] = {}
     for run in runs:
         with contextlib.suppress(UsageError):  # its row tells of the damage
-            if read_record(run).spec.cluster.scheduler == "slurm" and not _is_done(run):
-                on_slurm.append(run)
-    if len(on_slurm) < 2:
-        return [None] * len(runs)
-    from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
-
-    asked = SlurmBackend.asked_once(on_slurm)
-    return [asked if run in on_slurm else None for run in runs]
+            if not _is_done(run):
+                open_runs.setdefault(read_record(run).spec.cluster.scheduler, []).append(run)
+    asked: dict[RunDir, Backend] = {}
+    for name, group in open_runs.items():
+        if len(group) > 1:
+            asked |= dict.fromkeys(group, backend_for(name).asked_once(group))
+    return [asked.get(run) for run in runs]
 
 
 def _status_or_error(run: RunDir, scheduler: Backend | None) -> RunStatus | UsageError:
@@ -235,13 +234,9 @@ def _ask(run: RunDir, record: RunRecord, last: AttemptRecord | None, scheduler: 
 
 def _sent_as(run: RunDir, record: RunRecord, last: AttemptRecord | None) -> str:
     """The id of the job that was handed over, or may have been: the scheduler's answer may have been lost."""
-    if record.spec.cluster.scheduler == "kubernetes":
-        from scaletrain_cli.launch.backends.kubernetes.job_ref import job_ref_of
-
-        place = job_ref_of(run, record)
-        return "" if place is None else place.job_id
     submission = read_submission(run)
-    return submission.job_id if submission is not None else last.job_id if last is not None else ""
+    submitted = submission.job_id if submission is not None else last.job_id if last is not None else ""
+    return backend_for(record.spec.cluster.scheduler).latest_job_id(run, record, submitted)
 
 
 def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -> RunState:
@@ -280,16 +275,16 @@ def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -
     if job.is_active and (last is None or last.ended is None):
         return job.detail
     if last is None:
-        if record.spec.cluster.scheduler == "kubernetes":  # whose attempts may be on a volume that is not seen here
+        if not record.spec.cluster.traits.shared_run_directory:  # its attempts may be on a volume not visible here
             return job.detail
-        return f"{job.detail}; no attempt began{_log_of(run, job)}" if job.state == "ended" else job.detail
+        return f"{job.detail}; no attempt began{_log_of(run, record, job)}" if job.state == "ended" else job.detail
     why = why_ended(run, record, last, job)
     if last.ended is None:
         return why
     if job.state == "unknown":
         return f"{why}. Whether another attempt follows is not known: {job.detail}" if last.may_be_followed else why
     if job.state in ("suspended", "ending"):
-        return f"{why}. {SCHEDULERS.get(last.scheduler, last.scheduler)} says: {job.detail}"
+        return f"{why}. {display_name(last.scheduler)} says: {job.detail}"
     if job.state == "ended" and last.decision is not None and last.decision.requeue:
         return f"{why}. But the job is gone, so that restart will not come; `scaletrain resume` goes on"
     if job.state == "ended" and last.decision is not None and last.decision.left_to_scheduler:
@@ -297,10 +292,10 @@ def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -
     return why
 
 
-def _log_of(run: RunDir, job: Job) -> str:
-    """The log of a job whose batch script started; one that never did has none."""
-    log = run.path / f"slurm-{job.id}.log"
-    return f"; see {log.name} in the run directory" if log.is_file() else ""
+def _log_of(run: RunDir, record: RunRecord, job: Job) -> str:
+    """Return where the log of the job itself is; empty where there is none."""
+    log = backend_for(record.spec.cluster.scheduler).job_log(run, job.id)
+    return "" if log is None else f"; see {log.name} in the run directory"
 
 
 def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from scaletrain_cli import __version__
 from scaletrain_cli.errors import ScaletrainError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.base import Backend
+from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code.snapshot import Snapshot, code_hash, take_snapshot, write_snapshot
 from scaletrain_cli.launch.rendered_job import keep_sent
 from scaletrain_cli.plan.result import RunPlan
@@ -156,8 +157,8 @@ def create_run(
     require_writable(run.path.parent, f"the run directory {run.path} cannot be made")
     make_folder(run.path.parent, mode=0o777)
     draft = RunDir(run.path.with_name(f".{record.run_id}.{secrets.token_hex(4)}"))
-    # Pods write to it as a user of their own, with the group of the volume.
-    make_folder(draft.path, mode=0o770 if spec.cluster.scheduler == "kubernetes" else FOLDER_MODE, exist_ok=False)
+    mode = backend_for(spec.cluster.scheduler).run_directory_mode()
+    make_folder(draft.path, mode=FOLDER_MODE if mode is None else mode, exist_ok=False)
     try:
         if values:
             create_file(draft.secrets, json.dumps(values), private=True)
@@ -279,7 +280,7 @@ def keep_secrets(run: RunDir, spec: RunSpec) -> None:
 
     Raises UsageError for names without a value in either place.
     """
-    if spec.cluster.scheduler == "kubernetes" or not spec.secret_env:
+    if not (spec.cluster.traits.secrets_from_submitter and spec.secret_env):
         return
     before = read_document(run.secrets) or {}
     values = {name: os.environ.get(name, before.get(name)) for name in spec.secret_env}
@@ -291,8 +292,8 @@ def keep_secrets(run: RunDir, spec: RunSpec) -> None:
 
 
 def _secret_values(spec: RunSpec) -> dict[str, str]:
-    if spec.cluster.scheduler == "kubernetes":
-        return {}  # the pods have theirs from Secrets of the cluster; no value leaves or needs this machine
+    if not spec.cluster.traits.secrets_from_submitter:
+        return {}  # the scheduler has them; no value leaves or needs this machine
     missing = [name for name in spec.secret_env if name not in os.environ]
     if missing:
         raise UsageError(f"secret_env names {', '.join(missing)}, which is not set here. Export it before submitting.")

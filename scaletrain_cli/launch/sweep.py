@@ -13,14 +13,14 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scaletrain_cli.errors import ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.errors import ScaletrainError, SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.code.snapshot import Snapshot, take_snapshot
 from scaletrain_cli.launch.submit import CreatedRun, Submission, create_run, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place, write_sweep_place
-from scaletrain_cli.spec import ClusterSpec, RunSpec
+from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.sections import CodeSpec
 
 MOST_POINTS = 500
@@ -53,23 +53,6 @@ def point_ids(sweep: str, variants: Sequence[tuple[str, ...]]) -> list[str]:
         return named
     digits = len(str(len(named)))
     return [f"{sweep}-{number:0{digits}d}" for number in range(1, len(named) + 1)]
-
-
-def cap_of(cluster: ClusterSpec, wanted: int | None, points: int) -> int:
-    """How many runs at once. Raises UsageError where this machine could not keep them apart."""
-    if cluster.scheduler == "kubernetes" and wanted is not None:
-        raise UsageError(
-            f"--max-concurrent {wanted}: on Kubernetes a queue's quota is what keeps runs apart. Leave the option "
-            "out, and name a queue that holds as many as are to run at once."
-        )
-    if cluster.scheduler != "local":
-        return min(points, wanted or points)
-    if (wanted or 1) > 1 and cluster.gpu != "cpu":
-        raise UsageError(
-            f"--max-concurrent {wanted}: local runs all begin at GPU 0 of this machine and would share it. Leave the "
-            "option out, and they run one after the other; or use cluster.scheduler = slurm."
-        )
-    return min(points, wanted or 1)
 
 
 def take_snapshots(points: Sequence[Point]) -> dict[CodeSpec, Snapshot | None]:

@@ -123,8 +123,7 @@ def _look(runs: Sequence[RunDir]) -> list[Member]:
 
 def _cancel(run: RunDir, force: bool) -> None:
     record = read_record(run)
-    backend_for(record.spec.cluster.scheduler).cancel(run, record)
+    backend = backend_for(record.spec.cluster.scheduler)
+    backend.cancel(run, record)
     if force:
-        from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
-
-        KubernetesBackend().force(run, record)
+        backend.force(run, record)

@@ -228,7 +228,7 @@ def require_own_checkpoints(run: RunDir, spec: RunSpec, *, trust_owner: bool) ->
     On Kubernetes the pods make it, as a user of their own.
     """
     folder = checkpoint_folder(run, spec)
-    if spec.cluster.scheduler != "kubernetes" and os.path.lexists(folder):
+    if spec.cluster.traits.shared_run_directory and os.path.lexists(folder):
         require_own(folder, "the checkpoint folder", trust=trust_owner, remedy="Use another --run-id or checkpoint.dir")
 
 

@@ -3,9 +3,18 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    ValidationInfo,
+    WithJsonSchema,
+)
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.spec.backend_traits import BUILT_IN, DEFAULT, BackendTraits, backend_names, backend_traits
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from scaletrain_cli.spec.quantities import (
     AutoBytesPerSecond,
@@ -18,7 +27,7 @@ from scaletrain_cli.spec.quantities import (
     Text,
     or_word,
 )
-from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where
+from scaletrain_cli.spec.section import LEFT_OUT, BackendSection, OpenSection, Section, used_when, where
 from scaletrain_cli.spec.slurm import SlurmSpec
 
 MOST_NODES = 100_000
@@ -67,14 +76,38 @@ Accelerator = Annotated[
 ]
 
 
-class ClusterSpec(Section):
+def _backend_name(value: Any, info: ValidationInfo) -> str:
+    """Return the name of an installed back end. Raises a validation error for any other value.
+
+    What was recorded is accepted as it is: a run can be listed where its back end is not installed.
+    """
+    if not isinstance(value, str):
+        raise PydanticKnownError("string_type")
+    if (info.context or {}).get("recorded"):
+        return value
+    if value not in BUILT_IN and value not in backend_names():
+        names = [repr(name) for name in backend_names()]
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(names[:-1])} or {names[-1]}"})
+    try:
+        backend_traits(value)
+    except UsageError as error:
+        raise PydanticCustomError(
+            "backend", "{message}", {"message": f"cannot be used: {error.message[:-1]}"}
+        ) from error
+    return value
+
+
+BackendName = Annotated[str, PlainValidator(_backend_name), WithJsonSchema({"enum": [*BUILT_IN]})]
+
+
+class ClusterSpec(OpenSection):
     """Nodes, accelerators, links, interruptions and price. ``gpu: cpu`` makes every rank a CPU process.
 
     Bandwidths in bytes/s and per direction: intra-node and host (PCIe) per GPU, inter-node per GPU, storage and NVMe
     per node.
     """
 
-    scheduler: Literal["local", "slurm", "kubernetes"] = "local"
+    scheduler: BackendName = DEFAULT
     nodes: Annotated[int, Field(strict=True, ge=1, le=MOST_NODES)] = 1
     gpus_per_node: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1
     cpus_per_gpu: AutoWhole = "auto"
@@ -98,18 +131,43 @@ class ClusterSpec(Section):
     slurm: SlurmSpec = LEFT_OUT
     kubernetes: KubernetesSpec = LEFT_OUT
 
+    @classmethod
+    def plugin_model(cls, name: str) -> type[BackendSection] | None:
+        """Return the model of the section of a back end of another package; None for an unknown name."""
+        return backend_traits(name).section if name in backend_names() else None
+
+    @classmethod
+    def plugin_names(cls) -> list[str]:
+        """Return the names of the back ends of other packages."""
+        return backend_names()[len(BUILT_IN) :]
+
+    @property
+    def traits(self) -> BackendTraits:
+        """The traits of the back end. Raises UsageError where it is no longer installed."""
+        return backend_traits(self.scheduler)
+
+    @property
+    def section(self) -> BackendSection:
+        """The options of the back end that runs the job; an empty section where it has none."""
+        own, given = getattr(self, self.scheduler, None), self.plugins.get(self.scheduler)
+        found = next((one for one in (own, given) if isinstance(one, BackendSection)), None)
+        return self.traits.section() if found is None else found
+
+    @property
+    def place(self) -> str:
+        """Where the job goes, in words: ``on Slurm, partition gpu``."""
+        return f"on {self.traits.display_name}{self.section.summary}"
+
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """(key, message) for each setting that contradicts another one."""
-        if self.scheduler == "local" and self.nodes != 1:
-            yield "nodes", "must be 1 with scheduler: local, which runs on this machine alone."
-        warning = max(60.0, self.grace_seconds)  # what the job asks of Slurm before its end; Slurm looks twice a minute
-        if self.slurm.time is not None and self.slurm.time < warning + 120:
-            yield (
-                "slurm.time",
-                f"must be at least {warning + 120:.0f} s: the ranks are warned {warning:.0f} s before the end "
-                "(grace_seconds, 60 at the least) and would leave before they began.",
-            )
-        for key, message in self.slurm.inconsistencies():
-            yield f"slurm.{key}", message
-        for key, message in self.kubernetes.inconsistencies():
-            yield f"kubernetes.{key}", message
+        most = self.traits.max_nodes
+        if most is not None and self.nodes > most:
+            where = f", which runs on {self.traits.display_name} alone" if most == 1 else ""
+            yield "nodes", f"must be {'1' if most == 1 else f'at most {most}'} with scheduler: {self.scheduler}{where}."
+        sections = {name: getattr(self, name) for name in BUILT_IN if hasattr(self, name)} | {**self.plugins}
+        for name, section in sections.items():
+            if isinstance(section, BackendSection):
+                for key, message in section.cluster_inconsistencies(grace_seconds=self.grace_seconds):
+                    yield f"{name}.{key}", message
+                for key, message in section.inconsistencies():
+                    yield f"{name}.{key}", message

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from scaletrain_cli.spec.backend_traits import backend_names
+from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.presets import presets, vision_presets
 from scaletrain_cli.spec.run import MODELS, SCHEMA, RunSpec, model_kind
 from scaletrain_cli.spec.section import OpenSection
@@ -26,6 +28,7 @@ def json_schema() -> dict[str, Any]:
     sections = schema["$defs"]
     for name, section in _open_sections():
         _add_plugins(sections[name], section)
+    sections[ClusterSpec.__name__]["properties"]["scheduler"]["enum"] = backend_names()
     for section in (schema, *sections.values()):
         for name, field in section["properties"].items():
             field.pop("title", None)  # pydantic's is the name again, in capitals

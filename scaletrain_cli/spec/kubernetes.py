@@ -5,8 +5,8 @@ a volume) may be missing: planning does without it.
 """
 
 import re
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Collection, Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -20,7 +20,7 @@ from scaletrain_cli.spec.quantities import (
     Text,
     Whole,
 )
-from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where_not
+from scaletrain_cli.spec.section import LEFT_OUT, BackendSection, Section, used_when, where_not
 
 _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"
@@ -181,12 +181,26 @@ class TopologySpec(Section):
 _WITH_RDMA = used_when(where_not("cluster.kubernetes.rdma_resource", None))
 
 
-class KubernetesSpec(Section):
+class KubernetesSpec(BackendSection):
     """Where the job goes in a Kubernetes cluster, and what its pods are made of.
 
     ``queue`` and ``priority`` are Kueue's LocalQueue and WorkloadPriorityClass, or Volcano's queue and the job's
     PriorityClass; ``pod_priority`` is the PriorityClass of the pods.
     """
+
+    starting_text: ClassVar[str] = """\
+  kubernetes:
+    namespace: default  # your team's
+    # queue: team-a  # a LocalQueue of Kueue there; without one nothing keeps the pods of a run together
+    # priority: training-normal  # a WorkloadPriorityClass
+    # image: registry.example/scaletrain:0.1.0  # submit needs it, best by digest; `scaletrain init --files k8s DIR`
+    runs: {claim: runs}  # a PersistentVolumeClaim that many nodes can mount: checkpoints, logs
+    # rdma_resource: rdma/hca_shared_devices_a  # what the network's device plugin calls its devices
+    # secrets: {WANDB_API_KEY: {secret: wandb, key: api-key}}  # a key of a Secret; your environment is not sent
+
+"""
+
+    starting_note: ClassVar[str] = "its namespace, queue and image are yours to put in: the lines below `kubernetes:`"
 
     namespace: LabelName = "default"
     context: Text | None = Field(default=None, description="of the kubeconfig; null: the current one")
@@ -251,6 +265,28 @@ class KubernetesSpec(Section):
         for index, toleration in enumerate(self.tolerations):
             for key, message in toleration.inconsistencies():
                 yield f"tolerations.{index}.{key}", message
+
+    @property
+    def summary(self) -> str:
+        """The namespace, and the queue and the context where they are given."""
+        asked = {"namespace": self.namespace, "queue": self.queue, "context": self.context}
+        return "".join(f", {what} {value}" for what, value in asked.items() if value is not None)
+
+    @property
+    def host_memory_per_node(self) -> float | None:
+        """Return ``memory_per_node``; None where it is auto."""
+        return None if self.memory_per_node == "auto" else self.memory_per_node
+
+    def run_inconsistencies(self, *, env: Collection[str], secret_env: Collection[str]) -> Iterator[tuple[str, str]]:
+        """Yield the names of ``secret_env`` without a Secret, and those that also stand in ``env``."""
+        if unknown := sorted(set(secret_env) - self.secrets.keys()):
+            yield (
+                "secret_env",
+                f"{', '.join(unknown)} must also stand in cluster.kubernetes.secrets: pods get secrets from Secret "
+                f"objects alone. Write cluster.kubernetes.secrets.{unknown[0]}: {{secret: NAME, key: KEY}}.",
+            )
+        if both := sorted(set(env) & self.secrets.keys()):
+            yield "cluster.kubernetes.secrets", f"{', '.join(both)} also stands in env, in clear; remove it there."
 
     @property
     def kueue(self) -> bool:

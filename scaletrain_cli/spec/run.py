@@ -133,19 +133,7 @@ class RunSpec(Section):
         both = sorted(set(self.secret_env) & self.env.keys())
         if both:
             yield "secret_env", f"{', '.join(both)} also stands in env, in clear; remove it there."
-        if self.cluster.scheduler == "kubernetes":
-            yield from self._secret_inconsistencies()
-
-    def _secret_inconsistencies(self) -> Iterator[tuple[str, str]]:
-        secrets = self.cluster.kubernetes.secrets
-        if unknown := sorted(set(self.secret_env) - secrets.keys()):
-            yield (
-                "secret_env",
-                f"{', '.join(unknown)} must also stand in cluster.kubernetes.secrets: pods get secrets from Secret "
-                f"objects alone. Write cluster.kubernetes.secrets.{unknown[0]}: {{secret: NAME, key: KEY}}.",
-            )
-        if both := sorted(self.env.keys() & secrets.keys()):
-            yield "cluster.kubernetes.secrets", f"{', '.join(both)} also stands in env, in clear; remove it there."
+        yield from self.cluster.section.run_inconsistencies(env=self.env, secret_env=self.secret_env)
 
     def _transformer_inconsistencies(self) -> Iterator[tuple[str, str]]:
         model, layout, schedule = self.transformer, self.layout, self.training.schedule

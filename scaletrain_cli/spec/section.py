@@ -4,9 +4,9 @@ Modules of the spec do without ``from __future__ import annotations``: pydantic 
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     BaseModel,
@@ -190,3 +190,34 @@ class OpenSection(Section):
         for name, section in self.plugins.items():
             if hasattr(section, "inconsistencies"):
                 yield from ((f"{name}.{key}", message) for key, message in section.inconsistencies())
+
+
+class BackendSection(Section):
+    """Base of ``cluster.<name>``: the options of one back end. Each rule below may be overridden; by default none."""
+
+    # The lines that `scaletrain init` writes for the section, indented as below ``cluster:``.
+    starting_text: ClassVar[str] = ""
+    # What it then tells the user to fill in.
+    starting_note: ClassVar[str] = ""
+
+    @property
+    def summary(self) -> str:
+        """The settings to name where the job is summarized, each after a comma: ``, partition gpu``."""
+        return ""
+
+    @property
+    def host_memory_per_node(self) -> float | None:
+        """Bytes of host memory that the job asks for on each node; None where it asks for what the plan needs."""
+        return None
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key of the section, message) for each setting that contradicts another one of the section."""
+        yield from ()
+
+    def cluster_inconsistencies(self, *, grace_seconds: float) -> Iterator[tuple[str, str]]:
+        """Yield (key of the section, message) for each setting that contradicts the rest of the cluster section."""
+        yield from ()
+
+    def run_inconsistencies(self, *, env: Collection[str], secret_env: Collection[str]) -> Iterator[tuple[str, str]]:
+        """Yield (dotted key, message) for contradictions with the names in ``env`` and ``secret_env`` of the run."""
+        yield from ()

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.spec.quantities import Bytes, Matching, PositiveSeconds
-from scaletrain_cli.spec.section import Section
+from scaletrain_cli.spec.section import BackendSection, Section
+from scaletrain_cli.text import seconds_text
 
 _SLURM_WORD = r"[A-Za-z0-9_.,:=/@%+*\[\]\-&|!()]{1,256}"
 
@@ -78,8 +79,16 @@ class ContainerSpec(Section):
     python: PythonInImage = Field(default="python3", description="in the image, with this package")
 
 
-class SlurmSpec(Section):
+class SlurmSpec(BackendSection):
     """Options of the Slurm job. ``extra`` takes any further long option of sbatch, without its dashes."""
+
+    starting_text: ClassVar[str] = """\
+  slurm:
+    time: 24h
+    # partition: gpu
+    # account: lab
+
+"""
 
     partition: SlurmWord | None = None
     account: SlurmWord | None = None
@@ -105,3 +114,25 @@ class SlurmSpec(Section):
             yield "switches_wait", "has nothing to wait for. Set slurm.switches, the most leaf switches to span."
         for name in sorted(SLURM_OWN_OPTIONS & self.extra.keys()):
             yield f"extra.{name}", "is set by the launcher or by a field of its own; remove it from extra."
+
+    @property
+    def summary(self) -> str:
+        """The partition, account, QOS, reservation and time limit, where they are given."""
+        asked = {"partition": self.partition, "account": self.account, "QOS": self.qos, "reservation": self.reservation}
+        limit = f", requeued after {seconds_text(self.time)}" if self.time is not None else ""
+        return "".join(f", {what} {value}" for what, value in asked.items() if value is not None) + limit
+
+    @property
+    def host_memory_per_node(self) -> float | None:
+        """Return ``memory_per_node``."""
+        return self.memory_per_node
+
+    def cluster_inconsistencies(self, *, grace_seconds: float) -> Iterator[tuple[str, str]]:
+        """Yield the key ``time`` where the job would end before it began to train."""
+        warning = max(60.0, grace_seconds)  # what the job asks of Slurm before its end; Slurm looks twice a minute
+        if self.time is not None and self.time < warning + 120:
+            yield (
+                "time",
+                f"must be at least {warning + 120:.0f} s: the ranks are warned {warning:.0f} s before the end "
+                "(grace_seconds, 60 at the least) and would leave before they began.",
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from string import Template
 
+from scaletrain_cli.spec.backend_traits import backend_traits
 from scaletrain_cli.spec.presets import presets
 
 _COMMENT_COLUMN = 36
@@ -69,7 +70,7 @@ layout:  # how the job is cut over the devices
 
 _LOCAL_CLUSTER = """\
 cluster:
-  scheduler: local  # this machine; or slurm, kubernetes: a cluster
+  scheduler: $scheduler  # this machine; or slurm, kubernetes: a cluster
   nodes: 1
   gpus_per_node: $gpus_per_node
   gpu: $gpu  # cpu: each rank is a CPU process; or a device, such as h100-sxm-80gb
@@ -89,26 +90,6 @@ cluster:
   grace_seconds: 120  # from the warning of a preemption to the end
 """
 
-_SLURM = """\
-  slurm:
-    time: 24h
-    # partition: gpu
-    # account: lab
-
-"""
-
-_KUBERNETES = """\
-  kubernetes:
-    namespace: default  # your team's
-    # queue: team-a  # a LocalQueue of Kueue there; without one nothing keeps the pods of a run together
-    # priority: training-normal  # a WorkloadPriorityClass
-    # image: registry.example/scaletrain:0.1.0  # submit needs it, best by digest; `scaletrain init --files k8s DIR`
-    runs: {claim: runs}  # a PersistentVolumeClaim that many nodes can mount: checkpoints, logs
-    # rdma_resource: rdma/hca_shared_devices_a  # what the network's device plugin calls its devices
-    # secrets: {WANDB_API_KEY: {secret: wandb, key: api-key}}  # a key of a Secret; your environment is not sent
-
-"""
-
 _TAIL = """\
 checkpoint: {every: $checkpoint_every, keep: 3}  # in steps; written in the background
 restarts: {preemption: unlimited, node: 10, crash: 3}
@@ -121,12 +102,6 @@ _SECRETS = """\
 # secret_env: [WANDB_API_KEY]  # names; the values come from your environment and stand in no file of the run
 """
 
-_CLUSTERS = {
-    "local": _LOCAL_CLUSTER,
-    "slurm": _CLUSTER_OF_NODES + _SLURM,
-    "kubernetes": _CLUSTER_OF_NODES + _KUBERNETES,
-}
-
 
 def starting_spec(
     *, preset: str | None = None, gpu: str = "cpu", scheduler: str = "local", nodes: int = 1, gpus_per_node: int = 2
@@ -135,7 +110,9 @@ def starting_spec(
     small, on_cpu = preset is None, gpu == "cpu"
     vocabulary = 4096 if preset is None else min(int(presets()[preset]["vocab_size"]), 32000)
     text = _HEAD + (_SMALL_MODEL if small else _PRESET_MODEL) + _TRAINING
-    text += _CLUSTERS[scheduler] + _TAIL + ("" if scheduler == "kubernetes" else _SECRETS)
+    traits = backend_traits(scheduler)
+    text += _CLUSTER_OF_NODES + (traits.section.starting_text or "\n") if traits.max_nodes != 1 else _LOCAL_CLUSTER
+    text += _TAIL + (_SECRETS if traits.secrets_from_submitter else "")
     filled = Template(text).substitute(
         **({} if preset is None else _preset(preset)),
         name="llama-10m" if preset is None else preset,

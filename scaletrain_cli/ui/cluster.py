@@ -27,7 +27,10 @@ def show_cluster(view: ClusterView, now: float | None = None) -> None:
     show(console, Group(*parts))
     others = f"{view.others_running} running and {view.others_queued} queued of others"
     mine = "" if view.queue else "no job of yours; "
-    for note in (f"{mine}{others}" if view.scheduler != "local" else mine.removesuffix("; "), *view.notes):
+    for note in (
+        f"{mine}{others}" if view.has_other_users else mine.removesuffix("; "),
+        *view.notes,
+    ):
         if note:
             line(console, note, "dim")
 

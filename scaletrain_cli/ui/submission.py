@@ -46,7 +46,6 @@ def show_probe(nodes: Sequence[NodeFacts]) -> None:
 
 _NOW_SECONDS = 90.0  # within this, a start is no wait; schedulers look every half minute
 _MOST_LINES, _LONGEST_LINE = 20, 100
-_TEXTS = {"slurm": "a batch script for sbatch", "kubernetes": "objects for the API server", "local": "a process"}
 
 
 def show_before_submission(prospect: SubmissionSummary, run_id: str | None) -> None:
@@ -75,10 +74,10 @@ def show_start(start: Start) -> None:
 def job_rows(prospect: SubmissionSummary, run_id: str | None = None) -> list[Row]:
     """Job, Cost and Start."""
     cluster = prospect.spec.cluster
-    sent = f"sent as {_TEXTS[cluster.scheduler]}; --dry-run prints it whole"
+    sent = f"sent as {cluster.traits.rendered_as}; --dry-run prints it whole"
     named = f"{run_id}: " if run_id is not None else ""
     return [
-        ("Job", Group(escaped_text(f"{named}{size_text(cluster)} {_where(cluster)}"), escaped_text(sent, "dim"))),
+        ("Job", Group(escaped_text(f"{named}{size_text(cluster)} {cluster.place}"), escaped_text(sent, "dim"))),
         *([("Code", escaped_text(prospect.code.shown))] if prospect.code is not None else []),
         ("Cost", escaped_text(cost_text(prospect))),
         ("Start", start_view(prospect.start)),
@@ -93,7 +92,7 @@ def sweep_rows(points: Sequence[tuple[RunSpec, RunPlan]], start: Start, at_once:
     pace = "all at once" if at_once == len(points) else f"{at_once} at a time"
     first = "" if at_once == len(points) else " (of the first; the others follow as these end)"
     return [
-        ("Jobs", escaped_text(f"{len(points)} runs, {pace}, {each} {_where(cluster)}")),
+        ("Jobs", escaped_text(f"{len(points)} runs, {pace}, {each} {cluster.place}")),
         ("Cost", escaped_text(_cost_of_all(points, start, at_once))),
         ("Start", Text.assemble(start_view(start), first)),
     ]
@@ -170,22 +169,6 @@ def start_text(start: Start, now: float) -> str:
 def _day(moment: float) -> int:
     local = time.localtime(moment)
     return int((moment + (local.tm_gmtoff or 0)) // 86400)
-
-
-def _where(cluster: ClusterSpec) -> str:
-    if cluster.scheduler == "slurm":
-        slurm = cluster.slurm
-        asked = {"partition": slurm.partition, "account": slurm.account, "QOS": slurm.qos}
-        asked |= {"reservation": slurm.reservation}
-        named = "".join(f", {what} {value}" for what, value in asked.items() if value is not None)
-        limit = f", requeued after {seconds_text(slurm.time)}" if slurm.time is not None else ""
-        return f"on slurm{named}{limit}"
-    if cluster.scheduler == "kubernetes":
-        kubernetes = cluster.kubernetes
-        queue = f", queue {kubernetes.queue}" if kubernetes.queue is not None else ""
-        context = f", context {kubernetes.context}" if kubernetes.context is not None else ""
-        return f"on kubernetes, namespace {kubernetes.namespace}{queue}{context}"
-    return "on this machine"
 
 
 def show_points(points: Sequence[Point], start: Start, at_once: int) -> None:

@@ -253,7 +253,11 @@ def test_the_doctor_looks_at_the_machine() -> None:
 
 
 def test_the_doctor_survives_tools_that_hang_or_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scaletrain_cli.cli.doctor._PATIENCE_SECONDS", 0.2)
+    for seconds in (
+        "scaletrain_cli.cli.doctor._PATIENCE_SECONDS",
+        "scaletrain_cli.launch.backends.slurm.commands._CHECK_SECONDS",
+    ):
+        monkeypatch.setattr(seconds, 0.2)
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, body in {"nvidia-smi": "exec sleep 60", "scontrol": "echo down >&2; exit 1", "sbatch": ""}.items():

@@ -67,7 +67,7 @@ def test_a_resume_shows_job_cost_start_and_what_changed(capsys: pytest.CaptureFi
     one = prospect(*SLURM, "training.global_batch_size=32", *asked, start=Start(None, "sbatch gave no time"))
     show_before_resuming(one, ["-#SBATCH --nodes=2", "+#SBATCH --nodes=4"])
     shown = [" ".join(row.split()) for row in capsys.readouterr().err.splitlines()]
-    assert shown[0] == "Job 4 nodes × 8 GPUs = 32 on slurm, partition gpu, QOS high, requeued after 24 h"
+    assert shown[0] == "Job 4 nodes × 8 GPUs = 32 on Slurm, partition gpu, QOS high, requeued after 24 h"
     assert shown[1] == "sent as a batch script for sbatch; --dry-run prints it whole"
     assert "Start not known: sbatch gave no time" in shown
     assert shown[-3:] == [

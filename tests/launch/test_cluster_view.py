@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.launch.backends.cluster_view import GpuRow, NodesRow
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.backends.local.cluster_view import local_view
 from scaletrain_cli.launch.backends.slurm.cluster_view import make_view
 from scaletrain_cli.launch.backends.slurm.site import limits_of
+from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.ui.cluster import show_cluster
 from tests.cli.command_line import scaletrain
 from tests.launch.backends.slurm.test_preflight import SITE
@@ -58,7 +60,7 @@ def test_quotas_stand_with_what_is_used() -> None:
 
 
 def test_the_json_is_the_same_for_every_scheduler() -> None:
-    local = local_view().to_json()
+    local = LocalBackend().cluster_view(ClusterSpec()).to_json()
     assert local["schema"] == "scaletrain.cluster/v1"
     assert local.keys() == VIEW.to_json().keys()
     assert local["gpus"][0].keys() == VIEW.to_json()["gpus"][0].keys()
@@ -69,13 +71,13 @@ def test_this_machine_has_gpus_as_its_driver_calls_them(tmp_path: Path, monkeypa
     card = tmp_path / "0000:00:04.0" / "information"
     card.parent.mkdir()
     card.write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 17\n")
-    (row,) = local_view(tmp_path).gpus
+    (row,) = local_view(lambda run, record: None, tmp_path).gpus
     assert (row.type, row.total, row.free) == ("NVIDIA H100 80GB HBM3", 2, 2)
 
 
 def test_a_local_run_that_has_ended_holds_nothing(make_run: Callable[..., MadeRun]) -> None:
     make_run()
-    assert local_view().queue == ()
+    assert LocalBackend().cluster_view(ClusterSpec()).queue == ()
 
 
 def test_the_table_fits_eighty_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +107,7 @@ def test_words_that_have_no_sense_together_are_refused(words: tuple[str, ...]) -
 
 def test_a_scheduler_that_is_unknown_is_refused_with_those_that_are_known() -> None:
     refused = scaletrain("status", "--cluster", "--scheduler", "pbs")
-    assert (refused.code, "use slurm, kubernetes or local" in refused.err) == (2, True)
+    assert (refused.code, "use local, slurm, kubernetes" in refused.err) == (2, True)
 
 
 def test_a_cluster_of_the_users_is_shown_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.rendered_job import changes_since_sent, in_format, keep_sent
 from scaletrain_cli.launch.submit import submit_run
 from tests.cli.command_line import SMALL, scaletrain
@@ -42,7 +43,7 @@ def test_a_script_is_a_script_or_json_and_no_yaml() -> None:
     assert (told["scheduler"], told["script"]) == ("slurm", script)
     assert scaletrain("submit", SMALL, "--output", "yaml", *on_slurm).code == 2
     with pytest.raises(UsageError, match="local gets a script"):
-        in_format("local", "", "yaml")
+        in_format(LocalBackend(), "", "yaml")
 
 
 def test_objects_are_yaml_or_a_list_that_kubectl_reads() -> None:

@@ -10,11 +10,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from scaletrain_cli.errors import SchedulerError, UsageError
-from scaletrain_cli.launch.backends.base import Job, PreflightResult, Start
+from scaletrain_cli.launch.backends.base import Backend, Job, PreflightResult, Start
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.submit import create_run, make_record, new_run_id, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
@@ -25,8 +26,10 @@ from scaletrain_cli.spec import RunSpec
 from tests.launch.conftest import MadeRun, make_plan, make_spec
 
 
-class CountingScheduler:
+class CountingScheduler(Backend):
     """Hands nothing over, slowly, and counts how often it was asked to."""
+
+    name: ClassVar[str] = "local"
 
     def __init__(self) -> None:
         self.submitted = 0
@@ -183,6 +186,7 @@ def test_the_record_of_a_dry_run_writes_nothing() -> None:
 
 
 def test_a_scheduler_that_there_is_not_is_refused_openly() -> None:
-    with pytest.raises(SchedulerError, match="mesos is not in this version") as caught:
+    with pytest.raises(SchedulerError, match="no back end is called mesos") as caught:
         backend_for("mesos")
+    assert caught.value.message.endswith("Installed: local, slurm, kubernetes.")
     assert caught.value.exit_code == 4

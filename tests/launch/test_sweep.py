@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -13,11 +14,12 @@ from hypothesis import strategies as st
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
-from scaletrain_cli.launch.backends.base import Job, PreflightResult, Start
+from scaletrain_cli.launch.backends.base import Backend, Job, PreflightResult, Start
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
+from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
 from scaletrain_cli.launch.backends.slurm.script import job_script
 from scaletrain_cli.launch.submit import create_run
-from scaletrain_cli.launch.sweep import Point, cap_of, point_ids, submit_sweep
+from scaletrain_cli.launch.sweep import Point, point_ids, submit_sweep
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, list_runs, runs_root
@@ -30,8 +32,10 @@ from tests.launch.backends.slurm.test_script import Recorded
 from tests.launch.conftest import ENGINE, MadeRun, make_plan, make_spec, wait_until
 
 
-class Queue:
+class Queue(Backend):
     """Takes jobs until it refuses one; a job that is cancelled is gone."""
+
+    name: ClassVar[str] = "local"
 
     def __init__(self, room: int = 100, refusal: SchedulerError | None = None) -> None:
         self.room, self.refusal = room, refusal or SchedulerError("the queue is full.")
@@ -155,9 +159,11 @@ def test_a_run_of_the_name_of_a_point_that_somebody_is_about_to_submit_is_left_a
 
 def test_on_this_machine_one_runs_at_a_time_and_gpus_are_not_shared() -> None:
     local, slurm = make_spec().cluster, make_spec("cluster.scheduler=slurm").cluster
-    assert (cap_of(local, None, 4), cap_of(local, 3, 4), cap_of(slurm, None, 4), cap_of(slurm, 9, 4)) == (1, 3, 4, 4)
+    here, there = LocalBackend(), SlurmBackend()
+    assert (here.max_concurrent(local, None, 4), here.max_concurrent(local, 3, 4)) == (1, 3)
+    assert (there.max_concurrent(slurm, None, 4), there.max_concurrent(slurm, 9, 4)) == (4, 4)
     with pytest.raises(UsageError, match="would share it"):
-        cap_of(make_spec("cluster.gpu=h100-sxm-80gb").cluster, 2, 4)
+        here.max_concurrent(make_spec("cluster.gpu=h100-sxm-80gb").cluster, 2, 4)
 
 
 @pytest.fixture

@@ -293,7 +293,7 @@ def check_together(
 def _may_be_moved(run: RunDir, record: RunRecord) -> bool:
     """Whether another attempt could have better nodes: once the run has been moved in vain, slow is what there is."""
     ended = (event for event in read_events(run) if event["event"] == "attempt-ended")
-    return record.spec.cluster.scheduler != "local" and not any(event["reason"] == "wrong-nodes" for event in ended)
+    return not record.spec.cluster.traits.runs_here and not any(event["reason"] == "wrong-nodes" for event in ended)
 
 
 def _as_a_word(finding: PreflightFinding) -> PreflightFinding:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.launch.backends.cluster_view import ClusterView
+from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ClusterSpec, RunSpec
+from scaletrain_cli.spec.backend_traits import BackendTraits, backend_traits
 
-# What a scheduler says of a job before it gets it, and what the job means: its size, its cost from here on, its start.
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.attempts import AttemptRecord
+    from scaletrain_cli.launch.resource_checks.view import View
+    from scaletrain_cli.launch.status import RunStatus
 
 
 @dataclass(frozen=True)
@@ -104,25 +114,202 @@ class Job:
         return self.is_active or (self.state == "unknown" and (self.id != "" or self.unsettled))
 
 
-class Backend(Protocol):
-    """Every method raises SchedulerError when the scheduler refuses or cannot be reached."""
+@dataclass(frozen=True)
+class Check:
+    """One line of `scaletrain doctor`; ``advice`` says what to do where ``state`` is not ``ok``."""
+
+    name: str
+    state: Literal["ok", "warn", "none"]
+    found: str
+    advice: str = ""
+
+
+class LogFetcher(Protocol):
+    """Copies the output of ranks that write elsewhere into the run directory, each line once."""
+
+    def bring(self) -> None:
+        """Copy what is new. Raises SchedulerError, after everything that could be copied."""
+
+    def following(self) -> AbstractContextManager[None]:
+        """Copy while the context is entered, as the ranks print."""
+
+
+class Backend(ABC):
+    """One way to run jobs. A back end has no state of its own: everything is in the run directory and the scheduler.
+
+    A back end must implement render, submit, job and cancel; every other method has a default. What all of them owe:
+
+    - **Errors.** SchedulerError where the scheduler refuses or cannot be reached, with nothing changed;
+      SchedulerSilentError where it did not answer, so that it may or may not have done what was asked.
+    - **Idempotent submit.** A submitter may die after the scheduler took the job. ``submit`` of a run whose latest
+      revision the scheduler already has returns the id of that job and makes no second one.
+    - **Gang.** All nodes of an attempt start together or not at all, and end together.
+    - **Grace period.** Before a job ends for any reason but its own, each node agent gets SIGTERM, and
+      ``cluster.grace_seconds`` before it is killed. Ranks save a checkpoint in that time.
+    - **Restarts.** The job, or the scheduler, starts the next attempt; nobody else does. An attempt begins with
+      ``launch.attempts.begin_attempt`` and ends with ``launch.restart.conclude_attempt``, whose Decision says whether
+      another one follows. A job of one node can run ``launch.node.job``, which does all of it.
+    - **Exit codes.** The job ends with the exit code of the Decision (docs/exit-codes.md): 0 done, 75 preempted with
+      its state saved, 93 no retry can help.
+    - **Bad nodes.** ``render`` and ``submit`` exclude nodes of ``rundir.bad_nodes`` where the scheduler can do that.
+    """
+
+    name: ClassVar[str]  # as in BackendTraits.name
+    output_format: ClassVar[Literal["script", "yaml"]] = "script"  # of render(); JSON is made from both
+    can_force: ClassVar[bool] = False  # force() is implemented
+    can_probe: ClassVar[bool] = False  # probe() is implemented
+    replaces_nodes: ClassVar[bool] = False  # a restart of the same job may get other nodes
+
+    @property
+    def traits(self) -> BackendTraits:
+        """The declaration of this back end."""
+        return backend_traits(self.name)
+
+    # ---- the core -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def render(self, run: RunDir, record: RunRecord) -> str:
+        """Return the exact text that submit() would hand over. It holds no secret, and nothing is written."""
+
+    @abstractmethod
+    def submit(self, run: RunDir, record: RunRecord) -> str:
+        """Hand the job over and return its id. Called through launch.submit, which holds the lock of the run.
+
+        The run of a sweep whose SweepPlace names a run before it must not start before that one has ended, unless
+        max_concurrent() returns the number of all points.
+        """
+
+    @abstractmethod
+    def job(self, run: RunDir, record: RunRecord) -> Job:
+        """Return the latest job of the run as the scheduler sees it now. Changes nothing."""
+
+    @abstractmethod
+    def cancel(self, run: RunDir, record: RunRecord) -> None:
+        """End the job, with its state saved; no further attempt starts.
+
+        Asks the ranks to save (SIGTERM to the node agents, or the stop file of the run) and does not wait for them.
+        """
+
+    # ---- before a job is submitted ------------------------------------------------------------------------------
 
     def preflight(
         self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
     ) -> PreflightResult:
-        """Ask whether the job could run at all, and when; returns what is worth telling. Leaves nothing behind.
+        """Return when the job could start, with notes. Raises SchedulerError where it could never run.
 
-        ``run``: the one that is to go on, with what is kept of it; None for one that is yet to be made.
+        ``run`` is the one to resume, with the code kept of it; None for a new one. Leaves nothing behind.
         """
+        return PreflightResult(Start(None, f"{self.traits.display_name} gives no estimate"))
 
-    def render(self, run: RunDir, record: RunRecord) -> str:
-        """The exact text that submit() would hand over. Holds no secret and touches no file."""
+    def probe(self, spec: RunSpec, plan: RunPlan) -> Sequence[Any]:
+        """Run a short job on the nodes and return the facts of each. Raises UsageError where can_probe is False."""
+        raise UsageError(f"--probe is not implemented for {self.traits.display_name}.")
 
-    def submit(self, run: RunDir, record: RunRecord) -> str:
-        """Hand the job over; returns its id. Call through submission.submit_run, which holds the lock."""
+    def max_concurrent(self, cluster: ClusterSpec, wanted: int | None, points: int) -> int:
+        """Return how many runs of a sweep may run at once. Raises UsageError for a ``wanted`` that is not possible."""
+        return min(points, wanted or points)
 
-    def job(self, run: RunDir, record: RunRecord) -> Job:
-        """The run's latest job."""
+    def unseen_place(self, view: View, path: str) -> str:
+        """Return where the ranks look for ``path`` if that is not visible from here: ``in the pods``; else ''."""
+        return ""
 
-    def cancel(self, run: RunDir, record: RunRecord) -> None:
-        """End the job with its state saved; no further attempt starts."""
+    def has_own_python(self, spec: RunSpec) -> bool:
+        """Return whether the ranks run another Python than this process, so that its packages are not visible here."""
+        return False
+
+    def resource_problems(self, view: View) -> Iterator[Problem]:
+        """Yield what the section of the back end names and this machine can see is missing."""
+        yield from ()
+
+    def passes_on(self, spec: RunSpec, name: str, environment: Mapping[str, str]) -> bool:
+        """Return whether the ranks get the environment variable ``name`` of the submitting machine."""
+        return bool(environment.get(name)) and (self.traits.runs_here or name in spec.secret_env)
+
+    def secret_hint(self, name: str) -> str:
+        """Return what to do so that the ranks get the secret ``name``."""
+        return f"Export {name} and name it in secret_env"
+
+    def run_directory_mode(self) -> int | None:
+        """Return the permissions of new run directories; None for the usual ones."""
+        return None
+
+    def preflight_settings(self) -> tuple[str, ...]:
+        """Return overrides of the spec for the short run of `scaletrain preflight`."""
+        return ()
+
+    # ---- while it is queued or runs -----------------------------------------------------------------------------
+
+    def asked_once(self, runs: Sequence[RunDir]) -> Backend:
+        """Return a back end that answers job() for these runs from one question to the scheduler, where it can."""
+        return self
+
+    def latest_job_id(self, run: RunDir, record: RunRecord, submitted: str) -> str:
+        """Return the id of the latest job without asking the scheduler; ``submitted`` is that of submission.json."""
+        return submitted
+
+    def logs(self, run: RunDir, record: RunRecord) -> LogFetcher | None:
+        """Return what copies the output of the ranks here; None where they write to the run directory."""
+        return None
+
+    def job_log(self, run: RunDir, job_id: str) -> Path | None:
+        """Return the log that the job itself, not its ranks, writes to the run directory; None where there is none."""
+        return None
+
+    def force(self, run: RunDir, record: RunRecord) -> list[str]:
+        """Remove what is left of a cancelled job on nodes that are known to be off; return the names of the parts.
+
+        Raises UsageError where can_force is False.
+        """
+        raise UsageError(f"{run.run_id} is on {self.traits.display_name}, where --force has no effect.")
+
+    def remove_ended(self, run: RunDir, record: RunRecord) -> list[str]:
+        """Delete what the scheduler keeps of a job that is over; return the names of the objects."""
+        return []
+
+    # ---- explanations -------------------------------------------------------------------------------------------
+
+    def explain_stuck(self, run: RunDir, record: RunRecord, status: RunStatus) -> Iterator[Finding]:
+        """Yield what keeps an active job from starting or ending and does not go away by itself."""
+        yield from ()
+
+    def explain_waiting(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
+        """Return why a queued job waits."""
+        return Finding("queued", "its job has not started", (Evidence("the scheduler", status.job.detail),))
+
+    def explain_never_began(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
+        """Return why a job ended before its first attempt."""
+        evidence = (Evidence("the scheduler", status.why),) if status.why else ()
+        again = f"scaletrain resume {run.run_id} submits it again"
+        return Finding("never-began", "its job ended before an attempt began", evidence, (again,))
+
+    def actions_if_suspended(self, job_id: str) -> tuple[str, ...]:
+        """Return what ends the suspension of a job: commands or sentences."""
+        return ()
+
+    # ---- attempts -----------------------------------------------------------------------------------------------
+
+    def restarts_lost_nodes_free(self, attempt: AttemptRecord) -> bool:
+        """Return whether a lost node costs the job none of its restarts: the scheduler brings the job back."""
+        return False
+
+    # ---- the cluster and this machine ---------------------------------------------------------------------------
+
+    def is_available(self) -> bool:
+        """Return whether this machine can submit: its command or configuration is there. Asks no server."""
+        return False
+
+    def has_this_machine(self) -> bool:
+        """Return whether this machine belongs to the cluster, as a login node does: `status --cluster` shows it."""
+        return False
+
+    def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
+        """Return the nodes, quotas and queue. Raises SchedulerError where the scheduler does not answer."""
+        note = f"{self.traits.display_name} reports nothing about its nodes"
+        return ClusterView(scheduler=self.name, cluster=self.traits.display_name, notes=(note,))
+
+    def checks(self) -> Iterator[Check]:
+        """Yield the lines of `scaletrain doctor` about this back end. Takes a few seconds at most."""
+        if self.is_available():
+            yield Check(self.name, "ok", self.traits.display_name)
+        else:
+            yield Check(self.name, "none", f"{self.traits.display_name} is not available here")

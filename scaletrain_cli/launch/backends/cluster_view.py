@@ -1,17 +1,10 @@
-"""A cluster at a glance, the same for every scheduler: GPUs by type, nodes by state, quotas, the queue. Types alone.
-
-Each scheduler's own module fills it; view_of() finds that module.
-"""
+"""The state of a cluster, the same for every back end: GPUs by type, nodes by state, quotas, the queue. Types only."""
 
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from scaletrain_cli.spec import ClusterSpec
+from typing import Any
 
 SCHEMA = "scaletrain.cluster/v1"
 
@@ -78,28 +71,9 @@ class ClusterView:
     queue: tuple[QueueRow, ...] = ()
     others_running: int = 0
     others_queued: int = 0
+    has_other_users: bool = True  # False: the jobs of other users are not known
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The stable JSON object."""
         return {"schema": SCHEMA, **dataclasses.asdict(self)}
-
-
-def usual_scheduler() -> Literal["local", "slurm"]:
-    """The cluster that this machine's commands talk to, else this machine."""
-    return "slurm" if shutil.which("sinfo") else "local"
-
-
-def view_of(cluster: ClusterSpec) -> ClusterView:
-    """Ask the scheduler that the section names for all of it. Raises SchedulerError when it cannot be reached."""
-    if cluster.scheduler == "slurm":
-        from scaletrain_cli.launch.backends.slurm.cluster_view import slurm_view
-
-        return slurm_view(cluster)
-    if cluster.scheduler == "kubernetes":
-        from scaletrain_cli.launch.backends.kubernetes.cluster_view import kubernetes_view
-
-        return kubernetes_view(cluster.kubernetes)
-    from scaletrain_cli.launch.backends.local.cluster_view import local_view
-
-    return local_view()

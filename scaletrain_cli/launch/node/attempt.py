@@ -188,8 +188,9 @@ def _start_ranks(gang: LocalRanks, run: RunDir, record: RunRecord, options: Agen
     command = python_command(record.spec.code.engine or options.engine, str(run.path))
     place = NodePlace(options.attempt, options.node_rank, options.master_addr, options.master_port)
     secrets = read_document(run.secrets) or {}
-    in_pod = record.spec.cluster.scheduler == "kubernetes"  # Kubernetes puts them into the environment
-    missing = set(record.spec.secret_env) - secrets.keys() - (os.environ.keys() if in_pod else set())
+    # Else the scheduler puts them into the environment.
+    given = set() if record.spec.cluster.traits.secrets_from_submitter else os.environ.keys()
+    missing = set(record.spec.secret_env) - secrets.keys() - given
     if missing:
         raise UsageError(f"{run.secrets} does not hold {', '.join(sorted(missing))}, which secret_env names.")
     base = {**compiled_code(os.environ, record.spec.env), **os.environ}

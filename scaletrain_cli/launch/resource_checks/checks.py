@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from scaletrain_cli.errors import Problem, UsageError, WrongNodesError
 from scaletrain_cli.extras import EXTRAS, install_command
+from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.resource_checks.files import (
     not_checked,
     not_read,
@@ -25,7 +26,7 @@ from scaletrain_cli.launch.resource_checks.files import (
     tokenizer_problems,
     weights_problems,
 )
-from scaletrain_cli.launch.resource_checks.view import CheckResults, View, is_missing
+from scaletrain_cli.launch.resource_checks.view import CheckResults, View
 from scaletrain_cli.rundir.code import code_file, paths_in
 from scaletrain_cli.rundir.journal import has_committed
 from scaletrain_cli.rundir.paths import RunDir
@@ -44,16 +45,11 @@ _SERVICE = "https://api.wandb.ai"
 
 def has_login(spec: RunSpec, environment: Mapping[str, str], folder: Path) -> bool:
     """Return whether the ranks will have a key: in their environment, or in the .netrc of their user."""
-    kubernetes = spec.cluster.scheduler == "kubernetes"
-    for name in _KEYS:
-        if name in spec.env or (kubernetes and name in spec.cluster.kubernetes.secrets):
-            return True
-        # A local run inherits the environment; Slurm's ranks get of it what secret_env names.
-        handed_on = spec.cluster.scheduler == "local" or name in spec.secret_env
-        if not kubernetes and environment.get(name) and handed_on:
-            return True
-    if kubernetes:
-        return False  # pods have a home of their own
+    backend = backend_for(spec.cluster.scheduler)
+    if any(name in spec.env or backend.passes_on(spec, name, environment) for name in _KEYS):
+        return True
+    if not backend.traits.shared_run_directory:
+        return False  # the ranks have a home folder of their own
     host = urlsplit(_base_url({**environment, **spec.env}, folder)).hostname or ""
     return any(_has_entry(path, host) for path in _netrc_files(environment))
 
@@ -154,7 +150,7 @@ def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: P
     if not problems:
         return
     message = "this node does not have what the run spec names"
-    if begun or spec.cluster.scheduler == "slurm":
+    if begun or backend_for(spec.cluster.scheduler).replaces_nodes:
         raise WrongNodesError(message, tuple(problems))
     raise UsageError(message, tuple(problems))
 
@@ -176,10 +172,9 @@ def engine_problems(view: View) -> Iterator[Problem]:
 
 
 def _installed_problems(view: View) -> Iterator[Problem]:
-    code, slurm = view.spec.code, view.spec.cluster.slurm
+    code = view.spec.code
     engine = str(code.engine)
-    other_python = slurm.activate is not None or slurm.modules or slurm.container is not None
-    if not view.on_node and (view.spec.cluster.scheduler == "kubernetes" or other_python):
+    if not view.on_node and backend_for(view.spec.cluster.scheduler).has_own_python(view.spec):
         if code.path is None:
             return  # an interpreter that is not seen here
     elif _is_installed(engine, view):
@@ -231,7 +226,7 @@ def checkpoint_problems(view: View) -> Iterator[Problem]:
 
 def secret_problems(view: View) -> Iterator[Problem]:
     """Yield each name of ``secret_env`` that is not set in this environment."""
-    if view.spec.cluster.scheduler == "kubernetes":
+    if not view.spec.cluster.traits.secrets_from_submitter:
         return
     for name in view.spec.secret_env:
         if name not in view.environment and name not in view.secrets:
@@ -241,7 +236,7 @@ def secret_problems(view: View) -> Iterator[Problem]:
 def tracker_problems(view: View) -> Iterator[Problem]:
     """Yield each tracker whose library is not installed here, where the ranks run here."""
     spec = view.spec
-    if spec.cluster.scheduler != "local" or spec.code.engine is not None:
+    if not spec.cluster.traits.runs_here or spec.code.engine is not None:
         return
     for name in spec.tracking.trackers:
         if any(find_spec(module) is None for module in EXTRAS.get(name, ())):
@@ -257,34 +252,15 @@ def wandb_problems(view: View) -> Iterator[Problem]:
         return
     if has_login(spec, view.environment, view.folder):
         return
-    where = {
-        "kubernetes": "Add WANDB_API_KEY to secret_env and to cluster.kubernetes.secrets",
-        "slurm": "Export WANDB_API_KEY and name it in secret_env, or run `wandb login`",
-        "local": "Export WANDB_API_KEY, or run `wandb login`",
-    }[spec.cluster.scheduler]
+    login = ", or run `wandb login`" if spec.cluster.traits.shared_run_directory else ""
+    where = f"{backend_for(spec.cluster.scheduler).secret_hint(_KEYS[0])}{login}"
     hint = f"{where}; or set it to offline and send the files later with `wandb sync`."
     yield view.problem(key, "the run has no key of Weights & Biases.", "online", hint)
 
 
-def activate_problems(view: View) -> Iterator[Problem]:
-    """Yield why ``cluster.slurm.activate`` cannot be sourced."""
-    path, key = view.spec.cluster.slurm.activate, "cluster.slurm.activate"
-    if view.spec.cluster.scheduler == "slurm" and path is not None and is_missing(path):
-        yield view.problem(key, "there is no such file.", path, "Name the script that sets up Python on the nodes.")
-
-
-def container_problems(view: View) -> Iterator[Problem]:
-    """Yield missing files and folders of ``cluster.slurm.container``, where their file system is seen here."""
-    container, key = view.spec.cluster.slurm.container, "cluster.slurm.container"
-    if view.spec.cluster.scheduler != "slurm" or container is None:
-        return
-    if container.image.startswith("/") and is_missing(container.image):
-        yield view.problem(f"{key}.image", "there is no such file.", container.image, "Name an image.")
-    for index, mount in enumerate(container.mounts):
-        source = mount.partition(":")[0]
-        if is_missing(source):
-            message = f"{source} does not exist."
-            yield view.problem(f"{key}.mounts.{index}", message, mount, "Name a folder of the nodes.")
+def section_problems(view: View) -> Iterator[Problem]:
+    """Yield what the section of the back end names and is not there."""
+    yield from backend_for(view.spec.cluster.scheduler).resource_problems(view)
 
 
 _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
@@ -296,6 +272,5 @@ _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     secret_problems,
     tracker_problems,
     wandb_problems,
-    activate_problems,
-    container_problems,
+    section_problems,
 )

@@ -36,7 +36,7 @@ def source_problems(view: View) -> Iterator[Problem]:
         yield view.problem("data.source", f"{why}.", source, "Repair the file, or leave it out of the source.")
     if why := _too_little_text(found.files, view.spec):
         yield view.problem("data.source", why, source, "Give more text, or a shorter model.seq_len.")
-    here = view.spec.cluster.scheduler == "local"
+    here = view.spec.cluster.traits.runs_here
     if here and any(kind_of(path) == "parquet" for path in found.files) and find_spec("pyarrow") is None:
         yield view.problem("data.source", "reading parquet needs pyarrow.", source, "Run pip install pyarrow.")
 

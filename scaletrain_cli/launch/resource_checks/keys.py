@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 _FILES = "scaletrain_cli.launch.resource_checks.files:"
 _CHECKS = "scaletrain_cli.launch.resource_checks.checks:"
+_SLURM_FILES = "scaletrain_cli.launch.backends.slurm.backend:SlurmBackend"
 _NODE = "the node agent"
 _SLURM = "scaletrain_cli.launch.backends.slurm.preflight:check_site"
 _SBATCH = "scaletrain_cli.launch.backends.slurm.backend:SlurmBackend"
@@ -198,7 +199,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         "a script of the nodes",
         "there, if its file system is seen here",
         _SUBMIT,
-        f"{_CHECKS}activate_problems",
+        _SLURM_FILES,
         "the job script sources it before anything else and ends the job if that fails",
     ),
     _row(
@@ -206,7 +207,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         "an image",
         "a file: there, if its file system is seen here",
         _SUBMIT,
-        f"{_CHECKS}container_problems",
+        _SLURM_FILES,
         "a name in a registry: srun or apptainer on the nodes",
     ),
     _row(
@@ -214,7 +215,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         "folders of the nodes",
         "there, if their file system is seen here",
         _SUBMIT,
-        f"{_CHECKS}container_problems",
+        _SLURM_FILES,
         "srun or apptainer on the nodes",
     ),
     _row(

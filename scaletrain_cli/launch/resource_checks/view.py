@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from scaletrain_cli.errors import Problem
+from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.spec import RunSpec
 
 
@@ -41,20 +42,7 @@ class View:
 
     def unseen(self, path: str) -> str:
         """Where the ranks look for ``path``, if this machine cannot see that place; empty if it can."""
-        cluster = self.spec.cluster
-        if self.on_node or cluster.scheduler == "local":
-            return ""
-        if cluster.scheduler == "kubernetes":
-            return "in the pods"
-        place = PurePosixPath(self.folder / Path(os.path.expanduser(path)))
-        if cluster.slurm.container is not None:
-            seen = [mount.split(":")[:2] for mount in cluster.slurm.container.mounts]
-            if not any(len(set(mount)) == 1 and place.is_relative_to(mount[0]) for mount in seen):
-                return "in the container"
-        beside_the_submitter = not Path(os.path.expanduser(path)).is_absolute()
-        if beside_the_submitter or os.path.lexists(place) or is_shared(place):
-            return ""
-        return "on the nodes"
+        return "" if self.on_node else backend_for(self.spec.cluster.scheduler).unseen_place(self, path)
 
 
 def parent_of_glob(source: str) -> str:

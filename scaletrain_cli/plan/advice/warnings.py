@@ -62,10 +62,8 @@ def _about_layout(spec: RunSpec, layout: Layout, memory: Memory, device: Acceler
 def _about_host_memory(spec: RunSpec, layout: Layout, memory: Memory, durability: Durability) -> Iterator[str]:
     offloaded = memory.host * min(spec.cluster.gpus_per_node, layout.world_size)
     copied = durability.copy_bytes_per_node
-    on_kubernetes = spec.cluster.scheduler == "kubernetes"
-    given = spec.cluster.kubernetes.memory_per_node if on_kubernetes else spec.cluster.slurm.memory_per_node
-    asked = None if given == "auto" else given  # auto is what the plan needs
-    key = f"cluster.{'kubernetes' if on_kubernetes else 'slurm'}.memory_per_node"
+    asked = spec.cluster.section.host_memory_per_node
+    key = f"cluster.{spec.cluster.scheduler}.memory_per_node"
     needs = (
         f"offloading takes {offloaded / 1e9:,.1f} GB of each node's memory and the copy that checkpoints are written "
         f"from {copied / 1e9:,.1f} GB"
@@ -98,7 +96,7 @@ def _about_durability(spec: RunSpec, durability: Durability, time: Time) -> Iter
             "spot without cluster.mean_time_between_interruptions: preemptions are taken to come every "
             f"{SPOT_HOURS_BETWEEN_PREEMPTIONS:g} hours, as on AWS in 2022 and 2023; state yours, or plan with a trace."
         )
-    if not durability.grace_ok and (spec.cluster.spot or spec.cluster.scheduler != "local"):
+    if not durability.grace_ok and (spec.cluster.spot or not spec.cluster.traits.runs_here):
         needed = durability.save_seconds + time.step
         behind = math.ceil((durability.save_seconds - durability.blocked_seconds) / time.step)
         yield (

@@ -34,15 +34,13 @@ _MOST_BOUNDED = 48
 
 def most_nodes(spec: RunSpec, max_gpus: int) -> int:
     """Of so many GPUs; never more than a spec may name, whatever limit was given."""
-    return min(max_gpus // spec.cluster.gpus_per_node, MOST_NODES)
+    return min(max_gpus // spec.cluster.gpus_per_node, spec.cluster.traits.max_nodes or MOST_NODES)
 
 
 def node_counts(spec: RunSpec, max_gpus: int) -> list[int]:
     """Node counts of the coarse pass, ascending: powers of two, counts that divide the batch, and the spec's own."""
     per_node = spec.cluster.gpus_per_node
     most = most_nodes(spec, max_gpus)
-    if spec.cluster.scheduler == "local":
-        return [1]
     wanted = {1 << power for power in range(most.bit_length())}
     dividing = [ranks // per_node for ranks in divisors(spec.training.global_batch_size) if ranks % per_node == 0]
     found: list[int] = []
@@ -181,7 +179,7 @@ def refined(
     best = min((each.row for each in tried if meets(limits, each)), key=limits.rank, default=None)
     chances: list[_Chance] = []
     looked_at = 0
-    for gpu in names if spec.cluster.scheduler != "local" else ():
+    for gpu in names if spec.cluster.traits.max_nodes != 1 else ():
         of_gpu = [each for each in tried if each.gpu == gpu]
         found, count = _chances(spec, limits, of_gpu, best, fewest_nodes)
         chances += found

@@ -171,7 +171,7 @@ def _limits(
 
 
 def _is_bound_to_one_node(spec: RunSpec, max_gpus: int) -> bool:
-    return spec.cluster.scheduler == "local" and max_gpus >= 2 * spec.cluster.gpus_per_node
+    return spec.cluster.traits.max_nodes == 1 and max_gpus >= 2 * spec.cluster.gpus_per_node
 
 
 def _out_of_reach(
@@ -193,8 +193,9 @@ def _out_of_reach(
         problems.append(Problem("would do", "cluster", message, f"{beyond.gpus} x {beyond.gpu}"))
     elif closest is None:
         problems += [Problem("largest", "cluster", row.why, f"{row.gpus} x {row.gpu}") for row in rows[-1:]]
-    if spec.cluster.scheduler == "local":
-        problems.append(Problem("one node", "cluster.scheduler", "is one node.", "local", "Use slurm for more."))
+    if spec.cluster.traits.max_nodes == 1:
+        name = spec.cluster.scheduler
+        problems.append(Problem("one node", "cluster.scheduler", "is one node.", name, "Use slurm for more."))
     return SizingError(_headline(limits, closest, problems), tuple(problems), tuple(rows), closest)
 
 

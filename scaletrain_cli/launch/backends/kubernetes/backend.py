@@ -10,12 +10,14 @@ import dataclasses
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
-from scaletrain_cli.launch.backends.base import Job, PreflightResult
-from scaletrain_cli.launch.backends.kubernetes.api import Cluster, connect
+from scaletrain_cli.launch.backends.base import Backend, Check, Job, PreflightResult
+from scaletrain_cli.launch.backends.cluster_view import ClusterView
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster, connect, is_configured
 from scaletrain_cli.launch.backends.kubernetes.api_errors import RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     BACKENDS,
@@ -68,18 +70,30 @@ from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.safe_files import touch
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ClusterSpec, RunSpec
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.attempts import AttemptRecord
+    from scaletrain_cli.launch.finding import Finding
+    from scaletrain_cli.launch.resource_checks.view import View
+    from scaletrain_cli.launch.status import RunStatus
 
 _LINES_LOOKED_AT = 200  # of pod 0, for the newest step
 _RUNTIME_SECONDS = 15.0  # until webhooks, which read from caches, have seen a runtime that was just made
 _RETRY_SECONDS = 0.5
+_CHECK_SECONDS = 10  # of `scaletrain doctor`, which must not hang
 _SERVER_TROUBLE = 500  # and above: no answer to what was asked
 _LOST_ANSWER_PAUSES = (1.0, 3.0)  # before a request without an answer is made again
 
 
 @dataclass(frozen=True)
-class KubernetesBackend:
+class KubernetesBackend(Backend):
     """Jobs of the clusters that the kubeconfig names. ``connect`` is how one is reached; tests put their own there."""
+
+    name: ClassVar[str] = "kubernetes"
+    output_format: ClassVar[Literal["script", "yaml"]] = "yaml"
+    can_force: ClassVar[bool] = True
+    replaces_nodes: ClassVar[bool] = False  # a pod is only moved with its gang
 
     connect: Callable[[str | None, str], Cluster] = connect
 
@@ -268,6 +282,91 @@ class KubernetesBackend:
         if removed:
             record_event(run, "pods-force-deleted", pods=removed)
         return removed
+
+    def max_concurrent(self, cluster: ClusterSpec, wanted: int | None, points: int) -> int:
+        """Return ``points``: the quota of a queue limits them. Raises UsageError for any ``wanted``."""
+        if wanted is not None:
+            raise UsageError(
+                f"--max-concurrent {wanted}: on Kubernetes a queue's quota is what keeps runs apart. Leave the option "
+                "out, and name a queue that holds as many as are to run at once."
+            )
+        return points
+
+    def unseen_place(self, view: View, path: str) -> str:
+        """Return ``in the pods``, which have file systems of their own."""
+        return "in the pods"
+
+    def has_own_python(self, spec: RunSpec) -> bool:
+        """Return True: it is in the image."""
+        return True
+
+    def passes_on(self, spec: RunSpec, name: str, environment: Mapping[str, str]) -> bool:
+        """Return whether a Secret holds the variable: the environment of the submitting machine is not sent."""
+        return name in spec.cluster.kubernetes.secrets
+
+    def secret_hint(self, name: str) -> str:
+        """Return that the secret must be named in the section too."""
+        return f"Add {name} to secret_env and to cluster.kubernetes.secrets"
+
+    def run_directory_mode(self) -> int | None:
+        """Return the mode for pods, which write as a user of their own with the group of the volume."""
+        return 0o770
+
+    def preflight_settings(self) -> tuple[str, ...]:
+        """Return that the objects of the short run go soon."""
+        return ("cluster.kubernetes.ttl_seconds_after_finished=10m",)
+
+    def latest_job_id(self, run: RunDir, record: RunRecord, submitted: str) -> str:
+        """Return the id of the job that was sent, or may have been: the answer may have been lost."""
+        place = job_ref_of(run, record)
+        return "" if place is None else place.job_id
+
+    def explain_stuck(self, run: RunDir, record: RunRecord, status: RunStatus) -> Iterator[Finding]:
+        """Yield what keeps the pods from starting or from ending; nothing where the server does not answer."""
+        from scaletrain_cli.launch.backends.kubernetes.explain import what_never_ends
+
+        with contextlib.suppress(SchedulerError):  # the status reports that
+            yield from what_never_ends(self.findings(run, record))
+
+    def explain_waiting(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
+        """Return why the pods wait, from the conditions of the job and the queue."""
+        from scaletrain_cli.launch.backends.kubernetes.explain import why_it_waits
+
+        return why_it_waits(run, record, status)
+
+    def explain_never_began(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
+        """Return how the job ended. Its attempts may be on a volume that is not visible here."""
+        from scaletrain_cli.launch.backends.kubernetes.explain import how_it_ended
+
+        return how_it_ended(run, status)
+
+    def restarts_lost_nodes_free(self, attempt: AttemptRecord) -> bool:
+        """Return True for all but Volcano, which counts each restart."""
+        return not attempt.job_id.startswith("volcano/")
+
+    def is_available(self) -> bool:
+        """Return whether there is a kubeconfig, or this process is in a pod."""
+        return is_configured()
+
+    def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
+        """Return the nodes, quotas and jobs of the context and namespace of the section."""
+        from scaletrain_cli.launch.backends.kubernetes.cluster_view import kubernetes_view
+
+        return kubernetes_view(cluster.kubernetes)
+
+    def checks(self) -> Iterator[Check]:
+        """Yield whether the API server answers. It is asked only where a context names it."""
+        name = self.name
+        if not is_configured():
+            yield Check(name, "none", "no kubeconfig", "scheduler: kubernetes needs one; set $KUBECONFIG")
+            return
+        try:
+            cluster = self.connect(None, "default")
+            yield Check(name, "ok", f"{cluster.version(_CHECK_SECONDS)}, {cluster.where}")
+        except UsageError as error:
+            yield Check(name, "none", "a kubeconfig, and no client", error.message)
+        except SchedulerError as error:
+            yield Check(name, "warn", "the cluster of the current context cannot be asked", error.message)
 
     def _cluster(self, spec: RunSpec) -> Cluster:
         return self.connect(spec.cluster.kubernetes.context, spec.cluster.kubernetes.namespace)

@@ -6,12 +6,12 @@ The words are those of status, which are the cluster's own; here they get a caus
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.job_ref import job_ref_of
+from scaletrain_cli.launch.backends.kubernetes.watchdog import StuckJob
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.status import RunStatus
 from scaletrain_cli.rundir.paths import RunDir
@@ -135,10 +135,10 @@ def _ended_words(status: RunStatus) -> tuple[str, tuple[str, ...]]:
     return f"its job has ended: {status.state}", (_LOGS, _RESUME)
 
 
-def what_never_ends(run: RunDir, record: RunRecord) -> Iterator[Finding]:
-    """The two cases in which Kubernetes never ends a job by itself. Raises SchedulerError."""
+def what_never_ends(stuck: Sequence[StuckJob]) -> Iterator[Finding]:
+    """Yield a finding for each case in which Kubernetes never ends a job by itself."""
     meanings = {"child-refused": "no Job can be made of it", "dead-node": "a node is dead, and Kubernetes waits for it"}
-    for finding in KubernetesBackend().findings(run, record):
+    for finding in stuck:
         action, evidence = finding.text.rpartition(". ")[2], (Evidence("the cluster", finding.text),)
         yield Finding(finding.kind, meanings[finding.kind], evidence, (action,), waits_for_ever=True)
 

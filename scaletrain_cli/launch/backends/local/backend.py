@@ -11,14 +11,16 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
-from scaletrain_cli.errors import ExitCode, MissingPackageError, SchedulerError
+from scaletrain_cli.errors import ExitCode, MissingPackageError, SchedulerError, UsageError
 from scaletrain_cli.extras import install_command
-from scaletrain_cli.launch.backends.base import Job, PreflightResult, Start
+from scaletrain_cli.launch.backends.base import Backend, Check, Job, PreflightResult, Start
+from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.logs import end_of
 from scaletrain_cli.launch.node.inspection import problems_of_node
 from scaletrain_cli.launch.node.processes import ProcessIdentity, command_line, send_signal
@@ -34,7 +36,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.safe_files import open_to_append, touch
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 _ENGINE_NEEDS = ("torch", "deepspeed", "numpy", "tokenizers")  # looked up, not imported
 CANNOT_GO_ON = "the supervisor cannot go on"
@@ -60,8 +62,10 @@ class Supervisor:
 
 
 @dataclass(frozen=True)
-class LocalBackend:
+class LocalBackend(Backend):
     """Runs jobs on this machine. ``engine`` is the module that each rank runs; tests put their own there."""
+
+    name: ClassVar[str] = "local"
 
     engine: str = ENGINE_MODULE
 
@@ -118,6 +122,37 @@ class LocalBackend:
             _stop(agent, run)
         record_event(run, "cancelled")
         forget_secrets(run)
+
+    def max_concurrent(self, cluster: ClusterSpec, wanted: int | None, points: int) -> int:
+        """Return 1 unless ``wanted`` says more. Raises UsageError where the runs would share GPUs."""
+        if (wanted or 1) > 1 and cluster.gpu != "cpu":
+            raise UsageError(
+                f"--max-concurrent {wanted}: local runs all begin at GPU 0 of this machine and would share it. Leave "
+                "the option out, and they run one after the other; or use cluster.scheduler = slurm."
+            )
+        return min(points, wanted or 1)
+
+    def secret_hint(self, name: str) -> str:
+        """Return that the variable must be exported: ranks inherit the environment."""
+        return f"Export {name}"
+
+    def is_available(self) -> bool:
+        """Return True: every machine can run a job on itself."""
+        return True
+
+    def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
+        """Return this machine's GPUs or cores, and the local runs that hold or wait for them."""
+        from scaletrain_cli.launch.backends.local.cluster_view import local_view
+
+        return local_view(self._job_of)
+
+    def checks(self) -> Iterator[Check]:
+        """Yield nothing: `scaletrain doctor` looks at this machine anyway."""
+        yield from ()
+
+    def _job_of(self, run: RunDir, record: RunRecord) -> Job | None:
+        """Return the run's job; None where the run belongs to another back end."""
+        return self.job(run, record) if record.spec.cluster.scheduler == self.name else None
 
 
 def run_in_foreground(

@@ -5,22 +5,28 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.attempts import read_attempts
+from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow
-from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.node.inspection import count_gpus, usable_cores
 from scaletrain_cli.rundir.paths import RunDir, list_runs
-from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.rundir.record import RunRecord, read_record
 
 _MODEL = re.compile(r"^Model:\s*(.+)$", re.MULTILINE)
 
 
-def local_view(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> ClusterView:
-    """Knows of no processes but those of runs under the runs root."""
-    rows = tuple(row for run in list_runs() if (row := _row(run)) is not None)
+def local_view(
+    job_of: Callable[[RunDir, RunRecord], Job | None], drivers: Path = Path("/proc/driver/nvidia/gpus")
+) -> ClusterView:
+    """Return the devices of this machine and the runs under the runs root that use them.
+
+    ``job_of`` returns the job of a run, None for a run of another back end. Other processes are not considered.
+    """
+    rows = tuple(row for run in list_runs() if (row := _row(run, job_of)) is not None)
     count, _ = count_gpus(os.environ)
     total, kind = (count, _type(drivers)) if count else (usable_cores(), "CPU core")
     used = min(total, sum(row.gpus or 0 for row in rows if row.state == "running"))
@@ -29,20 +35,19 @@ def local_view(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> ClusterView:
         cluster=socket.gethostname(),
         gpus=(GpuRow(kind, total, used, total - used, 0, 1, int(used == 0)),),
         nodes=(NodesRow("mix" if used else "idle", 1),),
+        has_other_users=False,
         queue=tuple(sorted(rows, key=lambda row: (row.state != "running", row.start or 0.0))),
     )
 
 
-def _row(run: RunDir) -> QueueRow | None:
-    """The run, if it is local and active."""
+def _row(run: RunDir, job_of: Callable[[RunDir, RunRecord], Job | None]) -> QueueRow | None:
+    """Return the row of a run of this machine that is active; None for any other."""
     try:
         record = read_record(run)
     except UsageError:
         return None
-    if record.spec.cluster.scheduler != "local":
-        return None
-    job = LocalBackend().job(run, record)
-    if not job.is_active:
+    job = job_of(run, record)
+    if job is None or not job.is_active:
         return None
     attempts = read_attempts(run)
     return QueueRow(

@@ -6,17 +6,22 @@ What runs inside the job is in slurm_script (the text) and slurm_job (its first 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
+import os
 import re
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, ClassVar
 
 from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
-from scaletrain_cli.launch.backends.base import Job, PreflightResult, Start
-from scaletrain_cli.launch.backends.slurm.commands import call_slurm, node_names
+from scaletrain_cli.launch.backends.base import Backend, Check, Job, PreflightResult, Start
+from scaletrain_cli.launch.backends.cluster_view import ClusterView
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm, commands_check, node_names
 from scaletrain_cli.launch.backends.slurm.nodes import exclude_option, exclusion_for, record_exclusion
 from scaletrain_cli.launch.backends.slurm.preflight import check_site, preemption_rule
 from scaletrain_cli.launch.backends.slurm.queue import (
@@ -30,7 +35,9 @@ from scaletrain_cli.launch.backends.slurm.queue import (
 from scaletrain_cli.launch.backends.slurm.script import job_script, sbatch_options
 from scaletrain_cli.launch.backends.slurm.site import Site, ask_site, user_name
 from scaletrain_cli.launch.backends.slurm.tables import moment
+from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.node_exclusion import Exclusion
+from scaletrain_cli.launch.resource_checks.view import is_missing, is_shared
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.shared_folder import unshared_notes
 from scaletrain_cli.launch.submit import Request, open_request, read_submission
@@ -41,7 +48,12 @@ from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.safe_files import replace_file, touch
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ClusterSpec, RunSpec
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.node.probe import NodeFacts
+    from scaletrain_cli.launch.resource_checks.view import View
+    from scaletrain_cli.launch.status import RunStatus
 
 # When Slurm says that a job would start: what `sbatch --test-only` prints, read as data.
 
@@ -76,17 +88,20 @@ _LOOKS_FOR_LOST, _PAUSE_SECONDS = 3, 1.0
 
 
 @dataclass(frozen=True)
-class SlurmBackend:
+class SlurmBackend(Backend):
     """Jobs of the cluster that this machine's Slurm commands talk to.
 
     ``answers``: what is known of the jobs of several runs, by run directory, so that job() need not ask.
     """
 
+    name: ClassVar[str] = "slurm"
+    can_probe: ClassVar[bool] = True
+    replaces_nodes: ClassVar[bool] = True
+
     answers: Mapping[Path, Job | SchedulerError] = field(default_factory=dict)
     _sites: dict[str, Site] = field(default_factory=dict)  # what one command asks of a site, it asks once
 
-    @classmethod
-    def asked_once(cls, runs: Sequence[RunDir]) -> SlurmBackend:
+    def asked_once(self, runs: Sequence[RunDir]) -> SlurmBackend:
         """Ask for the jobs of all these runs with one squeue, and at most one sacct for those that it has forgotten."""
         ids: dict[RunDir, str] = {}
         for run in runs:
@@ -96,9 +111,9 @@ class SlurmBackend:
         try:
             rows = rows_by_id(ids.values())
         except SchedulerError as error:
-            return cls({run.path: error for run in ids})
+            return SlurmBackend({run.path: error for run in ids})
         accounted = accounted_states(ids[run] for run in ids if ids[run] not in rows and _end_is_open(run))
-        return cls(
+        return SlurmBackend(
             {
                 run.path: rows[job_id].job if job_id in rows else forgotten_job(job_id, accounted.get(job_id, ""))
                 for run, job_id in ids.items()
@@ -240,6 +255,98 @@ class SlurmBackend:
         if not running and not any(row.state == "ending" for row in living):
             record_event(run, "cancelled")
             forget_secrets(run)
+
+    def probe(self, spec: RunSpec, plan: RunPlan) -> list[NodeFacts]:
+        """Run a short job on the nodes and return what each reports. Raises WrongNodesError for a mismatch."""
+        from scaletrain_cli.launch.backends.slurm.probe import probe_nodes
+
+        return probe_nodes(spec, plan)
+
+    def unseen_place(self, view: View, path: str) -> str:
+        """Return ``in the container`` or ``on the nodes`` where the path is not visible from here."""
+        place = PurePosixPath(view.folder / Path(os.path.expanduser(path)))
+        container = view.spec.cluster.slurm.container
+        if container is not None:
+            seen = [mount.split(":")[:2] for mount in container.mounts]
+            if not any(len(set(mount)) == 1 and place.is_relative_to(mount[0]) for mount in seen):
+                return "in the container"
+        beside_the_submitter = not Path(os.path.expanduser(path)).is_absolute()
+        if beside_the_submitter or os.path.lexists(place) or is_shared(place):
+            return ""
+        return "on the nodes"
+
+    def has_own_python(self, spec: RunSpec) -> bool:
+        """Return whether the section sets up Python on the nodes: by a script, modules or a container."""
+        slurm = spec.cluster.slurm
+        return bool(slurm.activate is not None or slurm.modules or slurm.container is not None)
+
+    def resource_problems(self, view: View) -> Iterator[Problem]:
+        """Yield missing files of ``activate`` and ``container``, where their file system is visible here."""
+        slurm = view.spec.cluster.slurm
+        if slurm.activate is not None and is_missing(slurm.activate):
+            hint = "Name the script that sets up Python on the nodes."
+            yield view.problem("cluster.slurm.activate", "there is no such file.", slurm.activate, hint)
+        container, key = slurm.container, "cluster.slurm.container"
+        if container is None:
+            return
+        if container.image.startswith("/") and is_missing(container.image):
+            yield view.problem(f"{key}.image", "there is no such file.", container.image, "Name an image.")
+        for index, mount in enumerate(container.mounts):
+            source = mount.partition(":")[0]
+            if is_missing(source):
+                message = f"{source} does not exist."
+                yield view.problem(f"{key}.mounts.{index}", message, mount, "Name a folder of the nodes.")
+
+    def secret_hint(self, name: str) -> str:
+        """Return that the variable must be exported and named: jobs get no other part of the environment."""
+        return f"Export {name} and name it in secret_env"
+
+    def job_log(self, run: RunDir, job_id: str) -> Path | None:
+        """Return the log of the batch script; None where it never started."""
+        log = run.path / f"slurm-{job_id}.log"
+        return log if log.is_file() else None
+
+    def explain_waiting(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
+        """Return the meaning of the reason that Slurm gives, with the queue around the job."""
+        from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
+
+        try:
+            return why_it_waits(status.job_id, run.run_id)
+        except SchedulerError as error:
+            evidence = (Evidence("the scheduler", error.message),)
+            return Finding("unknown", "Slurm does not say why the job waits", evidence, ("scaletrain doctor",))
+
+    def explain_never_began(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
+        """Return the finding with what the controller, the accounting and the log of the job say."""
+        from scaletrain_cli.launch.backends.slurm.explain import how_it_ended
+
+        found = super().explain_never_began(run, record, status)
+        if not status.job_id:
+            return found
+        more = how_it_ended(status.job_id, run.path / f"slurm-{status.job_id}.log")
+        return dataclasses.replace(found, evidence=(*found.evidence, *more))
+
+    def actions_if_suspended(self, job_id: str) -> tuple[str, ...]:
+        """Return the command with which an operator resumes the job."""
+        return (f"scontrol resume {job_id} (for operators of the cluster)",)
+
+    def is_available(self) -> bool:
+        """Return whether sbatch is here."""
+        return shutil.which("sbatch") is not None
+
+    def has_this_machine(self) -> bool:
+        """Return whether sinfo is here."""
+        return shutil.which("sinfo") is not None
+
+    def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
+        """Return the view with the quotas of the section's account and QOS."""
+        from scaletrain_cli.launch.backends.slurm.cluster_view import slurm_view
+
+        return slurm_view(cluster)
+
+    def checks(self) -> Iterator[Check]:
+        """Yield whether the commands are here and the controller answers."""
+        yield commands_check()
 
     def _rows(self, run: RunDir) -> list[JobRow]:
         """The jobs of the run by their mark, and the latest by its id: a site may rewrite comments."""

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
+from scaletrain_cli.launch.backends.base import Check
 
 _TIMEOUT_SECONDS = 120
+_CHECK_SECONDS = 10  # of `scaletrain doctor`, which must not hang
 # What Slurm's commands print once a request was sent and no answer to it came (schedmd/slurm, slurm_errno.c). Of a
 # controller that cannot be reached at all they say "Unable to contact": that one has done nothing.
 _ANSWER_LOST = (
@@ -89,3 +91,28 @@ def passed_on(without: Sequence[str] = ()) -> dict[str, str]:
         for name, value in os.environ.items()
         if (name in PASSED_ON or name.startswith("SCALETRAIN_")) and name not in without
     }
+
+
+def commands_check() -> Check:
+    """Return whether Slurm's commands are on this machine and its controller answers, for `scaletrain doctor`."""
+    path = shutil.which("sbatch")
+    if path is None:
+        return Check("slurm", "none", "no sbatch", "scheduler: slurm needs it; scheduler: local works without")
+    missing = [other for other in ("srun", "squeue", "scontrol", "sacct") if shutil.which(other) is None]
+    if missing:
+        return Check("slurm", "warn", path, f"{', '.join(missing)} not found beside it; check PATH")
+    code, text = _first_words(["scontrol", "ping"])
+    if code != 0:
+        return Check("slurm", "warn", path, f"the controller does not answer: {text.splitlines()[0] if text else code}")
+    return Check("slurm", "ok", f"{path}, {text.splitlines()[0] if text else 'the controller answers'}")
+
+
+def _first_words(command: list[str]) -> tuple[int, str]:
+    """Return the exit code and the output of a command; 124 where it does not answer within _CHECK_SECONDS."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_SECONDS, errors="replace")
+    except subprocess.TimeoutExpired:
+        return 124, f"no answer within {_CHECK_SECONDS} s"
+    except OSError as error:
+        return 126, error.strerror or str(error)
+    return done.returncode, (done.stdout or done.stderr).strip()
