@@ -63,7 +63,13 @@ ROOMS_ALLOWED = {
 LIBRARIES_ALLOWED = {
     "cli": {"click", "gpuhunt", "typer"},
     "ui": {"matplotlib", "rich"},
-    "launch": {"kubernetes", "submitit", "urllib3"},  # the errors of the Kubernetes client are urllib3's
+    "launch": {
+        "kubernetes",
+        "psutil",
+        "pynvml",
+        "submitit",
+        "urllib3",
+    },  # the errors of the Kubernetes client are urllib3's
     "engine": {
         "bitsandbytes",
         "deepspeed",
@@ -212,7 +218,11 @@ def test_every_folder_of_the_package_is_a_room_of_the_design() -> None:
             "import importlib\nimportlib.import_module('scaletrain_cli.engine.train')",
             "launch may",
         ),
-        ("launch/backends/local/backend.py", "import rich.table", "launch may use kubernetes, submitit, urllib3"),
+        (
+            "launch/backends/local/backend.py",
+            "import rich.table",
+            "launch may use kubernetes, psutil, pynvml, submitit, urllib3",
+        ),
         (
             "launch/backends/local/backend.py",
             "from scaletrain_cli.cli.main import app",

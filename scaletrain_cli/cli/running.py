@@ -18,6 +18,7 @@ import typer
 from scaletrain_cli.cli.app import app, verb_words
 from scaletrain_cli.cli.options import MEANINGS
 from scaletrain_cli.errors import DeclinedError, ExitCode, Problem, ScaletrainError
+from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.unexpected import error_of_bug, error_of_system, known_error
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -117,7 +118,7 @@ def _invoked(words: Sequence[str]) -> ScaletrainError | None:
 
 def _doing(error: Exception, words: Sequence[str]) -> str:
     """Return what was being done; a full disk without a file's name is that behind stdout."""
-    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+    if isinstance(error, OSError) and error.filename is None and (is_full(error) or error.errno == errno.EIO):
         return "the answer could not be written"
     return " ".join(verb_words(words))
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError
+from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
@@ -63,7 +64,6 @@ EXIT_REASON_OF_CODE: Mapping[str, str] = {
     "engine.connection-lost": "communication",
     "engine.device-failed": "hardware",
 }
-_NUMBERS = {errno.ENOSPC: "disk-full", errno.EDQUOT: "disk-full", errno.ENOMEM: "host-oom"}
 _MESSAGE_CHARACTERS = 2000
 
 
@@ -148,7 +148,7 @@ def _reason_of_link(error: BaseException) -> str | None:
     if (known := _TORCH_TYPES.get(type(error).__name__)) is not None:
         return "hardware" if reason_in(words) == "hardware" else known
     if isinstance(error, OSError):
-        return _NUMBERS.get(error.errno or 0)
+        return "disk-full" if is_full(error) else "host-oom" if error.errno == errno.ENOMEM else None
     return None if isinstance(error, ScaletrainError) else reason_in(words)
 
 

@@ -141,9 +141,9 @@ def test_a_rank_that_the_kernel_killed_for_memory_says_so_through_its_agent(
 ) -> None:
     kills = iter([5, 6, 6])
     monkeypatch.setattr("scaletrain_cli.launch.node.watch.memory_kills", lambda: next(kills))
-    autopsies = ExitDiagnosis()
+    diagnosis = ExitDiagnosis()
     killed = RankRecord(1, 7, 0.0).end(-9, 1.0, killed_by_agent=False)
-    found = autopsies.failure(killed, "node-0000-n0", tmp_path / "log")
+    found = diagnosis.failure(killed, "node-0000-n0", tmp_path / "log")
     assert found is not None
     assert (found.rank, found.reason, found.node) == (1, "host-oom", "node-0000-n0")
     assert judged([node(1, rank(1, -9))], found)[1] == "host-oom"

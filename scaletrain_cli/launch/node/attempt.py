@@ -1,18 +1,17 @@
-"""One node's part of one attempt, from the check of the node to its last process.
+"""One node's part of one attempt: check the node, start its ranks, watch them (watch.py), record how they ended.
 
-Expects the signals of node_agent.HEARD to be blocked. Checks, starts, records; what happens in between is watch's.
-Knows no scheduler, and of the engine only its exit codes.
+Expects the signals of options.HEARD to be blocked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from scaletrain_cli.launch.node.heartbeats import stopped_seconds
 from scaletrain_cli.launch.node.inspection import inspect_node, usable_cores, write_inspection
 from scaletrain_cli.launch.node.options import AgentOptions
 from scaletrain_cli.launch.node.processes import (
-    Standstill,
+    StoppedProcesses,
     adopt_orphans,
     die_with_parent,
     kill_descendants,
@@ -33,9 +32,11 @@ from scaletrain_cli.launch.node.processes import (
 )
 from scaletrain_cli.launch.node.ranks import LocalRanks, NodePlace, rank_environment
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, announce_failure, write_node_record
-from scaletrain_cli.launch.node.watch import Watch
+from scaletrain_cli.launch.node.watch import Watch, observed_failure
 from scaletrain_cli.launch.resource_checks.checks import check_on_node
+from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import python_command
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, read_record
@@ -44,20 +45,27 @@ from scaletrain_cli.worker.failures import Failure, write_failure
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _TEMPORARY = ("/tmp", "/var/tmp")
+_LOG = logging.getLogger(__name__)
 
-# What a retry cannot cure, or only elsewhere: such a code of a rank becomes the node's, any other failure becomes 1.
-VERDICTS = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES, ExitCode.DO_NOT_REQUEUE)
+# A retry here does not help: such an exit code of a rank becomes the node's, any other failure becomes 1.
+FINAL_CODES = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES, ExitCode.DO_NOT_REQUEUE)
 
 
 def run_node(options: AgentOptions) -> int:
-    """Run the ranks to their end. Raises UsageError for a damaged record, WrongNodesError for an unfit node."""
+    """Run the local ranks to their end, and return the node's exit code.
+
+    Raises UsageError for a damaged record, WrongNodesError for an unfit node.
+    """
     if options.parent_pid is not None and not die_with_parent(options.parent_pid, signal.SIGTERM):
-        raise ScaletrainError(f"the parent {options.parent_pid} is gone; nobody is left to judge this attempt.")
+        raise ScaletrainError(f"the parent process {options.parent_pid} has ended; no rank is started.")
     adopt_orphans()
     run = RunDir(options.run_folder.absolute())
     if not run.path.is_dir():  # before the record is missed, which would be the user's fault
-        raise WrongNodesError(f"{run.path} is not there on {socket.gethostname()}; is its file system mounted?")
+        raise WrongNodesError(f"{run.path} does not exist on {socket.gethostname()}; is its file system mounted?")
     record = read_record(run)
+    set_up_logging(
+        f"node agent {options.node_rank} on {options.node_name}", environment={**os.environ, **record.spec.env}
+    )
     me = own_identity()
     node = NodeRecord(
         node=f"node-{options.node_rank:04d}-{options.node_name}",
@@ -69,53 +77,56 @@ def run_node(options: AgentOptions) -> int:
     )
     _claim(run, options.attempt, node)
     found = inspect_node(run, record, node.node, os.environ)
-    with contextlib.suppress(OSError):  # for people; the verdict stands in the failure
+    with contextlib.suppress(OSError):  # for people; the reason stands in the failure record
         write_inspection(run, options.attempt, found)
     for note in found.notes:
-        print(f"{node.node}: {note}", file=sys.stderr, flush=True)
+        _LOG.warning("%s", note)
     if found.problems:
-        _refuse(run, options.attempt, node, "; ".join(found.problems))
-    gang = (
-        LocalRanks(math.inf) if record.spec.code.engine else LocalRanks()
-    )  # a program of the user's may know no heartbeat
+        cause = Reason("node.unfit", {"problems": "; ".join(found.problems)})
+        failure = observed_failure("wrong-nodes", cause, node.node, exit_code=ExitCode.WRONG_NODES)
+        _give_up(run, options.attempt, node, failure)
+        raise WrongNodesError(failure.message)
+    # A user's training program may send no heartbeat.
+    local_ranks = LocalRanks(math.inf) if record.spec.code.engine else LocalRanks()
     try:
         try:
-            _start_ranks(gang, run, record, options)
-        except (ScaletrainError, OSError) as error:  # nothing to watch; say why, or it would count as a lost node
-            verdict = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
-            verdict = ExitCode.DO_NOT_REQUEUE if is_full(error) else verdict
+            _start_ranks(local_ranks, run, record, options)
+        except (ScaletrainError, OSError) as error:  # recorded, or it would count as a lost node
+            code = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
+            code = ExitCode.DO_NOT_REQUEUE if is_full(error) else code
             reason = "disk-full" if is_full(error) else "crash"
-            failure = Failure(None, reason, f"{node.node}: {error}", int(verdict), node.node)
-            _give_up(run, options.attempt, node, failure)
+            cause = Reason("node.start-failed", {"error": str(error)})
+            _give_up(run, options.attempt, node, observed_failure(reason, cause, node.node, exit_code=code))
             _remove(*_own_folders(run, record, options))
             raise
-        write_node_record(run, options.attempt, replace(node, ranks=tuple(gang.ranks)))
-        standstill = Standstill(stopped_seconds(record.spec))
-        watch = Watch(run, options, node.node, gang, record.spec.cluster, standstill)
+        write_node_record(run, options.attempt, replace(node, ranks=tuple(local_ranks.ranks)))
+        stopped = StoppedProcesses(stopped_seconds(record.spec))
+        watch = Watch(run, options, node.node, local_ranks, record.spec.cluster, stopped)
         watch.run_to_end()
     finally:
-        # Before the record says "ended": who reads that may start the next attempt here.
+        # Before the record has its end: a reader of that may start the next attempt here.
         kill_descendants()
-    code = node_exit_code(gang.ranks, gang.first_failure) if watch.full is None else int(ExitCode.DO_NOT_REQUEUE)
-    ended = replace(node, ranks=tuple(gang.ranks), ended=time.time(), exit_code=code, first_failure=gang.first_failure)
+    ranks, first_failure = local_ranks.ranks, local_ranks.first_failure
+    code = node_exit_code(ranks, first_failure) if watch.disk_full is None else int(ExitCode.DO_NOT_REQUEUE)
+    ended = replace(node, ranks=tuple(ranks), ended=time.time(), exit_code=code, first_failure=first_failure)
     _remove(*_own_folders(run, record, options))
-    if watch.full is not None:
-        write_failure(run, options.attempt, f"{node.node}-disk", watch.full)
+    if watch.disk_full is not None:
+        write_failure(run, options.attempt, f"{node.node}-disk", watch.disk_full)
     write_node_record(run, options.attempt, ended)
     return code
 
 
 def node_exit_code(ranks: Sequence[RankRecord], first_failure: int | None) -> int:
-    """All done: 0; some preempted: 75; else what the rank that failed first ended with if it is a verdict, else 1."""
+    """Return 0 if all are done, 75 if some were preempted, else the first failed rank's if it is final, else 1."""
     codes = {rank.rank: rank.exit_code for rank in ranks}
     if first_failure is None:
         return ExitCode.DONE if all(code == 0 for code in codes.values()) else ExitCode.PREEMPTED
     code = codes[first_failure]
-    return int(code) if code in VERDICTS else ExitCode.CRASHED
+    return int(code) if code in FINAL_CODES else ExitCode.CRASHED
 
 
 def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:
-    """Write the first record: the proof that the run directory is the shared one and can be written."""
+    """Write the first node record, which proves that the run directory is the shared one and can be written."""
     try:
         if not run.attempt(attempt).is_dir():
             raise UsageError(f"{run.path} has no attempt {attempt}; is it the directory that the launcher sees?")
@@ -126,12 +137,6 @@ def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:
         raise WrongNodesError(f"the run directory {run.path} cannot be written on {node.hostname}: {error}") from error
 
 
-def _refuse(run: RunDir, attempt: int, node: NodeRecord, problem: str) -> None:
-    message = f"{node.node}: {problem}"
-    _give_up(run, attempt, node, Failure(None, "wrong-nodes", message, int(ExitCode.WRONG_NODES), node.node))
-    raise WrongNodesError(message)
-
-
 def _give_up(run: RunDir, attempt: int, node: NodeRecord, failure: Failure) -> None:
     write_failure(run, attempt, node.node, failure)
     announce_failure(run, attempt)
@@ -139,7 +144,7 @@ def _give_up(run: RunDir, attempt: int, node: NodeRecord, failure: Failure) -> N
 
 
 def _own_folders(run: RunDir, record: RunRecord, options: AgentOptions) -> tuple[Path, Path]:
-    """What this node has beside the run directory, for this attempt alone: offloaded states, and the user's code."""
+    """Return the folders of this attempt outside the run directory: offloaded states, and the user's code."""
     place = (record.run_id, options.attempt, options.node_rank)
     return (
         swap_folder(*place, {**os.environ, **record.spec.env}),
@@ -148,7 +153,7 @@ def _own_folders(run: RunDir, record: RunRecord, options: AgentOptions) -> tuple
 
 
 def _remove(*folders: Path) -> None:
-    """Of no use to anyone any more; the states may be several times the model."""
+    """Remove the folders; offloaded states may be several times the size of the model."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # another node of the run may be on this machine
@@ -156,31 +161,31 @@ def _remove(*folders: Path) -> None:
 
 
 def compiled_code(*environments: Mapping[str, str]) -> dict[str, str]:
-    """Return where torch.compile keeps what it compiled: its own default below /tmp could be another user's folder.
+    """Return the variable for torch.compile's cache: its default below /tmp could be another user's folder.
 
-    What is in it is run. Nothing is returned where one of the environments says another place.
+    The code in it is run. Returns nothing where one of the environments names another folder.
     """
     if any(_COMPILED in environment for environment in environments):
         return {}
     name = f"scaletrain-compiled-{os.geteuid()}"
-    unguessed = f"{name}-{os.urandom(8).hex()}"  # where somebody took the name
+    unguessed = f"{name}-{os.urandom(8).hex()}"  # where another user took the name
     # A job's TMPDIR may be that of the login node, which is not there.
     for parent in (os.environ.get("TMPDIR") or _TEMPORARY[0], *_TEMPORARY):
         for folder in (Path(parent).absolute() / name, Path(parent).absolute() / unguessed):
             with contextlib.suppress(OSError):
                 make_private_folder(folder)
                 return {_COMPILED: str(folder)}
-    return {_COMPILED: str(folder)}  # what compiles nothing can run without
+    return {_COMPILED: str(folder)}  # a run that compiles nothing works without it
 
 
-def _start_ranks(gang: LocalRanks, run: RunDir, record: RunRecord, options: AgentOptions) -> None:
-    # Relative paths in the spec mean the same whoever starts the attempt, and from where.
+def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, options: AgentOptions) -> None:
+    # Relative paths in the spec mean the same from wherever the attempt is started.
     if os.path.isdir(record.working_folder):
         os.chdir(record.working_folder)
     own = _own_folders(run, record, options)
     for folder in (found for mine in own for found in mine.parent.glob("attempt-*")):
         if not folder.name.startswith(f"attempt-{options.attempt:04d}-"):
-            _remove(folder)  # of an attempt whose agent was killed, or is taken for lost
+            _remove(folder)  # of an attempt whose agent was killed, or counts as lost
     if record.spec.layout.offload_device == "nvme":  # optimizer states are read back from there
         make_private_folder(own[0].parent)
     code = place_code(run, record, own[1])
@@ -202,4 +207,4 @@ def _start_ranks(gang: LocalRanks, run: RunDir, record: RunRecord, options: Agen
         if code is not None:
             environment |= code_environment(record, code, environment)
         log = run.attempt(options.attempt) / "logs" / f"{options.node_name}-{rank:05d}.log"
-        gang.start(rank, command, environment, log)
+        local_ranks.start(rank, command, environment, log)

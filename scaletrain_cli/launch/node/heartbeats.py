@@ -1,13 +1,11 @@
-"""The agent's end of the ranks' heartbeats: what each rank said last, and whether the node has come to a stand.
+"""The agent's end of the ranks' heartbeats: the last beat of each rank, and which rank hangs.
 
-Knows the format of a beat (worker/heartbeat.py writes it), and nothing of what follows from silence.
+The format is that of scaletrain_cli.worker.heartbeat.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -15,16 +13,17 @@ from dataclasses import dataclass, replace
 
 from scaletrain_cli.launch.node.processes import STOPPED_SECONDS
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.worker.heartbeat import HEARTBEAT_VARIABLE, STACKS_VARIABLE, read_beat
 
 START_SECONDS = 900.0  # for the first beat: an interpreter that starts off a slow shared disk
 _READ_BYTES = 1 << 16
-# Between two looks of an agent that is not stopped itself, by the scheduler or a debugger, with all its ranks.
+# Longest pause between two looks of an agent that was not itself stopped, by the scheduler or a debugger.
 _LONGEST_PAUSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Beat:
-    """The last sign of life of a rank: ``heard`` at this monotonic time, the next due within ``allowed_seconds``.
+class LastBeat:
+    """The last beat of a rank: received at the monotonic time ``heard``, the next due within ``allowed_seconds``.
 
     ``turn`` counts how often the run went back to an earlier step.
     """
@@ -36,22 +35,22 @@ class Beat:
     turn: int = 0
 
     def is_overdue(self, now: float) -> bool:
-        """Whether the rank has been silent for longer than it said it might be."""
+        """Return whether the rank has been silent for longer than it announced."""
         return now - self.heard > self.allowed_seconds
 
     @property
     def progress(self) -> tuple[int, int, float]:
-        """Orders ranks: all pass the same places, so of two in one step the one heard of earlier is behind."""
+        """Sort key of ranks: all pass the same phases, so of two in one step the one heard of earlier is behind."""
         return self.turn, self.step, self.heard
 
 
 def stopped_seconds(spec: RunSpec) -> float:
-    """Return how long a process of the run may be stopped by a signal before it counts as hanging."""
+    """Return how long a process of the run may be stopped by a signal before it counts as hung."""
     return STOPPED_SECONDS if spec.guard.hang == "auto" else min(STOPPED_SECONDS, spec.guard.hang)
 
 
-def hung_rank(beats: Mapping[int, Beat], now: float) -> int | None:
-    """The rank that is furthest behind, if it is overdue. Ranks ahead of it only wait for it, however long."""
+def hung_rank(beats: Mapping[int, LastBeat], now: float) -> int | None:
+    """Return the rank that is furthest behind if it is overdue, else None: ranks ahead of it only wait for it."""
     if not beats:
         return None
     behind = min(beats, key=lambda rank: beats[rank].progress)
@@ -59,67 +58,63 @@ def hung_rank(beats: Mapping[int, Beat], now: float) -> int | None:
 
 
 class Channel:
-    """What one rank and its agent share: a pipe for beats, and a file in memory for stacks.
+    """What one rank shares with its agent: a pipe for beats, and a file in memory for stacks.
 
-    ``start_seconds``: until the first beat; infinite for a program that may never send one.
+    ``start_seconds``: limit for the first beat; infinite for a program that may never send one.
     """
 
     def __init__(self, start_seconds: float = START_SECONDS) -> None:
         self._reads, self._writes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stacks = os.memfd_create("stacks", os.MFD_CLOEXEC)
         self._rest = b""
-        self.beat = Beat(0, "start", start_seconds, time.monotonic())
+        self.beat = LastBeat(0, "start", start_seconds, time.monotonic())
 
     @contextlib.contextmanager
     def inherited(self) -> Iterator[dict[str, str]]:
-        """While the rank is started: the variables that tell it its two descriptors. Nothing else is started then."""
+        """Yield the variables that name the rank's two descriptors, which a child started meanwhile inherits.
+
+        Start nothing but the rank within it. The agent's copy of the writing end is closed at the end.
+        """
         for descriptor in (self._writes, self._stacks):
             os.set_inheritable(descriptor, True)
         try:
-            yield {"SCALETRAIN_HEARTBEAT_FD": str(self._writes), "SCALETRAIN_STACKS_FD": str(self._stacks)}
+            yield {HEARTBEAT_VARIABLE: str(self._writes), STACKS_VARIABLE: str(self._stacks)}
         finally:
             os.close(self._writes)
             os.set_inheritable(self._stacks, False)
 
     def listen(self) -> None:
-        """Take what has come; the newest beat counts."""
+        """Read the beats that have arrived; ``beat`` is the last of them."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._reads, _READ_BYTES):
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 self._rest = self._rest[-_READ_BYTES:]
                 for line in lines:
-                    self._take(line)
+                    if (beat := read_beat(line)) is not None:
+                        self.beat = LastBeat(beat.step, beat.phase, beat.allowed_seconds, time.monotonic(), beat.turn)
 
-    def _take(self, line: bytes) -> None:
-        """Take one beat; what is none, as a program of the user's may write, is passed over."""
-        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            told = json.loads(line)
-            step, turn, allowed = int(told["step"]), int(told["turn"]), float(told["allowed"])
-            if not math.isnan(allowed):
-                self.beat = Beat(step, str(told["phase"]), allowed, time.monotonic(), turn)
-
-    def forgive(self, seconds: float) -> None:
-        """Time in which nobody could be heard, or could speak."""
+    def extend(self, seconds: float) -> None:
+        """Do not count these seconds of silence: the agent or the rank was stopped."""
         self.beat = replace(self.beat, heard=self.beat.heard + seconds)
 
     def stacks(self) -> bytes:
-        """What the rank has written there; the place of its end moves with every further dump."""
+        """Return the stacks that the rank has written so far; every dump is appended to those before."""
         return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0)
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Close both ends after the rank has ended."""
         os.close(self._reads)
         os.close(self._stacks)
 
 
-class HangTimeout:
-    """When the agent itself was stopped, nobody's silence in that time counts."""
+class PauseClock:
+    """Measures how long this process was stopped, so that no rank's silence in that time counts."""
 
     def __init__(self) -> None:
         self._looked = time.monotonic()
 
     def lost_seconds(self) -> float:
-        """How long this process was away between two looks; 0 for a pause that is no more than a busy machine's."""
+        """Return the seconds since the last call if they mean that this process was stopped; else 0."""
         now = time.monotonic()
         pause, self._looked = now - self._looked, now
         return pause if pause > _LONGEST_PAUSE_SECONDS else 0.0

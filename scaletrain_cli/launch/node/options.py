@@ -16,7 +16,7 @@ HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SI
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """What the scheduler's side tells the agent. ``parent_pid`` is the process to die with, if any."""
+    """The options of an agent. ``parent_pid``: the process with which the agent ends, if any."""
 
     run_folder: Path
     attempt: int
@@ -29,7 +29,7 @@ class AgentOptions:
 
 
 def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> AgentOptions:
-    """Options win over the environment, and the environment's NODE_RANK over what Slurm calls it."""
+    """Return the options; they win over the environment, and the environment's NODE_RANK over Slurm's SLURM_NODEID."""
     parser = argparse.ArgumentParser(prog="node_agent", description="Run the ranks of one node.")
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
@@ -39,7 +39,7 @@ def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     parser.add_argument("--master-addr", default=address, required=address is None)
     parser.add_argument("--master-port", type=int, default=port, required=port is None)
-    parser.add_argument("--parent-pid", type=int, help="preempt the ranks when this parent dies")
-    engine = environment.get("SCALETRAIN_ENGINE", "scaletrain_cli.engine")  # a stand-in, for tests of everything else
+    parser.add_argument("--parent-pid", type=int, help="preempt the ranks when this parent process dies")
+    engine = environment.get("SCALETRAIN_ENGINE", "scaletrain_cli.engine")  # tests of the launcher set a stand-in
     parser.add_argument("--engine", default=engine, help=argparse.SUPPRESS)
     return AgentOptions(**vars(parser.parse_args(arguments)))

@@ -1,6 +1,8 @@
-"""What Linux knows of processes: an identity that outlives pid reuse, descendants, and who adopts orphans.
+"""Processes on Linux: an identity that outlives reuse of the pid, signals to wait for, descendants and orphans.
 
-Reads /proc and calls prctl; knows nothing of runs, ranks or schedulers.
+Descendants and command lines come from psutil, which is imported where it is needed, since most commands do without.
+The start time is read from /proc in clock ticks, as node records hold it: psutil's creation time in seconds moves when
+the clock is set, and then an agent that runs would count as gone.
 """
 
 from __future__ import annotations
@@ -17,63 +19,68 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-STOPPED_SECONDS = 60.0  # until a process that is stopped counts as hanging
+STOPPED_SECONDS = 60.0  # until a process that a signal has stopped counts as hung
 _LONGEST_PAUSE_SECONDS = 10.0  # between two looks of a process that runs
 _SIGSET_BYTES = 128  # sigset_t of every C library on Linux
-_KILL_WAIT_SECONDS = 10.0  # a process in uninterruptible sleep (dead NFS, hung driver) may never go
+_KILL_WAIT_SECONDS = 10.0  # a process in uninterruptible sleep (dead NFS, hung driver) may never end
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process on this machine; the start time (clock ticks since boot) tells it from a later one with its pid."""
+    """A process on this machine. The start time (clock ticks since boot) tells it from a later one of this pid."""
 
     pid: int
     start_ticks: int
 
     def is_alive(self) -> bool:
-        """Whether it still runs; a zombie does not."""
-        entry = _stat(self.pid)
-        return entry is not None and entry.state not in "ZX" and entry.start_ticks == self.start_ticks
-
-
-@dataclass(frozen=True)
-class _Stat:
-    pid: int
-    state: str
-    parent: int
-    start_ticks: int
+        """Return whether the process still runs; a zombie does not."""
+        found = _state_and_start(self.pid)
+        return found is not None and found[0] not in "ZX" and found[1] == self.start_ticks
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """The identity of a process that runs now."""
-    entry = _stat(pid)
-    return ProcessIdentity(pid, entry.start_ticks) if entry else None
-
-
-def command_line(pid: int) -> list[str]:
-    """Return the words that a process was started with; none when it has gone."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return [os.fsdecode(word) for word in words.split(b"\0")[:-1]]
-
-
-def process_state(pid: int) -> str:
-    """The kernel's letter for what a process does: R, S, D, T and so on; X when there is none."""
-    entry = _stat(pid)
-    return entry.state if entry is not None else "X"
+    """Return the identity of a process; None when there is none with this pid."""
+    found = _state_and_start(pid)
+    return ProcessIdentity(pid, found[1]) if found else None
 
 
 def own_identity() -> ProcessIdentity:
-    """The identity of this process."""
+    """Return the identity of this process."""
     identity = identify(os.getpid())
     assert identity is not None
     return identity
 
 
+def process_state(pid: int) -> str:
+    """Return the kernel's letter for the state of a process: R, S, D, T and so on; X when it has ended."""
+    found = _state_and_start(pid)
+    return found[0] if found is not None else "X"
+
+
+def command_line(pid: int) -> list[str]:
+    """Return the command line that a process was started with; empty when it has ended."""
+    import psutil
+
+    try:
+        return list(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return []
+
+
+def descendants() -> list[int]:
+    """Return the pids of all processes below this one, without zombies."""
+    import psutil
+
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                found.append(process.pid)
+    return found
+
+
 def send_signal(identity: ProcessIdentity, signum: int) -> bool:
-    """Signal that very process; False when it has gone."""
+    """Send a signal to exactly this process; return False when it has ended."""
     if not identity.is_alive():
         return False
     try:
@@ -83,18 +90,18 @@ def send_signal(identity: ProcessIdentity, signum: int) -> bool:
     return True
 
 
-class Standstill:
-    """Notices processes that a signal has stopped (state T) and nobody continues; one under a debugger is none."""
+class StoppedProcesses:
+    """Finds processes that a signal has stopped (state T) and that stay so; a debugger's (state t) do not count."""
 
     def __init__(self, limit_seconds: float) -> None:
         self._limit_seconds = limit_seconds
         self._since: dict[int, float] = {}
         self._looked = time.monotonic()
 
-    def found(self, pids: Iterable[int]) -> int | None:
-        """Return one that was stopped at every look of the last seconds. Call it about every second.
+    def longest(self, pids: Iterable[int]) -> int | None:
+        """Return the pid that was stopped at every call of the last ``limit_seconds``. Call it about every second.
 
-        When this process was stopped itself, all begin anew: they are continued after it.
+        After this process was itself stopped, all start again: they are continued after it.
         """
         now = time.monotonic()
         if now - self._looked > _LONGEST_PAUSE_SECONDS:
@@ -110,10 +117,10 @@ class _Timespec(ctypes.Structure):
 
 
 def next_signal(awaited: Collection[int], timeout_seconds: float) -> int | None:
-    """Return the next of the ``awaited`` signals, which this thread blocks; None when none comes in time.
+    """Return the next of the ``awaited`` signals, which this thread blocks; None when none arrives in time.
 
-    Not signal.sigtimedwait(): when the process is stopped and continued past the end of the wait, that returns memory
-    that was never written as if it were a signal. Here the C library's own return value decides.
+    Not signal.sigtimedwait(): when the process is stopped and continued past the end of the wait, that returns
+    uninitialized memory as if it were a signal. Here the return value of the C library decides. Raises OSError.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     wanted = ctypes.create_string_buffer(_SIGSET_BYTES)
@@ -130,33 +137,20 @@ def next_signal(awaited: Collection[int], timeout_seconds: float) -> int | None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies, however it detached itself."""
+    """Become the parent of every descendant whose own parent dies, whatever session it is in."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent_pid: int, signum: int) -> bool:
-    """Get ``signum`` when the parent dies. False when it is already gone, or was never ``parent_pid``."""
+    """Receive ``signum`` when the parent dies. Return False when it has ended, or never was ``parent_pid``."""
     _prctl(_PR_SET_PDEATHSIG, signum)
     return os.getppid() == parent_pid
 
 
-def descendants() -> list[int]:
-    """Pids of all living processes below this one, zombies not counted."""
-    children: dict[int, list[_Stat]] = {}
-    for entry in _all_stats():
-        children.setdefault(entry.parent, []).append(entry)
-    found, below = [], [os.getpid()]
-    while below:
-        entries = children.get(below.pop(), [])
-        below += [entry.pid for entry in entries]
-        found += [entry.pid for entry in entries if entry.state not in "ZX"]
-    return found
-
-
 def kill_descendants() -> None:
-    """SIGKILL and reap everything below this process, until nothing is left. Needs adopt_orphans() at the start.
+    """Send SIGKILL to everything below this process until nothing is left. Needs ``adopt_orphans`` at the start.
 
-    Takes over all waiting: call it when no child's exit status is still of interest.
+    Reaps all children: call it when no exit status of a child is needed any more.
     """
     deadline = time.monotonic() + _KILL_WAIT_SECONDS
     while True:
@@ -166,14 +160,14 @@ def kill_descendants() -> None:
                 os.kill(pid, signal.SIGKILL)
         for _ in reap():
             pass
-        # A process may fork between the look and the kill; only an empty look ends this.
+        # A process may fork between the look and the kill: only a look that finds none ends this.
         if not alive or time.monotonic() > deadline:
             return
         time.sleep(0.01)
 
 
 def reap() -> Iterator[tuple[int, int]]:
-    """(pid, exit code) of every child that has ended; minus the signal number for one that a signal killed."""
+    """Yield (pid, exit code) of every child that has ended; minus the signal number for one that a signal killed."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -190,17 +184,11 @@ def _prctl(option: int, argument: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
-def _all_stats() -> Iterator[_Stat]:
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (entry := _stat(int(name))):
-            yield entry
-
-
-def _stat(pid: int) -> _Stat | None:
+def _state_and_start(pid: int) -> tuple[str, int] | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The name in parentheses is the program's own choice and may hold blanks and parentheses.
     fields = text.rpartition(b")")[2].split()
-    return _Stat(pid, fields[0].decode(), int(fields[1]), int(fields[19]))
+    return fields[0].decode(), int(fields[19])

@@ -1,6 +1,6 @@
-"""The rank processes of one node: their environment, start, signals, ends and violent ends.
+"""The rank processes of one node: their environment, start, signals and ends.
 
-Knows the contract with the engine (environment and signal mask), and nothing of what the engine does.
+The contract with a training program is its environment and signal mask (docs/own-engine.md).
 """
 
 from __future__ import annotations
@@ -16,20 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.node.heartbeats import START_SECONDS, Beat, Channel
+from scaletrain_cli.launch.node.heartbeats import START_SECONDS, Channel, LastBeat
 from scaletrain_cli.launch.node.record import RankRecord
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths
 from scaletrain_cli.safe_files import closing_descriptor, open_to_append
 from scaletrain_cli.spec import RunSpec
 
-# A TCP port for the ranks to meet at.
-
-
-_PORTS = range(20_000, 32_000)  # below the kernel's ephemeral ports, where outgoing connections come and go
+_PORTS = range(20_000, 32_000)  # below the kernel's ephemeral ports, which outgoing connections take
+ENGINE_MODULE = "scaletrain_cli.engine"
+# The setting of torch's GPU allocator, unless the user has set one: segments that grow do not fragment
+# (docs.pytorch.org/docs/stable/notes/cuda.html). torch reads the older of the two names first.
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_ALLOCATOR_SETTINGS = "expandable_segments:True"
+# Blocked in every rank when it starts: the engine unblocks them once its handlers are installed, so none is lost.
+BLOCKED_IN_RANKS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_DEFAULT_IN_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE)
 
 
 def free_port(address: str) -> int:
-    """A port that nobody listens on at ``address`` ("" for all). Raises SchedulerError when there is none.
+    """Return a TCP port that is free at ``address`` ("" for all addresses). Raises SchedulerError when there is none.
 
     Another process may take it before the ranks do: the attempt fails then, once.
     """
@@ -40,19 +45,9 @@ def free_port(address: str) -> int:
     raise SchedulerError(f"no free TCP port between {_PORTS.start} and {_PORTS.stop - 1} on this machine.")
 
 
-ENGINE_MODULE = "scaletrain_cli.engine"
-# What torch's allocator on GPUs is told, unless anyone has told it something: segments that grow do not fragment
-# (docs.pytorch.org/docs/stable/notes/cuda.html). torch reads the older of the two names first.
-_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_ALLOCATOR_SETTINGS = "expandable_segments:True"
-# Blocked in every rank when it starts: the engine unblocks them once its handlers stand, so that none is ever lost.
-BLOCKED_IN_RANKS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_DEFAULT_IN_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE)
-
-
 @dataclass(frozen=True)
 class NodePlace:
-    """Which node of an attempt this is, and where its ranks meet."""
+    """Which node of an attempt this is, and the address of the rendezvous of its ranks."""
 
     attempt: int
     node_rank: int
@@ -65,20 +60,20 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment of one rank: the user's variables over the node's, the contract's over both.
 
-    An engine of the user's own gets ``PYTHONPATH`` as it is in the spec. What this engine and its libraries start
-    searches no folder relative to the one that the run was submitted from.
+    A user's training program gets ``PYTHONPATH`` as it is in the spec. For the built-in engine, entries of search
+    paths that are relative to the current folder are removed.
     """
     cluster = spec.cluster
     threads: int | str = cluster.cpus_per_gpu
     if threads == "auto":
         threads = 1 if cluster.gpu == "cpu" else max(1, cores // cluster.gpus_per_node)
-    told = any(name in known for name in _ALLOCATOR_VARIABLES for known in (base, spec.env))
-    allocator = {} if told or cluster.gpu == "cpu" else {_ALLOCATOR_VARIABLES[0]: _ALLOCATOR_SETTINGS}
+    is_set = any(name in known for name in _ALLOCATOR_VARIABLES for known in (base, spec.env))
+    allocator = {} if is_set or cluster.gpu == "cpu" else {_ALLOCATOR_VARIABLES[0]: _ALLOCATOR_SETTINGS}
     environment = {
         **base,
         **allocator,
         "OMP_NUM_THREADS": str(threads),
-        "PYTHONUNBUFFERED": "1",  # a log that ends before the crash it should explain helps nobody
+        "PYTHONUNBUFFERED": "1",  # else a crash would leave the last lines of the log unwritten
         **spec.env,
         **secrets,
         "RANK": str(place.node_rank * cluster.gpus_per_node + local_rank),
@@ -95,14 +90,14 @@ def rank_environment(
 
 
 class LocalRanks:
-    """The ranks of this node while they live. The caller waits for children and tells of each with ended()."""
+    """The rank processes of this node. The caller waits for child processes and passes each end to ``ended``."""
 
     def __init__(self, start_seconds: float = START_SECONDS) -> None:
         self.start_seconds = start_seconds
         self.ranks: list[RankRecord] = []
         self.first_failure: int | None = None
         self.channels: dict[int, Channel] = {}
-        self._doomed: set[int] = set()
+        self._killed: set[int] = set()
 
     def start(self, rank: int, command: list[str], environment: Mapping[str, str], log: Path) -> None:
         """Start one rank as the leader of its own session, its output appended to ``log``."""
@@ -126,37 +121,38 @@ class LocalRanks:
 
     @property
     def alive(self) -> list[RankRecord]:
+        """The ranks that have not ended."""
         return [rank for rank in self.ranks if rank.exit_code is None]
 
     def forward(self, signum: int) -> None:
-        """Send the signal to each living rank, once. Not to its group: what a rank starts is the rank's to tell."""
+        """Send the signal to each living rank, once; not to its process group, which is the rank's to manage."""
         for rank in self.alive:
             os.kill(rank.pid, signum)  # not reaped yet, so the pid is still its own
 
-    def listen(self, forgiven_seconds: float = 0.0) -> dict[int, Beat]:
-        """The last sign of life of each living rank; ``forgiven_seconds`` of silence count for nobody."""
+    def listen(self, lost_seconds: float = 0.0) -> dict[int, LastBeat]:
+        """Return the last beat of each living rank; ``lost_seconds`` of silence do not count."""
         for rank in self.alive:
-            self.channels[rank.rank].forgive(forgiven_seconds)
+            self.channels[rank.rank].extend(lost_seconds)
             self.channels[rank.rank].listen()
         return {rank.rank: self.channels[rank.rank].beat for rank in self.alive}
 
     def kill(self) -> None:
-        """SIGKILL each living rank with everything in its process group."""
+        """Send SIGKILL to the process group of each living rank."""
         for rank in self.alive:
-            self._doomed.add(rank.rank)
+            self._killed.add(rank.rank)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)
 
     def give_up(self) -> None:
-        """Count ranks that not even SIGKILL has ended as failed; their exit code stays unknown."""
+        """Count ranks that SIGKILL has not ended as failed; their exit code stays unknown."""
         if self.first_failure is None and self.alive:
             self.first_failure = self.alive[0].rank
 
     def ended(self, pid: int, exit_code: int) -> RankRecord | None:
-        """Take note of a child's end; None when it was no rank but an orphan that this process adopted."""
+        """Record the end of a child process; return None when it was no rank but an adopted orphan."""
         for index, rank in enumerate(self.ranks):
             if rank.pid == pid and rank.exit_code is None:
-                ended = rank.end(exit_code, time.time(), killed_by_agent=rank.rank in self._doomed)
+                ended = rank.end(exit_code, time.time(), killed_by_agent=rank.rank in self._killed)
                 self.ranks[index] = ended
                 self.channels[rank.rank].close()
                 if exit_code not in (0, 75) and self.first_failure is None:

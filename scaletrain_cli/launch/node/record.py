@@ -1,6 +1,6 @@
-"""What a node leaves behind of an attempt: attempts/NNNN/nodes/<node>.json by its agent, failures/*.json by who failed.
+"""The record of a node's part in an attempt, attempts/NNNN/nodes/<node>.json, and the files by which agents signal.
 
-Frozen data and its files; knows nothing of how ranks are started or why an attempt is judged as it is.
+Frozen data and its files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RankRecord:
     killed_by_agent: bool = False
 
     def end(self, exit_code: int, now: float, killed_by_agent: bool) -> RankRecord:
-        """The same rank, ended."""
+        """Return the record of the same rank with its end."""
         name = signal.Signals(-exit_code).name if exit_code < 0 else None
         return dataclasses.replace(self, ended=now, exit_code=exit_code, signal=name, killed_by_agent=killed_by_agent)
 
@@ -47,16 +47,16 @@ class NodeRecord:
     ranks: tuple[RankRecord, ...] = ()
     ended: float | None = None
     exit_code: int | None = None
-    first_failure: int | None = None  # the rank that ended badly before any other
+    first_failure: int | None = None  # the first rank that failed
 
     @property
     def name(self) -> str:
-        """What the scheduler calls the node."""
+        """The scheduler's name of the node."""
         return self.node.removeprefix(f"node-{self.node_rank:04d}-")
 
     @property
     def agent(self) -> ProcessIdentity:
-        """The agent's process; means something on the host of this record only."""
+        """The agent's process; valid only on the host of this record."""
         return ProcessIdentity(self.agent_pid, self.agent_start_ticks)
 
 
@@ -68,7 +68,7 @@ def write_node_record(run: RunDir, attempt: int, record: NodeRecord) -> None:
 
 
 def read_node_records(run: RunDir, attempt: int) -> list[NodeRecord]:
-    """The records of an attempt's nodes, by node rank."""
+    """Return the records of an attempt's nodes, by node rank. Raises UsageError for a damaged one."""
     folder = run.attempt(attempt) / "nodes"
     with damage_told(folder):
         found = [_node_record(data) for data in _documents(run, attempt, "nodes")]
@@ -76,22 +76,22 @@ def read_node_records(run: RunDir, attempt: int) -> list[NodeRecord]:
 
 
 def announce_failure(run: RunDir, attempt: int) -> None:
-    """Tell the agents of the other nodes that this attempt has failed. Raises OSError."""
+    """Inform the agents of the other nodes that this attempt has failed. Raises OSError."""
     touch(run.attempt(attempt) / "failed")
 
 
 def has_failed(run: RunDir, attempt: int) -> bool:
-    """Whether an agent has announced a failure."""
+    """Return whether an agent has announced a failure."""
     return (run.attempt(attempt) / "failed").exists()
 
 
 def announce_hang(run: RunDir, attempt: int) -> None:
-    """Tell the agents of all nodes to look for the rank that holds the others up. Raises OSError."""
+    """Have the agents of all nodes look for the hung rank. Raises OSError."""
     touch(run.attempt(attempt) / "hung")
 
 
 def is_hung(run: RunDir, attempt: int) -> bool:
-    """Whether an agent has found its ranks to have come to a stand."""
+    """Return whether an agent has found its ranks to hang."""
     return (run.attempt(attempt) / "hung").exists()
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from scaletrain_cli.launch.attempts import attempt_outcome
 from scaletrain_cli.launch.node import processes
-from scaletrain_cli.launch.node.heartbeats import Beat, Channel, hung_rank
+from scaletrain_cli.launch.node.heartbeats import Channel, LastBeat, hung_rank
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.node.watch import RankView, find_suspect
 from scaletrain_cli.launch.submit import submit_run
@@ -121,10 +121,10 @@ def test_a_descriptor_is_the_ranks_alone() -> None:
 
 
 def test_ranks_that_wait_for_one_that_may_be_slow_have_not_come_to_a_stand() -> None:
-    saving, waiting = Beat(10, "save", 1800.0, heard=0.0), Beat(11, "step", 30.0, heard=1.0)
+    saving, waiting = LastBeat(10, "save", 1800.0, heard=0.0), LastBeat(11, "step", 30.0, heard=1.0)
     assert hung_rank({0: waiting, 1: saving}, now=100.0) is None
     assert hung_rank({0: waiting, 1: saving}, now=2000.0) == 1
-    assert hung_rank({0: waiting, 1: Beat(10, "step", 30.0, heard=0.0)}, now=100.0) == 1
+    assert hung_rank({0: waiting, 1: LastBeat(10, "step", 30.0, heard=0.0)}, now=100.0) == 1
     assert hung_rank({}, now=100.0) is None
 
 
@@ -133,44 +133,44 @@ def test_a_rank_that_was_rolled_back_first_is_ahead_of_those_that_still_are(line
     line.heart.beat(11, "step")
     turns = [json.loads(text)["turn"] for text in line.file.readlines()]
     assert turns == [0, 1]
-    rolled_back, restoring = Beat(11, "step", 30.0, heard=0.0, turn=1), Beat(20, "rollback", 1800.0, heard=0.0)
+    rolled_back, restoring = LastBeat(11, "step", 30.0, heard=0.0, turn=1), LastBeat(20, "rollback", 1800.0, heard=0.0)
     assert hung_rank({0: rolled_back, 1: restoring}, now=100.0) is None
 
 
 def test_time_in_which_the_agent_was_stopped_itself_counts_for_nobody() -> None:
     channel = Channel()
     before = channel.beat.heard
-    channel.forgive(3600.0)
+    channel.extend(3600.0)
     assert channel.beat.heard == before + 3600.0
 
 
 def view(
     rank: int, step: int, phase: str = "step", *, dumped: bool = True, state: str = "S", at: float = 0.0
 ) -> RankView:
-    return RankView(rank, Beat(step, phase, 30.0, heard=at), 40.0 - at, dumped, state)
+    return RankView(rank, LastBeat(step, phase, 30.0, heard=at), 40.0 - at, dumped, state)
 
 
 def test_a_rank_that_does_not_answer_is_the_suspect_with_what_the_kernel_says() -> None:
     found = find_suspect([view(0, 5), view(1, 6, dumped=False, state="T")], several_nodes=True)
-    assert (found.suspect, found.message) == (
+    assert (found.rank, str(found.why)) == (
         1,
-        "rank 1 did not answer: stopped by a signal (state T), since step 6 (step)",
+        "rank 1 did not respond: stopped by a signal (state T), since step 6 (step)",
     )
     asleep = find_suspect([view(0, 5, dumped=False), view(1, 5, dumped=False, state="D")], several_nodes=False)
-    assert asleep.suspect == 1
+    assert (asleep.rank, asleep.why.code, asleep.sure) == (1, "node.rank-in-kernel", False)
 
 
 def test_else_the_rank_that_is_behind_is_the_suspect() -> None:
     views = [view(0, 7, "step, at the agreement", at=3.0), view(1, 7, at=1.0)]
     found = find_suspect(views, several_nodes=False)
-    assert found.suspect == 1
-    assert "rank 1 is behind: in step 7 (step) while rank 0 is in step 7 (step, at the agreement)" in found.message
+    assert found.rank == 1
+    assert "rank 1 is behind: in step 7 (step) while rank 0 is in step 7 (step, at the agreement)" in str(found.why)
 
 
 def test_ranks_at_the_same_place_wait_for_another_node_if_there_is_one() -> None:
-    assert find_suspect([view(0, 5), view(1, 5)], several_nodes=True).suspect is None
-    assert "for another node" in find_suspect([view(0, 5), view(1, 5)], several_nodes=True).message
-    assert "no rank stands out" in find_suspect([view(0, 5), view(1, 5)], several_nodes=False).message
+    assert find_suspect([view(0, 5), view(1, 5)], several_nodes=True).rank is None
+    assert "for another node" in str(find_suspect([view(0, 5), view(1, 5)], several_nodes=True).why)
+    assert "no rank stands out" in str(find_suspect([view(0, 5), view(1, 5)], several_nodes=False).why)
 
 
 def test_a_stopped_rank_is_found_dumped_named_and_killed(make_run: MakeRun, start_agent: StartAgent) -> None:
@@ -179,7 +179,8 @@ def test_a_stopped_rank_is_found_dumped_named_and_killed(make_run: MakeRun, star
     assert agent.wait() == 1
     (failure,) = read_failures(made.run, 1)
     assert (failure.rank, failure.reason, failure.node) == (1, "hang", agent.node.node)
-    assert "rank 1 did not answer: stopped by a signal (state T), since step 4" in failure.message
+    assert "rank 1 did not respond: stopped by a signal (state T), since step 4" in failure.message
+    assert (failure.code, failure.params["step"]) == ("node.rank-stopped", 4)
     (stacks,) = (made.run.attempt(1) / "stacks").iterdir()
     assert stacks.name == "00000.txt"
     assert "fake_engine.py" in stacks.read_text()
@@ -197,7 +198,7 @@ def test_the_node_with_a_suspect_is_blamed_before_those_that_only_waited(
     assert [agent.wait() for agent in agents] == [1, 1]
     outcome = attempt_outcome(made.run, made.record.spec, 1, cancelled=False)
     assert outcome.reason == "hang"
-    assert "rank 3 did not answer" in outcome.message
+    assert "rank 3 did not respond" in outcome.message
     waited, suspected = sorted(read_failures(made.run, 1), key=lambda failure: failure.node)
     assert (waited.rank, suspected.rank) == (None, 3)
 
@@ -239,16 +240,16 @@ def test_a_node_agent_that_is_stopped_is_ended_and_the_run_goes_on(make_run: Mak
     assert not any(is_running(rank.pid) for rank in node.ranks)
 
 
-def test_stops_that_end_in_time_and_those_of_a_debugger_are_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stops_that_end_in_time_and_those_of_a_debugger_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     states = {1: "T", 2: "t", 3: "S"}
     monkeypatch.setattr(processes, "process_state", lambda pid: states[pid])
     monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    watched = processes.Standstill(5.0)
+    watched = processes.StoppedProcesses(5.0)
 
     def found(at: float, state: str) -> int | None:
         clock[0], states[1] = at, state
-        return watched.found(states)
+        return watched.longest(states)
 
     assert [found(at, "T") for at in (1.0, 2.0, 3.0)] == [None] * 3
     assert [found(at, "S") for at in (4.0, 5.0)] == [None] * 2

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scaletrain_cli.full_disk import FULL_DISK_ERRORS
 from scaletrain_cli.launch.node.options import HEARD, AgentOptions
 from scaletrain_cli.own_processes import leave_current_folder
 
@@ -39,7 +40,6 @@ VERDICT_SECONDS = 45.0  # for the other nodes to end by themselves, and for pod 
 _VOLUME_SECONDS = 60.0  # for what pod 0 has written to be seen elsewhere: file systems cache what is not there
 _POLL_SECONDS = 0.5
 _MOST_GANGS = 3  # that may find the volume unfit: the third is on other nodes, too
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _BROKEN = (errno.EIO, errno.ESTALE)
 ONLY = "SCALETRAIN_ONLY"  # the variable by which a run measures its nodes and trains nothing
@@ -133,7 +133,7 @@ def run_pod(options: PodOptions) -> int:
         with PodOutput([run.attempt(number) / "logs" / name for name in names]):
             code = run_node(agent)
     except Exception as failure:  # pod 0 must judge whatever happened here
-        of_volume = isinstance(failure, OSError) and failure.errno in (*_FULL, *_FORBIDDEN, *_BROKEN)
+        of_volume = isinstance(failure, OSError) and failure.errno in (*FULL_DISK_ERRORS, *_FORBIDDEN, *_BROKEN)
         error = volume_error(options, failure) if isinstance(failure, OSError) and of_volume else failure
         code = _code_of(error)
         print(f"{options.pod_name} on {options.node_name}: {error}", file=sys.stderr, flush=True)
@@ -278,7 +278,7 @@ def _volume_in_use(options: PodOptions) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno not in (*_FULL, *_FORBIDDEN, *_BROKEN):
+        if error.filename is None and error.errno not in (*FULL_DISK_ERRORS, *_FORBIDDEN, *_BROKEN):
             raise  # of a socket, for one
         raise volume_error(options, error) from error
 
@@ -290,7 +290,7 @@ def volume_error(options: PodOptions, error: OSError) -> ScaletrainError:
     """
     from scaletrain_cli.errors import DoNotRequeueError, WrongNodesError
 
-    if error.errno in _FULL:
+    if error.errno in FULL_DISK_ERRORS:
         return DoNotRequeueError(
             f"the volume of cluster.kubernetes.runs is full: {error.strerror or error}. Free space on it, then resume "
             "the run"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -18,13 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
-from scaletrain_cli.full_disk import is_full, say
+from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.attempts import Decision, begin_attempt
 from scaletrain_cli.launch.backends.local.backend import CANNOT_GO_ON, living_agents, run_to_wait_for, write_supervisor
 from scaletrain_cli.launch.node.heartbeats import stopped_seconds
 from scaletrain_cli.launch.node.options import HEARD
 from scaletrain_cli.launch.node.processes import (
-    Standstill,
+    StoppedProcesses,
     adopt_orphans,
     die_with_parent,
     kill_descendants,
@@ -34,6 +35,7 @@ from scaletrain_cli.launch.node.processes import (
 )
 from scaletrain_cli.launch.node.ranks import ENGINE_MODULE, free_port
 from scaletrain_cli.launch.restart import conclude_abandoned, conclude_attempt, conclude_run
+from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
@@ -42,6 +44,7 @@ from scaletrain_cli.safe_files import locked
 
 _AGENT_MARGIN_SECONDS = 30.0  # the agent keeps to the grace period itself; this is for an agent that hangs
 _WAIT_SECONDS = 1.0
+_LOG = logging.getLogger(__name__)
 _TOLD_TO_STOP = "the supervisor was told to stop; `scaletrain resume` goes on"
 
 
@@ -56,19 +59,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.parent_pid is not None and not die_with_parent(options.parent_pid, signal.SIGTERM):
         return ExitCode.CRASHED
     adopt_orphans()
+    set_up_logging("supervisor")
     run = RunDir(options.run_folder.absolute())
     try:
         with supervisor_lock(run):
             write_supervisor(run, own_identity())
             return Supervision(run, read_record(run), options.engine).run_to_end()
     except ScaletrainError as error:
-        say(str(error))
+        _LOG.error("%s", error)
         return error.exit_code
     except OSError as error:
         why = f"{CANNOT_GO_ON}: {error}. No attempt follows; `scaletrain resume` goes on once that is put right"
         with contextlib.suppress(OSError):
             record_event(run, "stopped", exit_code=int(ExitCode.CRASHED), why=why)
-        say(why)
+        _LOG.error("%s", why)
         return ExitCode.DO_NOT_REQUEUE if is_full(error) else ExitCode.CRASHED
 
 
@@ -155,13 +159,15 @@ class Supervision:
         return code if code >= 0 else int(ExitCode.CRASHED)
 
     def _wait_for(self, agent: int) -> int:
-        deadline, standstill = float("inf"), Standstill(stopped_seconds(self.record.spec))
+        deadline, stopped = float("inf"), StoppedProcesses(stopped_seconds(self.record.spec))
         while True:
             for pid, code in reap():
                 if pid == agent:
                     return code
-            if standstill.found([agent]) is not None:
-                say(f"the node agent {agent} is stopped (state T) and hears no signal; it is ended with its ranks")
+            if stopped.longest([agent]) is not None:
+                _LOG.error(
+                    "the node agent %s is stopped (state T) and receives no signal; ending it with its ranks", agent
+                )
                 os.kill(agent, signal.SIGKILL)
             if time.monotonic() > deadline:
                 os.kill(agent, signal.SIGKILL)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError
-from scaletrain_cli.full_disk import is_full, say
+from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.attempts import begin_attempt, read_attempt
 from scaletrain_cli.launch.backends.slurm.commands import node_names
 from scaletrain_cli.launch.backends.slurm.nodes import (
@@ -37,10 +38,12 @@ from scaletrain_cli.launch.restart import (
     why_not_begin,
     withdraw_restart,
 )
+from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import leave_current_folder
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 
+_LOG = logging.getLogger(__name__)
 _SLURM_ENDS_THE_JOB = "Slurm is ending the job, and it alone decides whether the job is queued again"
 _NOT_REQUEUED = "Slurm did not requeue the job (its log says why); `scaletrain resume` goes on"
 
@@ -48,6 +51,7 @@ _NOT_REQUEUED = "Slurm did not requeue the job (its log says why); `scaletrain r
 def main(arguments: Sequence[str] | None = None) -> int:
     """Begin or end an attempt; the exit code of the process."""
     leave_current_folder()
+    set_up_logging("slurm job")
     parser = argparse.ArgumentParser(prog="slurm_job", description="Begin or end an attempt inside a Slurm job.")
     parser.add_argument("word", choices=("begin", "end", "not-requeued"))
     parser.add_argument("run_folder", type=Path)
@@ -65,12 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return end(run, record, options.attempt, options.srun_exit_code, os.environ, told_to_stop)
         return not_requeued(run, options.attempt, told_to_stop)
     except ScaletrainError as error:
-        say(str(error))
+        _LOG.error("%s", error)
         return error.exit_code
     except OSError as error:
         if not is_full(error):
             raise
-        say(f"{error}; no attempt follows, since none could record anything")
+        _LOG.error("%s; no attempt follows, since none could record anything", error)
         if options.word == "end":
             print("stop")
         return ExitCode.DO_NOT_REQUEUE
@@ -82,12 +86,12 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
     given, planned = environment.get("SLURM_JOB_NUM_NODES"), record.spec.cluster.nodes
     if given is not None and int(given) != planned:
         # Brought back by hand after a resize. Another job has the run, so nothing is written here.
-        say(f"job {job_id} has {given} nodes and the run goes on with {planned} since it was resized")
+        _LOG.warning("job %s has %s nodes, and the run uses %s since it was resized", job_id, given, planned)
         return ExitCode.USAGE
     conclude_abandoned(run, record)  # of this job, which Slurm took off its nodes before it could say its last word
     refusal = why_not_begin(run, record, job_id)
     if refusal is not None:
-        say(refusal.why)
+        _LOG.error("%s", refusal.why)
         return conclude_run(run, refusal)
     nodes = node_names(environment.get("SLURM_JOB_NODELIST", ""))
     number = begin_attempt(run, record.spec, scheduler="slurm", job_id=job_id, nodes=nodes)
@@ -109,7 +113,7 @@ def end(
     """
     if number < max(run.attempts(), default=number):
         print("stop")
-        say(f"attempt {number} was followed by another one already; this is not the run's end")
+        _LOG.warning("attempt %s was followed by another one already; the run has not ended", number)
         return ExitCode.CRASHED
     job_id, attempt = environment["SLURM_JOB_ID"], read_attempt(run, number)
     decision = conclude_attempt(
