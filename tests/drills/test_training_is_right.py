@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.rundir.journal import read_metrics
-from scaletrain_cli.rundir.record import read_record
 from tests.drills.conftest import Undisturbed
 from tests.drills.training_runs import STEPS, submit_drill
 
@@ -40,20 +39,6 @@ def test_metrics_say_what_was_measured(undisturbed: Undisturbed) -> None:
     assert all(line["tokens_per_second"] > 0 and line["memory_bytes"] > 10**8 for line in lines)
     assert all(line["mfu"] is None for line in lines)  # not known for a CPU
     assert [line["step"] for line in lines if "validation_loss" in line] == [20, 40]
-
-
-@pytest.mark.long
-def test_wandb_offline_mirrors_every_attempt_as_one_run(dataset: Path) -> None:
-    pytest.importorskip("wandb")
-    drill = submit_drill(dataset, tracking__wandb="{mode: offline, project: drills}", training__steps=12)
-    drill.wait_for_step(4)
-    drill.preempt()
-    drill.wait_for_end()
-    assert drill.events("finished")
-    run_id = read_record(drill.run).wandb_run_id
-    folders = sorted(path.name for path in (drill.run.path / "wandb").glob("offline-run-*"))
-    assert len(folders) == 2
-    assert all(name.endswith(f"-{run_id}") for name in folders)
 
 
 def test_a_corpus_of_the_users_own_is_prepared_by_the_run_itself(tmp_path: Path) -> None:

@@ -30,3 +30,19 @@ def write_files(page: str, heading: str, folder: Path) -> dict[str, Path]:
         path.write_text(text, encoding="utf-8")
         written[title] = path
     return written
+
+
+def install(page: str, heading: str, folder: Path) -> None:
+    """Write a section's package below ``folder``, with the metadata that ``pip install`` makes of its pyproject.toml.
+
+    With ``folder`` on PYTHONPATH, Python finds the package and its entry points.
+    """
+    written = write_files(page, heading, folder)
+    text = written["pyproject.toml"].read_text(encoding="utf-8")
+    name, version = (re.findall(rf'^{key} = "(.+)"$', text, flags=re.MULTILINE)[0] for key in ("name", "version"))
+    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+    groups = re.findall(r'^\[project\.entry-points\."(.+)"\]\n((?:.+ = ".+"\n)+)', text, flags=re.MULTILINE)
+    lines = [f"[{group}]\n{entries.replace(chr(34), '')}" for group, entries in groups]
+    (metadata / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")

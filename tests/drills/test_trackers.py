@@ -1,0 +1,120 @@
+"""A run that is killed, preempted and resumed is one run in each tracker: all steps once, in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.rundir.journal import read_metrics
+from scaletrain_cli.rundir.record import read_record
+from tests.drills.training_runs import STEPS, Drill, submit_drill
+
+pytestmark = pytest.mark.drill
+
+
+def tensorboard_scalars(drill: Drill) -> dict[str, list[tuple[int, float]]]:
+    """Steps and values by tag, as TensorBoard itself reads them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(drill.run.path / "tensorboard"), size_guidance={"scalars": 0})
+    read.Reload()
+    return {tag: [(event.step, event.value) for event in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+
+
+def mlflow_runs(drill: Drill) -> list[tuple[Any, dict[str, list[tuple[int, float]]]]]:
+    """Each run in the store, with steps and values by metric, as MLflow's client reads them."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{drill.run.path / 'mlflow.db'}")
+    found = []
+    for run in client.search_runs([one.experiment_id for one in client.search_experiments()]):
+        histories = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+        found.append((run, {name: [(m.step, m.value) for m in history] for name, history in histories.items()}))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*noload.*")
+def test_a_killed_and_preempted_run_is_one_run_in_tensorboard_and_mlflow(dataset: Path) -> None:
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("mlflow")
+    drill = submit_drill(dataset, tracking="[tensorboard, mlflow]")
+    drill.wait_for_step(14)
+    os.kill(drill.rank_pids()[0], signal.SIGKILL)  # steps 11 to 14 are trained again
+    drill.wait_for_step(24)
+    drill.preempt()
+    drill.wait_for_end(300)
+    assert drill.events("finished"), drill.log()
+    assert len(drill.beginnings()) == 3
+    assert drill.events("tracker-off") == []
+
+    lines = read_metrics(drill.run)
+    steps = list(range(1, STEPS + 1))
+    evaluated = [20, 40]
+    losses = [line["loss"] for line in lines]
+    scalars = tensorboard_scalars(drill)
+    assert [step for step, _ in scalars["loss"]] == steps
+    assert [value for _, value in scalars["loss"]] == pytest.approx(losses)
+    assert [step for step, _ in scalars["validation_loss"]] == evaluated
+
+    ((run, metrics),) = mlflow_runs(drill)
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == drill.run.run_id
+    assert run.data.tags["scaletrain.tracking_id"] == read_record(drill.run).wandb_run_id
+    assert run.data.params["training.steps"] == str(STEPS)
+    assert metrics["loss"] == list(zip(steps, losses, strict=True))
+    assert [step for step, _ in metrics["validation_loss"]] == evaluated
+    assert {"event.started", "event.resumed", "event.finished"} <= run.data.tags.keys()
+    assert list((drill.run.path / "mlflow-artifacts").rglob("run.json"))
+
+
+def leveldb_records(text: bytes) -> Iterator[bytes]:
+    """Yield the records of a file in LevelDB's log format, which begins with seven bytes of wandb's own."""
+    place, parts = 7, b""
+    while place + 7 <= len(text):
+        if 32768 - place % 32768 < 7:  # the rest of a block that is too short for a header
+            place += 32768 - place % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", text, place + 4)
+        parts += text[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def wandb_steps(file: Path) -> list[int]:
+    """Return ``train/step`` of each row with a loss in an offline file, which ``wandb sync`` sends in this order."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    steps = []
+    for data in leveldb_records(file.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        if "train/loss" in row:
+            steps.append(row["train/step"])
+    return steps
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_preempted_run_is_one_run_in_wandb_offline(dataset: Path) -> None:
+    pytest.importorskip("wandb")
+    drill = submit_drill(dataset, tracking="{wandb: {mode: offline, project: drills}}", training__steps=12)
+    drill.wait_for_step(4)
+    drill.preempt()
+    drill.wait_for_end()
+    assert drill.events("finished")
+    folders = sorted(path for path in (drill.run.path / "wandb").glob("offline-run-*"))
+    tracking_id = read_record(drill.run).wandb_run_id
+    assert len(folders) == 2
+    assert all(folder.name.endswith(f"-{tracking_id}") for folder in folders)
+    files = [folder / f"run-{tracking_id}.wandb" for folder in folders]
+    assert [step for file in files for step in wandb_steps(file)] == list(range(1, 13))
