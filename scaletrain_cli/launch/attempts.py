@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from scaletrain_cli.launch.backends.registry import backend_for
-from scaletrain_cli.launch.exit_classification import Outcome, Reason, classify_exit
+from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, classify_exit
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.rundir.checkpoints import Checkpoint, committed_folders, read_checkpoint
 from scaletrain_cli.rundir.documents import damage_told, read_document, write_document
@@ -50,7 +50,7 @@ class AttemptRecord:
     checkpoint_at_start: int | None = None  # step
     ended: float | None = None
     exit_code: int | None = None
-    reason: Reason | None = None
+    reason: ExitReason | None = None
     message: str = ""
     decision: Decision | None = None
     last_checkpoint_step: int | None = None
@@ -164,6 +164,6 @@ def _write(run: RunDir, attempt: AttemptRecord) -> None:
 
 
 def _from_json(data: dict[str, Any]) -> AttemptRecord:
-    assert data["reason"] is None or data["reason"] in get_args(Reason), data["reason"]
+    assert data["reason"] is None or data["reason"] in get_args(ExitReason), data["reason"]
     decision = Decision(**data["decision"]) if data["decision"] else None
     return AttemptRecord(**{**data, "nodes": tuple(data["nodes"]), "decision": decision})

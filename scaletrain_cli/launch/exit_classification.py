@@ -16,14 +16,14 @@ from scaletrain_cli.launch.node.record import NodeRecord, RankRecord
 from scaletrain_cli.worker.failures import Failure
 
 # fmt: off
-Reason = Literal[
+ExitReason = Literal[
     "done", "preempted", "time-limit", "out-of-grace", "cancelled",
     "node", "wrong-nodes", "hardware", "hang", "communication",
     "crash", "killed", "oom", "host-oom", "nan", "spike", "disk-full", "unreadable", "data", "usage",
 ]
 # fmt: on
 # What only its own evidence can show, and no other rank's death brings about.
-_SPECIFIC: tuple[Reason, ...] = (
+_SPECIFIC: tuple[ExitReason, ...] = (
     "oom",
     "host-oom",
     "nan",
@@ -34,8 +34,8 @@ _SPECIFIC: tuple[Reason, ...] = (
     "unreadable",
     "data",
 )
-_STATED: tuple[Reason, ...] = (*_SPECIFIC, "hang", "communication")  # believed as said; all else is a crash
-_AGAINST_ITS_NODE: tuple[Reason, ...] = ("wrong-nodes", "hardware", "hang")
+_STATED: tuple[ExitReason, ...] = (*_SPECIFIC, "hang", "communication")  # believed as said; all else is a crash
+_AGAINST_ITS_NODE: tuple[ExitReason, ...] = ("wrong-nodes", "hardware", "hang")
 _STOPPING = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
 _LOST = "lost without reporting an exit status"
 
@@ -48,7 +48,7 @@ class Outcome:
     """
 
     exit_code: int
-    reason: Reason
+    reason: ExitReason
     message: str
     against: tuple[str, ...] = ()
     lost: bool = False
@@ -176,7 +176,7 @@ def ended_with_its_job(outcome: Outcome) -> Outcome:
     return Outcome(outcome.exit_code, "cancelled" if outcome.reason == "cancelled" else "out-of-grace", message)
 
 
-def _reason(stated: str, code: int) -> Reason:
+def _reason(stated: str, code: int) -> ExitReason:
     if code == ExitCode.WRONG_NODES:
         return "wrong-nodes"
     if code in _STOPPING:

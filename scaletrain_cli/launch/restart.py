@@ -23,7 +23,7 @@ from scaletrain_cli.launch.attempts import (
     revise_decision,
     with_outcome,
 )
-from scaletrain_cli.launch.exit_classification import Outcome, Reason, ended_with_its_job
+from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, ended_with_its_job
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
@@ -36,7 +36,7 @@ from scaletrain_cli.spec.sections import RestartsSpec
 ATTEMPTS_WITHOUT_PROGRESS = 3
 PREEMPTIONS_WITHOUT_PROGRESS = 10
 
-_BUDGET: dict[Reason, str] = {
+_BUDGET: dict[ExitReason, str] = {
     "preempted": "preemption",
     "out-of-grace": "preemption",
     "node": "node",
@@ -52,13 +52,13 @@ _BUDGET: dict[Reason, str] = {
     "nan": "crash",
     "spike": "crash",
 }
-_TAKEN_AWAY: tuple[Reason, ...] = ("preempted", "time-limit")
+_TAKEN_AWAY: tuple[ExitReason, ...] = ("preempted", "time-limit")
 # Says nothing of the job itself: it was taken off good nodes, or never started on wrong ones.
-_NEUTRAL: tuple[Reason, ...] = (*_TAKEN_AWAY, "cancelled", "wrong-nodes")
+_NEUTRAL: tuple[ExitReason, ...] = (*_TAKEN_AWAY, "cancelled", "wrong-nodes")
 
 
 def decide(
-    exit_code: int, reason: Reason, history: Sequence[AttemptRecord], restarts: RestartsSpec, cancelled: bool
+    exit_code: int, reason: ExitReason, history: Sequence[AttemptRecord], restarts: RestartsSpec, cancelled: bool
 ) -> Decision:
     """Whether to try again. ``history`` holds all attempts that share the budgets, the one just ended last."""
     if exit_code == ExitCode.DONE:
@@ -96,7 +96,7 @@ def _budget_of(attempt: AttemptRecord) -> str | None:
     return "preemption" if attempt.free_of_charge else _BUDGET.get(attempt.reason or "node")
 
 
-def is_taken_away(reason: Reason) -> bool:
+def is_taken_away(reason: ExitReason) -> bool:
     """Whether the restart after such an end costs the run nothing: its nodes were wanted for something else."""
     return reason == "time-limit" or _BUDGET.get(reason) == "preemption"
 
@@ -146,7 +146,7 @@ def first_attempt_of_job(run: RunDir, job_id: str, number: int) -> int:
 _HOUR = 3600.0
 # How long a node is kept away from, by what speaks against it: a broken device waits for a technician, a wrong one for
 # an administrator, and a node that was lost or hung is often well after its next restart.
-_KEPT_SECONDS: dict[Reason, float] = {
+_KEPT_SECONDS: dict[ExitReason, float] = {
     "hardware": 7 * 24 * _HOUR,
     "wrong-nodes": 24 * _HOUR,
     "hang": 6 * _HOUR,

@@ -13,7 +13,7 @@ from scaletrain_cli.full_disk import has_no_space
 from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome, newest_checkpoint_step, read_attempts
 from scaletrain_cli.launch.backends.base import Backend, Job
 from scaletrain_cli.launch.backends.registry import backend_for
-from scaletrain_cli.launch.exit_classification import Reason
+from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.submit import open_request, read_submission
 from scaletrain_cli.rundir.goodput import Goodput, run_goodput
@@ -28,7 +28,7 @@ from scaletrain_cli.spec.backend_traits import display_name
 
 
 # Every cause that a scheduler names for the end of a whole job (Job.cause).
-JOB_WAS: dict[Reason, str] = {
+JOB_WAS: dict[ExitReason, str] = {
     "cancelled": "its job was cancelled",
     "preempted": "its job was preempted",
     "time-limit": "its job reached its time limit",
@@ -45,7 +45,7 @@ class UnreportedEnd:
 
     state: Literal["open", "known", "not-known"]
     message: str
-    reason: Reason | None = None
+    reason: ExitReason | None = None
 
 
 def unreported_end(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Job) -> UnreportedEnd:
@@ -62,7 +62,7 @@ def unreported_end(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: 
     reported = any(node.ended is not None for node in read_node_records(run, attempt.number))
     if outcome.reason != "node" or (reported and job.cause is None and not run.is_told_to_stop):
         return UnreportedEnd("known", f"{silent}: {outcome.message}", outcome.reason)
-    cause: Reason | None = "cancelled" if run.is_told_to_stop else job.cause
+    cause: ExitReason | None = "cancelled" if run.is_told_to_stop else job.cause
     if cause is not None:
         return UnreportedEnd("known", f"{silent}: {JOB_WAS[cause]}; {says}", cause)
     if has_no_space(run.path):
@@ -265,7 +265,7 @@ def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None)
     return _of_cause(job.cause if ended_by_scheduler else last.reason)
 
 
-def _of_cause(reason: Reason | None) -> RunState:
+def _of_cause(reason: ExitReason | None) -> RunState:
     """The state of a run that is over, by why it ended."""
     return reason if reason == "cancelled" or reason == "preempted" else "failed"
 

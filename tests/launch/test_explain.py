@@ -8,9 +8,8 @@ from typing import get_args
 import pytest
 
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
-from scaletrain_cli.launch.exit_classification import Reason
-from scaletrain_cli.launch.explain import explain
-from scaletrain_cli.launch.explain_failures import ENDINGS
+from scaletrain_cli.launch.exit_classification import ExitReason
+from scaletrain_cli.launch.explain import ENDINGS, explain
 from scaletrain_cli.launch.finding import Explanation, Finding
 from scaletrain_cli.launch.submit import submit_run
 from tests.cli.command_line import scaletrain
@@ -31,12 +30,12 @@ def told(finding: Finding) -> str:
 
 
 def test_every_way_to_end_has_a_meaning_and_what_to_do() -> None:
-    assert set(ENDINGS) == set(get_args(Reason))
+    assert set(ENDINGS) == set(get_args(ExitReason))
     assert all(ending.actions for reason, ending in ENDINGS.items() if reason not in ("done", "preempted"))
 
 
-@pytest.mark.parametrize("reason", get_args(Reason))
-def test_an_attempt_that_ended_in_any_way_is_explained(make_run: MakeRun, reason: Reason) -> None:
+@pytest.mark.parametrize("reason", get_args(ExitReason))
+def test_an_attempt_that_ended_in_any_way_is_explained(make_run: MakeRun, reason: ExitReason) -> None:
     made = make_run()
     begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("here",))
     outcome, decision = Outcome(1, reason, "these words"), Decision(False, 1, "the budget is used up")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scaletrain_cli.launch.explain_failures import last_error
+from scaletrain_cli.launch.logs import last_error
 
 TRACEBACK = """step 3 loss 2.1
 Traceback (most recent call last):

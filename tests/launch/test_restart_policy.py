@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from scaletrain_cli.launch.attempts import AttemptRecord
-from scaletrain_cli.launch.exit_classification import Reason
+from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.restart import attempts_without_progress, decide
 from scaletrain_cli.spec.sections import RestartsSpec
 
-CODES: dict[Reason, int] = {"done": 0, "preempted": 75, "wrong-nodes": 5, "usage": 2}
+CODES: dict[ExitReason, int] = {"done": 0, "preempted": 75, "wrong-nodes": 5, "usage": 2}
 
 
-def attempts(*ends: tuple[Reason, int | None]) -> list[AttemptRecord]:
+def attempts(*ends: tuple[ExitReason, int | None]) -> list[AttemptRecord]:
     """Attempts by (reason, newest checkpoint at the end)."""
     found, before = [], None
     for number, (reason, checkpoint) in enumerate(ends, start=1):
@@ -56,7 +56,7 @@ def test_a_preemption_budget_is_kept() -> None:
 
 
 def test_crashes_are_retried_within_their_budget_and_then_end_with_1() -> None:
-    ends: list[tuple[Reason, int | None]] = [("crash", 10), ("killed", 20), ("crash", 30)]
+    ends: list[tuple[ExitReason, int | None]] = [("crash", 10), ("killed", 20), ("crash", 30)]
     assert decide_last(attempts(*ends)).requeue
     decision = decide_last(attempts(*ends, ("crash", 40)))
     assert (decision.requeue, decision.exit_code) == (False, 1)
@@ -64,7 +64,7 @@ def test_crashes_are_retried_within_their_budget_and_then_end_with_1() -> None:
 
 
 def test_a_budget_counts_the_whole_history_not_a_row() -> None:
-    ends: list[tuple[Reason, int | None]] = [("crash", 10), ("preempted", 20), ("crash", 30), ("preempted", 40)]
+    ends: list[tuple[ExitReason, int | None]] = [("crash", 10), ("preempted", 20), ("crash", 30), ("preempted", 40)]
     assert not decide_last(attempts(*ends, ("crash", 50)), RestartsSpec(crash=2)).requeue
 
 
@@ -78,7 +78,7 @@ def test_out_of_memory_on_the_host_is_no_better() -> None:
 
 
 @pytest.mark.parametrize("reason", ["node", "wrong-nodes", "hardware", "hang", "communication"])
-def test_lost_and_wrong_nodes_have_their_own_budget(reason: Reason) -> None:
+def test_lost_and_wrong_nodes_have_their_own_budget(reason: ExitReason) -> None:
     assert decide_last(attempts((reason, 10)), RestartsSpec(node=1, crash=0)).requeue
     assert not decide_last(attempts((reason, 10), (reason, 20)), RestartsSpec(node=1)).requeue
 
@@ -121,7 +121,7 @@ def test_preemptions_between_failures_neither_count_nor_excuse() -> None:
 
 def test_ten_preemptions_in_a_row_without_a_step_stop_with_93_and_say_what_is_too_short() -> None:
     assert decide_last(attempts(*[("preempted", None)] * 9)).requeue
-    idle: list[tuple[Reason, int | None]] = [("preempted", None)] * 6 + [("time-limit", None)] * 4
+    idle: list[tuple[ExitReason, int | None]] = [("preempted", None)] * 6 + [("time-limit", None)] * 4
     decision = decide_last(attempts(*idle))
     assert (decision.requeue, decision.exit_code) == (False, 93)
     assert "too short to start up" in decision.why
@@ -135,7 +135,7 @@ def test_attempts_that_never_got_to_run_do_not_count_as_stuck() -> None:
 
 
 def test_checkpoints_that_no_node_can_read_are_tried_three_times() -> None:
-    ends: list[tuple[Reason, int | None]] = [("unreadable", 10)] * 3
+    ends: list[tuple[ExitReason, int | None]] = [("unreadable", 10)] * 3
     assert decide_last(attempts(("crash", 10), *ends[:2])).requeue
     decision = decide_last(attempts(("crash", 10), *ends))
     assert (decision.requeue, decision.exit_code) == (False, 93)

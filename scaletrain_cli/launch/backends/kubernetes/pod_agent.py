@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.errors import ScaletrainError
     from scaletrain_cli.launch.attempts import Decision
     from scaletrain_cli.launch.backends.kubernetes.rendezvous import Seal
-    from scaletrain_cli.launch.exit_classification import Reason
+    from scaletrain_cli.launch.exit_classification import ExitReason
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
 
@@ -257,7 +257,7 @@ def _verdict(run: RunDir, number: int, code: int) -> int:
     return ExitCode.PREEMPTED if lost and code == ExitCode.CRASHED else code
 
 
-def exit_code_for(decision: Decision, reason: Reason | None = None, *, free: bool = False) -> int:
+def exit_code_for(decision: Decision, reason: ExitReason | None = None, *, free: bool = False) -> int:
     """What a container ends with so that Kubernetes does what was decided, whose policies see nothing but this code."""
     from scaletrain_cli.errors import ExitCode
     from scaletrain_cli.launch.restart import is_taken_away

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
-from scaletrain_cli.launch.explain_failures import last_error
 from scaletrain_cli.launch.finding import Evidence, Finding
+from scaletrain_cli.launch.logs import last_error
 
 # What Slurm's reasons for not starting a job mean, and what to do about each.
 
