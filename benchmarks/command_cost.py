@@ -67,6 +67,7 @@ def make_runs(root: Path, count: int) -> None:
     from scaletrain_cli.launch.exit_classification import Outcome
     from scaletrain_cli.launch.submit import create_run
     from scaletrain_cli.plan import make_plan
+    from scaletrain_cli.reasons import Reason
     from scaletrain_cli.rundir.journal import record_event
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.worker import checkpoint_commit
@@ -90,7 +91,7 @@ def make_runs(root: Path, count: int) -> None:
             checkpoint_commit.commit_checkpoint(run.checkpoints, step, files, world_size=2, clean=True, attempt=attempt)
             record_event(run, "checkpoint", step=step)
         record_event(run, "finished", step=STEPS_PER_RUN)
-        outcome = Outcome(ExitCode.DONE, "done", "every rank finished")
+        outcome = Outcome(ExitCode.DONE, "done", Reason("launch.all-ranks-finished"))
         end_attempt(run, spec, attempt, outcome, Decision(False, ExitCode.DONE, "done"))
 
 

@@ -108,7 +108,7 @@ class Problem:
 
 
 def _code_of(reason: Reason | None) -> dict[str, Any] | None:
-    return None if reason is None else {"code": reason.code, "params": dict(reason.params)}
+    return None if reason is None else reason.to_document()
 
 
 class ScaletrainError(Exception):

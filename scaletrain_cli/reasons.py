@@ -39,7 +39,10 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 
 @dataclass(frozen=True)
 class Reason:
-    """Why something is as it is. ``code``: ``<table>.<words-with-hyphens>``; ``params``: JSON values in SI units."""
+    """Why something is as it is. ``code``: ``<table>.<words-with-hyphens>``.
+
+    ``params``: JSON values in SI units; a parameter may be a Reason itself, as the cause of a consequence.
+    """
 
     code: str
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -55,14 +58,27 @@ class Reason:
 
     def to_json(self) -> dict[str, Any]:
         """Return ``{"code", "params", "text", "remedies"}``."""
-        return {"code": self.code, "params": dict(self.params), "text": str(self), "remedies": list(self.remedies)}
+        return self.to_document() | {"text": str(self), "remedies": list(self.remedies)}
+
+    def to_document(self) -> dict[str, Any]:
+        """Return ``{"code", "params"}``, which is what files keep; a reason among the parameters becomes one too."""
+        params = {
+            name: value.to_document() if isinstance(value, Reason) else value for name, value in self.params.items()
+        }
+        return {"code": self.code, "params": params}
 
 
 def reason_from(document: Mapping[str, Any]) -> Reason:
     """Return the reason that ``to_json`` wrote; a document without a code is a sentence of an earlier version."""
-    if "code" in document:
-        return Reason(str(document["code"]), dict(document.get("params", {})))
+    if document.get("code"):
+        params = dict(document.get("params", {}))
+        inner = {name: reason_from(value) for name, value in params.items() if _is_document(value)}
+        return Reason(str(document["code"]), params | inner)
     return recorded(str(document.get("text", "")))
+
+
+def _is_document(value: object) -> bool:
+    return isinstance(value, dict) and value.keys() == {"code", "params"}
 
 
 def recorded(text: str) -> Reason:

@@ -1,19 +1,20 @@
-"""attempts/NNNN/attempt.json: when an attempt began and ended, and why, judged by what its nodes and ranks left behind.
+"""attempts/NNNN/attempt.json: when an attempt began and ended, and why, by the records of its nodes and ranks.
 
-Knows where the evidence lies (node records, failure files); judgement weighs it, restart_policy decides what follows.
+This module finds the records; exit_classification.py finds the cause in them, and restart.py decides what follows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, classify_exit
 from scaletrain_cli.launch.node.record import read_node_records
+from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.checkpoints import Checkpoint, committed_folders, read_checkpoint
 from scaletrain_cli.rundir.documents import damage_told, read_document, write_document
 from scaletrain_cli.rundir.journal import last_logged_step
@@ -27,20 +28,37 @@ from scaletrain_cli.worker.failures import read_failures
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows from an attempt's end: another attempt, or ``exit_code`` as the run's own.
+    """The restart decision: whether another attempt follows, or else ``exit_code`` as that of the run.
 
-    ``left_to_scheduler``: the scheduler was ending the job, and alone decides whether it brings the job back.
+    ``code`` and ``params`` are those of the Reason whose text is ``why``, empty in records of older versions.
+    ``left_to_scheduler``: the scheduler was ending the job, and it alone decides whether it starts the job again.
     """
 
     requeue: bool
     exit_code: int
     why: str
     left_to_scheduler: bool = False
+    code: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def because(cls, requeue: bool, exit_code: int, reason: Reason, *, left_to_scheduler: bool = False) -> Decision:
+        """Return the decision with its reason."""
+        return cls(requeue, exit_code, str(reason), left_to_scheduler, **reason.to_document())
+
+    @property
+    def reason(self) -> Reason:
+        """Why it was decided; ``recorded.text`` where only the text is known."""
+        return reason_from({"code": self.code, "params": self.params, "text": self.why})
 
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """One attempt. Without ``ended`` it still runs, or whoever watched it vanished."""
+    """One attempt. Without ``ended`` it is still running, or the process that watched it is gone.
+
+    ``reason`` is the exit reason; ``code`` and ``params`` are those of the Reason whose text is ``message``, empty in
+    records of older versions.
+    """
 
     number: int
     scheduler: str
@@ -55,7 +73,14 @@ class AttemptRecord:
     decision: Decision | None = None
     last_checkpoint_step: int | None = None
     last_step: int | None = None  # the last one logged
-    free_of_charge: bool = False  # a node was lost, for which the scheduler brings the job back at no cost
+    free_of_charge: bool = False  # a node was lost, and the scheduler restarts the job for free
+    code: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def why(self) -> Reason:
+        """Why it ended; ``recorded.text`` where only the text is known."""
+        return reason_from({"code": self.code, "params": self.params, "text": self.message})
 
     @property
     def may_be_followed(self) -> bool:
@@ -64,7 +89,7 @@ class AttemptRecord:
 
     @property
     def made_progress(self) -> bool:
-        """Whether it left a newer checkpoint than it found."""
+        """Return whether it committed a newer checkpoint than there was at its start."""
         before, after = self.checkpoint_at_start, self.last_checkpoint_step
         return after is not None and (before is None or after > before)
 
@@ -97,17 +122,18 @@ def revise_decision(run: RunDir, attempt: AttemptRecord, decision: Decision) -> 
 def with_outcome(
     run: RunDir, spec: RunSpec, began: AttemptRecord, outcome: Outcome, decision: Decision | None = None
 ) -> AttemptRecord:
-    """The attempt as it is once ended, without writing it: what restart_policy judges before the decision is known."""
+    """Return the ended attempt without writing it: restart.decide needs it before there is a decision."""
     return dataclasses.replace(
         began,
         ended=time.time(),
         exit_code=outcome.exit_code,
         reason=outcome.reason,
-        message=outcome.message,
+        message=str(outcome.why),
         decision=decision,
         last_checkpoint_step=newest_checkpoint_step(run, spec),
         last_step=last_logged_step(run),
         free_of_charge=outcome.lost and _brings_back_after_lost_nodes(began),
+        **outcome.why.to_document(),
     )
 
 
@@ -117,7 +143,7 @@ def _brings_back_after_lost_nodes(attempt: AttemptRecord) -> bool:
 
 
 def close_unended(run: RunDir, spec: RunSpec) -> list[AttemptRecord]:
-    """End, by their evidence, earlier attempts whose watcher vanished. Only for who knows that none still runs."""
+    """End earlier attempts without a recorded end, by their records. The caller knows that none is still running."""
     unended = [attempt for attempt in read_attempts(run) if attempt.ended is None]
     return [
         end_attempt(run, spec, attempt.number, attempt_outcome(run, spec, attempt.number, cancelled=False), None)
@@ -126,7 +152,7 @@ def close_unended(run: RunDir, spec: RunSpec) -> list[AttemptRecord]:
 
 
 def read_attempt(run: RunDir, number: int) -> AttemptRecord | None:
-    """One attempt; None if it never got as far as a record."""
+    """Return one attempt; None where it has no record."""
     path = run.attempt(number) / "attempt.json"
     data = read_document(path)
     with damage_told(path):
@@ -134,12 +160,12 @@ def read_attempt(run: RunDir, number: int) -> AttemptRecord | None:
 
 
 def read_attempts(run: RunDir) -> list[AttemptRecord]:
-    """Every attempt that began, in order."""
+    """Return every attempt that began, in order."""
     return [attempt for number in run.attempts() if (attempt := read_attempt(run, number)) is not None]
 
 
 def newest_checkpoint_step(run: RunDir, spec: RunSpec) -> int | None:
-    """The step of the newest committed checkpoint, by its manifest alone; no other is read."""
+    """Return the step of the newest committed checkpoint, by its manifest alone; None where there is none."""
     newest_first = map(read_checkpoint, reversed(committed_folders(checkpoint_folder(run, spec))))
     return next((found.step for found in newest_first if isinstance(found, Checkpoint)), None)
 
@@ -147,7 +173,7 @@ def newest_checkpoint_step(run: RunDir, spec: RunSpec) -> int | None:
 def attempt_outcome(
     run: RunDir, spec: RunSpec, number: int, *, cancelled: bool, launcher_exit_code: int | None = None
 ) -> Outcome:
-    """Judge the attempt by its evidence; ``launcher_exit_code`` is what the agent or srun itself ended with."""
+    """Classify the end of the attempt; ``launcher_exit_code`` is that of the agent or of srun itself."""
     attempt = read_attempt(run, number)
     return classify_exit(
         read_node_records(run, number),

@@ -1,7 +1,7 @@
-"""Why an attempt ended, from what its nodes and ranks left behind. Pure: records and failures in, one outcome out.
+"""Exit classification: why an attempt ended, from the records that its nodes and ranks left. Pure functions.
 
-One death breaks the connections of all other ranks, so the work here is to tell the cause from its consequences.
-Knows no files; restart_policy decides what follows.
+A rank that fails breaks the connections of all other ranks, so the task is to tell the cause from its consequences.
+launch/restart.py decides what follows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Literal
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.worker.failures import Failure
 
 # fmt: off
@@ -22,7 +23,7 @@ ExitReason = Literal[
     "crash", "killed", "oom", "host-oom", "nan", "spike", "disk-full", "unreadable", "data", "usage",
 ]
 # fmt: on
-# What only its own evidence can show, and no other rank's death brings about.
+# Causes that no failure of another rank can bring about.
 _SPECIFIC: tuple[ExitReason, ...] = (
     "oom",
     "host-oom",
@@ -34,29 +35,34 @@ _SPECIFIC: tuple[ExitReason, ...] = (
     "unreadable",
     "data",
 )
-_STATED: tuple[ExitReason, ...] = (*_SPECIFIC, "hang", "communication")  # believed as said; all else is a crash
+_STATED: tuple[ExitReason, ...] = (*_SPECIFIC, "hang", "communication")  # believed as reported; all others are a crash
 _AGAINST_ITS_NODE: tuple[ExitReason, ...] = ("wrong-nodes", "hardware", "hang")
 _STOPPING = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
-_LOST = "lost without reporting an exit status"
+_LOST, _ENDED_WITH_JOB = "launch.nodes-lost", "launch.nodes-ended-with-job"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended; ``message`` names the rank or node and says it in words.
+    """How an attempt ended. ``why`` names the rank or node.
 
-    ``against`` are the nodes, as the scheduler calls them, that the evidence speaks against. ``lost``: a node vanished.
+    ``against``: the nodes, by the scheduler's names, that caused it. ``lost``: a node ended without reporting.
     """
 
     exit_code: int
     reason: ExitReason
-    message: str
+    why: Reason
     against: tuple[str, ...] = ()
     lost: bool = False
+
+    @property
+    def message(self) -> str:
+        """The text of ``why``."""
+        return str(self.why)
 
 
 @dataclass(frozen=True)
 class _End:
-    """One rank's bad end, or a node's that started none; of several the one of least weight is the cause."""
+    """The failure of one rank, or of a node that started none; of several the one of least weight is the cause."""
 
     weight: int
     outcome: Outcome
@@ -71,37 +77,37 @@ def classify_exit(
     launcher_exit_code: int | None = None,
     names: Sequence[str] = (),
 ) -> Outcome:
-    """All nodes done, or the cause of the bad end, or a node that vanished, in words.
+    """Return that all nodes are done, or the cause of the failure, or the node that ended without reporting.
 
-    ``names`` are the nodes that the scheduler gave to the attempt, where it says.
+    ``names`` are the nodes that the scheduler gave to the attempt, where it names them.
     """
     ended = sorted((node for node in nodes if node.ended is not None), key=lambda node: node.ended or 0.0)
     if len(ended) == planned_nodes and {node.exit_code for node in ended} == {0}:
-        return Outcome(ExitCode.DONE, "done", "every rank finished")
+        return Outcome(ExitCode.DONE, "done", Reason("launch.all-ranks-finished"))
     # min() keeps the order of ends among equals: node by node, and of a node the rank that failed first.
-    cause = min(_bad_ends(ended, failures), key=lambda end: end.weight, default=None)
-    lost = _vanished(nodes, planned_nodes, launcher_exit_code, names)
+    cause = min(_failed_ends(ended, failures), key=lambda end: end.weight, default=None)
+    lost = _lost_nodes(nodes, planned_nodes, launcher_exit_code, names)
     if cause is None and lost is not None and launcher_exit_code == ExitCode.DO_NOT_REQUEUE:
-        # An agent with that verdict records it, unless it cannot.
-        outcome = Outcome(launcher_exit_code, "disk-full", f"no space was left for an agent's record; {lost.message}")
+        # An agent with that exit code records why, unless the disk is full.
+        outcome = Outcome(launcher_exit_code, "disk-full", Reason("launch.no-space-for-record", {"then": lost.why}))
     elif cause is None:
-        outcome = lost or Outcome(
-            ExitCode.PREEMPTED, "preempted", "preempted; the ranks stopped with their state saved"
-        )
+        outcome = lost or Outcome(ExitCode.PREEMPTED, "preempted", Reason("launch.all-ranks-saved"))
     elif lost is not None and len(ended) < len(nodes) and cause.weight >= _BROKEN:
-        outcome = dataclasses.replace(lost, message=f"{lost.message}; then {cause.outcome.message}")
+        why = Reason("launch.one-then-another", {"first": lost.why, "then": cause.outcome.why})
+        outcome = dataclasses.replace(lost, why=why)
     else:
         outcome = cause.outcome
     if cancelled:
-        return dataclasses.replace(outcome, reason="cancelled", message=f"cancelled; {outcome.message}", against=())
+        why = Reason("launch.cancelled-with", {"end": outcome.why})
+        return dataclasses.replace(outcome, reason="cancelled", why=why, against=())
     return outcome
 
 
-# Weights: what no other death explains, then ends of its own, then what the loss of another node would explain too.
+# Weights: what no other failure explains, then failures of its own, then what the loss of another node explains too.
 _CAUSE, _OWN_END, _BROKEN, _CONNECTION, _BEHIND, _WAITED, _ENDED_BY_AGENT = range(7)
 
 
-def _bad_ends(ended: Sequence[NodeRecord], failures: Sequence[Failure]) -> Iterator[_End]:
+def _failed_ends(ended: Sequence[NodeRecord], failures: Sequence[Failure]) -> Iterator[_End]:
     for node in ended:
         if node.exit_code in (0, ExitCode.PREEMPTED):
             continue
@@ -109,12 +115,12 @@ def _bad_ends(ended: Sequence[NodeRecord], failures: Sequence[Failure]) -> Itera
         yield from (_stated_end(node, None, failure) for failure in own if failure.rank is None)
         if not node.ranks and not any(failure.rank is None for failure in own):
             code = node.exit_code if node.exit_code is not None else int(ExitCode.CRASHED)
-            message = f"{node.node} ended with exit code {code}"
-            yield _End(_BROKEN, Outcome(code, _reason("crash", code), message))
+            why = Reason("launch.node-exited", {"node": node.node, "exit_code": code})
+            yield _End(_BROKEN, Outcome(code, _exit_reason("crash", code), why))
         for rank in sorted(node.ranks, key=lambda rank: (rank.rank != node.first_failure, rank.rank)):
             if rank.exit_code in (0, ExitCode.PREEMPTED):
                 continue
-            # The agent's word on a rank stands above the rank's own.
+            # What the agent reports of a rank counts before what the rank reports itself.
             stated = [failure for failure in (*own, *failures) if failure.rank == rank.rank]
             if stated:
                 yield _stated_end(node, rank, stated[0])
@@ -124,10 +130,12 @@ def _bad_ends(ended: Sequence[NodeRecord], failures: Sequence[Failure]) -> Itera
 
 def _stated_end(node: NodeRecord, rank: RankRecord | None, failure: Failure) -> _End:
     code = failure.exit_code
-    reason = _reason(failure.reason, code)
-    who = f"rank {rank.rank} on {node.node}: " if rank is not None and not failure.node else ""
+    reason = _exit_reason(failure.reason, code)
+    why = failure.why
+    if rank is not None and not failure.node:
+        why = Reason("launch.rank-failed", {"rank": rank.rank, "node": node.node, "failure": why})
     named = reason in _AGAINST_ITS_NODE and failure.sure and (rank is not None or reason == "wrong-nodes")
-    outcome = Outcome(code, reason, f"{who}{failure.message}", (node.name,) if named else ())
+    outcome = Outcome(code, reason, why, (node.name,) if named else ())
     if reason in _SPECIFIC:
         return _End(_CAUSE, outcome)
     if reason == "hang":
@@ -137,21 +145,20 @@ def _stated_end(node: NodeRecord, rank: RankRecord | None, failure: Failure) -> 
 
 def _unstated_end(node: NodeRecord, rank: RankRecord) -> _End:
     code = node.exit_code if node.exit_code is not None else int(ExitCode.CRASHED)
-    who = f"rank {rank.rank} on {node.node}"
+    who = {"rank": rank.rank, "node": node.node}
     if rank.exit_code is None:
-        message = f"{who} could not be killed; the node needs attention"
-        return _End(_OWN_END, Outcome(code, "node", message, (node.name,)))
+        return _End(_OWN_END, Outcome(code, "node", Reason("launch.rank-not-killed", who), (node.name,)))
     if rank.killed_by_agent:
-        message = f"{who} had not saved its state when the grace period ended"
-        return _End(_ENDED_BY_AGENT, Outcome(code, "out-of-grace", message))
+        return _End(_ENDED_BY_AGENT, Outcome(code, "out-of-grace", Reason("launch.rank-out-of-grace", who)))
     if rank.signal is not None:
         from_outside = rank.signal in ("SIGKILL", "SIGTERM")
-        outcome = Outcome(code, "killed" if from_outside else "crash", f"{who} was ended by {rank.signal}")
-        return _End(_OWN_END if from_outside else _BROKEN, outcome)
-    return _End(_BROKEN, Outcome(code, _reason("crash", code), f"{who} ended with exit code {rank.exit_code}"))
+        why = Reason("launch.rank-killed", who | {"signal": rank.signal})
+        return _End(_OWN_END if from_outside else _BROKEN, Outcome(code, "killed" if from_outside else "crash", why))
+    why = Reason("launch.rank-exited", who | {"exit_code": rank.exit_code})
+    return _End(_BROKEN, Outcome(code, _exit_reason("crash", code), why))
 
 
-def _vanished(
+def _lost_nodes(
     nodes: Sequence[NodeRecord], planned: int, launcher_exit_code: int | None, given: Sequence[str]
 ) -> Outcome | None:
     missing = [node for node in nodes if node.ended is None]
@@ -159,24 +166,43 @@ def _vanished(
     if not missing and unseen <= 0:
         return None
     if not nodes and launcher_exit_code in (*_STOPPING, ExitCode.WRONG_NODES):
-        return Outcome(
-            launcher_exit_code, _reason("crash", launcher_exit_code), "no node agent could start; see its log"
-        )
+        why = Reason("launch.no-agent-started", {"exit_code": launcher_exit_code})
+        return Outcome(launcher_exit_code, _exit_reason("crash", launcher_exit_code), why)
     silent = sorted(set(given) - {node.name for node in nodes}) if len(given) == planned else []
-    never = f"{', '.join(silent) or unseen} that never reported"
-    names = ", ".join([*(node.node for node in missing), *([never] if unseen > 0 else [])])
-    # When all have gone, it was the job that was ended, and no node of it is worse than another.
+    # When all are lost, the job was ended, and no node of it is worse than another.
     against = (*(node.name for node in missing), *silent) if len(missing) < len(nodes) else ()
-    return Outcome(ExitCode.CRASHED, "node", f"{_LOST}: {names}", against, lost=True)
+    return Outcome(ExitCode.CRASHED, "node", _why_lost(missing, silent, unseen), against, lost=True)
+
+
+def _why_lost(missing: Sequence[NodeRecord], silent: Sequence[str], unseen: int) -> Reason:
+    """Return that ``missing`` nodes reported no end; ``silent`` or, where unnamed, ``unseen`` ones not even a start."""
+    lost = Reason(_LOST, {"nodes": [node.node for node in missing]})
+    if unseen <= 0:
+        return lost
+    never = (
+        Reason("launch.nodes-never-started", {"nodes": list(silent)})
+        if silent
+        else Reason("launch.unnamed-nodes-never-started", {"count": unseen})
+    )
+    return Reason("launch.one-and-another", {"first": lost, "second": never}) if missing else never
 
 
 def ended_with_its_job(outcome: Outcome) -> Outcome:
-    """Return a node's silence as what it is where its scheduler ended the job and holds the node to be up."""
-    message = outcome.message.replace(_LOST, "ended with its job before it had reported an end")
-    return Outcome(outcome.exit_code, "cancelled" if outcome.reason == "cancelled" else "out-of-grace", message)
+    """Return the outcome of a lost node where its scheduler ended the job and reports the node as up."""
+    reason: ExitReason = "cancelled" if outcome.reason == "cancelled" else "out-of-grace"
+    return Outcome(outcome.exit_code, reason, _with_code(outcome.why, _LOST, _ENDED_WITH_JOB))
 
 
-def _reason(stated: str, code: int) -> ExitReason:
+def _with_code(reason: Reason, before: str, after: str) -> Reason:
+    """Return the reason with one code in place of another, also among its parameters."""
+    params = {
+        name: _with_code(value, before, after) if isinstance(value, Reason) else value
+        for name, value in reason.params.items()
+    }
+    return Reason(after if reason.code == before else reason.code, params)
+
+
+def _exit_reason(stated: str, code: int) -> ExitReason:
     if code == ExitCode.WRONG_NODES:
         return "wrong-nodes"
     if code in _STOPPING:

@@ -1,6 +1,6 @@
-"""The end of an attempt, the same under every scheduler: judge it, decide what follows, record both.
+"""What follows from the end of an attempt, the same under every scheduler: classify it, decide, record both.
 
-Knows no scheduler: who calls it then starts the next attempt, requeues the job, or stops.
+The caller then starts the next attempt, requeues the job, or stops.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from scaletrain_cli.launch.attempts import (
     with_outcome,
 )
 from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, ended_with_its_job
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec.sections import RestartsSpec
-
-# After an attempt ends: another one, or not.
-
 
 ATTEMPTS_WITHOUT_PROGRESS = 3
 PREEMPTIONS_WITHOUT_PROGRESS = 10
@@ -52,77 +50,73 @@ _BUDGET: dict[ExitReason, str] = {
     "nan": "crash",
     "spike": "crash",
 }
-_TAKEN_AWAY: tuple[ExitReason, ...] = ("preempted", "time-limit")
-# Says nothing of the job itself: it was taken off good nodes, or never started on wrong ones.
-_NEUTRAL: tuple[ExitReason, ...] = (*_TAKEN_AWAY, "cancelled", "wrong-nodes")
+_PREEMPTED: tuple[ExitReason, ...] = ("preempted", "time-limit")
+# No sign of a fault in the run: it was preempted on good nodes, or never started on wrong ones.
+_NEUTRAL: tuple[ExitReason, ...] = (*_PREEMPTED, "cancelled", "wrong-nodes")
 
 
 def decide(
     exit_code: int, reason: ExitReason, history: Sequence[AttemptRecord], restarts: RestartsSpec, cancelled: bool
 ) -> Decision:
-    """Whether to try again. ``history`` holds all attempts that share the budgets, the one just ended last."""
+    """Return whether to restart. ``history``: all attempts that share the budgets, the one that just ended last."""
     if exit_code == ExitCode.DONE:
-        return Decision(False, exit_code, "the run is done")
+        return Decision.because(False, exit_code, Reason("launch.stop-done"))
     if cancelled or reason == "cancelled":
-        return Decision(False, exit_code, "the run was cancelled")
+        return Decision.because(False, exit_code, Reason("launch.stop-cancelled"))
     if exit_code in (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.DO_NOT_REQUEUE):
-        return Decision(False, exit_code, f"exit code {exit_code} means that a retry cannot help")
+        return Decision.because(False, exit_code, Reason("launch.stop-no-retry", {"exit_code": int(exit_code)}))
     free = bool(history) and history[-1].free_of_charge
     stuck = attempts_without_progress(history)
     if stuck >= ATTEMPTS_WITHOUT_PROGRESS and reason not in _NEUTRAL and not free:
-        why = f"{stuck} failed attempts in a row committed no checkpoint newer than the one before them"
-        return Decision(False, ExitCode.DO_NOT_REQUEUE, why)
+        why = Reason("launch.stop-no-progress", {"attempts": stuck})
+        return Decision.because(False, ExitCode.DO_NOT_REQUEUE, why)
     idle = preemptions_without_progress(history)
-    if idle >= PREEMPTIONS_WITHOUT_PROGRESS and (reason in _TAKEN_AWAY or free):
-        why = (
-            f"{idle} preempted attempts in a row committed no step: cluster.grace_seconds, the time limit or the time "
-            "between preemptions is too short to start up. Ask for longer ones, then `scaletrain resume`"
-        )
-        return Decision(False, ExitCode.DO_NOT_REQUEUE, why)
+    if idle >= PREEMPTIONS_WITHOUT_PROGRESS and (reason in _PREEMPTED or free):
+        why = Reason("launch.stop-no-progress-preempted", {"attempts": idle})
+        return Decision.because(False, ExitCode.DO_NOT_REQUEUE, why)
     if reason == "time-limit":
-        return Decision(True, exit_code, "time-limit: free of charge")
+        return Decision.because(True, exit_code, Reason("launch.restart-free", {"exit_reason": reason}))
     name = "preemption" if free else _BUDGET.get(reason, "crash")
     allowed: int | str = getattr(restarts, name)
     used = sum(_budget_of(attempt) == name for attempt in history)
-    if allowed == "unlimited" or used <= int(allowed):
-        count = f"restart {used}" if allowed == "unlimited" else f"restart {used} of {allowed}"
-        return Decision(True, exit_code, f"{reason}: {count} (restarts.{name})")
-    # The state of a preempted run is saved, which 75 says, whoever starts it again.
+    params = {"exit_reason": reason, "budget": name, "used": used, "allowed": allowed}
+    if allowed == "unlimited":
+        return Decision.because(True, exit_code, Reason("launch.restart-unlimited", params))
+    if used <= int(allowed):
+        return Decision.because(True, exit_code, Reason("launch.restart-counted", params))
+    # The state of a preempted run is saved: exit code 75 reports that to whatever restarts it.
     code = exit_code if exit_code == ExitCode.PREEMPTED else ExitCode.CRASHED
-    return Decision(False, code, f"{reason}: restarts.{name} = {allowed} is used up")
+    return Decision.because(False, code, Reason("launch.stop-budget-used-up", params))
 
 
 def _budget_of(attempt: AttemptRecord) -> str | None:
     return "preemption" if attempt.free_of_charge else _BUDGET.get(attempt.reason or "node")
 
 
-def is_taken_away(reason: ExitReason) -> bool:
-    """Whether the restart after such an end costs the run nothing: its nodes were wanted for something else."""
+def is_preemption(reason: ExitReason) -> bool:
+    """Return whether the restart after such an end is free: the scheduler took the nodes away."""
     return reason == "time-limit" or _BUDGET.get(reason) == "preemption"
 
 
 def attempts_without_progress(history: Sequence[AttemptRecord]) -> int:
-    """How many of the latest attempts failed without a newer checkpoint; preempted ones neither count nor excuse."""
+    """Return how many of the latest attempts failed without a newer checkpoint; preempted ones are passed over."""
     counted = (attempt for attempt in _since_progress(history) if not attempt.free_of_charge)
     return sum(attempt.reason not in _NEUTRAL for attempt in counted)
 
 
 def preemptions_without_progress(history: Sequence[AttemptRecord]) -> int:
-    """How many of the latest attempts were taken off their nodes before they had committed a newer step."""
-    return sum(attempt.reason in _TAKEN_AWAY or attempt.free_of_charge for attempt in _since_progress(history))
+    """Return how many of the latest attempts were preempted before they had committed a newer step."""
+    return sum(attempt.reason in _PREEMPTED or attempt.free_of_charge for attempt in _since_progress(history))
 
 
 def _since_progress(history: Sequence[AttemptRecord]) -> Iterator[AttemptRecord]:
     return itertools.takewhile(lambda attempt: not attempt.made_progress, reversed(history))
 
 
-# Whether a job may begin another attempt of its run, by what came of its earlier ones.
-
-
 def why_not_begin(run: RunDir, record: RunRecord, job_id: str) -> Decision | None:
-    """Why no attempt must begin: cancelled, done, or out of budget. None where one may."""
+    """Return why no attempt may begin: cancelled, done, or no budget left. None where one may."""
     if run.is_told_to_stop:
-        return Decision(False, ExitCode.PREEMPTED, "cancelled before the attempt began")
+        return Decision.because(False, ExitCode.PREEMPTED, Reason("launch.stop-cancelled-before-start"))
     history = attempts_of_job(run, job_id)
     last = history[-1] if history else None
     if last is None or last.exit_code is None or last.reason is None:
@@ -134,19 +128,19 @@ def why_not_begin(run: RunDir, record: RunRecord, job_id: str) -> Decision | Non
 
 
 def attempts_of_job(run: RunDir, job_id: str) -> list[AttemptRecord]:
-    """Those that share budgets: a job keeps its id when it is brought back, and each submission makes a new job."""
+    """Return the attempts that share budgets: a requeued job keeps its id, and each submission makes a new job."""
     return [attempt for attempt in read_attempts(run) if attempt.job_id == job_id]
 
 
 def first_attempt_of_job(run: RunDir, job_id: str, number: int) -> int:
-    """The attempt from which on budgets count for attempt ``number``."""
+    """Return the first attempt that counts against the budgets of attempt ``number``."""
     return min((attempt.number for attempt in attempts_of_job(run, job_id)), default=number)
 
 
 _HOUR = 3600.0
-# How long a node is kept away from, by what speaks against it: a broken device waits for a technician, a wrong one for
-# an administrator, and a node that was lost or hung is often well after its next restart.
-_KEPT_SECONDS: dict[ExitReason, float] = {
+# How long a node is excluded, by cause: a failed device waits for a technician, a wrong node for an administrator, and
+# a node that was lost or hung often works again after its next restart.
+_EXCLUDED_SECONDS: dict[ExitReason, float] = {
     "hardware": 7 * 24 * _HOUR,
     "wrong-nodes": 24 * _HOUR,
     "hang": 6 * _HOUR,
@@ -161,25 +155,27 @@ def conclude_attempt(
     *,
     first_attempt: int,
     launcher_exit_code: int | None = None,
-    told_to_stop: str | None = None,
+    told_to_stop: Reason | None = None,
     time_is_up: Callable[[], bool] = lambda: False,
     down: frozenset[str] | None = None,
 ) -> Decision:
-    """End attempt ``number``. Budgets count from ``first_attempt`` on: who submits anew grants new ones.
+    """End attempt ``number`` and return the restart decision.
 
-    ``launcher_exit_code`` is what the agent or srun itself ended with, for an attempt that left no evidence;
-    ``told_to_stop`` is why no attempt can follow from here, for reasons that are not the run's. ``time_is_up`` tells a
-    preemption from the end of the job's time. ``down`` are the nodes that the scheduler holds to be lost, where a
-    silent node may as well be one whose job was ended.
+    Budgets count from ``first_attempt`` on: each submission grants new ones. ``launcher_exit_code`` is that of the
+    agent or of srun, for an attempt without records; ``told_to_stop`` is why no attempt can follow, where the run is
+    not the cause. ``time_is_up`` tells a preemption from the time limit. ``down``: the nodes that the scheduler reports
+    as lost, where a node that reported no end may also be one whose job was ended.
     """
     spec, cancelled = record.spec, run.is_told_to_stop
     outcome = attempt_outcome(run, spec, number, cancelled=cancelled, launcher_exit_code=launcher_exit_code)
     if told_to_stop is not None and outcome.lost and not down:
         outcome = ended_with_its_job(outcome)
     if outcome.reason in ("preempted", "out-of-grace") and time_is_up():
-        outcome = dataclasses.replace(outcome, reason="time-limit", message=f"out of time; {outcome.message}")
+        outcome = dataclasses.replace(
+            outcome, reason="time-limit", why=Reason("launch.out-of-time", {"end": outcome.why})
+        )
     if told_to_stop is not None and not cancelled and outcome.exit_code != ExitCode.DONE:
-        decision = Decision(False, outcome.exit_code, told_to_stop, left_to_scheduler=True)
+        decision = Decision.because(False, outcome.exit_code, told_to_stop, left_to_scheduler=True)
     else:
         began = read_attempt(run, number)
         assert began is not None, f"attempt {number} was never begun"
@@ -192,60 +188,61 @@ def conclude_attempt(
 
 
 def conclude_abandoned(run: RunDir, record: RunRecord) -> None:
-    """End attempts whose watcher vanished, by their evidence. Only for who knows that none of them still runs.
+    """End attempts without a recorded end, by their records. The caller knows that none of them is still running.
 
-    No node is held to be bad for that: who was to watch the attempt may have been ended with the rest of it.
+    No node is excluded for that: the process that watched the attempt may have been ended with the rest of it.
     """
     for attempt in close_unended(run, record.spec):
         _record(run, attempt)
 
 
-def withdraw_restart(run: RunDir, number: int, why: str, *, left_to_scheduler: bool = False) -> Decision:
-    """Correct the decision on attempt ``number``: the restart that it promised does not come, or is the scheduler's."""
+def withdraw_restart(run: RunDir, number: int, why: Reason, *, left_to_scheduler: bool = False) -> Decision:
+    """Replace the decision on attempt ``number``: no restart follows, or the scheduler decides about it."""
     attempt = read_attempt(run, number)
     assert attempt is not None, f"attempt {number} was never begun"
     assert attempt.exit_code is not None, f"attempt {number} has not ended"
-    decision = Decision(False, attempt.exit_code, why, left_to_scheduler)
+    decision = Decision.because(False, attempt.exit_code, why, left_to_scheduler=left_to_scheduler)
     revise_decision(run, attempt, decision)
     return decision
 
 
 def conclude_run(run: RunDir, decision: Decision) -> int:
-    """Record that no attempt follows; returns the run's exit code. Of a run that is done the engine has recorded it.
+    """Record that no attempt follows, and return the exit code of the run. The engine has recorded that it is done.
 
-    The values of its secrets go, unless it was only preempted: whoever resumes it later gives them anew.
+    The values of its secrets are removed, unless it was only preempted: each resume supplies them again.
     """
     if decision.exit_code != ExitCode.PREEMPTED or run.is_told_to_stop:
         forget_secrets(run)
     if decision.exit_code != ExitCode.DONE:
         if run.is_told_to_stop:
             record_event(run, "cancelled")
-        record_event(run, "stopped", exit_code=decision.exit_code, why=decision.why)
+        record_event(run, "stopped", exit_code=decision.exit_code, why=decision.why, **decision.reason.to_document())
     return decision.exit_code
 
 
 def forget_secrets(run: RunDir) -> None:
     """Remove the values of ``secret_env`` from the run directory."""
-    with contextlib.suppress(OSError):  # the run's verdict does not depend on it
+    with contextlib.suppress(OSError):  # the end of the run does not depend on it
         run.secrets.unlink(missing_ok=True)
 
 
 def _remember_bad_nodes(run: RunDir, number: int, outcome: Outcome, down: frozenset[str] | None) -> None:
-    now, kept = time.time(), _KEPT_SECONDS.get(outcome.reason)
+    now, kept = time.time(), _EXCLUDED_SECONDS.get(outcome.reason)
     if kept is None:
         return
     found = [
-        BadNode(name, outcome.reason, outcome.message, run.run_id, number, now, now + kept)
+        BadNode(name, outcome.reason, str(outcome.why), run.run_id, number, now, now + kept)
         for name in outcome.against
         if outcome.reason != "node" or down is None or name in down
     ]
     if found:
-        with contextlib.suppress(OSError):  # advice to later attempts, which must not cost this one its verdict
+        with contextlib.suppress(OSError):  # advice for later attempts, which must not change this decision
             remember_bad_nodes(run.path.parent, found, now)
 
 
 def _record(run: RunDir, attempt: AttemptRecord) -> None:
     decision = attempt.decision
+    why = decision.reason if decision is not None else Reason("launch.watcher-gone")
     record_event(
         run,
         "attempt-ended",
@@ -254,5 +251,7 @@ def _record(run: RunDir, attempt: AttemptRecord) -> None:
         reason=attempt.reason,
         message=attempt.message,
         requeue=decision is not None and decision.requeue,
-        why=decision.why if decision is not None else "whoever watched it is gone",
+        why=str(why),
+        **attempt.why.to_document(),
+        decision=why.to_document(),
     )

@@ -1,7 +1,285 @@
-"""The texts of the launcher: states of a run, ends of attempts, restart decisions."""
+"""The texts of the launcher: exits of attempts, restart decisions, states of a run, refusals."""
 
 from __future__ import annotations
 
 from scaletrain_cli.reasons import Text
 
-TEXTS: dict[str, Text] = {}
+_RESUME = "scaletrain resume {run}"
+_CONTINUE = "scaletrain resume {run} continues from the latest valid checkpoint"
+
+TEXTS: dict[str, Text] = {
+    # ---- exit classification: what the records of nodes and ranks show ---------------------------------------------
+    "all-ranks-finished": Text("every rank finished"),
+    "all-ranks-saved": Text("preempted; the ranks stopped with their state saved"),
+    "rank-failed": Text("rank {rank} on {node}: {failure}"),
+    "rank-exited": Text("rank {rank} on {node} ended with exit code {exit_code}"),
+    "rank-killed": Text("rank {rank} on {node} was ended by {signal}"),
+    "rank-not-killed": Text("rank {rank} on {node} could not be killed; the node needs attention"),
+    "rank-out-of-grace": Text("rank {rank} on {node} had not saved its state when the grace period ended"),
+    "node-exited": Text("{node} ended with exit code {exit_code}"),
+    "nodes-lost": Text("lost without reporting an exit status: {nodes:list}"),
+    "nodes-ended-with-job": Text("ended with the job before reporting an exit status: {nodes:list}"),
+    "nodes-never-started": Text("lost before the node agent reported a start: {nodes:list}"),
+    "unnamed-nodes-never-started": Text("lost before the node agent reported a start: {count:of node}"),
+    "no-agent-started": Text("no node agent could start (exit code {exit_code}); see its log"),
+    "no-space-for-record": Text("the disk was full when an agent wrote its record; {then}"),
+    "one-and-another": Text("{first}, and {second}"),
+    "one-then-another": Text("{first}; then {then}"),
+    "cancelled-with": Text("cancelled; {end}"),
+    "out-of-time": Text("the time limit was reached; {end}"),
+    # ---- restart decisions -----------------------------------------------------------------------------------------
+    "restart-free": Text("{exit_reason}: restarted, not counted against a budget"),
+    "restart-unlimited": Text("{exit_reason}: restart {used} (restarts.{budget})"),
+    "restart-counted": Text("{exit_reason}: restart {used} of {allowed} (restarts.{budget})"),
+    "stop-done": Text("the run is done"),
+    "stop-cancelled": Text("the run was cancelled"),
+    "stop-cancelled-before-start": Text("the run was cancelled before the attempt began"),
+    "stop-before-start": Text("the supervisor was stopped before an attempt began"),
+    "stop-no-retry": Text("exit code {exit_code} means that a retry cannot help"),
+    "stop-budget-used-up": Text("{exit_reason}: restarts.{budget} = {allowed} is used up"),
+    "stop-no-progress": Text("{attempts} failed attempts in a row committed no newer checkpoint"),
+    "stop-no-progress-preempted": Text(
+        "{attempts} preempted attempts in a row committed no step: cluster.grace_seconds, the time limit or the time "
+        "between preemptions is too short to start up. Increase them, then `scaletrain resume`"
+    ),
+    "watcher-gone": Text("the process that watched the attempt is gone"),
+    # ---- exit reasons: what each means, and what to do -------------------------------------------------------------
+    "exit": Text("attempt {attempt} ended: {meaning}"),
+    "exit-done": Text("the run is done"),
+    "exit-cancelled": Text("the run was cancelled", (f"{_RESUME} continues it",)),
+    "exit-preempted": Text("preempted; all ranks saved a checkpoint and exited"),
+    "exit-time-limit": Text(
+        "the time limit was reached; all ranks saved a checkpoint before it",
+        (
+            "A longer limit costs fewer restarts: `scaletrain resume {run} --set cluster.slurm.time=...`, after "
+            "`scaletrain cancel {run}` if the job is queued again",
+        ),
+    ),
+    "exit-out-of-grace": Text(
+        "the grace period expired before all ranks had saved; the latest committed checkpoint will be used",
+        (
+            "Set cluster.grace_seconds to more than a step and a save take, and raise the limit of the site with it "
+            "(Slurm: GraceTime, KillWait; Kubernetes: terminationGracePeriodSeconds)",
+            "Save more often (checkpoint.every), so that less is lost where no grace period is long enough",
+        ),
+    ),
+    "exit-node": Text(
+        "a node was lost: its agent ended without reporting an exit status",
+        ("scaletrain nodes list shows which nodes are excluded, and why", "Ask the administrator about that node"),
+    ),
+    "exit-wrong-nodes": Text(
+        "a node is not what was planned",
+        (
+            "Request the right nodes: cluster.gpu, cluster.gpus_per_node, or the constraints of the scheduler",
+            "scaletrain nodes list shows which nodes are excluded now",
+        ),
+    ),
+    "exit-hardware": Text(
+        "a device failed; no program can cause this",
+        ("Have the node drained and the device tested; runs exclude the node for a week (scaletrain nodes list)",),
+    ),
+    "exit-hang": Text(
+        "training hung: a rank made no progress, and the others waited for it in a collective",
+        (
+            "Read the stacks: what the named rank does is the cause; the other ranks wait for it",
+            "If a step really takes that long, set guard.hang in the spec",
+        ),
+    ),
+    "exit-communication": Text(
+        "ranks lost their connections and no rank reported why it ended: the network failed, or a node did",
+        (
+            "If it happens again on the same nodes, see scaletrain nodes list and tell the administrator",
+            "`--set env.NCCL_DEBUG=INFO` on resume makes NCCL print which interface and peer it loses",
+        ),
+    ),
+    "exit-crash": Text(
+        "the program failed",
+        ("scaletrain logs {run} shows what the ranks printed", "Fix the cause, then " + _RESUME),
+    ),
+    "exit-killed": Text(
+        "a rank was killed from outside: by no memory limit of the kernel, no agent and no signal of the scheduler",
+        ("Find out who can do that: an administrator, a clean-up job, a limit on the processes of a login session",),
+    ),
+    "exit-oom": Text(
+        "a device ran out of memory",
+        (
+            "scaletrain status {run} compares the measured memory with the plan; the memory folder of the attempt "
+            "shows what held it",
+            "Use less: `scaletrain resume {run} --set training.micro_batch_size=1`, or "
+            "layout.activation_checkpointing, layout.zero_stage; `scaletrain plan SPEC` shows the size first",
+        ),
+    ),
+    "exit-host-oom": Text(
+        "the node, or the memory limit of the job on it, ran out of memory, and the kernel killed a rank",
+        (
+            "Request more (Slurm: cluster.slurm.memory_per_node; Kubernetes: cluster.kubernetes.memory_per_node). "
+            "`scaletrain plan` shows how much of it checkpoints and offloading use",
+        ),
+    ),
+    "exit-nan": Text(
+        "the loss or a gradient was not finite; no optimizer step was taken with it",
+        (
+            "guard.nan: rollback returns to the last clean checkpoint and skips that data",
+            "Usual remedies: a lower learning rate, a longer warmup, or bf16 instead of fp16",
+        ),
+    ),
+    "exit-spike": Text(
+        "the loss left its range again after every allowed roll-back",
+        (
+            "The events name the skipped ranges of data: check them",
+            "Lower the learning rate or training.gradient_clipping, then " + _RESUME,
+        ),
+    ),
+    "exit-disk-full": Text(
+        "there was no space for a checkpoint; all committed checkpoints are valid",
+        (
+            "scaletrain checkpoint prune {run} frees space; or move checkpoint.dir to a larger file system",
+            _RESUME,
+        ),
+    ),
+    "exit-unreadable": Text(
+        "no node of the job could read a checkpoint",
+        (
+            "Check the file system that holds the checkpoints (mounted, responding, owner and permissions of the "
+            "files); no single node is at fault, so none is excluded",
+            "scaletrain checkpoint verify {run} names the files that cannot be read",
+            _RESUME + " continues the run once they can be read",
+        ),
+    ),
+    "exit-data": Text(
+        "the training data differ from what was prepared; no step was trained on data that differ",
+        (
+            "Restore the file that the message names from a copy; or delete the folder of the dataset and prepare the "
+            "same data again: scaletrain data prepare SPEC",
+            "If it happens again with other chunks, test the memory and the disks of that node",
+            _RESUME + " then continues the run",
+        ),
+    ),
+    "exit-usage": Text(
+        "the run cannot start as requested: the spec, the data or the installation is wrong; a retry would not help",
+        ("Fix what the message says, then submit or resume",),
+    ),
+    # ---- what a scheduler reports as the cause of the end of a whole job -------------------------------------------
+    "job-cancelled": Text("its job was cancelled"),
+    "job-preempted": Text("its job was preempted"),
+    "job-time-limit": Text("its job reached its time limit"),
+    "job-host-oom": Text("its job exceeded its memory limit"),
+    "job-node": Text("its job lost a node"),
+    "job-reported": Text("{cause} ({detail})"),
+    # ---- attempts without a recorded end ---------------------------------------------------------------------------
+    "attempt-unknown": Text("whether attempt {attempt} still runs is not known: {detail}"),
+    "attempt-running": Text("attempt {attempt} is running; {scheduler} reports: {detail}"),
+    "attempt-not-over": Text(
+        "attempt {attempt} has reported no end, and its job is not over; {scheduler} reports: {detail}"
+    ),
+    "unreported-end": Text(
+        "attempt {attempt} ended without reporting an exit status: {cause}",
+        ("scaletrain logs {run} shows what the ranks printed last", _CONTINUE),
+    ),
+    "unreported-end-of-job": Text(
+        "attempt {attempt} ended without reporting an exit status: {cause}; {scheduler} reports: {detail}",
+        ("scaletrain logs {run} shows what the ranks printed last", _CONTINUE),
+    ),
+    "unreported-disk-full": Text(
+        "attempt {attempt} ended without reporting an exit status: the file system of {folder} is full; {scheduler} "
+        "reports: {detail}",
+        (
+            "scaletrain checkpoint prune {run} frees space; or move checkpoint.dir to a larger file system",
+            "scaletrain logs {run} shows what the ranks printed last",
+            _CONTINUE,
+        ),
+    ),
+    "unreported-unknown": Text(
+        "attempt {attempt} ended without reporting an exit status, and the cause is not known; {scheduler} reports: "
+        "{detail}",
+        ("scaletrain logs {run} shows what the ranks printed last", _CONTINUE),
+    ),
+    # ---- states of a run -------------------------------------------------------------------------------------------
+    "no-attempt": Text("no attempt began"),
+    "job-without-attempt": Text("{detail}; no attempt began"),
+    "job-without-attempt-see-log": Text("{detail}; no attempt began; see {log} in the run directory"),
+    "attempt-ended": Text("attempt {attempt} ended with exit code {exit_code}: {end}"),
+    "attempt-ended-decided": Text("attempt {attempt} ended with exit code {exit_code}: {end}; {decision}"),
+    "attempt-ended-maybe-followed": Text("{end}. Whether another attempt follows is not known: {detail}"),
+    "attempt-ended-job-active": Text("{end}. {scheduler} reports: {detail}"),
+    "attempt-ended-job-gone": Text(
+        "{end}. But the job is gone, so the restart will not happen; `scaletrain resume` continues the run"
+    ),
+    "attempt-ended-with-job": Text(
+        "{end}. The job is over, so no attempt follows; `scaletrain resume` continues the run"
+    ),
+    "straggler": Text(
+        "rank {rank} computes {seconds:seconds} per step before it waits, the other ranks {others_seconds:seconds}"
+    ),
+    # ---- explain: a run without an ended attempt -------------------------------------------------------------------
+    "state-unknown": Text(
+        "whether {what} of {run} is queued, running or over is not known",
+        ("Run `scaletrain explain {run}` again once the scheduler answers", "scaletrain doctor"),
+    ),
+    "queued": Text("the job has not started"),
+    "suspended": Text(
+        "job {job} is suspended: its processes are stopped",
+        ("The job continues once the scheduler, or the user who suspended it, resumes it",),
+    ),
+    "ending": Text(
+        "job {job} is ending; some of its processes still exist",
+        ("Run `scaletrain status {run}` again: the end is known once the last process is gone",),
+    ),
+    "running": Text("attempt {attempt} is running", ("scaletrain logs {run} --follow",)),
+    "job-running": Text("the job is running", ("scaletrain logs {run} --follow",)),
+    "never-began": Text("the job ended before an attempt began", (f"{_RESUME} submits it again",)),
+    # ---- explain: evidence -----------------------------------------------------------------------------------------
+    "steps-logged": Text("step {step} of {total}"),
+    "last-line-age": Text("the last line was written {age:seconds} ago"),
+    "no-checkpoint": Text("no checkpoint was committed; {logged:of step/steps} logged"),
+    "newest-checkpoint": Text("the newest checkpoint is of step {step}; {logged:of step} logged"),
+    "failure-of": Text("{who}: {failure}"),
+    "more-failures": Text("and {count} more"),
+    "memory-by-part": Text("memory of each part, beside the plan"),
+    "stacks-written": Text("{count:of file}, one for each rank"),
+    "earlier-attempts": Text("{attempts:list}; {lost:of step} trained twice so far"),
+    "follows": Text("another attempt follows"),
+    "follows-not": Text("no attempt follows unless the run is resumed"),
+    "follows-unknown": Text("whether another attempt follows is not known: {detail}"),
+    "follows-not-job-over": Text("no attempt follows, since the job is over: {detail}"),
+    "decided": Text("{decision}; {follows}"),
+    "continue": Text("the latest valid checkpoint is used", (_CONTINUE,)),
+    # ---- resume ----------------------------------------------------------------------------------------------------
+    "resume-finished": Text("{run} has finished; there is nothing to resume"),
+    "resume-unknown": Text("whether {run} is still running is not known: {detail}", ("Resume it once that is known",)),
+    "resume-active": Text("{run} is still active: {detail}", ("Wait for it, or run `scaletrain cancel {run}` first",)),
+    "resume-resized-meanwhile": Text(
+        "{run} was resized by another command in the meantime", ("Check its status, then resume it",)
+    ),
+    "resume-has-checkpoint": Text(
+        "{checkpoint} is valid, so there is no reason to start from scratch",
+        ("Resume without that option, or submit a new run",),
+    ),
+    "resume-checkpoints-invalid": Text(
+        "{run} trained up to step {step}, and no checkpoint of it can be loaded: {passed_over}",
+        ("Restore the files, or train from the start with --from-scratch",),
+    ),
+    "resume-checkpoints-gone": Text(
+        "{run} trained up to step {step}, and none of its checkpoints exists any more",
+        ("Restore the files, or train from the start with --from-scratch",),
+    ),
+    "resume-no-checkpoint": Text(
+        "{run} trained up to step {step} and ended before its first checkpoint",
+        ("Train from the start with --from-scratch",),
+    ),
+    "resume-layout-fixed": Text(
+        "{run} cannot continue in another layout: {optimizer} keeps its states quantized in blocks that follow the "
+        "layout, and cutting them again would change them",
+        ("Resume it on as many GPUs and in the same layout",),
+    ),
+    "resume-another-run": Text("{run} would no longer be the same run"),
+    "resume-no-code": Text("{run} has no code of yours to take again", ("Name it: --set code.path=FOLDER",)),
+    "resume-keeps-code": Text("was {before}, and a run keeps its code", ("Leave it as it is",)),
+    "resume-keeps-checkpoints": Text("the checkpoints of the run are in {before}", ("Leave it as it is",)),
+    "resume-fixed-key": Text(
+        "was {before}, and what is trained cannot change",
+        ("A resumed run may change {allowed}; submit a new run for anything else",),
+    ),
+    # ---- excluded nodes --------------------------------------------------------------------------------------------
+    "nodes-not-excluded": Text("the job needs {needed} of {usable:of usable node}, or names these nodes itself"),
+}

@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from scaletrain_cli.reasons import Text
 
-TEXTS: dict[str, Text] = {}
+TEXTS: dict[str, Text] = {
+    "supervisor-stopped": Text("the supervisor was stopped; `scaletrain resume` continues the run"),
+}

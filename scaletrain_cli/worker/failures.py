@@ -15,7 +15,7 @@ from typing import Any
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError
 from scaletrain_cli.full_disk import is_full
-from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder
@@ -88,7 +88,7 @@ class Failure:
     @property
     def why(self) -> Reason:
         """The code and parameters, or the message alone as ``recorded.text``."""
-        return Reason(self.code, self.params) if self.code else recorded(self.message)
+        return reason_from({"code": self.code, "params": self.params, "text": self.message})
 
 
 def failure_of(error: BaseException, rank: int | None) -> Failure:
@@ -99,8 +99,8 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
     reason = failure_reason_of(error)
     message = "\n".join([str(error), *getattr(error, "__notes__", [])])[:_MESSAGE_CHARACTERS]
     stated = getattr(error, "reason", None)
-    code, params = (stated.code, dict(stated.params)) if isinstance(stated, Reason) else ("", {})
-    return Failure(rank, reason, message, exit_code_of(error, reason), code=code, params=params)
+    document = stated.to_document() if isinstance(stated, Reason) else {}
+    return Failure(rank, reason, message, exit_code_of(error, reason), **document)
 
 
 def failure_reason_of(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end
 from scaletrain_cli.launch.backends.local.backend import write_supervisor
 from scaletrain_cli.launch.node.processes import ProcessIdentity, identify
 from scaletrain_cli.launch.submit import CreatedRun, create_run
+from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.sweeps import SweepPlace, write_sweep_place
 from scaletrain_cli.spec import load_spec
@@ -62,7 +63,7 @@ def prepare(state: str, run_id: str, supervisor: ProcessIdentity | None = None, 
         return run.path
     write_supervisor(run, ProcessIdentity(2**22 + 1, 1))  # a pid that no process has
     code, reason = _ENDS.get(state, (1, "crash"))
-    outcome = Outcome(code, reason, f"{reason} happened")  # type: ignore[arg-type]
+    outcome = Outcome(code, reason, recorded(f"{reason} happened"))  # type: ignore[arg-type]
     end_attempt(run, spec, 1, outcome, Decision(False, code, "so it was decided"))
     record_event(run, "attempt-ended", attempt=1, exit_code=code, reason=reason, message="it was so", requeue=False)
     close_attempt(run.checkpoints, ATTEMPT)

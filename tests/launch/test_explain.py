@@ -12,6 +12,7 @@ from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.explain import ENDINGS, explain
 from scaletrain_cli.launch.finding import Explanation, Finding
 from scaletrain_cli.launch.submit import submit_run
+from scaletrain_cli.reasons import recorded
 from tests.cli.command_line import scaletrain
 from tests.launch.conftest import LOCAL, MadeRun, wait_until
 
@@ -38,7 +39,7 @@ def test_every_way_to_end_has_a_meaning_and_what_to_do() -> None:
 def test_an_attempt_that_ended_in_any_way_is_explained(make_run: MakeRun, reason: ExitReason) -> None:
     made = make_run()
     begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("here",))
-    outcome, decision = Outcome(1, reason, "these words"), Decision(False, 1, "the budget is used up")
+    outcome, decision = Outcome(1, reason, recorded("these words")), Decision(False, 1, "the budget is used up")
     end_attempt(made.run, made.record.spec, 1, outcome, decision)
     (finding,) = explain(made.run).findings
     assert finding.cause == reason

@@ -14,6 +14,7 @@ from scaletrain_cli.launch.backends.slurm.script import sbatch_options
 from scaletrain_cli.launch.node.record import write_node_record
 from scaletrain_cli.launch.node_exclusion import exclusion
 from scaletrain_cli.launch.restart import conclude_attempt
+from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.bad_nodes import BadNode, read_bad_nodes, remember_bad_nodes
 from scaletrain_cli.worker.failures import Failure, write_failure
 from tests.launch.conftest import MadeRun, make_spec
@@ -143,7 +144,9 @@ def test_a_node_that_falls_silent_as_its_job_is_ended_ended_with_it_unless_the_s
     number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="1", nodes=("n0", "n1"))
     write_node_record(made.run, number, node(75, rank(0, 75)))
     write_node_record(made.run, number, node(None, number=1))
-    conclude_attempt(made.run, made.record, number, first_attempt=1, told_to_stop="Slurm is ending the job", down=down)
+    conclude_attempt(
+        made.run, made.record, number, first_attempt=1, told_to_stop=recorded("Slurm is ending the job"), down=down
+    )
     (ended,) = made.events("attempt-ended")
     assert ended["reason"] == reason
     assert ("lost" in ended["message"]) == (reason == "node")

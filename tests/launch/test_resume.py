@@ -11,6 +11,7 @@ from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.resume import inspect_resume, resume
 from scaletrain_cli.launch.submit import read_submission, submit_run
+from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.journal import append_line, read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -49,7 +50,7 @@ def log_steps(made: MadeRun, *steps: int) -> None:
 
 def attempt(made: MadeRun, code: int, reason: str, requeue: bool = False) -> None:
     number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))
-    outcome = Outcome(code, reason, f"{reason} happened")  # type: ignore[arg-type]
+    outcome = Outcome(code, reason, recorded(f"{reason} happened"))  # type: ignore[arg-type]
     end_attempt(made.run, made.record.spec, number, outcome, Decision(requeue, code, "so it was decided"))
 
 

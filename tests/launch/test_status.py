@@ -15,6 +15,7 @@ from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.resume import inspect_resume
 from scaletrain_cli.launch.status import RunStatus, is_over, run_status
 from scaletrain_cli.launch.submit import submit_run
+from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.measured import MODEL_STATES, Figure, Measured, StageFigures, write_measured
 from scaletrain_cli.rundir.paths import RunDir
@@ -133,7 +134,7 @@ def test_an_attempt_that_the_scheduler_ended_is_not_the_end_of_its_run(
 ) -> None:
     number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="7", nodes=("n",))
     decision = Decision(False, 1, "Slurm is ending the job", left_to_scheduler=True)
-    end_attempt(made.run, made.record.spec, number, Outcome(1, "node", "n is gone"), decision)
+    end_attempt(made.run, made.record.spec, number, Outcome(1, "node", recorded("n is gone")), decision)
     found = run_status(made.run, Says(answer))
     assert found.state == ("unknown" if answer is SILENT else "queued")
     monkeypatch.setattr("scaletrain_cli.launch.status.backend_for", lambda name: Says(answer))

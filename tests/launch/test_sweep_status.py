@@ -12,6 +12,7 @@ from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.launch.sweep_status import Stopped, cancel_members, exit_code_of_all, look_again, look_at
+from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.sweeps import SweepPlace, find_sweep, write_sweep_place
@@ -60,7 +61,7 @@ def runs(make_run: Callable[..., MadeRun], queue: Queue) -> list[MadeRun]:
 
 def end(made: MadeRun, code: int, reason: str) -> None:
     number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))
-    outcome = Outcome(code, reason, f"{reason} happened")  # type: ignore[arg-type]
+    outcome = Outcome(code, reason, recorded(f"{reason} happened"))  # type: ignore[arg-type]
     end_attempt(made.run, made.record.spec, number, outcome, Decision(False, code, "so it was decided"))
 
 

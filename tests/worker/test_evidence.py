@@ -203,7 +203,7 @@ def test_evidence_speaks_against_the_node_it_names_and_no_other() -> None:
     assert (never.reason, never.against) == ("crash", ())  # it may have failed before the other came
     never = classify_exit([node(75, rank(0, 75))], [], 2, cancelled=False, names=("n0", "n7"))
     assert (never.reason, never.against) == ("node", ("n7",))
-    assert "n7 that never reported" in never.message
+    assert never.why == Reason("launch.nodes-never-started", {"nodes": ["n7"]})
     refused = Failure(None, "wrong-nodes", "3 GPUs", 5, two[0].node)
     assert against(refused, nodes=[node(5)], planned=1) == ("n0",)
     for reason in ("crash", "oom", "host-oom", "nan", "communication"):

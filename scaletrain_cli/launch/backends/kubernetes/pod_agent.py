@@ -260,14 +260,14 @@ def _verdict(run: RunDir, number: int, code: int) -> int:
 def exit_code_for(decision: Decision, reason: ExitReason | None = None, *, free: bool = False) -> int:
     """What a container ends with so that Kubernetes does what was decided, whose policies see nothing but this code."""
     from scaletrain_cli.errors import ExitCode
-    from scaletrain_cli.launch.restart import is_taken_away
+    from scaletrain_cli.launch.restart import is_preemption
 
     code = decision.exit_code
     if code == ExitCode.DONE or code in (ExitCode.USAGE, ExitCode.INFEASIBLE):
         return code
     if not decision.requeue:
         return ExitCode.DO_NOT_REQUEUE  # whatever ended it: 1 and 75 would bring it back
-    if free or (reason is not None and is_taken_away(reason)):
+    if free or (reason is not None and is_preemption(reason)):
         return ExitCode.PREEMPTED  # also where its state could not be saved in time: it is not the run's fault
     return code if code in (ExitCode.PREEMPTED, ExitCode.WRONG_NODES) else ExitCode.CRASHED
 

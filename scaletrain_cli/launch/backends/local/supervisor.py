@@ -37,6 +37,7 @@ from scaletrain_cli.launch.node.ranks import ENGINE_MODULE, free_port
 from scaletrain_cli.launch.restart import conclude_abandoned, conclude_attempt, conclude_run
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import absolute_paths, python_command
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
@@ -45,7 +46,7 @@ from scaletrain_cli.safe_files import locked
 _AGENT_MARGIN_SECONDS = 30.0  # the agent keeps to the grace period itself; this is for an agent that hangs
 _WAIT_SECONDS = 1.0
 _LOG = logging.getLogger(__name__)
-_TOLD_TO_STOP = "the supervisor was told to stop; `scaletrain resume` goes on"
+_TOLD_TO_STOP = Reason("local.supervisor-stopped")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,7 +112,7 @@ class Supervision:
         while True:
             self._listen()
             if self.told_to_stop or self.run.is_told_to_stop:
-                decision = Decision(False, ExitCode.PREEMPTED, "stopped before an attempt began")
+                decision = Decision.because(False, ExitCode.PREEMPTED, Reason("launch.stop-before-start"))
                 self._be_at_work()
             else:
                 decision = self._attempt(first)

@@ -40,12 +40,13 @@ from scaletrain_cli.launch.restart import (
 )
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import leave_current_folder
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 
 _LOG = logging.getLogger(__name__)
-_SLURM_ENDS_THE_JOB = "Slurm is ending the job, and it alone decides whether the job is queued again"
-_NOT_REQUEUED = "Slurm did not requeue the job (its log says why); `scaletrain resume` goes on"
+_SLURM_ENDS_THE_JOB = Reason("slurm.job-being-ended")
+_NOT_REQUEUED = Reason("slurm.job-not-requeued")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,7 +106,7 @@ def end(
     number: int,
     srun_exit_code: int,
     environment: Mapping[str, str],
-    told_to_stop: str | None = None,
+    told_to_stop: Reason | None = None,
 ) -> int:
     """Judge the attempt and print what the script must do.
 
@@ -131,7 +132,7 @@ def end(
     return decision.exit_code if may_go_on else conclude_run(run, decision)
 
 
-def not_requeued(run: RunDir, number: int, told_to_stop: str | None) -> int:
+def not_requeued(run: RunDir, number: int, told_to_stop: Reason | None) -> int:
     """Withdraw the promised requeue; where Slurm is ending the job it may still bring the job back by itself."""
     if told_to_stop is not None:
         return withdraw_restart(run, number, told_to_stop, left_to_scheduler=True).exit_code

@@ -58,7 +58,11 @@ def test_pods_that_are_evicted_end_with_75_and_the_next_gang_goes_on(make_run: M
     gang.wait_until_up()
     gang.signal(signal.SIGTERM)
     assert gang.wait() == [75, 75]
-    assert gang.attempts[0].decision == Decision(True, 75, "preempted: restart 1 (restarts.preemption)")
+    decision = gang.attempts[0].decision
+    assert decision is not None
+    assert (decision.requeue, decision.exit_code) == (True, 75)
+    assert decision.reason.code == "launch.restart-unlimited"
+    assert decision.why == "preempted: restart 1 (restarts.preemption)"
     assert start_gang(made, 1).wait() == [0, 0]
     assert [attempt.reason for attempt in gang.attempts] == ["preempted", "done"]
 

@@ -8,6 +8,7 @@ import pytest
 
 from scaletrain_cli.launch.attempts import Outcome, begin_attempt, end_attempt, read_attempt
 from scaletrain_cli.launch.backends.slurm.job import begin, main
+from scaletrain_cli.reasons import recorded
 from tests.launch.conftest import MadeRun
 
 MakeRun = Callable[..., MadeRun]
@@ -29,7 +30,7 @@ def say(made: MadeRun, word: str, *options: str) -> int:
 def close(made: MadeRun, code: int, reason: str) -> None:
     """End the latest attempt as its evidence would have it, with nobody left to decide anything."""
     number = made.run.attempts()[-1]
-    end_attempt(made.run, made.record.spec, number, Outcome(code, reason, reason), None)  # type: ignore[arg-type]
+    end_attempt(made.run, made.record.spec, number, Outcome(code, reason, recorded(reason)), None)  # type: ignore[arg-type]
 
 
 def test_an_attempt_begins_with_its_number_address_and_port(made: MadeRun, capfd: pytest.CaptureFixture[str]) -> None:
