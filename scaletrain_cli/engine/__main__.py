@@ -1,11 +1,12 @@
 """``python -m scaletrain_cli.engine RUN_DIR``: one rank, from its first signal handler to its exit code.
 
-The process border: every exception becomes an exit code and a line of evidence for the restart policy.
+Every exception becomes an exit code and a failure record for the restart policy.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import traceback
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, PreemptedError
+from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.agent_watch import AgentWatch
@@ -20,12 +22,14 @@ from scaletrain_cli.worker.failures import Failure, failure_of, write_failure
 from scaletrain_cli.worker.heartbeat import IMPORT_SECONDS, Heartbeat, show_stacks_when_asked
 from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
 
-# Of the grace period, to leave before whoever sent the signal does it the hard way.
+logger = logging.getLogger(__name__)
+
+# Time of the grace period that is left when the rank exits by itself, before it would be killed.
 _LAST_SECONDS, _LAST_SHARE = 5.0, 0.1
 
 
 def main() -> int:
-    """Train; the exit code of the rank."""
+    """Train, and return the exit code of the rank."""
     flag = PreemptionFlag()
     flag.install()
     die_with_agent()
@@ -33,6 +37,7 @@ def main() -> int:
     heartbeat = Heartbeat.from_environment(os.environ)
     heartbeat.beat(0, "imports", IMPORT_SECONDS)
     run, attempt, rank = RunDir(Path(sys.argv[1])), int(os.environ["SCALETRAIN_ATTEMPT"]), int(os.environ["RANK"])
+    set_up_logging(f"rank {rank}", descriptor=1)
     watch = AgentWatch.of_rank(run, attempt)
     watch.start()
     code = _exit_code(run, attempt, rank, flag, heartbeat, watch)
@@ -46,14 +51,14 @@ def _exit_code(
     try:
         return int(_train(run, attempt, flag, heartbeat, watch))
     except PreemptedError as error:
-        print(error, flush=True)
+        logger.info("%s", error)
         return int(error.exit_code)
     except Exception as error:
         traceback.print_exc()
         failure = failure_of(error, rank)
         if (evidence := getattr(error, "evidence", None)) is not None:
-            _record_damaged_data(run, attempt, rank, evidence)
-        _leave_evidence(run, attempt, failure)
+            _record_corrupt_data(run, attempt, rank, evidence)
+        _write_failure(run, attempt, failure)
         return failure.exit_code
 
 
@@ -66,22 +71,22 @@ def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat
 
     record, ranks = read_record(run), Ranks.from_environment()
     grace = record.spec.cluster.grace_seconds
-    flag.at_the_latest(grace - min(_LAST_SECONDS, _LAST_SHARE * grace), partial(_leave_as_it_is, watch))
+    flag.at_the_latest(grace - min(_LAST_SECONDS, _LAST_SHARE * grace), partial(_exit_without_saving, watch))
     with reporting_out_of_memory(run, record.plan, attempt, ranks.rank):
         if os.environ.get(preflight.ONLY) == "preflight":
             return preflight_alone(run, record, ranks, attempt)
         return assemble(run, record, ranks, attempt, flag, heartbeat).fit()
 
 
-def _leave_as_it_is(watch: AgentWatch) -> None:
-    """From a thread: the main one is in a compilation, a collective or a save that outlasts the grace period."""
-    print("the grace period is over: the newest committed checkpoint is what remains", flush=True)
+def _exit_without_saving(watch: AgentWatch) -> None:
+    """Exit from a thread, while the main one compiles, waits for a collective or saves."""
+    logger.warning("grace period expired; the latest committed checkpoint will be used")
     watch.leave()
     os._exit(ExitCode.PREEMPTED)
 
 
-def _record_damaged_data(run: RunDir, attempt: int, rank: int, evidence: dict[str, int | str]) -> None:
-    """Record the damage unless another rank of the attempt has; two that find it in one instant both do."""
+def _record_corrupt_data(run: RunDir, attempt: int, rank: int, evidence: dict[str, int | str]) -> None:
+    """Record the event unless another rank of the attempt has; two ranks may record it at the same instant."""
     event = "damaged-data"
     with contextlib.suppress(OSError):
         known = {(e.get("attempt"), e.get("file")) for e in read_events(run) if e["event"] == event}
@@ -89,8 +94,8 @@ def _record_damaged_data(run: RunDir, attempt: int, rank: int, evidence: dict[st
             record_event(run, event, attempt=attempt, rank=rank, **evidence)
 
 
-def _leave_evidence(run: RunDir, attempt: int, failure: Failure) -> None:
-    with contextlib.suppress(OSError):  # a full disk must not turn a verdict into a crash
+def _write_failure(run: RunDir, attempt: int, failure: Failure) -> None:
+    with contextlib.suppress(OSError):  # a full disk must not change the exit code
         write_failure(run, attempt, f"rank-{failure.rank:05d}", failure)
 
 

@@ -34,6 +34,7 @@ from scaletrain_cli.engine.step import stepper
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import ExitCode, PreemptedError, WrongNodesError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import read_rollbacks
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
@@ -55,7 +56,8 @@ def assemble(
     spec, layout, checkpoints = record.spec, record.plan.layout, checkpoint_folder(run, record.spec)
     ledger = LedgerClock(run, attempt, ranks.rank)
     if ranks.world_size != layout.world_size:
-        raise WrongNodesError(f"planned for {layout.world_size} ranks, started as {ranks.world_size}")
+        params = {"planned": layout.world_size, "found": ranks.world_size}
+        raise WrongNodesError(Reason("engine.world-size-differs", params))
     device = _device(spec.cluster.gpu == "cpu", ranks.local_rank)
     if pinned := pin_to_numa_node(device, ranks.local_rank, spec.cluster.gpus_per_node, os.environ):
         logger.info(pinned)
@@ -155,13 +157,13 @@ def preflight_alone(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) 
 
 def _check_disk_space(record: RunRecord, folder: Path, ranks: Ranks, consensus: RankConsensus) -> None:
     """Check the disk on rank 0; raise DiskSpaceError on every rank."""
-    problem = ""
+    problem: Reason | None = None
     if ranks.rank == 0:
         try:
             saved, size = record.spec.checkpoint, record.plan.durability.checkpoint_bytes
             check_disk_space(folder, size, ranks.world_size, saved.keep, saved.keep_every)
         except DiskSpaceError as error:
-            problem = str(error)
+            problem = error.reason
     if problem := consensus.follow_rank_zero(problem):
         raise DiskSpaceError(problem)
 
@@ -189,7 +191,7 @@ def _stop_if_preempted(flag: PreemptionFlag, set_up: RankConsensus) -> None:
     """Raise PreemptedError on every rank if any rank got a preemption signal. Set-up may outlast the grace period."""
     verdict, _, _ = set_up.reach(StepDecision.PREEMPT if flag.raised else StepDecision.CONTINUE, writing=False)
     if verdict is StepDecision.PREEMPT:
-        raise PreemptedError("preempted before the first step; the latest checkpoint is unchanged")
+        raise PreemptedError(Reason("engine.preempted-in-set-up"))
 
 
 def _seed(seed: int, rank: int) -> None:
@@ -203,6 +205,7 @@ def _device(cpu: bool, local_rank: int) -> torch.device:
     if cpu:
         return torch.device("cpu")
     if torch.cuda.device_count() <= local_rank:
-        raise WrongNodesError(f"rank needs GPU {local_rank} and torch sees {torch.cuda.device_count()} on this node")
+        params = {"local_rank": local_rank, "found": torch.cuda.device_count()}
+        raise WrongNodesError(Reason("engine.gpu-missing", params))
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import math
 import os
 import signal
@@ -47,6 +48,8 @@ def corrupt(checkpoint: Checkpoint, kind: str) -> Path:
             file.write(bytes([byte ^ 1]))
     return path
 
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "SCALETRAIN_FAULT"
 
@@ -149,7 +152,7 @@ class Faults:
         """From the fault's step on: damage the newest checkpoint once there is one before it, and die."""
         committed = list_checkpoints(self._folder) if self._folder and step >= (fault.step or 1) else []
         if len(committed) > 1:
-            print(f"injected: {fault.kind} {corrupt(committed[-1], fault.kind)}", flush=True)
+            logger.warning("injected: %s %s", fault.kind, corrupt(committed[-1], fault.kind))
             os.kill(os.getpid(), signal.SIGKILL)
 
     def poisons_gradient(self, step: int) -> bool:

@@ -33,6 +33,7 @@ from scaletrain_cli.engine.process_group import Ranks, StepDecision
 from scaletrain_cli.engine.step import Stepper
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.goodput import run_goodput
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -343,16 +344,11 @@ class Trainer:
     def _check_same_data(self, checkpoint: str, saved: dict[str, Any]) -> None:
         """Raise UsageError unless the checkpoint's dataset is this one."""
         if saved["dataset"] != self.dataset.fingerprint:
-            raise UsageError(
-                f"{checkpoint} was trained on dataset {saved['dataset'][:12]} and this one is "
-                f"{self.dataset.fingerprint[:12]}: resuming would train on other data. "
-                "Restore the data, or start anew."
-            )
+            params = {"checkpoint": checkpoint, "saved": saved["dataset"][:12]}
+            params["found"] = self.dataset.fingerprint[:12]
+            raise UsageError(Reason("engine.data-of-checkpoint-differs", params))
         if (saved.get("dataset_seal") or self.dataset.seal) != self.dataset.seal:
-            raise UsageError(
-                f"{checkpoint} was trained on data with other hashes than those of this dataset, which states the same "
-                "fingerprint: one of them was edited. Restore the dataset's folder from a copy, or start anew."
-            )
+            raise UsageError(Reason("engine.data-was-edited", {"checkpoint": checkpoint}))
 
     def _report(self, name: str, **details: Any) -> None:
         report_event(self.run, self.ranks.rank, name, **details)

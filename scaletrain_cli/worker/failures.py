@@ -53,16 +53,31 @@ _TORCH_TYPES = {
 # The reason that each code of an exception's Reason stands for; all others are a crash.
 EXIT_REASON_OF_CODE: Mapping[str, str] = {
     "engine.gradient-not-finite": "nan",
+    "engine.gradient-not-finite-again": "nan",
     "engine.loss-scale-at-floor": "nan",
     "engine.loss-spike": "spike",
-    "engine.wrong-nodes": "wrong-nodes",
+    "engine.world-size-differs": "wrong-nodes",
+    "engine.gpu-missing": "wrong-nodes",
+    "engine.preflight-failed": "wrong-nodes",
+    "engine.checkpoint-unreadable-here": "wrong-nodes",
+    "engine.disk-too-small": "disk-full",
+    "engine.too-few-inodes": "disk-full",
     "engine.disk-full": "disk-full",
     "engine.checkpoints-unreadable": "unreadable",
-    "engine.data-damaged": "data",
+    "engine.checkpoint-folder-unreadable": "unreadable",
+    "engine.data-corrupt": "data",
     "engine.out-of-memory": "oom",
     "engine.host-out-of-memory": "host-oom",
     "engine.connection-lost": "communication",
     "engine.device-failed": "hardware",
+}
+# The codes of errors that Python, torch or the system raise, by the reason that is recognized.
+_CODE_OF_FOREIGN = {
+    "oom": "engine.out-of-memory",
+    "host-oom": "engine.host-out-of-memory",
+    "disk-full": "engine.disk-full",
+    "communication": "engine.connection-lost",
+    "hardware": "engine.device-failed",
 }
 _MESSAGE_CHARACTERS = 2000
 
@@ -99,8 +114,10 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
     reason = failure_reason_of(error)
     message = "\n".join([str(error), *getattr(error, "__notes__", [])])[:_MESSAGE_CHARACTERS]
     stated = getattr(error, "reason", None)
-    document = stated.to_document() if isinstance(stated, Reason) else {}
-    return Failure(rank, reason, message, exit_code_of(error, reason), **document)
+    if not isinstance(stated, Reason):
+        params = {"type": type(error).__name__, "error": str(error)}
+        stated = Reason(_CODE_OF_FOREIGN.get(reason, "engine.failed"), params)
+    return Failure(rank, reason, message, exit_code_of(error, reason), **stated.to_document())
 
 
 def failure_reason_of(error: BaseException) -> str:

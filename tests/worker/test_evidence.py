@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.errors import DoNotRequeueError, UsageError
+from scaletrain_cli.errors import DoNotRequeueError, UsageError, WrongNodesError
 from scaletrain_cli.full_disk import no_space
 from scaletrain_cli.launch.exit_classification import classify_exit
 from scaletrain_cli.launch.node.record import RankRecord
 from scaletrain_cli.launch.node.watch import ExitDiagnosis, memory_kills
+from scaletrain_cli.reason_texts.engine import TEXTS
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.failures import (
+    EXIT_REASON_OF_CODE,
     Failure,
     exit_code_of,
     failure_of,
@@ -76,6 +78,19 @@ def test_a_rank_says_what_it_died_of(error: BaseException, reason: str) -> None:
     assert failure_reason_of(error) == reason
 
 
+def test_an_error_of_the_package_keeps_its_code_and_a_foreign_one_gets_one_with_its_words() -> None:
+    own = Reason("engine.gpu-missing", {"local_rank": 1, "found": 0})
+    failure = failure_of(WrongNodesError(own), 3)
+    assert (failure.why, failure.reason) == (own, "wrong-nodes")
+    full = failure_of(OSError(errno.ENOSPC, "No space left on device"), 3)
+    assert (full.code, full.reason) == ("engine.disk-full", "disk-full")
+    assert str(failure_of(ValueError("x"), 3).why) == "ValueError: x"
+
+
+def test_every_code_that_stands_for_an_exit_reason_has_a_text() -> None:
+    assert {code for code in EXIT_REASON_OF_CODE if code.removeprefix("engine.") not in TEXTS} == set()
+
+
 def test_the_cause_counts_wherever_it_is_in_the_chain() -> None:
     writer = RuntimeError("the writer thread failed")
     writer.__cause__ = OSError(errno.ENOSPC, "No space left on device")
@@ -99,9 +114,9 @@ def test_no_retry_makes_room_on_a_disk() -> None:
 
 def test_a_failure_keeps_the_code_of_its_exception_and_records_of_earlier_versions_load(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    failure = failure_of(DoNotRequeueError(Reason("engine.loss-spike", {"step": 3})), 2)
-    assert (failure.reason, failure.exit_code) == ("spike", 93)
-    assert (failure.code, failure.params) == ("engine.loss-spike", {"step": 3})
+    failure = failure_of(DoNotRequeueError(Reason("engine.loss-scale-at-floor", {"loss_scale": 1.0})), 2)
+    assert (failure.reason, failure.exit_code) == ("nan", 93)
+    assert (failure.code, failure.params) == ("engine.loss-scale-at-floor", {"loss_scale": 1.0})
     write_failure(run, 1, "rank-00002", failure)
     old = {"rank": 1, "reason": "oom", "message": "CUDA out of memory", "exit_code": 1, "node": "", "sure": True}
     (tmp_path / "attempts/0001/failures/rank-00001.json").write_text(json.dumps(old))

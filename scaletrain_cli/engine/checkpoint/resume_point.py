@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, Defect, committed_folders, find_defects, read_checkpoint
 from scaletrain_cli.rundir.journal import has_committed, read_events, read_metrics, steps_logged_since_begun
 from scaletrain_cli.rundir.paths import RunDir
@@ -40,7 +41,7 @@ class ResumePoint:
     validation_losses: list[float]
     lost_steps: int
     passed_over: list[str]
-    problem: str = ""
+    problem: Reason | None = None
 
 
 class Search(NamedTuple):
@@ -90,12 +91,13 @@ def newest_valid(folder: Path, ranks: Ranks, consensus: RankConsensus, *, clean:
 def _names(folder: Path, ranks: Ranks, consensus: RankConsensus) -> list[str]:
     """Of the committed folders, newest first."""
     names: list[str] = []
-    problem = ""
+    problem: Reason | None = None
     if ranks.rank == 0:
         try:
             names = [path.name for path in reversed(committed_folders(folder))]
         except OSError as error:
-            problem = f"{folder} cannot be read: {error.strerror or error}. Check the file system and the rights on it."
+            params = {"folder": str(folder), "error": error.strerror or str(error)}
+            problem = Reason("engine.checkpoint-folder-unreadable", params)
     names, problem = consensus.follow_rank_zero((names, problem))
     if problem:
         raise UnreadableCheckpointsError(problem)
@@ -150,14 +152,17 @@ def _blame_nodes(path: Path, blind: Mapping[str, str], nodes: int) -> None:
     if not blind or len(blind) == nodes:
         return
     if (why := blind.get(_own_node())) is not None:
-        raise WrongNodesError(f"{path} cannot be read on {_own_node()}, while other nodes can read it: {why}")
-    raise OtherNodeUnfitError(f"{path} cannot be read on {', '.join(sorted(blind))}")
+        params = {"path": str(path), "node": _own_node(), "problem": why}
+        raise WrongNodesError(Reason("engine.checkpoint-unreadable-here", params))
+    raise OtherNodeUnfitError(
+        Reason("engine.checkpoint-unreadable-elsewhere", {"path": str(path), "nodes": sorted(blind)})
+    )
 
 
 def _resume_point(run: RunDir, folder: Path, attempt: int, search: Search) -> ResumePoint:
     checkpoint, passed_over = search.checkpoint, search.passed_over
     step = checkpoint.step if checkpoint is not None else 0
-    problem = ""
+    problem: Reason | None = None
     # Damaged folders count too: a kill, or a lost file, may have cost the event that tells of them.
     told_to_start_over = any(event["event"] == "from-scratch" for event in read_events(run))
     if checkpoint is None and (has_committed(run) or (passed_over and not told_to_start_over)):
@@ -180,13 +185,9 @@ def _resume_point(run: RunDir, folder: Path, attempt: int, search: Search) -> Re
     )
 
 
-def _no_checkpoint(folder: Path, search: Search) -> str:
+def _no_checkpoint(folder: Path, search: Search) -> Reason:
     found = "; ".join(search.passed_over[:_MOST_PROBLEMS_SHOWN]) or "those that were committed are gone"
     if len(search.passed_over) > _MOST_PROBLEMS_SHOWN:
         found += f"; and {len(search.passed_over) - _MOST_PROBLEMS_SHOWN} more problems"
-    if search.unreadable:
-        return (
-            f"no node of the job can read a checkpoint in {folder}: {found}. Check that file system, the owner and the "
-            "rights of the files; `scaletrain resume` then continues the run."
-        )
-    return f"no valid checkpoint in {folder}: {found}. `scaletrain resume --from-scratch` starts over."
+    code = "engine.checkpoints-unreadable" if search.unreadable else "engine.no-valid-checkpoint"
+    return Reason(code, {"folder": str(folder), "problems": found})

@@ -1,4 +1,4 @@
-"""When a checkpoint is due: at the steps that the spec names, or as often as what saves cost makes best. Pure."""
+"""When a checkpoint is due, and whether the disk can hold the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from typing import Literal
 
 from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.plan.reliability.durability import best_interval_steps
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
 
-# Whether a disk has room for the checkpoints to come, asked before the first step instead of found out at a save.
-
-
-_FILES_BESIDE_SHARDS = 3  # the folder, its manifest, what all ranks know alike
+_FILES_BESIDE_SHARDS = 3  # the folder, its manifest, the state that is the same on every rank
 
 
 class DiskSpaceError(DoNotRequeueError):
-    """The disk cannot hold the checkpoints that the run will keep."""
+    """The disk cannot hold the checkpoints that the run will keep (exit 93)."""
 
     failure_reason = "disk-full"
 
 
 def check_disk_space(folder: Path, checkpoint_bytes: int, ranks: int, keep: int, keep_every: int | None = None) -> None:
-    """Raise NoRoomError unless the newest ``keep``, a clean one and one in the making fit beside what is there.
+    """Raise DiskSpaceError unless ``keep`` checkpoints, a clean one and the next fit on the disk of ``folder``.
 
-    What ``keep_every`` keeps for ever makes no room.
+    Existing checkpoints count towards them, because they are deleted as new ones are committed, except those that
+    ``keep_every`` keeps permanently.
     """
     passing = [c for c in list_checkpoints(folder) if keep_every is None or c.step % keep_every]
     missing = max(1, keep + 2 - len(passing))
@@ -35,16 +34,11 @@ def check_disk_space(folder: Path, checkpoint_bytes: int, ranks: int, keep: int,
     free_bytes, free_files = found.f_bavail * found.f_frsize, found.f_favail
     files = missing * (ranks + _FILES_BESIDE_SHARDS)
     if free_bytes < missing * checkpoint_bytes:
-        raise DiskSpaceError(
-            f"{folder} has {free_bytes / 1e9:.1f} GB of room and checkpoints will need {missing} x "
-            f"{checkpoint_bytes / 1e9:.1f} GB more: checkpoint.keep = {keep}, a clean one and the next. "
-            f"Make room, lower checkpoint.keep, or set checkpoint.dir to a larger disk."
-        )
+        params = {"folder": str(folder), "free_bytes": free_bytes, "checkpoint_bytes": checkpoint_bytes}
+        raise DiskSpaceError(Reason("engine.disk-too-small", {**params, "checkpoints": missing, "keep": keep}))
     if found.f_files and free_files < files:  # some file systems make inodes as they go and say 0
-        raise DiskSpaceError(
-            f"{folder} can take {free_files:,} more files and checkpoints of {ranks} ranks will need {files:,}. "
-            f"Delete files, or set checkpoint.dir to another disk."
-        )
+        params = {"folder": str(folder), "free_files": free_files, "ranks": ranks, "files": files}
+        raise DiskSpaceError(Reason("engine.too-few-inodes", params))
 
 
 _SAVES_KEPT = 8

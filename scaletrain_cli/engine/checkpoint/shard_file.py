@@ -19,6 +19,7 @@ from torch import Tensor
 
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import FileDigest
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter
 
@@ -276,10 +277,7 @@ class StateReader:
         if self._own is not None:
             return {key.removeprefix(prefix): self._own.read(key) for key in self._own.keys if key.startswith(prefix)}
         if any(key.startswith(OPAQUE) for file in self._files for key in file.keys):
-            raise UsageError(
-                f"{self._folder.name} has optimizer states that are quantised in blocks, which only the layout that "
-                f"saved them can read. Resume with the same number of ranks, degrees and zero_stage."
-            )
+            raise UsageError(Reason("engine.layout-bound-states", {"checkpoint": self._folder.name}))
         return {}
 
     def _sources(self, piece: Slice) -> Iterator[tuple[ShardFile, Slice]]:

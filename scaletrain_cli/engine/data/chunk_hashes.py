@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.errors import DoNotRequeueError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import open_new
 
 # A sequence of 4,096 tokens takes 8 to 16 KiB. Of larger chunks a rank would read much more than it trains on; smaller
@@ -23,15 +24,13 @@ DIGEST_BYTES = 16
 
 
 class CorruptDataError(DoNotRequeueError):
-    """The prepared data are not what was prepared: no retry cures that (exit 93). ``evidence`` is for an event."""
+    """A file of the prepared dataset has changed since it was written (exit 93). ``evidence`` is for an event."""
 
     failure_reason = "data"
 
     def __init__(self, path: Path, what: str, **evidence: int | str) -> None:
-        super().__init__(
-            f"{path}: {what}. No step was trained on it. Restore the file from a copy, or delete the folder "
-            f"{path.parent} and prepare the same data again with `scaletrain data prepare`; then `scaletrain resume`."
-        )
+        params = {"file": str(path), "problem": what, "folder": str(path.parent)}
+        super().__init__(Reason("engine.data-corrupt", params))
         self.evidence = {"file": str(path), "problem": what, **evidence}
 
 

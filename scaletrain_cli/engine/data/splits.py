@@ -8,6 +8,7 @@ from pathlib import Path
 from scaletrain_cli.engine.data.dataset import DatasetInfo, TokenSequences, open_dataset, prepare_dataset
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import has_committed, read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -38,9 +39,8 @@ def open_data(
         raise UsageError(failure)
     info, train, validation = open_dataset(folder, spec.transformer.seq_len, ranks.rank, ranks.world_size)
     if info.vocab_size > spec.transformer.vocab_size:
-        raise UsageError(
-            f"{folder} has {info.vocab_size} token ids and model.vocab_size is {spec.transformer.vocab_size}."
-        )
+        params = {"folder": str(folder), "token_ids": info.vocab_size, "vocab_size": spec.transformer.vocab_size}
+        raise UsageError(Reason("engine.vocabulary-too-large", params))
     if spec.evaluation.every:
         held_back = consensus.follow_rank_zero(
             sequences_held_back(run, record, len(train), len(validation)) if ranks.rank == 0 else 0
@@ -81,11 +81,8 @@ def sequences_held_back(run: RunDir, record: RunRecord, train: int, validation: 
     return decided
 
 
-def _too_little_to_validate(record: RunRecord, train: int, validation: int) -> str:
+def _too_little_to_validate(record: RunRecord, train: int, validation: int) -> Reason:
     layout, length = record.plan.layout, record.spec.transformer.seq_len
     width = layout.micro_batch_size * layout.data_parallel
-    return (
-        f"data.source is too small to validate on: it makes {train} sequences of {length} tokens to train on and "
-        f"{validation} to validate on, and one round of validation takes {width}. Give more text, or submit the run "
-        "with a shorter model.seq_len or with evaluation.every: 0."
-    )
+    params = {"train": train, "length": length, "validation": validation, "width": width}
+    return Reason("engine.data-too-small-to-validate", params)

@@ -18,6 +18,7 @@ from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import WrongNodesError
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.catalogue.networks import cluster_link
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
@@ -285,7 +286,7 @@ def check_together(
     bad = [finding for finding in findings if finding.keeps_off]
     mine = [finding.message for finding in bad if finding.rank == ranks.rank]
     if mine:
-        raise WrongNodesError(f"rank {ranks.rank}: {'; '.join(mine)} (guard.preflight: never leaves this out)")
+        raise WrongNodesError(Reason("engine.preflight-failed", {"rank": ranks.rank, "problems": "; ".join(mine)}))
     if bad:
         consensus.barrier()  # until the agents end this attempt: they have been told by those who raised
 

@@ -17,6 +17,7 @@ from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.metrics import MetricsLog, StepMeasures
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import DoNotRequeueError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import Rollback, record_rollback
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -24,13 +25,13 @@ from scaletrain_cli.worker.heartbeat import Heartbeat
 
 
 class NonFiniteGradientError(DoNotRequeueError):
-    """The gradient was NaN or infinite on some rank; the weights were left as they were."""
+    """The gradient is NaN or infinite on some rank; the weights are unchanged (exit 93)."""
 
     failure_reason = "nan"
 
 
 class SpikeError(DoNotRequeueError):
-    """The loss spiked again and again after the same checkpoint, whatever data were left out."""
+    """The loss spiked again after every rollback to one checkpoint (exit 93)."""
 
     failure_reason = "spike"
 
@@ -116,11 +117,8 @@ class GuardActions:
                 return back
         self.heartbeat.beat(trained, "save")
         self.checkpointer.finish()  # what was saved before is still good
-        raise NonFiniteGradientError(
-            f"step {step}: loss {loss}, gradient norm {norm}. The update was not applied; the newest "
-            f"checkpoint is sound. Lower the learning rate, lengthen the warm-up, or look at batch "
-            f"{self.batch_number(step)}."
-        )
+        params = {"step": step, "loss": str(loss), "grad_norm": str(norm), "batch": self.batch_number(step)}
+        raise NonFiniteGradientError(Reason("engine.gradient-not-finite", params))
 
     def _roll_back(
         self, step: int, trained: int, margin: int, cause: str, evidence: dict[str, Any], metrics: MetricsLog
@@ -139,13 +137,12 @@ class GuardActions:
         allowed = self.record.spec.guard.spike.retries
         retry = 1 + sum(rollback.to_step == target.step for rollback in self.rollbacks)
         if retry > allowed:
-            plural = "1 rollback" if allowed == 1 else f"{allowed} rollbacks"
-            error = NonFiniteGradientError if cause == "nan" else SpikeError
-            raise error(
-                f"step {step}: {cause} again, after {plural} to step {target.step} (guard.spike.retries) "
-                f"and no newer clean checkpoint: {evidence}. Batches {list(self.skipped)} were left out in vain, so it "
-                f"is not the data. Lower the learning rate, or resume with other settings."
-            )
+            nan = cause == "nan"
+            error = NonFiniteGradientError if nan else SpikeError
+            code = "engine.gradient-not-finite-again" if nan else "engine.loss-spike"
+            params = {"step": step, "rollbacks": allowed, "to_step": target.step}
+            skipped = [list(skip) for skip in self.skipped]
+            raise error(Reason(code, {**params, "evidence": evidence, "skipped": skipped}))
         from_batch = max(self.guard.first_outlier(step) - margin, target.step + 1)
         skip = self.batch_number(from_batch), self.batch_number(trained)
         rollback = Rollback(from_step=trained, to_step=target.step, skip=skip)

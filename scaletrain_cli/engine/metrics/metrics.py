@@ -18,6 +18,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.tracking.guard import Trackers
 from scaletrain_cli.tracking.jsonl import JsonlWriter
+from scaletrain_cli.worker.progress import progress_line
 
 # Measures of a step fetched without waiting for it: on a GPU one step late, on a CPU at once.
 
@@ -177,7 +178,9 @@ class MetricsLog:
             "time": round(time.time(), 3),
         }
         self._append(line)
-        print(_for_people(line, self._record.spec.total_steps), flush=True)
+        total = self._record.spec.total_steps
+        print(_for_people(line, total), flush=True)
+        print(progress_line(step, total, measured["loss"], line["tokens_per_second"]), flush=True)
 
     def flush(self) -> None:
         """Wait until all that was logged is in the file. Raises OSError where the disk did not take it."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from scaletrain_cli.errors import DoNotRequeueError
+from scaletrain_cli.reasons import Reason
 
 # The fp32 weights that this rank's optimizer updates, in each of DeepSpeed's wrappers.
 
@@ -59,7 +60,7 @@ def use_master_weights(engine: Any) -> None:
 
 
 class LossScaleAtFloorError(DoNotRequeueError):
-    """The gradient overflows at the smallest loss scale that is allowed: not the scale is at fault."""
+    """The gradient overflows at the smallest loss scale that the spec allows (exit 93)."""
 
     failure_reason = "nan"
 
@@ -96,11 +97,7 @@ def fix_loss_scale(engine: Any) -> None:
         scaler = optimizer.loss_scaler
         before = scaler.cur_scale
         if has_overflow and before <= scaler.min_scale and scaler.cur_hysteresis <= 1:
-            raise LossScaleAtFloorError(
-                f"the gradient is not finite at loss scale {before:g}, the smallest that "
-                f"training.loss_scale.minimum allows; the weights were left as they were. "
-                f"Lower the learning rate or look at the batch; with bf16 there is no scale."
-            )
+            raise LossScaleAtFloorError(Reason("engine.loss-scale-at-floor", {"loss_scale": before}))
         scaler.update_scale(has_overflow)
         if scaler.cur_scale > before:
             grown, scaler.cur_scale = scaler.cur_scale, before

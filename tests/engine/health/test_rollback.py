@@ -172,7 +172,7 @@ def test_after_as_many_rollbacks_as_are_allowed_the_run_stops_with_the_evidence(
     assert names(judge) == []
 
 
-def test_without_a_clean_checkpoint_it_is_told_and_lived_with(make: Make) -> None:
+def test_a_spike_without_a_clean_checkpoint_is_recorded_and_training_continues(make: Make) -> None:
     judge = make()
     (judge.run.checkpoints / "step-00000020" / "shard.pt").write_bytes(b"damage")
     assert judged(judge, measures(31, 50.0, 50.0, 50.0, 50.0), 34) == 34
@@ -182,7 +182,7 @@ def test_without_a_clean_checkpoint_it_is_told_and_lived_with(make: Make) -> Non
     assert "retire 20" not in judge.checkpointer.done  # type: ignore[attr-defined]
 
 
-def test_with_the_action_warn_a_spike_is_told_once(make: Make) -> None:
+def test_with_the_action_warn_a_spike_is_recorded_once(make: Make) -> None:
     judge = make("guard.spike={action: warn, patience: 1}")
     assert judged(judge, measures(31, 50.0, 50.0, 50.0), 33) == 33
     assert names(judge) == ["spike"]
@@ -190,7 +190,7 @@ def test_with_the_action_warn_a_spike_is_told_once(make: Make) -> None:
 
 @pytest.mark.parametrize("found", [measures(31, math.nan), measures(31, 2.0, norm=math.inf)], ids=["loss", "norm"])
 def test_a_value_that_is_not_finite_ends_the_run_or_rolls_it_back(found: list[StepMeasures], make: Make) -> None:
-    with pytest.raises(NonFiniteGradientError, match=r"step 31: .* look at batch 31"):
+    with pytest.raises(NonFiniteGradientError, match=r"step 31: .* inspect batch 31"):
         judged(make(), found, 31)
     judge = make("guard.nan=rollback")
     assert judged(judge, found, 32) == 20

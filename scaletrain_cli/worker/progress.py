@@ -1,0 +1,36 @@
+"""Progress lines: what the first rank of a training program prints for programs that read its log.
+
+A line of its own, beside the line for people:
+
+    {"scaletrain": "progress", "step": 7, "total_steps": 80, "loss": 6.5133, "tokens_per_second": 1180.2}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+_KIND = "progress"
+
+
+def progress_line(step: int, total_steps: int, loss: float, tokens_per_second: float | None = None) -> str:
+    """Return the line after ``step`` optimizer steps; ``loss`` in nats, null in the line where it is not finite."""
+    line: dict[str, Any] = {"scaletrain": _KIND, "step": step, "total_steps": total_steps}
+    line["loss"] = loss if math.isfinite(loss) else None
+    if tokens_per_second is not None:
+        line["tokens_per_second"] = tokens_per_second
+    return json.dumps(line)
+
+
+def read_progress(line: str) -> dict[str, float] | None:
+    """Return the numbers of a progress line by name, or None for any other line."""
+    if not line.startswith('{"scaletrain"'):
+        return None
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    if found.get("scaletrain") != _KIND or not isinstance(found.get("step"), int):
+        return None
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}

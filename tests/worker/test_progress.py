@@ -1,0 +1,28 @@
+"""Progress lines: written by a training program, read by whoever follows its log."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from scaletrain_cli.worker.progress import progress_line, read_progress
+
+
+def test_a_progress_line_is_read_back_with_its_numbers() -> None:
+    line = progress_line(20, 100, 2.25, 12345.6)
+    assert read_progress(line) == {"step": 20, "total_steps": 100, "loss": 2.25, "tokens_per_second": 12345.6}
+
+
+def test_a_loss_that_is_not_finite_is_left_out_and_the_line_stays_json() -> None:
+    line = progress_line(1, 2, math.nan)
+    assert json.loads(line, parse_constant=pytest.fail)["loss"] is None
+    assert read_progress(line) == {"step": 1, "total_steps": 2}
+
+
+@pytest.mark.parametrize(
+    "line", ["step      1/2  loss 2.25", '{"scaletrain": "other", "step": 1}', '{"scaletrain": "prog', "", "{}"]
+)
+def test_any_other_line_is_none(line: str) -> None:
+    assert read_progress(line) is None
