@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # As in pyproject.toml, by the names that are imported; a test compares.
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "train": ("torch", "deepspeed", "numpy", "safetensors", "tokenizers"),
+    "train": ("torch", "deepspeed", "numpy", "pynvml", "safetensors", "tokenizers"),
     "liger": ("liger_kernel",),
     "optimizers": ("bitsandbytes",),
     "fp8": ("torchao",),

@@ -1,79 +1,94 @@
-"""What the driver says of a node's GPUs: memory that is broken or taken, clocks that are held down, GPUs that are gone.
+"""The health of a node's GPUs as NVIDIA's driver reports it: broken or used memory, clocks held down, lost GPUs.
 
-Reads ``nvidia-smi -q -x``, whose elements have kept their names over many drivers where the columns of its tables have
-not. A node without nvidia-smi has nothing to say. Knows no run.
+Read with NVML (the package nvidia-ml-py, module ``pynvml``) by a process of its own, ``python -m
+scaletrain_cli.launch.node.gpu_health``: a call into a driver that hangs never returns. A figure that the driver or the
+GPU does not give is absent (None), never zero.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
+import contextlib
+import dataclasses
+import importlib.util
+import json
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from xml.etree import ElementTree
+from typing import Any, TypeVar
 
-_SECONDS = 60.0  # eight GPUs without persistence mode take ten
-_MEBIBYTE = 2**20
-_NUMBER = re.compile(r"\d+")
-# Under either name that drivers have had for it; "Active" where it holds.
-_HELD_DOWN = ("hw_thermal_slowdown", "hw_power_brake_slowdown")
+from scaletrain_cli.own_processes import python_command
+from scaletrain_cli.text import counted
+
+T = TypeVar("T")
+_KILL_SECONDS = 1.0
+_DRIVER_SECONDS = 60.0  # eight GPUs without persistence mode take ten
+_NOT_INSTALLED = "GPU health is not known: nvidia-ml-py is not installed on this node (it comes with scaletrain[train])"
 
 
 @dataclass(frozen=True)
 class GpuHealth:
-    """One GPU as the driver sees it; bytes, and None for what it does not say."""
+    """One GPU as the driver sees it; sizes in bytes, and None for what the driver does not report."""
 
     index: int
     uuid: str
     name: str
     memory_bytes: int | None = None
     used_bytes: int | None = None
-    uncorrected_errors: int = 0  # since the driver was loaded
-    waits_for_reset: bool = False  # rows or pages that only a reset takes out of use
-    beyond_repair: bool = False
+    uncorrected_errors: int | None = None  # ECC, since the driver was loaded
+    waits_for_reset: bool | None = None  # rows or pages that only a reset takes out of use
+    beyond_repair: bool | None = None  # broken memory without spare rows
     held_down_by: tuple[str, ...] = ()
-    processes: int = 0
+    processes: int | None = None
 
 
 @dataclass(frozen=True)
 class NodeHealth:
-    """A node's GPUs, and its driver; ``trouble`` is what nvidia-smi said instead."""
+    """A node's GPUs and its driver version; ``trouble``: the driver's failure, ``note``: why nothing is known."""
 
     driver: str = ""
     gpus: tuple[GpuHealth, ...] = ()
     trouble: str = ""
+    note: str = ""
 
 
 def ask_driver() -> NodeHealth | None:
-    """None where there is no nvidia-smi."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    process = subprocess.Popen([program, "-q", "-x"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    """Return what the driver reports; None on a node without NVIDIA's driver library."""
+    if importlib.util.find_spec("pynvml") is None:
+        return NodeHealth(note=_NOT_INSTALLED)
+    command = python_command("scaletrain_cli.launch.node.gpu_health")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        said, _ = process.communicate(timeout=_SECONDS)
+        output, errors = process.communicate(timeout=_DRIVER_SECONDS)
     except subprocess.TimeoutExpired:
-        process.kill()  # and no wait for it: what hangs in the driver does not die
-        return NodeHealth(trouble=f"nvidia-smi did not answer within {_SECONDS:.0f} s: a GPU or its driver hangs")
-    found = read_health(said)
-    if process.returncode and not found.gpus:
-        return NodeHealth(trouble=f"nvidia-smi ended with {process.returncode}: {' '.join(said.split())[:300]}")
-    return found  # also with another code than 0, by which it warns
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that hangs in the driver does not end
+            process.communicate(timeout=_KILL_SECONDS)
+        return NodeHealth(trouble=f"the driver did not respond within {_DRIVER_SECONDS:.0f} s: a GPU or it hangs")
+    if process.returncode:
+        last = errors.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
+        return NodeHealth(trouble=f"reading the driver failed: {last[0]}")
+    found = json.loads(output)
+    return None if found is None else _health_from(found)
 
 
-def read_health(text: str) -> NodeHealth:
-    """From the XML of nvidia-smi."""
+def read_driver(nvml: Any) -> NodeHealth | None:
+    """Return what ``nvml`` (the module pynvml) reports; None where the driver library is not installed."""
     try:
-        tree = ElementTree.fromstring(text)
-    except ElementTree.ParseError as error:
-        return NodeHealth(trouble=f"nvidia-smi printed something else than XML: {error}")
-    gpus = tuple(_gpu(index, gpu) for index, gpu in enumerate(tree.findall("gpu")))
-    return NodeHealth(driver=tree.findtext("driver_version", ""), gpus=gpus)
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        missing = error.value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND
+        return None if missing else NodeHealth(trouble=f"the driver cannot be used: {error}")
+    gpus, troubles = [], []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            gpus.append(_read_gpu(nvml, index))
+        except nvml.NVMLError as error:
+            troubles.append(f"GPU {index} cannot be read: {error}")
+    return NodeHealth(str(nvml.nvmlSystemGetDriverVersion()), tuple(gpus), "; ".join(troubles))
 
 
 def visible_gpus(health: NodeHealth, environment: Mapping[str, str]) -> tuple[GpuHealth, ...]:
-    """Those that a process with this environment may use: CUDA_VISIBLE_DEVICES has indices or UUIDs."""
+    """Return the GPUs that a process with this environment may use: CUDA_VISIBLE_DEVICES has indices or UUIDs."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return health.gpus
@@ -86,18 +101,18 @@ def visible_gpus(health: NodeHealth, environment: Mapping[str, str]) -> tuple[Gp
 
 
 def gpu_problems(health: NodeHealth, gpus: Sequence[GpuHealth], needed_bytes: int) -> Iterator[str]:
-    """What no rank should be started on. ``needed_bytes``: the planned peak of a rank."""
+    """Yield why no rank should be started on these GPUs. ``needed_bytes``: the planned peak of a rank."""
     if health.trouble:
         yield health.trouble
     for gpu in gpus:
         if gpu.beyond_repair:
-            yield f"GPU {gpu.index} has broken memory that its spare rows cannot replace (remapped_row_failure)"
+            yield f"GPU {gpu.index} has broken memory that its spare rows cannot replace (remapped row failure)"
         elif gpu.waits_for_reset:
-            yield f"GPU {gpu.index} has broken memory and waits for a reset to take it out of use"
+            yield f"GPU {gpu.index} has broken memory and needs a reset to take it out of use"
         if gpu.memory_bytes is not None and gpu.used_bytes is not None:
             free = gpu.memory_bytes - gpu.used_bytes
             if gpu.memory_bytes >= needed_bytes > free:
-                others = f" by {gpu.processes} processes" if gpu.processes else ""
+                others = f" by {counted(gpu.processes, 'process', 'processes')}" if gpu.processes else ""
                 yield (
                     f"GPU {gpu.index} has {free / 1e9:.1f} GB free of {gpu.memory_bytes / 1e9:.1f} GB, the rest is in "
                     f"use{others}; the plan needs {needed_bytes / 1e9:.1f} GB"
@@ -110,42 +125,70 @@ def gpu_problems(health: NodeHealth, gpus: Sequence[GpuHealth], needed_bytes: in
 
 
 def gpu_notes(gpus: Sequence[GpuHealth]) -> Iterator[str]:
-    """What costs speed, or may come again."""
+    """Yield what makes these GPUs slower, or may become a problem."""
     for gpu in gpus:
         if gpu.uncorrected_errors:
-            yield f"GPU {gpu.index} has had {gpu.uncorrected_errors} uncorrected ECC errors since its driver was loaded"
+            errors = counted(gpu.uncorrected_errors, "uncorrected ECC error")
+            yield f"GPU {gpu.index} has had {errors} since its driver was loaded"
         for reason in gpu.held_down_by:
-            yield f"GPU {gpu.index} is held down by {reason.replace('_', ' ')}"
+            yield f"the clocks of GPU {gpu.index} are held down by {reason}"
 
 
-def _gpu(index: int, gpu: ElementTree.Element) -> GpuHealth:
-    volatile = gpu.find("ecc_errors/volatile")
-    counts = [] if volatile is None else [e for e in volatile.iter() if "uncorrect" in e.tag or "double_bit" in e.tag]
-    reasons = [e for tag in ("clocks_event_reasons", "clocks_throttle_reasons") for e in gpu.findall(f"{tag}/*")]
+def _read_gpu(nvml: Any, index: int) -> GpuHealth:
+    device = nvml.nvmlDeviceGetHandleByIndex(index)
+
+    def read(call: Callable[[], T]) -> T | None:
+        """Return the figure, None where this GPU does not have it. Raises NVMLError for a GPU that is lost."""
+        try:
+            return call()
+        except nvml.NVMLError as error:
+            if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
+                raise
+            return None
+
+    # Version 2 counts what the driver reserves apart from what is used.
+    memory = read(lambda: nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2))
+    memory = memory or read(lambda: nvml.nvmlDeviceGetMemoryInfo(device))
+    rows = read(lambda: nvml.nvmlDeviceGetRemappedRows(device))  # corrected, uncorrected, pending, failure
+    pages = read(lambda: nvml.nvmlDeviceGetRetiredPagesPendingStatus(device))  # GPUs before Ampere
+    pending = [bool(value) for value in (rows and rows[2], pages) if value is not None]
+    errors = read(
+        lambda: nvml.nvmlDeviceGetTotalEccErrors(
+            device, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        )
+    )
+    reasons = read(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)) or 0
+    causes = {
+        "overheating": nvml.nvmlClocksThrottleReasonHwThermalSlowdown,
+        "the power supply": nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
+    }
+    processes = read(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(device))
     return GpuHealth(
         index=index,
-        uuid=gpu.findtext("uuid", ""),
-        name=gpu.findtext("product_name", ""),
-        memory_bytes=_bytes(gpu.findtext("fb_memory_usage/total")),
-        used_bytes=_bytes(gpu.findtext("fb_memory_usage/used")),
-        uncorrected_errors=sum(int(text) for e in counts if (text := (e.text or "").strip()).isdigit()),
-        waits_for_reset=any(
-            gpu.findtext(path, "").strip() == "Yes"
-            for path in (
-                "remapped_rows/remapped_row_pending",
-                "retired_pages/pending_retirement",
-                "retired_pages/pending_blacklist",
-            )
-        ),
-        beyond_repair=gpu.findtext("remapped_rows/remapped_row_failure", "").strip() == "Yes",
-        held_down_by=tuple(
-            name for name in _HELD_DOWN if any(e.tag.endswith(name) and (e.text or "") == "Active" for e in reasons)
-        ),
-        processes=len(gpu.findall("processes/process_info")),
+        uuid=str(read(lambda: nvml.nvmlDeviceGetUUID(device)) or ""),
+        name=str(read(lambda: nvml.nvmlDeviceGetName(device)) or ""),
+        memory_bytes=None if memory is None else int(memory.total),
+        used_bytes=None if memory is None else int(memory.used),
+        uncorrected_errors=errors,
+        waits_for_reset=any(pending) if pending else None,
+        beyond_repair=None if rows is None else bool(rows[3]),
+        held_down_by=tuple(name for name, bit in causes.items() if reasons & bit),
+        processes=None if processes is None else len(processes),
     )
 
 
-def _bytes(text: str | None) -> int | None:
-    """``81559 MiB``."""
-    found = _NUMBER.match(text or "")
-    return int(found[0]) * _MEBIBYTE if found else None
+def _health_from(found: Mapping[str, Any]) -> NodeHealth:
+    gpus = tuple(GpuHealth(**{**gpu, "held_down_by": tuple(gpu["held_down_by"])}) for gpu in found["gpus"])
+    return NodeHealth(**{**found, "gpus": gpus})
+
+
+def main() -> None:
+    """Print what the driver reports as JSON; ``null`` without a driver library."""
+    import pynvml
+
+    health = read_driver(pynvml)
+    print(json.dumps(None if health is None else dataclasses.asdict(health)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,6 @@
-"""What a node is like as an attempt begins on it: attempts/NNNN/preflight/<node>.json, for people and for later.
+"""The inspection of a node before an attempt starts ranks on it: attempts/NNNN/preflight/<node>.json.
 
-Asked by the agent before it starts a rank, so that a bad node costs seconds. What can only be measured by ranks
-together is the engine's. Knows no scheduler.
+A bad node costs seconds this way. What ranks can only measure together is the engine's preflight.
 """
 
 from __future__ import annotations
@@ -30,13 +29,16 @@ from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import make_folder, touch
 from scaletrain_cli.spec import ClusterSpec
 
-# How much memory a job may still take on this node: the machine's, or what its memory cgroups leave of it.
-
-
+SCHEMA = "scaletrain.node-inspection/v1"
+_SHM = Path("/dev/shm")
+# What NCCL takes there for each pair of GPUs of a node, and torch's data workers; Docker and Kubernetes give 64 MB.
+_SHM_BYTES_PER_GPU = 128 * 2**20
+_CLOCK_SECONDS = 30.0
+_DEVICE = re.compile(r"nvidia\d+")
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB", re.MULTILINE)
-# Page cache and what the kernel keeps of files: given back when it is wanted. Version 1 has ``total_`` for the group
-# and all below it.
-_GIVEN_BACK = ("active_file", "inactive_file", "slab_reclaimable")
+# Page cache and other memory that the kernel reclaims when it is needed. Version 1 of cgroups has ``total_`` for the
+# group and all below it.
+_RECLAIMED = ("active_file", "inactive_file", "slab_reclaimable")
 _FILES = {
     2: ("memory.max", "memory.current", "memory.stat"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
@@ -44,7 +46,7 @@ _FILES = {
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """The least that the machine and every group above this process leave; None where /proc does not say."""
+    """Return the memory that a job may still use: the least that the machine and each cgroup leave; None if unknown."""
     try:
         found = _AVAILABLE.search((root / "proc/meminfo").read_text(encoding="utf-8"))
     except OSError:
@@ -58,16 +60,16 @@ def _left_by_groups(root: Path) -> Iterator[int]:
     for folder, version in _folders(root):
         limit, usage, statistics = (_text(folder / name) for name in _FILES[version])
         if limit.strip().isdigit() and usage.strip().isdigit():  # "max": no limit here
-            yield max(0, int(limit) - int(usage) + _given_back(statistics))
+            yield max(0, int(limit) - int(usage) + _reclaimable(statistics))
 
 
-def _given_back(statistics: str) -> int:
-    told = dict(line.split(maxsplit=1) for line in statistics.splitlines() if " " in line)
-    return sum(int(told.get(f"total_{name}", told.get(name, "0"))) for name in _GIVEN_BACK)
+def _reclaimable(statistics: str) -> int:
+    values = dict(line.split(maxsplit=1) for line in statistics.splitlines() if " " in line)
+    return sum(int(values.get(f"total_{name}", values.get(name, "0"))) for name in _RECLAIMED)
 
 
 def _folders(root: Path) -> Iterator[tuple[Path, int]]:
-    """This process's group and all above it: the limit of a job is above that of its step."""
+    """Yield this process's cgroup and all above it: the limit of a job is above that of its step."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "memory" in controllers.split(","):
@@ -87,14 +89,8 @@ def _text(path: Path) -> str:
         return ""
 
 
-# Is this node what was planned? Asked by the agent before it starts a rank; needs no driver library to look.
-
-
-_DEVICE = re.compile(r"nvidia\d+")
-
-
 def problems_of_node(cluster: ClusterSpec, environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """What keeps this node from running its ranks, one line each. More devices than planned are no problem."""
+    """Return why this node cannot run its ranks, one line each. More devices than planned are no problem."""
     if cluster.gpu == "cpu":
         return []
     found, source = count_gpus(environment, devices)
@@ -104,7 +100,7 @@ def problems_of_node(cluster: ClusterSpec, environment: Mapping[str, str], devic
 
 
 def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[int, str]:
-    """GPUs that a process here may use, and what says so."""
+    """Return how many GPUs a process here may use, and the source of the number."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         names = [name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
@@ -113,20 +109,13 @@ def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> 
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may run on, which a scheduler may have limited."""
+    """Return the number of CPU cores that this process may run on, which a scheduler may have limited."""
     return len(os.sched_getaffinity(0))
-
-
-SCHEMA = "scaletrain.node-inspection/v1"
-_SHM = Path("/dev/shm")
-# What NCCL takes there for each pair of GPUs of a node, and torch's data workers; Docker and Kubernetes give 64 MB.
-_SHM_BYTES_PER_GPU = 128 * 2**20
-_CLOCK_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class NodeInspection:
-    """Bytes and seconds; None for what cannot be read. ``problems`` keep ranks off the node, ``notes`` do not."""
+    """The state of a node, in bytes and seconds; None for what cannot be read. ``problems`` make it unfit for ranks."""
 
     node: str
     driver: str
@@ -142,7 +131,7 @@ class NodeInspection:
 
 
 def inspect_node(run: RunDir, record: RunRecord, node: str, environment: Mapping[str, str]) -> NodeInspection:
-    """Look at this node. Raises nothing: what cannot be read is None."""
+    """Return the state of this node. Raises nothing: what cannot be read is None."""
     health = None if record.spec.cluster.gpu == "cpu" else ask_driver()
     gpus = () if health is None else visible_gpus(health, environment)
     memory, shm = available_bytes(), _free(_SHM)
@@ -158,19 +147,19 @@ def inspect_node(run: RunDir, record: RunRecord, node: str, environment: Mapping
         run_free_bytes=_free(run.path),
         clock_ahead_seconds=ahead,
         problems=tuple(_problems(record, environment, health, gpus, memory)),
-        notes=tuple(_notes(record, gpus, shm, ahead, code)),
+        notes=tuple(_notes(record, health, gpus, shm, ahead, code)),
     )
 
 
 def write_inspection(run: RunDir, attempt: int, found: NodeInspection) -> None:
-    """Raises OSError."""
+    """Write the inspection into the attempt. Raises OSError."""
     folder = run.attempt(attempt) / "preflight"
     make_folder(folder)
     write_document(folder / f"{found.node}.json", {"schema": SCHEMA, **dataclasses.asdict(found)})
 
 
 def host_bytes_needed(record: RunRecord) -> int:
-    """Of a node's memory: the copy that checkpoints are written from, and what is offloaded."""
+    """Return the host memory that a node needs: the copy that checkpoints are written from, and offloaded states."""
     return record.plan.durability.copy_bytes_per_node + record.plan.memory.host * record.spec.cluster.gpus_per_node
 
 
@@ -187,30 +176,37 @@ def _problems(
     needed = host_bytes_needed(record)
     if memory is not None and memory < needed:
         yield (
-            f"{memory / 1e9:.1f} GB of memory are left for this job on the node, and the copy that checkpoints are "
-            f"written from and what is offloaded take {needed / 1e9:.1f} GB"
+            f"{memory / 1e9:.1f} GB of host memory are free for this job, but the copy that checkpoints are written "
+            f"from and the offloaded states take {needed / 1e9:.1f} GB"
         )
 
 
 def _notes(
-    record: RunRecord, gpus: tuple[GpuHealth, ...], shm: int | None, ahead: float | None, code: str
+    record: RunRecord,
+    health: NodeHealth | None,
+    gpus: tuple[GpuHealth, ...],
+    shm: int | None,
+    ahead: float | None,
+    code: str,
 ) -> Iterator[str]:
+    if health is not None and health.note:
+        yield health.note
     if code != record.code_hash:
         yield (
-            f"scaletrain here is {code[:12]}, the run was made with {record.code_hash[:12]}: another version, image or "
-            "checkout"
+            f"the installed scaletrain is {code[:12]}, but the run was made with {record.code_hash[:12]}: another "
+            "version, image or checkout"
         )
     yield from gpu_notes(gpus)
     cluster = record.spec.cluster
     wanted = _SHM_BYTES_PER_GPU * cluster.gpus_per_node
     if cluster.gpu != "cpu" and cluster.gpus_per_node > 1 and shm is not None and shm < wanted:
         yield (
-            f"{_SHM} has {shm / 1e6:.0f} MB of room; NCCL may want {wanted / 1e6:.0f} MB and then fails with 'No space "
-            "left on device'. Give the container more (cluster.kubernetes.shm_size, docker --shm-size)"
+            f"{_SHM} has {shm / 1e6:.0f} MB free; NCCL may need {wanted / 1e6:.0f} MB, and then fails with 'No space "
+            "left on device'. Increase it (cluster.kubernetes.shm_size, docker --shm-size)"
         )
     if ahead is not None and abs(ahead) > _CLOCK_SECONDS:
         side = "ahead of" if ahead > 0 else "behind"
-        yield f"its clock is {abs(ahead):.0f} s {side} that of the run directory's file system: times in logs will lie"
+        yield f"the clock is {abs(ahead):.0f} s {side} that of the run directory's file system: times in logs are wrong"
 
 
 def _free(path: Path) -> int | None:
@@ -221,7 +217,7 @@ def _free(path: Path) -> int | None:
 
 
 def _clock_ahead(folder: Path) -> float | None:
-    """By the time that the file system gives to a file that is made now: a server's own, on a shared one."""
+    """Return how far this clock is ahead of the file system's, by the time of a file that is created now."""
     probe = folder / f".clock-{os.getpid()}-{time.monotonic_ns()}"
     try:
         before = time.time()

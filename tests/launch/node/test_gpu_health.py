@@ -1,108 +1,106 @@
-"""What is made of nvidia-smi's XML. Its elements as drivers 470 to 580 name them; there is no GPU here to ask."""
+"""What is concluded from NVML, with a fake of the module pynvml: there is no GPU here.
+
+Not shown: that a driver reports these figures as NVIDIA documents them. One test holds the fake to the real module.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from scaletrain_cli.launch.node import gpu_health
 from scaletrain_cli.launch.node.gpu_health import (
     NodeHealth,
     ask_driver,
     gpu_notes,
     gpu_problems,
-    read_health,
+    read_driver,
     visible_gpus,
 )
 
 GB = 10**9
+FAKE = Path(__file__).parent / "fake_nvml"
 
 
-def gpu(index: int = 0, **changed: str) -> str:
-    told = {
-        "used": "4 MiB",
-        "dram": "0",
-        "sram": "0",
-        "pending": "No",
-        "failure": "No",
-        "retirement": "N/A",
-        "thermal": "Not Active",
-        "processes": "",
-        **changed,
-    }
-    return f"""<gpu id="00000000:{index:02x}:00.0">
-      <product_name>NVIDIA H100 80GB HBM3</product_name><uuid>GPU-{index}aaaa-bbbb</uuid>
-      <fb_memory_usage><total>81559 MiB</total><reserved>551 MiB</reserved><used>{told["used"]}</used></fb_memory_usage>
-      <ecc_errors>
-        <volatile><sram_correctable>3</sram_correctable>
-          <sram_uncorrectable_parity>{told["sram"]}</sram_uncorrectable_parity>
-          <sram_uncorrectable_secded>N/A</sram_uncorrectable_secded>
-          <dram_correctable>7</dram_correctable><dram_uncorrectable>{told["dram"]}</dram_uncorrectable></volatile>
-        <aggregate><dram_uncorrectable>9</dram_uncorrectable></aggregate></ecc_errors>
-      <retired_pages><pending_retirement>{told["retirement"]}</pending_retirement></retired_pages>
-      <remapped_rows><remapped_row_pending>{told["pending"]}</remapped_row_pending>
-        <remapped_row_failure>{told["failure"]}</remapped_row_failure></remapped_rows>
-      <clocks_event_reasons><clocks_event_reason_gpu_idle>Active</clocks_event_reason_gpu_idle>
-        <clocks_event_reason_hw_thermal_slowdown>{told["thermal"]}</clocks_event_reason_hw_thermal_slowdown>
-      </clocks_event_reasons>
-      <processes>{told["processes"]}</processes></gpu>"""
+def fake_nvml() -> Any:
+    spec = importlib.util.spec_from_file_location("fake_pynvml", FAKE / "pynvml.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def health(*gpus: str) -> NodeHealth:
-    return read_health(
-        '<?xml version="1.0" ?><!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd"><nvidia_smi_log>'
-        f"<driver_version>550.127.05</driver_version>{''.join(gpus)}</nvidia_smi_log>"
-    )
+def health(*gpus: dict[str, Any], **state: Any) -> NodeHealth:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAKE_NVML", json.dumps({"gpus": gpus, **state}))
+        found = read_driver(fake_nvml())
+    assert found is not None
+    return found
 
 
-def problems(*gpus: str, needed: int = 70 * GB) -> list[str]:
+def problems(*gpus: dict[str, Any], needed: int = 70 * GB) -> list[str]:
     found = health(*gpus)
     return list(gpu_problems(found, found.gpus, needed))
 
 
 def test_healthy_gpus_are_no_problem() -> None:
-    found = health(gpu(0), gpu(1))
+    found = health({}, {})
     assert found.driver == "550.127.05"
     assert [(one.index, one.name, one.uncorrected_errors) for one in found.gpus] == [
         (0, "NVIDIA H100 80GB HBM3", 0),
         (1, "NVIDIA H100 80GB HBM3", 0),
     ]
-    assert problems(gpu(0), gpu(1)) == []
+    assert problems({}, {}) == []
     assert list(gpu_notes(found.gpus)) == []
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"pending": "Yes"}, "GPU 1 has broken memory and waits for a reset"),
-        ({"retirement": "Yes"}, "GPU 1 has broken memory and waits for a reset"),
-        ({"failure": "Yes", "pending": "Yes"}, "GPU 1 has broken memory that its spare rows cannot replace"),
+        ({"rows": [0, 1, 1, 0]}, "GPU 1 has broken memory and needs a reset"),
+        ({"rows": None, "pages": 1}, "GPU 1 has broken memory and needs a reset"),
+        ({"rows": [0, 1, 1, 1]}, "GPU 1 has broken memory that its spare rows cannot replace"),
         (
-            {"used": "40000 MiB", "processes": "<process_info/><process_info/>"},
+            {"used": 40000 << 20, "processes": 2},
             "GPU 1 has 43.6 GB free of 85.5 GB, the rest is in use by 2 processes; the plan needs 70.0 GB",
         ),
+        ({"lost": True}, "GPU 1 cannot be read: GPU is lost"),
     ],
 )
-def test_each_thing_that_no_rank_should_meet_is_named_with_its_gpu(changed: dict[str, str], words: str) -> None:
-    (told,) = problems(gpu(0), gpu(1, **changed))
-    assert told.startswith(words)
+def test_each_fault_that_keeps_ranks_off_is_named_with_its_gpu(changed: dict[str, Any], words: str) -> None:
+    (problem,) = problems({}, changed)
+    assert problem.startswith(words)
 
 
 def test_a_smaller_gpu_than_planned_is_named_for_what_it_is() -> None:
-    assert problems(gpu(0), needed=100 * GB) == [
-        "GPU 0 is a NVIDIA H100 80GB HBM3 with 85.5 GB; the plan needs 100.0 GB"
+    assert problems({}, needed=100 * GB) == ["GPU 0 is a NVIDIA H100 80GB HBM3 with 85.5 GB; the plan needs 100.0 GB"]
+
+
+def test_clocks_that_are_held_down_are_a_note() -> None:
+    assert list(gpu_notes(health({"reasons": 0x41}, {"reasons": 0x80}).gpus)) == [
+        "the clocks of GPU 0 are held down by overheating",
+        "the clocks of GPU 1 are held down by the power supply",
     ]
 
 
-def test_clocks_that_are_held_down_are_a_note_under_the_older_name_too() -> None:
-    for text in (gpu(thermal="Active"), gpu(thermal="Active").replace("clocks_event", "clocks_throttle")):
-        assert list(gpu_notes(health(text).gpus)) == ["GPU 0 is held down by hw thermal slowdown"]
-
-
-def test_errors_that_were_dealt_with_are_a_note() -> None:
-    found = health(gpu(0), gpu(1, dram="2", sram="1"))
+def test_uncorrected_errors_are_a_note() -> None:
+    found = health({}, {"ecc": 3})
     assert list(gpu_problems(found, found.gpus, GB)) == []
     assert list(gpu_notes(found.gpus)) == ["GPU 1 has had 3 uncorrected ECC errors since its driver was loaded"]
+
+
+def test_a_figure_that_a_gpu_does_not_have_is_absent_and_not_zero() -> None:
+    nothing = dict.fromkeys(("total", "used", "ecc", "rows", "pages", "processes", "name", "reasons"))
+    (gpu,) = health(nothing).gpus
+    assert (gpu.memory_bytes, gpu.used_bytes, gpu.uncorrected_errors) == (None, None, None)
+    assert (gpu.waits_for_reset, gpu.beyond_repair, gpu.processes, gpu.held_down_by) == (None, None, None, ())
+    assert problems(nothing) == []
 
 
 @pytest.mark.parametrize(
@@ -111,37 +109,55 @@ def test_errors_that_were_dealt_with_are_a_note() -> None:
 )
 def test_only_the_gpus_that_the_job_has_count(visible: str | None, indices: list[int]) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert [one.index for one in visible_gpus(health(gpu(0), gpu(1), gpu(2)), environment)] == indices
+    assert [one.index for one in visible_gpus(health({}, {}, {}), environment)] == indices
 
 
-def program(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = folder / "nvidia-smi"
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+@pytest.fixture
+def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put the fake in the place of pynvml, in the process that reads the driver too."""
+
+    def report(**state: Any) -> NodeHealth | None:
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAKE), os.environ.get("PYTHONPATH", "")]))
+        monkeypatch.setenv("FAKE_NVML", json.dumps(state))
+        monkeypatch.setattr(gpu_health.importlib.util, "find_spec", lambda name: object())
+        return ask_driver()
+
+    return report
 
 
-def test_a_driver_that_is_broken_is_the_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(tmp_path, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", monkeypatch)
+def test_what_the_driver_reports_comes_back_from_the_process_that_reads_it(fake_driver: Any) -> None:
+    state = {"gpus": [{"reasons": 0x40}, {"ecc": None}]}
+    assert fake_driver(**state) == health(*state["gpus"])
+
+
+def test_a_driver_that_is_broken_is_the_problem(fake_driver: Any) -> None:
+    found = fake_driver(init_error=18, gpus=[])
+    (problem,) = gpu_problems(found, found.gpus, 1)
+    assert problem == "the driver cannot be used: Driver/library version mismatch"
+
+
+def test_a_driver_that_hangs_is_the_problem(fake_driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_health, "_DRIVER_SECONDS", 0.5)
+    found = fake_driver(hang=30, gpus=[])
+    assert "did not respond" in found.trouble
+
+
+def test_a_node_without_a_driver_library_reports_nothing(fake_driver: Any) -> None:
+    assert fake_driver(init_error=12, gpus=[]) is None
+
+
+def test_a_node_without_nvidia_ml_py_says_so_and_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_health.importlib.util, "find_spec", lambda name: None)
     found = ask_driver()
     assert found is not None
-    (told,) = gpu_problems(found, found.gpus, 1)
-    assert told == "nvidia-smi ended with 18: Failed to initialize NVML: Driver/library version mismatch"
-    program(tmp_path, "echo Segmentation fault", monkeypatch)
-    found = ask_driver()
-    assert found is not None
-    assert "something else than XML" in found.trouble
+    assert "nvidia-ml-py is not installed" in found.note
+    assert list(gpu_problems(found, found.gpus, 1)) == []
 
 
-def test_a_node_without_nvidia_smi_has_nothing_to_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert ask_driver() is None
-
-
-def test_a_warning_beside_what_it_says_is_no_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    xml = tmp_path / "said.xml"
-    xml.write_text(f"<nvidia_smi_log>{gpu(0)}</nvidia_smi_log>")
-    program(tmp_path, f"cat {xml}; exit 14", monkeypatch)
-    found = ask_driver()
-    assert found is not None
-    assert (len(found.gpus), found.trouble) == (1, "")
+def test_the_fake_has_only_what_the_real_module_has_with_the_same_values() -> None:
+    real = pytest.importorskip("pynvml")
+    fake = fake_nvml()
+    for name in (name for name in vars(fake) if name.lower().startswith("nvml")):
+        assert hasattr(real, name), name
+        if isinstance(getattr(fake, name), int) and name != "nvmlMemory_v2":
+            assert getattr(real, name) == getattr(fake, name), name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.launch.conftest import Agent, MadeRun
 
 MakeRun = Callable[..., MadeRun]
 GB = 10**9
+FAKE_NVML = Path(__file__).parent / "fake_nvml"
 
 
 def files(root: Path, **texts: str) -> Path:
@@ -89,8 +91,8 @@ def test_broken_gpus_little_memory_and_a_small_shm_are_told_apart(
     found = inspected(made, monkeypatch, NodeHealth("550", gpus))
     assert [problem[:5] for problem in found.problems] == ["GPU 1"]
     assert [note.split(";")[0] for note in found.notes] == [
-        "/dev/shm has 67 MB of room",
-        "its clock is 90 s behind that of the run directory's file system: times in logs will lie",
+        "/dev/shm has 67 MB free",
+        "the clock is 90 s behind that of the run directory's file system: times in logs are wrong",
     ]
     durability = dataclasses.replace(made.record.plan.durability, copy_bytes_per_node=40 * GB)
     plan = dataclasses.replace(made.record.plan, durability=durability)
@@ -99,13 +101,12 @@ def test_broken_gpus_little_memory_and_a_small_shm_are_told_apart(
 
 
 def test_the_agent_writes_what_it_found_and_starts_no_rank_on_a_bad_node(
-    make_run: MakeRun, start_agent: Callable[..., Agent], tmp_path: Path
+    make_run: MakeRun, start_agent: Callable[..., Agent]
 ) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'Unable to determine the device handle: GPU is lost'\nexit 15\n")
-    program.chmod(0o755)
     made = make_run("cluster.gpu=h100-sxm-80gb")
-    agent = start_agent(made, {"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "0,1"})
+    path = os.pathsep.join([str(FAKE_NVML), os.environ["PYTHONPATH"]])
+    lost = json.dumps({"gpus": [{}, {"lost": True}]})
+    agent = start_agent(made, {"PYTHONPATH": path, "FAKE_NVML": lost, "CUDA_VISIBLE_DEVICES": "0,1"})
     assert agent.wait() == 5
     (path,) = (made.run.attempt(1) / "preflight").iterdir()
     assert "GPU is lost" in json.loads(path.read_text())["problems"][0]
@@ -121,4 +122,4 @@ def test_another_version_of_this_package_than_the_run_was_made_with_is_a_note(
     made = make_run()
     older = MadeRun(made.run, dataclasses.replace(made.record, code_hash="0" * 64))
     (note,) = inspected(older, monkeypatch).notes
-    assert f"scaletrain here is {made.record.code_hash[:12]}, the run was made with 000000000000" in note
+    assert f"the installed scaletrain is {made.record.code_hash[:12]}, but the run was made with 000000000000" in note

@@ -1,0 +1,92 @@
+"""A FAKE of the module pynvml, for machines without a GPU: it reports what FAKE_NVML in the environment says.
+
+FAKE_NVML is a JSON object: ``init_error`` (an error number), ``hang`` (seconds that nvmlInit takes), and ``gpus``, a
+list of objects with the figures that differ from a healthy H100. A figure that is null is not supported by that GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+
+NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_LIBRARY_NOT_FOUND = 3, 9, 12
+NVML_ERROR_GPU_IS_LOST, NVML_ERROR_LIB_RM_VERSION_MISMATCH = 15, 18
+NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+nvmlMemory_v2 = 2
+nvmlClocksThrottleReasonHwThermalSlowdown, nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 0x40, 0x80
+_WORDS = {3: "Not Supported", 9: "Driver Not Loaded", 15: "GPU is lost", 18: "Driver/library version mismatch"}
+_HEALTHY = {"total": 85520809984, "used": 4 << 20, "ecc": 0, "rows": [3, 0, 0, 0], "pages": None, "reasons": 1}
+_HEALTHY |= {"processes": 0, "name": "NVIDIA H100 80GB HBM3", "lost": False}
+
+
+class NVMLError(Exception):
+    def __init__(self, value: int) -> None:
+        super().__init__(_WORDS.get(value, "Library Not Found"))
+        self.value = value
+
+
+def _state() -> dict[str, Any]:
+    return json.loads(os.environ["FAKE_NVML"])
+
+
+def nvmlInit() -> None:
+    time.sleep(_state().get("hang", 0))
+    if "init_error" in _state():
+        raise NVMLError(_state()["init_error"])
+
+
+def nvmlDeviceGetCount() -> int:
+    return len(_state()["gpus"])
+
+
+def nvmlSystemGetDriverVersion() -> str:
+    return "550.127.05"
+
+
+def nvmlDeviceGetHandleByIndex(index: int) -> dict[str, Any]:
+    gpu = _HEALTHY | _state()["gpus"][index] | {"index": index}
+    if gpu["lost"]:
+        raise NVMLError(NVML_ERROR_GPU_IS_LOST)
+    return gpu
+
+
+def _figure(device: dict[str, Any], name: str) -> Any:
+    if device[name] is None:
+        raise NVMLError(NVML_ERROR_NOT_SUPPORTED)
+    return device[name]
+
+
+def nvmlDeviceGetMemoryInfo(device: dict[str, Any], version: int | None = None) -> SimpleNamespace:
+    return SimpleNamespace(total=_figure(device, "total"), used=_figure(device, "used"))
+
+
+def nvmlDeviceGetRemappedRows(device: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(_figure(device, "rows"))
+
+
+def nvmlDeviceGetRetiredPagesPendingStatus(device: dict[str, Any]) -> int:
+    return int(_figure(device, "pages"))
+
+
+def nvmlDeviceGetTotalEccErrors(device: dict[str, Any], kind: int, counter: int) -> int:
+    assert (kind, counter) == (NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC)
+    return int(_figure(device, "ecc"))
+
+
+def nvmlDeviceGetCurrentClocksThrottleReasons(device: dict[str, Any]) -> int:
+    return int(_figure(device, "reasons"))
+
+
+def nvmlDeviceGetComputeRunningProcesses(device: dict[str, Any]) -> list[int]:
+    return list(range(_figure(device, "processes")))
+
+
+def nvmlDeviceGetUUID(device: dict[str, Any]) -> str:
+    return f"GPU-{device['index']}aaaa-bbbb"
+
+
+def nvmlDeviceGetName(device: dict[str, Any]) -> str:
+    return str(_figure(device, "name"))
