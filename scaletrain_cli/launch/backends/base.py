@@ -14,6 +14,7 @@ from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -35,6 +36,7 @@ class Start:
 
     at: float | None
     why: str
+    reason: Reason | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class PreflightResult:
 
     start: Start
     notes: tuple[str, ...] = ()
+    reasons: tuple[Reason, ...] = ()  # of the notes that have a code
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class Job:
     unsettled: bool = False
     progress: Mapping[str, float] = field(default_factory=dict)
     forgotten: bool = False
+    reason: Reason | None = None  # why it is in this state, by code; ``detail`` is its text with more around it
 
     @property
     def is_active(self) -> bool:

@@ -19,12 +19,12 @@ from scaletrain_cli.errors import MissingPackageError, SchedulerError, Scheduler
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.backends.kubernetes.api_errors import NotServedError, RefusedError, refusal
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import EVENT, POD, Kind, Object, as_newest, kind_of
+from scaletrain_cli.launch.backends.kubernetes.messages import may_be_applied
 
 FIELD_MANAGER = "scaletrain"
 _CONNECT_SECONDS = 5.0
 _MAY_HAVE_DONE_IT = (502, 503, 504)  # of something between here and the server
 _BUSY, _BUSY_PAUSES_SECONDS = 429, (1.0, 2.0, 4.0)
-_TIMED_OUT = "request timed out"  # etcd's word: committed or not
 _READ_SECONDS = 30.0
 _LOG_SECONDS = 10.0  # to the first line, for which the server asks the pod's node: that may be dead
 _FOLLOW_SECONDS = 300.0  # of silence, after which a followed log is asked for again
@@ -242,7 +242,7 @@ class Cluster:
         try:
             return self._ask(method, path, serialize=False, _request_timeout=timeout, **options)
         except ApiException as error:
-            if method != "get" and (error.status in _MAY_HAVE_DONE_IT or _TIMED_OUT in str(error.body)):
+            if method != "get" and (error.status in _MAY_HAVE_DONE_IT or may_be_applied(str(error.body))):
                 message = f"{self.where} failed at it ({error.status} {error.reason})."
                 raise SchedulerSilentError(f"{message} Whether it did what was asked is not known.") from error
             raise refusal(self.where, method, kind, path, error) from error

@@ -6,14 +6,12 @@ Knows the shape of a Status object, and asks nobody.
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import Kind, Object
+from scaletrain_cli.launch.backends.kubernetes.messages import missing_right
 from scaletrain_cli.project_files import project_file
-
-_RBAC = re.compile(r'cannot (\S+) resource "([^"]+)" in API group "([^"]*)"')
 
 
 class RefusedError(SchedulerError):
@@ -26,7 +24,7 @@ class RefusedError(SchedulerError):
     @property
     def is_rights(self) -> bool:
         """Whether the user lacks a right, as opposed to an object that breaks a rule or a quota."""
-        return self.status == 403 and _RBAC.search(self.said) is not None
+        return self.status == 403 and missing_right(self.said) is not None
 
 
 class NotServedError(RefusedError):
@@ -47,9 +45,8 @@ def refusal(where: str, method: str, kind: Kind | None, path: str, error: Any) -
     if error.status == 401:
         advice = "Log in again: the credentials of the context are missing, wrong or out of date."
         return RefusedError(f"{where} does not know you (401). {advice}", 401, said)
-    if (lacks := _RBAC.search(said)) is not None:
-        verb, resource, group = lacks.groups()
-        right = f"{verb} {resource}" + (f".{group}" if group else "")
+    if (missing := missing_right(said)) is not None:
+        right = f"{missing.verb} {missing.resource}" + (f".{missing.group}" if missing.group else "")
         advice = (
             f"Ask an administrator for the right to {right}: {project_file('k8s/rbac.yaml')} has all that is needed."
         )

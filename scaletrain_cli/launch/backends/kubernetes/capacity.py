@@ -1,6 +1,6 @@
-"""Whether a cluster has room for the job at all: its queue's quota, its namespace's limits, its nodes; and whether now.
+"""Whether a cluster can ever hold the job, and whether it can now: quota of its queue and namespace, and its nodes.
 
-That there is no room now is a note: jobs wait. That there never will be is a problem.
+That the job does not fit now is a note: jobs wait. That it can never fit is a problem.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     VOLCANO_QUEUE,
     Object,
 )
+from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.nodes import CORDONED, misfits, parse_quantity, quantity_text
 from scaletrain_cli.launch.backends.kubernetes.quota import (
     Cohort,
@@ -34,31 +35,33 @@ from scaletrain_cli.launch.backends.kubernetes.quota import (
     check_quota,
     flavors_for,
 )
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.text import listed
 
 # What a preflight finds: problems by the key of the spec, notes, and when the job could start.
 
 
-Found = Problem | str | Start  # a problem, a note that is worth telling, or what is known of the start
+Found = Problem | Reason | Start  # a problem, a note, or what is known of the start
 _SECTION = "cluster.kubernetes"
-_NAMES_SHOWN = 8
+NAMES_SHOWN = 8
 
 
 def missing(spec: RunSpec, key: str, given: str, what: str, there: Sequence[Object]) -> Problem:
-    names = names_shown(sorted(str(item["metadata"]["name"]) for item in there))
+    """Return that ``given`` names nothing, with the names of what exists."""
+    names = listed(sorted(str(item["metadata"]["name"]) for item in there), NAMES_SHOWN) or "none"
     return problem(spec, key, f"there is no such {what}. There are: {names}.", given)
 
 
 def problem(spec: RunSpec, key: str, message: str, given: str | None = None) -> Problem:
+    """Return a problem of a key below cluster.kubernetes, or of the whole section."""
     dotted = f"{_SECTION}.{key}" if key else _SECTION
     return Problem(spec.where(dotted), dotted, message, given)
 
 
-def names_shown(names: Sequence[str]) -> str:
-    if not names:
-        return "none"
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
+def unknown_start(why: Reason) -> Start:
+    """Return that no time of the start is known, and why."""
+    return Start(None, str(why), why)
 
 
 # Node pools that a cloud can make larger: that a node is not there now does not mean that it cannot come.
@@ -78,7 +81,7 @@ def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
         if queue is None:
             yield missing(spec, "queue", kubernetes.queue, "Volcano queue", cluster.find(VOLCANO_QUEUE, ""))
         elif queue.get("status", {}).get("state", "Open") != "Open":
-            yield problem(spec, "queue", f"is {queue['status']['state']}, and takes no jobs.", kubernetes.queue)
+            yield problem(spec, "queue", f"is {queue['status']['state']}, and admits no jobs.", kubernetes.queue)
         else:
             yield from _capability(spec, queue, pod)
         return
@@ -96,18 +99,18 @@ def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
         raise
     yield from _activity(spec, local, kubernetes.queue, caused_elsewhere=whole is not None)
     if whole is None:
-        yield problem(spec, "queue", f"leads to ClusterQueue {name}, which is not there.", kubernetes.queue)
+        yield problem(spec, "queue", f"points to ClusterQueue {name}, which does not exist.", kubernetes.queue)
         return
     yield from _activity(spec, whole, kubernetes.queue)
     namespace = cluster.get(NAMESPACE, "", kubernetes.namespace) or {"metadata": {}}
     if not accepts_namespace(whole, namespace["metadata"].get("labels", {})):
-        text = f"ClusterQueue {name} takes no jobs of namespace {kubernetes.namespace} (its namespaceSelector)."
+        text = f"ClusterQueue {name} admits no jobs of namespace {kubernetes.namespace} (its namespaceSelector)."
         yield problem(spec, "queue", text, kubernetes.queue)
     yield from _quota(cluster, spec, whole, pod)
 
 
 def _capability(spec: RunSpec, queue: Object, pod: Object) -> Iterator[Found]:
-    """What a queue of Volcano may hold at the most; a gang that needs more is never enqueued."""
+    """Yield where the capability of a Volcano queue is too small; a gang that needs more is never enqueued."""
     given = spec.cluster.kubernetes.queue
     taken = queue.get("status", {}).get("allocated", {})
     for name, amount in _needed(spec, pod).items():
@@ -116,18 +119,19 @@ def _capability(spec: RunSpec, queue: Object, pod: Object) -> Iterator[Found]:
             continue
         most = parse_quantity(limit)
         if amount > most:
-            text = f"can never hold it: the job needs {quantity_text(amount)} {name}, and its capability is {limit}."
+            text = f"can never hold the job: it needs {quantity_text(amount)} {name}, and the capability is {limit}."
             yield problem(spec, "queue", text, given)
         elif amount > most - parse_quantity(taken.get(name, 0)):
-            yield f"queue {given} is busy: {taken[name]} of {limit} {name} are taken; the job will wait"
+            why = reason("quota-used", used=str(taken[name]), total=str(limit), resource=name)
+            yield reason("queue-busy", queue=given, why=str(why))
 
 
 def _activity(spec: RunSpec, queue: Object, given: str, *, caused_elsewhere: bool = False) -> Iterator[Found]:
-    """Yield why the queue takes no jobs. A LocalQueue repeats what its ClusterQueue says, which has the cause."""
+    """Yield why the queue admits no jobs. A LocalQueue repeats its ClusterQueue, which has the cause."""
     what = f"{queue['kind']} {queue['metadata']['name']}"
     if queue["spec"].get("stopPolicy", "None") != "None":
-        yield f"{what} is held (stopPolicy {queue['spec']['stopPolicy']}): the job waits until it is let go"
-        yield Start(None, f"{what} is held")
+        yield reason("queue-stopped", queue=what, policy=queue["spec"]["stopPolicy"])
+        yield unknown_start(reason("start-queue-stopped", queue=what))
         return
     for condition in queue.get("status", {}).get("conditions", ()):
         if condition["type"] == "Active" and condition["status"] == "False":
@@ -148,13 +152,13 @@ def _quota(cluster: Cluster, spec: RunSpec, queue: Object, pod: Object) -> Itera
     needed = _needed(spec, pod) | {"pods": Fraction(spec.cluster.nodes)}
     answer = check_quota(queue, flavors, cohort, needed, pod, _nearness(cluster, spec))
     given = spec.cluster.kubernetes.queue
-    for reason in answer.never:
-        yield problem(spec, "queue", f"ClusterQueue {queue['metadata']['name']} can never admit it: {reason}.", given)
+    for never in answer.never:
+        yield problem(spec, "queue", f"ClusterQueue {queue['metadata']['name']} can never admit it: {never}.", given)
     if answer.busy and not answer.never:
-        yield f"queue {given} is busy: {answer.busy}; the job will wait"
+        yield reason("queue-busy", queue=given, why="; ".join(map(str, answer.busy)))
     yield _start(queue, str(given), busy=bool(answer.busy))
     for resource in answer.uncovered:
-        yield f"no quota of queue {given} covers {resource}: the job waits for ever unless Kueue is told to exclude it"
+        yield reason("resource-without-quota", queue=given, resource=resource)
 
 
 def _nearness(cluster: Cluster, spec: RunSpec) -> TopologyRequest | None:
@@ -172,20 +176,18 @@ def _nearness(cluster: Cluster, spec: RunSpec) -> TopologyRequest | None:
 
 
 def _start(queue: Object, given: str, *, busy: bool) -> Start:
-    """Kueue tells of no time. Whether a job that waits is of a lower priority than this one, only Kueue knows."""
+    """Return the start as far as Kueue shows it: no times, and not which waiting jobs have a higher priority."""
     waiting = int(queue.get("status", {}).get("pendingWorkloads", 0))
-    before = f", with {waiting} jobs before it at the most" if waiting else ""
     if busy:
-        return Start(None, f"queue {given} has to get quota back first{before}; Kueue tells no time")
+        return unknown_start(reason("start-quota-used", queue=given, waiting=waiting))
     if waiting:
-        return Start(None, f"queue {given} has quota free{before}; Kueue tells no time")
-    return Start(
-        time.time(), f"queue {given} has quota free and nothing waits for it (Kueue); pods and image take more"
-    )
+        return unknown_start(reason("start-behind-others", queue=given, waiting=waiting))
+    free = reason("start-quota-free", queue=given)
+    return Start(time.time(), str(free), free)
 
 
 def _needed(spec: RunSpec, pod: Object) -> dict[str, Fraction]:
-    """What all pods request together."""
+    """Return what all pods request together, by resource."""
     found: dict[str, Fraction] = {}
     for container in pod.get("containers", ()):
         resources = container.get("resources", {})
@@ -195,7 +197,7 @@ def _needed(spec: RunSpec, pod: Object) -> dict[str, Fraction]:
 
 
 def namespace_quota(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
-    """A namespace's own limits, at which pods are refused one by one."""
+    """Yield where a ResourceQuota of the namespace is too small; it refuses pods one by one."""
     needed = _needed(spec, pod) | {"pods": Fraction(spec.cluster.nodes)}
     for quota in cluster.find(RESOURCE_QUOTA, spec.cluster.kubernetes.namespace):
         status = quota.get("status", {})
@@ -206,15 +208,17 @@ def namespace_quota(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fo
             if wanted is None:
                 continue
             most, used = parse_quantity(hard), parse_quantity(status.get("used", {}).get(limited, 0))
-            what = f"ResourceQuota {quota['metadata']['name']} of the namespace allows {hard} {limited}"
+            name = quota["metadata"]["name"]
             if wanted > most:
-                yield problem(spec, "namespace", f"{what}; the job needs more than that.")
+                text = f"ResourceQuota {name} of the namespace allows {hard} {limited}; the job needs more than that."
+                yield problem(spec, "namespace", text)
             elif wanted > most - used:
-                yield f"{what}, of which {status['used'][limited]} are used: the job waits for the rest"
+                used_now = str(status["used"][limited])
+                yield reason("namespace-quota-used", quota=name, total=str(hard), resource=limited, used=used_now)
 
 
 def node_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
-    """Yield why there are not enough nodes for the gang. Kueue's quota is a number, without labels and cordons."""
+    """Yield why there are not enough nodes for the gang; Kueue's quota ignores labels and cordons."""
     if not pod:
         return
     places, may_grow = _places(cluster, spec, pod)
@@ -225,18 +229,18 @@ def node_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Foun
     if room is None or room.fits >= spec.cluster.nodes:
         return
     if room.fits + room.cordoned >= spec.cluster.nodes:
-        yield f"{room.why[CORDONED]} nodes that would do take no pods now (cordoned): the job waits until they do"
-        yield Start(None, "nodes that it needs are cordoned")
+        yield reason("nodes-cordoned", nodes=room.why[CORDONED])
+        yield unknown_start(reason("start-nodes-cordoned"))
         return
-    lacks = ", ".join(f"{count} lack {reason}" for reason, count in sorted(room.why.items(), key=lambda item: -item[1]))
-    text = f"the {len(nodes)} nodes can ever run {room.fits} pods of it, and {spec.cluster.nodes} are needed ({lacks})"
+    lacks = ", ".join(f"{count} lack {lack}" for lack, count in sorted(room.why.items(), key=lambda item: -item[1]))
+    numbers = {"nodes": len(nodes), "fit": room.fits, "needed": spec.cluster.nodes, "lacks": lacks}
     pools = any(label in node["metadata"].get("labels", {}) for node in nodes for label in _GROWING)
     if may_grow or pools:
-        come = "the node pools have grown" if pools else "an admission check of its queue brings more"
-        yield f"{text}; the job waits until {come}"
-        yield Start(None, "there are not yet enough nodes for it")
+        yield reason("nodes-until-pools-grow" if pools else "nodes-until-admission-check", **numbers)
+        yield unknown_start(reason("start-too-few-nodes"))
     else:
-        yield Problem(spec.where("cluster.nodes"), "cluster.nodes", f"{text}.", str(spec.cluster.nodes))
+        text = str(reason("too-few-nodes", **numbers)) + "."
+        yield Problem(spec.where("cluster.nodes"), "cluster.nodes", text, str(spec.cluster.nodes))
 
 
 @dataclass(frozen=True)

@@ -1,137 +1,176 @@
-"""What conditions, pods and events of a run mean: queued, running or ended, and why, in the words a user needs.
+"""The state of a run's job, and why it is so, from the conditions, pods and events that controllers write.
 
-Pure: an Observation in, a Job out. Of two explanations it gives the one nearer to the cause.
+Pure: an Observation in, a Job out. Of two reasons, the one nearer to the cause becomes the job's.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from scaletrain_cli.launch.backends.base import Job
+from scaletrain_cli.launch.backends.base import Job, JobState
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import Object
+from scaletrain_cli.launch.backends.kubernetes.messages import (
+    deactivation,
+    event_reason,
+    eviction,
+    exit_code_in,
+    one_line,
+    preemption,
+    queue_wait,
+    reason,
+    unschedulable,
+)
 from scaletrain_cli.launch.backends.kubernetes.observation import QUEUE_LABEL, Observation, own_container, reports
-from scaletrain_cli.launch.backends.kubernetes.watchdog import CHILD_REFUSED, is_ready, stuck_jobs
+from scaletrain_cli.launch.backends.kubernetes.watchdog import StuckJob, is_ready, stuck_jobs
+from scaletrain_cli.reasons import Reason
 
 CANCELLED = "scaletrain.dev/cancelled"  # an annotation: when, by `scaletrain cancel`
-_EXIT_CODE = re.compile(r"exit code (\d+)")
-# A container in one of these will not start as long as nobody mends something.
+# States of a container that does not start until somebody fixes something.
 _STUCK = {
-    "ErrImagePull": "the image cannot be pulled",
-    "ImagePullBackOff": "the image cannot be pulled",
-    "InvalidImageName": "the name of the image is not valid",
-    "ErrImageNeverPull": "the image is not on the node and must not be pulled",
-    "CreateContainerConfigError": "a secret or ConfigMap that the container needs is not there",
-    "CreateContainerError": "the container cannot be made",
-    "RunContainerError": "the container cannot be started",
+    "ErrImagePull": "image-not-pulled",
+    "ImagePullBackOff": "image-not-pulled",
+    "InvalidImageName": "image-name-invalid",
+    "ErrImageNeverPull": "image-not-on-node",
+    "CreateContainerConfigError": "container-config-missing",
+    "CreateContainerError": "container-not-created",
+    "RunContainerError": "container-not-started",
 }
-# Events of pods that cannot start, and of controllers that cannot make them.
-_MOST_LAST_WORDS = 400  # characters
-_TROUBLE = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox", "FailedCreate", *CHILD_REFUSED)
+_MOST_MESSAGE_CHARACTERS = 400
+_BETTER_IN_PODS = ("kubernetes.image-event", "kubernetes.pod-unschedulable")  # the status of a pod has more
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a job is in its state: the cause, and what is reported before and after it."""
+
+    cause: Reason
+    after: tuple[Reason, ...] = ()
+    before: tuple[Reason, ...] = ()
+    stuck: tuple[StuckJob, ...] = ()
+
+    def __str__(self) -> str:
+        return "; ".join((*map(str, (*self.before, self.cause, *self.after)), *(one.text for one in self.stuck)))
+
+    def job(self, job_id: str, state: JobState, nodes: tuple[str, ...] = (), **more: Any) -> Job:
+        """Return the job with this explanation as its detail, and the cause as its reason."""
+        return Job(job_id, state, str(self), nodes, reason=self.cause, **more)
 
 
 def job_of(seen: Observation, job_id: str, now: float, *, cancelled: bool = False) -> Job:
-    """The run's job; ``now`` is Unix time, ``cancelled`` what the run directory says of a workload that is gone."""
+    """Return the run's job. ``now`` is Unix time; ``cancelled``: the run directory records that it was cancelled."""
     workload = seen.workload
     nodes = tuple(dict.fromkeys(pod["spec"]["nodeName"] for pod in seen.pods if pod.get("spec", {}).get("nodeName")))
-    stuck = [finding.text for finding in stuck_jobs(seen, now)]
+    stuck = tuple(stuck_jobs(seen, now))
     left = [pod for pod in seen.pods if not _has_ended(pod)]
+
+    def ending(cause: Reason) -> Job:
+        """Two gangs must never run at once, so a job is not over before its last pod is."""
+        after = () if stuck else _leaving(left, seen, "pods-saving")
+        return Explanation(cause, after, stuck=stuck).job(job_id, "ending", nodes)
+
     if workload is None:
-        cause = "cancelled" if cancelled else "the workload is gone"
+        cause = reason("cancelled" if cancelled else "workload-gone")
         if seen.pods:
-            return Job(job_id, "ending", f"{cause}; {'; '.join(stuck) or _leaving(left, seen)}", nodes)
+            return ending(cause)
         if seen.jobset is not None:
-            return Job(job_id, "ending", f"{cause}; its JobSet is being deleted")
-        words = "it is no longer in the cluster, which does not say how it ended"
-        return Job(job_id, "ended", words, forgotten=True)
+            return Explanation(cause, (reason("jobset-deleting"),)).job(job_id, "ending")
+        return Explanation(reason("end-unknown")).job(job_id, "ended", forgotten=True)
     if workload["metadata"].get("deletionTimestamp"):
-        cause = "cancelled" if CANCELLED in workload["metadata"].get("annotations", {}) else "being deleted"
-        text = "; ".join(stuck) or (_leaving(left, seen) if left else "about to go")
-        return Job(job_id, "ending", f"{cause}; {text}", nodes)
+        marked = CANCELLED in workload["metadata"].get("annotations", {})
+        return ending(reason("cancelled" if marked else "deleting"))
     end = _end(workload, seen)
     if end is not None:
-        code, why = end
-        if left:  # two gangs must never meet, so it is not over before its last pod is
-            text = "; ".join(stuck) or _leaving(left, seen, doing="still ending")
-            return Job(job_id, "ending", f"{why}; {text}", nodes)
-        return Job(job_id, "ended", why, nodes, exit_code=code)
+        code, explanation = end
+        if left:
+            after = () if stuck else _leaving(left, seen, "pods-ending")
+            explained = Explanation(explanation.cause, (*explanation.after, *after), stuck=stuck)
+            return explained.job(job_id, "ending", nodes)
+        return explanation.job(job_id, "ended", nodes, exit_code=code)
     if stuck:
-        return Job(job_id, "running" if seen.pods else "queued", "; ".join(stuck), nodes)
-    if _is_suspended(workload):  # Kueue suspends; the pods have their grace period
-        saving = f"; {_leaving(left, seen, doing='still saving and leaving')}" if left else ""
-        return Job(job_id, "queued", f"{_why_suspended(workload, seen)}{saving}", nodes)
+        text = "; ".join(one.text for one in stuck)
+        return Job(job_id, "running" if seen.pods else "queued", text, nodes, reason=stuck[0].reason)
+    if _is_suspended(workload):  # by Kueue; the pods have their grace period
+        why = _why_suspended(workload, seen)
+        saving = _leaving(left, seen, "pods-suspending") if left else ()
+        return Explanation(why.cause, (*why.after, *saving)).job(job_id, "queued", nodes)
     return _of_pods(seen, job_id, nodes)
 
 
-def _end(workload: Object, seen: Observation) -> tuple[int | None, str] | None:
-    """The exit code, where it is known, and the words, of a workload that is over."""
+def _end(workload: Object, seen: Observation) -> tuple[int | None, Explanation] | None:
+    """Return the exit code, where it is known, and why; None for a workload that is not over."""
     status = workload.get("status", {})
-    if workload["apiVersion"].startswith("batch.volcano.sh/"):
-        phase, message = status.get("state", {}).get("phase", ""), _state_words(status.get("state", {}))
+    if _is_volcano(workload):
+        state = status.get("state", {})
+        phase, said = state.get("phase", ""), ": ".join(filter(None, (state.get("reason"), state.get("message"))))
         if phase == "Completed":
-            return 0, "completed"
+            return 0, Explanation(reason("completed"))
         if phase in ("Failed", "Aborting", "Aborted", "Terminating", "Terminated"):
-            return _code(seen.pods, message), _with_pod(f"{phase.lower()}{message}", seen.pods)
+            code = "phase-said" if said else "phase"
+            ended = reason(code, phase=phase.lower(), said=said)
+            return _exit_code(seen.pods, said), Explanation(ended, _failed_pod(seen.pods))
         return None
-    done = _condition(workload, "Completed") or _condition(workload, "Complete")
-    if done is not None:
-        return 0, "completed"
+    if _condition(workload, "Completed") or _condition(workload, "Complete"):
+        return 0, Explanation(reason("completed"))
     failed = _condition(workload, "Failed")
     if failed is None:
         return None
-    words = f"failed: {_reason_words(failed)}"
     below = [*([seen.jobset] if seen.jobset is not None else []), *seen.jobs]  # nearer to the cause
-    said = [_reason_words(condition) for item in below for condition in _conditions(item, "Failed")]
-    for more in said:
-        words += f"; {more}" if more and more not in words else ""
-    return _code(seen.pods, " ".join((_message(failed), *said))), _with_pod(words, seen.pods)
+    children = [_reason_words(condition) for item in below for condition in _conditions(item, "Failed")]
+    own = _reason_words(failed)
+    more = [words for words in dict.fromkeys(children) if words and words not in own]
+    after = (*(reason("child-failed", said=words) for words in more), *_failed_pod(seen.pods))
+    return _exit_code(seen.pods, " ".join((_message(failed), *children))), Explanation(
+        reason("failed", said=own), after
+    )
 
 
-def _code(pods: Sequence[Object], said: str) -> int | None:
-    """What the gang ended with: what a pod ended with, else what a message says of one."""
+def _exit_code(pods: Sequence[Object], said: str) -> int | None:
+    """Return the code that a pod ended with, else one that a condition names; None where neither is known."""
     codes = [code for pod in pods if (code := exit_code_of_pod(pod)) is not None]
     bad = [code for code in codes if code]
-    # All pods end with the verdict of the first; a pod that was killed meanwhile says nothing of the run.
-    told = [code for code in bad if code < 128] or bad
-    if told:
-        return told[0]
-    match = _EXIT_CODE.search(said)
-    return int(match[1]) if match else None
+    # All pods end with the decision of pod 0; one that was killed meanwhile says nothing about the run.
+    reported = [code for code in bad if code < 128] or bad
+    return reported[0] if reported else exit_code_in(said)
 
 
 def exit_code_of_pod(pod: Object) -> int | None:
-    """What the pod's container ended with, None while it has not."""
+    """Return the exit code of the pod's training container, None while it runs."""
     ended = own_container(pod).get("state", {}).get("terminated")
     return int(ended["exitCode"]) if ended is not None else None
 
 
-def _with_pod(words: str, pods: Sequence[Object]) -> str:
-    """The words with what the first pod that failed says of itself: its code, and the last that it printed."""
+def _failed_pod(pods: Sequence[Object]) -> tuple[Reason, ...]:
+    """Return how the first pod that failed ended: its exit code, and the last line that it printed."""
     for pod in pods:
-        ended = own_container(pod).get("state", {}).get("terminated") or {}
+        name, ended = pod["metadata"]["name"], own_container(pod).get("state", {}).get("terminated") or {}
         if ended.get("exitCode"):
-            reason, said = ended.get("reason", ""), _last_words(str(ended.get("message", "")))
-            more = f", {reason}" if reason not in ("", "Error") else ""
-            told = f"{words}; pod {pod['metadata']['name']} ended with exit code {ended['exitCode']}{more}"
-            return f"{told}: {said}" if said else told
+            why, said = ended.get("reason", ""), _last_line(str(ended.get("message", "")))
+            summary = str(ended["exitCode"]) + (f", {why}" if why not in ("", "Error") else "")
+            summary += f": {said}" if said else ""
+            code = int(ended["exitCode"])
+            return (reason("pod-failed", pod=name, exit_code=code, event=why, said=said, summary=summary),)
         status = pod.get("status", {})
-        if status.get("reason"):  # Evicted, for one; the container has no state then
-            return f"{words}; pod {pod['metadata']['name']}: {status['reason']}: {status.get('message', '')}"
-    return words
+        if status.get("reason"):  # such as Evicted; the container has no state then
+            said = str(status.get("message", ""))
+            return (reason("pod-removed", pod=name, event=status["reason"], said=said),)
+    return ()
 
 
-def _last_words(message: str) -> str:
-    """The last line of a termination message, in which a program says why it ended."""
-    lines = [" ".join(line.split()) for line in message.splitlines() if line.strip()]
-    return lines[-1][-_MOST_LAST_WORDS:] if lines else ""
+def _last_line(message: str) -> str:
+    """Return the last line of a termination message, in which a program reports why it ended."""
+    lines = [one_line(line) for line in message.splitlines() if line.strip()]
+    return lines[-1][-_MOST_MESSAGE_CHARACTERS:] if lines else ""
 
 
-def _leaving(pods: Sequence[Object], seen: Observation, doing: str = "saving and leaving") -> str:
-    """Return in words what pods that are asked to end do, as far as their nodes report."""
+def _leaving(pods: Sequence[Object], seen: Observation, doing: str) -> tuple[Reason, ...]:
+    """Return what pods that were asked to end do, as far as their nodes report."""
+    if not pods:
+        return (reason("no-pods-left"),)
     silent = _silent_nodes(pods, seen)
-    well = [pod for pod in pods if pod.get("spec", {}).get("nodeName") not in silent]
-    parts = [f"{_pods(len(well))} {doing}"] if well else []
-    return "; ".join([*parts, *_silence(silent)])
+    reporting = [pod for pod in pods if pod.get("spec", {}).get("nodeName") not in silent]
+    return (*((reason(doing, pods=len(reporting)),) if reporting else ()), *_silence(silent))
 
 
 def _silent_nodes(pods: Sequence[Object], seen: Observation) -> dict[str, int]:
@@ -145,142 +184,124 @@ def _silent_nodes(pods: Sequence[Object], seen: Observation) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def _silence(nodes: Mapping[str, int]) -> list[str]:
-    return [f"node {name} does not report, {_pods(count)} on it may be lost" for name, count in nodes.items()]
+def _silence(nodes: Mapping[str, int]) -> tuple[Reason, ...]:
+    return tuple(reason("node-silent", node=name, pods=count) for name, count in nodes.items())
+
+
+def _is_volcano(workload: Object) -> bool:
+    return bool(workload["apiVersion"].startswith("batch.volcano.sh/"))
 
 
 def _is_suspended(workload: Object) -> bool:
-    if workload["apiVersion"].startswith("batch.volcano.sh/"):
-        return False
-    return bool(workload.get("spec", {}).get("suspend")) or _condition(workload, "Suspended") is not None
+    suspended = workload.get("spec", {}).get("suspend") or _condition(workload, "Suspended") is not None
+    return not _is_volcano(workload) and bool(suspended)
 
 
-def _why_suspended(workload: Object, seen: Observation) -> str:
-    """Kueue's own words where it has any."""
-    queued = seen.queued
-    queue = workload["metadata"].get("labels", {}).get(QUEUE_LABEL)
+def _why_suspended(workload: Object, seen: Observation) -> Explanation:
+    """Return why Kueue, or nobody, lets the workload continue."""
+    queued, labels = seen.queued, workload["metadata"].get("labels", {})
+    queue = labels.get(QUEUE_LABEL)
     if not queue:
-        return (
-            "suspended, and in no queue that would let it go on: where Kueue holds all jobs, name one "
-            "(cluster.kubernetes.queue); elsewhere set spec.suspend to false"
-        )
+        return Explanation(reason("no-queue"))
     if not seen.queue_known:
-        return f"waits in queue {queue}; why, you may not see: it takes the right to list workloads.kueue.x-k8s.io"
+        return Explanation(reason("queue-unreadable", queue=queue))
     if queued is None:
-        priority = workload["metadata"].get("labels", {}).get("kueue.x-k8s.io/priority-class")
-        cause = f"priority class {priority} is unknown to it, or " if priority else ""
-        return (
-            f"suspended, and Kueue has made no Workload for it: {cause}Kueue is not running or does not manage "
-            f"{workload['kind']}s. It will wait for ever; `kubectl get workloadpriorityclasses` shows the classes"
-        )
-    if queued.get("spec", {}).get("active") is False:
-        evicted = _condition(queued, "Evicted")
-        why = f" ({_reason_words(evicted)})" if evicted is not None else ""
-        return f"held by Kueue: spec.active of Workload {queued['metadata']['name']} is false{why}"
-    waits = _condition(queued, "QuotaReserved", "False") or _condition(queued, "Admitted", "False")
-    words = f"waits in queue {queue}: {_message(waits)}" if waits and _message(waits) else f"waits in queue {queue}"
+        priority, kind = labels.get("kueue.x-k8s.io/priority-class"), workload["kind"]
+        code = "no-workload-for-priority" if priority else "no-workload"
+        return Explanation(reason(code, kind=kind, **({"priority": priority} if priority else {})))
     evicted = _condition(queued, "Evicted")
+    if queued.get("spec", {}).get("active") is False:
+        event, said = (str(evicted.get("reason", "")), _reason_words(evicted)) if evicted is not None else ("", "")
+        return Explanation(deactivation(queued["metadata"]["name"], event, said))
+    waits = _condition(queued, "QuotaReserved", "False") or _condition(queued, "Admitted", "False")
+    wait = queue_wait(queue, _message(waits) if waits else "")
     if evicted is not None:
         again = queued.get("status", {}).get("requeueState", {}).get("requeueAt")
-        later = f"; it is queued again at {again}" if again else ""
-        trouble = _trouble_of_lost_pods(seen) if evicted.get("reason") == "PodsReadyTimeout" else ""
-        return f"{_evicted_words(queued, evicted)}{trouble}{later}; {words}"
+        later = (reason("requeued", time=again),) if again else ()
+        lost = _why_pods_were_lost(seen) if evicted.get("reason") == "PodsReadyTimeout" else None
+        return Explanation(_eviction(queued, evicted, lost), (*((lost,) if lost else ()), *later, wait))
     checks = [check for check in queued.get("status", {}).get("admissionChecks", ()) if check.get("state") != "Ready"]
     if _condition(queued, "QuotaReserved") is not None and checks:
         check = checks[0]
-        return f"has its quota in queue {queue}; admission check {check['name']} says {check.get('message') or 'wait'}"
-    return words
+        said = check.get("message") or "wait"
+        return Explanation(reason("admission-check", queue=queue, check=check["name"], said=said))
+    return Explanation(wait)
 
 
-def _evicted_words(queued: Object, evicted: Object) -> str:
+def _eviction(queued: Object, evicted: Object, lost: Reason | None) -> Reason:
     if evicted.get("reason") == "Preempted":
         why = _condition(queued, "Preempted") or evicted
-        return f"preempted by Kueue ({_message(why) or why.get('reason')})"
-    return f"evicted by Kueue ({evicted.get('reason')}: {_message(evicted)})"
+        return preemption(_message(why) or str(why.get("reason", "")))
+    return eviction(str(evicted.get("reason", "")), _message(evicted), lost)
 
 
-def _trouble_of_lost_pods(seen: Observation) -> str:
-    """Return why pods that Kueue has removed did not come up, by the events that outlive them."""
-    told = [event for event in seen.events if event.get("involvedObject", {}).get("kind") == "Pod"]
-    for is_it in (_tells_of_image, lambda event: event.get("reason") in (*_TROUBLE, "FailedScheduling")):
-        for event in reversed(told):
-            if is_it(event):
-                return f"; {_event_words(event)}"
-    return ""
-
-
-def _tells_of_image(event: Object) -> bool:
-    return event.get("reason") in ("Failed", "InspectFailed", "ErrImageNeverPull") and "image" in str(
-        event.get("message", "")
-    )
-
-
-def _event_words(event: Object) -> str:
-    about = event.get("involvedObject", {})
-    what = f"{about.get('kind', 'object').lower()} {about.get('name', '')}"
-    return f"{what}: {event['reason']}: {' '.join(str(event.get('message', '')).split())}"
+def _why_pods_were_lost(seen: Observation) -> Reason | None:
+    """Return why pods that Kueue removed did not become ready, from their events: an image before other reasons."""
+    of_pods = [event for event in seen.events if event.get("involvedObject", {}).get("kind") == "Pod"]
+    found = [why for event in reversed(of_pods) if (why := event_reason(event)) is not None]
+    images = [why for why in found if why.code == "kubernetes.image-event"]
+    return next(iter((*images, *found)), None)
 
 
 def _of_pods(seen: Observation, job_id: str, nodes: tuple[str, ...]) -> Job:
-    """A workload that may run: how far its pods are."""
+    """Return the job of a workload that may run, from the state of its pods."""
     assert seen.workload is not None
     wanted, restarts = size_of(seen.workload), _restarts(seen)
     current = [pod for pod in seen.pods if not pod["metadata"].get("deletionTimestamp") and not _has_ended(pod)]
     running = [pod for pod in current if pod.get("status", {}).get("phase") == "Running"]
-    again = f" (restart {restarts})" if restarts else ""
+    again = (reason("restarted", count=restarts),) if restarts else ()
     if running and len(running) >= wanted:
-        silence = "".join(f"; {words}" for words in _silence(_silent_nodes(running, seen)))
-        return Job(job_id, "running", f"all {_pods(len(running))} running{again}{silence}", nodes)
+        silent = _silence(_silent_nodes(running, seen))
+        return Explanation(reason("running", pods=len(running)), (*again, *silent)).job(job_id, "running", nodes)
     ended = [pod for pod in seen.pods if _has_ended(pod)]
     if running and len(running) + len(ended) >= wanted:
-        return Job(job_id, "running", f"{len(running)} of {wanted} pods run, the others have ended{again}", nodes)
+        cause = reason("running-others-ended", running=len(running), wanted=wanted)
+        return Explanation(cause, again).job(job_id, "running", nodes)
     leaving = [pod for pod in seen.pods if pod["metadata"].get("deletionTimestamp")]
     waits = _why_pods_wait(current, seen)
     if leaving and not waits:
-        text = _leaving(leaving, seen, doing="of the last gang leaving")
-        return Job(job_id, "queued", f"{text}{again}", nodes)
-    have = f"{len(running)} of {wanted} pods run; " if running else ""
-    return Job(job_id, "queued", f"{have}{waits or 'the pods are being made'}{again}", nodes)
+        cause, *more = _leaving(leaving, seen, "last-gang-ending")
+        return Explanation(cause, (*more, *again)).job(job_id, "queued", nodes)
+    before = (reason("some-running", running=len(running), wanted=wanted),) if running else ()
+    cause, *more = waits or (reason("pods-pending"),)
+    return Explanation(cause, (*more, *again), before).job(job_id, "queued", nodes)
 
 
-def _why_pods_wait(pods: Sequence[Object], seen: Observation) -> str:
-    """Why no gang stands: what keeps a pod from starting, or from being made at all."""
+def _why_pods_wait(pods: Sequence[Object], seen: Observation) -> tuple[Reason, ...]:
+    """Return what keeps a pod from starting, or from being created at all; empty where nothing is known to."""
     for pod in pods:
-        name = pod["metadata"]["name"]
         for container in _containers(pod):
             waiting = container.get("state", {}).get("waiting") or {}
             if waiting.get("reason") in _STUCK:
-                text = _STUCK[waiting["reason"]]
-                return f"pod {name}: {text} ({waiting['reason']}: {waiting.get('message') or container.get('image')})"
+                said = waiting.get("message") or container.get("image")
+                code, name = _STUCK[waiting["reason"]], pod["metadata"]["name"]
+                return (reason(code, pod=name, state=waiting["reason"], said=said),)
     for pod in pods:
         scheduled = _condition(pod, "PodScheduled", "False")
         if scheduled is not None:
             if scheduled.get("reason") == "SchedulingGated":
-                return f"pod {pod['metadata']['name']} is held by a scheduling gate: {_message(scheduled)}"
-            group = _group_words(seen.group)
-            return f"no room: {_message(scheduled) or 'unschedulable'}{f'; {group}' if group else ''}"
+                return (reason("scheduling-gate", pod=pod["metadata"]["name"], said=_message(scheduled)),)
+            return (unschedulable(_message(scheduled)), *_group_wait(seen.group))
     for event in reversed(seen.events):
-        if event.get("type") == "Warning" and event.get("reason") in _TROUBLE:
-            return _event_words(event)
+        why = event_reason(event) if event.get("type") == "Warning" else None
+        if why is not None and why.code not in _BETTER_IN_PODS:
+            return (why,)
     if pods:
         starting = [pod for pod in pods if pod.get("status", {}).get("phase") != "Running"]
         silent = _silent_nodes(starting, seen)
-        well = [pod for pod in starting if pod.get("spec", {}).get("nodeName") not in silent]
-        parts = [f"{_pods(len(well))} starting: pulling the image or mounting volumes"] if well else []
-        return "; ".join([*parts, *_silence(silent)])
-    return _group_words(seen.group)
+        reporting = [pod for pod in starting if pod.get("spec", {}).get("nodeName") not in silent]
+        return (*((reason("pods-starting", pods=len(reporting)),) if reporting else ()), *_silence(silent))
+    return _group_wait(seen.group)
 
 
-def _group_words(group: Object | None) -> str:
-    """What Volcano's scheduler says of the gang."""
-    if group is None:
-        return ""
-    waits = _condition(group, "Unschedulable")
-    return f"Volcano: {_message(waits)}" if waits else ""
+def _group_wait(group: Object | None) -> tuple[Reason, ...]:
+    """Return why Volcano does not place the gang."""
+    waits = None if group is None else _condition(group, "Unschedulable")
+    return (reason("gang-unschedulable", said=_message(waits)),) if waits else ()
 
 
 def size_of(workload: Object) -> int:
-    """How many pods make the gang."""
+    """Return the number of pods of the gang."""
     spec = workload.get("spec", {})
     if "tasks" in spec:
         return sum(int(task.get("replicas", 1)) for task in spec["tasks"])
@@ -311,22 +332,12 @@ def _conditions(item: Object, kind: str, status: str = "True") -> list[Object]:
 
 
 def _condition(item: Object, kind: str, status: str = "True") -> Object | None:
-    found = _conditions(item, kind, status)
-    return found[0] if found else None
+    return next(iter(_conditions(item, kind, status)), None)
 
 
 def _message(condition: Object) -> str:
-    return " ".join(str(condition.get("message", "")).split())
+    return one_line(condition.get("message"))
 
 
 def _reason_words(condition: Object) -> str:
     return ": ".join(part for part in (str(condition.get("reason", "")), _message(condition)) if part)
-
-
-def _state_words(state: Object) -> str:
-    words = ": ".join(str(part) for part in (state.get("reason"), state.get("message")) if part)
-    return f": {words}" if words else ""
-
-
-def _pods(count: int) -> str:
-    return f"{count} pod" if count == 1 else f"{count} pods"

@@ -1,150 +1,128 @@
-"""Why a run on Kubernetes waits, or cannot end: what the cluster says of it, sorted by what helps.
-
-The words are those of status, which are the cluster's own; here they get a cause and something to do.
-"""
+"""Why a run on Kubernetes waits, never ends or has ended, and what to do: decided by reason codes alone."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.backends.kubernetes.job_ref import job_ref_of
+from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.watchdog import StuckJob
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.status import RunStatus
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 
-_AGAIN = "scaletrain cancel {run}, mend the spec and submit it again"
-_DESCRIBE = "kubectl -n {namespace} describe {workload}"
-_PATIENCE = "Ask for fewer nodes, or wait"
-_QUOTAS = "Compare with `scaletrain status --cluster`: a flavor that it fits may only be busy"
-_ASK_ADMIN = "Ask who keeps the queue; kubectl -n {namespace} describe localqueues,clusterqueues says why"
-_GATES = (
-    "Kueue removes its gate once it has admitted the job and chosen nodes: kubectl -n {namespace} describe workloads. "
-    "Other gates are those of the controller that they are named after"
-)
-_PLACE = (
-    "Compare cluster.kubernetes.node_selector, topology and the queue's flavor with `kubectl get nodes --show-labels`"
-)
-_TAINTS = "Tolerate the taint (cluster.kubernetes.tolerations; cluster.spot for spot nodes), or free other nodes"
-_CORDONED = "Wait until they are uncordoned (kubectl get nodes), or ask the administrator"
-_MEND_IMAGE = "Mend the image, the pull secret or the Secret that it names; the pods try on by themselves"
 
+class _Meaning(NamedTuple):
+    """The cause that a Finding names, the code of its headline, and whether only a change can end the wait."""
 
-class _Reason(NamedTuple):
-    """What stands in the detail of a job, and what that means. ``headline`` and ``actions`` as a Finding has them."""
-
-    pattern: str
     cause: str
     headline: str
-    actions: tuple[str, ...] = ()
-    for_ever: bool = False
+    waits_for_ever: bool = False
 
 
-_NO_START = "cannot be pulled|name of the image|must not be pulled|is not there \\(|cannot be (made|started) \\("
-_REASONS = (  # the first that matches
-    _Reason("made no Workload", "never-satisfiable", "Kueue does not know it", (_AGAIN,), True),
-    _Reason("^held by Kueue.*DeactivatedDueTo", "held", "Kueue gave it up", (_DESCRIBE, _AGAIN), True),
-    _Reason("^held by Kueue", "held", "it is held", ("Ask who set spec.active: false on its Workload",), True),
-    _Reason("that would let it go on", "held", "it is suspended, and nobody will let it go on", (_AGAIN,), True),
-    _Reason("doesn't exist", "never-satisfiable", "its queue is not there", (_AGAIN,), True),
-    _Reason("^preempted by Kueue.*(?i:within the cohort)", "quota", "another team took back quota that it had lent"),
-    _Reason("^preempted by Kueue", "priority", "a job of higher priority has its place"),
-    _Reason("^evicted by Kueue \\((Local|Cluster)QueueStopped", "held", "its queue was stopped", (_ASK_ADMIN,)),
-    _Reason(
-        "^evicted by Kueue \\(NodeFailures", "resources", "no node takes the place of one that failed", (_PATIENCE,)
-    ),
-    _Reason(
-        "^evicted by Kueue.*(ErrImage|[Ff]ailed to pull image)", "image", "its image cannot be pulled", (_MEND_IMAGE,)
-    ),
-    _Reason(
-        "^evicted by Kueue.*(FailedMount|FailedAttachVolume)", "volume", "a volume cannot be mounted", (_DESCRIBE,)
-    ),
-    _Reason("^evicted by Kueue", "resources", "its pods did not come up in time, or it lost its quota", (_DESCRIBE,)),
-    _Reason("is inactive", "held", "its queue takes no jobs now", (_ASK_ADMIN,)),
-    _Reason("unavailable in ClusterQueue", "never-satisfiable", "its queue has no quota for it", (_AGAIN,), True),
-    # Not never: Kueue may name the flavors that it tried last alone.
-    _Reason("> maximum capacity", "quota", "it is too large for a flavor of its queue", (_QUOTAS, _PATIENCE)),
-    _Reason("^(waits|has its quota) in queue", "quota", "Kueue does not admit it now", (_PATIENCE,)),
-    _Reason(_NO_START, "image", "a container cannot start", (_MEND_IMAGE, _AGAIN)),
-    _Reason("FailedMount|FailedAttachVolume", "volume", "a volume cannot be mounted", (_DESCRIBE,)),
-    _Reason("CreationFailed:", "starting", "what is made of it is refused for now", (_DESCRIBE,)),
-    _Reason("FailedCreate", "quota", "the namespace refuses its pods", (_AGAIN, "Ask for a larger ResourceQuota")),
-    _Reason("held by a scheduling gate", "admission", "its pods wait until they may be scheduled", (_GATES,)),
-    _Reason(
-        "no room:.*(didn't match|didn't satisfy)", "placement", "no free node has what the pods ask for", (_PLACE,)
-    ),
-    _Reason(
-        "no room:.*untolerated taint", "placement", "the free nodes have taints that keep the pods off", (_TAINTS,)
-    ),
-    _Reason("no room:.*were unschedulable", "placement", "nodes take no pods now (cordoned)", (_CORDONED,)),
-    _Reason("no room:", "resources", "no node has room for a pod", (_PATIENCE,)),
-    _Reason("starting|being made|leaving", "starting", "its pods are being made ready"),
-)
+_UNMANAGED = _Meaning("never-satisfiable", "explain-unmanaged", True)
+_QUOTA = _Meaning("quota", "explain-quota")
+_CONTAINER = _Meaning("image", "explain-container")
+_VOLUME = _Meaning("volume", "explain-volume")
+_STARTING = _Meaning("starting", "explain-starting")
+_UNSCHEDULABLE = _Meaning("resources", "explain-unschedulable")
+# By the code of the job's reason.
+_MEANINGS = {
+    "no-queue": _Meaning("held", "explain-suspended", True),
+    "queue-unreadable": _QUOTA,
+    "no-workload": _UNMANAGED,
+    "no-workload-for-priority": _UNMANAGED,
+    "held": _Meaning("held", "explain-held", True),
+    "held-after-eviction": _Meaning("held", "explain-held", True),
+    "given-up": _Meaning("held", "explain-given-up", True),
+    "queued": _QUOTA,
+    "queued-for-quota": _QUOTA,
+    "queue-missing": _Meaning("never-satisfiable", "explain-no-queue", True),
+    "queue-inactive": _Meaning("held", "explain-queue-inactive"),
+    "queue-without-quota": _Meaning("never-satisfiable", "explain-no-quota-defined", True),
+    "queue-over-capacity": _Meaning("quota", "explain-over-capacity"),  # Kueue may name the last flavors only
+    "admission-check": _QUOTA,
+    "preempted": _Meaning("priority", "explain-preempted"),
+    "preempted-in-cohort": _Meaning("quota", "explain-reclaimed"),
+    "evicted": _Meaning("resources", "explain-evicted"),
+    "evicted-queue-stopped": _Meaning("held", "explain-queue-stopped"),
+    "evicted-node-failure": _Meaning("resources", "explain-node-failed"),
+    "evicted-image": _Meaning("image", "explain-image-unavailable"),
+    "evicted-volume": _VOLUME,
+    "pods-pending": _STARTING,
+    "pods-starting": _STARTING,
+    "last-gang-ending": _STARTING,
+    "image-not-pulled": _CONTAINER,
+    "image-name-invalid": _CONTAINER,
+    "image-not-on-node": _CONTAINER,
+    "container-config-missing": _CONTAINER,
+    "container-not-created": _CONTAINER,
+    "container-not-started": _CONTAINER,
+    "scheduling-gate": _Meaning("admission", "explain-gate"),
+    "unschedulable": _UNSCHEDULABLE,
+    "unschedulable-placement": _Meaning("placement", "explain-placement"),
+    "unschedulable-taint": _Meaning("placement", "explain-taint"),
+    "unschedulable-cordoned": _Meaning("placement", "explain-cordoned"),
+    "gang-unschedulable": _UNSCHEDULABLE,
+    "volume-not-mounted": _VOLUME,
+    "creation-refused": _Meaning("quota", "explain-namespace-quota"),
+    "child-not-created": _Meaning("starting", "explain-child"),
+}
+_UNKNOWN = _Meaning("unknown", "explain-unknown")
+_ENDED_CODES: dict[int | None, str] = {
+    ExitCode.USAGE: "ended-refused-spec",
+    ExitCode.INFEASIBLE: "ended-refused-spec",
+    ExitCode.DO_NOT_REQUEUE: "ended-final",
+    ExitCode.WRONG_NODES: "ended-wrong-nodes",
+}
 
 
 def why_it_waits(run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
-    """The cause of a wait in the cluster's words. Asks nobody: ``status`` has asked."""
-    evidence = (Evidence("the cluster", status.why),)
-    for reason in _REASONS:
-        if re.search(reason.pattern, status.why):
-            actions = _filled(run, record, reason.actions)
-            return Finding(reason.cause, reason.headline, evidence, actions, reason.for_ever)
-    return Finding("unknown", "the cluster does not say more", evidence, _filled(run, record, (_DESCRIBE,)))
+    """Return the cause of a wait, from the reason that ``status`` has already asked for."""
+    code = "" if status.job.reason is None else status.job.reason.code.removeprefix("kubernetes.")
+    meaning = _MEANINGS.get(code, _UNKNOWN)
+    headline = reason(meaning.headline, **_names(run, record))
+    return _finding(meaning.cause, headline, (Evidence("the cluster", status.why),), meaning.waits_for_ever)
+
+
+def what_never_ends(run: RunDir, record: RunRecord, found: Sequence[StuckJob]) -> Iterator[Finding]:
+    """Yield a finding for each case in which Kubernetes never ends a job by itself."""
+    for stuck in found:
+        headline = reason(f"explain-{stuck.kind}", **stuck.reason.params, **_names(run, record))
+        yield _finding(stuck.kind, headline, (Evidence("the cluster", str(stuck.reason)),), True)
 
 
 def how_it_ended(run: RunDir, status: RunStatus) -> Finding:
-    """Return how a job ended whose attempts are not seen here, with what helps after such an end."""
+    """Return how a job ended whose attempts are not visible here, and what helps after such an end."""
     evidence = [Evidence("the cluster", status.why)] if status.why else []
     if status.step:
-        evidence.append(
-            Evidence("its pods", f"step {status.step} of {status.total_steps} was the last that they printed")
-        )
-    headline, actions = _ended_words(status)
-    return Finding(status.state, headline, tuple(evidence), tuple(action.format(run=run.run_id) for action in actions))
+        text = f"step {status.step} of {status.total_steps} was the last that they printed"
+        evidence.append(Evidence("its pods", text))
+    headline = reason(_ended_code(status), run=run.run_id, state=status.state, exit_code=status.job.exit_code)
+    return _finding(status.state, headline, tuple(evidence))
 
 
-_LOGS = "scaletrain logs {run} shows what the pods printed, while they are there or where it was fetched"
-_RESUME = "scaletrain resume {run} continues from the newest valid checkpoint"
-
-
-def _ended_words(status: RunStatus) -> tuple[str, tuple[str, ...]]:
-    """The headline and the actions."""
-    code = status.job.exit_code
+def _ended_code(status: RunStatus) -> str:
     if not status.job.id:
-        return "its job was never submitted", ("scaletrain resume {run} submits it",)
+        return "ended-never-submitted"
     if status.job.forgotten and status.state == "unknown":
-        resume = "scaletrain resume {run} continues it; pods that find the run finished end at once"
-        return "its job is gone, and how it ended is not known", (_LOGS, resume)
-    if status.state == "finished":
-        return "its job has finished", ()
-    if status.state == "cancelled":
-        return "its job was cancelled", (_RESUME,)
-    if code in (ExitCode.USAGE, ExitCode.INFEASIBLE):
-        fix = "Fix what the message says: `scaletrain resume {run} --set KEY=VALUE`, or submit a corrected spec"
-        return f"its job ended with exit code {code}: it cannot run as the spec asks", (_LOGS, fix)
-    if code == ExitCode.DO_NOT_REQUEUE:
-        fix = "Remove the cause before `scaletrain resume {run}`: a restart alone ends in the same way"
-        return f"its job ended with exit code {code}: another attempt would not help", (_LOGS, fix)
-    if code == ExitCode.WRONG_NODES:
-        fix = "Correct what the message names (the volume, the GPUs, the spec); then `scaletrain resume {run}`"
-        return f"its job ended with exit code {code}: a node or a volume is not what was planned", (_LOGS, fix)
-    return f"its job has ended: {status.state}", (_LOGS, _RESUME)
+        return "ended-unknown"
+    if status.state in ("finished", "cancelled"):
+        return f"ended-{status.state}"
+    return _ENDED_CODES.get(status.job.exit_code, "ended")
 
 
-def what_never_ends(stuck: Sequence[StuckJob]) -> Iterator[Finding]:
-    """Yield a finding for each case in which Kubernetes never ends a job by itself."""
-    meanings = {"child-refused": "no Job can be made of it", "dead-node": "a node is dead, and Kubernetes waits for it"}
-    for finding in stuck:
-        action, evidence = finding.text.rpartition(". ")[2], (Evidence("the cluster", finding.text),)
-        yield Finding(finding.kind, meanings[finding.kind], evidence, (action,), waits_for_ever=True)
+def _finding(cause: str, headline: Reason, evidence: tuple[Evidence, ...], waits_for_ever: bool = False) -> Finding:
+    return Finding(cause, str(headline), evidence, headline.remedies, waits_for_ever)
 
 
-def _filled(run: RunDir, record: RunRecord, actions: tuple[str, ...]) -> tuple[str, ...]:
-    place = job_ref_of(run, record)
-    namespace = place.namespace if place else record.spec.cluster.kubernetes.namespace
-    workload = place.job_id.replace("volcano/", "jobs.batch.volcano.sh/") if place else "pods"
-    return tuple(action.format(run=run.run_id, namespace=namespace, workload=workload) for action in actions)
+def _names(run: RunDir, record: RunRecord) -> dict[str, str]:
+    """Return what remedies name: the run, its namespace, and its workload as kubectl takes it."""
+    ref = job_ref_of(run, record)
+    namespace = ref.namespace if ref else record.spec.cluster.kubernetes.namespace
+    workload = ref.job_id.replace("volcano/", "jobs.batch.volcano.sh/") if ref else "pods"
+    return {"run": run.run_id, "namespace": namespace, "workload": workload}

@@ -49,6 +49,7 @@ class JobRef:
     before: dict[str, Any] | None = None
     progress: Mapping[str, float] = field(default_factory=dict)
     forgotten: bool = False
+    reason: dict[str, Any] | None = None  # of a job that has ended: Reason.to_json()
 
     @property
     def name(self) -> str:
@@ -61,10 +62,10 @@ class JobRef:
 
 def job_ref_of(run: RunDir, record: RunRecord) -> JobRef | None:
     """Return where the latest job is, or would be if the API server took it; None before the first."""
-    place, submission = read_job_ref(run), read_submission(run)
+    ref, submission = read_job_ref(run), read_submission(run)
     recorded = "" if submission is None else submission.job_id
-    if place is not None and submission_number(place.job_id) >= submission_number(recorded):
-        return place
+    if ref is not None and submission_number(ref.job_id) >= submission_number(recorded):
+        return ref
     if submission is None:
         return None
     cluster = record.spec.cluster.kubernetes
@@ -78,22 +79,22 @@ def read_job_ref(run: RunDir) -> JobRef | None:
     return None if data is None else _from_document(data, path)
 
 
-def previous_job_ref(run: RunDir, place: JobRef) -> JobRef | None:
-    """Return the place of the job before an intent. Raises UsageError where it is damaged."""
-    return None if place.before is None else _from_document(place.before, run.path / "kubernetes.json")
+def previous_job_ref(run: RunDir, ref: JobRef) -> JobRef | None:
+    """Return the ref of the job before an intent. Raises UsageError where it is damaged."""
+    return None if ref.before is None else _from_document(ref.before, run.path / "kubernetes.json")
 
 
 def _from_document(data: dict[str, Any], path: Path) -> JobRef:
-    place = from_document(JobRef, data, path)
+    ref = from_document(JobRef, data, path)
     with damage_told(path):
-        parse_id(place.job_id)
-        if not isinstance(place.before, dict | None) or not isinstance(place.progress, dict):
+        parse_id(ref.job_id)
+        if not isinstance(ref.before, dict | None) or not isinstance(ref.progress, dict):
             raise TypeError("before and progress must be objects")
-    return place
+    return ref
 
 
 @contextlib.contextmanager
-def submission_recorded(run: RunDir, place: JobRef) -> Iterator[None]:
+def submission_recorded(run: RunDir, ref: JobRef) -> Iterator[None]:
     """Write the intent before the job is handed over. A refusal puts back what was there.
 
     For holders of submit_lock(): what they know counts, whatever somebody who looked at the run has written meanwhile.
@@ -102,7 +103,7 @@ def submission_recorded(run: RunDir, place: JobRef) -> Iterator[None]:
     if there is not None and not there.confirmed:
         there = previous_job_ref(run, there)  # of a request that is made again
     before = None if there is None else dataclasses.asdict(there)
-    intent = dataclasses.replace(place, confirmed=False, asked=time.time(), before=before)
+    intent = dataclasses.replace(ref, confirmed=False, asked=time.time(), before=before)
     _write(run, intent)
     try:
         yield
@@ -116,7 +117,7 @@ def submission_recorded(run: RunDir, place: JobRef) -> Iterator[None]:
 
 
 def confirmed(intent: JobRef) -> JobRef:
-    """Return the place of a job that the API server has."""
+    """Return the ref of a job that the API server has."""
     return dataclasses.replace(intent, confirmed=True, before=None)
 
 
@@ -134,17 +135,17 @@ def update(run: RunDir, old: JobRef, new: JobRef) -> None:
             _put(run, new)
 
 
-def _write(run: RunDir, place: JobRef | None) -> None:
+def _write(run: RunDir, ref: JobRef | None) -> None:
     with _writing(run):
-        _put(run, place)
+        _put(run, ref)
 
 
-def _put(run: RunDir, place: JobRef | None) -> None:
+def _put(run: RunDir, ref: JobRef | None) -> None:
     path = run.path / "kubernetes.json"
-    if place is None:
+    if ref is None:
         path.unlink(missing_ok=True)
     else:
-        write_document(path, dataclasses.asdict(place))
+        write_document(path, dataclasses.asdict(ref))
 
 
 def _writing(run: RunDir) -> contextlib.AbstractContextManager[bool]:
@@ -152,28 +153,49 @@ def _writing(run: RunDir) -> contextlib.AbstractContextManager[bool]:
     return locked(run.path / "kubernetes.lock", wait_seconds=_LOCK_SECONDS)
 
 
-def _is_still(run: RunDir, place: JobRef) -> bool:
+def _is_still(run: RunDir, ref: JobRef) -> bool:
     """Return whether the document is of this job and this request, or there is none."""
     there = read_document(run.path / "kubernetes.json")
-    return there is None or (there.get("job_id"), there.get("asked", 0.0)) == (place.job_id, place.asked)
+    return there is None or (there.get("job_id"), there.get("asked", 0.0)) == (ref.job_id, ref.asked)
 
 
-def record_end(run: RunDir, place: JobRef, job: Job) -> None:
+def record_end(run: RunDir, ref: JobRef, job: Job) -> None:
     """Keep the end of a job: its object is deleted some time after it."""
-    progress = {**place.progress, **job.progress}
+    progress = {**ref.progress, **job.progress}
     ended = dataclasses.replace(
-        place, ended=True, detail=job.detail, exit_code=job.exit_code, progress=progress, forgotten=job.forgotten
+        ref,
+        ended=True,
+        detail=job.detail,
+        exit_code=job.exit_code,
+        progress=progress,
+        forgotten=job.forgotten,
+        reason=None if job.reason is None else job.reason.to_json(),
     )
-    if ended != place:
-        update(run, place, ended)
+    if ended != ref:
+        update(run, ref, ended)
 
 
-def record_progress(run: RunDir, place: JobRef, progress: Mapping[str, float]) -> None:
+def record_progress(run: RunDir, ref: JobRef, progress: Mapping[str, float]) -> None:
     """Keep how far the pods were: their output goes with them."""
-    if progress and dict(progress) != dict(place.progress):
-        update(run, place, dataclasses.replace(place, progress=dict(progress)))
+    if progress and dict(progress) != dict(ref.progress):
+        update(run, ref, dataclasses.replace(ref, progress=dict(progress)))
 
 
 def shares_volume(run: RunDir) -> bool:
     """Whether the pods write to this very run directory: they alone begin attempts."""
     return any(attempt.scheduler == "kubernetes" for attempt in read_attempts(run))
+
+
+def next_submission_number(run: RunDir) -> int:
+    """Return the number of this submission: that of a job whose answer was lost is used again."""
+    submission, ref = read_submission(run), read_job_ref(run)
+    recorded = 0 if submission is None else submission_number(submission.job_id)
+    if ref is None:
+        return recorded + 1
+    if not ref.confirmed:
+        before = previous_job_ref(run, ref)
+        return max(recorded, 0 if before is None else submission_number(before.job_id)) + 1
+    known = submission_number(ref.job_id)
+    if known > recorded and not ref.ended:  # found after its answer was lost
+        return known
+    return max(recorded, known) + 1

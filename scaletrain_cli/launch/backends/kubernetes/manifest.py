@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from scaletrain_cli.errors import Problem, SpecError, UsageError
+from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.names import (
     DOCUMENTS_ANNOTATION,
     LONGEST_LABEL_VALUE,
@@ -25,6 +26,7 @@ from scaletrain_cli.launch.backends.kubernetes.pod import OWN_VARIABLES, pod_tem
 from scaletrain_cli.launch.backends.kubernetes.workloads import jobset, training_runtime, trainjob, volcano_job
 from scaletrain_cli.launch.code.snapshot import take_snapshot
 from scaletrain_cli.project_files import project_file
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import code_file
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, documents_of
@@ -129,42 +131,27 @@ def pod_group(spec: RunSpec, workload: Workload) -> dict[str, Any]:
 
 # A spot node on GKE has 30 s in all, and the kubelet leaves pods that are not the system's about half of them.
 _GKE_SPOT_SECONDS = 15
-_CORPUS = "python-stdlib"  # comes with every image
+_CORPUS = "python-stdlib"  # part of every image
 
 
-def notes(spec: RunSpec) -> Iterator[str]:
-    """One sentence or two each, the key that is meant first."""
+def notes(spec: RunSpec) -> Iterator[Reason]:
+    """Yield what the user should know; the sentence of each begins with the key that is meant."""
     kubernetes = spec.cluster.kubernetes
     if kubernetes.image is not None and not kubernetes.image_is_pinned:
-        yield (
-            f"cluster.kubernetes.image = {kubernetes.image}: a tag can come to mean another image between two attempts "
-            "of one run, or between its pods. Name it by digest."
-        )
-    if kubernetes.rdma_resource is not None and kubernetes.ipc_lock:
-        yield (
-            "cluster.kubernetes.ipc_lock: Linux gives IPC_LOCK to root alone, and these pods are not root. RDMA needs "
-            "LimitMEMLOCK=infinity in containerd's unit on the nodes; without it NCCL falls back to TCP, and only its "
-            "log says so. A namespace with the restricted pod security refuses it: set ipc_lock: false there."
-        )
-    elif kubernetes.rdma_resource is not None:
-        yield (
-            "cluster.kubernetes.rdma_resource: needs LimitMEMLOCK=infinity in containerd's unit on the nodes; without "
-            "it NCCL falls back to TCP, and only its log says so."
-        )
+        yield reason("note-image-tag", image=kubernetes.image)
+    if kubernetes.rdma_resource is not None:
+        yield reason("note-ipc-lock" if kubernetes.ipc_lock else "note-rdma")
     if kubernetes.host_network:
-        yield (
-            "cluster.kubernetes.host_network: the pods use ports of their nodes, so no other run may share a node; a "
-            "namespace with the baseline pod security refuses them."
-        )
+        yield reason("note-host-network")
     yield from _about_files(spec)
     yield from _about_gangs(spec)
-    yield from _about_leaving(spec)
+    yield from _about_preemption(spec)
     if ignored := sorted(OWN_VARIABLES & spec.env.keys()):
-        yield f"env: {', '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} set by the launcher and ignored here."
+        yield reason("note-own-variables", names=ignored)
 
 
-def _about_files(spec: RunSpec) -> Iterator[str]:
-    """Paths that mean something else in a pod than here, or nothing."""
+def _about_files(spec: RunSpec) -> Iterator[Reason]:
+    """Yield paths that mean something else in a pod than here, or nothing."""
     kubernetes = spec.cluster.kubernetes
     mounted = [kubernetes.runs.path, *(volume.path for volume in kubernetes.volumes)]
     paths = {
@@ -177,52 +164,29 @@ def _about_files(spec: RunSpec) -> Iterator[str]:
         if path is None:
             continue
         if not PurePosixPath(path).is_absolute():
-            yield (
-                f"{key} = {path}: pods look for it in the working folder of the image, not in this one. Give an "
-                f"absolute path on a volume: {', '.join(mounted)}."
-            )
+            yield reason("note-relative-path", key=key, path=path, mounted=mounted)
         elif not any(PurePosixPath(path).is_relative_to(folder) for folder in mounted):
-            yield (
-                f"{key} = {path}: no volume is mounted there, so it must be in the image. These are: "
-                f"{', '.join(mounted)} (cluster.kubernetes.runs and volumes)."
-            )
+            yield reason("note-unmounted-path", key=key, path=path, mounted=mounted)
 
 
-def _about_gangs(spec: RunSpec) -> Iterator[str]:
+def _about_gangs(spec: RunSpec) -> Iterator[Reason]:
     kubernetes, nodes = spec.cluster.kubernetes, spec.cluster.nodes
     if kubernetes.native_gang != "none":
-        yield (
-            "cluster.kubernetes.native_gang: needs Kubernetes 1.36 with the feature gates GenericWorkload and "
-            "GangScheduling and --runtime-config=scheduling.k8s.io/v1alpha2=true; later versions have other shapes."
-        )
+        yield reason("note-native-gang")
     elif kubernetes.backend != "volcano" and kubernetes.queue is None and nodes > 1:
-        yield (
-            f"cluster.kubernetes.queue: without one nothing keeps {nodes} pods together. Two runs can each hold a part "
-            "of their nodes and wait for the other's for ever. Name a queue of Kueue, or use backend: volcano."
-        )
+        yield reason("note-no-gang", pods=nodes)
     if kubernetes.backend == "trainjob" and kubernetes.ttl_seconds_after_finished is not None:
-        yield "cluster.kubernetes.ttl_seconds_after_finished: the JobSet and its pods go; Trainer keeps the TrainJob."
+        yield reason("note-trainjob-ttl")
 
 
-def _about_leaving(spec: RunSpec) -> Iterator[str]:
+def _about_preemption(spec: RunSpec) -> Iterator[Reason]:
     cluster, kubernetes = spec.cluster, spec.cluster.kubernetes
     on_gke = kubernetes.spot_taint in ("auto", "gke")
     if cluster.spot and on_gke and cluster.grace_seconds > _GKE_SPOT_SECONDS:
-        yield (
-            f"cluster.grace_seconds = {cluster.grace_seconds:g}: a spot node of GKE gives a pod at most about "
-            f"{_GKE_SPOT_SECONDS} s. A checkpoint that takes longer is lost there; save more often instead."
-        )
-    if kubernetes.backend == "volcano" and spec.restarts.preemption == "unlimited":
-        yield (
-            "cluster.kubernetes.backend: Volcano counts evictions as retries and cannot leave them out. Because "
-            "restarts.preemption = unlimited its maxRetry is set out of reach; the budgets for nodes and crashes are "
-            "kept by the run itself."
-        )
-    elif kubernetes.backend == "volcano":
-        yield (
-            "cluster.kubernetes.backend: Volcano counts evictions as retries. Its maxRetry is the sum of all budgets "
-            "of restarts; which of them a restart is charged to, the run itself decides."
-        )
+        yield reason("note-gke-spot", grace=cluster.grace_seconds, given=_GKE_SPOT_SECONDS)
+    if kubernetes.backend == "volcano":
+        unlimited = spec.restarts.preemption == "unlimited"
+        yield reason("note-volcano-unlimited" if unlimited else "note-volcano-retries")
 
 
 Object = dict[str, Any]
@@ -231,14 +195,14 @@ _LARGEST_DOCUMENTS_BYTES = 1_000_000  # an object may have 1 MiB in all
 
 @dataclass(frozen=True)
 class Manifest:
-    """Objects in the order in which they are applied, the workload last, and what is worth telling about them.
+    """Objects in the order in which they are applied, the workload last, and notes for the user about them.
 
     Those before the workload are to be owned by it, so that its end is theirs.
     """
 
     workload: Workload
     objects: tuple[Object, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[Reason, ...] = ()
 
     @property
     def workload_object(self) -> Object:

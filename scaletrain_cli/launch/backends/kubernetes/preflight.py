@@ -31,21 +31,24 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     kind_of,
 )
 from scaletrain_cli.launch.backends.kubernetes.capacity import (
+    NAMES_SHOWN,
     Found,
     missing,
-    names_shown,
     namespace_quota,
     node_capacity,
     problem,
     queue_capacity,
+    unknown_start,
 )
 from scaletrain_cli.launch.backends.kubernetes.derived_objects import children
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest
-from scaletrain_cli.launch.backends.kubernetes.workloads import misses_runtime
+from scaletrain_cli.launch.backends.kubernetes.messages import is_runtime_missing, one_line, pod_refusal_note, reason
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.safe_files import FOLDER_MODE
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
+from scaletrain_cli.text import listed
 
 # Whether what the job names is there: priority classes, claims, the service account, secrets and their keys.
 
@@ -91,8 +94,8 @@ def claims(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
 def _pending_claim(cluster: Cluster, spec: RunSpec, key: str, name: str) -> Found:
     events = cluster.events(spec.cluster.kubernetes.namespace, name)
     if any(event.get("reason") == "WaitForFirstConsumer" for event in events):
-        return f"claim {name} is not bound yet; its volume is made for the first pod that uses it"
-    said = f": {' '.join(str(events[-1].get('message', '')).split())}" if events else ""
+        return reason("claim-unbound", claim=name)
+    said = f": {one_line(events[-1].get('message'))}" if events else ""
     return problem(spec, key, f"the claim is not bound to a volume{said}.", name)
 
 
@@ -117,14 +120,13 @@ def secrets(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
         except RefusedError as error:
             if not error.is_rights:
                 raise
-            names = ", ".join(sorted({name for _, name, _ in wanted}))
-            yield f"you may not read Secrets, so whether {names} are there, with their keys, is not known"
+            yield reason("secrets-unreadable", names=sorted({name for _, name, _ in wanted}))
             return
         if secret is None:
             yield problem(spec, key, f"there is no such Secret in namespace {kubernetes.namespace}.", name)
         elif entry is not None and entry not in secret.get("data", {}):
-            there = names_shown(sorted(secret.get("data", {})))
-            yield problem(spec, key, f"Secret {name} has no key {entry}; it has {there}.", entry)
+            there = listed(sorted(secret.get("data", {})), NAMES_SHOWN) or "none"
+            yield problem(spec, key, f"Secret {name} has no key {entry}; its keys are: {there}.", entry)
 
 
 # Checks that the pods can write to the volume of run directories: its owner, where that is seen, and its driver.
@@ -150,17 +152,21 @@ def volume_rights(cluster: Cluster, spec: RunSpec, run: RunDir | None) -> Iterat
             return
         owner = f"uid {uid}, gid {gid}, mode {mode:04o}"
         text = (
-            f"the pods run as uid {kubernetes.run_as_user}, and could not write {folder} ({owner}). Set "
-            f"cluster.kubernetes.run_as_user: {uid}, or give the folder to uid {kubernetes.run_as_user}."
+            f"the pods run as uid {kubernetes.run_as_user}, which cannot write {folder} ({owner}). Set "
+            f"cluster.kubernetes.run_as_user: {uid}, or change the owner of the folder to {kubernetes.run_as_user}."
         )
         if applied is None and kubernetes.fs_group is not None:  # it may be given to them all the same
-            yield f"{text} Only where the volume takes fs_group {kubernetes.fs_group} is that not needed ({why})"
+            yield reason("volume-owner", text=text, fs_group=kubernetes.fs_group, why=why)
         else:
             yield problem(spec, "run_as_user", text, str(kubernetes.run_as_user))
     elif applied is False and why:
-        yield (
-            f"fs_group {kubernetes.fs_group} has no effect on claim {kubernetes.runs.claim} ({why}): its folder "
-            f"{kubernetes.runs.sub_path or '/'} must be writable by uid {kubernetes.run_as_user}"
+        yield reason(
+            "fs-group-ignored",
+            fs_group=kubernetes.fs_group,
+            claim=kubernetes.runs.claim,
+            why=why,
+            folder=kubernetes.runs.sub_path or "/",
+            uid=kubernetes.run_as_user,
         )
 
 
@@ -234,10 +240,11 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | Non
     if problems:
         count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise SchedulerError(f"{cluster.where}, {version}: {count} would keep the job from starting", problems)
-    notes = tuple(dict.fromkeys((*rendered.notes, *(finding for finding in found if isinstance(finding, str)))))
+    reasons = (*rendered.notes, *(finding for finding in found if isinstance(finding, Reason)))
+    notes = {str(note): note for note in reasons}
     starts = [finding for finding in found if isinstance(finding, Start)]
     unknown = [start for start in starts if start.at is None]  # one thing in the way is enough
-    return PreflightResult((unknown or starts or [_unplanned(spec)])[0], notes)
+    return PreflightResult((unknown or starts or [_unplanned(spec)])[0], tuple(notes), tuple(notes.values()))
 
 
 def pod_spec(objects: Iterable[Object]) -> Object:
@@ -253,14 +260,13 @@ def pod_spec(objects: Iterable[Object]) -> Object:
 
 
 def _unplanned(spec: RunSpec) -> Start:
-    """Of a job that no quota admits, or whose quota may not be looked at."""
+    """Return the start of a job that no quota admits, or whose quota the user may not read."""
+    queue = spec.cluster.kubernetes.queue
     if spec.cluster.kubernetes.kueue:
-        return Start(None, f"the quota of queue {spec.cluster.kubernetes.queue} cannot be looked at")
-    if spec.cluster.kubernetes.queue is not None:
-        room = f"queue {spec.cluster.kubernetes.queue} and the nodes have room for all of it"
-        return Start(None, f"Volcano tells no time: the gang is placed once {room}")
-    pods = "its pod is" if spec.cluster.nodes == 1 else f"its {spec.cluster.nodes} pods are"
-    return Start(None, f"no quota plans ahead: {pods} placed once nodes have room (`scaletrain status --cluster`)")
+        return unknown_start(reason("start-quota-unreadable", queue=queue))
+    if queue is not None:
+        return unknown_start(reason("start-volcano", queue=queue))
+    return unknown_start(reason("start-no-queue", pods=spec.cluster.nodes))
 
 
 def _asked(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Found]:
@@ -273,7 +279,7 @@ def _asked(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Found]
     except RefusedError as error:
         if not error.is_rights:
             raise
-        yield f"not checked: {error.message}"
+        yield reason("not-checked", said=error.message)
 
 
 def _require_namespace(cluster: Cluster, namespace: str, spec: RunSpec) -> None:
@@ -305,7 +311,7 @@ def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Found]:
     except RefusedError as error:
         if error.status == 0 or error.status >= 500:
             raise
-        if body["kind"] == "TrainJob" and misses_runtime(error.said):
+        if body["kind"] == "TrainJob" and is_runtime_missing(error.said):
             return  # a dry run makes none; what becomes of the two is judged below
         what = f"{body['kind']} as it would be sent"
         if not error.problems:
@@ -322,22 +328,13 @@ def _dry_run_child(cluster: Cluster, spec: RunSpec, child: Object) -> Iterator[F
         return
     except RefusedError as error:
         if error.is_rights:
-            yield f"not checked whether the {child['kind']} that is made of it is valid: {error.message}"
+            yield reason("child-not-checked", kind=child["kind"], said=error.message)
             return
         if error.status == 0 or error.status >= 500:
             raise
-        if child["kind"] == "Pod" and (note := _may_pass(error.said)):
+        if child["kind"] == "Pod" and (note := pod_refusal_note(error.said)) is not None:
             yield note
             return
         for cause in error.problems or (Problem("", "", error.said),):
-            words = f"the {child['kind']} that would be made of it is refused: {cause.key} {cause.message}"
-            yield problem(spec, "", " ".join(words.split()))
-
-
-def _may_pass(said: str) -> str:
-    """What refuses a pod now and may not refuse those of the job, in words; empty for a refusal that is certain."""
-    if "exceeded quota" in said:
-        return f"the namespace has no room for a pod of the job now, and the job waits for it: {said}"
-    if "admission webhook" in said or "ValidatingAdmissionPolicy" in said:
-        return f"an admission policy refuses such a pod, perhaps only because no Job owns it: {said}"
-    return ""
+            words = f"the {child['kind']} that would be created from it is refused: {cause.key} {cause.message}"
+            yield problem(spec, "", one_line(words))

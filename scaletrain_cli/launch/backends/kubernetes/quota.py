@@ -1,4 +1,4 @@
-"""Whether a queue of Kueue can ever admit a gang, and whether it could now. Pure: Kueue's objects in, words out.
+"""Whether a queue of Kueue can ever admit a gang, and whether it could now. Pure: Kueue's objects in, reasons out.
 
 A gang takes all resources of one group from one flavor. What can be borrowed is counted generously: a refusal must be
 certain, since Kueue itself is the judge of the rest.
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import Object
+from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.nodes import parse_quantity, quantity_text, tolerated
+from scaletrain_cli.reasons import Reason
 
 Amounts = Mapping[str, Fraction]
 # What every quota of a training cluster is of. Anything else a site may have told Kueue to leave out of all quotas
@@ -22,10 +24,10 @@ _COUNT = "pods"  # a resource that Kueue counts where a queue covers it
 
 @dataclass(frozen=True)
 class QuotaAnswer:
-    """Why never, one reason for each flavor; else what is in the way now. Nothing of either: it fits."""
+    """``never``: why no flavor can ever hold the gang, one reason each; ``busy``: why none can now. Else it fits."""
 
-    never: tuple[str, ...] = ()
-    busy: str = ""
+    never: tuple[Reason, ...] = ()
+    busy: tuple[Reason, ...] = ()
     uncovered: tuple[str, ...] = ()  # asked for, not in the quota, and perhaps not meant to be
 
 
@@ -49,7 +51,7 @@ class Cohort:
 
 
 def accepts_namespace(queue: Object, labels: Mapping[str, str]) -> bool:
-    """Whether a ClusterQueue takes jobs of a namespace with these labels. Without a selector it takes none."""
+    """Return whether a ClusterQueue admits jobs of a namespace with these labels; without a selector it admits none."""
     selector = queue["spec"].get("namespaceSelector")
     if selector is None:
         return False
@@ -77,24 +79,26 @@ def check_quota(
     named = [flavors.get(flavor["name"], {}) for group in groups for flavor in group["flavors"]]
     placed = all("topologyName" in flavor.get("spec", {}) for flavor in named)  # then no pod need ask for it
     uncovered = tuple(name for name in missing if name not in _NEVER_EXCLUDED)
-    never = [f"no flavor has any {name}" for name in missing if name not in uncovered]
-    busy = ""
+    never = [reason("no-flavor", resource=name) for name in missing if name not in uncovered]
+    busy: tuple[Reason, ...] = ()
     for group in groups:
         wanted = _wanted(group, needed)
         if not wanted:
             continue
-        reasons, waits = [], []
+        reasons: list[Reason] = []
+        waits: list[Reason | None] = []
         for flavor in group["flavors"]:
             found = flavors.get(flavor["name"])
             why = _misfit(found, pod) or _misplaced(found, near, placed) or _too_little(queue, flavor, cohort, wanted)
-            if why:
-                reasons.append(f"flavor {flavor['name']}: {why}")
+            if why is not None:
+                reasons.append(Reason(why.code, {"flavor": flavor["name"], **why.params}))
             else:
                 waits.append(_busy(queue, flavor, cohort, wanted))
+        busy_now = [wait for wait in waits if wait is not None]
         if not waits:
             never += reasons
-        elif all(waits):
-            busy = f"flavor {group['flavors'][0]['name']}: {waits[0]}" if len(waits) == 1 else "; ".join(waits)
+        elif len(busy_now) == len(waits):
+            busy = tuple(busy_now)
     return QuotaAnswer(tuple(never), busy, uncovered)
 
 
@@ -110,54 +114,59 @@ def _wanted(group: Object, needed: Amounts) -> dict[str, Fraction]:
     return {name: needed[name] for name in group["coveredResources"] if needed.get(name)}
 
 
-def _misfit(flavor: Object | None, pod: Object) -> str:
-    """Why no pod like this may be on the flavor's nodes."""
+def _misfit(flavor: Object | None, pod: Object) -> Reason | None:
+    """Return why no pod like this may be on the flavor's nodes."""
     if flavor is None:
-        return "there is no such ResourceFlavor"
+        return reason("flavor-missing")
     spec = flavor.get("spec", {})
     tolerations = [*pod.get("tolerations", ()), *spec.get("tolerations", ())]
     for taint in spec.get("nodeTaints", ()):
         if not tolerated(taint, tolerations):
-            return (
-                f"the pods do not tolerate its taint {taint['key']}={taint.get('value', '')}:{taint['effect']} "
-                "(cluster.spot, or cluster.kubernetes.tolerations)"
-            )
+            text = f"{taint['key']}={taint.get('value', '')}:{taint['effect']}"
+            return reason("flavor-taint", taint=text)
     for key, value in pod.get("nodeSelector", {}).items():
         if spec.get("nodeLabels", {}).get(key, value) != value:
-            return f"its nodes have {key}={spec['nodeLabels'][key]}, and the pods ask for {value}"
-    return ""
+            return reason("flavor-label", label=key, has=spec["nodeLabels"][key], wanted=value)
+    return None
 
 
-def _misplaced(flavor: Object | None, near: TopologyRequest | None, placed: bool) -> str:
-    """Why Kueue's placement takes no such pods for the flavor; its own words name another flavor's quota instead."""
+def _misplaced(flavor: Object | None, near: TopologyRequest | None, placed: bool) -> Reason | None:
+    """Return why Kueue's placement refuses such pods for the flavor; its own message names another flavor's quota."""
     topology = (flavor or {}).get("spec", {}).get("topologyName")
     if near is None:
         lacks = topology is not None and not placed
-        return "it takes only pods that ask for a topology (cluster.kubernetes.topology)" if lacks else ""
+        return reason("flavor-needs-topology") if lacks else None
     if topology is None:
-        return "it has no Topology, for which the job asks (cluster.kubernetes.topology)"
+        return reason("flavor-without-topology")
     levels = near.known.get(topology)
     if levels is not None and near.level is not None and near.level not in levels:
-        return f"its Topology {topology} has no level {near.level}; it has {', '.join(levels)}"
-    return ""
+        return reason("flavor-without-level", topology=topology, level=near.level, levels=list(levels))
+    return None
 
 
-def _too_little(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Amounts) -> str:
+def _too_little(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Amounts) -> Reason | None:
+    """Return which resource the flavor can never hold enough of."""
     for name, amount in wanted.items():
         most = _most(queue, flavor, cohort, name)
         if most is not None and amount > most:
-            return f"the job needs {quantity_text(amount)} {name}, and there are {quantity_text(most)} at the most"
-    return ""
+            return reason("flavor-too-small", resource=name, needed=quantity_text(amount), total=quantity_text(most))
+    return None
 
 
-def _busy(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Amounts) -> str:
-    """What others have of the quota now, where too little is left; empty when it would fit."""
+def _busy(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Amounts) -> Reason | None:
+    """Return which resource of the flavor others use too much of now; None where the gang would fit."""
     for name, amount in wanted.items():
         most, taken = _most(queue, flavor, cohort, name), _reserved(queue, flavor["name"], name)
         if most is not None and amount > most - taken:
-            used = f"{quantity_text(taken)} of {quantity_text(most)} {name} are used"
-            return f"{used}, and the job needs {quantity_text(amount)}"
-    return ""
+            return reason(
+                "flavor-busy",
+                flavor=flavor["name"],
+                resource=name,
+                used=quantity_text(taken),
+                total=quantity_text(most),
+                needed=quantity_text(amount),
+            )
+    return None
 
 
 def _most(queue: Object, flavor: Object, cohort: Cohort | None, resource: str) -> Fraction | None:

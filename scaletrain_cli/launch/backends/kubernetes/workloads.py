@@ -7,7 +7,6 @@ where the run may be preempted without limit its retries have none either, and p
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode
@@ -141,8 +140,6 @@ RUNTIME_API_VERSION = "trainer.kubeflow.org/v1alpha1"
 RUNTIME_KIND = "TrainingRuntime"
 # By this label on a replicated job Trainer knows the one that has the nodes.
 _ANCESTOR = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-# Trainer's webhook, and Kueue's.
-_NO_RUNTIME = re.compile(r"must be created before the TrainJob|runtime '[^']*' not found")
 
 
 def training_runtime(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> dict[str, Any]:
@@ -176,11 +173,6 @@ def trainjob(spec: RunSpec, workload: Workload) -> dict[str, Any]:
             "trainer": {"numNodes": spec.cluster.nodes},
         },
     }
-
-
-def misses_runtime(said: str) -> bool:
-    """Whether a refusal of a TrainJob is for want of its runtime: not made yet, or not yet seen by who refuses."""
-    return _NO_RUNTIME.search(said) is not None
 
 
 def _metadata(spec: RunSpec, workload: Workload) -> dict[str, Any]:

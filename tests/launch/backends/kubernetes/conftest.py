@@ -26,7 +26,7 @@ SETTINGS = (
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
     """A server, with a kubeconfig whose current context is it. A lost answer is asked for again at once."""
     fake = FakeApi()
-    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.backend._LOST_ANSWER_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.objects._LOST_ANSWER_PAUSES", (0.0, 0.0))
     with serve(fake) as url:
         monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", url)))
         yield fake

@@ -109,7 +109,7 @@ def test_a_trainjob_is_sent_again_until_the_webhooks_know_its_runtime(
     make_run: Callable[..., MadeRun], api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They read runtimes from a cache: one that was made a moment ago is not there yet."""
-    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.backend._RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.objects._RETRY_SECONDS", 0.0)
     trained = make_run(*SETTINGS, "cluster.kubernetes.backend=trainjob")
     api.stale = 3
     submit(trained)
@@ -121,7 +121,7 @@ def test_a_trainjob_is_sent_again_until_the_webhooks_know_its_runtime(
 def test_a_trainjob_whose_runtime_is_never_seen_leaves_nothing_behind(
     make_run: Callable[..., MadeRun], api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.backend._RUNTIME_SECONDS", 0.0)
+    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.objects._RUNTIME_SECONDS", 0.0)
     api.stale = 1000
     with pytest.raises(SchedulerError, match="must be created before the TrainJob"):
         submit(make_run(*SETTINGS, "cluster.kubernetes.backend=trainjob"))
@@ -202,7 +202,7 @@ def test_a_job_that_went_without_being_seen_to_end_is_called_neither_finished_no
     submit(made)
     api.objects.clear()
     found = run_status(made.run)
-    assert (found.state, "does not say how it ended" in found.why) == ("unknown", True)
+    assert (found.state, "does not report how it ended" in found.why) == ("unknown", True)
     assert is_over(made.run, found), "or who waits for its end would wait for ever"
     assert exit_code_of(made.run, found) == 4
     assert not inspect_resume(made.run).active

@@ -73,7 +73,7 @@ def test_a_node_that_does_not_report_is_named() -> None:
 
 def test_a_restarted_gang_says_so() -> None:
     job = judged(jobset(restarts=2), pod(NAME, 0), pod(NAME, 1))
-    assert job.detail == "all 2 pods running (restart 2)"
+    assert job.detail == "all 2 pods running; restart 2"
 
 
 def test_pods_that_end_one_after_another_still_run() -> None:
@@ -176,7 +176,7 @@ def test_an_unknown_priority_class_is_recognised_by_the_silence_that_follows() -
     whole["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] = "urgent"
     job = judged(whole)
     assert job.state == "queued"
-    assert "made no Workload" in job.detail
+    assert "created no Workload" in job.detail
     assert "priority class urgent is unknown" in job.detail
 
 
@@ -196,14 +196,14 @@ def test_a_queue_that_is_not_there_and_a_job_that_is_held_are_told() -> None:
 def test_an_admission_check_that_is_not_ready_is_told() -> None:
     checks = [{"name": "provision", "state": "Pending", "message": "waiting for capacity"}]
     reserved = workload(condition("QuotaReserved"), admissionChecks=checks)
-    assert "provision says waiting for capacity" in judged(jobset(queue="q", suspend=True), queued=reserved).detail
+    assert "provision reports: waiting for capacity" in judged(jobset(queue="q", suspend=True), queued=reserved).detail
 
 
 def test_pods_without_room_have_the_schedulers_words() -> None:
     said = "0/4 nodes are available: 4 Insufficient nvidia.com/gpu."
     waiting = pod(NAME, 1, phase="Pending", node=None, conditions=[condition("PodScheduled", "False", "X", said)])
     job = judged(jobset(), pod(NAME, 0), waiting)
-    assert (job.state, job.detail) == ("queued", f"1 of 2 pods run; no room: {said}")
+    assert (job.state, job.detail) == ("queued", f"1 of 2 pods running; unschedulable: {said}")
 
 
 @pytest.mark.parametrize("reason", ["ImagePullBackOff", "ErrImagePull", "CreateContainerConfigError"])
@@ -229,13 +229,13 @@ def test_a_volume_that_cannot_be_mounted_and_a_pod_that_is_refused_are_told() ->
 def test_pods_that_pull_their_image_are_starting() -> None:
     job = judged(jobset(), pod(NAME, 0, phase="Pending"), pod(NAME, 1, phase="Pending"))
     assert (job.state, "2 pods starting" in job.detail) == ("queued", True)
-    assert "being made" in judged(jobset()).detail
+    assert "being created" in judged(jobset()).detail
 
 
 def test_a_gang_that_makes_room_for_its_successor_is_queued() -> None:
     leaving = pod(NAME, 0, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
     job = judged(jobset(restarts=1), leaving)
-    assert (job.state, job.detail) == ("queued", "1 pod of the last gang leaving (restart 1)")
+    assert (job.state, job.detail) == ("queued", "1 pod of the last gang leaving; restart 1")
 
 
 def test_a_job_that_is_being_deleted_is_not_over_until_its_pods_are_gone() -> None:
@@ -378,7 +378,7 @@ def test_a_trainjob_has_the_cause_and_the_restarts_of_its_jobset() -> None:
     below = jobset(condition("Failed", reason="ReachedMaxRestarts", message="restarted 13 times"), restarts=13)
     assert "ReachedMaxRestarts: restarted 13 times" in judged(whole, jobset=below).detail
     running = judged({**whole, "status": {}}, pod(NAME, 0), pod(NAME, 1), jobset=jobset(restarts=4))
-    assert running.detail == "all 2 pods running (restart 4)"
+    assert running.detail == "all 2 pods running; restart 4"
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_pods_on_a_node_that_does_not_report_are_not_said_to_save_or_to_pull() -
     silence = "node n2 does not report, 1 pod on it may be lost"
     assert judged(jobset(metadata=mark), *gang, nodes=nodes).detail == f"cancelled; 1 pod saving and leaving; {silence}"
     assert judged(jobset(restarts=1), *gang, nodes=nodes).detail == (
-        f"1 pod of the last gang leaving; {silence} (restart 1)"
+        f"1 pod of the last gang leaving; {silence}; restart 1"
     )
     starting = (pod(NAME, 0, phase="Pending", node="n1"), pod(NAME, 1, phase="Pending", node="n2"))
     assert judged(jobset(), *starting, nodes=nodes).detail == (

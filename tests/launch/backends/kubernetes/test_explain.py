@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,15 +10,26 @@ import pytest
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.explain import why_it_waits
+from scaletrain_cli.launch.backends.kubernetes.messages import (
+    deactivation,
+    event_reason,
+    eviction,
+    preemption,
+    queue_wait,
+    unschedulable,
+)
 from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.finding import Finding
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import submit_run
+from scaletrain_cli.reasons import Reason
 from tests.launch.backends.kubernetes.conftest import condition, ended, pod
 from tests.launch.backends.kubernetes.fake_api import FakeApi
 from tests.launch.conftest import MadeRun
 
 GROUP = "jobset.x-k8s.io"
+PULL = {"reason": "Failed", "message": "Failed to pull image"}
+MOUNT = {"reason": "FailedMount", "message": "x"}
 
 
 @pytest.fixture
@@ -86,7 +98,7 @@ def test_a_run_that_runs_says_how_far_it_is_and_one_that_ended_has_the_clusters_
         (3, "cannot run as the spec asks", "--set KEY=VALUE"),
         (93, "another attempt would not help", "Remove the cause before"),
         (5, "is not what was planned", "Correct what the message names"),
-        (1, "has ended: failed", "continues from the newest valid checkpoint"),
+        (1, "has ended: failed", "continues from the latest valid checkpoint"),
     ],
 )
 def test_after_an_end_only_that_is_advised_which_helps(
@@ -123,47 +135,43 @@ def test_a_cluster_that_is_silent_is_told(made: MadeRun, api: FakeApi, whole: di
 
 
 @pytest.mark.parametrize(
-    ("why", "cause", "for_ever"),
+    ("reason", "cause", "for_ever"),
     [
-        ("waits in queue q: insufficient unused quota", "quota", False),
-        ("waits in queue q: LocalQueue q doesn't exist", "never-satisfiable", True),
-        ("preempted by Kueue (by x); waits in queue q: no quota", "priority", False),
-        ("preempted by Kueue (... due to reclamation within the cohort; preemptor path: /b)", "quota", False),
-        ("preempted by Kueue (... due to Fair Sharing within the cohort); waits in queue q", "quota", False),
-        ("evicted by Kueue (PodsReadyTimeout: x); waits in queue q", "resources", False),
-        ("evicted by Kueue (NodeFailures: no replacement); waits in queue q", "resources", False),
-        ("evicted by Kueue (ClusterQueueStopped: x); waits in queue q: ClusterQueue c is inactive", "held", False),
-        ("waits in queue q: LocalQueue q is inactive", "held", False),
-        ("waits in queue q: resource memory unavailable in ClusterQueue", "never-satisfiable", True),
-        (
-            "waits in queue q: insufficient quota for x in flavor f, request (64) > maximum capacity (32)",
-            "quota",
-            False,
-        ),
-        ("held by Kueue: spec.active of Workload w is false (DeactivatedDueToAdmissionCheck: x)", "held", True),
-        ("jobset j: JobCreationFailed: failed calling webhook", "starting", False),
-        ("held by Kueue: spec.active of Workload w is false", "held", True),
-        ("pod p: the image cannot be pulled (ErrImagePull: x)", "image", False),
-        ("pod p: FailedMount: x", "volume", False),
-        ("job j: FailedCreate: exceeded quota", "quota", False),
-        ("1 of 2 pods run; no room: 0/4 nodes are available", "resources", False),
-        ("pod p is held by a scheduling gate: kueue.x-k8s.io/topology", "admission", False),
-        ("no room: 0/4 nodes are available: 4 node(s) didn't match Pod's node affinity/selector", "placement", False),
-        ("no room: 0/4 nodes are available: 4 node(s) had untolerated taint {spot: true}", "placement", False),
-        ("no room: 0/4 nodes are available: 4 node(s) were unschedulable.", "placement", False),
-        (
-            "evicted by Kueue (PodsReadyTimeout: x); pod p: Failed: Failed to pull image; waits in queue q",
-            "image",
-            False,
-        ),
-        ("2 pods starting: pulling the image or mounting volumes", "starting", False),
-        ("something new", "unknown", False),
+        (queue_wait("q", "insufficient unused quota"), "quota", False),
+        (queue_wait("q", "LocalQueue q doesn't exist"), "never-satisfiable", True),
+        (queue_wait("q", "LocalQueue q is inactive"), "held", False),
+        (queue_wait("q", "resource memory unavailable in ClusterQueue"), "never-satisfiable", True),
+        (queue_wait("q", "insufficient quota for x in flavor f, request (64) > maximum capacity (32)"), "quota", False),
+        (preemption("Preempted to accommodate a workload"), "priority", False),
+        (preemption("... due to reclamation within the cohort; preemptor path: /b"), "quota", False),
+        (preemption("... due to Fair Sharing within the cohort"), "quota", False),
+        (eviction("PodsReadyTimeout", "x", None), "resources", False),
+        (eviction("PodsReadyTimeout", "x", event_reason(PULL)), "image", False),
+        (eviction("PodsReadyTimeout", "x", event_reason(MOUNT)), "volume", False),
+        (eviction("NodeFailures", "no replacement", None), "resources", False),
+        (eviction("ClusterQueueStopped", "x", None), "held", False),
+        (deactivation("w", "DeactivatedDueToAdmissionCheck", "x"), "held", True),
+        (deactivation("w", "", ""), "held", True),
+        (event_reason({"reason": "JobCreationFailed", "message": "failed calling webhook"}), "starting", False),
+        (event_reason({"reason": "FailedCreate", "message": "exceeded quota"}), "quota", False),
+        (event_reason(MOUNT), "volume", False),
+        (unschedulable("0/4 nodes are available"), "resources", False),
+        (unschedulable("4 node(s) didn't match Pod's node affinity/selector"), "placement", False),
+        (unschedulable("4 node(s) had untolerated taint {spot: true}"), "placement", False),
+        (unschedulable("4 node(s) were unschedulable."), "placement", False),
+        (Reason("kubernetes.image-not-pulled", {"pod": "p", "state": "ErrImagePull", "said": "x"}), "image", False),
+        (Reason("kubernetes.scheduling-gate", {"pod": "p", "said": "x"}), "admission", False),
+        (Reason("kubernetes.pods-starting", {"pods": 2}), "starting", False),
+        (Reason("kubernetes.something-new"), "unknown", False),
+        (None, "unknown", False),
     ],
 )
-def test_every_wait_has_a_cause(made: MadeRun, whole: dict[str, Any], why: str, cause: str, for_ever: bool) -> None:
+def test_every_wait_has_a_cause(
+    made: MadeRun, whole: dict[str, Any], reason: Reason | None, cause: str, for_ever: bool
+) -> None:
     status = run_status(made.run)
-    object.__setattr__(status, "why", why)
+    status = dataclasses.replace(status, job=dataclasses.replace(status.job, reason=reason), why=str(reason))
     found = why_it_waits(made.run, made.record, status)
     assert (found.cause, found.waits_for_ever) == (cause, for_ever)
-    assert found.evidence[0].text == why
+    assert found.evidence[0].text == str(reason)
     assert "{" not in "".join(found.actions)

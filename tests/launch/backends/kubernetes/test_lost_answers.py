@@ -129,7 +129,7 @@ def test_a_request_that_may_still_be_done_is_neither_over_nor_cancelled(
     del api.refusals[("create", "jobsets")]
     found = job(made)
     assert (found.state, found.may_be_active) == ("unknown", True)
-    assert "whether it takes it is known in" in found.detail
+    assert "the outcome is known in" in found.detail
     with pytest.raises(SchedulerError, match="Repeat `scaletrain cancel"):
         cancel(made)
     assert not made.run.is_told_to_stop
@@ -178,7 +178,7 @@ def test_the_submitter_knows_better_than_who_looked_meanwhile(
         return made_of_it
 
     monkeypatch.setattr(Cluster, "apply", slow)
-    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.backend._LOST_ANSWER_PAUSES", ())
+    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.objects._LOST_ANSWER_PAUSES", ())
     with contextlib.nullcontext() if answered else pytest.raises(SchedulerSilentError):
         resume(made.run)
     assert (job(made).id, job(made).state) == (first[:-1] + "2", "queued")
@@ -385,7 +385,7 @@ def test_a_jobset_of_a_trainjob_that_is_gone_is_not_over(make_run: Callable[...,
     api.put("jobsets", {"metadata": metadata, "status": {"restarts": 3}}, "jobset.x-k8s.io")
     for index in (0, 1):
         api.put("pods", pod(name, index))
-    assert job(made).detail == "all 2 pods running (restart 3)"
+    assert job(made).detail == "all 2 pods running; restart 3"
     for plural in ("trainjobs", "pods"):
         api.objects = {key: body for key, body in api.objects.items() if key[1] != plural}
     assert job(made).state == "ending"

@@ -56,7 +56,7 @@ def test_every_option_is_rendered_as_accepted(backend: str, golden: Callable[[st
         avoid=("gpu-17", "gpu-4"),
     )
     golden(f"kubernetes/{backend}/every-option.yaml", to_yaml(made.objects))
-    golden(f"kubernetes/{backend}/every-option-notes.txt", "".join(f"{note}\n" for note in made.notes))
+    golden(f"kubernetes/{backend}/every-option-notes.txt", "".join(f"{note}\n" for note in map(str, made.notes)))
 
 
 def test_a_gang_is_one_indexed_job_that_replaces_no_pod() -> None:
@@ -182,10 +182,10 @@ def test_rdma_brings_its_capability_and_the_reason_why_that_is_not_enough() -> N
     made = rendered_recipe(SPOT, "cluster.kubernetes.rdma_resource=rdma/ib")
     assert container_of(made)["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
     assert container_of(made)["resources"]["limits"]["rdma/ib"] == "1"
-    assert any("LimitMEMLOCK=infinity" in note and "not root" in note for note in made.notes)
+    assert any("LimitMEMLOCK=infinity" in note and "not root" in note for note in map(str, made.notes))
     without = rendered_recipe(SPOT, "cluster.kubernetes.rdma_resource=rdma/ib", "cluster.kubernetes.ipc_lock=false")
     assert "add" not in container_of(without)["securityContext"]["capabilities"]
-    assert any("LimitMEMLOCK=infinity" in note for note in without.notes)
+    assert any("LimitMEMLOCK=infinity" in note for note in map(str, without.notes))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_volcano_starts_all_pods_or_none_and_says_what_its_retries_count() -> No
     assert job["networkTopology"] == {"mode": "hard", "highestTierName": "rack"}
     assert job["plugins"]["svc"] == ["--publish-not-ready-addresses=true"]
     assert job["maxRetry"] == 1_000_000
-    assert any("evictions" in note for note in made.notes)
+    assert any("evictions" in note for note in map(str, made.notes))
     counted = rendered_recipe(SPOT, *options, "restarts.preemption=5").workload_object["spec"]
     assert counted["maxRetry"] == 50 + 3 + 5 + 1
 
@@ -314,9 +314,11 @@ def test_the_native_gang_is_rendered_only_when_asked_for() -> None:
 
 
 def test_without_a_queue_a_run_of_several_nodes_is_told_that_it_is_no_gang() -> None:
-    assert any("nothing keeps 16 pods together" in note for note in rendered_recipe(SPOT).notes)
+    assert any("nothing schedules 16 pods together" in note for note in map(str, rendered_recipe(SPOT).notes))
     for option in ("queue=team-a", "backend=volcano", "native_gang=v1alpha2"):
-        assert not any("pods together" in note for note in rendered_recipe(SPOT, f"cluster.kubernetes.{option}").notes)
+        assert not any(
+            "pods together" in note for note in map(str, rendered_recipe(SPOT, f"cluster.kubernetes.{option}").notes)
+        )
 
 
 def test_bad_nodes_are_kept_off_by_label_and_by_name() -> None:
@@ -396,8 +398,8 @@ def test_what_the_launcher_sets_itself_is_set_once() -> None:
     names = [each["name"] for each in container_of(made)["env"]]
     assert len(names) == len(set(names))
     assert environment_of(made)["MASTER_PORT"] == "29500"
-    assert any("MASTER_PORT" in note for note in made.notes)
-    assert any("a/b:1" in note and "digest" in note for note in made.notes)
+    assert any("MASTER_PORT" in note for note in map(str, made.notes))
+    assert any("a/b:1" in note and "digest" in note for note in map(str, made.notes))
 
 
 def test_a_priority_that_no_label_can_hold_is_refused_with_a_queue_of_kueue() -> None:
@@ -427,6 +429,10 @@ def test_a_secret_under_the_name_of_a_variable_that_the_launcher_sets_is_refused
 )
 def test_a_path_that_pods_do_not_see_is_told(setting: str, words: str) -> None:
     volumes = "cluster.kubernetes.volumes=[{claim: text, path: /data}]"
-    told = [note for note in rendered_recipe(SMALL, volumes, setting).notes if "volume" in note or "folder" in note]
+    told = [
+        note
+        for note in map(str, rendered_recipe(SMALL, volumes, setting).notes)
+        if "volume" in note or "folder" in note
+    ]
     assert len(told) == bool(words)
     assert words in "".join(told)

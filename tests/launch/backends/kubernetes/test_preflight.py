@@ -125,7 +125,7 @@ def test_a_quota_that_can_never_fit_is_told_apart_from_one_that_is_busy(
 ) -> None:
     whole = put_queue(api, gpus=8)
     text = problems(preflight, *QUEUE)
-    assert "can never admit it: flavor h100: the job needs 16 nvidia.com/gpu, and there are 8 at the most" in text
+    assert "can never admit it: flavor h100: the job needs 16 nvidia.com/gpu, and there are at most 8" in text
     resources = whole["spec"]["resourceGroups"][0]["flavors"][0]["resources"]
     resources[0]["nominalQuota"] = "16"
     assert not [note for note in preflight(*QUEUE) if "busy" in note]
@@ -138,11 +138,11 @@ def test_a_quota_that_can_never_fit_is_told_apart_from_one_that_is_busy(
 def test_the_start_is_now_where_quota_is_free_and_else_not_known_and_why(
     outlook: Callable[..., PreflightResult], api: FakeApi
 ) -> None:
-    assert (outlook(*GPU).start.at, outlook(*GPU).start.why[:20]) == (None, "no quota plans ahead")
+    assert (outlook(*GPU).start.at, outlook(*GPU).start.why[:17]) == (None, "there is no queue")
     whole = put_queue(api)
     start = outlook(*QUEUE).start
     assert start.at is not None
-    assert "queue team-a has quota free and nothing waits for it" in start.why
+    assert "queue team-a has quota free and no job waits for it" in start.why
     whole["status"]["pendingWorkloads"] = 3
     start = outlook(*QUEUE).start
     assert (start.at, "quota free, with 3 jobs before it at the most" in start.why) == (None, True)
@@ -161,7 +161,7 @@ def test_what_can_be_borrowed_counts(preflight: Callable[..., list[str]], api: F
     api.put("clusterqueues", lender, KUEUE, "")
     assert preflight(*QUEUE) is not None
     whole["spec"]["resourceGroups"][0]["flavors"][0]["resources"][0]["borrowingLimit"] = "4"
-    assert "there are 12 at the most" in problems(preflight, *QUEUE)
+    assert "there are at most 12" in problems(preflight, *QUEUE)
 
 
 def test_a_resource_that_no_flavor_covers_waits_for_ever(preflight: Callable[..., list[str]], api: FakeApi) -> None:
@@ -173,7 +173,7 @@ def test_a_resource_that_no_flavor_covers_waits_for_ever(preflight: Callable[...
     for node in api.all("nodes"):
         node["status"]["allocatable"]["rdma/hca"] = "1"
     notes = preflight(*QUEUE, "cluster.kubernetes.rdma_resource=rdma/hca")
-    assert any("covers rdma/hca: the job waits for ever unless" in note for note in notes)
+    assert any("covers rdma/hca: the job waits indefinitely unless" in note for note in notes)
 
 
 def test_a_flavor_whose_taint_is_not_tolerated_does_not_count(
@@ -193,7 +193,7 @@ def test_queues_that_are_held_or_broken_are_told(preflight: Callable[..., list[s
     whole["status"]["conditions"] = [condition("Active", "False", "FlavorNotFound", "references missing flavors")]
     assert "ClusterQueue training is not active: FlavorNotFound" in problems(preflight, *QUEUE)
     del api.objects[(KUEUE, "clusterqueues", "", "training")]
-    assert "leads to ClusterQueue training, which is not there" in problems(preflight, *QUEUE)
+    assert "points to ClusterQueue training, which does not exist" in problems(preflight, *QUEUE)
     for version in [version for version in api.installed if version.startswith(KUEUE)]:
         del api.installed[version]
     assert "has no LocalQueue of kueue.x-k8s.io/v1beta2. Install it" in problems(preflight, *QUEUE)
@@ -201,7 +201,7 @@ def test_queues_that_are_held_or_broken_are_told(preflight: Callable[..., list[s
 
 def test_a_queue_that_takes_no_jobs_of_the_namespace_is_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
     whole = put_queue(api, namespaceSelector=None)
-    refused = "takes no jobs of namespace ml (its namespaceSelector)"
+    refused = "admits no jobs of namespace ml (its namespaceSelector)"
     assert refused in problems(preflight, *QUEUE)
     api.put("namespaces", {"metadata": {"name": "ml", "labels": {"team": "a"}}}, namespace="")
     for selector, taken in [
@@ -236,7 +236,7 @@ def test_secrets_and_their_keys_are_looked_for_and_need_not_be_readable(
     assert "there is no such Secret in namespace ml" in problems(preflight, *wanted)
     api.put("secrets", {"metadata": {"name": "hub"}, "data": {"other": "aGlkZGVu"}})
     text = problems(preflight, *wanted)
-    assert "Secret hub has no key token; it has other" in text
+    assert "Secret hub has no key token; its keys are: other" in text
     assert "aGlkZGVu" not in text
     api.forbid("get", "secrets")
     assert any("you may not read Secrets" in note for note in preflight(*wanted))
@@ -246,7 +246,9 @@ def test_without_a_queue_nodes_that_could_ever_do_are_counted(
     preflight: Callable[..., list[str]], api: FakeApi
 ) -> None:
     text = problems(preflight, *GPU, "cluster.kubernetes.gpu_product=B200")
-    assert "the 4 nodes can ever run 0 pods of it, and 2 are needed (4 lack label nvidia.com/gpu.product=B200)" in text
+    assert (
+        "the 4 nodes can run at most 0 of its pods, and 2 are needed (4 lack label nvidia.com/gpu.product=B200)" in text
+    )
     taint = {"key": "team", "value": "b", "effect": "NoSchedule"}
     for number in range(3):
         api.put("nodes", gpu_node(f"n{number}", taints=[taint]), namespace="")
@@ -280,7 +282,9 @@ def test_a_template_that_no_job_may_have_is_a_problem(preflight: Callable[..., l
     causes = [{"field": "spec.template.spec.restartPolicy", "message": "Unsupported value"}]
     api.refusals[("create", "jobs")] = (422, status(422, "Invalid", "invalid", name="j", causes=causes))
     text = problems(preflight, *GPU)
-    assert "the Job that would be made of it is refused: spec.template.spec.restartPolicy Unsupported value" in text
+    assert (
+        "the Job that would be created from it is refused: spec.template.spec.restartPolicy Unsupported value" in text
+    )
 
 
 def test_who_may_not_make_jobs_is_told_that_the_child_was_not_checked(
@@ -326,7 +330,7 @@ def test_a_pod_that_the_namespace_never_takes_is_a_problem_before_anything_is_se
     """The API server takes a Job whose pods break the namespace's security level, and refuses each pod of it."""
     said = 'pods "x" is forbidden: violates PodSecurity "restricted:latest": unrestricted capabilities (IPC_LOCK)'
     api.refusals[("create", "pods")] = (403, status(403, "Forbidden", said))
-    assert f"the Pod that would be made of it is refused: {said}" in problems(preflight, *GPU)
+    assert f"the Pod that would be created from it is refused: {said}" in problems(preflight, *GPU)
     api.forbid("create", "pods")
     assert any("not checked whether the Pod" in note for note in preflight(*GPU))
 
@@ -375,7 +379,7 @@ def test_a_job_without_a_topology_has_no_flavor_with_one_unless_all_have(
     group["flavors"].append({"name": "placed", "resources": [*large[:1], *group["flavors"][0]["resources"][1:]]})
     spec = {"nodeLabels": {PRODUCT: "H100"}, "topologyName": "racks"}
     api.put("resourceflavors", {"metadata": {"name": "placed"}, "spec": spec}, KUEUE, "")
-    assert "flavor placed: it takes only pods that ask for a topology" in problems(preflight, *QUEUE)
+    assert "flavor placed: it admits only pods that ask for a topology" in problems(preflight, *QUEUE)
     api.objects[(KUEUE, "resourceflavors", "", "h100")]["spec"]["topologyName"] = "racks"
     preflight(*QUEUE)
 
@@ -385,14 +389,14 @@ def test_pods_are_counted_where_a_queue_counts_them(preflight: Callable[..., lis
     (group,) = whole["spec"]["resourceGroups"]
     group["coveredResources"].append("pods")
     group["flavors"][0]["resources"].append({"name": "pods", "nominalQuota": "1"})
-    assert "the job needs 2 pods, and there are 1 at the most" in problems(preflight, *QUEUE)
+    assert "the job needs 2 pods, and there are at most 1" in problems(preflight, *QUEUE)
 
 
 def test_a_volcano_queue_must_be_open(preflight: Callable[..., list[str]], api: FakeApi) -> None:
     volcano = (*GPU, "cluster.kubernetes.backend=volcano", "cluster.kubernetes.queue=q")
     assert "no such Volcano queue" in problems(preflight, *volcano)
     api.put("queues", {"metadata": {"name": "q"}, "status": {"state": "Closed"}}, "scheduling.volcano.sh", "")
-    assert "is Closed, and takes no jobs" in problems(preflight, *volcano)
+    assert "is Closed, and admits no jobs" in problems(preflight, *volcano)
 
 
 def test_a_volcano_queue_that_can_never_hold_the_gang_is_told_from_one_that_is_busy(
@@ -401,7 +405,7 @@ def test_a_volcano_queue_that_can_never_hold_the_gang_is_told_from_one_that_is_b
     volcano = (*GPU, "cluster.kubernetes.backend=volcano", "cluster.kubernetes.queue=q")
     queue: dict[str, Any] = {"metadata": {"name": "q"}, "spec": {"capability": {"nvidia.com/gpu": "8"}}}
     api.put("queues", queue, "scheduling.volcano.sh", "")
-    assert "needs 16 nvidia.com/gpu, and its capability is 8" in problems(preflight, *volcano)
+    assert "needs 16 nvidia.com/gpu, and the capability is 8" in problems(preflight, *volcano)
     queue["spec"]["capability"]["nvidia.com/gpu"] = "16"
     assert not [note for note in preflight(*volcano) if "busy" in note]
     queue["status"] = {"state": "Open", "allocated": {"nvidia.com/gpu": "8"}}
@@ -452,10 +456,10 @@ def test_a_run_directory_that_the_pods_could_not_write_is_refused_before_anythin
         "cluster.kubernetes.run_as_user=4711",
     )
     put_volume(api, "None")
-    with pytest.raises(SchedulerError, match=f"could not write {tmp_path}"):
+    with pytest.raises(SchedulerError, match=f"cannot write {tmp_path}"):
         outlook(*settings)
     put_volume(api, "File")
-    assert not [note for note in outlook(*settings).notes if "could not write" in note]
+    assert not [note for note in outlook(*settings).notes if "cannot write" in note]
 
 
 @pytest.mark.parametrize(
@@ -483,7 +487,9 @@ def test_a_run_directory_of_another_user_is_refused_by_resume(api: FakeApi, make
     begin_attempt(made.run, made.record.spec, scheduler="kubernetes", job_id="jobset/x-s1", nodes=("n",))
     if os.geteuid() == 0:
         os.chown(made.run.path, 4711, 4711)
-    with pytest.raises(SchedulerError, match=r"could not write .*run_as_user: \d+, or give the folder to uid 1000"):
+    with pytest.raises(
+        SchedulerError, match=r"cannot write .*run_as_user: \d+, or change the owner of the folder to 1000"
+    ):
         KubernetesBackend().preflight(made.record.spec, made.record.plan, made.run)
 
 
@@ -508,7 +514,7 @@ def test_a_queue_that_is_held_takes_the_job_and_makes_it_wait(
 @pytest.mark.parametrize(
     ("settings", "spec", "told"),
     [
-        (("cluster.kubernetes.node_selector={rack: r9}",), {}, "can ever run 0 pods of it, and 2 are needed"),
+        (("cluster.kubernetes.node_selector={rack: r9}",), {}, "can run at most 0 of its pods, and 2 are needed"),
         ((), {"taints": [{"key": "team", "value": "b", "effect": "NoSchedule"}]}, "a toleration of team=b:NoSchedule"),
     ],
 )
@@ -533,7 +539,7 @@ def test_a_job_whose_nodes_are_cordoned_does_not_start_now_although_the_queue_ha
         api.put("nodes", gpu_node(f"n{number}", unschedulable=True), namespace="")
     found = outlook(*QUEUE)
     assert (found.start.at, found.start.why) == (None, "nodes that it needs are cordoned")
-    assert any("3 nodes that would do take no pods now (cordoned)" in note for note in found.notes)
+    assert any("3 suitable nodes are cordoned" in note for note in found.notes)
 
 
 def test_a_queue_may_put_the_job_on_the_nodes_of_any_flavor(

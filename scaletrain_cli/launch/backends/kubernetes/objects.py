@@ -1,0 +1,190 @@
+"""Create, mark and delete the objects of a submission; a lost answer or a refusal leaves nothing half done."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster
+from scaletrain_cli.launch.backends.kubernetes.api_errors import RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
+    CONFIG_MAP,
+    NATIVE_POD_GROUP,
+    RUNTIME,
+    TRAIN_JOB,
+    Kind,
+    Object,
+    kind_of,
+)
+from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED
+from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef
+from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest
+from scaletrain_cli.launch.backends.kubernetes.messages import is_runtime_missing
+from scaletrain_cli.launch.backends.kubernetes.names import (
+    DOCUMENTS_ANNOTATION,
+    RECORD_ANNOTATION,
+    REVISION_ANNOTATION,
+    RUN_ID_ANNOTATION,
+    Workload,
+    belongs_to,
+    parse_id,
+    submission_number,
+)
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.safe_files import touch
+
+_RUNTIME_SECONDS = 15.0  # until webhooks, which read from caches, have seen a runtime that was just made
+_RETRY_SECONDS = 0.5
+_SERVER_TROUBLE = 500  # and above: no answer to what was asked
+_LOST_ANSWER_PAUSES = (1.0, 3.0)  # before a request without an answer is made again
+
+
+def delete_workload(cluster: Cluster, kind: Kind, namespace: str, workload: Object, *, dry_run: bool = False) -> None:
+    """Delete a workload, unless another of its name has taken its ref.
+
+    A TrainJob goes before what it owns: Trainer's webhook takes no change of one whose TrainingRuntime is gone, not
+    even that which ends a foreground deletion. Asked again, the server ends a deletion that is stuck in that way.
+    """
+    metadata = workload["metadata"]
+    background = kind is TRAIN_JOB
+    cluster.delete(kind, namespace, metadata["name"], uid=metadata["uid"], background=background, dry_run=dry_run)
+
+
+@contextlib.contextmanager
+def stop_requested(
+    run: RunDir, cluster: Cluster, kind: Kind, namespace: str, doomed: Sequence[Object]
+) -> Iterator[None]:
+    """With the stop file, and the mark on the objects for who does not see that file; both go if the server refuses."""
+    had = run.stop_file.exists()
+    touch(run.stop_file)
+    names = [one["metadata"]["name"] for one in doomed]
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+    def mark(value: str | None) -> None:
+        for name in names:
+            with contextlib.suppress(SchedulerError):  # only for who looks at the object
+                cluster.annotate(kind, namespace, name, {CANCELLED: value})
+
+    mark(stamp)
+    try:
+        yield
+    except SchedulerSilentError:
+        raise  # it may have been done
+    except SchedulerError:
+        if not had:
+            run.stop_file.unlink(missing_ok=True)
+        mark(None)
+        raise
+
+
+def remove_leftovers(cluster: Cluster, ref: JobRef, record: RunRecord) -> None:
+    """Remove what was made for a workload that the server never took: nothing owns it."""
+    workload = Workload(record.run_id, submission_number(ref.job_id), backend=parse_id(ref.job_id)[0])
+    left = [(CONFIG_MAP, workload.config_map)]
+    left += [(RUNTIME, workload.name)] if workload.backend == "trainjob" else []
+    left += [(NATIVE_POD_GROUP, workload.name)] if record.spec.cluster.kubernetes.native_gang != "none" else []
+    for kind, name in left:
+        with contextlib.suppress(SchedulerError):
+            there = cluster.get(kind, ref.namespace, name)
+            if there is not None and belongs_to(there, record) and not there["metadata"].get("ownerReferences"):
+                cluster.delete(kind, ref.namespace, name, uid=there["metadata"]["uid"])
+
+
+def apply_objects(cluster: Cluster, rendered: Manifest, found: Object | None) -> None:
+    """The workload last, and then the owner of the rest. A refusal takes back what was made for it."""
+    *others, workload = rendered.objects
+    made: list[Object] = []
+    try:
+        for body in others:
+            _apply_surely(cluster, body)
+            made.append(body)
+        whole = found if found is not None else _apply_workload(cluster, workload)
+    except SchedulerSilentError:
+        raise  # the server may have it all; whoever looks next finds out
+    except SchedulerError:
+        for body in made if found is None else ():
+            with contextlib.suppress(SchedulerError):
+                metadata = body["metadata"]
+                cluster.delete(kind_of(body), metadata["namespace"], metadata["name"])
+        raise
+    owner = {key: whole[key] for key in ("apiVersion", "kind")}
+    owner |= {key: whole["metadata"][key] for key in ("name", "uid")}
+    for body in others:
+        with contextlib.suppress(SchedulerError):  # the job is there; without an owner they only stay behind it
+            _apply_surely(cluster, {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}})
+
+
+def _apply_workload(cluster: Cluster, workload: Object) -> Object:
+    """Make it; a TrainJob once its runtime is known to all who are asked for their consent."""
+    deadline = time.monotonic() + _RUNTIME_SECONDS
+    while True:
+        try:
+            return _apply_surely(cluster, workload, to_make=True)
+        except RefusedError as error:
+            if not is_runtime_missing(error.said) or time.monotonic() > deadline:
+                raise
+        time.sleep(_RETRY_SECONDS)
+
+
+def _apply_surely(cluster: Cluster, body: Object, *, to_make: bool = False) -> Object:
+    """Apply, and again where the answer was lost: a second time changes nothing of what the first has made.
+
+    What there is ``to_make`` is looked for first then: a controller may have changed it meanwhile. Raises
+    SchedulerSilentError where all that does not help, RefusedError where the server is known not to have it.
+    """
+    lost: SchedulerSilentError | None = None
+    kind, metadata = kind_of(body), body["metadata"]
+    for pause in (0.0, *_LOST_ANSWER_PAUSES):
+        time.sleep(pause)
+        try:
+            if lost is not None and to_make:
+                there = cluster.get(kind, metadata["namespace"], metadata["name"])
+                if there is not None:
+                    return there
+            return cluster.apply(body)
+        except SchedulerSilentError as error:
+            lost = error
+        except RefusedError as refused:
+            if lost is None:
+                raise
+            if refused.status >= _SERVER_TROUBLE:  # of the look before it
+                continue
+            try:
+                there = cluster.get(kind, metadata["namespace"], metadata["name"])
+            except SchedulerError as error:
+                raise lost from error
+            if there is None:
+                raise
+            return there
+        except SchedulerError:
+            if lost is None:
+                raise
+    assert lost is not None
+    raise lost
+
+
+def refuse_foreign(cluster: Cluster, found: Object, rendered: Manifest, record: RunRecord) -> None:
+    """Raise SchedulerError unless the object that is there is this very submission's."""
+    workload, metadata = rendered.workload, found["metadata"]
+    name, marks = f"{found['kind']} {metadata['name']}", metadata.get("annotations", {})
+    if marks.get(RUN_ID_ANNOTATION) != workload.run_id:
+        owner = marks.get(RUN_ID_ANNOTATION, "something else")
+        raise SchedulerError(f"{cluster.where}: {name} is there and belongs to {owner}. Submit under another --run-id.")
+    documents = cluster.get(CONFIG_MAP, metadata["namespace"], workload.config_map)
+    theirs = (documents or {}).get("metadata", {}).get("annotations", {}).get(DOCUMENTS_ANNOTATION)
+    ours = rendered.objects[0]["metadata"]["annotations"][DOCUMENTS_ANNOTATION]
+    if not belongs_to(found, record) or (RECORD_ANNOTATION not in marks and theirs not in (None, ours)):
+        raise SchedulerError(
+            f"{cluster.where}: {name} is there since {metadata.get('creationTimestamp')} and belongs to another run of "
+            f"the id {workload.run_id}, which may be somebody else's. It is left alone. Submit under another --run-id."
+        )
+    if metadata.get("deletionTimestamp"):
+        raise SchedulerError(f"{cluster.where}: {name} is still being deleted. Wait for its pods to end.")
+    if marks.get(REVISION_ANNOTATION) != str(workload.revision) or (theirs is not None and theirs != ours):
+        raise SchedulerError(
+            f"{cluster.where}: {name} is there with another spec or layout of {workload.run_id}. "
+            f"Run `scaletrain cancel {workload.run_id}` first, and resume it then."
+        )
