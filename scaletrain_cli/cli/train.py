@@ -37,7 +37,6 @@ def command(
     Ctrl-C does what a preemption does: the step is finished, a checkpoint is committed, and the exit code is 75.
     `scaletrain resume` continues it. Prints the run id on stdout.
     """
-    from scaletrain_cli.launch.backends.local.backend import run_in_foreground
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.code.snapshot import take_snapshot
     from scaletrain_cli.launch.resource_checks.checks import require_external
@@ -46,15 +45,17 @@ def command(
     from scaletrain_cli.rundir.shared_datasets import shared_root_notes
     from scaletrain_cli.safe_files import require_writable
     from scaletrain_cli.spec import load_spec
+    from scaletrain_cli.spec.backend_traits import DEFAULT
     from scaletrain_cli.ui.console import say, warn
     from scaletrain_cli.ui.live import StatusLine
     from scaletrain_cli.ui.plan import show_plan_summary
     from scaletrain_cli.ui.status import measures_text
 
-    run_spec = load_spec(spec, [*(overrides or ()), "cluster.scheduler=local"])
+    run_spec = load_spec(spec, [*(overrides or ()), f"cluster.scheduler={DEFAULT}"])
     plan, snapshot = plan_for_engine(run_spec, spec), take_snapshot(run_spec)
+    backend = backend_for(DEFAULT)
     require_external(run_spec, snapshot)  # of a local run nothing is out of sight
-    for note in backend_for("local").preflight(run_spec, plan).notes:
+    for note in backend.preflight(run_spec, plan).notes:
         warn(note)
     require_writable(runs_root(), "no run can be started")
     for note in shared_root_notes(runs_root(), prepares=run_spec.code.engine is None):
@@ -66,7 +67,7 @@ def command(
         typer.echo(visible(made.run.run_id))
     with StatusLine() as line:
         watcher = Watcher(made.run, line)
-        code = run_in_foreground(made.run, made.record, on_tick=watcher.look)
+        code = backend.run_in_foreground(made.run, made.record, watcher.look)
         status = watcher.finish()
     if as_json:
         from scaletrain_cli.ui.json import print_json

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -240,6 +240,13 @@ class Backend(ABC):
     def preflight_settings(self) -> tuple[str, ...]:
         """Return overrides of the spec for the short run of `scaletrain preflight`."""
         return ()
+
+    def run_in_foreground(self, run: RunDir, record: RunRecord, on_tick: Callable[[], None]) -> int:
+        """Run the job as a child of this process and return the exit code of the run, for `scaletrain train`.
+
+        ``on_tick`` is called several times a second. Raises UsageError where the ranks run on other machines.
+        """
+        raise UsageError(f"jobs of {self.traits.display_name} cannot run in the foreground.")
 
     # ---- while it is queued or runs -----------------------------------------------------------------------------
 

@@ -132,6 +132,10 @@ class LocalBackend(Backend):
             )
         return min(points, wanted or 1)
 
+    def run_in_foreground(self, run: RunDir, record: RunRecord, on_tick: Callable[[], None]) -> int:
+        """Supervise the run as a child of this process; Ctrl-C stops it as a preemption would: its state is saved."""
+        return run_in_foreground(run, record, engine=self.engine, on_tick=on_tick)
+
     def secret_hint(self, name: str) -> str:
         """Return that the variable must be exported: ranks inherit the environment."""
         return f"Export {name}"

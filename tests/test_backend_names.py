@@ -1,0 +1,81 @@
+"""No scheduler is named in a decision outside the back ends: everything else asks the back end or its traits.
+
+The names may stand where they are declared, and in texts for people. The source is read with ``ast``.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from scaletrain_cli.spec.backend_traits import BUILT_IN
+
+PROJECT = Path(__file__).parent.parent
+PACKAGE = PROJECT / "scaletrain_cli"
+# The back ends themselves, and the one place in the spec that declares their traits.
+HOMES = ("launch/backends/", "spec/backend_traits.py")
+# Tables by the name of an extra of this package (pip install '.[slurm]'), which is not the name of a scheduler.
+TABLES_OF_EXTRAS = ("extras.py", "cli/doctor.py")
+
+
+def decisions(tree: ast.AST) -> Iterator[ast.expr]:
+    """Yield each name of a back end that is compared, matched, looked up in a table, or made a type."""
+    for node in ast.walk(tree):
+        parts: list[ast.AST | None] = []
+        if isinstance(node, ast.Compare):
+            parts = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            parts = [node.value]
+        elif isinstance(node, ast.Dict):
+            parts = [*node.keys]
+        elif isinstance(node, ast.Subscript):
+            parts = [node.slice]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in ("startswith", "endswith", "get", "backend_for"):
+                parts = [*node.args]
+        for part in parts:
+            items = part.elts if isinstance(part, ast.Tuple | ast.List | ast.Set) else [part]
+            yield from (item for item in items if isinstance(item, ast.Constant) and item.value in BUILT_IN)
+
+
+def imports_of_back_ends(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Yield each import of a module of one back end."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            if any(f"launch.backends.{name}" in node.module for name in BUILT_IN):
+                yield node
+
+
+def test_a_comparison_a_table_and_a_match_are_found() -> None:
+    source = """
+if spec.cluster.scheduler == "slurm": pass
+if name in ("local", "x"): pass
+TABLE = {"kubernetes": 1}
+match name:
+    case "local" | "slurm": pass
+kind: Literal["slurm"]
+said = "slurm"
+"""
+    lines = [node.lineno for node in decisions(ast.parse(source)) if isinstance(node, ast.expr)]
+    assert sorted(lines) == [2, 3, 4, 6, 6, 7]
+
+
+def files() -> Iterator[tuple[str, ast.AST]]:
+    """Yield the path below the package, and the tree, of each module outside the back ends."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if not name.startswith(HOMES):
+            yield name, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_no_module_outside_the_back_ends_decides_by_the_name_of_one() -> None:
+    found = [
+        f"{name}:{node.lineno}" for name, tree in files() if name not in TABLES_OF_EXTRAS for node in decisions(tree)
+    ]
+    assert not found, found
+
+
+def test_no_module_outside_the_back_ends_imports_one() -> None:
+    found = [f"{name}:{node.lineno}" for name, tree in files() for node in imports_of_back_ends(tree)]
+    assert not found, found
