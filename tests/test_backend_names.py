@@ -18,6 +18,11 @@ HOMES = ("launch/backends/", "spec/backend_traits.py")
 # Tables by the name of an extra of this package (pip install '.[slurm]'), which is not the name of a scheduler.
 TABLES_OF_EXTRAS = ("extras.py", "cli/doctor.py")
 
+# Packages of the back ends.
+OWN_PACKAGES = tuple(f"scaletrain_cli.launch.backends.{name}." for name in BUILT_IN)
+# Calls whose argument decides something.
+ASKING = ("startswith", "endswith", "get", "backend_for", "backend_traits")
+
 
 def decisions(tree: ast.AST) -> Iterator[ast.expr]:
     """Yield each name of a back end that is compared, matched, looked up in a table, or made a type."""
@@ -31,20 +36,18 @@ def decisions(tree: ast.AST) -> Iterator[ast.expr]:
             parts = [*node.keys]
         elif isinstance(node, ast.Subscript):
             parts = [node.slice]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in ("startswith", "endswith", "get", "backend_for"):
-                parts = [*node.args]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ASKING:
+            parts = [*node.args]
         for part in parts:
             items = part.elts if isinstance(part, ast.Tuple | ast.List | ast.Set) else [part]
             yield from (item for item in items if isinstance(item, ast.Constant) and item.value in BUILT_IN)
 
 
-def imports_of_back_ends(tree: ast.AST) -> Iterator[ast.stmt]:
+def imports_of_back_ends(tree: ast.AST) -> Iterator[ast.ImportFrom]:
     """Yield each import of a module of one back end."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            if any(f"launch.backends.{name}" in node.module for name in BUILT_IN):
-                yield node
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(OWN_PACKAGES):
+            yield node
 
 
 def test_a_comparison_a_table_and_a_match_are_found() -> None:

@@ -1,0 +1,167 @@
+"""A job of one node, for any back end: attempt after attempt until the run is done, cancelled or must not be retried.
+
+``python -m scaletrain_cli.launch.node.job RUN_DIR --scheduler NAME --job-id ID`` is the whole job. SIGTERM ends it: the
+ranks save a checkpoint within ``cluster.grace_seconds``, and no attempt follows. After SIGUSR1 they save too, and
+another attempt follows. The exit code is that of the run (docs/exit-codes.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
+from scaletrain_cli.full_disk import is_full
+from scaletrain_cli.launch.attempts import Decision, begin_attempt
+from scaletrain_cli.launch.node.heartbeats import stopped_seconds
+from scaletrain_cli.launch.node.options import HEARD
+from scaletrain_cli.launch.node.processes import StoppedProcesses, adopt_orphans, kill_descendants, next_signal, reap
+from scaletrain_cli.launch.node.ranks import ENGINE_MODULE, free_port
+from scaletrain_cli.launch.restart import conclude_abandoned, conclude_attempt, conclude_run
+from scaletrain_cli.log_setup import set_up_logging
+from scaletrain_cli.own_processes import absolute_paths, python_command
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.safe_files import locked
+
+WAIT_SECONDS = 1.0
+_AGENT_MARGIN_SECONDS = 30.0  # the agent keeps to the grace period itself; this is for an agent that hangs
+_LOG = logging.getLogger(__name__)
+_TOLD_TO_STOP = Reason("local.supervisor-stopped")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the job; return the exit code of the run."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    parser = argparse.ArgumentParser(prog="node_job", description="Run a job of one node on this machine.")
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("--scheduler", required=True, help="the back end that submitted it")
+    parser.add_argument("--job-id", required=True, help="as the back end calls the job")
+    parser.add_argument("--engine", default=ENGINE_MODULE, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    adopt_orphans()
+    set_up_logging("job")
+    run = RunDir(options.run_folder.absolute())
+    try:
+        with locked(run.path / "job.lock", wait_seconds=0) as alone:
+            if not alone:
+                raise SchedulerError(f"{run.run_id} has a job already.")
+            return OneNodeJob(run, read_record(run), options.scheduler, options.job_id, options.engine).run_to_end()
+    except ScaletrainError as error:
+        _LOG.error("%s", error)
+        return error.exit_code
+    except OSError as error:
+        _LOG.error("the job cannot continue: %s", error)
+        return ExitCode.DO_NOT_REQUEUE if is_full(error) else ExitCode.CRASHED
+
+
+@dataclass
+class OneNodeJob:
+    """The loop over attempts. ``told_to_stop`` is set by SIGTERM."""
+
+    run: RunDir
+    record: RunRecord
+    scheduler: str  # name of the back end, for the record of each attempt
+    job_id: str
+    engine: str = ENGINE_MODULE
+    told_to_stop: bool = field(default=False, init=False)
+
+    def before_first_attempt(self) -> None:
+        """Wait for what must come before. A back end with such conditions overrides it."""
+
+    def on_begin(self) -> None:
+        """Report that an attempt, or the decision against one, has begun. A back end that must know overrides it."""
+
+    def run_to_end(self) -> int:
+        """Return the exit code of the run as a whole."""
+        self.before_first_attempt()
+        conclude_abandoned(self.run, self.record)  # attempts of a job that was killed
+        # A new submission grants new budgets, so earlier attempts do not count against them.
+        first = max(self.run.attempts(), default=0) + 1
+        while True:
+            self.listen()
+            if self.told_to_stop or self.run.is_told_to_stop:
+                decision = Decision.because(False, ExitCode.PREEMPTED, Reason("launch.stop-before-start"))
+                self.on_begin()
+            else:
+                decision = self._attempt(first)
+            if not decision.requeue:
+                return conclude_run(self.run, decision)
+
+    def _attempt(self, first: int) -> Decision:
+        here = (socket.gethostname(),)
+        number = begin_attempt(self.run, self.record.spec, scheduler=self.scheduler, job_id=self.job_id, nodes=here)
+        self.on_begin()
+        code = self._run_agent(number)
+        return conclude_attempt(
+            self.run,
+            self.record,
+            number,
+            first_attempt=first,
+            launcher_exit_code=code,
+            told_to_stop=_TOLD_TO_STOP if self.told_to_stop else None,  # perhaps only while the agent ran
+        )
+
+    def _run_agent(self, number: int) -> int:
+        """Run one node agent to its end, end every process that it left, and return its exit code."""
+        options = {
+            "--attempt": number,
+            "--node-rank": 0,
+            "--node-name": socket.gethostname(),
+            "--master-addr": "127.0.0.1",
+            "--master-port": free_port("127.0.0.1"),
+            "--parent-pid": os.getpid(),
+            "--engine": self.engine,
+        }
+        arguments = [str(part) for option in options.items() for part in option]
+        command = python_command("scaletrain_cli.launch.node.agent", str(self.run.path), *arguments)
+        # Its own session: a Ctrl-C in the terminal reaches the ranks by way of the supervisor or not at all.
+        # The blocked signals stay blocked in it, so that none can hit it before it listens.
+        agent = os.posix_spawn(command[0], command, absolute_paths(os.environ), setsid=True)
+        code = self._wait_for(agent)
+        kill_descendants()
+        return code if code >= 0 else int(ExitCode.CRASHED)
+
+    def _wait_for(self, agent: int) -> int:
+        deadline, stopped = float("inf"), StoppedProcesses(stopped_seconds(self.record.spec))
+        while True:
+            for pid, code in reap():
+                if pid == agent:
+                    return code
+            if stopped.longest([agent]) is not None:
+                _LOG.error(
+                    "the node agent %s is stopped (state T) and receives no signal; ending it with its ranks", agent
+                )
+                os.kill(agent, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                os.kill(agent, signal.SIGKILL)
+                deadline = float("inf")
+            signum = self.listen(timeout=WAIT_SECONDS)
+            if signum is not None:
+                os.kill(agent, signum)
+                deadline = min(
+                    deadline, time.monotonic() + self.record.spec.cluster.grace_seconds + _AGENT_MARGIN_SECONDS
+                )
+
+    def listen(self, timeout: float = 0.0) -> int | None:
+        """Return the next signal for the ranks; None where none comes within ``timeout`` seconds."""
+        heard = next_signal(HEARD, timeout)
+        if heard is None or heard in (signal.SIGCHLD, signal.SIGHUP):
+            return None
+        if heard == signal.SIGUSR1:
+            return signal.SIGUSR1  # a preemption to be followed by another attempt
+        self.told_to_stop = True
+        return signal.SIGTERM
+
+
+if __name__ == "__main__":
+    sys.exit(main())
