@@ -21,7 +21,6 @@ from scaletrain_cli.errors import ExitCode, MissingPackageError, SchedulerError,
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.backends.base import Backend, Check, Job, PreflightResult, Start
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
-from scaletrain_cli.launch.logs import end_of
 from scaletrain_cli.launch.node.inspection import problems_of_node
 from scaletrain_cli.launch.node.processes import ProcessIdentity, command_line, send_signal
 from scaletrain_cli.launch.node.ranks import ENGINE_MODULE
@@ -29,9 +28,10 @@ from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import reason_from
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.documents import damage_told, from_document, read_document, write_document
-from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.sweeps import read_sweep_place
@@ -39,7 +39,7 @@ from scaletrain_cli.safe_files import open_to_append, touch
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 _ENGINE_NEEDS = ("torch", "deepspeed", "numpy", "tokenizers")  # looked up, not imported
-CANNOT_GO_ON = "the supervisor cannot go on"
+SUPERVISOR_FAILED = "local.supervisor-failed"  # the code of its last event
 _START_SECONDS = 60.0  # a Python start on a busy machine with a cold file cache
 _POLL_SECONDS = 0.05
 _TICK_SECONDS = 0.2
@@ -109,7 +109,7 @@ class LocalBackend(Backend):
             return Job(job_id, "running", "the supervisor runs", nodes)
         if living_agents(run):
             return Job(job_id, "running", "the supervisor is gone; the node agent is ending its ranks", nodes)
-        return Job(job_id, "ended", _last_words(run) or "no process is left", nodes)
+        return Job(job_id, "ended", _failure(run) or "no process is left", nodes)
 
     def cancel(self, run: RunDir, record: RunRecord) -> None:
         supervisor = read_supervisor(run)
@@ -282,10 +282,11 @@ def _wait_for_start(run: RunDir, pid: int, said_before: int) -> int | None:
     raise SchedulerError(f"the supervisor {pid} gave no sign of life for {_START_SECONDS:.0f} s; see {run.path}.")
 
 
-def _last_words(run: RunDir) -> str | None:
-    """Return why the supervisor ended in the middle of its work, if it could say so."""
-    lines = end_of(run.path / "supervisor.log").strip().splitlines()
-    return lines[-1] if lines and lines[-1].startswith(CANNOT_GO_ON) else None
+def _failure(run: RunDir) -> str | None:
+    """Return why the supervisor failed; None where its last event says something else."""
+    events = read_events(run)
+    failed = events and events[-1].get("code") == SUPERVISOR_FAILED
+    return str(reason_from(events[-1])) if failed else None
 
 
 def _exit_code(pid: int) -> int | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.backends.local.backend import (
-    CANNOT_GO_ON,
+    SUPERVISOR_FAILED,
     LocalBackend,
     living_agents,
     run_to_wait_for,
@@ -35,6 +35,7 @@ from scaletrain_cli.launch.node.processes import (
 from scaletrain_cli.launch.node.ranks import ENGINE_MODULE
 from scaletrain_cli.launch.restart import conclude_abandoned
 from scaletrain_cli.log_setup import set_up_logging
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
@@ -65,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _LOG.error("%s", error)
         return error.exit_code
     except OSError as error:
-        why = f"{CANNOT_GO_ON}: {error}. No attempt follows; `scaletrain resume` goes on once that is put right"
+        reason = Reason(SUPERVISOR_FAILED, {"error": str(error)})
         with contextlib.suppress(OSError):
-            record_event(run, "stopped", exit_code=int(ExitCode.CRASHED), why=why)
-        _LOG.error("%s", why)
+            record_event(run, "stopped", exit_code=int(ExitCode.CRASHED), why=str(reason), **reason.to_document())
+        _LOG.error("%s", reason)
         return ExitCode.DO_NOT_REQUEUE if is_full(error) else ExitCode.CRASHED
 
 

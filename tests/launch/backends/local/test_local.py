@@ -184,7 +184,7 @@ def test_a_machine_that_goes_down_lets_the_run_save_and_starts_no_further_attemp
     (attempt,) = attempts(made)
     assert (attempt.exit_code, attempt.reason) == (75, "preempted")
     assert attempt.last_checkpoint_step
-    assert "told to stop" in made.events("stopped")[0]["why"]
+    assert "the supervisor was stopped" in made.events("stopped")[0]["why"]
 
 
 def test_cancelling_saves_the_state_and_ends_the_run(submit: Submit) -> None:
@@ -315,11 +315,11 @@ def test_a_resume_that_cannot_begin_says_so_and_status_tells_no_other_story(subm
     wait_for_end(made)
     folder = block_checkpoints(made)
     before = read_submission(made.run)
-    with pytest.raises(SchedulerError, match=r"the supervisor cannot go on.*checkpoints"):
+    with pytest.raises(SchedulerError, match=r"the supervisor cannot continue.*checkpoints"):
         resume(made.run, scheduler=LOCAL, from_scratch=True)
     assert read_submission(made.run) == before
-    assert "cannot go on" in LOCAL.job(made.run, made.record).detail
-    assert [event["why"] for event in made.events("stopped")][-1].startswith("the supervisor cannot go on")
+    assert "cannot continue" in LOCAL.job(made.run, made.record).detail
+    assert [event["why"] for event in made.events("stopped")][-1].startswith("the supervisor cannot continue")
     folder.unlink()
     resume(made.run, scheduler=LOCAL, from_scratch=True)
     wait_for_end(made)
