@@ -1,5 +1,6 @@
-"""Compose a model with the ways it is cut and run, in the one order that works: pipeline stage, tensor, experts,
-sequence, weights, compile and activation checkpointing, DeepSpeed. Knows no data and no training loop.
+"""Compose a model with its parallelism: pipeline stage, tensor, experts, sequence, weights, compile, DeepSpeed.
+
+The steps depend on each other; this is the only order that works.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.training import LayoutSpec
 
-# How each block of a model runs: compiled or not, and what its backward pass computes again or fetches from the host.
+# How each block of a model runs: compiled or not, and what the backward pass recomputes or fetches from the host.
 
 
 Forward = Callable[..., Any]
@@ -53,9 +54,9 @@ def wrap_blocks(
 ) -> None:
     """Replace the forward passes of the blocks of this rank, or of their attention.
 
-    ``mode``: none, selective or full activation checkpointing. ``pin_memory``: of what waits on the host. Whole blocks
-    are recomputed around the compiled graph, because a checkpoint within one sends mixtures of experts back to eager
-    execution. The head and the embedding, which may share a weight that ZeRO-3 holds in shards, are not compiled.
+    ``mode``: none, selective or full activation checkpointing. ``pin_memory``: for offloaded activations. Whole blocks
+    are recomputed around the compiled graph, because a checkpoint within the graph sends MoE layers back to eager
+    execution. Head and embedding, which may share a weight that ZeRO-3 shards, are not compiled.
     """
     attention_only = mode == "selective" and layout.selective_scope == "attention"
     every = {"none": 0, "selective": layout.selective_every, "full": 1}[mode]
@@ -72,9 +73,10 @@ def wrap_blocks(
 
 
 def _recomputed(forward: Forward) -> Forward:
-    """Non-reentrant, because ZeRO-3's hooks break DeepSpeed's own variant. A closure: dynamo skips a partial.
+    """Return a recomputed forward pass; non-reentrant, because ZeRO-3's hooks break DeepSpeed's own variant.
 
-    Random states are not kept for the second time, because nothing within draws from them: see dropout.
+    Random states are not kept, because dropout is keyed and draws from no generator. A closure, because dynamo skips a
+    partial.
     """
 
     @functools.wraps(forward)
@@ -85,14 +87,14 @@ def _recomputed(forward: Forward) -> Forward:
 
 
 def _on_host(block: nn.Module, pin_memory: bool) -> Forward:
-    """What is saved within waits on the host. Weights do not: they stay on the device, or ZeRO-3 gathers them again."""
+    """Return a forward pass whose saved activations are kept on the host; weights are not, they stay on the device."""
     forward, weights = block.forward, list(block.parameters())
     away = save_on_cpu(pin_memory=pin_memory)
 
     def pack(tensor: Tensor) -> Any:
         if isinstance(tensor, nn.Parameter):
             return tensor
-        address = tensor.untyped_storage().data_ptr()  # a view of a weight has the weight's
+        address = tensor.untyped_storage().data_ptr()  # a view of a weight has its address
         return tensor if any(w.untyped_storage().data_ptr() == address for w in weights) else away.pack_hook(tensor)
 
     def unpack(packed: Any) -> Tensor:
@@ -108,12 +110,12 @@ def _on_host(block: nn.Module, pin_memory: bool) -> Forward:
 
 @dataclass(frozen=True)
 class Composed:
-    """What trains: this rank's part of the model, DeepSpeed's engine around it, and the optimizer inside that."""
+    """What is trained: this rank's part of the model, DeepSpeed's engine around it, and the optimizer inside that."""
 
     model: CausalLM
     engine: Any
     optimizer: torch.optim.Optimizer
-    stage: PipelineStage | None  # with a pipeline
+    stage: PipelineStage | None  # None without a pipeline
 
 
 def compose(
@@ -127,8 +129,8 @@ def compose(
 ) -> Composed:
     """Build this rank's part of the model and start DeepSpeed around it. Collective.
 
-    ``swap_folder``: on a disk of the node, for what NVMe offload takes off the device. ``resuming``: a checkpoint will
-    replace the weights, so that those which ``model.weights`` names are not read again, nor need they exist.
+    ``swap_folder``: on a local disk of the node, for NVMe offload. ``resuming``: a checkpoint replaces the weights, so
+    that the files in ``model.weights`` are not read.
     """
     prepare_deepspeed(device)
     if spec.training.precision == "fp16" and device.type == "cpu":
@@ -141,13 +143,13 @@ def compose(
     dtype = forward_dtype(spec.training.precision)
     partition = zero3_partition(config, unit) if layout.zero_stage == 3 else None
     materialize(model, _weights(spec, model, device, resuming), device, dtype, partition)
-    if layout.compile and spec.training.compile == "auto":  # so what cannot be compiled runs eagerly, with a warning
+    if layout.compile and spec.training.compile == "auto":  # what cannot be compiled runs eagerly, with a warning
         torch._dynamo.config.suppress_errors = True
     wrap_blocks(
         model,
         spec.layout,
         layout.activation_checkpointing,
-        compiled=layout.compile or spec.training.compile is True,  # plans of earlier versions do not state it
+        compiled=layout.compile or spec.training.compile is True,  # earlier versions do not write compile into the plan
         pin_memory=device.type == "cuda",
     )
     stage = PipelineStage(model, mesh.pipeline) if layout.pipeline_parallel > 1 else None
@@ -161,7 +163,7 @@ def compose(
 
 
 def _cut(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> CausalLM:
-    """This rank's part of the model, on the meta device."""
+    """Return this rank's part of the model on the meta device."""
     model = outline(spec.transformer)
     keep_stage(model, mesh.pipeline)
     give_dropout_keys(model, spec.training.seed)

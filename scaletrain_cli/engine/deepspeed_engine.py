@@ -1,4 +1,4 @@
-"""The one file that configures and starts DeepSpeed, and that knows its traps."""
+"""Configure and start DeepSpeed, and work around its defects."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.safe_files import locked, make_folder
 from scaletrain_cli.spec import RunSpec
 
-# Build DeepSpeed's native operators so that a killed build cannot hold up those that come after.
+# Native operators of DeepSpeed. A build that was killed must not block later builds.
 
 
 def load_async_io() -> None:
-    """What NVMe offload reads and writes with; minutes the first time. Raises UsageError where it cannot be built."""
+    """Build or load the operator that NVMe offload needs; the build takes minutes. Raises UsageError if it fails."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     builder = AsyncIOBuilder()
@@ -40,19 +40,19 @@ def load_async_io() -> None:
 
 
 def load_operator(builder: Any) -> None:
-    """Build a DeepSpeed operator (its ``OpBuilder``) or load what was built before; DeepSpeed then finds it loaded."""
+    """Build a DeepSpeed operator (its ``OpBuilder``), or load an existing build; DeepSpeed then finds it loaded."""
     with sole_builder(extensions_folder()):
         builder.load()
 
 
 def extensions_folder() -> Path:
-    """Where torch builds, in folders of folders: $TORCH_EXTENSIONS_DIR, or the user's cache."""
+    """Return the folder below which torch builds: $TORCH_EXTENSIONS_DIR, or a folder in the user's cache."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
 
 
 @contextmanager
 def sole_builder(folder: Path) -> Generator[None]:
-    """Within, no other process of ours builds in this folder, and nothing there waits for a build that has died."""
+    """A context in which no other process builds in this folder; removes locks of builds that have died."""
     make_folder(folder)
     with locked(folder / ".scaletrain-builds"):
         for lock in folder.rglob("lock"):
@@ -62,30 +62,30 @@ def sole_builder(folder: Path) -> Generator[None]:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether a process on this node that we may look at has the file open, as a living builder has."""
+    """Return True if a visible process on this node has the file open, as a running build has."""
     wanted = path.stat()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             found = descriptor.stat()
-        except OSError:  # gone meanwhile, or not ours
+        except OSError:  # ended, or not permitted
             continue
         if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
             return True
     return False
 
 
-# DeepSpeed's settings for states and weights that wait outside the device.
+# Settings of DeepSpeed for offloaded states and weights.
 
 
 def offload_config(spec: RunSpec, layout: Layout, swap_folder: Path) -> dict[str, Any]:
-    """What goes into ``zero_optimization``. ``swap_folder``: on a disk of the node itself, for NVMe offload."""
+    """Return the offload keys of ``zero_optimization``. ``swap_folder``: on a local disk of the node."""
     if layout.offload == "none":
         return {}
     nvme = spec.layout.offload_device == "nvme"
-    # Page-locked memory is what lets a GPU copy while it computes; a CPU rank has nothing to copy to.
+    # Pinned memory lets a GPU copy while it computes; a CPU rank does not copy.
     place: dict[str, Any] = {"device": spec.layout.offload_device, "pin_memory": spec.cluster.gpu != "cpu"}
     if not nvme:
-        # torch's fused optimizers are as fast on the host as DeepSpeed's own, which it would insist on.
+        # torch's fused optimizers are as fast on the host as DeepSpeed's own, which is its default.
         config = {"offload_optimizer": place}
         return config | ({"offload_param": place} if layout.offload == "optimizer+params" else {})
     place["nvme_path"] = str(swap_folder)
@@ -96,22 +96,22 @@ def offload_config(spec: RunSpec, layout: Layout, swap_folder: Path) -> dict[str
 
 
 def _largest_piece(spec: RunSpec, layout: Layout) -> int:
-    """Elements that hold ZeRO-3's piece of any one parameter: what a buffer must take, and no more of five buffers."""
+    """Return the elements of the largest ZeRO-3 shard of a parameter, which each of five buffers must hold."""
     model = spec.transformer
     heads = model.num_attention_heads * model.head_dim
-    experts = 2 * model.num_experts * model.expert_size if model.num_experts else 0  # they lie in one parameter
+    experts = 2 * model.num_experts * model.expert_size if model.num_experts else 0  # one parameter each
     widest = max(model.vocab_size, model.max_position_embeddings, model.intermediate_size, 3 * heads, experts)
     return -(-model.hidden_size * widest // (layout.data_parallel * layout.sequence_parallel))
 
 
-# DeepSpeed's settings for each precision.
+# Settings of DeepSpeed for each precision.
 
 
 def precision_config(spec: RunSpec) -> dict[str, Any]:
-    """The sections ``bf16`` or ``fp16`` and ``data_types``; nothing for fp32 and tf32. fp8 products have bf16 weights.
+    """Return the sections ``bf16`` or ``fp16`` and ``data_types``; empty for fp32 and tf32. fp8 has bf16 weights.
 
-    16 bits need ZeRO-1 or higher, to which the planner maps stage 0: without ZeRO DeepSpeed accumulates and clips in
-    16 bits (fp16/unfused_optimizer.py) or refuses.
+    16 bits need ZeRO-1 at least, which the planner ensures: without ZeRO, DeepSpeed accumulates and clips in 16 bits
+    (fp16/unfused_optimizer.py) or refuses.
     """
     training = spec.training
     if training.precision in ("fp32", "tf32"):
@@ -128,22 +128,24 @@ def precision_config(spec: RunSpec) -> dict[str, Any]:
             "min_loss_scale": scale.minimum,
         }
     else:
-        # Without check_grad_overflow a NaN gradient would go into the weights; without immediate_grad_update stage 1
-        # keeps the bf16 gradients beside the fp32 ones.
+        # Without check_grad_overflow a NaN gradient would reach the weights; without immediate_grad_update
+        # stage 1 keeps
+        # bf16 gradients beside the fp32 ones.
         config["bf16"] = {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": True}
     return config
 
 
 def forward_dtype(precision: str) -> torch.dtype:
-    """Of weights and activations in the forward pass."""
+    """Return the dtype of weights and activations in the forward pass."""
     return {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
 
 
 def prepare_deepspeed(device: torch.device) -> None:
-    """Import DeepSpeed quietly and let it use the process group: its talk goes to stderr, and it compiles nothing.
+    """Import DeepSpeed, send its output to stderr, and let it use the process group.
 
-    Without the patch `init_distributed` builds a shared-memory op on CPU that only inference uses (up to two minutes,
-    needs g++, leaves files in /dev/shm). `import deepspeed.comm.torch` would name the real torch, hence sys.modules.
+    Without the patch, `init_distributed` compiles a shared-memory operator on CPU that only inference uses (up to two
+    minutes, needs g++, leaves files in /dev/shm). `import deepspeed.comm.torch` would name the real torch, hence
+    sys.modules.
     """
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -158,9 +160,10 @@ def prepare_deepspeed(device: torch.device) -> None:
 
 
 def _load_muon_uncompiled() -> None:
-    """Make DeepSpeed's Muon cheap to import: ZeRO looks for it whatever the optimizer, and its file compiles it.
+    """Import DeepSpeed's Muon without compiling it.
 
-    That loads all of inductor, more than a second of CPU time at the start of every rank. We train without Muon.
+    ZeRO imports Muon with every optimizer, and its module compiles it at import: that loads all of inductor, more than
+    a second of CPU time at the start of every rank.
     """
     from deepspeed.runtime import compiler
 
@@ -171,18 +174,19 @@ def _load_muon_uncompiled() -> None:
 
 
 def deepspeed_config(spec: RunSpec, layout: Layout, parameters: int, swap_folder: Path) -> dict[str, Any]:
-    """DeepSpeed's configuration for a rank that computes with so many parameters.
+    """Return DeepSpeed's configuration for a rank that computes with ``parameters`` parameters.
 
-    Learning rate and checkpoints are ours, not DeepSpeed's. ``swap_folder``: on a disk of the node, for NVMe offload.
+    The engine sets learning rates and saves checkpoints itself. ``swap_folder``: on a local disk of the node, for NVMe
+    offload.
     """
-    # As the plan counted them.
+    # the sizes that the plan counts
     buffers = zero_buffers(parameters, layout.zero_stage, pipeline=layout.pipeline_parallel > 1)
     config: dict[str, Any] = {
-        # Sequence ranks are hidden among its data-parallel ones, so that it counts each sequence that many times.
+        # DeepSpeed takes sequence ranks for data-parallel ones, so it counts each sequence that many times.
         "train_batch_size": layout.global_batch_size * layout.sequence_parallel,
         "train_micro_batch_size_per_gpu": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-        "gradient_clipping": 0.0,  # set before each step where it does the clipping
+        "gradient_clipping": 0.0,  # set before each step where DeepSpeed clips
         "zero_optimization": {
             "stage": layout.zero_stage,
             "reduce_bucket_size": buffers.reduce_bucket_size,
@@ -197,23 +201,23 @@ def deepspeed_config(spec: RunSpec, layout: Layout, parameters: int, swap_folder
     }
     config.update(precision_config(spec))
     config["zero_optimization"].update(offload_config(spec, layout, swap_folder))
-    # Elementwise optimizers do not care that they are handed flat pieces; ours are of that kind.
+    # ZeRO hands optimizers flat parts of matrices; ours update each element by itself.
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
     return config
 
 
 class ModelParallelUnit:
-    """What DeepSpeed asks about tensor parallelism (its ``mpu``); sequence ranks are replicas to it."""
+    """Tensor parallelism as DeepSpeed asks for it (its ``mpu``); sequence ranks count as replicas."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._tensor, self._replicas = mesh.tensor, mesh.replicas
-        # DeepSpeed wants a group even of one rank.
+        # DeepSpeed needs a group even for one rank.
         self._groups = {axis: axis.group or group_of([dist.get_rank()]) for axis in (mesh.tensor, mesh.replicas)}
 
     @classmethod
     def of(cls, mesh: Mesh) -> ModelParallelUnit | None:
-        """None where every rank is a replica, or where DeepSpeed's own pipeline grid takes this place. Collective."""
+        """Return None if every rank is a replica, or if a pipeline has DeepSpeed's own grid. Collective."""
         return None if mesh.tensor.size == 1 or mesh.pipeline.size > 1 else cls(mesh)
 
     def get_model_parallel_group(self) -> Any:
@@ -240,7 +244,7 @@ class ModelParallelUnit:
 
 
 def start_deepspeed(config: dict[str, Any], module: nn.Module, optimizer: Any, unit: ModelParallelUnit | None) -> Any:
-    """DeepSpeed's engine around the module and optimizer: a PipelineEngine where the module is a pipeline's."""
+    """Return DeepSpeed's engine around the module and optimizer; a PipelineEngine for a pipeline module."""
     import deepspeed
 
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=unit)

@@ -1,11 +1,12 @@
-"""Faults on purpose, off by default, addressed by kind, rank and step: what drills use to prove that nothing is lost.
+"""Fault injection, off by default, by kind, rank and step; drills use it to verify that nothing is lost.
 
 ``SCALETRAIN_FAULT="sigkill rank=1 step=7; slow-save seconds=0.5"``: before optimizer step 7, rank 1 kills itself; every
-checkpoint write takes half a second longer. Add ``attempt=1`` to hit one attempt only. ``spike step=20-23 factor=20``
-multiplies the loss of the *batches* 20 to 23, on all ranks: whoever leaves them out is cured. ``truncate``, ``flip``
-and ``delete`` damage the newest checkpoint, once there are two, and kill the rank. ``slow-rank`` waits at every step.
-``disk-full step=9 write=7``: from step 9 on, the seventh write of a rank to checkpoints fails, and every later one.
-``stale-attempt`` opens the checkpoints to a later attempt, as is done when this one is given up for dead.
+checkpoint write takes half a second longer. Add ``attempt=1`` to inject into one attempt only. ``spike step=20-23
+factor=20`` multiplies the loss of the *batches* 20 to 23 on all ranks, so that skipping these batches avoids the spike.
+``truncate``, ``flip`` and ``delete`` corrupt the latest checkpoint, once there are two, and kill the rank.
+``slow-rank`` waits at every step. ``disk-full step=9 write=7``: from step 9 on, the seventh and every later checkpoint
+write of a rank fails. ``stale-attempt`` opens the checkpoints to a later attempt, as if this attempt had been
+superseded.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from scaletrain_cli.rundir.checkpoints import Checkpoint, list_checkpoints
 from scaletrain_cli.safe_files import open_to_change
 from scaletrain_cli.worker.checkpoint_commit import open_attempt
 
-# Damage on purpose to a committed checkpoint, as disks and people do it.
+# Corruption of a committed checkpoint, as by disks and people.
 
 
 CORRUPTIONS = ("truncate", "flip", "delete")
 
 
 def corrupt(checkpoint: Checkpoint, kind: str) -> Path:
-    """Truncate, flip a bit of, or delete the largest file that the manifest names; returns which."""
+    """Truncate, flip a bit of, or delete the largest file in the manifest, and return its path."""
     name = max(checkpoint.files, key=lambda name: checkpoint.files[name].size)
     path, middle = checkpoint.path / name, checkpoint.files[name].size // 2
     if kind == "delete":
@@ -56,16 +57,16 @@ VARIABLE = "SCALETRAIN_FAULT"
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault; None in a field means any."""
+    """One fault; a field that is None matches anything."""
 
     kind: str
     rank: int | None = None
     step: int | None = None
     attempt: int | None = None
     seconds: float = 0.0
-    last: int | None = None  # with ``step`` as the first: the batches of a spike
+    last: int | None = None  # the last batch of a spike, whose first is ``step``
     factor: float = 1.0
-    write: int | None = None  # of a full disk: the first one that fails
+    write: int | None = None  # the first write that fails on a full disk
 
 
 class InjectedError(RuntimeError):
@@ -77,17 +78,17 @@ def _signal_self(number: int) -> Callable[[], None]:
 
 
 def _kill_agent() -> None:
-    """As the kernel does when memory is short, or an administrator. The rank goes with it."""
+    """Kill the agent, as the kernel does when memory is short. The kernel then kills the rank, too."""
     os.kill(int(os.environ["SCALETRAIN_AGENT_PID"]), signal.SIGKILL)
     time.sleep(_LAST_SECONDS)
 
 
 def _kill_node() -> None:
-    """The agent and its ranks at once, so that none of them says a last word."""
+    """Kill the agent and its ranks at once, so that none of them can report its end."""
     agent = int(os.environ["SCALETRAIN_AGENT_PID"])
     os.kill(agent, signal.SIGSTOP)
     for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # ended meanwhile
             parent = int(entry.read_bytes().rpartition(b")")[2].split()[1])
             if parent == agent and int(entry.parent.name) != os.getpid():
                 os.kill(int(entry.parent.name), signal.SIGKILL)
@@ -95,7 +96,7 @@ def _kill_node() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-_LAST_SECONDS = 60.0  # for the kernel to end this rank too
+_LAST_SECONDS = 60.0  # until the kernel kills this rank
 _STRIKES: dict[str, Callable[[], None]] = {
     "sigkill": _signal_self(signal.SIGKILL),
     "sigterm": _signal_self(signal.SIGTERM),
@@ -107,7 +108,7 @@ _KINDS = (*_STRIKES, *CORRUPTIONS, "exception", "nan", "spike", "slow-save", "sl
 
 
 class Faults:
-    """The faults that concern one rank of one attempt; ``folder`` holds the run's checkpoints."""
+    """The faults of one rank in one attempt; ``folder`` holds the run's checkpoints."""
 
     def __init__(self, text: str, rank: int, attempt: int, folder: Path | None = None) -> None:
         parsed = [_parse(part) for part in text.split(";") if part.strip()]
@@ -122,18 +123,18 @@ class Faults:
 
     @property
     def save_delay_seconds(self) -> float:
-        """How much longer each checkpoint write of this rank takes."""
+        """Additional seconds of each checkpoint write of this rank."""
         return sum(fault.seconds for fault in self._mine if fault.kind == "slow-save")
 
     def before_write(self) -> None:
-        """Called before each write to a checkpoint. Raises OSError where the disk is to be full."""
+        """Called before each write to a checkpoint. Raises OSError for an injected full disk."""
         full = [f for f in self._mine if f.kind == "disk-full" and self._step >= (f.step or 0)]
         self._writes += bool(full)
         if any(self._writes >= (f.write or 1) for f in full):
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (injected at write {self._writes})")
 
     def before_step(self, step: int) -> None:
-        """Strike, if anything is due before optimizer step ``step`` (1-based)."""
+        """Inject the faults that are due before optimizer step ``step`` (1-based)."""
         self._step = step
         for fault in self._mine:
             if fault.kind in CORRUPTIONS:
@@ -149,18 +150,18 @@ class Faults:
                 raise InjectedError(f"injected before step {step}")
 
     def _damage_after(self, fault: Fault, step: int) -> None:
-        """From the fault's step on: damage the newest checkpoint once there is one before it, and die."""
+        """Corrupt the latest checkpoint and kill the rank, from its step on, once there are two."""
         committed = list_checkpoints(self._folder) if self._folder and step >= (fault.step or 1) else []
         if len(committed) > 1:
             logger.warning("injected: %s %s", fault.kind, corrupt(committed[-1], fault.kind))
             os.kill(os.getpid(), signal.SIGKILL)
 
     def poisons_gradient(self, step: int) -> bool:
-        """Whether this rank's loss is to become NaN at ``step``."""
+        """Return True if this rank's loss is to become NaN at ``step``."""
         return any(fault.kind == "nan" for fault in self._due(step))
 
     def loss_factor(self, batch: int) -> float:
-        """What the loss of this batch is multiplied by."""
+        """Return the factor of this batch's loss."""
         spikes = [fault for fault in self._mine if fault.kind == "spike"]
         hits = [fault.factor for fault in spikes if (fault.step or 1) <= batch <= (fault.last or batch)]
         return math.prod(hits)

@@ -1,6 +1,6 @@
-"""Keep a rank on the cores of the NUMA node that its GPU is attached to, where the kernel says which that is.
+"""Bind a rank to the cores of the NUMA node that its GPU is attached to, as far as the kernel reports it.
 
-Memory that such a rank touches first, its pinned buffers too, is then on that node. Reads /sys; knows no training.
+Memory that the rank touches first, such as pinned buffers, is then allocated on that node. Reads /sys.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-OFF = "SCALETRAIN_NUMA"  # set to "off": leave ranks on every core that the scheduler gave
-_FEWEST_CORES_PER_RANK = 2  # for the rank itself and for the threads that write checkpoints and read batches
+OFF = "SCALETRAIN_NUMA"  # "off": do not bind ranks
+_FEWEST_CORES_PER_RANK = 2  # one for the rank, one for the threads that write checkpoints and read batches
 _SYS = Path("/sys")
 
 
 def pin_to_numa_node(device: torch.device, local_rank: int, local_ranks: int, environment: Mapping[str, str]) -> str:
-    """Bind this process and the threads that it starts from now on; return what was done, empty where nothing was."""
+    """Bind this process and its future threads; return a message for the log, empty if nothing was bound."""
     if environment.get(OFF) == "off":
         return ""
     cores_of = numa_cores(_SYS)
@@ -33,13 +33,13 @@ def pin_to_numa_node(device: torch.device, local_rank: int, local_ranks: int, en
         return ""
     try:
         os.sched_setaffinity(0, chosen)
-    except OSError:  # a container may forbid it
+    except OSError:  # containers may forbid it
         return ""
     return f"rank on NUMA node {nodes[local_rank]}: {len(chosen)} cores"
 
 
 def numa_cores(sys: Path) -> dict[int, frozenset[int]]:
-    """Cores by NUMA node, of the nodes that have any; empty where the kernel does not say."""
+    """Return cores by NUMA node, for nodes with cores; empty if the kernel does not report them."""
     found: dict[int, frozenset[int]] = {}
     for folder in (sys / "devices" / "system" / "node").glob("node[0-9]*"):
         try:
@@ -52,7 +52,7 @@ def numa_cores(sys: Path) -> dict[int, frozenset[int]]:
 
 
 def node_of_pci_device(sys: Path, address: str) -> int | None:
-    """The NUMA node of a device such as ``0000:3b:00.0``; None where the kernel does not know."""
+    """Return the NUMA node of a PCI device such as ``0000:3b:00.0``; None if the kernel does not report it."""
     try:
         node = int((sys / "bus" / "pci" / "devices" / address / "numa_node").read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -61,18 +61,18 @@ def node_of_pci_device(sys: Path, address: str) -> int | None:
 
 
 def spread(ranks: int, nodes: Sequence[int]) -> list[int]:
-    """A node for each rank: neighbors share one, and no node has more than one rank more than another."""
+    """Return a node for each rank, balanced; neighboring ranks share a node."""
     return [nodes[rank * len(nodes) // ranks] for rank in range(ranks)]
 
 
 def chosen_cores(
     cores_of: Mapping[int, frozenset[int]], nodes: Sequence[int | None], local_rank: int, allowed: frozenset[int]
 ) -> frozenset[int]:
-    """The cores to keep a rank on; empty where it stays on all that it has.
+    """Return the cores to bind a rank to; empty to leave it on all of its cores.
 
-    ``nodes``: the NUMA node of each rank of this machine. ``allowed``: the cores that the scheduler gave this one. It
-    stays where it is if the node is unknown, if the scheduler has bound it already, or if its node has too few of the
-    allowed cores for all ranks that belong there.
+    ``nodes``: the NUMA node of each rank of this machine. ``allowed``: the cores that the scheduler assigned to this
+    rank. The rank is not bound if its node is unknown, if the scheduler has bound it already, or if its node has too
+    few of the allowed cores for all its ranks.
     """
     node = nodes[local_rank] if local_rank < len(nodes) else None
     here = allowed & cores_of.get(node, frozenset()) if node is not None else frozenset[int]()
@@ -91,7 +91,7 @@ def _node_of_gpu(index: int) -> int | None:
 
 
 def _numbers(text: str) -> list[int]:
-    """``0-3,8`` as the kernel writes lists of cores. Raises ValueError."""
+    """Parse a list of cores as the kernel writes it, ``0-3,8``. Raises ValueError."""
     found: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

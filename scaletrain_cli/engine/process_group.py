@@ -1,4 +1,4 @@
-"""Ranks find each other, and agree once per step on what to do next. The only collectives outside DeepSpeed."""
+"""Connect the ranks, and reach a consensus between them; the only collectives outside DeepSpeed and ``parallel``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-# Values that ranks send each other, as JSON: torch's own object collectives unpickle what arrives, which can run code.
+# Values that ranks send each other, as JSON: torch's object collectives unpickle what arrives, which can run code.
 
 
 _PACKAGE = __name__.partition(".")[0]
@@ -30,7 +30,7 @@ def encode(item: object) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Return the value that was encoded. Raises ValueError for anything that encode() would not have made."""
+    """Return the value that was encoded. Raises ValueError for anything that encode() does not produce."""
     return _restored(json.loads(data))
 
 
@@ -69,7 +69,7 @@ def _restored(data: object) -> Any:
 
 
 def _known_type(name: str) -> type:
-    """Return a dataclass or named tuple of this package that is loaded already; nothing is imported for a message."""
+    """Return a dataclass or named tuple of a loaded module of this package; decoding a message imports nothing."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module) if module.partition(".")[0] == _PACKAGE else None
     for part in path.split("."):
@@ -86,12 +86,12 @@ def _known_type(name: str) -> type:
 
 
 T = TypeVar("T")
-SLOTS = 16  # for the measures of one step
+SLOTS = 16  # values per step
 _LEAST_INTEGER = -(1 << 63)
 
 
 class StepDecision(IntEnum):
-    """What a rank wants at a step boundary; the largest wish of all ranks wins."""
+    """What a rank requests at a step boundary; the largest request of all ranks wins."""
 
     CONTINUE = 0
     SAVE = 1
@@ -100,7 +100,7 @@ class StepDecision(IntEnum):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others, from the environment that the node agent sets."""
+    """The ranks of this process, from the environment that the node agent sets."""
 
     rank: int
     world_size: int
@@ -108,32 +108,32 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """Raises KeyError outside a node agent."""
+        """Read RANK, WORLD_SIZE and LOCAL_RANK. Raises KeyError outside a node agent."""
         return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
 
 
 def connect(device: torch.device, timeout_seconds: float) -> None:
-    """Join the process group: NCCL on GPUs, gloo on CPUs. A collective that waits longer than this is an error."""
+    """Join the process group: NCCL on GPUs, gloo on CPUs. A collective fails after ``timeout_seconds``."""
     timeout = timedelta(seconds=timeout_seconds)
-    # Groups that DeepSpeed makes later name no timeout and get torch's defaults, which are module variables.
+    # DeepSpeed creates groups without a timeout, which get torch's defaults; these are module variables.
     distributed_c10d.default_pg_timeout = timeout
     setattr(distributed_c10d, "default_pg_nccl_timeout", timeout)  # noqa: B010 (not an exported name)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
 
 
 def in_slots(values: Mapping[str, float]) -> list[float]:
-    """The values of one step in as many places on every rank: a pipeline stage without experts measures fewer."""
+    """Return the values of a step padded to the same length on every rank; a pipeline stage may have fewer values."""
     assert len(values) <= SLOTS, f"{len(values)} measures of a step and {SLOTS} places"
     return [*values.values(), *[0.0] * (SLOTS - len(values))]
 
 
 def from_slots(own: Mapping[str, float], agreed: Sequence[float]) -> dict[str, float]:
-    """Rank 0's values under this rank's names, of which the ones that every rank has come first."""
+    """Return rank 0's values under the names of this rank; values that every rank has come first."""
     return dict(zip(own, agreed, strict=False))
 
 
 class RankConsensus:
-    """One all-reduce per step on a gloo group of its own, so that it never waits for the GPU."""
+    """Consensus of all ranks by an all-reduce on a gloo group of its own, so that it never waits for the GPU."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
@@ -141,10 +141,10 @@ class RankConsensus:
     def reach(
         self, wish: StepDecision, writing: bool, values: Sequence[float] = ()
     ) -> tuple[StepDecision, bool, list[float]]:
-        """The strongest wish of any rank, whether any rank still writes its part of a checkpoint, and rank 0's values.
+        """Return the largest request of any rank, whether any rank is writing a checkpoint, and rank 0's values.
 
-        One all-reduce. Values travel as the integers that have their bits, to which the other ranks add the least
-        integer there is: so a NaN arrives, too.
+        One all-reduce with MAX. Values travel as int64 bit patterns; other ranks contribute the smallest integer, so
+        that a NaN arrives unchanged.
         """
         count = len(values)
         bits = struct.unpack(f"{count}q", struct.pack(f"{count}d", *values))
@@ -159,19 +159,19 @@ class RankConsensus:
         )
 
     def least(self, value: float) -> float:
-        """The smallest value of any rank."""
+        """Return the smallest value of any rank."""
         smallest = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
         return float(smallest)
 
     def on_values(self, values: dict[str, float]) -> dict[str, float]:
-        """Rank 0's, under the same names: sums that other groups of ranks made may differ in their last bits."""
+        """Return rank 0's values under the same names; sums of other groups may differ in their last bits."""
         agreed = torch.tensor(in_slots(values), dtype=torch.float64)
         dist.broadcast(agreed, src=0, group=self._group)
         return from_slots(values, agreed.tolist())
 
     def gather(self, item: T) -> list[T] | None:
-        """Every rank's item on rank 0, in rank order; None elsewhere."""
+        """Return every rank's item in rank order on rank 0, None on other ranks."""
         data = encode(item)
         sizes = [int(size) for size in self.share(len(data))]
         mine = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -183,14 +183,14 @@ class RankConsensus:
         return [decode(part.numpy().tobytes()[:size]) for part, size in zip(parts, sizes, strict=True)]
 
     def share(self, value: float) -> list[float]:
-        """Every rank's value on every rank, in rank order."""
+        """Return every rank's value in rank order, on every rank."""
         mine = torch.tensor([value], dtype=torch.float64)
         values = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(values, mine, group=self._group)
         return [float(each) for each in values]
 
     def follow_rank_zero(self, item: T) -> T:
-        """Rank 0's item, on every rank."""
+        """Return rank 0's item on every rank."""
         leads = dist.get_rank() == 0
         data = encode(item) if leads else b""
         size = torch.tensor([len(data)])

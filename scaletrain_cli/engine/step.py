@@ -1,7 +1,4 @@
-"""One optimizer step and one validation loss, with and without a pipeline: the two ways in which DeepSpeed is driven.
-
-Knows what a micro-batch is, and neither where it comes from nor what is decided between steps.
-"""
+"""Run one optimizer step or one evaluation with DeepSpeed, with and without a pipeline."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from scaletrain_cli.spec import TrainingSpec
 class Stepped(NamedTuple):
     """Scalars, the same on every rank: mean loss over the global batch in nats, gradient norm before clipping.
 
-    An update whose gradient is not finite was not applied. ``skipped``: it was, because fp16 overflowed.
+    An update with a gradient that is not finite is not applied. ``skipped``: because of an fp16 overflow.
     """
 
     loss: Tensor
@@ -34,7 +31,7 @@ class Stepped(NamedTuple):
 
 
 class Stepper(ABC):
-    """How a step is run. Every method is collective."""
+    """Runs steps. Every method is collective."""
 
     def __init__(self, composed: Composed, training: TrainingSpec) -> None:
         self._composed, self._engine = composed, composed.engine
@@ -47,9 +44,9 @@ class Stepper(ABC):
         self.adaptive_clip = AdaptiveClip(training.gradient_clipping) if adaptive else None
 
     def train(self, batches: Sequence[MicroBatch], *, poisoned: bool = False, factor: float = 1.0) -> Stepped:
-        """Forward, backward and update over one global batch.
+        """Run forward and backward passes and the update over one global batch.
 
-        Faults on purpose: ``poisoned`` makes this rank's gradient NaN, ``factor`` multiplies the loss of all ranks.
+        Fault injection: ``poisoned`` makes this rank's gradient NaN, ``factor`` multiplies the loss on all ranks.
         """
         if self._composed.model.spec.num_experts:
             scale_router_losses(self._composed.model, self.loss_scale / len(batches))
@@ -60,11 +57,13 @@ class Stepper(ABC):
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by before its backward pass; 1 but for fp16."""
+        """Factor of the next loss before its backward pass; 1 without fp16."""
         return loss_scale(self._engine) if self._fp16 else 1.0
 
     def _largest_norm(self) -> float:
-        """Of the next update; 0 for any. DeepSpeed is told where it does the clipping, from stage 1 on."""
+        """Return the norm to clip the next update to, 0 for no limit, and pass it to DeepSpeed, which clips from stage
+        1 on.
+        """
         largest = self._by_norm if self.adaptive_clip is None else self.adaptive_clip.threshold()
         if self._engine.zero_optimization_stage() > 0:
             self._engine.optimizer.clip_grad = largest
@@ -74,22 +73,22 @@ class Stepper(ABC):
     def _train(
         self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool, factor: float
     ) -> tuple[Tensor, Any]:
-        """Mean loss and gradient norm."""
+        """Return mean loss and gradient norm."""
 
     @abstractmethod
     def validation_loss(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Mean loss of some micro-batches over all replicas, on every rank. Trains nothing."""
+        """Return the mean loss of micro-batches over all replicas, on every rank, without training."""
 
 
 def stepper(composed: Composed, mesh: Mesh, device: torch.device, training: TrainingSpec) -> Stepper:
-    """What drives the composed model."""
+    """Return the stepper for the composed model."""
     if composed.stage is not None:
         return Pipelined(composed, training)
     return WholeModel(composed, training, mesh, device)
 
 
 class WholeModel(Stepper):
-    """Every rank runs all layers: DeepSpeed with ZeRO 0 to 3, and tensor or sequence parallelism within them."""
+    """Every rank runs all layers: ZeRO 0 to 3, with tensor or sequence parallelism."""
 
     def __init__(self, composed: Composed, training: TrainingSpec, mesh: Mesh, device: torch.device) -> None:
         super().__init__(composed, training)
@@ -108,13 +107,13 @@ class WholeModel(Stepper):
             if self._engine.is_gradient_accumulation_boundary():
                 norm = self._update(largest_norm)
             else:
-                self._engine.step()  # which only counts
+                self._engine.step()  # only counts the micro-batch
         return _mean(total / len(batches), self._mesh.replicas.group), norm
 
     def _update(self, largest_norm: float) -> Any:
-        """Clip and apply the accumulated gradient; its norm before clipping. One that is not finite is not applied.
+        """Clip and apply the accumulated gradient unless it is not finite; return its norm before clipping.
 
-        DeepSpeed sees to that from stage 1 on; stage 0 in fp32 neither looks nor reports.
+        From stage 1 on DeepSpeed does both; in stage 0 with fp32 it neither checks nor reports.
         """
         engine = self._engine
         if engine.zero_optimization_stage() > 0:
@@ -126,7 +125,7 @@ class WholeModel(Stepper):
             clip(parameters, norm, largest_norm)
             engine.step()
         else:
-            engine.zero_grad()  # or it would still be there for who goes back to a checkpoint
+            engine.zero_grad()  # a rollback to a checkpoint must not start with this gradient
             engine.micro_steps += 1
         return norm
 
@@ -142,7 +141,7 @@ class WholeModel(Stepper):
 
 
 class Pipelined(Stepper):
-    """Every rank runs its stage of the layers, one forward and one backward in turn, under ZeRO-1."""
+    """Every rank runs its pipeline stage, one forward and one backward pass in turn (1F1B), under ZeRO-1."""
 
     def _train(
         self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool, factor: float
@@ -154,25 +153,25 @@ class Pipelined(Stepper):
 
     def validation_loss(self, batches: Sequence[MicroBatch]) -> Tensor:
         loss: Tensor = self._engine.eval_batch(self._feed(batches), num_micro_batches=len(batches))
-        return loss.reshape(())  # of one replica it comes in a tensor of one element
+        return loss.reshape(())  # a tensor of one element with a single replica
 
     def _feed(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[Any, Any]]:
-        """Tokens for the first stage and labels for the last, which DeepSpeed asks for; every stage knows the rest."""
+        """Return tokens for the first stage and labels for the last, as DeepSpeed asks; every stage gets the rest."""
         assert self._composed.stage is not None
         self._composed.stage.expect(batches)
         return iter([(batch.tokens, (batch.labels, _divisor(batch))) for batch in batches])
 
 
 def _divisor(batch: MicroBatch) -> Tensor:
-    """What the model would take for itself: DeepSpeed's pipeline passes tensors only."""
+    """Return the batch's divisor, or the default one as a tensor: DeepSpeed's pipeline passes tensors only."""
     if batch.divisor is not None:
         return batch.divisor
-    # Made on the device: a copy from the host would make the last stage wait in each micro-batch.
+    # Created on the device: a copy from the host would make the last stage wait in each micro-batch.
     return torch.full((), float(batch.labels.numel()), device=batch.labels.device)
 
 
 def _mean(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Over the ranks of a group, in place; tensor ranks of a replica hold the same value already."""
+    """Return the mean over the ranks of a group, in place; tensor ranks of a replica have the same value."""
     if group is None:
         return values
     dist.all_reduce(values, group=group)

@@ -1,6 +1,6 @@
-"""What is agreed between two steps: whether to go on, to save or to leave; and a save in flight moves on a stage.
+"""The consensus of all ranks between two steps: train on, save, or stop; and the progress of a save in flight.
 
-One all-reduce. Whoever is told something, all ranks act on it at the same step. Knows no model.
+One all-reduce per step. A request that reaches one rank takes effect on all ranks at the same step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.heartbeat import Heartbeat
 from scaletrain_cli.worker.signals import PreemptionFlag
 
-_LOOK_SECONDS = 1.0  # for a file that asks for a save
+_LOOK_SECONDS = 1.0  # between two checks for a file that requests a save
 
 
 @dataclass
 class StepSync:
-    """One rank's part in the consensus. Every method is collective."""
+    """One rank's part in the step synchronization. Every method is collective."""
 
     run: RunDir
     ranks: Ranks
@@ -37,9 +37,9 @@ class StepSync:
     _asked: bool = field(default=False, init=False)
 
     def agree(self, step: int, measures: Sequence[StepMeasures] = ()) -> tuple[StepDecision, list[StepMeasures]]:
-        """What all ranks do after ``step`` steps, which is the most that any of them wants; and rank 0's measures.
+        """Return what all ranks do after ``step`` steps, the largest request of any rank; and rank 0's measures.
 
-        Sums that other groups of ranks made may differ in their last bits, so that all ranks judge rank 0's.
+        Sums over other groups of ranks may differ in their last bits, so all ranks judge the values of rank 0.
         """
         self.heartbeat.meet()
         values = [value for measured in measures for value in in_slots(measured.values)]
@@ -55,21 +55,22 @@ class StepSync:
         return verdict, judged
 
     def save_begins(self, step: int) -> None:
-        """The state after ``step`` steps is about to be saved."""
+        """Record that a save of the state after ``step`` steps starts."""
         self.schedule.begin_at(step)
         self._asked = False
         if self.ranks.rank == 0:
-            self._take_file()  # this save is the one that was asked for
+            self._take_file()  # this save answers the request
 
     def clear_save_request(self) -> None:
-        """After the last save of a run that is done: whoever asked for one meanwhile has it."""
+        """Remove a save request that arrived during the last save of a finished run."""
         if self.ranks.rank == 0:
             self._take_file()
 
     def seconds_to_save(self, step: int, grace_seconds: float) -> tuple[float, float]:
-        """Of the grace period, what is left to the rank that has least; and what a save is expected to take.
+        """Return the seconds of the grace period that the rank with the least has left, and the expected seconds of a
+        save.
 
-        With another in flight, that one first.
+        If another save is in flight, its seconds are added.
         """
         left = self.consensus.least(self.flag.seconds_left(grace_seconds))
         saves = 1 if self.checkpointer.in_flight_step in (None, step) else 2
@@ -78,7 +79,7 @@ class StepSync:
     def _wish(self, step: int) -> StepDecision:
         if self.flag.raised:
             return StepDecision.PREEMPT
-        # Rank 0 alone, or clocks and file systems that differ would have ranks save at different steps.
+        # Only rank 0 decides, because clocks and file systems differ between ranks.
         if self.ranks.rank == 0 and (self.schedule.is_due(step) or self._asked_by_file()):
             return StepDecision.SAVE
         return StepDecision.CONTINUE

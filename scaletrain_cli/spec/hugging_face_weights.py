@@ -74,7 +74,7 @@ def to_hugging_face(model: ModelSpec) -> dict[str, Any]:
     problems = _unknown_to_all(model)
     if problems:
         raise UsageError("no Hugging Face architecture computes what this model does", tuple(problems))
-    return {**(_gpt2(model) if model.family == "gpt" else _llama(model)), "use_cache": True}
+    return {**(_gpt2(model) if model.base_family == "gpt" else _llama(model)), "use_cache": True}
 
 
 def _llama(model: ModelSpec) -> dict[str, Any]:
@@ -166,8 +166,9 @@ def _unknown_to_all(model: ModelSpec) -> list[Problem]:
     """What none of the architectures above has, or not together."""
     usual = model.model_copy(update=dict.fromkeys(("gated_mlp", "norm", "norm_bias", "bias", "position_embedding")))
     mixtral = model.num_experts > 0 and not model.qk_norm
-    gpt = model.family == "gpt"
+    gpt = model.base_family == "gpt"
     wrong = (
+        ("family", model.family != model.base_family, "is of another package."),
         ("gated_mlp", model.has_gated_mlp != usual.has_gated_mlp, f"{model.family} has it otherwise."),
         ("norm", model.norm_kind != usual.norm_kind, f"{model.family} has {usual.norm_kind}."),
         ("norm_bias", model.has_norm_bias != usual.has_norm_bias, f"{model.family} has it otherwise."),

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from scaletrain_cli.spec.extensions import base_family, model_family_extension, or_extension
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Text, Whole, WholeOrZero
 from scaletrain_cli.spec.section import Section, used_when, where, where_not
 
@@ -211,7 +212,7 @@ class ModelSpec(Section):
     ``preset`` only records where the dimensions came from.
     """
 
-    family: Literal["llama", "gpt"]
+    family: Annotated[Literal["llama", "gpt"], or_extension(model_family_extension)]
     preset: str | None = None
     hidden_size: Whole
     num_hidden_layers: Whole
@@ -261,14 +262,19 @@ class ModelSpec(Section):
     )
 
     @property
+    def base_family(self) -> str:
+        """``llama`` or ``gpt``: the family, or the one that a family of another package has the parameters of."""
+        return base_family(self.family)
+
+    @property
     def has_gated_mlp(self) -> bool:
         """SwiGLU's two input matrices (arXiv:2002.05202) instead of one."""
-        return self.family == "llama" if self.gated_mlp is None else self.gated_mlp
+        return self.base_family == "llama" if self.gated_mlp is None else self.gated_mlp
 
     @property
     def norm_kind(self) -> str:
         """``rmsnorm`` or ``layernorm``."""
-        return self.norm or ("rmsnorm" if self.family == "llama" else "layernorm")
+        return self.norm or ("rmsnorm" if self.base_family == "llama" else "layernorm")
 
     @property
     def has_norm_bias(self) -> bool:
@@ -278,12 +284,12 @@ class ModelSpec(Section):
     @property
     def has_bias(self) -> bool:
         """Whether attention and MLP projections have biases."""
-        return self.family == "gpt" if self.bias is None else self.bias
+        return self.base_family == "gpt" if self.bias is None else self.bias
 
     @property
     def positions(self) -> str:
         """``rotary``, ``learned``, ``alibi`` or ``none``."""
-        return self.position_embedding or ("rotary" if self.family == "llama" else "learned")
+        return self.position_embedding or ("rotary" if self.base_family == "llama" else "learned")
 
     @property
     def moe_layers(self) -> int:

@@ -7,6 +7,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from scaletrain_cli.spec.extensions import base_family
+
 TOWERS = ("vision_config", "text_config")
 
 
@@ -68,7 +70,7 @@ def derived_dimensions(given: dict[str, Any]) -> dict[str, Any]:
         derived["num_key_value_heads"] = heads
     if heads and hidden and hidden % heads == 0:
         derived["head_dim"] = hidden // heads
-    if hidden and given.get("family") == "gpt":
+    if hidden and base_family(str(given.get("family"))) == "gpt":
         derived["intermediate_size"] = 4 * hidden
     if longest:
         derived["seq_len"] = min(longest, LONGEST_DEFAULT_SEQ_LEN)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from scaletrain_cli.spec.extensions import optimizer_extension, or_extension
 from scaletrain_cli.spec.quantities import AutoWhole, Count, Fraction, NonNegative, Positive, Whole, WholeOrZero
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 
@@ -70,7 +71,9 @@ _ADDED_TO_THE_GRADIENT = ("adam", "sgd", "momentum")  # weight decay as L2 regul
 class OptimizerSpec(Section):
     """AdamW (arXiv:1711.05101) or another. Weight decay applies to matrices, not to norms and biases."""
 
-    name: Literal["adamw", "adam", "sgd", "momentum", "adamw_8bit", "lion", "muon"] = "adamw"
+    name: Annotated[
+        Literal["adamw", "adam", "sgd", "momentum", "adamw_8bit", "lion", "muon"], or_extension(optimizer_extension)
+    ] = "adamw"
     lr: Positive = 3.0e-4
     betas: Annotated[tuple[Fraction, Fraction], used_when(where_not("training.optimizer.name", "sgd", "momentum"))] = (
         0.9,

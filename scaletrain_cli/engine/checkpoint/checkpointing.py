@@ -1,7 +1,8 @@
-"""Saving and restoring the full state of a run, without holding up the training thread or ever half-committing.
+"""Save and restore the full state of a run without blocking the training thread for the write.
 
-A save copies the state off the device; a thread writes and hashes it. Once every rank's thread is done, which the step
-consensus tells, rank 0's commits. What the state consists of is engine.state's, the protocol checkpoint_commit's.
+A save copies the state to host memory (``snapshot``); a thread writes and hashes it (``shard_file``). When the step
+consensus shows that all ranks have written, rank 0 commits it (``worker.checkpoint_commit``). An interrupted save
+leaves no committed checkpoint.
 """
 
 from __future__ import annotations
@@ -37,29 +38,29 @@ from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker import checkpoint_commit
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter
 
-_STATE = "state.json"  # what every rank knows alike: the step, the loss scale, what the guard has seen
+_STATE = "state.json"  # state that is the same on every rank: the step, the loss scale, the state of the guard
 
 
 class Stateful(Protocol):
-    """A small part of the state that every rank has alike, in plain numbers."""
+    """A small part of the state that is the same on every rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state; JSON."""
+        """Return the state as JSON values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from that."""
+        """Restore what ``state_dict`` returned."""
 
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What a save took: seconds of the training thread, and until it was committed."""
+    """Seconds that a save blocked the training thread, and seconds until it was committed."""
 
     blocked_seconds: float
     seconds: float
 
 
 class _Written(NamedTuple):
-    """What one rank has on disk, and how long that took."""
+    """The digests of the files that one rank has written, and the seconds of the write."""
 
     digests: dict[str, FileDigest]
     seconds: float
@@ -67,18 +68,18 @@ class _Written(NamedTuple):
 
 @dataclass
 class _Save:
-    """One save in flight. ``commit`` is rank 0's, from when all ranks have written."""
+    """One save in flight. ``commit`` is set on rank 0 once all ranks have written."""
 
     step: int
     copy_seconds: float
     write: Future[_Written]
     blocked_seconds: float = 0.0
     all_written: bool = False
-    commit: Future[float] | None = None  # its seconds
+    commit: Future[float] | None = None  # returns its seconds
 
 
 class Checkpointer:
-    """At most one save in flight. Every method is collective: all ranks call it at the same step boundary."""
+    """Keeps at most one save in flight. Every method is collective: all ranks call it at the same step boundary."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class Checkpointer:
         self._faults = faults
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
         self._in_flight: _Save | None = None
-        self._chores: list[Future[None]] = []  # marks and deletions, which nobody waits for
+        self._chores: list[Future[None]] = []  # marks and deletions, which run in the background
         self._costs: list[SaveCost] = []
         self._allocated = False
         self._unmarked: set[int] = set()
@@ -116,27 +117,28 @@ class Checkpointer:
         self.expected_seconds = expected_seconds
 
     def allocate(self) -> None:
-        """Take the host memory that saves need, so that the first one costs what later ones do. After an update.
+        """Allocate the host memory of a save, so that the first save takes as long as later ones. Call it after an
+        update.
 
-        Once, and never while a save reads from it.
+        Does nothing on later calls, and while a save is in flight.
         """
         if not self._allocated and self._in_flight is None:
             self._allocated = True
             self._snapshot.take()
 
     def take_costs(self) -> list[SaveCost]:
-        """Of the saves that were committed since the last call."""
+        """Return the costs of the saves that were committed since the last call."""
         costs, self._costs = self._costs, []
         return costs
 
     @property
     def in_flight_step(self) -> int | None:
-        """What is being saved, if anything."""
+        """The step that is being saved; None if no save is in flight."""
         return None if self._in_flight is None else self._in_flight.step
 
     @property
     def writing(self) -> bool:
-        """Whether this rank still writes. Raises what the thread raised, so a failed save surfaces at the next step."""
+        """True while this rank writes or commits. Raises the error of the writing thread at the next step boundary."""
         for chore in [chore for chore in self._chores if chore.done()]:
             self._chores.remove(chore)
             chore.result()
@@ -149,7 +151,7 @@ class Checkpointer:
         return not job.done()
 
     def settle(self, anyone_writing: bool) -> None:
-        """Go on with the save in flight once no rank writes any more: commit it, or take note that this is done."""
+        """Advance the save in flight once no rank writes: start its commit, or finish it after the commit."""
         save = self._in_flight
         if save is None or anyone_writing:
             return
@@ -159,7 +161,7 @@ class Checkpointer:
             self._begin_commit(save)
 
     def finish(self) -> None:
-        """Wait for the save in flight, if any, until it is committed."""
+        """Wait until the save in flight, if any, is committed."""
         save = self._in_flight
         if save is None:
             return
@@ -173,13 +175,13 @@ class Checkpointer:
         self._conclude(save)
 
     def tidy_up(self) -> None:
-        """After the last save of a run that is done: leave nothing but checkpoints behind."""
+        """Wait for background deletions and remove staging folders, after the last save of a finished run."""
         self._finish_chores()
         if self._ranks.rank == 0:
             checkpoint_commit.close_attempt(self.folder, self._attempt)
 
     def save(self, step: int, client_state: dict[str, Any], *, wait: bool) -> None:
-        """Begin a save of the state after ``step`` steps; with ``wait`` it is committed on return."""
+        """Start a save of the state after ``step`` steps; with ``wait``, return when it is committed."""
         if self._in_flight is not None and self._in_flight.step != step:
             self.finish()
         if self._in_flight is None and self.committed_step != step:
@@ -206,7 +208,7 @@ class Checkpointer:
         self._in_flight = _Save(step, copied - started, write, time.monotonic() - started)
 
     def _write(self, step: int, header: ShardHeader, entries: list[Entry], state: str) -> _Written:
-        """In the thread: this rank's files, durable."""
+        """Write and fsync the files of this rank, in the writing thread."""
         began = time.monotonic()
         staging = checkpoint_commit.stage_checkpoint(self.folder, self._attempt, step)
         time.sleep(self._faults.save_delay_seconds)
@@ -231,7 +233,7 @@ class Checkpointer:
             self._chores.append(self._thread.submit(self._retire))
 
     def _commit(self, save: _Save, files: dict[str, FileDigest], write_seconds: float) -> float:
-        """In rank 0's thread; returns how long the whole save took, but for what it waited until a step ended."""
+        """Commit in rank 0's thread; return the seconds of the save, without the wait for the end of a step."""
         began, world_size = time.monotonic(), self._ranks.world_size
         self._faults.before_write()
         checkpoint_commit.commit_checkpoint(
@@ -250,7 +252,7 @@ class Checkpointer:
         return seconds
 
     def _retire(self) -> None:
-        """In rank 0's thread: delete what need not be kept."""
+        """Delete checkpoints that retention does not keep, in rank 0's thread."""
         for checkpoint in checkpoints_to_prune(self.folder, self._spec.keep, self._spec.keep_every):
             checkpoint_commit.remove_checkpoint(checkpoint.path, self._attempt)
 
@@ -262,33 +264,34 @@ class Checkpointer:
         self._costs.append(SaveCost(save.blocked_seconds, self.expected_seconds))
 
     def mark_clean_up_to(self, step: int) -> None:
-        """State of the committed checkpoints up to ``step`` that training went well after them."""
+        """Mark committed checkpoints up to ``step`` as clean: training was healthy after them."""
         healthy = {saved for saved in self._unmarked if saved <= step}
         self._unmarked -= healthy
         if healthy and self._ranks.rank == 0:
             self._chores.append(self._thread.submit(self._mark, healthy))
 
     def _mark(self, steps: set[int]) -> None:
-        """In rank 0's thread; retention may have removed one meanwhile."""
+        """Mark checkpoints in rank 0's thread, unless retention has deleted them."""
         for checkpoint in checkpoints.list_checkpoints(self.folder):
             if checkpoint.step in steps and not checkpoint.clean:
                 checkpoint_commit.mark_clean(checkpoint, self._attempt)
 
     def newest_clean(self) -> Checkpoint | None:
-        """The newest one after which training is known to have gone well, and which is sound."""
+        """Return the latest valid checkpoint that is marked clean; None if there is none."""
         self._finish_chores()
         return newest_valid(self.folder, self._ranks, self._consensus, clean=True).checkpoint
 
     def retire_newer(self, step: int) -> None:
-        """Remove what was saved after ``step``, on its way into a spike. On rank 0 alone."""
+        """Delete checkpoints that are newer than ``step``. Call it on rank 0 only."""
         for checkpoint in checkpoints.list_checkpoints(self.folder):
             if checkpoint.step > step:
                 checkpoint_commit.remove_checkpoint(checkpoint.path, self._attempt)
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Load the whole state, whatever layout saved it; returns the client state that was saved with it.
+        """Load the whole state, saved by any layout, and return the client state that was saved with it.
 
-        In a fresh engine as in one that trains. Raises UsageError for what no other layout can read.
+        Works in a new engine and in one that has trained. Raises UsageError for state that only the layout that saved
+        it can read.
         """
         self.finish()
         owned = [placed.slice for shard in self._states.shards for placed in shard.owned]

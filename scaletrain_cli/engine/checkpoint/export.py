@@ -1,7 +1,7 @@
-"""The question ``export`` of an engine process: the weights of a checkpoint as Hugging Face has them.
+"""The command ``export`` of an engine process: write a checkpoint's weights as Hugging Face files.
 
-Writes safetensors, config.json and what export_text says of the tokenizer. One matrix is read at a time and one file
-held in memory, whatever layout saved the checkpoint.
+Writes safetensors, config.json, and the tokenizer with its settings. Reads one matrix at a time and holds one file in
+memory, whatever layout saved the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from scaletrain_cli.safe_files import create_file, make_folder
 from scaletrain_cli.spec import RunSpec, to_hugging_face
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 
-# The text side of an exported folder: the tokenizer, its special tokens, and where generation ends.
+# The tokenizer, its special tokens, and the generation settings of an exported folder.
 
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Beside a tokenizer.json of Hugging Face: what its tokens mean and how a chat is written with them.
+# Files beside tokenizer.json in a Hugging Face folder: the meaning of tokens and the chat template.
 _BESIDE_A_TOKENIZER = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("chat_template.json", "generation_config.json"),
@@ -44,7 +44,7 @@ _BESIDE_A_TOKENIZER = (
 
 @dataclass(frozen=True)
 class TextFiles:
-    """``files``: contents by name. ``ids``: bos, eos and pad ids as config.json holds them, None where not known."""
+    """Contents by file name; ``ids``: bos, eos and pad token ids for config.json, None where unknown."""
 
     files: dict[str, bytes]
     ids: dict[str, Any]
@@ -55,10 +55,10 @@ class TextFiles:
 
 
 def text_files(spec: RunSpec, runs_root: Path) -> TextFiles:
-    """Return the text side of an export of this run.
+    """Return the tokenizer files of an export of this run.
 
-    It is that of the folder which the weights or the tokenizer came from, if that has the tokenizer which the data were
-    made with; else it is derived from the tokenizer. Without a tokenizer at hand only ids of loaded weights are kept.
+    They come from the folder of the weights or of the tokenizer if that has the tokenizer of the dataset; otherwise
+    they are derived from the tokenizer. Without a tokenizer only the ids of the loaded weights are kept.
     """
     folders = _origins(spec)
     tokenizer = _read_json(_dataset_tokenizer(spec, runs_root))
@@ -85,7 +85,7 @@ def text_files(spec: RunSpec, runs_root: Path) -> TextFiles:
 
 
 def _derived(spec: RunSpec, vocabulary: dict[str, int]) -> TextFiles:
-    """From the token that ends a document, which is also what each document is preceded by, as in GPT-2."""
+    """Return files derived from the end-of-text token, which also precedes each document, as in GPT-2."""
     end = next((name for name in ENDS_OF_TEXT if name in vocabulary), None)
     if end is None:
         return TextFiles({}, dict.fromkeys(_IDS))
@@ -106,7 +106,7 @@ def _derived(spec: RunSpec, vocabulary: dict[str, int]) -> TextFiles:
 
 
 def _origins(spec: RunSpec) -> list[Path]:
-    """Folders that may hold what stands beside the tokenizer."""
+    """Return folders that may hold files beside the tokenizer."""
     weights, path = spec.transformer.weights, spec.data.tokenizer.path
     found = [] if weights is None else [Path(os.path.expanduser(weights))]
     return found if path is None else [*found, Path(os.path.expanduser(path)).parent]
@@ -115,13 +115,13 @@ def _origins(spec: RunSpec) -> list[Path]:
 def _dataset_tokenizer(spec: RunSpec, runs_root: Path) -> Path | None:
     try:
         return dataset_folder(spec.data, runs_root) / "tokenizer.json"
-    except (ScaletrainError, OSError):  # of data that this machine does not have
+    except (ScaletrainError, OSError):  # the data are not on this machine
         path = spec.data.tokenizer.path
         return None if path is None else Path(os.path.expanduser(path))
 
 
 def _vocabulary(tokenizer: bytes) -> dict[str, int]:
-    """Ids by token, empty where they cannot be read."""
+    """Return ids by token; empty if the tokenizer cannot be parsed."""
     try:
         content = json.loads(tokenizer)
         return dict(_pairs(content["model"]["vocab"])) | {t["content"]: t["id"] for t in content["added_tokens"]}
@@ -155,13 +155,13 @@ def _json(data: dict[str, Any]) -> bytes:
     return (json.dumps(data, indent=2) + "\n").encode()
 
 
-LARGEST_FILE_BYTES = 5_000_000_000  # as transformers cuts them
+LARGEST_FILE_BYTES = 5_000_000_000  # the file size limit of transformers
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NO_RANK = -1  # so that no rank's file is taken for one's own
+_NO_RANK = -1  # no rank: reads from all files
 
 
 def run_command(arguments: Sequence[str]) -> dict[str, Any]:
-    """Export; the arguments are CHECKPOINT SPEC_JSON OUTPUT RUNS_ROOT and options. Raises ScaletrainError, OSError."""
+    """Export, given CHECKPOINT SPEC_JSON OUTPUT RUNS_ROOT and options. Raises ScaletrainError and OSError."""
     parser = argparse.ArgumentParser(prog="export", description="Write a checkpoint's weights as Hugging Face files.")
     for name in ("checkpoint", "spec", "output", "runs_root"):
         parser.add_argument(name, type=Path)
@@ -184,7 +184,7 @@ def export(
     averaged: bool = False,
     largest_file_bytes: int = LARGEST_FILE_BYTES,
 ) -> dict[str, Any]:
-    """Write the folder ``output``, which appears whole or not at all. Raises ScaletrainError and OSError."""
+    """Write the folder ``output`` atomically, and return its path and size. Raises ScaletrainError and OSError."""
     model = spec.transformer
     config = to_hugging_face(model) | {"torch_dtype": str(dtype).removeprefix("torch."), **text.ids}
     found = read_checkpoint(checkpoint)
@@ -210,8 +210,8 @@ def export(
         for number, names in enumerate(files, start=1):
             name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             tensors = {rename(matrix): _read(reader, kind, matrix, shapes[matrix], dtype) for matrix in names}
-            save_file(tensors, draft / name, metadata={"format": "pt"})  # without it transformers refuses the file
-            (draft / name).chmod(written.stat().st_mode)  # safetensors gives its files to nobody else
+            save_file(tensors, draft / name, metadata={"format": "pt"})  # required by transformers
+            (draft / name).chmod(written.stat().st_mode)  # safetensors creates its files readable for the owner only
             place |= dict.fromkeys(tensors, name)
         parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
         total_bytes = parameters * dtype.itemsize
@@ -226,7 +226,7 @@ def export(
 
 
 def _files(shapes: dict[str, tuple[int, ...]], element_bytes: int, most_bytes: int) -> Iterator[list[str]]:
-    """Names in the order of the model, as many to a file as fit into it, one at the least."""
+    """Yield the names of each file's matrices, in the order of the model, up to ``most_bytes`` per file."""
     names: list[str] = []
     held = 0
     for name, shape in shapes.items():

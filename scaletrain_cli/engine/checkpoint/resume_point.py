@@ -1,4 +1,4 @@
-"""Where an attempt begins: at step 0, or at the newest valid checkpoint, which all ranks verify together."""
+"""Find the checkpoint that an attempt resumes from; all ranks verify it together."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _MOST_PROBLEMS_SHOWN = 5
 
 
 class UnreadableCheckpointsError(ScaletrainError):
-    """There are checkpoints, and no node can read one; the file system may come back (exit 1)."""
+    """No node can read any checkpoint; the file system may come back (exit 1)."""
 
     failure_reason = "unreadable"
 
 
 class OtherNodeUnfitError(ScaletrainError):
-    """Another node cannot read what this one can, and says so itself (exit 1)."""
+    """Another node cannot read what this one can, and reports so itself (exit 1)."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """``step`` steps are done, ``evaluated`` if their validation loss is logged; with those logged so far."""
+    """Where an attempt starts: ``step`` steps are trained, ``evaluated`` if their validation loss is logged."""
 
     checkpoint: Checkpoint | None
     step: int
@@ -45,7 +45,7 @@ class ResumePoint:
 
 
 class Search(NamedTuple):
-    """The newest valid checkpoint, and a line for each newer one that is not; ``unreadable``: some cannot be read."""
+    """The latest valid checkpoint, a line for each newer invalid one, and whether some could not be read."""
 
     checkpoint: Checkpoint | None
     passed_over: list[str]
@@ -53,10 +53,10 @@ class Search(NamedTuple):
 
 
 def find_resume_point(run: RunDir, folder: Path, attempt: int, ranks: Ranks, consensus: RankConsensus) -> ResumePoint:
-    """Verify what is in ``folder`` and set aside what is damaged; the answer is the same on every rank. Collective.
+    """Verify the checkpoints in ``folder``, move corrupt ones aside, and return where to resume. Collective.
 
-    Raises UsageError when there should be a checkpoint and none is valid, UnreadableCheckpointsError when none can be
-    read on any node, and WrongNodesError on a node that cannot read what others can.
+    Raises UsageError if there should be a checkpoint and none is valid, UnreadableCheckpointsError if no node can read
+    one, and WrongNodesError on a node that cannot read what others can.
     """
     search = newest_valid(folder, ranks, consensus)
     found = _resume_point(run, folder, attempt, search) if ranks.rank == 0 else None
@@ -68,9 +68,9 @@ def find_resume_point(run: RunDir, folder: Path, attempt: int, ranks: Ranks, con
 
 
 def newest_valid(folder: Path, ranks: Ranks, consensus: RankConsensus, *, clean: bool = False) -> Search:
-    """Find the newest checkpoint that verifies. Each rank hashes its share of the files. Collective.
+    """Return the latest checkpoint that verifies; each rank hashes a share of the files. Collective.
 
-    ``clean``: only those that are marked so. Raises UnreadableCheckpointsError and WrongNodesError.
+    ``clean``: consider only checkpoints that are marked clean. Raises UnreadableCheckpointsError and WrongNodesError.
     """
     passed_over: list[str] = []
     unreadable = False
@@ -89,7 +89,7 @@ def newest_valid(folder: Path, ranks: Ranks, consensus: RankConsensus, *, clean:
 
 
 def _names(folder: Path, ranks: Ranks, consensus: RankConsensus) -> list[str]:
-    """Of the committed folders, newest first."""
+    """Return the names of the committed folders, newest first."""
     names: list[str] = []
     problem: Reason | None = None
     if ranks.rank == 0:
@@ -116,13 +116,13 @@ def _read_manifest(path: Path, ranks: Ranks, consensus: RankConsensus) -> Checkp
 
 
 def _verify_together(checkpoint: Checkpoint, ranks: Ranks, consensus: RankConsensus) -> dict[str, Defect]:
-    """What is wrong with each file. One that a rank could not read is read again on each node."""
+    """Return the defect of each invalid file. A file that a rank could not read is read again on each node."""
     share = sorted(checkpoint.files)[ranks.rank :: ranks.world_size]  # mostly the file that this rank will read
     parts = consensus.gather(find_defects(checkpoint, share))
     merged = {} if parts is None else {name: defect for part in parts for name, defect in part.items()}
     defects = consensus.follow_rank_zero(dict(sorted(merged.items())))
     doubtful = [name for name, defect in defects.items() if _is_unreadable(defect)]
-    if not doubtful or len(doubtful) < len(defects):  # else it is damaged, whoever can read the rest of it
+    if not doubtful or len(doubtful) < len(defects):  # corrupt, whichever nodes can read the other files
         return defects
     looks = _look_on_each_node(lambda: find_defects(checkpoint, doubtful), ranks, consensus)
     for name in doubtful:
@@ -137,18 +137,18 @@ def _is_unreadable(found: object) -> bool:
 
 
 def _look_on_each_node(look: Callable[[], T], ranks: Ranks, consensus: RankConsensus) -> list[tuple[str, T]]:
-    """Node by node, what its first rank finds; the same on every rank. Collective."""
+    """Return what the first rank of each node finds, by node; the same on every rank. Collective."""
     parts = consensus.gather((_own_node(), look()) if ranks.local_rank == 0 else None)
     return consensus.follow_rank_zero([part for part in parts or () if part is not None])
 
 
 def _own_node() -> str:
-    """The number of this node in the job and its host name, which several nodes of one machine share."""
+    """Return the number of this node in the job and its host name, which nodes on one machine share."""
     return f"node {os.environ.get('NODE_RANK', '0')} ({socket.gethostname()})"
 
 
 def _blame_nodes(path: Path, blind: Mapping[str, str], nodes: int) -> None:
-    """Raise on every rank where some nodes cannot read what others can: then it is these nodes, not the file."""
+    """Raise on every rank if only some nodes cannot read the file: the nodes are at fault, not the file."""
     if not blind or len(blind) == nodes:
         return
     if (why := blind.get(_own_node())) is not None:
@@ -163,7 +163,7 @@ def _resume_point(run: RunDir, folder: Path, attempt: int, search: Search) -> Re
     checkpoint, passed_over = search.checkpoint, search.passed_over
     step = checkpoint.step if checkpoint is not None else 0
     problem: Reason | None = None
-    # Damaged folders count too: a kill, or a lost file, may have cost the event that tells of them.
+    # Corrupt folders count too, because a kill or a lost file may have lost the event of the commit.
     told_to_start_over = any(event["event"] == "from-scratch" for event in read_events(run))
     if checkpoint is None and (has_committed(run) or (passed_over and not told_to_start_over)):
         problem = _no_checkpoint(folder, search)
@@ -171,7 +171,7 @@ def _resume_point(run: RunDir, folder: Path, attempt: int, search: Search) -> Re
         set_aside_newer(folder, step, attempt)
     metrics = read_metrics(run)
     lines = [line for line in metrics if line["step"] <= step]
-    # What was lost before an attempt came to train was counted then, whether or not it logged a step of its own.
+    # Steps lost before an earlier attempt started to train were counted then, even if it logged no step of its own.
     shown = {line["step"] for line in metrics}
     logged = [each for each in steps_logged_since_begun(run) if each in shown]
     return ResumePoint(

@@ -36,7 +36,7 @@ def check_disk_space(folder: Path, checkpoint_bytes: int, ranks: int, keep: int,
     if free_bytes < missing * checkpoint_bytes:
         params = {"folder": str(folder), "free_bytes": free_bytes, "checkpoint_bytes": checkpoint_bytes}
         raise DiskSpaceError(Reason("engine.disk-too-small", {**params, "checkpoints": missing, "keep": keep}))
-    if found.f_files and free_files < files:  # some file systems make inodes as they go and say 0
+    if found.f_files and free_files < files:  # file systems that allocate inodes dynamically report 0
         params = {"folder": str(folder), "free_files": free_files, "ranks": ranks, "files": files}
         raise DiskSpaceError(Reason("engine.too-few-inodes", params))
 
@@ -46,8 +46,10 @@ _STEPS_KEPT = 64
 
 
 class CheckpointSchedule:
-    """``every``: steps, or ``auto``, which begins with the plan's interval and goes on with the one that is best by
-    what steps and saves really take. Rank 0's decides, and the step consensus tells the others.
+    """Decides when to save. ``every``: steps, or ``auto``: the plan's interval, then the best one for the measured
+    times.
+
+    The schedule of rank 0 decides; the step consensus passes the decision on.
     """
 
     def __init__(
@@ -62,15 +64,15 @@ class CheckpointSchedule:
 
     @property
     def interval_steps(self) -> int:
-        """Between checkpoints, as of now."""
+        """Steps between checkpoints at present."""
         return self._interval_steps
 
     def begin_at(self, step: int) -> None:
-        """The state after ``step`` steps is saved, or is that of the beginning."""
+        """Count from ``step``: its state is saved, or training starts there."""
         self._saved_at = step
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after ``step`` steps is to be saved."""
+        """Return True if the state after ``step`` steps is to be saved."""
         if step <= self._saved_at:
             return False
         if self._every != "auto":
@@ -78,11 +80,11 @@ class CheckpointSchedule:
         return step - self._saved_at >= self._interval_steps
 
     def step_took(self, seconds: float) -> None:
-        """Take in a step of training."""
+        """Record the time of a training step."""
         self._steps.append(seconds)
 
     def save_took(self, blocked_seconds: float, seconds: float) -> None:
-        """Take in a save: seconds for which training stood still, and until it was committed."""
+        """Record a save: seconds that it blocked training, and seconds until it was committed."""
         self._saves.append((blocked_seconds, seconds))
         if self._every == "auto" and self._seconds_between_losses is not None and self._steps:
             blocked, whole = (median(parts) for parts in zip(*self._saves, strict=True))

@@ -1,4 +1,4 @@
-"""The state in a checkpoint's files, piece by piece, whatever layout saved it. Knows no engine."""
+"""The format of a rank's checkpoint file, and reading state from files that any layout saved."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import FileDigest
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter
 
-# Pieces of matrices and where two of them overlap: what lets a state that one layout saved be loaded by another.
+# Slices of matrices and their overlaps, by which a layout reads the state that another one saved.
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements ``start`` to ``stop`` of what one rank has of a matrix, laid flat.
+    """Elements ``start`` to ``stop`` of a rank's shard of a matrix, flattened.
 
-    ``name`` and ``whole_shape`` are those of the matrix in a Hugging Face file; ``spec`` says which part of it the rank
-    has, None where it has the whole. So two slices of one matrix can be compared however it was shared out.
+    ``name`` and ``whole_shape`` are those of the matrix in a Hugging Face file; ``shard_spec`` says which part of it
+    the rank has, None for all of it. So slices of one matrix can be compared across layouts.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Slice:
         return self.stop - self.start
 
     def contains(self, other: Slice) -> bool:
-        """Whether all of another piece of the same matrix lies in this one, for certain."""
+        """Return True if this slice certainly contains all of another slice of the same matrix."""
         return self.shard_spec == other.shard_spec and self.start <= other.start and other.stop <= self.stop
 
     def to_json(self) -> dict[str, Any]:
-        """Of plain numbers, for a file's header."""
+        """Return the slice as JSON values, for a file's header."""
         spec = (
             None
             if self.shard_spec is None
@@ -59,13 +59,13 @@ class Slice:
 
     @classmethod
     def from_json(cls, name: str, data: dict[str, Any]) -> Slice:
-        """The piece that ``to_json`` was called on."""
+        """Return the slice that ``to_json`` was called on."""
         spec = None if data["cut"] is None else ShardSpec(*data["cut"])
         return cls(name, tuple(data["shape"]), spec, data["start"], data["stop"])
 
 
 class Overlap(NamedTuple):
-    """``length`` elements that two slices share, counted from the first element of each."""
+    """``length`` elements that two slices share, and where they start in each."""
 
     at_first: int
     at_second: int
@@ -73,14 +73,14 @@ class Overlap(NamedTuple):
 
 
 def overlaps(first: Slice, second: Slice) -> Iterator[Overlap]:
-    """What two slices of one matrix share, in runs of elements that lie side by side in both."""
+    """Yield what two slices of one matrix share, as runs of elements that are contiguous in both."""
     if first.shard_spec == second.shard_spec:
         start, stop = max(first.start, second.start), min(first.stop, second.stop)
         if start < stop:
             yield Overlap(start - first.start, start - second.start, stop - start)
         return
     ours, theirs = _runs(first), _runs(second)
-    # Runs of one piece are in order and apart, so those that meet a run of the other are neighbours.
+    # The runs of a slice are ordered and disjoint, so those that overlap a run of the other slice are consecutive.
     begin = np.searchsorted(theirs[:, 0] + theirs[:, 2], ours[:, 0], side="right")
     end = np.searchsorted(theirs[:, 0], ours[:, 0] + ours[:, 2], side="left")
     for (whole, here, length), low, high in zip(ours.tolist(), begin.tolist(), end.tolist(), strict=True):
@@ -91,7 +91,7 @@ def overlaps(first: Slice, second: Slice) -> Iterator[Overlap]:
 
 
 def _runs(piece: Slice) -> npt.NDArray[np.int64]:
-    """[n, 3]: place in the whole matrix laid flat, place in the piece, length; in the order of the whole."""
+    """Return [n, 3]: position in the flattened matrix, position in the slice, length; ordered by the first."""
     if piece.shard_spec is None:
         return np.array([[piece.start, 0, piece.numel]], dtype=np.int64)
     spec, shape = piece.shard_spec, piece.whole_shape
@@ -106,7 +106,7 @@ def _runs(piece: Slice) -> npt.NDArray[np.int64]:
     return kept
 
 
-# A rank's file of a checkpoint: flat tensors in the safetensors format, whose header says which slices they are.
+# A rank's file: flat tensors in the safetensors format, with their slices in the header.
 
 
 SCHEMA = "scaletrain.shard/v1"
@@ -116,7 +116,7 @@ _ALIGNMENT_BYTES = 8
 
 
 class Entry(NamedTuple):
-    """A flat tensor on the host under its name in the file: ``weight/NAME``, ``exp_avg/NAME``, ..."""
+    """A flat tensor on the host, with its name in the file: ``weight/NAME``, ``exp_avg/NAME`` and so on."""
 
     key: str
     values: Tensor
@@ -124,14 +124,14 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What a file says of itself: the piece behind each name, and what its rank's optimizer counts, such as steps."""
+    """The header of a file: the slice of each name, and the counters of the rank's optimizer, such as steps."""
 
     rank: int
     slices: Mapping[str, Slice]
     counts: Mapping[str, float]
 
     def to_metadata(self) -> dict[str, str]:
-        """Of strings, which is what safetensors allows."""
+        """Return the header as strings, which is what safetensors allows."""
         slices = {name: piece.to_json() for name, piece in self.slices.items()}
         plain = {"schema": SCHEMA, "rank": self.rank, "pieces": slices, "counts": dict(self.counts)}
         return {key: value if isinstance(value, str) else json.dumps(value) for key, value in plain.items()}
@@ -140,9 +140,9 @@ class ShardHeader:
 def write_shard(
     path: Path, header: ShardHeader, entries: Sequence[Entry], before_write: Callable[[], None] = lambda: None
 ) -> FileDigest:
-    """Write a rank's file, hashed on the way and durable on return. Raises OSError.
+    """Write a rank's file, hashed while written and fsynced, and return its digest. Raises OSError.
 
-    ``before_write`` is called before each write: where a fault may strike.
+    ``before_write`` is called before each write, for fault injection.
     """
     index: dict[str, Any] = {"__metadata__": header.to_metadata()}
     end = 0
@@ -169,20 +169,20 @@ def _check_place(key: str, entry: dict[str, Any], data_bytes: int) -> None:
 
 
 class CorruptShardError(ScaletrainError, ValueError):
-    """A file with the name of a shard that is none, or was made up."""
+    """A file with the name of a shard that is not one, or was forged."""
 
 
 class ShardFile:
-    """A rank's file, opened. Tensors are read when asked for, and only the part that is."""
+    """An open file of a rank. Reads the requested part of a tensor only."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, or DamagedShardError where it is no such file; its hash does not tell who wrote it."""
+        """Read the header. Raises OSError, and CorruptShardError if the file is not a shard."""
         self._path = path
         try:
             with path.open("rb") as file:
                 whole = os.fstat(file.fileno()).st_size
                 size = int.from_bytes(file.read(8), "little")
-                if size > whole - 8:  # or a forged size would have all memory allocated
+                if size > whole - 8:  # a forged size would allocate all memory
                     raise ValueError(f"a header of {size} bytes in a file of {whole}")
                 index: dict[str, Any] = json.loads(file.read(size))
             metadata = index.pop("__metadata__")
@@ -198,11 +198,11 @@ class ShardFile:
 
     @property
     def keys(self) -> list[str]:
-        """Names of its tensors."""
+        """Names of the tensors."""
         return list(self._index)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements ``start`` to ``stop`` of a tensor. Raises KeyError for a name that is not there."""
+        """Return elements ``start`` to ``stop`` of a tensor. Raises KeyError for an unknown name."""
         found = self._index[key]
         dtype, (first, last) = _TORCH_DTYPES[found["dtype"]], found["data_offsets"]
         width = dtype.itemsize
@@ -220,17 +220,17 @@ _SHARD = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 def shard_name(rank: int) -> str:
-    """Of the file that a rank writes."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 class StateReader:
-    """Reads a rank's own file alone where the layout is the one that saved it, else whatever files have its slices."""
+    """Reads a rank's own file if the layout is the one that saved it, otherwise all files that have its slices."""
 
     def __init__(self, folder: Path, rank: int, owned: Sequence[Slice], files: Collection[str]) -> None:
-        """``owned``: what the rank would save itself in the layout that it has now.
+        """``owned``: the slices that the rank saves in its present layout.
 
-        ``files``: the names in the manifest. Others in the folder belong to no checkpoint and are never read.
+        ``files``: the names in the manifest; other files in the folder are never read.
         """
         self._folder, self._own = folder, None
         self._shards = sorted(name for name in files if _SHARD.fullmatch(name))
@@ -240,22 +240,22 @@ class StateReader:
         self.counts = dict((self._own or self._files[0]).header.counts)
 
     def random_state(self) -> Tensor | None:
-        """Of the rank with this number, where the layout is the same."""
+        """Return the random state of the rank with this number; None in another layout."""
         return None if self._own is None or RANDOM not in self._own.keys else self._own.read(RANDOM)
 
     @cached_property
     def kinds(self) -> set[str]:
-        """Of values that are one per element of a matrix."""
+        """Kinds of state that have one value per element of a matrix."""
         files = [self._own] if self._own is not None and self._own.header.slices else self._files
         return {key.partition("/")[0] for file in files for key in file.keys} - {OPAQUE, RANDOM}
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Every matrix in the checkpoint, whole."""
+        """Whole shape of every matrix in the checkpoint."""
         return {name: torch.Size(slices[0][1].whole_shape) for name, slices in sorted(self._index.items())}
 
     def read(self, kind: str, piece: Slice) -> Tensor:
-        """The values of a piece, flat, as saved. Raises ScaletrainError where the files do not have all of it."""
+        """Return the values of a slice, flat. Raises ScaletrainError if the files do not have all of it."""
         key, found, values = f"{kind}/{piece.name}", 0, torch.zeros(piece.numel)
         for file, saved in self._sources(piece):
             shared = list(overlaps(saved, piece))
@@ -272,7 +272,7 @@ class StateReader:
         return values
 
     def opaque(self, shard: int) -> dict[str, Tensor]:
-        """States of a shard that no other layout can read. Raises UsageError where this is one."""
+        """Return the states of a flat shard that only this layout can read. Raises UsageError in another layout."""
         prefix = f"{OPAQUE}/{shard}/"
         if self._own is not None:
             return {key.removeprefix(prefix): self._own.read(key) for key in self._own.keys if key.startswith(prefix)}
@@ -281,7 +281,7 @@ class StateReader:
         return {}
 
     def _sources(self, piece: Slice) -> Iterator[tuple[ShardFile, Slice]]:
-        """The files to read it from: the rank's own where that has all of it, which no replica's without ZeRO has."""
+        """Yield the files to read from: the rank's own if it has the whole slice, else all that have parts of it."""
         own = None if self._own is None else self._own.header.slices.get(piece.name)
         if self._own is not None and own is not None and own.contains(piece):
             yield self._own, own

@@ -1,8 +1,8 @@
-"""What a rank holds of the training state, copied to the host and back. Knows no file format and no commit.
+"""Copy the training state of a rank to host memory and back.
 
-A checkpoint consists of kinds: ``weight``, the optimizer's elementwise states under its own names (``exp_avg``), and
-``average``. Each is one value per element of a matrix, so each can be shared out anew. States quantised in blocks
-cannot: they are ``opaque`` and fit only the layout that saved them.
+A checkpoint has several kinds of state: ``weight``, the elementwise states of the optimizer under their own names
+(``exp_avg``), and ``average``. Each has one value per element of a matrix, so any layout can read it. States that are
+quantized in blocks are ``opaque``: only the layout that saved them can read them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, shard_spec_of
 from scaletrain_cli.errors import UsageError
 
-# Where a rank's fp32 weights and optimizer states lie in DeepSpeed's wrappers, as slices of named matrices.
+# Where DeepSpeed's optimizers keep the fp32 weights and states of a rank: as flat tensors of slices of matrices.
 
 
 class PlacedSlice(NamedTuple):
-    """A piece, and the place of its first element in the shard."""
+    """A slice, and the position of its first element in the flat shard."""
 
     slice: Slice
     offset: int
@@ -39,9 +39,9 @@ class PlacedSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatShard:
-    """One flat tensor that the optimizer updates; padding may lie between and behind its slices.
+    """One flat tensor that the optimizer updates, with padding between and after its slices.
 
-    ``owned``: what this rank saves. What several ranks hold alike is in the ``held`` of each and ``owned`` by one.
+    ``owned``: the slices that this rank saves. Of slices that several ranks have, one rank saves each.
     """
 
     index: int
@@ -51,17 +51,17 @@ class FlatShard:
 
 
 class ShardedState:
-    """The shards of a rank, and the way into each."""
+    """The flat shards of a rank, and access to their tensors."""
 
     def __init__(self, engine: Any, model: nn.Module, mesh: Mesh) -> None:
-        """After DeepSpeed has started."""
+        """Call it after DeepSpeed has started."""
         self._engine, self.device = engine, torch.device(engine.device)
         self._optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
         self.shards = list(_flat_shards(engine, model, mesh))
 
     @contextmanager
     def weight(self, shard: FlatShard) -> Generator[Tensor]:
-        """The shard's fp32 weights, flat; what is written there stays."""
+        """Yield the flat fp32 weights of a shard; changes are kept."""
         if self._engine.zero_optimization_stage() == 3:
             with in_memory(self._engine.optimizer, shard.index) as weight:
                 yield weight
@@ -69,12 +69,14 @@ class ShardedState:
             yield master_weights(self._engine)[shard.index]
 
     def optimizer_states(self, weight: Tensor) -> dict[str, Any]:
-        """Of a weight that ``weight`` has yielded: the optimizer's own dictionary, empty before its first update."""
+        """Return the optimizer's dictionary of states of a weight that ``weight`` yielded; empty before its first
+        update.
+        """
         states: dict[str, Any] = self._optimizer.state[weight]
         return states
 
     def place_of_counts(self, weight: Tensor) -> torch.device | None:
-        """Where the optimizer keeps the tensor that counts a weight's steps; None where it counts without one."""
+        """Return the device of the tensor that counts a weight's steps; None if the optimizer counts without one."""
         if not type(self._optimizer).__module__.startswith("torch."):
             return None
         beside = self._optimizer.defaults.get("fused") or self._optimizer.defaults.get("capturable")
@@ -82,7 +84,7 @@ class ShardedState:
 
 
 class _Segment(NamedTuple):
-    """Elements ``start`` to ``stop`` of a parameter, from ``offset`` on in a shard."""
+    """Elements ``start`` to ``stop`` of a parameter, at ``offset`` in a flat shard."""
 
     parameter: nn.Parameter
     start: int
@@ -147,18 +149,20 @@ def _slices_of(matrices: list[Matrix], segment: _Segment) -> Iterator[PlacedSlic
 
 
 def _owned(found: list[PlacedSlice], parameter: nn.Parameter, mesh: Mesh, *, sharded: bool) -> list[PlacedSlice]:
-    """Of tensor ranks and of the ends of a pipeline that hold the same the first saves it; replicas share it out."""
+    """Return what this rank saves: of equal copies on tensor ranks and pipeline ends the first; replicas share the
+    rest.
+    """
     alike = shard_spec_of(parameter) is None and mesh.tensor.rank > 0
     if alike or getattr(parameter, "ds_pipe_replicated", False):
         return []
-    if sharded:  # by ZeRO, which leaves no two replicas with the same
+    if sharded:  # ZeRO leaves no equal copies on replicas
         return found
     replicas = mesh.expert_replicas if is_sharded_over_experts(parameter) else mesh.replicas
     return [share for placed in found if (share := _share(placed, replicas)).slice.numel > 0]
 
 
 def _share(placed: PlacedSlice, axis: Axis) -> PlacedSlice:
-    """One of ``axis.size`` equal parts of a piece; the last ones may be shorter, or empty."""
+    """Return this rank's part of a slice, one of ``axis.size`` equal parts; the last ones may be shorter or empty."""
     numel = placed.slice.numel
     length = -(-numel // axis.size)
     start, stop = min(numel, length * axis.rank), min(numel, length * (axis.rank + 1))
@@ -166,7 +170,7 @@ def _share(placed: PlacedSlice, axis: Axis) -> PlacedSlice:
     return PlacedSlice(replace(placed.slice, start=first + start, stop=first + stop), placed.offset + start)
 
 
-# The few numbers that DeepSpeed counts besides what it trains, as a checkpoint keeps them: steps, loss scale.
+# Counters of DeepSpeed in a checkpoint: steps, samples, loss scale.
 
 
 _ENGINE = ("global_steps", "global_samples", "skipped_steps")
@@ -174,7 +178,7 @@ _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def counters(engine: Any) -> dict[str, dict[str, float]]:
-    """As they are now, the same on every rank and in every layout. The loss scale is that of fp16, else empty."""
+    """Return the counters, the same on every rank and in every layout. ``loss_scaler`` is empty without fp16."""
     found = {"engine": {name: getattr(engine, name) for name in _ENGINE}, "loss_scaler": {}}
     if engine.fp16_enabled():
         found["loss_scaler"] = {name: getattr(engine.optimizer.loss_scaler, name) for name in _LOSS_SCALER}
@@ -182,18 +186,18 @@ def counters(engine: Any) -> dict[str, dict[str, float]]:
 
 
 def set_counters(engine: Any, saved: dict[str, dict[str, float]]) -> None:
-    """Go on from what ``counters`` found."""
+    """Restore what ``counters`` returned."""
     for name, value in saved["engine"].items():
         setattr(engine, name, value)
     for name, value in saved["loss_scaler"].items():
         setattr(engine.optimizer.loss_scaler, name, value)
 
 
-# The random generators of a rank, as bytes for a checkpoint: JSON, so that loading one can run no code.
+# The random generators of a rank, as JSON, so that loading them cannot run code.
 
 
 SCHEMA = "scaletrain.random/v1"
-_NUMPY_WORDS = 624  # of MT19937, which is what np.random has
+_NUMPY_WORDS = 624  # of MT19937, the generator of np.random
 
 
 def random_state(device: torch.device) -> Tensor:
@@ -212,14 +216,14 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def restore_random_state(saved: Tensor, device: torch.device) -> None:
-    """Set the generators to what ``random_state`` returned. Raises UsageError where it is anything else."""
+    """Set the generators to what ``random_state`` returned. Raises UsageError for anything else."""
     try:
         state = json.loads(saved.numpy().tobytes())
         if state["schema"] != SCHEMA:
             raise ValueError(state["schema"])
         version, words, gauss = state["python"]
         name, keys, position, has_gauss, cached = state["numpy"]
-        # NumPy takes what it is given: a position past the end would read outside its words.
+        # NumPy does not check its input: a position past the end would read outside its words.
         if name != "MT19937" or len(keys) != _NUMPY_WORDS or not 0 <= position <= _NUMPY_WORDS:
             raise ValueError("numpy")
         random.setstate((version, tuple(words), gauss))
@@ -247,7 +251,7 @@ WEIGHT, AVERAGE = "weight", "average"
 
 
 class Snapshot:
-    """Copies the state of a rank into buffers on the host that are allocated once, pinned where there is a GPU."""
+    """Copies the state of a rank into host buffers that are allocated once, pinned if there is a GPU."""
 
     def __init__(self, states: ShardedState, average: WeightAverage | None) -> None:
         self._states, self._average = states, average
@@ -256,9 +260,9 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self) -> tuple[list[Entry], dict[str, float]]:
-        """All that this rank saves, as it is now, and what its optimizer counts. Valid until the next call.
+        """Return all state that this rank saves, and the counters of its optimizer. Valid until the next call.
 
-        The first call allocates; so that this delays no save, call it once before.
+        The first call allocates the buffers; call it once before the first save.
         """
         entries: list[Entry] = []
         counts: dict[str, float] = {}
@@ -277,13 +281,13 @@ class Snapshot:
         yield WEIGHT, weight.detach()
         states = {name: value for name, value in self._states.optimizer_states(weight).items() if _is_tensor(value)}
         elementwise = is_elementwise(states, weight)
-        for name, value in sorted(states.items()):  # equal states make equal files
+        for name, value in sorted(states.items()):  # sorted, so that equal states make equal files
             yield (name if elementwise else f"{OPAQUE}/{shard.index}/{name}"), value
         if self._average is not None and self._average.taken:
             yield AVERAGE, self._average.averages[shard.index]
 
     def _copied(self, shard: FlatShard, kind: str, values: Tensor) -> Iterator[Entry]:
-        """The owned part in one copy, as views of it by name."""
+        """Copy the owned part at once, and yield views of it by name."""
         flat = values.reshape(-1)
         if kind.startswith(OPAQUE):
             yield Entry(kind, self._buffer(kind, flat).copy_(flat, non_blocking=True))
@@ -298,16 +302,16 @@ class Snapshot:
     def _buffer(self, name: str, like: Tensor) -> Tensor:
         found = self._buffers.get(name)
         if found is None or found.numel() != like.numel():
-            found = torch.zeros(like.numel(), dtype=like.dtype, pin_memory=self._pinned)  # zeros: the pages are there
+            found = torch.zeros(like.numel(), dtype=like.dtype, pin_memory=self._pinned)  # zeros touches the pages
             self._buffers[name] = found
         return found
 
 
 @torch.no_grad()
 def put_back(reader: StateReader, states: ShardedState, average: WeightAverage | None, engine: Any) -> None:
-    """Write what a checkpoint holds into a rank's shards, in a fresh engine as in one that trains. Collective.
+    """Write the state of a checkpoint into a rank's shards, in a new engine or one that has trained. Collective.
 
-    Raises ScaletrainError for a checkpoint that has not all of it, UsageError for one that another layout cannot read.
+    Raises ScaletrainError if the checkpoint is incomplete, and UsageError if another layout cannot read it.
     """
     averages: list[Tensor] = []
     for shard in states.shards:
@@ -329,7 +333,7 @@ def put_back(reader: StateReader, states: ShardedState, average: WeightAverage |
 
 
 def _whole(shard: FlatShard, kind: str, reader: StateReader) -> Tensor:
-    """All of a shard, with zeros for padding."""
+    """Return the values of a whole shard, with zeros as padding."""
     values = torch.zeros(shard.numel)
     for piece, offset in shard.slices:
         values[offset : offset + piece.numel] = reader.read(kind, piece)
@@ -344,7 +348,7 @@ def _fill(states: dict[str, Any], name: str, weight: Tensor, values: Tensor) -> 
 
 
 def _set_count(states: dict[str, Any], name: str, count: float, place: torch.device | None) -> None:
-    """Adam's step number: a tensor in torch, a whole number in bitsandbytes, which has no ``place`` for it."""
+    """Set Adam's step counter: a tensor in torch, an int in bitsandbytes, which has no ``place`` for it."""
     if isinstance(states.get(name), Tensor):
         states[name].fill_(count)
     else:
@@ -352,7 +356,7 @@ def _set_count(states: dict[str, Any], name: str, count: float, place: torch.dev
 
 
 def is_elementwise(states: dict[str, Tensor], weight: Tensor) -> bool:
-    """Whether every state is one value per weight; bitsandbytes' 8-bit ones come with scales of blocks."""
+    """Return True if every state has one value per weight; bitsandbytes' 8-bit states have scales per block."""
     return all(state.numel() == weight.numel() for state in states.values())
 
 

@@ -1,4 +1,4 @@
-"""The next batch is read and copied to the device while the present one is trained on. Knows no data format."""
+"""The batches of a rank: which sequences they hold, reading them, and copying them to the device."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from scaletrain_cli.engine.data.dataset import TokenSequences
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.result import Layout
 
-# This rank's part of each batch, read from the token file: a pure function of its number.
-
-
-# Which sequences make up which batch: a pure function of (seed, batch number), independent of how the job is cut.
+# The sequences of each batch: a pure function of (seed, batch number), the same in every layout.
 
 
 _MASK64 = (1 << 64) - 1
@@ -30,10 +27,9 @@ _ROUNDS = 4
 def batch_indices(
     *, seed: int, batch: int, global_batch_size: int, samples: int, rank: int, data_parallel: int, micro_batch_size: int
 ) -> list[list[int]]:
-    """Sample indices of one data-parallel rank in batch ``batch`` (0-based): one list per micro-batch.
+    """Return sample indices of one data-parallel rank in batch ``batch`` (0-based), one list per micro-batch.
 
-    The union over the ranks is the same set for every (data_parallel, micro_batch_size) that makes up
-    ``global_batch_size``.
+    The union over the ranks is the same for every (data_parallel, micro_batch_size) with this ``global_batch_size``.
     """
     micro_steps = global_batch_size // (micro_batch_size * data_parallel)
     first = batch * global_batch_size
@@ -47,16 +43,16 @@ def batch_indices(
 
 
 def sample_at(position: int, *, seed: int, samples: int) -> int:
-    """The sample at a position of the endless stream of epochs, each a fresh permutation of range(samples)."""
+    """Return the sample at a position of an endless stream of epochs, each a new permutation of range(samples)."""
     epoch, index = divmod(position, samples)
     return permute(index, size=samples, key=_mix_bits(_mix_bits(seed) ^ epoch))
 
 
 def permute(index: int, *, size: int, key: int) -> int:
-    """The image of ``index`` under a pseudo-random permutation of range(size)."""
+    """Return the image of ``index`` under a pseudo-random permutation of range(size), by cycle walking."""
     half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
-    while True:  # the network permutes a power of four >= size; walk until back inside (< 4 turns on average)
+    while True:  # the network permutes a power of four >= size; repeat until inside (< 4 rounds on average)
         left, right = index >> half_bits, index & mask
         for turn in range(_ROUNDS):
             left, right = right, left ^ (_mix_bits(right ^ _mix_bits(key + turn)) & mask)
@@ -66,21 +62,21 @@ def permute(index: int, *, size: int, key: int) -> int:
 
 
 def _mix_bits(value: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014): 64 bits in, 64 well-mixed bits out."""
+    """Return SplitMix64's finalizer (Steele, Lea, Flood, OOPSLA 2014) of a 64-bit integer."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
     return value ^ (value >> 31)
 
 
-# Which batch a step trains on where windows of the data are left out: pure arithmetic.
+# The batch of a step, if ranges of batches are skipped.
 
 
 SkipRange = tuple[int, int]
 
 
 def merged_skip_ranges(windows: Iterable[SkipRange]) -> tuple[SkipRange, ...]:
-    """The same batches as few windows in ascending order, none of which touch."""
+    """Return the same batches as disjoint ranges in ascending order, with adjacent ranges merged."""
     found: list[SkipRange] = []
     for first, last in sorted(windows):
         if found and first <= found[-1][1] + 1:
@@ -91,7 +87,7 @@ def merged_skip_ranges(windows: Iterable[SkipRange]) -> tuple[SkipRange, ...]:
 
 
 def batch_number(step: int, windows: Iterable[SkipRange]) -> int:
-    """The ``step``-th batch (1-based) that is in no window; ``windows`` as merged() leaves them."""
+    """Return the ``step``-th batch (1-based) outside ``windows``, which are as ``merged_skip_ranges`` returns them."""
     number = step
     for first, last in windows:
         if first > number:
@@ -100,17 +96,17 @@ def batch_number(step: int, windows: Iterable[SkipRange]) -> int:
     return number
 
 
-NOT_COUNTED = -100  # torch.nn.functional.cross_entropy's ignore_index
+NOT_COUNTED = -100  # ignore_index of torch.nn.functional.cross_entropy
 
 
 class MicroBatch(NamedTuple):
-    """What one forward pass reads, in the order that a model takes it.
+    """The input of one forward pass, in the order of a model's arguments.
 
-    tokens, labels: [micro_batch_size, local length] int64, this rank's part of each sequence; a label of -100 does not
-    count. positions: [local length] int64, of these tokens in the whole sequence. samples: [micro_batch_size] int64,
-    the sequences' places in the run, no two alike. divisor: scalar fp32, the tokens that count in the whole global
-    batch over its losses, so that the mean of all losses, each a sum over this, is the mean over those tokens; None
-    where every token counts and each loss may be a mean of its own.
+    tokens, labels: [micro_batch_size, local length] int64, this rank's part of each sequence; label -100 is ignored.
+    positions: [local length] int64, positions of these tokens in the whole sequence. samples: [micro_batch_size] int64,
+    unique numbers of the sequences in the run. divisor: scalar fp32, the labels that count in the whole global batch
+    over the number of its losses, so that the mean of all losses, each a sum over this, is the mean over those labels;
+    None if every label counts and each loss is a mean of its own.
     """
 
     tokens: Tensor
@@ -120,12 +116,12 @@ class MicroBatch(NamedTuple):
     divisor: Tensor | None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """On another device."""
+        """Return the micro-batch on another device."""
         return MicroBatch._make(None if part is None else part.to(device) for part in self)
 
 
 class StepBatch(NamedTuple):
-    """All micro-batches of one step in as few tensors as possible; the first dimension of three of them counts them."""
+    """All micro-batches of one step in few tensors; the first dimension of tokens, labels and samples counts them."""
 
     tokens: Tensor
     labels: Tensor
@@ -134,16 +130,17 @@ class StepBatch(NamedTuple):
     divisor: Tensor | None
 
     def micro_batches(self) -> list[MicroBatch]:
-        """Views, in the order of accumulation."""
+        """Return the micro-batches as views, in the order of accumulation."""
         parts = zip(self.tokens, self.labels, self.samples, strict=True)
         return [MicroBatch(tokens, labels, self.positions, samples, self.divisor) for tokens, labels, samples in parts]
 
 
 @dataclass(frozen=True)
 class BatchReader:
-    """Batches of one rank. Tensor and pipeline ranks of one replica get the same; sequence ranks a slice of the length.
+    """Reads the batches of one rank. Tensor and pipeline ranks of a replica get the same; sequence ranks parts of the
+    length.
 
-    ``mask_document_starts``: the first token of a document is not predicted from the document before it.
+    ``mask_document_starts``: the label of the first token of a document is ignored.
     """
 
     sequences: TokenSequences
@@ -153,7 +150,7 @@ class BatchReader:
     mask_document_starts: bool
 
     def batch(self, number: int) -> StepBatch:
-        """This rank's part of the global batch with this number (1-based)."""
+        """Return this rank's part of the global batch with this number (1-based)."""
         layout, size = self.layout, self.layout.micro_batch_size
         indices = self._indices(number, self.mesh.data.rank)
         first = (number - 1) * layout.global_batch_size
@@ -165,7 +162,7 @@ class BatchReader:
         return self._batch(indices, places, self._counted_in(number))
 
     def in_order(self, rounds: int) -> Iterator[MicroBatch]:
-        """The first sequences in the order of the file: per round one micro-batch for each data-parallel rank."""
+        """Yield the first sequences in file order: per round, one micro-batch for each data-parallel rank."""
         size = self.layout.micro_batch_size
         width = size * self.layout.data_parallel
         counted = self._counted(0, rounds * width) / rounds
@@ -187,9 +184,9 @@ class BatchReader:
         )
 
     def _counted_in(self, number: int) -> float:
-        """Tokens that count in a global micro-batch, mean over those of the batch.
+        """Return the labels that count in a global micro-batch, as the mean over those of the batch.
 
-        Every rank looks up where documents end in every sequence of the batch, which spares them a collective.
+        Every rank looks up the document ends of every sequence of the batch, so that no collective is needed.
         """
         if not self.mask_document_starts:
             return 0.0
@@ -203,7 +200,7 @@ class BatchReader:
         return tokens - len(self.sequences.document_ends_within(first, last))
 
     def _batch(self, indices: list[list[int]], places: list[int], counted: float) -> StepBatch:
-        """``counted``: of a global micro-batch, which as many losses share as there are replicas."""
+        """``counted``: labels that count in a global micro-batch, whose loss is the mean over the replicas' losses."""
         micro_batches, size = len(indices), self.layout.micro_batch_size
         flat = [index for batch in indices for index in batch]
         rows, part = self.sequences.rows(flat), self._part_of_length()
@@ -226,7 +223,7 @@ class BatchReader:
         return slice(axis.rank * length, (axis.rank + 1) * length)
 
     def _masked(self, labels: npt.NDArray[np.int64], indices: list[int]) -> npt.NDArray[np.int64]:
-        """A copy, since tokens and labels are two views of the same rows."""
+        """Return a copy with masked labels; tokens and labels are views of the same rows."""
         masked: npt.NDArray[np.int64] = labels.copy()
         for row, index in zip(masked, indices, strict=True):
             row[self.sequences.document_ends_within(index, index + 1)] = NOT_COUNTED
@@ -239,28 +236,28 @@ def _tensor(rows: npt.NDArray[np.int64]) -> Tensor:
 
 class _Prefetched(NamedTuple):
     batch: StepBatch
-    copied: torch.cuda.Event | None  # on the copying stream, behind the copies; None without a GPU
+    copied: torch.cuda.Event | None  # on the copying stream, after the copies; None without a GPU
 
 
 class Prefetcher:
-    """Batches by number, one ahead. ``read`` is called in a thread and must be a pure function of the number.
+    """Reads batches by number, one ahead, in a thread; ``read`` must be a pure function of the number.
 
-    On a GPU the copies leave pinned memory on a stream of their own, beside the computation.
+    On a GPU the copies go from pinned memory on a separate stream, in parallel with the computation.
     """
 
     def __init__(self, read: Callable[[int], StepBatch], device: torch.device) -> None:
         self._read, self._device = read, device
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        # The current GPU is a setting of each thread.
+        # the current GPU is a setting per thread
         choose_gpu = partial(torch.cuda.set_device, device) if on_gpu else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed", initializer=choose_gpu)
         self._ahead: tuple[int, Future[_Prefetched]] | None = None
 
     def take(self, number: int) -> list[MicroBatch]:
-        """The micro-batches of a batch; begins to fetch the next one. Raises what reading it raised.
+        """Return the micro-batches of a batch, and start to fetch the next one. Raises the errors of ``read``.
 
-        What was fetched and then not asked for, because the data between are left out, is dropped.
+        A batch that was fetched ahead and then skipped is discarded.
         """
         if self._ahead is None or self._ahead[0] != number:
             self._begin(number)
@@ -272,11 +269,11 @@ class Prefetcher:
             stream.wait_event(arrival.copied)
             for part in arrival.batch:
                 if part is not None:
-                    part.record_stream(stream)  # or the copying stream would reuse the memory too early
+                    part.record_stream(stream)  # keeps the copying stream from reusing the memory too early
         return arrival.batch.micro_batches()
 
     def close(self) -> None:
-        """Wait for what is under way, and drop it."""
+        """Wait for the batch in flight and discard it."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _begin(self, number: int) -> None:

@@ -1,6 +1,6 @@
 """Hashes of the chunks of a data file: written with the file, compared when a chunk is first read.
 
-Each process compares the chunks that it reads, once: of a large file every rank hashes the part that it trains on.
+Each process compares the chunks that it reads, once, so that every rank hashes only the part that it trains on.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import open_new
 
-# A sequence of 4,096 tokens takes 8 to 16 KiB. Of larger chunks a rank would read much more than it trains on; smaller
-# ones would make the hashes a large file. They take one byte for each 8 KiB of data.
+# A sequence of 4,096 tokens has 8 to 16 KiB. With larger chunks a rank would read much more than it trains on; with
+# smaller ones the hashes would be a large file. They take one byte for each 8 KiB of data.
 CHUNK_BYTES = 1 << 17
 DIGEST_BYTES = 16
 
@@ -35,12 +35,12 @@ class CorruptDataError(DoNotRequeueError):
 
 
 def hashes_path(path: Path) -> Path:
-    """Where the hashes of a data file are: 16 bytes of BLAKE2b for each chunk of 128 KiB, in order."""
+    """Return the path of a data file's hashes: 16 bytes of BLAKE2b for each chunk of 128 KiB, in order."""
     return path.with_name(f"{path.name}.blake2b")
 
 
 class HashedFile:
-    """A new data file, written from its beginning to its end. ``finish`` makes it durable and writes its hashes."""
+    """A new data file, written sequentially. ``finish`` syncs it to disk and writes its hashes."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, open_new(path)
@@ -60,7 +60,7 @@ class HashedFile:
         self._room -= len(rest)
 
     def finish(self) -> bytes:
-        """Close it, write the hashes and return them. Raises OSError where the disk did not take all of it."""
+        """Close the file, write the hashes and return them. Raises OSError."""
         if self._room < CHUNK_BYTES:
             self._digests += self._chunk.digest()
         _close_durably(self._file)
@@ -77,10 +77,10 @@ class HashedFile:
 
 
 class CheckedFile:
-    """A data file that is mapped into memory, and which of its chunks have been compared with their hashes."""
+    """A memory-mapped data file, with a record of the chunks that were compared with their hashes."""
 
     def __init__(self, path: Path, content: npt.NDArray[np.uint8]) -> None:
-        """``content``: the whole file as bytes. Raises DamagedDataError unless there are as many hashes as chunks."""
+        """``content``: the whole file as bytes. Raises CorruptDataError if the number of hashes is wrong."""
         self._path, self._content = path, content
         self.hashes = _read(hashes_path(path))
         chunks = -(-len(content) // CHUNK_BYTES)
@@ -92,14 +92,14 @@ class CheckedFile:
     def check(self, start: int, stop: int) -> None:
         """Compare the chunks that hold bytes ``start`` to ``stop``, unless they were compared before.
 
-        Raises DamagedDataError, which names the first chunk that differs.
+        Raises CorruptDataError with the first chunk that differs.
         """
         for chunk in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
             if not self._compared[chunk]:
                 self._compare(chunk)
 
     def check_share(self, rank: int, ranks: int) -> None:
-        """Compare every chunk whose number divided by ``ranks`` leaves ``rank``. Raises DamagedDataError."""
+        """Compare every chunk with ``number % ranks == rank``. Raises CorruptDataError."""
         for chunk in range(rank, len(self._compared), ranks):
             self._compare(chunk)
 

@@ -1,4 +1,4 @@
-"""Documents to train on, as text: the Python standard library's own source, or the user's files. Knows no tokens."""
+"""The documents of a corpus as text: the source code of Python's standard library, or the user's files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from scaletrain_cli.spec.corpus_files import (
 )
 
 _LONGEST_TEXT_DOCUMENT = 1 << 20  # characters
-# Prose in one long file: a run of paragraphs of this length, about 4,000 tokens, is a document.
+# A long file of prose is split into documents of whole paragraphs of this length, about 4,000 tokens.
 _TEXT_DOCUMENT = 1 << 14
 _BLANK_LINE = re.compile(r"\n[ \t]*\n")
 _BROKEN = re.compile("[\ud800-\udfff]")
@@ -36,14 +36,14 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass
 class Tally:
-    """Counts of the text read so far; ``replaced`` are bytes that are no UTF-8, now U+FFFD."""
+    """Counters of the text read so far; ``replaced``: bytes that are not UTF-8, replaced by U+FFFD."""
 
     characters: int = 0
     replaced: int = 0
 
 
 def source_files(source: str) -> list[Path]:
-    """The files of a corpus in a fixed order. Raises UsageError for none, and for what cannot be read."""
+    """Return the files of a corpus in a fixed order. Raises UsageError if there are none or one cannot be read."""
     files = find_files(source).files
     if source != PYTHON_STDLIB and (problem := unreadable_among(files)):
         raise UsageError(f"data.source = {source}: {problem}.")
@@ -58,9 +58,9 @@ def corpus_identity(source: str) -> list[str]:
 
 
 def corpus_state(source: str) -> str:
-    """A hash that changes with every write to a file of the corpus, from what the file system says of each.
+    """Return a hash of the metadata of a corpus's files, which changes with every write to them.
 
-    The times of change of inodes are in it, which no program sets back, as it may those of modification.
+    It includes the inode change time, which programs cannot set, unlike the modification time.
     """
     digest = hashlib.sha256(source.encode("utf-8", "surrogateescape"))
     for path in source_files(source):
@@ -71,10 +71,10 @@ def corpus_state(source: str) -> str:
 
 
 def documents(source: str, tally: Tally | None = None) -> Iterator[str]:
-    """Every document's text. jsonl and parquet hold one document per row, in the field ``text``.
+    """Yield the text of every document; jsonl and parquet have one document per row, in the field ``text``.
 
-    Text files are split into documents of whole lines: .txt and .md at blank lines. Raises UsageError for a file that
-    cannot be read, and for one that is not UTF-8 but for a stray byte.
+    Text files are split into documents of whole lines; .txt and .md at blank lines. Raises UsageError for a file that
+    cannot be read or is not UTF-8, apart from single bytes.
     """
     whole = Tally() if tally is None else tally
     for path in source_files(source):
@@ -113,7 +113,7 @@ def _documents_of(path: Path, tally: Tally) -> Iterator[str]:
     if kind == "parquet":
         yield from _parquet(path)
         return
-    # What is no UTF-8 comes through as lone surrogates, which _clean() counts.
+    # Bytes that are not UTF-8 become lone surrogates, which _clean() counts.
     with open_bytes(path) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig", errors="surrogateescape") as file:
         if kind == "jsonl":
             for number, line in enumerate(file, start=1):
@@ -126,13 +126,13 @@ def _documents_of(path: Path, tally: Tally) -> Iterator[str]:
 
 
 def _blocks(file: io.TextIOWrapper, tally: Tally) -> Iterator[str]:
-    """The text in blocks of whole lines, bounded so that a large file is streamed and can be split."""
+    """Yield the text in blocks of whole lines, so that a large file is streamed."""
     while block := "".join(file.readlines(_LONGEST_TEXT_DOCUMENT)):
         yield _clean(block, tally)
 
 
 def _paragraphs(blocks: Iterator[str]) -> Iterator[str]:
-    """Documents that end at the first blank line after so many characters."""
+    """Yield documents that end at the first blank line after a number of characters."""
     held = ""
     for block in blocks:
         held += block
@@ -162,7 +162,7 @@ def _text_field(path: Path, number: int, line: str) -> str:
     text = text_of_line(line)
     if text is None:
         raise UsageError(f'{path}:{number}: each line must be a JSON object with a string in "text"')
-    return text.encode("utf-8", "replace").decode()  # JSON may hold lone surrogates
+    return text.encode("utf-8", "replace").decode()  # JSON can contain lone surrogates
 
 
 def _parquet(path: Path) -> Iterator[str]:

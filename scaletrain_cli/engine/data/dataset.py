@@ -1,4 +1,4 @@
-"""Tokens on disk: built once from a corpus, then read as memory-mapped sequences. Knows nothing of ranks or steps."""
+"""The tokens on disk: built once from a corpus, then read as memory-mapped sequences."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.corpus_files import END_OF_TEXT, ENDS_OF_TEXT
 
 _SCHEMA = "scaletrain.dataset/v3"
-_WITHOUT_HASHES = "scaletrain.dataset/v2"  # opened, and not verified
+_WITHOUT_HASHES = "scaletrain.dataset/v2"  # written by earlier versions; opened without verification
 _SPLITS = ("train", "validation")
 _DTYPES = ("uint16", "uint32")
-# A tokenizer learns no more from more text, and needs memory in proportion.
+# More text does not improve a tokenizer, and takes memory in proportion.
 _MOST_CHARACTERS_TO_LEARN_FROM = 500_000_000
 _DOCUMENTS_PER_ENCODE = 256
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """dataset.json: what the token files hold. ``fingerprint`` is the SHA-256 of all tokens.
+    """The contents of dataset.json. ``fingerprint`` is the SHA-256 of all tokens.
 
-    Beside ``train.bin`` and ``validation.bin`` stand ``train.ends.bin`` and ``validation.ends.bin``: where in them each
-    document ends, as int64. Each of the four has the hashes of its chunks in a ``.blake2b`` file, and ``seal`` is the
-    SHA-256 of these files and of the other fields here.
+    Beside ``train.bin`` and ``validation.bin`` are ``train.ends.bin`` and ``validation.ends.bin`` with the positions of
+    document ends, as int64. Each of the four has the hashes of its chunks in a ``.blake2b`` file; ``seal`` is the
+    SHA-256 of these files and of the other fields.
     """
 
     schema: str
@@ -53,12 +53,12 @@ class DatasetInfo:
     validation_tokens: int
     train_documents: int
     validation_documents: int
-    replaced: int = 0  # bytes of the text that are no UTF-8, each now U+FFFD
+    replaced: int = 0  # bytes of the text that are not UTF-8, each replaced by U+FFFD
     seal: str = ""
 
     @property
     def is_verified(self) -> bool:
-        """Whether the data have hashes; what an earlier version prepared has none."""
+        """True if the dataset has hashes; datasets of earlier versions have none."""
         return self.schema != _WITHOUT_HASHES
 
 
@@ -66,8 +66,8 @@ class DatasetInfo:
 class TokenSequences:
     """Non-overlapping sequences of ``seq_len`` tokens and their successors, from one token file.
 
-    ``document_ends``: indices into ``tokens`` of the last token of each document, ascending. ``file``, ``ends_file``:
-    what compares the two with their hashes.
+    ``document_ends``: ascending indices into ``tokens`` of the last token of each document. ``file``, ``ends_file``:
+    compare the two files with their hashes.
     """
 
     tokens: npt.NDArray[np.unsignedinteger]
@@ -76,19 +76,19 @@ class TokenSequences:
     file: CheckedFile | None = None
     ends_file: CheckedFile | None = None
     first: int = 0
-    count: int | None = None  # of sequences from ``first`` on; None: all that there are
+    count: int | None = None  # number of sequences from ``first`` on; None for all
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.seq_len - self.first) if self.count is None else self.count
 
     def part(self, first: int, count: int) -> TokenSequences:
-        """``count`` of these sequences from ``first`` on."""
+        """Return ``count`` of these sequences from ``first`` on."""
         return replace(self, first=self.first + first, count=count)
 
     def rows(self, indices: list[int]) -> npt.NDArray[np.int64]:
-        """Sequences as [len(indices), seq_len + 1]: inputs are [:, :-1], labels [:, 1:].
+        """Return sequences as [len(indices), seq_len + 1]: inputs are [:, :-1], labels [:, 1:].
 
-        Raises DamagedDataError where they are not what was prepared.
+        Raises CorruptDataError if the file has changed since it was written.
         """
         starts = [(self.first + index) * self.seq_len for index in indices]
         if self.file is not None:
@@ -98,9 +98,10 @@ class TokenSequences:
         return np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts]).astype(np.int64)
 
     def document_ends_within(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Document ends among the inputs of sequences ``first`` to ``last - 1``, counted from the first one's start.
+        """Return document ends among the inputs of sequences ``first`` to ``last - 1``, relative to the start of
+        ``first``.
 
-        What such a token is followed by, its label, is the first token of another document.
+        The label of such a token is the first token of another document.
         """
         start, stop = ((self.first + index) * self.seq_len for index in (first, last))
         low, high = np.searchsorted(self.document_ends, (start, stop))
@@ -110,10 +111,10 @@ class TokenSequences:
 def open_dataset(
     folder: Path, seq_len: int, rank: int = 0, ranks: int = 1
 ) -> tuple[DatasetInfo, TokenSequences, TokenSequences]:
-    """Info, training and validation sequences of a prepared dataset.
+    """Return info, training sequences and validation sequences of a prepared dataset.
 
-    Document ends are compared with their hashes here, this rank's share of them; tokens when they are first read.
-    Raises UsageError, and DamagedDataError where the files are not what was prepared.
+    Compares this rank's share of the document ends with their hashes; tokens are compared when they are first read.
+    Raises UsageError, and CorruptDataError if a file has changed since it was written.
     """
     try:
         info = DatasetInfo(**json.loads((folder / "dataset.json").read_text(encoding="utf-8")))
@@ -160,7 +161,7 @@ def _seal(info: DatasetInfo, hashes: list[bytes]) -> str:
 
 
 def _map(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
-    """The numbers in a file without reading it; an empty file cannot be mapped. Raises DamagedDataError."""
+    """Return the numbers in a file, memory-mapped unless it is empty. Raises CorruptDataError."""
     expected = count * np.dtype(dtype).itemsize
     try:
         size = path.stat().st_size
@@ -172,7 +173,9 @@ def _map(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
 
 
 def dataset_folder(data: DataSpec, runs_root: Path) -> Path:
-    """Where the prepared form of ``data`` is, or will be: the source itself if it is one, else under the runs root."""
+    """Return the folder of the prepared dataset: the source itself if it is one, otherwise a folder below the runs
+    root.
+    """
     source = Path(os.path.expanduser(data.source))
     if (source / "dataset.json").is_file():
         return source
@@ -185,7 +188,7 @@ def dataset_folder(data: DataSpec, runs_root: Path) -> Path:
 
 
 def _known_content(source: str, runs_root: Path) -> str:
-    """A hash of the content of a corpus: read, or remembered by this user of files that nobody has written to since."""
+    """Return a hash of the corpus's content, computed or remembered from an earlier read of unchanged files."""
     note = runs_root / "datasets" / f".content-{os.geteuid()}-{corpus_state(source)[:32]}"
     with contextlib.suppress(OSError, ValueError):
         found = note.lstat()
@@ -194,14 +197,14 @@ def _known_content(source: str, runs_root: Path) -> str:
             if len(bytes.fromhex(known)) == hashlib.sha256().digest_size:
                 return known
     content = hashlib.sha256("\n".join(corpus_identity(source)).encode()).hexdigest()
-    with contextlib.suppress(OSError):  # a root that this user may not write to: it is read again next time
+    with contextlib.suppress(OSError):  # this user may not write to the runs root: computed again next time
         if note.parent.is_dir():
             replace_file(note, f"{content}\n")
     return content
 
 
 def prepare_dataset(data: DataSpec, runs_root: Path) -> Path:
-    """Build the dataset unless it is there; safe against a second builder. Returns its folder. Raises UsageError."""
+    """Build the dataset unless it exists, safely beside other builders, and return its folder. Raises UsageError."""
     folder = dataset_folder(data, runs_root)
     if (folder / "dataset.json").is_file():
         return folder
@@ -239,7 +242,7 @@ def _build(data: DataSpec, folder: Path) -> None:
     dtype = _DTYPES[vocab_size > 1 << 16]
     counts, ended = dict.fromkeys(_SPLITS, 0), dict.fromkeys(_SPLITS, 0)
     digest, tally = hashlib.sha256(), Tally()
-    # Without the offsets of tokens in the text, which nobody reads.
+    # without the offsets of tokens in the text, which are not used
     encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
     with ExitStack() as opened:
         files = {split: opened.enter_context(HashedFile(folder / f"{split}.bin")) for split in _SPLITS}
@@ -271,7 +274,7 @@ def _build(data: DataSpec, folder: Path) -> None:
 
 
 def _train_tokenizer(data: DataSpec) -> Any:
-    """Byte-level BPE (GPT-2 report, section 2.2) on the corpus itself."""
+    """Train a byte-level BPE tokenizer (GPT-2 report, section 2.2) on the corpus."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -306,7 +309,7 @@ def _tokenizer_file(path: str) -> bytes:
 
 
 def _draw(text: str) -> float:
-    """A number in [0, 1) that depends on the document alone, so that its split never changes."""
+    """Return a number in [0, 1) that depends on the document alone, so that its split never changes."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
 

@@ -1,4 +1,4 @@
-"""The question ``prepare`` of an engine process: build the dataset of a resolved spec. Talk goes to standard error."""
+"""The command ``prepare`` of an engine process: build the dataset of a resolved spec. Progress goes to stderr."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from scaletrain_cli.spec import RunSpec
 
 
 def run_command(arguments: Sequence[str]) -> dict[str, Any]:
-    """Build, open and describe the dataset; the arguments are SPEC_JSON RUNS_ROOT. Raises ScaletrainError, OSError."""
+    """Build, open and describe the dataset, given SPEC_JSON RUNS_ROOT. Raises ScaletrainError and OSError."""
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
     print(f"preparing {spec.data.source} ({spec.data.tokenizer.kind} tokenizer)", file=sys.stderr)
     started = time.monotonic()
     try:
         folder = prepare_dataset(spec.data, Path(arguments[1]))
         info, train, validation = open_dataset(folder, spec.transformer.seq_len)
-    except CorruptDataError as error:  # of a run it says that a retry is in vain; here nothing runs
+    except CorruptDataError as error:  # the exit code 93 is for runs
         raise ScaletrainError(str(error)) from error
     if (owner := owner_of_dataset(folder)) is not None:
         print(f"{folder} was prepared by {owner}, and is read as it is", file=sys.stderr)

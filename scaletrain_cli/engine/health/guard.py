@@ -1,6 +1,6 @@
-"""One guard over a run's numbers: spikes, slow illnesses, and from when on a checkpoint is known to be clean.
+"""The loss guard: detects spikes, a collapsing loss scale, dead gradients and a flat loss, and marks healthy steps.
 
-Pure: all ranks see the same numbers and hold the same state. Knows nothing of what is done about it.
+Pure: all ranks see the same numbers and have the same state. ``rollback`` acts on what the guard finds.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-# Tell a spike from the noise of training by losses and gradient norms.
+# Loss and gradient-norm spikes.
 
 
 Judgement = Literal["fine", "suspicious", "spike"]
 
 _WINDOW_STEPS = 64
-_FEWEST_LOSSES = 8  # below this a median of a falling loss says little
-_FEWEST_NORMS = 32  # gradient norms of a fresh model change by orders of magnitude at first
-# A late loss varies by some percent, so a spike from 2.2 to 5 stays below thrice the median and is far beyond the
-# spread. As for norms, seven standard deviations; and a quarter above the median besides, which the hardest batches of
-# a mixture and a change of the learning rate stay below.
+_FEWEST_LOSSES = 8  # fewer say little about a falling loss
+_FEWEST_NORMS = 32  # gradient norms of a new model change by orders of magnitude at first
+# A late loss varies by a few percent, so a spike from 2.2 to 5 stays below three times the median but far beyond the
+# spread. Hence the limit of seven standard deviations, and at least 1.25 times the median, which the hardest batches
+# and changes of the learning rate do not exceed.
 _FEWEST_LOSSES_FOR_SPREAD = 32
 _LOSS_DEVIATIONS = 7.0
 _LOSS_RATIO = 1.25
 _USUAL_FACTOR = 3.0  # the default of guard.spike.factor
-# Norms have heavy tails: one that is thrice the median is an ordinary step. OLMo 2 calls seven standard deviations from
-# the running mean a spike (arXiv:2501.00656, spike score); where norms hardly vary at all that is little, so it must be
-# ten times the median besides. SPAM's spikes are of a squared gradient of 50 times its mean (arXiv:2501.06842).
+# Norms have heavy tails: three times the median is an ordinary step. OLMo 2 calls seven standard deviations from the
+# running mean a spike (arXiv:2501.00656, spike score); where norms hardly vary that is little, so the norm must also be
+# ten times the median. SPAM's spikes have a squared gradient of 50 times its mean (arXiv:2501.06842).
 _NORM_DEVIATIONS = 7.0
 _NORM_RATIO = 10.0
-_DEVIATION_PER_MAD = 1.4826  # of a normal law, whose standard deviation is so many median absolute deviations
-# Outliers that go on so long are what the run is like now. Nobody rolled them back.
+_DEVIATION_PER_MAD = 1.4826  # a normal distribution's standard deviation in units of its median absolute deviation
+# After this many outliers in a row, without a rollback, their level is the new normal.
 _NEW_LEVEL_STEPS = 32
 _HEALTHY_STEPS = 10
 
 
 class Outlier(NamedTuple):
-    """A step that was out of the ordinary. No ``grad_norm`` where fp16 skipped it."""
+    """A step with an unusual loss or norm; ``grad_norm`` is None if fp16 skipped the step."""
 
     step: int
     loss: float
@@ -47,10 +47,9 @@ class Outlier(NamedTuple):
 
 
 class SpikeGuard:
-    """Medians of the recent losses and norms. An outlier never enters them, so it cannot hide the next one.
+    """Compares losses and norms with medians of recent steps; outliers do not enter the medians.
 
-    ``patience`` outliers in a row are a spike, which is told once. After 32 in a row they are the new level, so that a
-    run that nothing rolls back is judged by what it has become.
+    ``patience`` outliers in a row are a spike, reported once. After 32 in a row their level is the new normal.
     """
 
     def __init__(self, factor: float, patience: int) -> None:
@@ -62,32 +61,32 @@ class SpikeGuard:
 
     @property
     def recent_losses(self) -> Sequence[float]:
-        """Without outliers, oldest first."""
+        """Recent losses without outliers, oldest first."""
         return self._losses
 
     @property
     def outliers(self) -> Sequence[Outlier]:
-        """Those in a row that the last step ended; empty when it was fine."""
+        """The outliers in a row up to the last step; empty if that was healthy."""
         return self._outliers
 
     @property
     def median_loss(self) -> float | None:
-        """None until there are enough to judge by."""
+        """Median of recent losses; None for fewer than 8."""
         return statistics.median(self._losses) if len(self._losses) >= _FEWEST_LOSSES else None
 
     @property
     def median_norm(self) -> float | None:
-        """None until there are enough to judge by."""
+        """Median of recent norms; None for fewer than 32."""
         return statistics.median(self._norms) if len(self._norms) >= _FEWEST_NORMS else None
 
     @property
     def healthy_steps(self) -> int:
-        """How many steps in a row, up to the last one, were fine."""
+        """Healthy steps in a row up to the last one."""
         return self._healthy
 
     @property
     def steps_until_clean(self) -> int:
-        """So many healthy steps show that the weights before them were sound: a spike begins before it shows."""
+        """Healthy steps after which earlier weights are known to be clean: a spike begins before it shows."""
         return max(_HEALTHY_STEPS, self._patience)
 
     def observe(self, step: int, loss: float, grad_norm: float | None) -> Judgement:
@@ -198,14 +197,14 @@ class LossScaleCollapse:
 
 
 class DeadGradients:
-    """Gradient norms of nothing, or of a millionth of what they were, for ``patience`` steps in a row."""
+    """Detects gradient norms of zero or a millionth of the median, for ``patience`` steps in a row."""
 
     def __init__(self, patience: int) -> None:
         self._patience, self._norms, self._told = patience, list[float](), False
 
     @staticmethod
     def is_dead(norm: float, median: float | None) -> bool:
-        """Beside the running median, which such a norm must not enter: who recovers from it would seem a spike."""
+        """Compare a norm with the running median, which dead norms do not enter: recovery would look like a spike."""
         return norm <= _DEAD_NORM * (median or 0.0)
 
     def observe(self, norm: float, *, dead: bool) -> dict[str, Any] | None:
@@ -226,10 +225,10 @@ class DeadGradients:
 
 
 class FlatLoss:
-    """A fresh model that has learned nothing: asked once, 200 steps in, or 64 steps after a longer warm-up.
+    """Detects a new model that learns nothing: checked once, 200 steps in, or 64 steps after a longer warm-up.
 
-    Flat is a loss that fell by less than its own noise *and* by less than 2 % since the first steps. Later on a loss
-    may be flat because there is nothing left to learn, so it is not asked again; nor of weights that were loaded.
+    Flat is a loss that fell by less than its own noise *and* by less than 2 % since the first steps. Later a loss may
+    be flat because nothing is left to learn, so it is not checked again, nor for loaded weights.
     """
 
     def __init__(self, warmup_steps: int) -> None:
@@ -260,14 +259,14 @@ class FlatLoss:
 
 @dataclass(frozen=True)
 class GuardFinding:
-    """Something to tell: the name of an event, and the evidence."""
+    """The name of an event, and its details."""
 
     event: str
     evidence: dict[str, Any]
 
 
 class Guard:
-    """``fresh_warmup_steps``: of a model that starts from random weights; None for one that has been trained before."""
+    """``fresh_warmup_steps``: warm-up of a model with random weights; None for loaded weights."""
 
     def __init__(self, *, factor: float, patience: int, fresh_warmup_steps: int | None) -> None:
         self._spikes = SpikeGuard(factor, patience)
@@ -275,7 +274,7 @@ class Guard:
         self._flat = FlatLoss(fresh_warmup_steps) if fresh_warmup_steps is not None else None
 
     def observe(self, step: int, measured: Mapping[str, float]) -> tuple[Judgement, list[GuardFinding]]:
-        """Judge one step by its finite measures: loss; grad_norm, but for a skipped step; loss_scale and skipped."""
+        """Judge one step by its finite measures: loss; grad_norm unless skipped; loss_scale and skipped with fp16."""
         loss, norm, found = measured["loss"], measured.get("grad_norm"), list[GuardFinding]()
         if "loss_scale" in measured:
             collapse = self._scale.observe(measured["loss_scale"], skipped=bool(measured["skipped"]))
@@ -292,16 +291,16 @@ class Guard:
         return judgement, found
 
     def clean_step(self, step: int) -> int | None:
-        """After step ``step``: checkpoints of up to this step are clean, if any are known to be."""
+        """Return the step up to which checkpoints are clean after step ``step``; None if unknown."""
         needed = self._spikes.steps_until_clean
         return step - needed if self._spikes.healthy_steps >= needed and step > needed else None
 
     def first_outlier(self, step: int) -> int:
-        """Where the outliers in a row began that end at ``step``; itself where it is the first."""
+        """Return the first of the outliers in a row that end at ``step``; ``step`` itself if it is the first."""
         return min([outlier.step for outlier in self._spikes.outliers] + [step])
 
     def evidence(self) -> dict[str, Any]:
-        """What the outliers in a row were, beside what is usual."""
+        """Return the outliers in a row, and the medians."""
         outliers = self._spikes.outliers
         return {
             "steps": [outlier.step for outlier in outliers],
@@ -312,7 +311,7 @@ class Guard:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists, for a checkpoint."""
+        """Return JSON values, for a checkpoint."""
         return {
             "spikes": self._spikes.state_dict(),
             "scale": self._scale.state_dict(),
@@ -321,7 +320,7 @@ class Guard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from that, exactly."""
+        """Restore what ``state_dict`` returned."""
         self._spikes.load_state_dict(state["spikes"])
         self._scale.load_state_dict(state["scale"])
         self._dead.load_state_dict(state["dead"])

@@ -1,4 +1,4 @@
-"""Before step 1: measure, compare, write attempts/NNNN/preflight.json, and keep the job off a node that is bad."""
+"""Measure the devices and links before step 1, and reject bad nodes; writes attempts/NNNN/preflight.json."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 
-# What one rank measures of its device and of its links, in a second or two.
+# What one rank measures of its device and links, in a second or two.
 
 
 REDUCED_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
 _SENT_BYTES = {"cuda": 128 << 20, "cpu": 1 << 20}
 _MATRIX = {"cuda": 8192, "cpu": 256}
 _REPEATED = {"cuda": 10, "cpu": 3}
-_PARTNERS = 3  # each node with so many others: one that is slow with all of them is slow itself
+_PARTNERS = 3  # each node with this many others: a node that is slow with all of them is slow itself
 
 
 def measure(
     ranks: Ranks, per_node: int, device: torch.device, consensus: RankConsensus, node: str, free: tuple[int, int]
 ) -> RankMeasures:
-    """This rank's own figures; ``free`` and total bytes of the device, (0, 0) where they do not count."""
+    """Measure this rank; ``free`` and total bytes of the device, (0, 0) without a GPU."""
     consensus.barrier()
     clock = time.time()
     return RankMeasures(
@@ -55,15 +55,15 @@ def measure(
 
 
 def all_reduce_seconds(device: torch.device) -> float:
-    """Of REDUCED_BYTES over all ranks, the fastest of a few."""
+    """Return the seconds of an all-reduce of REDUCED_BYTES over all ranks, the fastest of a few."""
     data = torch.zeros(REDUCED_BYTES[device.type] // 4, device=device)
     return min(_timed(device, lambda: dist.all_reduce(data), 1) for _ in range(_REPEATED[device.type]))
 
 
 def partners(node: int, nodes: int) -> Iterator[int]:
-    """With whom a node exchanges in each round, itself where it has nobody; no two rounds pair the same nodes.
+    """Return the partner of each node in each round, itself if it has none; no two rounds pair the same nodes.
 
-    The circle method: one node stays, the others go round. Every node of a round has one partner, who has it too.
+    The circle method of round-robin tournaments: one node stays, the others rotate.
     """
     seats = nodes + nodes % 2
     for round_number in range(min(_PARTNERS, seats - 1)):
@@ -78,7 +78,7 @@ def partners(node: int, nodes: int) -> Iterator[int]:
 
 
 def _measure_links(ranks: Ranks, per_node: int, device: torch.device, consensus: RankConsensus) -> Iterator[float]:
-    """Between the first ranks of two nodes, both ways at once. The others wait at the barrier of each round."""
+    """Measure links between the first ranks of two nodes, both ways at once; other ranks wait."""
     nodes = ranks.world_size // per_node
     if nodes < 2:
         return
@@ -100,7 +100,7 @@ def _exchange(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
 
 
 def _measure_flops(device: torch.device) -> float:
-    """Of a product of matrices in the type that its units are for, the fastest of a few."""
+    """Return FLOPs per second of a matrix product in the dtype of the tensor cores, the fastest of a few."""
     size = _MATRIX[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
@@ -124,26 +124,26 @@ def _measure_versions(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         found["CUDA"] = str(torch.version.cuda)
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        # The libraries that NCCL loads at run time are the image's or the host's, and need not be the same.
+        # The libraries that NCCL loads at run time come from the image or the host, and may differ between nodes.
         found["NCCL_NET_PLUGIN"] = os.environ.get("NCCL_NET_PLUGIN", "")
     return found
 
 
-# Which device or node is worse than the others, from what each rank has measured.
+# Which device or node is worse than the others, by the measures of all ranks.
 
 
-# A GPU that is held down by heat or power loses a third or more; between healthy ones of a kind lie a few per cent.
+# A GPU throttled by heat or power loses a third or more; healthy ones of a kind differ by a few percent.
 _SLOW_DEVICE = 0.7
 # A link that fell back to TCP, or to fewer lanes, is several times slower.
 _SLOW_NODE = 0.5
 _SLOW_ALL = 0.3
-_FEWEST_TO_COMPARE = 3  # of two, nobody knows which one is wrong
+_FEWEST_TO_COMPARE = 3  # with two, it is unknown which one is wrong
 _CLOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class RankMeasures:
-    """One rank's. ``links``: bytes per second to and from a rank of another node at once, one for each partner."""
+    """Measures of one rank. ``links``: bytes per second, both ways at once, to a rank of each partner node."""
 
     rank: int
     node_rank: int
@@ -159,7 +159,7 @@ class RankMeasures:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the plan says: bytes of a rank's peak, seconds of the all-reduce that was measured, and of the measured."""
+    """The plan: bytes of a rank's peak memory, planned seconds of the all-reduce, and its measured seconds."""
 
     peak_bytes: int
     all_reduce_seconds: float
@@ -168,9 +168,9 @@ class Expected:
 
 @dataclass(frozen=True)
 class PreflightFinding:
-    """``keeps_off``: no attempt should run on that node; else it is worth a word. ``rank`` -1: of no rank alone.
+    """A finding about a rank, -1 for none in particular. ``keeps_off``: no attempt should run on that node.
 
-    ``costs_speed``: the job would run all the same, slower.
+    ``costs_speed``: the job would run, but slower.
     """
 
     rank: int
@@ -181,7 +181,7 @@ class PreflightFinding:
 
 
 def compare_ranks(measures: Sequence[RankMeasures], expected: Expected) -> list[PreflightFinding]:
-    """Everything that is wrong with these ranks, what keeps off first."""
+    """Return everything that is wrong with these ranks, the findings that reject a node first."""
     found = [
         *_memory(measures, expected),
         *_slow_devices(measures),
@@ -214,7 +214,7 @@ def _slow_devices(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding
 
 
 def _slow_links(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
-    """By the best link of each node: a healthy node looks bad beside a bad partner, but not beside all of them."""
+    """Judge each node by its best link: a healthy node looks slow beside a bad partner, but not beside all partners."""
     best = {one.rank: max(one.links) for one in measures if one.links}
     if len(best) < _FEWEST_TO_COMPARE:
         return
@@ -254,11 +254,11 @@ def _together(expected: Expected) -> Iterator[PreflightFinding]:
 
 
 SCHEMA = "scaletrain.preflight/v1"
-ONLY = "SCALETRAIN_ONLY"  # what `scaletrain preflight` sets: nothing is trained
+ONLY = "SCALETRAIN_ONLY"  # set by `scaletrain preflight`, which trains nothing
 
 
 def is_wanted(record: RunRecord) -> bool:
-    """By default on GPUs alone: the ranks of a CPU run share their cores, and say nothing of each other."""
+    """Return True if the preflight runs; by default on GPUs only, because CPU ranks share their cores."""
     wanted = record.spec.guard.preflight
     return wanted == "always" or (wanted == "auto" and record.spec.cluster.gpu != "cpu")
 
@@ -266,10 +266,10 @@ def is_wanted(record: RunRecord) -> bool:
 def check_together(
     run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, consensus: RankConsensus, device: torch.device
 ) -> None:
-    """Collective. Raises WrongNodesError on the ranks that the findings are about; the others learn of it by them."""
+    """Measure and compare all ranks. Collective. Raises WrongNodesError on the ranks that findings reject."""
     cluster = record.spec.cluster
     free = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
-    # First of all: NCCL makes a group's communicator at its first operation, for which it needs every rank of it.
+    # Before anything else: NCCL creates a group's communicator at its first operation, which needs all ranks.
     reduced = all_reduce_seconds(device)
     own = measure(ranks, cluster.gpus_per_node, device, consensus, _node_name(), free)
     gathered = consensus.gather(own)
@@ -288,17 +288,17 @@ def check_together(
     if mine:
         raise WrongNodesError(Reason("engine.preflight-failed", {"rank": ranks.rank, "problems": "; ".join(mine)}))
     if bad:
-        consensus.barrier()  # until the agents end this attempt: they have been told by those who raised
+        consensus.barrier()  # wait until the agents end this attempt; the rejected ranks have reported themselves
 
 
 def _may_be_moved(run: RunDir, record: RunRecord) -> bool:
-    """Whether another attempt could have better nodes: once the run has been moved in vain, slow is what there is."""
+    """Return True if another attempt could get better nodes; after a failed move, slow nodes are accepted."""
     ended = (event for event in read_events(run) if event["event"] == "attempt-ended")
     return not record.spec.cluster.traits.runs_here and not any(event["reason"] == "wrong-nodes" for event in ended)
 
 
 def _as_a_word(finding: PreflightFinding) -> PreflightFinding:
-    """What only costs speed no longer keeps the job off."""
+    """Return the finding as a warning if it only costs speed."""
     return dataclasses.replace(finding, keeps_off=finding.keeps_off and not finding.costs_speed)
 
 

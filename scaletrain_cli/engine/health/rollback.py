@@ -1,6 +1,6 @@
-"""What the guard's judgements lead to: a warning, an end, or the way back to a clean checkpoint past the bad data.
+"""Act on what the guard finds: record it, stop the run, or roll back to a clean checkpoint and skip the bad data.
 
-All ranks see the same numbers and hold the same state, so all decide alike at the same step; rank 0 writes it down.
+All ranks see the same numbers and have the same state, so all act alike at the same step; rank 0 records it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SpikeError(DoNotRequeueError):
 
 @dataclass
 class GuardActions:
-    """``rollbacks``: those of the run so far. ``set_up``: an consensus that waits for longer than a hang."""
+    """``rollbacks``: those of the run so far. ``set_up``: a consensus with a longer timeout than a hang."""
 
     run: RunDir
     record: RunRecord
@@ -60,26 +60,28 @@ class GuardActions:
 
     @property
     def skipped(self) -> tuple[SkipRange, ...]:
-        """Windows of batches that are left out: by the spec, and by what was rolled back."""
+        """Ranges of batches that are skipped: by the spec, and by rollbacks."""
         return merged_skip_ranges([*self.record.spec.data.skip, *(rollback.skip for rollback in self.rollbacks)])
 
     def batch_number(self, step: int) -> int:
-        """Which batch a step (1-based) trains on."""
+        """Return the batch that a step (1-based) trains on."""
         return batch_number(step, self.skipped)
 
     def judge(self, measures: list[StepMeasures], trained: int, metrics: MetricsLog) -> int:
-        """Judge steps and write down what they measured, after ``trained`` steps. Collective.
+        """Judge the measures of steps and log them, after ``trained`` steps; return the step of the run. Collective.
 
-        Where the run stands then: ``trained``, or the step of the checkpoint that it was rolled back to. Raises
+        That is ``trained``, or the step of the checkpoint that the run was rolled back to. Raises
         NonFiniteGradientError and SpikeError.
         """
         spec = self.record.spec
         tokens = spec.training.global_batch_size * spec.transformer.seq_len
         for step, seconds, measured in measures:
             if measured.get("skipped"):
-                del measured["grad_norm"]  # which is infinite: it did not fit into fp16
+                del measured["grad_norm"]  # infinite, because of the overflow
             loss, norm = measured["loss"], measured.get("grad_norm", 0.0)
-            if not (math.isfinite(loss) and math.isfinite(norm)):  # no loss scale would mend a loss
+            if not (
+                math.isfinite(loss) and math.isfinite(norm)
+            ):  # a loss that is not finite is no matter of the loss scale
                 return self._after_non_finite(step, trained, loss, norm, metrics)
             if step == 1:
                 self._report_first_loss(loss)
@@ -95,7 +97,7 @@ class GuardActions:
         return trained
 
     def _after_spike(self, step: int, trained: int, metrics: MetricsLog) -> int | None:
-        """The step that the run was rolled back to; None where it goes on."""
+        """Return the step that the run was rolled back to; None if training continues."""
         spike, evidence = self.record.spec.guard.spike, self.guard.evidence()
         then = "goes on: guard.spike.action is warn"
         if spike.action == "rollback":
@@ -108,26 +110,26 @@ class GuardActions:
         return None
 
     def _after_non_finite(self, step: int, trained: int, loss: float, norm: float, metrics: MetricsLog) -> int:
-        """The step that the run was rolled back to. The batch itself is to blame, so it takes no patience."""
-        evidence = {"loss": str(loss), "grad_norm": str(norm), **self.guard.evidence()}  # JSON knows no NaN
+        """Return the step that the run was rolled back to, at the first value that is not finite."""
+        evidence = {"loss": str(loss), "grad_norm": str(norm), **self.guard.evidence()}  # JSON has no NaN
         if self.record.spec.guard.nan == "rollback":
             with self.ledger.during("rollback"):
                 back = self._roll_back(step, trained, 1, "nan", evidence, metrics)
             if back is not None:
                 return back
         self.heartbeat.beat(trained, "save")
-        self.checkpointer.finish()  # what was saved before is still good
+        self.checkpointer.finish()  # an earlier save in flight is valid
         params = {"step": step, "loss": str(loss), "grad_norm": str(norm), "batch": self.batch_number(step)}
         raise NonFiniteGradientError(Reason("engine.gradient-not-finite", params))
 
     def _roll_back(
         self, step: int, trained: int, margin: int, cause: str, evidence: dict[str, Any], metrics: MetricsLog
     ) -> int | None:
-        """To the newest clean checkpoint, without the batches from ``margin`` before the first outlier to the last
-        one trained on; None where there is no such checkpoint.
+        """Roll back to the latest clean checkpoint and return its step; None if there is none.
 
-        The event comes after newer checkpoints are gone and before a step is trained, so that a kill in between leaves
-        either the decision to be made again or all of it.
+        The batches from ``margin`` before the first outlier to the last one trained on are skipped. The event is
+        recorded after newer checkpoints are deleted and before a step is trained, so that after a kill in between
+        either the decision is made again or the rollback is complete.
         """
         self.heartbeat.beat(trained, "rollback")
         self.checkpointer.finish()
@@ -148,7 +150,7 @@ class GuardActions:
         rollback = Rollback(from_step=trained, to_step=target.step, skip=skip)
         if self.ranks.rank == 0:
             self.checkpointer.retire_newer(target.step)
-            metrics.flush()  # the event says where in the file these lines end
+            metrics.flush()  # the event records where these lines end in the file
             record_rollback(self.run, rollback, cause=cause, retry=retry, retries=allowed, **evidence)
             log_event("rolled-back", **vars(rollback), cause=cause, retry=retry, **evidence)
         self.set_up.barrier()
@@ -157,7 +159,7 @@ class GuardActions:
         return target.step
 
     def _report_first_loss(self, loss: float) -> None:
-        """A fresh model knows nothing, so its loss must be near that of a uniform guess."""
+        """Report whether the first loss of a new model is near that of a uniform guess, ln(vocab_size)."""
         expected = math.log(self.record.spec.transformer.vocab_size)
         self._tell("first-loss", loss=loss, ln_vocab_size=expected, plausible=abs(loss - expected) < 0.1 * expected)
 

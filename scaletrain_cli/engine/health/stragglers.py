@@ -1,7 +1,7 @@
-"""Is one rank slower than the others? Their own work compared every few steps; rank 0 names who is slow for long.
+"""Detect ranks that are slower than the others, by their own work every 20 steps; rank 0 records persistent ones.
 
-All ranks finish a step together, so what tells them apart is the time that a rank works before it first waits for
-another: from leaving the consensus to the end of its first forward pass where that needs nobody, else to its beginning.
+All ranks finish a step together, so a rank is judged by the time before it first waits for another rank: from the step
+consensus to the end of its first forward pass if that needs no other rank, otherwise to its beginning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scaletrain_cli.rundir.paths import RunDir
 WINDOW_STEPS = 20
 _FEWEST_STEPS = 5
 _SLOWER_THAN_OTHERS = 1.5
-_SHARE_OF_STEP = 0.05  # what costs the job less than that is not worth a word
+_SHARE_OF_STEP = 0.05  # a smaller cost is not worth reporting
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Straggler:
 
 
 def slowest(own_seconds: Sequence[float], step_seconds: float) -> Straggler | None:
-    """The slowest rank if it is much slower than the others and that matters beside the whole step."""
+    """Return the slowest rank if it is much slower than the others and that matters for the whole step; else None."""
     if len(own_seconds) < 2:
         return None
     rank = max(range(len(own_seconds)), key=lambda index: own_seconds[index])
@@ -49,13 +49,13 @@ def slowest(own_seconds: Sequence[float], step_seconds: float) -> Straggler | No
 
 @dataclass
 class Suspicion:
-    """Two windows in a row make a straggler; one good window clears it."""
+    """Confirms a straggler after two windows in a row, and clears it after one."""
 
     _before: int | None = None
     _told: int | None = None
 
     def news(self, found: Straggler | None) -> bool:
-        """Whether this window changes what is known: a new straggler, or none any more."""
+        """Return True if this window changes what is known: a new straggler, or none any more."""
         rank = found.rank if found is not None else None
         confirmed, self._before = rank == self._before, rank
         if not confirmed or rank == self._told:
@@ -66,7 +66,7 @@ class Suspicion:
 
 @dataclass
 class Stragglers:
-    """One rank's own work, and the comparison. ``begin`` is collective at the end of a window."""
+    """Measures one rank's own work and compares it. ``begin`` is collective at the end of a window."""
 
     run: RunDir
     rank: int
@@ -83,9 +83,9 @@ class Stragglers:
         self._clock = clock_of(self.device)
 
     def watch(self, engine: nn.Module, layout: Layout) -> None:
-        """Stop the clock where a rank's own work ends: ZeRO-3 and the cuts within a model wait inside the forward pass.
+        """Stop the clock where a rank's own work ends: ZeRO-3 and sharded layers wait inside the forward pass.
 
-        In a pipeline a later stage waits for the ones before it, so there the clock never stops.
+        In a pipeline later stages wait for earlier ones, so there the clock never stops.
         """
         if layout.pipeline_parallel > 1:
             return
@@ -96,7 +96,7 @@ class Stragglers:
             engine.register_forward_pre_hook(self._stop, prepend=True)
 
     def begin(self, step: int) -> None:
-        """The consensus before ``step`` is left; every so often it is also the moment to compare."""
+        """Start the clock after the consensus before ``step``; compare the ranks at the end of a window."""
         now = time.perf_counter()
         if step % WINDOW_STEPS == 0:
             if self._begun >= _FEWEST_STEPS:
@@ -110,7 +110,7 @@ class Stragglers:
         self._clock.start()
 
     def _stop(self, *_: Any) -> None:
-        if self._running:  # once a step, and not in an evaluation
+        if self._running:  # once per step, and not in an evaluation
             self._running = False
             self._seconds.append(self._clock.stop())
 

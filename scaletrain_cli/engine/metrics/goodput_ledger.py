@@ -1,4 +1,4 @@
-"""Where this attempt's seconds go, counted as they pass and written down every few of them. Knows no model."""
+"""Count where the seconds of an attempt go, and write them every 15 seconds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from scaletrain_cli.rundir.goodput import CATEGORIES, Category, Ledger, write_ledger
 from scaletrain_cli.rundir.paths import RunDir
 
-_WRITE_SECONDS = 15.0  # at most so much is unknown after a SIGKILL
+_WRITE_SECONDS = 15.0  # the most that a SIGKILL loses
 
 
 class LedgerClock:
-    """Each second counts once: for the innermost of what is under way, else as set-up, and as ``other`` once training.
+    """Counts each second for the innermost activity, otherwise as set-up, or as ``other`` once training has started.
 
-    Rank 0 writes it, from a thread of its own, so that a long load or step is seen too.
+    Rank 0 writes the ledger from a thread, so that long loads and steps are seen, too.
     """
 
     def __init__(self, run: RunDir, attempt: int, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,7 +35,7 @@ class LedgerClock:
 
     @contextlib.contextmanager
     def during(self, category: Category) -> Iterator[None]:
-        """What passes within counts for ``category``, but for what is entered inside it."""
+        """A context whose time counts for ``category``, except for contexts inside it."""
         self._settle()
         self._under_way.append(category)
         try:
@@ -45,22 +45,22 @@ class LedgerClock:
             self._under_way.pop()
 
     def set_up_is_done(self) -> None:
-        """From here on time that nobody claims is ``other``."""
+        """Count time outside of contexts as ``other`` from now on."""
         self._settle()
         self._under_way[0] = "other"
 
     def step_trained(self) -> None:
-        """One more."""
+        """Count one training step."""
         self._steps += 1
 
     def write(self) -> None:
-        """Replace the file, if this is rank 0. A disk that is full costs the figures, not the run."""
+        """Write the file on rank 0. A full disk loses the figures and does not stop the run."""
         with self._lock, contextlib.suppress(OSError):
             if self._active:
                 write_ledger(self._run, self._ledger())
 
     def close(self) -> None:
-        """Write the last of it."""
+        """Write the ledger for the last time."""
         self._end.set()
         self._closed = True
         self.write()
@@ -76,7 +76,7 @@ class LedgerClock:
 
     def _ledger(self) -> Ledger:
         self._account()
-        passed = self._since - self._first  # the wall clock may be set back meanwhile
+        passed = self._since - self._first  # monotonic, because the wall clock may be set back
         return Ledger(
             attempt=self._attempt,
             began=round(self._began, 3),

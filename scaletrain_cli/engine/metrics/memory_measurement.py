@@ -1,7 +1,7 @@
-"""Bytes of weights, gradients and optimizer states, counted from the tensors of a rank that trains. Knows no plan.
+"""Count the bytes of weights, gradients, optimizer states and activations from the tensors of a rank.
 
-Reads what DeepSpeed 0.19 keeps behind its optimizers: ``zero/stage_1_and_2.py``, ``zero/stage3.py``,
-``bf16_optimizer.py``. A storage counts whole and once, whatever looks at it: that is what memory holds.
+Reads the internals of DeepSpeed 0.19's optimizers (``zero/stage_1_and_2.py``, ``zero/stage3.py``,
+``bf16_optimizer.py``). Each storage counts whole and once, because that is what memory holds.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 
-# Bytes that the blocks of a model keep for their backward pass, seen through autograd's hooks.
+# Bytes that the blocks of a model save for their backward pass, by autograd's hooks.
 
 
 class SavedActivations:
-    """What one forward pass through the blocks has saved; ``bytes`` is None until there was one.
+    """Bytes that one forward pass through the blocks saves; None before the first pass.
 
-    Of each storage once, weights left out. A block that is to be computed again hands autograd its inputs before it
-    hides the rest from the hooks out here (torch.utils.checkpoint, ``_NoopSaveInputs``), so those are what it counts
-    for. Tensors that went to the host count as nothing on a GPU, and on a CPU as nothing else does: the hooks that take
-    them there are nearer to the operations than these.
+    Each storage counts once, without weights. A recomputed block passes its inputs to autograd before it hides the rest
+    from these hooks (torch.utils.checkpoint, ``_NoopSaveInputs``), so only its inputs count. Offloaded tensors do not
+    count on a GPU; on a CPU they are seen by the offloading hooks only.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -36,14 +35,14 @@ class SavedActivations:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Around the forward pass."""
+        """A context around the forward pass."""
         with saved_tensors_hooks(self._note, lambda kept: kept):
             yield
         self.bytes = sum(self._storages.values())
 
     def _note(self, tensor: Tensor) -> Tensor:
         address = tensor.untyped_storage().data_ptr()
-        # ZeRO-3 gathers each weight for its own operations only, so where they are must be asked each time.
+        # ZeRO-3 gathers each weight for its own operations only, so its address is looked up each time.
         if address not in self._storages and all(
             parameter.untyped_storage().data_ptr() != address for parameter in self._parameters
         ):
@@ -53,11 +52,11 @@ class SavedActivations:
 
 @contextmanager
 def watching_activations(model: CausalLM) -> Iterator[SavedActivations]:
-    """Within it the first forward pass through the model's blocks is counted."""
+    """A context in which the first forward pass through the model's blocks is counted."""
     saved, transform = SavedActivations(model), model.transform
 
     def watched(*arguments: Any) -> Tensor:
-        del model.transform  # back to the method of its class
+        del model.transform  # restores the method of the class
         with saved.counting():
             return transform(*arguments)
 
@@ -77,7 +76,7 @@ _OFFLOADED_COPIES = ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_
 
 @dataclass(frozen=True)
 class ModelStateBytes:
-    """Of one rank, now. ``host``: what is offloaded, whichever of the three it is."""
+    """Bytes on one rank. ``host``: offloaded parts of all three."""
 
     parameters: int
     gradients: int
@@ -86,7 +85,7 @@ class ModelStateBytes:
 
 
 def model_state_bytes(engine: Any) -> ModelStateBytes:
-    """What the rank of this DeepSpeed engine holds at this moment; moments of Adam exist after the first step."""
+    """Return what the rank of this DeepSpeed engine holds now; Adam's moments exist after the first step."""
     counted = _Counter(engine.device.type == "cpu")
     wrapper, parameters = engine.optimizer, list(engine.module.parameters())
     states_away, weights_away = _offloads(engine, "optimizer"), _offloads(engine, "param")
@@ -99,16 +98,16 @@ def model_state_bytes(engine: Any) -> ModelStateBytes:
     gradients += counted.add(_tensors([getattr(p, "grad_accum", None) for p in parameters]), away=False)
     gradients += counted.add(_held(wrapper, _OFFLOADED_GRADIENTS), away=True)
     gradients += counted.add((m.grad for m in masters if m.grad is not None), away=states_away)
-    # Stage 3 offloads its gradients with the optimizer, stages 1 and 2 only what they have copied to the host.
+    # Stage 3 offloads gradients with the optimizer; stages 1 and 2 only those that they have copied to the host.
     gradients += counted.add(_held(wrapper, _GRADIENTS), away=states_away and engine.zero_optimization_stage() == 3)
     states = counted.add(masters, away=states_away)
-    elementwise = (tensor for tensor in _tensors(list(inner.state.values())) if tensor.ndim)  # not Adam's step numbers
+    elementwise = (tensor for tensor in _tensors(list(inner.state.values())) if tensor.ndim)  # not Adam's step counters
     states += counted.add(elementwise, away=states_away)
     return ModelStateBytes(held, gradients, states, counted.host)
 
 
 class WatchedStates:
-    """What was counted; ``bytes`` is None until there was an update."""
+    """The bytes counted; None before the first update."""
 
     def __init__(self) -> None:
         self.bytes: ModelStateBytes | None = None
@@ -116,8 +115,10 @@ class WatchedStates:
 
 @contextmanager
 def watching_model_states(engine: Any) -> Iterator[WatchedStates]:
-    """Within it the states are counted at each update: just before it, the gradients of stages 0 and 1 when they are
-    complete, which is before they are reduced, because a rank of stage 1 then drops what is not its own.
+    """A context in which the states are counted at each update.
+
+    The gradients of stages 0 and 1 are counted when they are complete, before they are reduced, because a rank of stage
+    1 then drops those that it does not own.
     """
     watched = WatchedStates()
     complete: list[int] = []
@@ -132,7 +133,7 @@ def watching_model_states(engine: Any) -> Iterator[WatchedStates]:
 
     moments = {
         "allreduce_gradients": before_reduction,
-        "_bf16_reduce_grads": before_reduction,  # a pipeline's
+        "_bf16_reduce_grads": before_reduction,  # of a pipeline
         "_take_model_step": before_update,
     }
     for name, look in moments.items():
@@ -162,7 +163,9 @@ class _Counter:
         self._seen: set[tuple[torch.device, int]] = set()
 
     def add(self, tensors: Iterable[Tensor], *, away: bool) -> int:
-        """Bytes on the device that were not counted before. ``away``: offloaded, which on a CPU nothing else tells."""
+        """Return the bytes on the device that were not counted before. ``away``: offloaded, which a CPU tensor does not
+        show.
+        """
         total = 0
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -183,7 +186,7 @@ def _offloads(engine: Any, what: str) -> bool:
 
 
 def _shards(parameters: list[torch.nn.Parameter]) -> Iterator[Tensor]:
-    """What ZeRO-3 keeps of each parameter while it is not gathered."""
+    """Yield the shards that ZeRO-3 keeps of parameters that are not gathered."""
     yield from _tensors([getattr(parameter, "ds_tensor", None) for parameter in parameters])
 
 
@@ -193,7 +196,7 @@ def _held(owner: Any, names: tuple[str, ...]) -> Iterator[Tensor]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested lists, tuples and dictionaries."""
+    """Yield every tensor in nested lists, tuples and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):

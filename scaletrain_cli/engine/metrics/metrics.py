@@ -1,4 +1,4 @@
-"""What each step measured: one line in metrics.jsonl, the truth; a line for people; and the trackers of the run."""
+"""The metrics of each step: a line in metrics.jsonl, a line in the log, and the trackers of the run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from scaletrain_cli.tracking.guard import Trackers
 from scaletrain_cli.tracking.jsonl import JsonlWriter
 from scaletrain_cli.worker.progress import progress_line
 
-# Measures of a step fetched without waiting for it: on a GPU one step late, on a CPU at once.
+# Measures of a step, fetched without waiting for it: one step late on a GPU, at once on a CPU.
 
 
 class StepMeasures(NamedTuple):
-    """What became of optimizer step ``step``: its seconds, and its values by name."""
+    """Seconds and values of optimizer step ``step``."""
 
     step: int
     seconds: float
@@ -32,10 +32,10 @@ class StepMeasures(NamedTuple):
 
 
 class DeferredMetrics:
-    """A queue between the GPU, which makes the values, and the host, which writes them down.
+    """A queue between the GPU, which computes the values, and the host, which logs them.
 
-    ``begin`` and ``end`` enclose a step and only enqueue work. ``due`` hands over the steps that are late enough: which
-    they are follows from the step alone, so that whatever is decided by them is decided by all ranks at the same step.
+    ``begin`` and ``end`` enclose a step and only enqueue work. ``due`` returns the steps that are old enough. Which
+    ones depends on the step alone, so that all ranks decide by the same values at the same step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,11 +45,11 @@ class DeferredMetrics:
         self._waiting: deque[tuple[int, Callable[[], StepMeasures]]] = deque()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start the clock of a step."""
         self._clock.start()
 
     def end(self, step: int, values: Mapping[str, Tensor | float]) -> None:
-        """The step's work is under way, or done; ``values`` are scalars."""
+        """Queue the values of a step, scalars, whose work is enqueued or done."""
         known = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
         tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
         seconds, fetch = self._clock.stop(), self._fetch(list(tensors.values()))
@@ -61,11 +61,11 @@ class DeferredMetrics:
         self._waiting.append((step, measures))
 
     def due(self, step: int) -> list[StepMeasures]:
-        """Those that are to be looked at after step ``step``, oldest first: all but the newest on a GPU."""
+        """Return the measures to judge after step ``step``, oldest first: on a GPU all but the newest."""
         return self._until(step - self._lag)
 
     def rest(self) -> list[StepMeasures]:
-        """All that have not been handed over, waiting for them: before a checkpoint, an evaluation and the end."""
+        """Wait for all remaining measures and return them."""
         return self._until(self._waiting[-1][0]) if self._waiting else []
 
     def _until(self, last: int) -> list[StepMeasures]:
@@ -75,7 +75,7 @@ class DeferredMetrics:
         return found
 
     def _fetch(self, tensors: list[Tensor]) -> Callable[[], list[float]]:
-        """What waits for the values. The copy goes to pinned memory, behind the step on the same stream."""
+        """Return a function that waits for the values. The copy to pinned memory follows the step on its stream."""
         if self._device.type != "cuda" or not tensors:
             values = [float(tensor) for tensor in tensors]
             return lambda: values
@@ -92,7 +92,7 @@ class DeferredMetrics:
 
 
 class HostClock:
-    """Between two moments of this process."""
+    """Measures host time."""
 
     def start(self) -> None:
         self._began = time.perf_counter()
@@ -103,7 +103,7 @@ class HostClock:
 
 
 class GpuClock:
-    """Between two moments of the stream, which the host reaches earlier."""
+    """Measures time on the GPU's stream, which runs behind the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
@@ -130,20 +130,20 @@ Clock = HostClock | GpuClock
 
 
 def clock_of(device: torch.device) -> Clock:
-    """What times work on the device: on a GPU the host only enqueues it, and is done long before."""
+    """Return the clock for work on the device; on a GPU the host only enqueues it."""
     return GpuClock(device) if device.type == "cuda" else HostClock()
 
 
 class MetricsLog:
-    """Writes on rank 0 only; elsewhere every call does nothing."""
+    """Writes metrics on rank 0; on other ranks every method does nothing."""
 
     def __init__(self, run: RunDir, record: RunRecord, rank: int, attempt: int, device: torch.device) -> None:
         self._run, self._record, self._attempt, self._device = run, record, attempt, device
         self._active = rank == 0
         self._writer = JsonlWriter(run.metrics, append_lines)
         self._trackers = start_trackers(run, record, attempt) if self._active else Trackers()
-        self.finished = False  # set by the loop: the last step is trained
-        # MFU is model FLOPs per second over peak FLOPs per second; the plan states it for its own speed.
+        self.finished = False  # set by the loop after the last step
+        # MFU is model FLOPs per second over peak FLOPs per second; the plan has it for its own speed.
         plan = record.plan.time
         known = record.spec.cluster.gpu != "cpu" and plan.tokens_per_second > 0
         self._mfu_per_token_per_second = plan.mfu / plan.tokens_per_second if known else None
@@ -183,11 +183,11 @@ class MetricsLog:
         print(progress_line(step, total, measured["loss"], line["tokens_per_second"]), flush=True)
 
     def flush(self) -> None:
-        """Wait until all that was logged is in the file. Raises OSError where the disk did not take it."""
+        """Wait until every line is in the file. Raises OSError."""
         self._writer.flush()
 
     def log_validation(self, step: int, sequences: int, **losses: float) -> None:
-        """Record losses after ``step`` steps, over so many sequences, as a line of its own."""
+        """Record losses after ``step`` steps, over ``sequences`` sequences, as a line of its own."""
         if not self._active:
             return
         measured = {**losses, "validation_sequences": sequences}
@@ -201,7 +201,7 @@ class MetricsLog:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes this process has held: allocated on its GPU, since its first update; or resident on a CPU, ever."""
+    """Return the most bytes allocated on the GPU since the first update, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,6 +1,6 @@
-"""What a rank that runs out of memory leaves behind: what was planned, what it held, and which code had asked for it.
+"""Report on a rank that runs out of memory: planned and measured bytes, and the allocations by line of code.
 
-Writes attempts/NNNN/memory/: one ``rank-NNNNN.json`` per rank, and one ``snapshot.pickle`` of the first GPU to fail,
+Writes attempts/NNNN/memory/: one ``rank-NNNNN.json`` per rank, and one ``snapshot.pickle`` of the first GPU that fails,
 for https://pytorch.org/memory_viz.
 """
 
@@ -27,22 +27,22 @@ SCHEMA = "scaletrain.out-of-memory/v1"
 
 @contextlib.contextmanager
 def reporting_out_of_memory(run: RunDir, plan: RunPlan, attempt: int, rank: int, engine: Any = None) -> Iterator[None]:
-    """Add a report to an error for want of memory, and a sentence about it to the error, then let it pass.
+    """A context that adds a report to an out-of-memory error, and a note to the error, and raises it again.
 
-    May be nested; the innermost that knows DeepSpeed's engine says most, and only one report is written.
+    Contexts may be nested; the innermost with DeepSpeed's engine reports most, and only one report is written.
     """
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
         if not getattr(error, "__notes__", []):
-            with contextlib.suppress(Exception):  # there is no memory, and the error itself matters more
-                # What add_note() does from Python 3.11 on.
+            with contextlib.suppress(Exception):  # there is no memory; the error itself matters more
+                # as add_note() does from Python 3.11 on
                 error.__notes__ = [_report(run, plan, attempt, rank, engine, error)]  # type: ignore[union-attr]
         raise
 
 
 def remember_allocations(device: torch.device) -> None:
-    """From now on each block of the GPU's memory remembers which line of Python asked for it (some 2 us each).
+    """Record the line of Python code of each new GPU allocation (about 2 us each).
 
     The device must be the current one.
     """
@@ -51,7 +51,7 @@ def remember_allocations(device: torch.device) -> None:
 
 
 def forget_allocations(device: torch.device) -> None:
-    """No longer for new blocks: the hot path is worth more. Those that are there still know."""
+    """Stop recording new allocations, to keep the hot path fast; recorded ones stay."""
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(None)
 
@@ -105,7 +105,7 @@ def _gpu_bytes() -> dict[str, int]:
 
 
 def _host_bytes() -> dict[str, int]:
-    """Of this process at its fullest, and of the node."""
+    """Return peak bytes of this process, and bytes of the node."""
     node = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     kib = {name: int(text.split()[0]) for name, text in node.items()}
     return {
@@ -116,7 +116,7 @@ def _host_bytes() -> dict[str, int]:
 
 
 def _first_snapshot(folder: Path) -> bool:
-    """Write the allocator's state, unless another rank has: they are alike, and large."""
+    """Write the allocator's state unless another rank has: the snapshots are similar, and large."""
     with contextlib.suppress(FileExistsError), open_new(folder / "snapshot.pickle", replace=False) as file:
         pickle.dump(torch.cuda.memory._snapshot(), file)
         return True

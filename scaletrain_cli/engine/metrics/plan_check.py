@@ -1,4 +1,4 @@
-"""The plan checked by the run: one step of each attempt is measured, and stored beside what was planned for it."""
+"""Compare the plan with the run: measure one step of each attempt, and store the figures beside the planned ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MODEL_STATES_AND_HOST = ("parameters", "gradients", "optimizer_states", "host")
 
 @dataclass
 class PlanCheck:
-    """One rank's part in the check of its attempt."""
+    """One rank's part in the measurement of its attempt."""
 
     run: RunDir
     record: RunRecord
@@ -42,15 +42,14 @@ class PlanCheck:
     consensus: RankConsensus
     device: torch.device
     _done: bool = field(default=False, init=False)
-    _updates: int | None = field(default=None, init=False)  # of the weights, before this attempt's first step
+    _updates: int | None = field(default=None, init=False)  # updates of the weights before this attempt's first step
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Around each training step; does nothing but in the first step that follows an update by this attempt.
+        """A context around each training step that measures the first step after an update of this attempt. Collective.
 
-        The first update makes the optimizer's moments, and the allocator's first blocks. fp16 may skip steps before it.
-
-        What the ranks hold then is gathered on rank 0 and stored. Collective.
+        The first update allocates the optimizer's states and the allocator's first blocks; fp16 may skip steps before
+        it. The figures are gathered and stored on rank 0.
         """
         updates = self.composed.engine.global_steps - self.composed.engine.skipped_steps
         if self._updates is None:
@@ -64,7 +63,7 @@ class PlanCheck:
         with watching_model_states(self.composed.engine) as states, watching_activations(self.composed.model) as saved:
             yield
         forget_allocations(self.device)
-        if states.bytes is None:  # no rank has updated anything: the gradient was not finite
+        if states.bytes is None:  # no rank has updated anything: the gradient is not finite
             return
         self._done = True
         held = {name: getattr(states.bytes, name) for name in _MODEL_STATES_AND_HOST}
@@ -93,7 +92,7 @@ class PlanCheck:
             ),
         )
         states = measured.model_states
-        with contextlib.suppress(OSError):  # a full disk costs the figures, not the run
+        with contextlib.suppress(OSError):  # a full disk loses the figures and does not stop the run
             write_measured(self.run, measured)
         record_event(
             self.run, "measured", step=step, attempt=self.attempt, model_states=states.measured, planned=states.planned
@@ -111,5 +110,5 @@ def _planned(spec: RunSpec, layout: Layout, stage: int, memory: StageMemory) -> 
     held = next(each for each in pipeline_stages(spec, layout.pipeline_parallel) if each.position == stage)
     return vars(memory) | {
         "activations": saved_activation_bytes(spec, layout, find_accelerator(spec.cluster), stage),
-        "host": engine_states(spec, layout, held)[1],  # without the activations there, which are not counted
+        "host": engine_states(spec, layout, held)[1],  # without offloaded activations, which are not counted
     }

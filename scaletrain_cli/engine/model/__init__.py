@@ -1,6 +1,8 @@
-"""The models we train, with Hugging Face parameter names, and no word of how they are distributed."""
+"""The model families, under Hugging Face parameter names. They hold no parallel code; ``parallel/`` shards them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -8,9 +10,23 @@ from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.gpt import GPT2LMHeadModel
 from scaletrain_cli.engine.model.llama import LlamaForCausalLM
 from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec.extensions import load_callable, model_family_extension
+
+FAMILIES: dict[str, Callable[[ModelSpec], CausalLM]] = {"llama": LlamaForCausalLM, "gpt": GPT2LMHeadModel}
 
 
 def outline(spec: ModelSpec) -> CausalLM:
-    """The modules of a model on the meta device: names and shapes, no values yet."""
+    """Return the model on the meta device: modules with names and shapes, without values.
+
+    ``FAMILIES`` has the built-in families; others come from the entry points ``scaletrain.model_families``.
+    """
+    family = FAMILIES.get(spec.family) or _from_extension(spec.family)
     with torch.device("meta"):
-        return LlamaForCausalLM(spec) if spec.family == "llama" else GPT2LMHeadModel(spec)
+        return family(spec)
+
+
+def _from_extension(name: str) -> Callable[[ModelSpec], CausalLM]:
+    found = model_family_extension(name)
+    if found is None:
+        raise LookupError(f"no model family is called {name!r}")
+    return load_callable(found.build)

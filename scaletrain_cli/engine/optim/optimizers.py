@@ -1,14 +1,15 @@
-"""Build the optimizer of a spec from torch or a kept library. Knows no schedule, and no DeepSpeed but its flat weights.
+"""Build the optimizer of a run spec: from torch, bitsandbytes, or another package.
 
-ZeRO hands every optimizer flat pieces of the parameter groups, cut anywhere. All of these work element by element and
-do not care. Muon does: it orthogonalises whole matrices. DeepSpeed's own handling of it clips before orthogonalising in
-one ZeRO wrapper and after it in the others, and knows nothing of matrices that tensor parallelism has cut, so that the
-same spec would train differently in different layouts; it is left out.
+ZeRO hands an optimizer flat parts of the parameter groups, split anywhere, so it must update each element by itself.
+Muon orthogonalizes whole matrices and is left out: DeepSpeed's own Muon clips before orthogonalizing in one ZeRO stage
+and after it in the others, and does not gather matrices that tensor parallelism has sharded, so that a spec would train
+differently in different layouts.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.extensions import load_callable, optimizer_extension
 from scaletrain_cli.spec.training import OptimizerSpec
 
-# Split the parameters of a model into those with weight decay and those without.
+Groups = list[dict[str, Any]]
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSpec) -> list[dict[str, Any]]:
@@ -44,47 +46,80 @@ def _embeddings(model: nn.Module) -> set[int]:
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
-    """By its whole shape: what ZeRO-3 has partitioned looks like an empty vector and remembers its shape aside."""
+    """Return True for at least two dimensions; ZeRO-3 keeps the shape of a partitioned parameter in ``ds_shape``."""
     return len(getattr(parameter, "ds_shape", parameter.shape)) > 1
 
 
 def build_optimizer(
-    spec: RunSpec, model_or_groups: nn.Module | list[dict[str, Any]], layout: Layout, device: torch.device
+    spec: RunSpec, model_or_groups: nn.Module | Groups, layout: Layout, device: torch.device
 ) -> torch.optim.Optimizer:
-    """The optimizer that ``training.optimizer`` names, over a model's parameters or ready groups of them.
+    """Return the optimizer that ``training.optimizer`` names, over a model's parameters or over parameter groups.
 
-    Raises UsageError when the library that has it is not installed.
+    ``BUILDERS`` has the built-in optimizers; others come from the entry points ``scaletrain.optimizers``. Raises
+    UsageError if the library of the optimizer is not installed, or if it needs whole matrices.
     """
     settings = spec.training.optimizer
     groups = parameter_groups(model_or_groups, settings) if isinstance(model_or_groups, nn.Module) else model_or_groups
-    adam: dict[str, Any] = {
+    if (build := BUILDERS.get(settings.name)) is not None:
+        # torch's fused kernel: the fastest on a GPU; for an offloaded optimizer several times as fast as torch's
+        # default, as fast as DeepSpeedCPUAdam, and without a compilation.
+        return build(groups, settings, device.type == "cuda" or layout.offload != "none")
+    if (found := optimizer_extension(settings.name)) is not None:
+        return load_callable(found.build)(groups, settings)  # type: ignore[no-any-return]
+    raise UsageError(
+        f"training.optimizer.name = {settings.name}: not available in this engine, because it needs whole matrices."
+    )
+
+
+def _adamw(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, **_adam_settings(settings), **_if_fused(fused))
+
+
+def _adam(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.Adam(groups, **_adam_settings(settings), **_if_fused(fused))
+
+
+def _sgd(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
+    momentum = settings.momentum if settings.name == "momentum" else 0.0
+    decay = settings.weight_decay
+    return torch.optim.SGD(groups, lr=settings.lr, momentum=momentum, weight_decay=decay, **_if_fused(fused))
+
+
+def _adamw_8bit(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
+    return _bitsandbytes(settings.name).AdamW8bit(groups, **_adam_settings(settings))  # type: ignore[no-any-return]
+
+
+def _lion(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
+    lion = _bitsandbytes(settings.name).Lion
+    return lion(groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)  # type: ignore[no-any-return]
+
+
+# By ``training.optimizer.name``: parameter groups, settings, and whether to use torch's fused kernel.
+BUILDERS: dict[str, Callable[[Groups, OptimizerSpec, bool], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "adam": _adam,
+    "sgd": _sgd,
+    "momentum": _sgd,
+    "adamw_8bit": _adamw_8bit,
+    "lion": _lion,
+}
+
+
+def _adam_settings(settings: OptimizerSpec) -> dict[str, Any]:
+    return {
         "lr": settings.lr,
         "betas": settings.betas,
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
     }
-    # One kernel for all. On a GPU it is the fastest; for an offloaded optimizer it is several times as fast as torch's
-    # default, as fast as DeepSpeedCPUAdam, and there is nothing to compile.
-    fused: dict[str, Any] = {"fused": True} if device.type == "cuda" or layout.offload != "none" else {}
-    if settings.name == "adamw":
-        return torch.optim.AdamW(groups, **adam, **fused)
-    if settings.name == "adam":
-        return torch.optim.Adam(groups, **adam, **fused)
-    if settings.name in ("sgd", "momentum"):
-        momentum = settings.momentum if settings.name == "momentum" else 0.0
-        return torch.optim.SGD(groups, lr=settings.lr, momentum=momentum, weight_decay=settings.weight_decay, **fused)
-    if settings.name == "adamw_8bit":
-        return _bitsandbytes(settings.name).AdamW8bit(groups, **adam)  # type: ignore[no-any-return]
-    if settings.name == "lion":
-        lion = _bitsandbytes(settings.name).Lion
-        return lion(  # type: ignore[no-any-return]
-            groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
-        )
-    raise UsageError(f"training.optimizer.name = {settings.name}: not in this engine, because it needs whole matrices.")
+
+
+def _if_fused(fused: bool) -> dict[str, Any]:
+    return {"fused": True} if fused else {}
 
 
 def _bitsandbytes(name: str) -> Any:
-    """Its optimizers take flat pieces of any length; torchao's 8-bit states fall back to fp32 on most of them."""
+    """Return bitsandbytes' optimizers, which take flat parts of any length; torchao's 8-bit states mostly do not."""
     try:
         return importlib.import_module("bitsandbytes.optim")
     except ImportError as error:

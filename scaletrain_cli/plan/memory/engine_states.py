@@ -146,7 +146,7 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
     if model.kv_lora_rank:  # not in this engine, which leaves the order open
         matrices = [architecture(model, tensor, expert).block.attention]
         attention = [model.q_lora_rank, model.kv_lora_rank] if model.q_lora_rank else [model.kv_lora_rank]
-    elif model.family == "gpt":  # one fused matrix
+    elif model.base_family == "gpt":  # one fused matrix
         matrices = [hidden * (heads + 2 * keys), heads * hidden]
         attention = [*([heads + 2 * keys] if model.has_bias or model.qkv_bias else []), *bias]
     else:
@@ -170,7 +170,7 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
         first, second = _mlp(model, inner)
         matrices += [*first, second]
         mlp = _mlp_bias(model, inner)
-    vectors = [*norm, *attention, *norm, *mlp] if model.family == "gpt" else [*attention, *mlp, *norm, *norm]
+    vectors = [*norm, *attention, *norm, *mlp] if model.base_family == "gpt" else [*attention, *mlp, *norm, *norm]
     return Tensors(tuple(matrices), tuple(vectors), away)
 
 

@@ -23,6 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from scaletrain_cli.spec.extensions import optimizer_extension
+
 # Sizes of DeepSpeed's buffers: the numbers that the planner counts and the engine configures, so that they agree.
 
 
@@ -147,6 +149,19 @@ def gradient_bytes(precision: str, grad_dtype: str) -> int:
     return _DTYPE_BYTES[grad_dtype] if weight_bytes(precision) == 2 else 4
 
 
+def moment_bytes_per_parameter(optimizer: str) -> int:
+    """Return the bytes of an optimizer's states per parameter, without the fp32 master weight.
+
+    Raises LookupError for an unknown optimizer.
+    """
+    if optimizer in _MOMENT_BYTES:
+        return _MOMENT_BYTES[optimizer]
+    found = optimizer_extension(optimizer)
+    if found is None:
+        raise LookupError(f"unknown optimizer: {optimizer}")
+    return found.moment_bytes
+
+
 def optimizer_state_bytes_per_parameter(
     precision: str, zero_stage: int, optimizer: str = "adamw", framework: str = "deepspeed"
 ) -> int:
@@ -154,7 +169,7 @@ def optimizer_state_bytes_per_parameter(
 
     FSDP's weights are the fp32 master themselves (torch, MixedPrecisionPolicy).
     """
-    moments = _MOMENT_BYTES[optimizer]
+    moments = moment_bytes_per_parameter(optimizer)
     if framework == "fsdp":
         return moments
     copied = weight_bytes(precision) == 2 or (framework == "deepspeed" and zero_stage > 0)
@@ -164,7 +179,7 @@ def optimizer_state_bytes_per_parameter(
 def moment_bytes(optimizer: str, elements: int) -> int:
     """Bytes of the moments of one flat tensor of parameters."""
     if optimizer != "adamw_8bit":
-        return elements * _MOMENT_BYTES[optimizer]
+        return elements * moment_bytes_per_parameter(optimizer)
     if elements < _SMALLEST_SCALED:
         return elements * MOMENT_BYTES
     return 2 * elements + 2 * _FP32_BYTES * -(-elements // _SCALED_VALUES)

@@ -17,6 +17,7 @@ from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.result import Layout, RunPlan
 from scaletrain_cli.plan.search.rejections import Rule, near
 from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.extensions import optimizer_extension
 from scaletrain_cli.spec.run import AnyModel
 
 # Degrees of tensor parallelism that divide and that our engine cannot run all the same, and what would do.
@@ -207,7 +208,7 @@ def _about_optimizer(spec: RunSpec, layout: Layout) -> Iterator[tuple[str, str]]
         yield key, "turns whole matrices, which ZeRO and tensor parallelism have cut. Use adamw or lion."
     if away not in ENGINE.offload:
         yield f"layout.offload = {away}", f"not in this engine. Use {one_of(ENGINE.offload)}."
-    elif away != "none" and name in _BESIDE_GRADIENTS:
+    elif away != "none" and (name in _BESIDE_GRADIENTS or ((found := optimizer_extension(name)) and not found.offload)):
         yield key, "updates its states on the device. Use adamw, adam, momentum or sgd, or layout.offload: none."
     elif away != "none" and device == "nvme" and name not in ("adamw", "adam"):
         yield key, "DeepSpeed brings Adam's two moments back from NVMe, not others. Use adamw or offload_device: cpu."
@@ -221,7 +222,7 @@ def _other_architecture(model: AnyModel) -> Iterator[tuple[str, str]]:
     if not isinstance(model, ModelSpec):
         yield f"family = {model.family}", "this engine trains transformers of text only. Use llama or gpt."
         return
-    if model.num_experts and model.family != "llama":
+    if model.num_experts and model.base_family != "llama":
         yield f"num_experts = {model.num_experts}", f"this engine's {model.family} has none. Use 0, or family: llama."
     own = model.model_copy(update=dict.fromkeys(("gated_mlp", "norm", "norm_bias", "bias", "position_embedding")))
     for key, wanted, built in (
@@ -234,14 +235,14 @@ def _other_architecture(model: AnyModel) -> Iterator[tuple[str, str]]:
     ):
         if wanted != built:
             yield key, f"this engine's {model.family} has {str(built).lower()}. Leave it out."
-    if model.family == "gpt" and model.num_key_value_heads != model.num_attention_heads:
+    if model.base_family == "gpt" and model.num_key_value_heads != model.num_attention_heads:
         way_out = (
             f"this engine's gpt has one for each attention head. Use {model.num_attention_heads}, or family: llama."
         )
         yield f"num_key_value_heads = {model.num_key_value_heads}", way_out
-    if model.family == "gpt" and model.qkv_bias:
+    if model.base_family == "gpt" and model.qkv_bias:
         yield "qkv_bias", "this engine's gpt has all biases. Use false."
-    if model.family == "gpt" and model.qk_norm:
+    if model.base_family == "gpt" and model.qk_norm:
         yield "qk_norm", "this engine's gpt has none. Use false."
     if model.kv_lora_rank:
         yield "kv_lora_rank", "latent attention is not in this engine. Use 0."
