@@ -38,7 +38,6 @@ from scaletrain_cli.launch.backends.kubernetes.job_ref import (
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest, documents_for, manifest, to_yaml
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.names import (
-    NODE,
     parse_id,
 )
 from scaletrain_cli.launch.backends.kubernetes.nodes import exclusion_for
@@ -49,9 +48,8 @@ from scaletrain_cli.launch.backends.kubernetes.objects import (
     remove_leftovers,
     stop_requested,
 )
-from scaletrain_cli.launch.backends.kubernetes.observation import Observation, index_of, observe, own_container, reports
-from scaletrain_cli.launch.backends.kubernetes.pod_logs import PodLogs
-from scaletrain_cli.launch.backends.kubernetes.pod_output import progress_in
+from scaletrain_cli.launch.backends.kubernetes.observation import Observation, observe
+from scaletrain_cli.launch.backends.kubernetes.pod_logs import PodLogs, newest_progress
 from scaletrain_cli.launch.backends.kubernetes.watchdog import StuckJob, force_delete, stuck_jobs
 from scaletrain_cli.launch.code.snapshot import take_snapshot
 from scaletrain_cli.launch.node_exclusion import Exclusion
@@ -71,7 +69,6 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.resource_checks.view import View
     from scaletrain_cli.launch.status import RunStatus
 
-_LINES_READ = 200  # of pod 0's log, for the newest step
 _CHECK_SECONDS = 10  # of `scaletrain doctor`, which must not hang
 
 
@@ -166,7 +163,7 @@ class KubernetesBackend(Backend):
         if job.state == "ended" and (earlier := self._active_earlier(cluster, ref, record, seen, now)) is not None:
             return earlier
         if not shares_volume(run) and seen.workload is not None and job.state in ("running", "ending", "ended"):
-            progress = _progress(cluster, ref, seen)
+            progress = newest_progress(cluster, ref, seen)
             job = dataclasses.replace(job, progress={**ref.progress, **progress})
             if job.is_active:
                 with contextlib.suppress(OSError):
@@ -379,15 +376,3 @@ class KubernetesBackend(Backend):
 
 def _has_ended(workload: Object) -> bool:
     return not job_of(Observation(workload), "", time.time()).is_active
-
-
-def _progress(cluster: Cluster, ref: JobRef, seen: Observation) -> dict[str, float]:
-    """Return the newest progress that pod 0 printed; empty where it cannot be read."""
-    begun = [pod for pod in seen.pods if index_of(pod) == 0 and "waiting" not in own_container(pod).get("state", {})]
-    first = [pod for pod in begun if reports(pod)]  # a dead node would be waited for
-    if not first:
-        return {}
-    with contextlib.suppress(SchedulerError):
-        lines = cluster.log(ref.namespace, first[-1]["metadata"]["name"], NODE, last_lines=_LINES_READ)
-        return progress_in(line.partition(" ")[2] for line in lines)
-    return {}

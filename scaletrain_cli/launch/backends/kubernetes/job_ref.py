@@ -49,7 +49,7 @@ class JobRef:
     before: dict[str, Any] | None = None
     progress: Mapping[str, float] = field(default_factory=dict)
     forgotten: bool = False
-    reason: dict[str, Any] | None = None  # of a job that has ended: Reason.to_json()
+    reason: dict[str, Any] | None = None  # of a job that has ended: Reason.to_document()
 
     @property
     def name(self) -> str:
@@ -169,7 +169,7 @@ def record_end(run: RunDir, ref: JobRef, job: Job) -> None:
         exit_code=job.exit_code,
         progress=progress,
         forgotten=job.forgotten,
-        reason=None if job.reason is None else job.reason.to_json(),
+        reason=None if job.reason is None else job.reason.to_document(),
     )
     if ended != ref:
         update(run, ref, ended)

@@ -105,7 +105,7 @@ def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str
 
 def run_pod(options: PodOptions) -> int:
     """From the meeting to the verdict. Raises ScaletrainError for what no attempt could be begun for."""
-    from scaletrain_cli.launch.backends.kubernetes.pod_output import PodOutput, beginning_line
+    from scaletrain_cli.launch.backends.kubernetes.pod_output import PodOutput, attempt_start_line
     from scaletrain_cli.launch.node.attempt import run_node
     from scaletrain_cli.rundir.record import read_record
 
@@ -115,7 +115,9 @@ def run_pod(options: PodOptions) -> int:
     run, number = begun
     # The submitter holds its lock in the directory that it sees; elsewhere it reads of the run what the pods print.
     shared = (run.path / "submit.lock").exists()
-    print(beginning_line(number, shared=shared), flush=True)
+    print(attempt_start_line(number, shared=shared), flush=True)
+    directory = "the submitter's run directory" if shared else "a run directory of the pods' own"
+    print(f"attempt {number} begins in {directory}", flush=True)
     agent = AgentOptions(
         run_folder=run.path,
         attempt=number,
@@ -212,6 +214,7 @@ def _join(options: PodOptions) -> tuple[RunDir, int] | int:
 def _judge(options: PodOptions, run: RunDir, record: RunRecord, number: int, code: int) -> int:
     """Pod 0's last word, once the other nodes have ended or had time to."""
     from scaletrain_cli.launch.attempts import read_attempt
+    from scaletrain_cli.launch.backends.kubernetes.pod_output import attempt_end_line
     from scaletrain_cli.launch.node.record import read_node_records
     from scaletrain_cli.launch.restart import conclude_attempt, conclude_run, first_attempt_of_job
 
@@ -230,9 +233,10 @@ def _judge(options: PodOptions, run: RunDir, record: RunRecord, number: int, cod
     if not decision.requeue:
         conclude_run(run, decision)
     print(f"attempt {number} ended: {decision.why}", flush=True)
-    return exit_code_for(
-        decision, ended.reason if ended is not None else None, free=ended is not None and ended.free_of_charge
-    )
+    ended_for, free = (ended.reason, ended.free_of_charge) if ended is not None else (None, False)
+    code = exit_code_for(decision, ended_for, free=free)
+    print(attempt_end_line(number, code, requeue=decision.requeue, reason=decision.reason), flush=True)
+    return code
 
 
 def _verdict(run: RunDir, number: int, code: int) -> int:

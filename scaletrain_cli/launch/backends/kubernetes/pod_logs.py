@@ -20,12 +20,13 @@ from scaletrain_cli.launch.backends.kubernetes.api_errors import RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import POD, Object
 from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef, shares_volume
 from scaletrain_cli.launch.backends.kubernetes.names import NODE
-from scaletrain_cli.launch.backends.kubernetes.observation import index_of, own_container
-from scaletrain_cli.launch.backends.kubernetes.pod_output import rank_of, read_beginning
+from scaletrain_cli.launch.backends.kubernetes.observation import Observation, index_of, own_container, reports
+from scaletrain_cli.launch.backends.kubernetes.pod_output import progress_in, rank_of, read_pod_line
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import locked, make_folder, open_to_append
 
+_LINES_READ = 200  # of pod 0's log, for the newest progress
 _LOOK_EVERY_SECONDS = 3.0
 _SAVE_EVERY_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 2.0
@@ -127,12 +128,13 @@ class PodLogs:
                 stamp, _, text = line.partition(" ")
                 if stamp <= source.since:  # the server goes by whole seconds
                     continue
-                beginning = read_beginning(text)
-                if beginning is not None and beginning.shared:
+                about = read_pod_line(text)
+                if about is None:
+                    self._write(source, text)
+                elif about.get("shared"):
                     return
-                if beginning is not None:
-                    source = replace(source, attempt=beginning.attempt)
-                self._write(source, text)
+                else:
+                    source = replace(source, attempt=about["attempt"])
                 source = replace(source, since=stamp)
                 if time.monotonic() - saved > _SAVE_EVERY_SECONDS:
                     write_document(state, asdict(source))
@@ -166,3 +168,15 @@ def _has_begun(pod: Object) -> bool:
     """Whether there is a log: asked of one that waits, the server refuses."""
     state = own_container(pod).get("state", {})
     return "running" in state or "terminated" in state
+
+
+def newest_progress(cluster: Cluster, ref: JobRef, seen: Observation) -> dict[str, float]:
+    """Return the newest progress that pod 0 printed; empty where it cannot be read."""
+    begun = [pod for pod in seen.pods if index_of(pod) == 0 and "waiting" not in own_container(pod).get("state", {})]
+    first = [pod for pod in begun if reports(pod)]  # a dead node would be waited for
+    if not first:
+        return {}
+    with contextlib.suppress(SchedulerError):
+        lines = cluster.log(ref.namespace, first[-1]["metadata"]["name"], NODE, last_lines=_LINES_READ)
+        return progress_in(line.partition(" ")[2] for line in lines)
+    return {}

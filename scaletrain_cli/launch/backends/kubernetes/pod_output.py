@@ -1,83 +1,83 @@
-"""What the ranks of this pod write to their log files, said again on the pod's own output, for `kubectl logs`.
+"""The output of a training pod: JSON lines that the launcher reads again, and the logs of its ranks, for people.
 
-The files on the volume stay the record. A thread of its own, which never holds a rank up: it reads what is there.
+The files on the volume stay the record of what ranks print; a thread repeats them on the pod's own output without ever
+blocking a rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sys
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-# What a training pod prints, and what can be read from it again: whose line it is, which attempt, how far it is.
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.worker.progress import read_progress
 
-
-_BEGINS = re.compile(r"attempt (\d+) begins in (?:(the submitter's)|a) run directory\b")
-_RANK_LINE = re.compile(r"rank (\d+): (.*)", re.DOTALL)
-_STEP = re.compile(r"step +(\d+)/\d+  loss ([-+.\deE]+|nan|inf)\b")
-_SPEED = re.compile(r"  ([\d,]+) tokens/s\b")
+_RANK_LINE = re.compile(r"rank (\d+): (.*)", re.DOTALL)  # as PodOutput writes it
 
 
-@dataclass(frozen=True)
-class AttemptStart:
-    """A pod's word that an attempt begins. ``shared`` when the submitter sees the same run directory."""
+def attempt_start_line(attempt: int, *, shared: bool) -> str:
+    """Return the line that every pod prints before any rank starts.
 
-    attempt: int
-    shared: bool
-
-
-def beginning_line(attempt: int, *, shared: bool) -> str:
-    """What every pod prints once it knows its attempt, before any rank starts."""
-    directory = "the submitter's run directory" if shared else "a run directory of the pods' own"
-    return f"attempt {attempt} begins in {directory}"
+    ``shared``: the submitting machine sees the same run directory, and needs nothing from the pod's output.
+    """
+    return json.dumps({"scaletrain": "attempt-start", "attempt": attempt, "shared": shared})
 
 
-def read_beginning(line: str) -> AttemptStart | None:
-    """The beginning that a line tells of."""
-    match = _BEGINS.match(line)
-    return AttemptStart(int(match[1]), match[2] is not None) if match else None
+def attempt_end_line(attempt: int, exit_code: int, *, requeue: bool, reason: Reason) -> str:
+    """Return the line that pod 0 prints after its decision; ``exit_code`` is the pod's, ``reason`` the decision's."""
+    end = {"attempt": attempt, "exit_code": exit_code, "requeue": requeue, **reason.to_document(), "text": str(reason)}
+    return json.dumps({"scaletrain": "attempt-end", **end})
+
+
+def read_pod_line(line: str) -> dict[str, Any] | None:
+    """Return the object of a line about the start or the end of an attempt; None for any other line."""
+    if not line.startswith('{"scaletrain"'):
+        return None
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    is_about_attempt = found.get("scaletrain") in ("attempt-start", "attempt-end")
+    return found if is_about_attempt and isinstance(found.get("attempt"), int) else None
 
 
 def rank_of(line: str) -> tuple[int | None, str]:
-    """The rank whose line it is, None for the agent's own; and the line without that mark."""
+    """Return the rank whose line it is, None for the agent's own, and the line without the mark of the rank."""
     match = _RANK_LINE.match(line)
     return (int(match[1]), match[2]) if match else (None, line)
 
 
 def progress_in(lines: Iterable[str]) -> dict[str, float]:
-    """The newest step that rank 0 told of: its number, loss and speed."""
+    """Return the newest progress line of rank 0: its step, loss and tokens per second; empty where there is none."""
     newest: dict[str, float] = {}
     for line in lines:
         rank, text = rank_of(line)
-        match = _STEP.match(text) if rank == 0 else None
-        if match is None:
-            continue
-        newest = {"step": int(match[1]), "loss": float(match[2])}
-        if (speed := _SPEED.search(text)) is not None:
-            newest["tokens_per_second"] = float(speed[1].replace(",", ""))
+        newest = (read_progress(text) if rank == 0 else None) or newest
     return newest
 
 
 _POLL_SECONDS = 1.0
-_PIECE_BYTES = 1 << 20
+_PART_BYTES = 1 << 20
 _RANK = re.compile(r"-(\d+)\.log$")
 
 
 class PodOutput:
-    """Follows the logs of this pod's ranks while it is entered; says the rest on leaving."""
+    """A context that prints the logs of this pod's ranks as they grow, and the rest of them on leaving."""
 
     def __init__(self, paths: Sequence[Path], stream: int | None = None) -> None:
-        """``stream`` is a file descriptor; else that of the standard output. A path need not be there yet."""
+        """Print to the file descriptor ``stream``, by default the standard output. A path need not exist yet."""
         self._paths = paths
         self._stream = sys.stdout.fileno() if stream is None else stream
         self._read: dict[Path, int] = {}
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="pod-output", daemon=True)
 
     def __enter__(self) -> PodOutput:
@@ -87,32 +87,34 @@ class PodOutput:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
 
     def _follow(self) -> None:
-        while not self._over.wait(_POLL_SECONDS):
-            self._say_news(whole_lines=True)
-        self._say_news(whole_lines=False)
+        while not self._stopped.wait(_POLL_SECONDS):
+            self._print_new(whole_lines=True)
+        self._print_new(whole_lines=False)
 
-    def _say_news(self, *, whole_lines: bool) -> None:
-        with contextlib.suppress(OSError):  # the volume is away for a moment, or nobody reads: the files have it all
+    def _print_new(self, *, whole_lines: bool) -> None:
+        with contextlib.suppress(
+            OSError
+        ):  # the volume is unavailable for a moment, or nobody reads: the files have it all
             for path in filter(Path.exists, self._paths):
-                while piece := self._piece(path, whole_lines):
-                    self._say(path, piece)
+                while part := self._next_part(path, whole_lines):
+                    self._print(path, part)
 
-    def _piece(self, path: Path, whole_lines: bool) -> bytes:
+    def _next_part(self, path: Path, whole_lines: bool) -> bytes:
         with path.open("rb") as file:
             file.seek(self._read.get(path, 0))
-            data = file.read(_PIECE_BYTES)
-        if whole_lines and len(data) < _PIECE_BYTES:
+            data = file.read(_PART_BYTES)
+        if whole_lines and len(data) < _PART_BYTES:
             data = data[: data.rfind(b"\n") + 1]
         self._read[path] = self._read.get(path, 0) + len(data)
         return data
 
-    def _say(self, path: Path, piece: bytes) -> None:
+    def _print(self, path: Path, part: bytes) -> None:
         match = _RANK.search(path.name)
         name = f"rank {int(match[1])}: " if match else ""
-        text = b"".join(name.encode() + line + b"\n" for line in piece.splitlines())
+        text = b"".join(name.encode() + line + b"\n" for line in part.splitlines())
         while text:
             text = text[os.write(self._stream, text) :]

@@ -19,6 +19,7 @@ from scaletrain_cli.launch.resume import inspect_resume, resume
 from scaletrain_cli.launch.status import exit_code_of, is_over, run_status
 from scaletrain_cli.launch.submit import read_submission, submit_run
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
+from scaletrain_cli.worker.progress import progress_line
 from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, ended, pod
 from tests.launch.backends.kubernetes.fake_api import FakeApi, status
 from tests.launch.conftest import MadeRun
@@ -144,7 +145,7 @@ def test_a_run_on_a_volume_that_is_not_seen_here_has_its_state_from_the_cluster(
     assert run_status(made.run).state == "queued"
     put_pods(api, made, name, pod(name, 0), pod(name, 1))
     api.logs[f"{name}-node-0-0-abcde"] = [
-        "2026-11-21T10:00:00Z rank 0: step     11/20  loss 2.5000  grad norm 1.000  lr 1.00e-03  1,234 tokens/s",
+        f"2026-11-21T10:00:00Z rank 0: {progress_line(11, 20, 2.5, 1234.0)}",
         "2026-11-21T10:00:01Z rank 1: nothing to see",
     ]
     found = run_status(made.run)
@@ -155,7 +156,7 @@ def test_a_run_on_a_volume_that_is_not_seen_here_has_its_state_from_the_cluster(
 def test_a_finished_run_says_how_far_it_was_after_its_pods_are_gone(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     put_pods(api, made, name, ended(name, 0, 0), ended(name, 1, 0))
-    api.logs[f"{name}-node-0-0-abcde"] = ["2026-11-21T10:00:00Z rank 0: step     20/20  loss 2.5000  x"]
+    api.logs[f"{name}-node-0-0-abcde"] = [f"2026-11-21T10:00:00Z rank 0: {progress_line(20, 20, 2.5)}"]
     finish(api, name, "Completed")
     assert (run_status(made.run).step, run_status(made.run).loss) == (20, 2.5)
     api.objects.clear()

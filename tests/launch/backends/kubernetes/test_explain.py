@@ -23,6 +23,7 @@ from scaletrain_cli.launch.finding import Finding
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.worker.progress import progress_line
 from tests.launch.backends.kubernetes.conftest import condition, ended, pod
 from tests.launch.backends.kubernetes.fake_api import FakeApi
 from tests.launch.conftest import MadeRun
@@ -79,7 +80,7 @@ def test_a_run_that_runs_says_how_far_it_is_and_one_that_ended_has_the_clusters_
     name = whole["metadata"]["name"]
     put_pod(api, made, pod(name, 0))
     put_pod(api, made, pod(name, 1))
-    api.logs[f"{name}-node-0-0-abcde"] = ["2026-11-21T10:00:00Z rank 0: step     11/20  loss 2.5000  x"]
+    api.logs[f"{name}-node-0-0-abcde"] = [f"2026-11-21T10:00:00Z rank 0: {progress_line(11, 20, 2.5)}"]
     found = explained(made)
     assert (found.cause, [each.text for each in found.evidence]) == ("running", ["all 2 pods running", "step 11 of 20"])
     for index in (0, 1):

@@ -11,14 +11,22 @@ from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.backends.kubernetes import pod_logs
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
-from scaletrain_cli.launch.backends.kubernetes.pod_output import beginning_line, progress_in, rank_of, read_beginning
+from scaletrain_cli.launch.backends.kubernetes.pod_output import (
+    attempt_end_line,
+    attempt_start_line,
+    progress_in,
+    rank_of,
+    read_pod_line,
+)
 from scaletrain_cli.launch.logs import log_files, read_logs
 from scaletrain_cli.launch.submit import submit_run
+from scaletrain_cli.reasons import recorded
+from scaletrain_cli.worker.progress import progress_line
 from tests.launch.backends.kubernetes.conftest import condition, ended, pod
 from tests.launch.backends.kubernetes.fake_api import FakeApi
 from tests.launch.conftest import MadeRun, wait_until
 
-OWN, SHARED = beginning_line(1, shared=False), beginning_line(1, shared=True)
+OWN, SHARED = attempt_start_line(1, shared=False), attempt_start_line(1, shared=True)
 
 
 @pytest.fixture
@@ -50,7 +58,7 @@ def test_every_rank_gets_a_file_in_the_attempt_that_its_pod_names(made: MadeRun,
     printed(api, pod(name, 1, node="n2"), OWN, "rank 2: c", "rank 3: d")
     bring(made)
     assert [(file.node, file.rank) for file in log_files(made.run)] == [("n1", 0), ("n1", 1), ("n2", 2), ("n2", 3)]
-    assert lines(made, 1, 0) == [OWN, "a", "of the agent"]
+    assert lines(made, 1, 0) == ["a", "of the agent"]
     assert lines(made, 1, 3) == ["d"]
 
 
@@ -60,7 +68,7 @@ def test_lines_are_written_once_however_often_they_are_fetched(made: MadeRun, ap
     bring(made)
     printed(api, pod(name, 0), "rank 0: b")
     bring(made)
-    assert lines(made, 1, 0) == [OWN, "a", "b"]
+    assert lines(made, 1, 0) == ["a", "b"]
     assert any("sinceTime=" in asked for asked in api.asked)
 
 
@@ -69,7 +77,7 @@ def test_a_restarted_gangs_logs_stand_beside_those_of_the_one_before(made: MadeR
     bring(made)
     api.objects = {key: body for key, body in api.objects.items() if key[1] != "pods"}
     second = pod(name, 0, metadata={"name": "again", "uid": "uid-again"})
-    printed(api, second, beginning_line(2, shared=False), "rank 0: second gang")
+    printed(api, second, attempt_start_line(2, shared=False), "rank 0: second gang")
     bring(made)
     assert lines(made, 1, 0)[-1] == "first gang"
     assert lines(made, 2, 0)[-1] == "second gang"
@@ -105,7 +113,7 @@ def test_a_pod_whose_node_is_silent_does_not_hide_the_others(made: MadeRun, api:
     api.silent_pods.add(f"{name}-node-0-0-abcde")
     with pytest.raises(SchedulerError, match="no route to host"):
         bring(made)
-    assert lines(made, 1, 2) == [OWN, "c"]
+    assert lines(made, 1, 2) == ["c"]
 
 
 def test_pods_that_have_not_begun_are_not_asked(made: MadeRun, api: FakeApi, name: str) -> None:
@@ -128,12 +136,12 @@ def test_who_follows_sees_pods_that_come_later(
         printed(api, first, "rank 0: two")
         wait_until(lambda: _text(made, 1, 0).endswith("two\n"), "what was printed since")
         second = pod(name, 0, metadata={"name": "again", "uid": "uid-again"})
-        printed(api, second, beginning_line(2, shared=False), "rank 0: three")
+        printed(api, second, attempt_start_line(2, shared=False), "rank 0: three")
         wait_until(lambda: _text(made, 2, 0).endswith("three\n"), "what a later gang prints")
         other = KubernetesBackend().logs(made.run, made.record)
         assert other is not None
         other.bring()  # leaves it to the one that follows
-    assert _text(made, 1, 0) == f"{OWN}\none\ntwo\n"
+    assert _text(made, 1, 0) == "one\ntwo\n"
 
 
 def _text(made: MadeRun, attempt: int, rank: int) -> str:
@@ -142,23 +150,26 @@ def _text(made: MadeRun, attempt: int, rank: int) -> str:
 
 
 def test_lines_are_read_as_pods_write_them() -> None:
-    own, shared = read_beginning(OWN), read_beginning(SHARED)
-    assert own is not None
-    assert shared is not None
-    assert (own.attempt, own.shared, shared.shared) == (1, False, True)
-    assert read_beginning("attempt 3 ended: done") is None
+    assert read_pod_line(SHARED) == {"scaletrain": "attempt-start", "attempt": 1, "shared": True}
+    end = read_pod_line(attempt_end_line(3, 75, requeue=True, reason=recorded("preempted")))
+    assert end is not None
+    assert (end["attempt"], end["exit_code"], end["requeue"], end["text"]) == (3, 75, True, "preempted")
     assert rank_of("rank 12: rank 3: x") == (12, "rank 3: x")
     assert rank_of("no rank") == (None, "no rank")
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["attempt 3 ended: done", '{"scaletrain": "attempt-start"}', '{"scaletrain": "att', progress_line(1, 2, 0.5)],
+)
+def test_other_lines_are_not_about_an_attempt(line: str) -> None:
+    assert read_pod_line(line) is None
+
+
 def test_the_newest_step_of_rank_0_is_the_progress() -> None:
-    newest = "rank 0: step     20/100  loss 2.2500  grad norm 0.100  lr 3.00e-04  12,345 tokens/s  0.50 s/step"
-    validation = "rank 0: step     20/100  validation loss 2.4000"
-    other = "rank 1: step     30/100  loss 9.0000"
-    assert progress_in(["rank 0: step     10/100  loss 3.0", newest, validation, other]) == {
-        "step": 20,
-        "loss": 2.25,
-        "tokens_per_second": 12345.0,
-    }
-    assert progress_in(["rank 0: step 1/2  loss nan"])["step"] == 1
+    of_rank_0 = [f"rank 0: {progress_line(step, 100, 2.25, 12345.0)}" for step in (10, 20)]
+    other = f"rank 1: {progress_line(30, 100, 9.0)}"
+    human = "rank 0: step     40/100  loss 2.0000"
+    progress = progress_in([*of_rank_0, other, human])
+    assert progress == {"step": 20, "total_steps": 100, "loss": 2.25, "tokens_per_second": 12345.0}
     assert progress_in(["nothing"]) == {}

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.backends.kubernetes.pod_output import beginning_line
+from scaletrain_cli.launch.backends.kubernetes.pod_output import attempt_start_line
+from scaletrain_cli.worker.progress import progress_line
 from tests.cli.command_line import SMALL, Ended, scaletrain
 from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, ended, pod
 from tests.launch.backends.kubernetes.fake_api import FakeApi, status
@@ -51,8 +52,10 @@ def test_a_run_is_submitted_looked_at_read_cancelled_and_resumed(ready: FakeApi)
     assert sent.data["job_id"] == "jobset/r1-s1"
     put_pods(ready, pod("r1-s1", 0), pod("r1-s1", 1))
     ready.logs["r1-s1-node-0-0-abcde"] = [
-        f"2026-11-21T10:00:00Z {beginning_line(1, shared=False)}",
+        f"2026-11-21T10:00:00Z {attempt_start_line(1, shared=False)}",
         "2026-11-21T10:00:01Z rank 0: step      7/100  loss 3.1000  x",
+        f"2026-11-21T10:00:02Z rank 0: {progress_line(7, 100, 3.1)}",
+        f"2026-11-21T10:00:01Z rank 0: {progress_line(7, 100, 3.1)}",
     ]
     told = scaletrain("status", "r1", "--json").data
     assert (told["state"], told["step"], told["why"]) == ("running", 7, "all 2 pods running")
@@ -149,7 +152,7 @@ def test_who_follows_stops_when_the_run_has_ended(ready: FakeApi) -> None:
     submit("--yes")
     put_pods(ready, ended("r1-s1", 0, 0), ended("r1-s1", 1, 0))
     ready.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition("Completed")]}
-    begins = f"2026-11-21T10:00:00Z {beginning_line(1, shared=False)}"
+    begins = f"2026-11-21T10:00:00Z {attempt_start_line(1, shared=False)}"
     ready.logs["r1-s1-node-0-0-abcde"] = [begins, "2026-11-21T10:00:01Z rank 0: done"]
     assert "done" in scaletrain("logs", "r1", "--follow", "--rank", "0").out
     assert scaletrain("status", "r1", "--wait", "5s").code == ExitCode.DONE
@@ -169,7 +172,7 @@ def test_who_follows_sees_what_pods_say_that_end_before_their_attempt(ready: Fak
 def test_a_resume_claims_nothing_of_checkpoints_on_a_volume_that_is_not_seen(ready: FakeApi) -> None:
     submit("--yes")
     put_pods(ready, ended("r1-s1", 0, 1))
-    ready.logs["r1-s1-node-0-0-abcde"] = ["2026-11-21T10:00:00Z rank 0: step     84/100  loss 2.5000  x"]
+    ready.logs["r1-s1-node-0-0-abcde"] = [f"2026-11-21T10:00:00Z rank 0: {progress_line(84, 100, 2.5)}"]
     ready.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition("Failed")]}
     shown = scaletrain("resume", "r1", "--dry-run")
     said = " ".join(shown.err.split())
@@ -181,7 +184,7 @@ def test_a_resume_claims_nothing_of_checkpoints_on_a_volume_that_is_not_seen(rea
 def test_logs_that_were_fetched_are_shown_when_the_cluster_is_away(ready: FakeApi) -> None:
     submit("--yes")
     put_pods(ready, pod("r1-s1", 0))
-    begins = f"2026-11-21T10:00:00Z {beginning_line(1, shared=False)}"
+    begins = f"2026-11-21T10:00:00Z {attempt_start_line(1, shared=False)}"
     ready.logs["r1-s1-node-0-0-abcde"] = [begins, "2026-11-21T10:00:01Z rank 0: kept"]
     scaletrain("logs", "r1")
     ready.forbid("list", "pods")
