@@ -73,7 +73,7 @@ RUN: dict[str, Runs] = {
         "plan recipes/gpt2-124m-a100.yaml --objective cost --max-gpus 512", "Cluster for the lowest cost"
     ),
     "scaletrain plan SPEC --trace FILE": Runs(f"plan {SPEC} --trace trace.json", "trace"),
-    "scaletrain submit run.yaml": Runs("submit run.yaml --dry-run", "local_supervisor"),
+    "scaletrain submit run.yaml": Runs("submit run.yaml --dry-run", "local.supervisor"),
     "scaletrain submit run.yaml --dry-run": Runs(f"submit {KUBERNETES} --dry-run", "kind: JobSet"),
     "scaletrain submit run.yaml --output yaml": Runs(f"submit {KUBERNETES} --output yaml", "kind: JobSet"),
     "scaletrain submit k8s/smoke.yaml": Runs(

@@ -1,4 +1,4 @@
-"""The command line: one module per verb, loaded when it is called. Verbs ask other rooms and show the answer."""
+"""The command line: one module per verb, imported when the verb is called."""
 
 from scaletrain_cli.cli.running import run
 

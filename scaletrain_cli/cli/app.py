@@ -1,6 +1,6 @@
-"""The `scaletrain` command and its verbs by name; a verb's module is imported when that verb is called, not before.
+"""The `scaletrain` command and its table of verbs.
 
-Knows each verb's name and one line about it, so that `--help` costs next to nothing.
+The module of a verb is imported when the verb is called; `--help` reads the table alone.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ class Verb:
 GROUPS: dict[str, tuple[Verb, ...]] = {
     "Before a run": (
         Verb("init", "Write a complete run spec to start from."),
-        Verb("validate", "Check a run spec and say what was understood."),
-        Verb("plan", "Size a run: layout, memory, time, network, cost. Starts nothing."),
-        Verb("schema", "Print the JSON Schema of the run spec, for your editor."),
-        Verb("doctor", "Check what this machine can do."),
-        Verb("preflight", "Measure the nodes with a short job: devices, memory, links."),
-        Verb("data", "Prepare data: data prepare SPEC."),
+        Verb("validate", "Validate a run spec and show the resolved settings."),
+        Verb("plan", "Estimate layout, memory, step time, network and cost of a run. Starts nothing."),
+        Verb("schema", "Print the JSON Schema of the run spec, for editors."),
+        Verb("doctor", "Check the environment: packages, hardware, schedulers, disk."),
+        Verb("preflight", "Measure devices, memory and links of the nodes with a short job."),
+        Verb("data", "Prepare training data: data prepare SPEC."),
     ),
     "Run": (
-        Verb("submit", "Plan a run and hand it to its scheduler."),
-        Verb("train", "Run here, in this terminal; ctrl-C saves and stops."),
-        Verb("resume", "Continue a run from its newest sound checkpoint."),
-        Verb("cancel", "Stop a run for good."),
-        Verb("rm", "Delete runs that are over."),
-        Verb("drill", "Hurt small runs on your cluster on purpose, and see that nothing is lost."),
+        Verb("submit", "Plan a run and submit it to its scheduler."),
+        Verb("train", "Train in this terminal; Ctrl-C saves a checkpoint and stops."),
+        Verb("resume", "Resume a run from its latest valid checkpoint."),
+        Verb("cancel", "Cancel a run or a sweep."),
+        Verb("rm", "Delete runs that have ended."),
+        Verb("drill", "Inject faults into small runs and verify that they recover."),
     ),
     "Follow": (
-        Verb("status", "Show how a run is doing, and how its attempts ended."),
-        Verb("explain", "Say why a run waits, or why it ended, and what to do."),
-        Verb("list", "Show all runs."),
-        Verb("logs", "Show what a run printed."),
-        Verb("events", "Show what happened to a run."),
-        Verb("nodes", "Nodes that runs keep away from: nodes list, nodes clear."),
-        Verb("checkpoint", "Look after checkpoints: checkpoint list|verify|export|prune."),
+        Verb("status", "Show the state of a run and how its attempts ended."),
+        Verb("explain", "Explain why a run is pending or failed, and how to fix it."),
+        Verb("list", "List runs."),
+        Verb("logs", "Show the output of a run."),
+        Verb("events", "Show the events of a run."),
+        Verb("nodes", "Manage excluded nodes: nodes list|clear."),
+        Verb("checkpoint", "Manage checkpoints: checkpoint list|verify|export|prune."),
     ),
 }
 
 
 class Verbs(TyperGroup):
-    """A group that imports a verb when it is called, and lists all of them without importing any."""
+    """A command group that imports the module of a verb when the verb is called."""
 
     groups = GROUPS
 
@@ -94,7 +94,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="`scaletrain VERB --help` says more. A run's life: init, plan, submit, status, logs, resume.",
+    epilog="Run `scaletrain VERB --help` for details. Typical order: init, plan, submit, status, logs, resume.",
 )
 
 

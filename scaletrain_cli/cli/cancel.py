@@ -1,4 +1,4 @@
-"""`scaletrain cancel`: stop a run, or all runs of a sweep, for good, with their states saved."""
+"""`scaletrain cancel`: stop a run, or all runs of a sweep; running attempts save a checkpoint first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def command(
         str,
         typer.Argument(
             metavar="RUN",
-            help="Run id, the beginning of one, or a run directory; or a sweep, for all of its runs.",
+            help="Run id, unique prefix of a run id, run directory, or sweep (all of its runs).",
             show_default=False,
             autocompletion=complete_run,
         ),
@@ -35,16 +35,17 @@ def command(
         bool,
         typer.Option(
             "--force",
-            help="Kubernetes: also remove pods of dead nodes. Only where these are known to be off.",
+            help="Kubernetes: also delete pods of unreachable nodes. Use only if these nodes are powered off.",
         ),
     ] = False,
     trust_owner: TrustOwner = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a run for good. What runs is asked to save a checkpoint first; `scaletrain resume` can still bring it back.
+    """Cancel a run. A running attempt saves a checkpoint first; `scaletrain resume` can continue the run later.
 
-    Of a sweep, stop every run that is not over yet; asks once. Where one cannot be stopped, the others still are.
+    For a sweep, cancel every run that has not ended, after one confirmation. If one cannot be canceled, the others
+    still are.
     """
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.registry import backend_for
@@ -66,7 +67,7 @@ def command(
         _answer(as_json, found.run_id, status.state, cancelled=False)
         return
     require_cancellable(found, trust_owner=trust_owner)
-    confirm(f"Stop {found.run_id}, which is {status.state} at step {status.step} of {status.total_steps}?", yes)
+    confirm(f"Cancel {found.run_id} ({status.state}, step {status.step} of {status.total_steps})?", yes)
     backend.cancel(found, record)
     removed = _remove_pods(backend, found, record) if force else []
     _answer(as_json, found.run_id, status.state, cancelled=True, removed_pods=removed)
@@ -74,7 +75,7 @@ def command(
 
 
 def _done(status: RunStatus) -> str:
-    """Return what cancel did, by the state of the job. It claims no save: `status` reports one once it is on disk."""
+    """Return what cancel did, by the state of the job. A save is reported by `status` once it is on disk."""
     from scaletrain_cli.spec.backend_traits import backend_traits
 
     newest = status.last_checkpoint_step
@@ -94,7 +95,7 @@ def _done(status: RunStatus) -> str:
 
 
 def _answer(as_json: bool, run_id: str, state: str, *, cancelled: bool, removed_pods: Sequence[str] = ()) -> None:
-    """``state`` is that of before."""
+    """Print the answer of --json; ``state`` is the state before canceling."""
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
@@ -113,7 +114,10 @@ _ENDS = {"finished": "has finished", "failed": "has failed", "cancelled": "was c
 
 
 def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as_json: bool) -> None:
-    """Asks once for all. Raises SchedulerError, after the others were told, where a run could not be."""
+    """Cancel every active run of a sweep after one confirmation.
+
+    Raises SchedulerError, after canceling the others, if the scheduler rejected a run.
+    """
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.sweep_status import OVER, cancel_members, look_at
@@ -130,7 +134,7 @@ def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as
         _answer_sweep(as_json, sweep, (), ())
         return
     which = f"all {len(members)}" if len(living) == len(members) else f"{len(living)} of the {len(members)}"
-    confirm(f"Stop {which} runs of the sweep {sweep.name} ({states})?", yes)
+    confirm(f"Cancel {which} runs of the sweep {sweep.name} ({states})?", yes)
     done = cancel_members(members, force=force, trust_owner=trust_owner)
     _answer_sweep(as_json, sweep, done.cancelled, [name for name, _ in done.refused])
     if done.cancelled:

@@ -1,4 +1,4 @@
-"""`scaletrain checkpoint list|verify|export|prune`: what a run could go on from, is it sound, what it has learnt."""
+"""`scaletrain checkpoint`: list, verify, export and prune the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def group() -> None:
 
 @app.command("list", epilog=describe(READING))
 def list_them(run: RunName, as_json: AsJson = False) -> None:
-    """Show a run's checkpoints, the unsound too, by names and sizes alone; verify reads the files."""
+    """List a run's checkpoints, including invalid ones, by names and file sizes; verify reads the files."""
     from scaletrain_cli.ui.checkpoints import entry_json, show_entries
     from scaletrain_cli.ui.console import say
 
@@ -53,22 +53,24 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
 @app.command(epilog=describe(VERIFYING))
 def verify(
     run: RunName,
-    step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Only the one of this step.")] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=0, help="Verify only the checkpoint of this step.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of a run's checkpoints and compare the hashes. A line for each problem, with the file's name."""
+    """Read a run's checkpoints and compare the hash of every file. Prints one line per problem, with the file name."""
     from scaletrain_cli.rundir.inventory import verify_files
     from scaletrain_cli.ui.checkpoints import VerifyingLine
     from scaletrain_cli.ui.console import say
 
     folder, entries = _inventory(run)
-    # What is half-written or set aside no attempt would go on from.
+    # Incomplete checkpoints and those set aside are never resumed from.
     wanted = [entry for entry in entries if entry.path.name.startswith("step-") and str(entry.path.parent) == folder]
     if step is not None:
         wanted = [entry for entry in wanted if entry.step == step]
         if not wanted:
             known = ", ".join(str(entry.step) for entry in entries) or "none"
-            raise UsageError(f"--step {step}: there is no such checkpoint in {folder}. There are: {known}.")
+            raise UsageError(f"--step {step}: no such checkpoint in {folder}. Available steps: {known}.")
     sound = sum(entry.checkpoint.size_bytes for entry in wanted if entry.checkpoint)
     problems: dict[str, list[str]] = {}
     with VerifyingLine(sound) as line:
@@ -82,27 +84,30 @@ def verify(
         for problem in () if as_json else found:
             typer.echo(visible(f"{name}/{problem}"))
     bad = sum(bool(found) for found in problems.values())
-    say(f"{len(problems) - bad} of {len(problems)} checkpoints are sound")
+    say(f"{len(problems) - bad} of {len(problems)} checkpoints are valid")
     raise typer.Exit(ExitCode.CRASHED if bad else ExitCode.DONE)
 
 
 @app.command(epilog=describe(VERIFYING))
 def export(
     run: RunName,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="A folder that is not there yet.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to create; must not exist.")],
     step: Annotated[
-        int | None, typer.Option("--step", metavar="N", min=0, help="Of this step; else the newest that verifies.")
+        int | None,
+        typer.Option("--step", metavar="N", min=0, help="Step to export (default: the latest valid checkpoint)."),
     ] = None,
     dtype: Annotated[
-        Literal["bf16", "fp16", "fp32"], typer.Option("--dtype", help="Of the weights in the files.")
+        Literal["bf16", "fp16", "fp32"], typer.Option("--dtype", help="Data type of the exported weights.")
     ] = "bf16",
-    averaged: Annotated[bool, typer.Option("--averaged", help="The averaged weights (training.averaging).")] = False,
+    averaged: Annotated[
+        bool, typer.Option("--averaged", help="Export the averaged weights (training.averaging).")
+    ] = False,
     trust_owner: TrustOwner = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a folder that transformers loads: safetensors, config.json, the tokenizer and its special tokens.
+    """Export a checkpoint in Hugging Face format: safetensors, config.json, the tokenizer and its special tokens.
 
-    The checkpoint is verified first, and may be of any layout. Prints the folder on stdout.
+    The checkpoint is verified first and may have any parallel layout. Prints the folder to stdout.
     """
     from scaletrain_cli.cli.engine_process import ask_engine
     from scaletrain_cli.rundir.paths import find_run
@@ -118,10 +123,10 @@ def export(
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         resolved = Path(folder) / "spec.json"
         create_file(resolved, json.dumps(record.spec.model_dump(mode="json", by_alias=True)))
-        # A process of its own: torch stays out of the command line. Its talk is our talk.
+        # A separate process keeps torch out of the command line; its stderr is passed on.
         places = [checkpoint.path, resolved, output.absolute(), found.path.parent]
         options = ["--dtype", dtype, *(["--averaged"] if averaged else [])]
-        # From where the run was submitted, or relative paths in its spec would mean something else.
+        # Relative paths in the spec refer to the folder that the run was submitted from.
         start = record.working_folder if Path(record.working_folder).is_dir() else None
         exported = ask_engine("export", *map(str, places), *options, needs=_NEEDS, cwd=start)
     exported |= {"step": checkpoint.step, "dtype": dtype}
@@ -131,7 +136,7 @@ def export(
     size = f"{whole_text(exported['parameters'])} parameters, {bytes_text(exported['bytes'])} in {dtype}"
     say(f"step {checkpoint.step} as {exported['model_type']}: {size}")
     if exported["tokenizer"] is None:
-        say("without a tokenizer: neither the prepared data nor a tokenizer of the spec is at hand here")
+        say("exported without a tokenizer: neither the prepared data nor the tokenizer of the spec is available here")
     typer.echo(visible(str(output)))
 
 
@@ -139,20 +144,30 @@ def export(
 def prune(
     run: RunName,
     keep: Annotated[
-        int | None, typer.Option("--keep", metavar="N", min=1, help="So many of the newest; else checkpoint.keep.")
+        int | None,
+        typer.Option(
+            "--keep", metavar="N", min=1, help="Number of recent checkpoints to keep (default: checkpoint.keep)."
+        ),
     ] = None,
     keep_every: Annotated[
         int | None,
-        typer.Option("--keep-every", metavar="M", min=1, help="And each M-th step; else checkpoint.keep_every."),
+        typer.Option(
+            "--keep-every",
+            metavar="M",
+            min=1,
+            help="Also keep steps that are multiples of M (default: checkpoint.keep_every).",
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be deleted without deleting anything.")
+    ] = False,
     trust_owner: TrustOwner = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete old checkpoints of a run that has ended.
 
-    Never deletes the newest that verifies, nor the newest that is marked clean. Refuses while the run is active.
+    Never deletes the latest valid checkpoint or the latest one marked clean. Rejected while the run is active.
     """
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.remove import carry_out, pruning
@@ -176,7 +191,7 @@ def prune(
     for name in names:
         typer.echo(visible(name))
     verb = "would be deleted" if dry_run else "deleted"
-    say(f"{len(names)} checkpoints {verb}, {bytes_text(freed)}; step {found.sound.step} is sound")
+    say(f"{len(names)} checkpoints {verb}, {bytes_text(freed)}; step {found.sound.step} is valid")
 
 
 def _inventory(run: str) -> tuple[str, list[Entry]]:
@@ -190,19 +205,19 @@ def _inventory(run: str) -> tuple[str, list[Entry]]:
 
 
 def _sound(run_id: str, folder: Path, step: int | None) -> Checkpoint:
-    """The checkpoint of a step, or the newest that verifies. Raises ScaletrainError for a damaged or missing one."""
+    """Return the checkpoint of a step, or the latest valid one. Raises ScaletrainError if it is damaged or missing."""
     from scaletrain_cli.rundir.checkpoints import latest_valid, list_checkpoints
     from scaletrain_cli.rundir.inventory import verify_files
 
     if step is None:
         newest, passed_over = latest_valid(folder)
         if newest is None:
-            raise ScaletrainError(f"{run_id} has no sound checkpoint. {'; '.join(passed_over)}".rstrip())
+            raise ScaletrainError(f"{run_id} has no valid checkpoint. {'; '.join(passed_over)}".rstrip())
         return newest
     committed = {checkpoint.step: checkpoint for checkpoint in list_checkpoints(folder)}
     if step not in committed:
         known = ", ".join(map(str, committed)) or "none"
-        raise UsageError(f"--step {step}: there is no such checkpoint in {folder}. There are: {known}.")
+        raise UsageError(f"--step {step}: no such checkpoint in {folder}. Available steps: {known}.")
     if problems := verify_files(committed[step]):
         raise ScaletrainError(f"{committed[step].path.name} is damaged: {'; '.join(problems)}")
     return committed[step]

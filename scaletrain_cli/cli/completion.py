@@ -1,6 +1,6 @@
-"""Words for the shell's completion: runs, recipes, presets, accelerators, clusters, and the spec's keys with values.
+"""Shell completion: runs, recipes, presets, accelerators, clusters, and keys and values of the spec.
 
-Each function takes what has been typed so far and returns what it can become; no error of theirs reaches the shell.
+Each function takes the typed prefix and returns its completions. Errors are suppressed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def completer(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return a completion function over ``names``; a broken file of the user's completes to nothing."""
+    """Return a completion function over ``names``; it returns no completions if reading the names fails."""
 
     def complete(incomplete: str) -> list[str]:
         try:
             return list(dict.fromkeys(name for name in names() if name.startswith(incomplete)))
-        except Exception:  # the shell would show a traceback amid the line that is being typed
+        except Exception:  # a traceback would garble the command line
             return []
 
     return complete
@@ -53,7 +53,7 @@ def _clusters() -> Iterable[str]:
 
 
 def _settings() -> Iterator[str]:
-    """``key=`` for each key of the spec, and ``key=value`` where the values are few."""
+    """Yield ``key=`` for each key of the spec, and ``key=value`` for keys with a fixed set of values."""
     from scaletrain_cli.plan.catalogue.hardware import accelerator_names
     from scaletrain_cli.spec import presets, vision_presets
     from scaletrain_cli.spec.problems import spec_keys
@@ -66,7 +66,7 @@ def _settings() -> Iterator[str]:
 
 
 def _choices(annotation: Any) -> list[str]:
-    """Return the words that a field takes: those of its literals, and true and false of a switch."""
+    """Return the values of a field with a fixed set of values: literals, or true and false."""
     if annotation is bool:
         return ["true", "false"]
     if typing.get_origin(annotation) is typing.Literal:
@@ -83,6 +83,6 @@ _all_settings = completer(_settings)
 
 
 def complete_setting(incomplete: str) -> list[str]:
-    """Return keys for the beginning of one, and values behind ``key=``."""
+    """Return keys that begin with the prefix, or the values of a key after ``key=``."""
     found = _all_settings(incomplete)
     return found if "=" in incomplete else [setting for setting in found if setting.endswith("=")]

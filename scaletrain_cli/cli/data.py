@@ -1,4 +1,4 @@
-"""`scaletrain data prepare`: tokens from text, before a run needs them."""
+"""`scaletrain data prepare`: tokenize the data of a spec ahead of its runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
-    help="Prepare data.",
+    help="Prepare training data.",
 )
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
 _NEEDS = ("numpy", "tokenizers")
@@ -25,14 +25,14 @@ _NEEDS = ("numpy", "tokenizers")
 
 @app.callback()
 def group() -> None:
-    """Prepare data."""
+    """Prepare training data."""
 
 
 @app.command(epilog=describe(EXIT_CODES))
 def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Tokenize the data that a spec names, so that its runs start at once.
+    """Tokenize the data of a spec ahead of its runs, so that training starts without delay.
 
-    A run does this by itself when it has to; what is prepared already is not prepared again.
+    A run prepares its data itself if necessary; data that are already prepared are reused.
     """
     from scaletrain_cli.cli.engine_process import ask_engine
     from scaletrain_cli.rundir.paths import runs_root
@@ -45,7 +45,7 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         resolved = Path(folder) / "spec.json"
         create_file(resolved, json.dumps(run.model_dump(mode="json", by_alias=True)))
-        # A process of its own: the tokenizer and numpy stay out of the command line. Its talk is our talk.
+        # A separate process keeps the tokenizer and numpy out of the command line; its stderr is passed on.
         prepared = ask_engine("prepare", str(resolved), str(runs_root()), needs=_NEEDS)
     if as_json:
         from scaletrain_cli.ui.json import print_json
@@ -53,8 +53,8 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
         print_json(prepared)
         return
     say(
-        f"{whole_text(prepared['train_tokens'])} tokens to train on, "
-        f"{whole_text(prepared['validation_tokens'])} to validate, "
-        f"a vocabulary of {whole_text(prepared['vocab_size'])}"
+        f"{whole_text(prepared['train_tokens'])} training tokens, "
+        f"{whole_text(prepared['validation_tokens'])} validation tokens, "
+        f"vocabulary of {whole_text(prepared['vocab_size'])}"
     )
     typer.echo(visible(prepared["path"]))

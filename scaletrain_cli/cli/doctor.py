@@ -1,4 +1,4 @@
-"""`scaletrain doctor`: what this machine can do, and what to install for the rest."""
+"""`scaletrain doctor`: check packages, hardware, schedulers and disk of this machine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.backends.base import Check
 from scaletrain_cli.launch.backends.registry import all_backends
 from scaletrain_cli.project_files import project_file
+from scaletrain_cli.text import binary_bytes_text, bytes_text
 
-# What this machine has, for `doctor`: read from the system, never by importing an extra or touching a device.
-
-
+# Checks read the system; they import no optional package and open no device.
 _FEW_BYTES = 20 * 10**9  # a few checkpoints of a small model
 _SMALL_SHARED_MEMORY_BYTES = 2**30  # Docker's default of 64 MiB makes NCCL and data loaders fail
 _PATIENCE_SECONDS = 10
@@ -34,12 +33,12 @@ _EXTRAS = {
     "tensorboard": (("tensorboard",), "for the tracker tensorboard"),
     "mlflow": (("mlflow",), "for the tracker mlflow"),
 }
-# How many parts of a version must be those of the tested one; torch and DeepSpeed change behaviour in minor versions.
+# Number of leading version parts compared with the tested version: minor versions of torch and DeepSpeed matter.
 _COMPARED_PARTS = {"torch": 2, "deepspeed": 2}
 
 
 def checks(runs_root: Path) -> Iterator[Check]:
-    """Everything a run may need, cheapest first."""
+    """Yield all checks, the cheapest first."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield from _packages()
     yield _cores()
@@ -99,28 +98,30 @@ def _memory() -> Check:
     total = os.sysconf("SC_PHYS_PAGES") * page
     limit = _read_number(Path("/sys/fs/cgroup/memory.max"))
     if limit is not None and limit < total:
-        return Check("memory", "ok", f"{_gib(limit)} allowed of {_gib(total)}")
-    return Check("memory", "ok", _gib(total))
+        return Check("memory", "ok", f"{binary_bytes_text(limit)} allowed of {binary_bytes_text(total)}")
+    return Check("memory", "ok", binary_bytes_text(total))
 
 
 def _shared_memory() -> Check:
     try:
         size = shutil.disk_usage("/dev/shm").total
     except OSError:
-        return Check("/dev/shm", "warn", "none", "ranks on one node talk through it; mount a tmpfs there")
+        return Check("/dev/shm", "warn", "none", "ranks of one node communicate through it; mount a tmpfs")
     if size < _SMALL_SHARED_MEMORY_BYTES:
-        return Check("/dev/shm", "warn", _gib(size), "too small for NCCL; give the container --shm-size=8g")
-    return Check("/dev/shm", "ok", _gib(size))
+        return Check(
+            "/dev/shm", "warn", binary_bytes_text(size), "too small for NCCL; give the container --shm-size=8g"
+        )
+    return Check("/dev/shm", "ok", binary_bytes_text(size))
 
 
 def _gpus() -> Iterator[Check]:
     if shutil.which("nvidia-smi") is None:
-        yield Check("gpu", "none", "no nvidia-smi", "gpu: cpu trains on the cores")
+        yield Check("gpu", "none", "no nvidia-smi", "use cluster.gpu: cpu to train on CPU cores")
         return
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     code, text = _run(query)
     if code != 0:
-        yield Check("gpu", "warn", f"nvidia-smi ended with {code}", text or "look at the driver")
+        yield Check("gpu", "warn", f"nvidia-smi ended with {code}", text or "check the NVIDIA driver")
         return
     for index, line in enumerate(text.splitlines()):
         name, memory, driver = (part.strip() for part in (*line.split(","), "", "")[:3])
@@ -139,18 +140,25 @@ def _compilers() -> Iterator[Check]:
 def _runs_root(root: Path) -> Check:
     existing = next(folder for folder in (root, *root.parents) if folder.exists())
     if not os.access(existing, os.W_OK):
-        return Check("runs", "warn", str(root), "not writable; set $SCALETRAIN_RUNS to a folder that every node sees")
+        return Check("runs", "warn", str(root), "not writable; set $SCALETRAIN_RUNS to a folder shared by all nodes")
     usage, inodes = shutil.disk_usage(existing), os.statvfs(existing).f_favail
-    found = f"{root}, {usage.free / 1e9:,.0f} GB free of {usage.total / 1e9:,.0f} GB"
+    found = f"{root}, {bytes_text(usage.free)} free of {bytes_text(usage.total)}"
     if usage.free < _FEW_BYTES:
-        return Check("runs", "warn", found, "checkpoints will fill it; set $SCALETRAIN_RUNS to a larger disk")
+        return Check(
+            "runs", "warn", found, "too little space for checkpoints; set $SCALETRAIN_RUNS to a folder on a larger disk"
+        )
     if 0 < inodes < 100_000:
-        return Check("runs", "warn", f"{found}, {inodes:,} files left", "set $SCALETRAIN_RUNS elsewhere")
+        return Check(
+            "runs",
+            "warn",
+            f"{found}, {inodes:,} free inodes",
+            "too few inodes; set $SCALETRAIN_RUNS to a folder on another disk",
+        )
     return Check("runs", "ok", found)
 
 
 def _run(command: list[str]) -> tuple[int, str]:
-    """Exit code and the first words of a command that must not hang us; 124 when it does."""
+    """Return exit code and output of a command; 124 if it does not end in time."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, errors="replace")
     except subprocess.TimeoutExpired:
@@ -167,18 +175,14 @@ def _read_number(path: Path) -> int | None:
         return None
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:,.1f} GiB"
-
-
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
 
 def command(as_json: AsJson = False) -> None:
-    """Check what this machine can do: packages, cores, memory, GPUs, compilers, schedulers, disk.
+    """Check this machine: packages, cores, memory, GPUs, compilers, schedulers, disk.
 
-    A warning is something that will hurt; a dash is something that is not here and may not be needed.
-    With --json: {"checks": [{"name", "state", "found", "advice"}]}, state being ok, warn or none.
+    WARN marks a problem; a dash marks something that is missing and may not be needed.
+    With --json: {"checks": [{"name", "state", "found", "advice"}]}; state is ok, warn or none.
     """
     from scaletrain_cli.rundir.paths import runs_root
 

@@ -1,4 +1,4 @@
-"""`scaletrain drill`: hurt small runs on your own cluster on purpose, and see whether anything of them is lost."""
+"""`scaletrain drill`: inject faults into small runs on your cluster and verify that they recover."""
 
 from __future__ import annotations
 
@@ -22,38 +22,43 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIB
 
 def command(
     kinds: Annotated[
-        list[str] | None, typer.Argument(metavar="[KIND]...", help="What to do; else all.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[KIND]...", help="Kinds of faults to inject (default: all).", show_default=False),
     ] = None,
-    list_kinds: Annotated[bool, typer.Option("--list", help="Name the kinds, and start nothing.")] = False,
+    list_kinds: Annotated[bool, typer.Option("--list", help="List the kinds of faults and exit.")] = False,
     spec: Annotated[
-        Path | None, typer.Option("--spec", metavar="SPEC", help="A run of yours, cut short; else a model of 10 M.")
+        Path | None,
+        typer.Option("--spec", metavar="SPEC", help="Spec to shorten and use (default: a model with 10 M parameters)."),
     ] = None,
     overrides: Overrides = None,
     cluster: ClusterName = None,
     scheduler: Annotated[
-        str | None, typer.Option("--scheduler", metavar="NAME", help="local or slurm; else the spec's, or local.")
+        str | None,
+        typer.Option("--scheduler", metavar="NAME", help="Scheduler: local or slurm (default: as in the spec)."),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", metavar="N", min=1, max=100_000, help="How many nodes.")
+        int | None, typer.Option("--nodes", metavar="N", min=1, max=100_000, help="Number of nodes.")
     ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option("--gpus-per-node", metavar="N", min=1, max=1024, help="How many devices in each.")
+        int | None, typer.Option("--gpus-per-node", metavar="N", min=1, max=1024, help="Number of devices per node.")
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", metavar="NAME", help="cpu, or a device.", autocompletion=complete_gpu)
+        str | None, typer.Option("--gpu", metavar="NAME", help="Accelerator name, or cpu.", autocompletion=complete_gpu)
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Of each run.")] = 40,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Number of steps of each run.")] = 40,
     timeout: Annotated[
-        str, typer.Option("--timeout", metavar="TIME", help="For each run, its wait in the queue included.")
+        str, typer.Option("--timeout", metavar="TIME", help="Time limit for each run, including its time in the queue.")
     ] = "30m",
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the run directories; else only of what failed.")] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep all run directories (default: keep those of failed drills).")
+    ] = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Do to small runs what ends real ones, on your own scheduler, and compare with the run that nothing happened to.
+    """Inject faults into small runs on your scheduler and compare each with an undisturbed run.
 
-    One run per kind, one after another, each with the same model and data. A run survives when it does what it must,
-    finishes, and is the run that it would have been: to the bit on CPUs, within 1e-4 of the final loss on GPUs.
+    Runs one run per kind, one after another, each with the same model and data. A run passes if it reacts as required,
+    finishes, and matches the undisturbed run: bit for bit on CPUs, within 1e-4 of the final loss on GPUs.
     """
     from scaletrain_cli.launch.drill import KINDS
 
@@ -62,7 +67,7 @@ def command(
         return
     unknown = [kind for kind in kinds or () if kind not in KINDS]
     if unknown:
-        raise UsageError(f"no such drill: {', '.join(unknown)}. There are: {', '.join(KINDS)}.")
+        raise UsageError(f"unknown drill: {', '.join(unknown)}. Available drills: {', '.join(KINDS)}.")
     chosen = [kind for name, kind in KINDS.items() if name in (kinds or KINDS)]
     sizes = {
         "cluster.scheduler": scheduler,
@@ -90,8 +95,8 @@ def _drill(
 
     if base.code.engine is not None:
         raise UsageError(
-            f"code.engine = {base.code.engine}: the drills hurt this engine from within, and no other program. Add "
-            "--set code={} to drill the cluster with it."
+            f"code.engine = {base.code.engine}: drills inject faults into the built-in engine only. Add "
+            "--set code={} to run the drills with it."
         )
     small = drill_spec(base, steps)
     plan = plan_for_engine(small, "the drills' spec")
@@ -108,7 +113,7 @@ def _drill(
         say(f"undisturbed, in {folder}")
         run, undisturbed = run_drill(Range(folder, small, plan, scheduler, timeout), UNDISTURBED, line.update)
         if undisturbed.state != "finished":
-            why = f"the run that nothing was done to did not finish but {undisturbed.state}: {undisturbed.why}"
+            why = f"the undisturbed run did not finish ({undisturbed.state}): {undisturbed.why}"
             raise ScaletrainError(f"{why}. See `scaletrain logs {run.path}`.")
         for kind in kinds:
             say(f"{kind.name}: {kind.summary}")
@@ -124,7 +129,7 @@ def _drill(
     if survived and not keep:
         shutil.rmtree(folder)
     else:
-        say(f"the runs are in {folder}")
+        say(f"the run directories are kept in {folder}")
     return ExitCode.DONE if survived else ExitCode.CRASHED
 
 

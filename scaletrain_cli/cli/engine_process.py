@@ -1,4 +1,4 @@
-"""A question to the engine in a process of its own: torch, numpy and the tokenizer stay out of the command line."""
+"""Run the engine in a separate process, which keeps torch, numpy and the tokenizer out of the command line."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from scaletrain_cli.extras import install_command
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_command
 from scaletrain_cli.text import visible
 
-_PATIENCE_SECONDS = 10.0  # after Ctrl-C, which the process hears as well, to remove what it has half written
+_PATIENCE_SECONDS = 10.0  # after Ctrl-C, for the process to remove partial files
 _SIGNALS = {number.value for number in signal.Signals}
 
 
 class EngineProcessError(ScaletrainError):
-    """The process failed: with the error that it answered, or without one where it was killed."""
+    """The engine process failed, with the error that it returned, or without one if it was killed."""
 
     def __init__(self, exit_code: int, told: Mapping[str, Any]) -> None:
-        message = told.get("message") or f"the process of the engine {_end(exit_code)}; what it said stands above."
+        message = told.get("message") or f"the engine process {_end(exit_code)}; its output is above."
         problems = tuple(
             Problem(
                 Place(each["file"], each["line"], each["where"]) if each["file"] else each["where"],
@@ -47,15 +47,15 @@ def _end(exit_code: int) -> str:
 
 
 def ask_engine(*words: str, needs: Sequence[str], cwd: str | Path | None = None) -> dict[str, Any]:
-    """Run ``engine/commands.py`` with these words, whose talk on stderr is ours, and return the object it answers.
+    """Run ``engine/commands.py`` with these arguments and return the JSON object that it prints.
 
-    ``needs`` are the packages that it imports, all of the extra ``train``. Raises MissingPackageError where one is not
-    here, and EngineProcessError.
+    Its stderr is passed on. ``needs`` are the packages that it imports, all from the extra ``train``. Raises
+    MissingPackageError if one is not installed, and EngineProcessError.
     """
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingPackageError(
-            f"{', '.join(missing)} not installed here: tensors and tokens need the extra train.",
+            f"{', '.join(missing)} not installed: this command requires the extra train.",
             install_command("train"),
         )
     command = python_command("scaletrain_cli.engine.commands", *words)
@@ -78,7 +78,7 @@ def ask_engine(*words: str, needs: Sequence[str], cwd: str | Path | None = None)
             text = process.stdout.read()
             talk.join()
             process.wait()
-        except BaseException:  # Ctrl-C: it hears that as well and leaves, unless it cannot
+        except BaseException:  # Ctrl-C reaches the process as well: let it exit
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_PATIENCE_SECONDS)
             process.kill()
@@ -92,7 +92,7 @@ def ask_engine(*words: str, needs: Sequence[str], cwd: str | Path | None = None)
 
 
 def _pass_on(lines: Iterable[str]) -> None:
-    """Show what the process says, as text: it may name files of others."""
+    """Copy lines to stderr with control characters escaped."""
     for line in lines:
         sys.stderr.write(visible(line))
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""`scaletrain events`: what happened to a run, one event a line."""
+"""`scaletrain events`: the events of a run, one per line."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def command(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new events until the run has ended.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what happened to a run: submissions, starts, checkpoints, signals, rollbacks, ends of attempts.
+    """Show the events of a run: submissions, starts, checkpoints, signals, rollbacks, ends of attempts.
 
-    With --json the events are as in events.jsonl; with --follow, each is a line of its own.
+    With --json the events are those of events.jsonl; with --follow, one JSON object per line.
     """
     from scaletrain_cli.rundir.journal import read_events
     from scaletrain_cli.rundir.paths import find_run
@@ -44,14 +44,14 @@ def command(
         elif events:
             _show(events)
         else:
-            say(f"nothing has happened to {found.run_id} yet.")
+            say(f"{found.run_id} has no events yet.")
         return
     seen, asked = 0, 0.0
     while True:
         over = False
         if time.monotonic() - asked >= _ASK_EVERY_SECONDS or not asked:
             asked, over = time.monotonic(), _is_over(found)
-        events = read_events(found)  # after the question, so that the last of an ended run are among them
+        events = read_events(found)  # read after the state, so that the last events of an ended run are included
         show(events[seen:])
         seen = len(events)
         if over:

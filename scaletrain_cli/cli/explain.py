@@ -1,4 +1,4 @@
-"""`scaletrain explain`: why a run waits, or why it ended, and what to do."""
+"""`scaletrain explain`: why a run is pending or ended, and how to fix it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
 
 def command(run: RunName, as_json: AsJson = False) -> None:
-    """Say why a run waits, or why its last attempt ended: the evidence first, then what to do.
+    """Explain why a run is pending, or why its last attempt ended: the evidence, then what to do.
 
-    Reads the run directory and asks the scheduler. Works where the scheduler has forgotten the job, or is silent.
+    Reads the run directory and queries the scheduler; also works if the scheduler no longer knows the job or does not
+    answer.
     """
     from scaletrain_cli.launch.explain import explain
     from scaletrain_cli.rundir.paths import find_run

@@ -1,4 +1,4 @@
-"""`scaletrain init`: a complete run spec to start from, right as it stands; recipes, and files for the cluster side."""
+"""`scaletrain init`: write a complete run spec, copy a recipe, or copy the files for the cluster side."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def command(
         typer.Option(
             "--preset",
             metavar="NAME",
-            help="A known model, such as llama-7b or gpt2.",
+            help="Model preset, e.g. llama-7b or gpt2.",
             autocompletion=complete_preset,
         ),
     ] = None,
@@ -37,22 +37,24 @@ def command(
         typer.Option(
             "--recipe",
             metavar="NAME",
-            help="Copy one of the recipes that come with ScaleTrain.",
+            help="Copy a recipe that comes with ScaleTrain.",
             autocompletion=complete_recipe,
         ),
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
-            "--gpu", metavar="NAME", help=f"cpu, or a device such as {_USUAL_GPU}.", autocompletion=complete_gpu
+            "--gpu", metavar="NAME", help=f"Accelerator, e.g. {_USUAL_GPU}, or cpu.", autocompletion=complete_gpu
         ),
     ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option("--gpus-per-node", metavar="N", min=1, max=1024, help="Devices in each node.")
+        int | None, typer.Option("--gpus-per-node", metavar="N", min=1, max=1024, help="Number of devices per node.")
     ] = None,
     nodes: Annotated[
         int | None,
-        typer.Option("--nodes", metavar="N", min=1, max=100_000, help="Nodes (default: the fewest that fit)."),
+        typer.Option(
+            "--nodes", metavar="N", min=1, max=100_000, help="Number of nodes (default: the fewest that fit)."
+        ),
     ] = None,
     scheduler: Annotated[
         str | None,
@@ -63,23 +65,23 @@ def command(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The same as the argument FILE.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Same as the argument FILE.")
     ] = None,
-    listed: Annotated[
-        bool, typer.Option("--list", help="List the recipes, presets and accelerators, and write nothing.")
-    ] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List recipes, presets and accelerators, and exit.")] = False,
     files: Annotated[
         tuple[str, Path] | None,
-        typer.Option("--files", metavar="slurm|k8s DIR", help="Copy the files for the cluster side into a new folder."),
+        typer.Option(
+            "--files", metavar="slurm|k8s DIR", help="Copy the files for cluster administrators to a new folder."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a complete, commented run spec that validates and plans as it stands.
+    """Write a complete, commented run spec that is valid as written.
 
-    Without options: a Llama of 10 million parameters that trains on two CPU processes in minutes.
-    With --preset: that model on as few nodes as it fits, on Slurm where this machine has sbatch, on Kubernetes where it
-    has a kubeconfig. With --scheduler kubernetes: a spec to which only your namespace, queue and image are to be added.
-    An existing file is never overwritten.
+    Without options: a Llama with 10 million parameters that trains on two CPU processes in minutes.
+    With --preset: that model on the fewest nodes that fit, for Slurm if sbatch is installed, else for Kubernetes if
+    there is a kubeconfig. With --scheduler kubernetes: add your namespace, queue and image to the spec.
+    Never overwrites an existing file.
     """
     from scaletrain_cli.spec.backend_traits import installed_backends
     from scaletrain_cli.ui.console import say, suggest
@@ -100,7 +102,7 @@ def command(
             say(f"wrote {path}")
         return
     if file is not None and output is not None and file != output:
-        raise UsageError(f"both {file} and --output {output} are given. Give one name.")
+        raise UsageError(f"{file} and --output {output} are both given. Give one of them.")
     target = file or output or _USUAL_NAME
     to_stdout = str(target) == "-"
     if recipe is not None:
@@ -124,11 +126,11 @@ def command(
     for traits in installed_backends():
         if traits.section.starting_note and f"scheduler: {traits.name}" in contents[target]:
             say(traits.section.starting_note)
-    suggest({"see what it takes": f"scaletrain plan {target}", "start it": f"scaletrain submit {target}"})
+    suggest({"plan it": f"scaletrain plan {target}", "submit it": f"scaletrain submit {target}"})
 
 
 def _known() -> dict[str, list[str]]:
-    """Return what --recipe, --preset and --gpu take, by title."""
+    """Return the values of --recipe, --preset and --gpu, by title."""
     from scaletrain_cli.plan.catalogue.hardware import accelerator_names
     from scaletrain_cli.project_files import recipes
     from scaletrain_cli.spec import presets
@@ -137,7 +139,7 @@ def _known() -> dict[str, list[str]]:
 
 
 def _recipe(name: str, target: Path) -> dict[Path, str]:
-    """Return the texts of a recipe by the path to write: its spec at ``target``, what belongs to it beside that."""
+    """Return the files of a recipe by the path to write: its spec at ``target``, other files beside it."""
     from scaletrain_cli.project_files import recipes
     from scaletrain_cli.text import did_you_mean
 
@@ -161,13 +163,13 @@ def _copy_folder(name: str, target: Path) -> list[Path]:
     try:
         shutil.copytree(project_file(name), target, ignore=shutil.ignore_patterns("__pycache__"))
     except FileExistsError as error:
-        raise UsageError(f"{target} exists and is not written into. Give the name of a new folder.") from error
+        raise UsageError(f"{target} already exists. Give the name of a new folder.") from error
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
 def _refuse_beside(option: str, *others: object) -> None:
     if any(other is not None for other in others):
-        raise UsageError(f"{option} copies a complete spec. Leave out the other options; `--set` changes a key later.")
+        raise UsageError(f"{option} copies a complete spec. Remove the other options; use --set to change a key.")
 
 
 def _write(contents: dict[Path, str]) -> None:
@@ -176,9 +178,9 @@ def _write(contents: dict[Path, str]) -> None:
 
     for path in contents:
         if path.is_dir():
-            raise UsageError(f"{path} is a folder. Give the name of a file in it, such as {path / _USUAL_NAME}.")
+            raise UsageError(f"{path} is a folder. Give the path of a file, e.g. {path / _USUAL_NAME}.")
         if path.exists():
-            raise UsageError(f"{path} exists and is not overwritten. Give another name, as in scaletrain init FILE.")
+            raise UsageError(f"{path} already exists. Give another name: scaletrain init FILE.")
     for path, text in contents.items():
         try:
             create_file(path, text, public=True)  # replaces nothing, not even a file that appeared meanwhile
@@ -189,7 +191,7 @@ def _write(contents: dict[Path, str]) -> None:
 def _fitting_spec(
     preset: str | None, gpu: str | None, gpus_per_node: int | None, nodes: int | None, scheduler: str | None
 ) -> str:
-    """Return the spec with the fewest nodes on which it can be planned, unless ``nodes`` says how many."""
+    """Return the spec with ``nodes`` nodes, or with the fewest that the planner accepts."""
     from scaletrain_cli.spec import presets
     from scaletrain_cli.spec.backend_traits import DEFAULT, backend_traits
     from scaletrain_cli.text import did_you_mean
@@ -234,6 +236,6 @@ def _scheduler_here() -> str:
     found = next((backend for backend in clusters if backend.is_available()), None)
     if found is not None:
         return found.name
-    say("neither sbatch nor a kubeconfig is here: the spec names slurm, for the machine that has it.")
-    say("For this machine use --scheduler local, for Kubernetes --scheduler kubernetes.")
+    say("found neither sbatch nor a kubeconfig: the spec uses slurm.")
+    say("Use --scheduler local for this machine or --scheduler kubernetes for Kubernetes.")
     return clusters[0].name

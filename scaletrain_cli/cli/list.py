@@ -1,4 +1,4 @@
-"""`scaletrain list`: all runs, newest first."""
+"""`scaletrain list`: runs under the runs root, newest first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from scaletrain_cli.cli.completion import completer
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, UsageError
-from scaletrain_cli.text import did_you_mean
+from scaletrain_cli.text import counted, did_you_mean
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.status import RunStatus
@@ -23,7 +23,7 @@ _OVER = frozenset({"finished", "failed", "cancelled"})
 
 
 def state_groups() -> dict[str, frozenset[str]]:
-    """Return the states that each word means."""
+    """Return the states selected by each value of --state."""
     from scaletrain_cli.launch.status import RunState
 
     states = frozenset((*get_args(RunState), _DAMAGED))
@@ -35,26 +35,26 @@ complete_state = completer(lambda: sorted(state_groups()))
 
 def command(
     limit: Annotated[
-        int, typer.Option("--limit", "-n", metavar="N", min=0, help="How many of the newest; 0 for all.")
+        int, typer.Option("--limit", "-n", metavar="N", min=0, help="Maximum number of runs to show; 0 shows all.")
     ] = 20,
     sweep: Annotated[
-        str | None, typer.Option("--sweep", metavar="NAME", help="Only the runs of this sweep; else those of all.")
+        str | None, typer.Option("--sweep", metavar="NAME", help="Show only the runs of this sweep.")
     ] = None,
     state: Annotated[
         list[str] | None,
         typer.Option(
             "--state",
             metavar="STATE",
-            help="Only runs in this state, as in running; also active or over; repeatable.",
+            help="Show only runs in this state, e.g. running; also active or over; repeatable.",
             autocompletion=complete_state,
             show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the runs under the runs root ($SCALETRAIN_RUNS, your clusters.yaml, or ./runs), newest first.
+    """List the runs under the runs root ($SCALETRAIN_RUNS, your clusters.yaml, or ./runs), newest first.
 
-    The states: queued, running, suspended, ending, preempted, finished, failed, cancelled, unknown, damaged.
+    States: queued, running, suspended, ending, preempted, finished, failed, cancelled, unknown, damaged.
     """
     from scaletrain_cli.launch.status import run_statuses
     from scaletrain_cli.rundir.paths import list_runs, runs_root
@@ -80,31 +80,31 @@ def command(
     from scaletrain_cli.ui.console import say
 
     if not runs:
-        say(f"no runs under {runs_root()}; `scaletrain submit SPEC` starts one.")
+        say(f"no runs under {runs_root()}. Run `scaletrain submit SPEC` to start one.")
         return
     from scaletrain_cli.ui.tables import show_runs
 
     if not found:
-        say(f"none of {len(runs)} runs under {runs_root()} is {' or '.join(state or ())}.")
+        say(f"none of the {counted(len(runs), 'run')} under {runs_root()} is {' or '.join(state or ())}.")
         return
     show_runs(found)
     if left:
-        say(f"and {left} older; --limit 0 shows them all")
+        say(f"{counted(left, 'older run')} not shown; --limit 0 shows all")
 
 
 def _wanted(given: Sequence[str]) -> frozenset[str] | None:
-    """Return the states that --state means; None without the option. Raises UsageError."""
+    """Return the states selected by --state, or None without the option. Raises UsageError."""
     if not given:
         return None
     groups = state_groups()
     if unknown := [name for name in given if name not in groups]:
         remedy = f"{did_you_mean(unknown[0], groups)}Use {', '.join(sorted(groups))}."
-        raise UsageError(f"--state {unknown[0]}: there is no such state.", remedy=remedy)
+        raise UsageError(f"--state {unknown[0]}: unknown state.", remedy=remedy)
     return frozenset().union(*(groups[name] for name in given))
 
 
 def _with_times(runs: Iterable[RunDir]) -> Iterator[tuple[float, RunDir]]:
-    """Yield each run with the time of its record, without those that have been deleted meanwhile."""
+    """Yield each run with the modification time of its record; skip runs deleted in the meantime."""
     for run in runs:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             yield run.record.stat().st_mtime, run

@@ -1,4 +1,4 @@
-"""`scaletrain logs`: what the ranks of a run printed."""
+"""`scaletrain logs`: the output of the ranks of a run."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _LOOK_EVERY_SECONDS = 0.2
 def command(
     run: RunName,
     attempt: Annotated[
-        int | None, typer.Option("--attempt", metavar="N", min=1, help="Which attempt; else the last.")
+        int | None, typer.Option("--attempt", metavar="N", min=1, help="Attempt to show (default: the last).")
     ] = None,
-    rank: Annotated[int | None, typer.Option("--rank", metavar="R", min=0, help="Which rank; else all.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", metavar="R", min=0, help="Rank to show (default: all).")] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the run ends, over all its attempts.")
+        bool, typer.Option("--follow", "-f", help="Follow the output until the run ends, across attempts.")
     ] = False,
     tail: Annotated[
-        int | None, typer.Option("--tail", "-n", metavar="N", min=0, help="Only the last lines of each rank.")
+        int | None, typer.Option("--tail", "-n", metavar="N", min=0, help="Show only the last N lines of each rank.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what the ranks of a run printed. With more than one rank, each line says whose it is.
+    """Show the output of the ranks of a run. With more than one rank, each line is prefixed with its rank.
 
-    What a terminal would obey (colours, cursor movements) is written out; the files in attempts/N/logs have the bytes.
-    With --json the lines are {"attempt", "node", "rank", "text"}; with --follow, each is a line of its own.
+    Terminal control sequences (colors, cursor movements) are escaped; the files in attempts/N/logs have the raw bytes.
+    With --json the lines are {"attempt", "node", "rank", "text"}; with --follow, one JSON object per line.
     """
     from scaletrain_cli.launch.logs import FirstWords, LogFollower, first_words, log_files, logs_brought, read_logs
     from scaletrain_cli.rundir.paths import find_run
@@ -49,7 +49,7 @@ def command(
     found = find_run(run)
     with logs_brought(found, follow=follow) as trouble:
         if trouble:
-            warn(f"{trouble} What was fetched before is shown.")
+            warn(f"{trouble} Showing the lines fetched before.")
         files = log_files(found, attempt, rank)
         if follow:
             show = _stream if as_json else functools.partial(_print, label=rank is None)
@@ -65,7 +65,7 @@ def command(
         told |= _tell_first_words(first, as_json)
         show(follower.new_lines(to_the_end=True))
         if not told and not log_files(found):
-            say(f"nothing was printed. `scaletrain status {found.run_id}` says how it ended.")
+            say(f"the run printed nothing. `scaletrain status {found.run_id}` shows how it ended.")
         if as_json:
             print_json({"run_id": found.run_id})
         return
@@ -77,14 +77,14 @@ def command(
         return
     _print(read_logs(found, attempt, rank, tail), label=len(files) > 1)
     for path in words:
-        say(f"{path.stem}, before its attempt began:")
+        say(f"{path.stem}, before the attempt started:")
         typer.echo(visible(path.read_text(encoding="utf-8", errors="replace")), nl=False)
     if not files and not words:
-        say(f"nothing was printed yet. `scaletrain status {found.run_id}` says how it is doing.")
+        say(f"no output yet. `scaletrain status {found.run_id}` shows the state of the run.")
 
 
 def _tell_first_words(words: FirstWords, as_json: bool) -> bool:
-    """Show what pods said before their attempt; whether there was any."""
+    """Show the output of pods from before their attempt started; return True if there was any."""
     from scaletrain_cli.ui.json import stream_json
 
     lines = words.new_lines()
@@ -114,7 +114,7 @@ def _line_json(line: LogLine) -> dict[str, str | int]:
 
 
 def _last_of_each(lines: list[LogLine], tail: int | None) -> list[LogLine]:
-    """The last ``tail`` lines of each rank's log, in the order given; all of them without one."""
+    """Return the last ``tail`` lines of each rank's log, in the order given; all lines if it is None."""
     if tail is None:
         return lines
     left = dict.fromkeys((line.source.path for line in lines), tail)
@@ -127,7 +127,7 @@ def _last_of_each(lines: list[LogLine], tail: int | None) -> list[LogLine]:
 
 
 def _is_over(run: RunDir) -> Callable[[], bool]:
-    """Whether the run has ended, asked of its scheduler only every few seconds."""
+    """Return a function that tells if the run has ended; it asks the scheduler at most every few seconds."""
     from scaletrain_cli.launch.status import is_over, run_status
 
     asked, answer = 0.0, False

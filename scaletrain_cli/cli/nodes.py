@@ -1,4 +1,4 @@
-"""`scaletrain nodes`: the nodes that attempts have ended on, and that later ones keep away from."""
+"""`scaletrain nodes`: list or clear the nodes that new jobs exclude after failures on them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
-    help="Show or forget nodes that runs keep away from.",
+    help="List or clear excluded nodes.",
 )
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
 
 @app.callback()
 def group() -> None:
-    """Show or forget nodes that runs keep away from."""
+    """List or clear excluded nodes."""
 
 
 @app.command("list", epilog=describe(EXIT_CODES))
 def list_nodes(as_json: AsJson = False) -> None:
-    """Show the nodes that evidence speaks against, with that evidence and when it expires.
+    """List the excluded nodes with the evidence against them and when it expires.
 
-    Slurm jobs under this runs root exclude them as long as enough other nodes are left.
+    Slurm jobs under this runs root exclude these nodes as long as enough other nodes are left.
     """
     from scaletrain_cli.rundir.bad_nodes import bad_nodes_file, read_bad_nodes
     from scaletrain_cli.rundir.paths import runs_root
@@ -45,7 +45,7 @@ def list_nodes(as_json: AsJson = False) -> None:
     if not nodes:
         from scaletrain_cli.ui.console import say
 
-        say(f"nothing speaks against any node under {root}.")
+        say(f"no nodes are excluded under {root}.")
         return
     from scaletrain_cli.ui.tables import show_nodes
 
@@ -55,11 +55,11 @@ def list_nodes(as_json: AsJson = False) -> None:
 @app.command(epilog=describe(EXIT_CODES))
 def clear(
     nodes: Annotated[
-        list[str] | None, typer.Argument(metavar="[NODE]...", help="Which; else all of them.", show_default=False)
+        list[str] | None, typer.Argument(metavar="[NODE]...", help="Nodes to clear (default: all).", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Forget what speaks against nodes, as after a repair. Jobs in the queue keep what they were told."""
+    """Clear excluded nodes, for example after a repair. Jobs already in the queue keep their exclusions."""
     from scaletrain_cli.rundir.bad_nodes import forget_bad_nodes
     from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.ui.console import say
@@ -71,9 +71,9 @@ def clear(
         raise UsageError(f"{root} cannot be written: {error.strerror or error}") from error
     missing = sorted(set(nodes or ()) - set(gone))
     if missing:
-        raise UsageError(f"nothing was known against {', '.join(missing)}. `scaletrain nodes list` shows the nodes.")
+        raise UsageError(f"{', '.join(missing)}: not excluded. `scaletrain nodes list` shows the excluded nodes.")
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
         print_json({"forgotten": list(gone)})
-    say(f"forgot {', '.join(gone)}" if gone else "there was nothing to forget")
+    say(f"cleared {', '.join(gone)}" if gone else "no nodes were excluded")

@@ -25,7 +25,10 @@ from scaletrain_cli.errors import DeclinedError, ExitCode
 def load_varied(
     path: Path, overrides: Sequence[str], varied: Sequence[str], option: str, cluster: str | None
 ) -> RunSpec:
-    """The spec with its overrides and those of one variant. Raises SpecError."""
+    """Return the spec with its overrides and those of one variant.
+
+    Raises SpecError; a problem with a value of the variant names ``option``.
+    """
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.spec.source import SET_OPTION as SET
 
@@ -40,30 +43,28 @@ def load_varied(
         raise
 
 
-# The one question before something happens.
-
-
 def confirm(question: str, yes: bool) -> None:
-    """Return to go on. Raises DeclinedError when the answer is no."""
+    """Ask before an action; return if the answer is yes. Raises DeclinedError if it is no.
+
+    Does not ask with ``yes``, or without a terminal.
+    """
     if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return
     if not typer.confirm(question, default=True, err=True):
         typer.echo("Nothing was done.", err=True)
-        raise DeclinedError("the question was answered with no. Nothing was done.")
+        raise DeclinedError("not confirmed. Nothing was done.")
 
 
-# What each exit code means, as `--help` says it; docs/exit-codes.md has the whole story.
-
-
+# Shown by --help; docs/exit-codes.md has the full definitions.
 MEANINGS = {
     ExitCode.DONE: "done",
     ExitCode.CRASHED: "crashed",
     ExitCode.USAGE: "usage or spec error",
     ExitCode.INFEASIBLE: "the plan is infeasible",
-    ExitCode.SCHEDULER: "the scheduler refused or cannot be reached",
-    ExitCode.WRONG_NODES: "the nodes are not what was planned",
-    ExitCode.PREEMPTED: "stopped early, checkpoint committed",
-    ExitCode.DO_NOT_REQUEUE: "a verdict that a retry cannot cure",
+    ExitCode.SCHEDULER: "the scheduler rejected the request or is unreachable",
+    ExitCode.WRONG_NODES: "the nodes do not match the plan",
+    ExitCode.PREEMPTED: "preempted or stopped, checkpoint committed",
+    ExitCode.DO_NOT_REQUEUE: "failed in a way that a retry cannot fix",
 }
 
 
@@ -73,14 +74,14 @@ def describe(codes: Sequence[ExitCode]) -> str:
 
 
 SpecPath = Annotated[
-    Path, typer.Argument(metavar="SPEC", help="Run spec, a YAML file; - reads stdin.", show_default=False)
+    Path, typer.Argument(metavar="SPEC", help="Path of the run spec (YAML); - reads stdin.", show_default=False)
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override a key of the spec, as in training.steps=100; repeatable.",
+        help="Override a key of the spec, e.g. training.steps=100; repeatable.",
         autocompletion=complete_setting,
     ),
 ]
@@ -89,22 +90,24 @@ ClusterName = Annotated[
     typer.Option(
         "--cluster",
         metavar="NAME",
-        help="One of your clusters in ~/.config/scaletrain/clusters.yaml; stands above the spec's cluster section.",
+        help="Cluster from ~/.config/scaletrain/clusters.yaml; overrides the spec's cluster section.",
         autocompletion=complete_cluster,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 RunName = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="Run id, the beginning of one, or a run directory.",
+        help="Run id, unique prefix of a run id, or run directory.",
         show_default=False,
         autocompletion=complete_run,
     ),
 ]
 TrustOwner = Annotated[
     bool,
-    typer.Option("--trust-owner", help="Act on a run of another user as if it were yours: what is in it runs as you."),
+    typer.Option(
+        "--trust-owner", help="Act on a run of another user; its code and settings run with your permissions."
+    ),
 ]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]

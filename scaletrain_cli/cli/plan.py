@@ -35,12 +35,12 @@ from scaletrain_cli.spec import RunSpec
 
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
-_SHOWN = ("needed", "smallest")  # what the table has just shown, part by part
+_SHOWN = ("needed", "smallest")  # problems that the table above already shows
 
 
 def command(
     specs: Annotated[
-        list[Path], typer.Argument(metavar="SPEC", help="Run spec, a YAML file, or - for stdin; several are compared.")
+        list[Path], typer.Argument(metavar="SPEC", help="Run specs (YAML), or - for stdin; several are compared.")
     ],
     overrides: Overrides = None,
     cluster: ClusterName = None,
@@ -49,58 +49,59 @@ def command(
         typer.Option(
             "--vary",
             metavar="KEY=A,B,C",
-            help="Compare values of a key, as in layout.zero_stage=1,2,3; repeatable.",
+            help="Compare values of a key, e.g. layout.zero_stage=1,2,3; repeatable.",
             autocompletion=complete_setting,
         ),
     ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Walk the decision with the numbers of this run.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain step by step how the layout was chosen.")] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the plan: FILE.html, .svg or .png.")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Write a figure of the plan: FILE.html, .svg or .png.")
     ] = None,
     objective: Annotated[
         Literal["time", "cost", "gpus"] | None,
-        typer.Option("--objective", help="Choose the number of GPUs: soonest done, cheapest, or fewest."),
+        typer.Option("--objective", help="Choose the number of GPUs by shortest time, lowest cost, or fewest GPUs."),
     ] = None,
     max_gpus: Annotated[
         int | None,
         typer.Option("--max-gpus", metavar="N", min=1, help="Maximum number of GPUs (default: as in the spec)."),
     ] = None,
     deadline: Annotated[
-        str | None, typer.Option("--deadline", metavar="TIME", help="Be done in this time, as in 30d.")
+        str | None, typer.Option("--deadline", metavar="TIME", help="Maximum training time, e.g. 30d.")
     ] = None,
     budget: Annotated[
-        str | None, typer.Option("--budget", metavar="USD", help="Spend no more dollars, as in 50000 or 50k.")
+        str | None, typer.Option("--budget", metavar="USD", help="Maximum cost in US dollars, e.g. 50000 or 50k.")
     ] = None,
     gpu: Annotated[
         list[str] | None,
         typer.Option(
             "--gpu",
             metavar="NAME",
-            help="Consider clusters of this GPU instead of the spec's; repeatable.",
+            help="GPU to consider instead of the spec's; repeatable.",
             autocompletion=complete_gpu,
         ),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Replay the run on a recorded spot-market trace.")
+        Path | None, typer.Option("--trace", metavar="FILE", help="Simulate the run on a recorded spot-market trace.")
     ] = None,
     live_prices: Annotated[
-        bool, typer.Option("--live-prices", help="Ask for today's prices; needs the extra [prices] and a network.")
+        bool,
+        typer.Option("--live-prices", help="Use current cloud prices; requires the extra [prices] and network access."),
     ] = False,
     everything: Annotated[
-        bool, typer.Option("--all", help="Show every layout considered, and what the numbers assume.")
+        bool, typer.Option("--all", help="Show every layout considered, and the assumptions.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Size a run: layout, memory, time, network, durability, cost. Starts nothing.
+    """Estimate layout, memory, step time, network, reliability and cost of a run. Starts nothing.
 
-    A run that cannot fit exits with 3, the reason and what would make it fit; the smallest layout is shown all the
-    same. The keys of --json (scaletrain.plan/v1) are stable.
+    If the run does not fit, the exit code is 3 and the output has the reason, the smallest layout and what would make
+    it fit. The keys of --json (scaletrain.plan/v1) are stable.
 
-    Several specs, or --vary, are shown side by side, each against the first; --json then has them as `runs`. The exit
-    code is 3 only if none of them can run.
+    Several specs, or --vary, are compared side by side with the first one; --json lists them under `runs`. The exit
+    code is 3 only if none of them fits.
 
-    --objective, --max-gpus, --deadline and --budget choose the number of GPUs. A deadline alone asks for the
-    fewest GPUs that keep it, also beyond those of the spec.
+    --objective, --max-gpus, --deadline and --budget choose the number of GPUs. A deadline alone chooses the fewest
+    GPUs that meet it, also more than in the spec.
     """
     from scaletrain_cli.plan.search.cluster_limits import parse_limits
     from scaletrain_cli.spec.source import variants
@@ -117,7 +118,7 @@ def command(
         }
         for option, given in single.items():
             if given:
-                raise UsageError(f"{option} takes one run, not the {len(specs) * len(sets)} that are compared.")
+                raise UsageError(f"{option} works with one run, but {len(specs) * len(sets)} are compared.")
         _compare(specs, overrides or [], sets, cluster, as_json=as_json)
         return
     if plot is not None:
@@ -156,7 +157,7 @@ def _load(path: Path, overrides: list[str], varied: tuple[str, ...], cluster: st
 
 
 def _ask(run: RunSpec, limits: Limits | None, explain: bool, trace: SpotTrace | None, *, as_json: bool) -> Answer:
-    """The answer; where there is none, what is known all the same is printed before the error is raised."""
+    """Return the answer. Prints partial results before it raises InfeasibleError."""
     from scaletrain_cli.plan.advice.answer import answer
 
     try:
@@ -177,7 +178,7 @@ def _ask(run: RunSpec, limits: Limits | None, explain: bool, trace: SpotTrace | 
 
 
 def _priced(run: RunSpec) -> RunSpec:
-    """The run with the prices of today, which are told on stderr with their source."""
+    """Return the run with current prices, and print the prices with their source to stderr."""
     from scaletrain_cli.text import dollars_text
     from scaletrain_cli.ui.console import say
 
@@ -216,28 +217,28 @@ def _draw(found: Answer, path: Path) -> None:
     say(f"wrote {path}")
 
 
-# Whose lists gpuhunt takes from its own storage; for the others it would need credentials or ask each of them.
+# Providers whose prices gpuhunt hosts; the others require credentials or one request each.
 _PROVIDERS = ["aws", "azure", "gcp", "lambdalabs", "nebius", "oci", "runpod", "verda"]
 _TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class LivePrices:
-    """Quotes of today; None on a market where nobody offers the GPU."""
+    """Current quotes; None for a market without offers."""
 
     on_demand: Quote | None
     spot: Quote | None
 
 
 def with_live_prices(spec: RunSpec) -> tuple[RunSpec, LivePrices]:
-    """The run with the prices of today where the spec leaves them ``auto``, and what they are.
+    """Return the run with current prices in place of ``auto``, and these prices.
 
-    Raises UsageError where gpuhunt is not installed, cannot reach its lists, or lists no such GPU.
+    Raises UsageError if gpuhunt is not installed, cannot download its price lists, or lists no such GPU.
     """
     device = find_accelerator(spec.cluster)
     prices = LivePrices(*(_quote(device, spot, spec.cluster.gpus_per_node) for spot in (False, True)))
     if prices.on_demand is None and prices.spot is None:
-        raise _no_prices(f"no provider that gpuhunt knows offers {device.name}.", "Set cluster.price_per_gpu_hour.")
+        raise _no_prices(f"no provider known to gpuhunt offers {device.name}.", "Set cluster.price_per_gpu_hour.")
     cluster = spec.cluster
     updates = {
         key: quote.usd
@@ -248,7 +249,7 @@ def with_live_prices(spec: RunSpec) -> tuple[RunSpec, LivePrices]:
 
 
 def _quote(device: Accelerator, spot: bool, gpus_per_node: int) -> Quote | None:
-    """The median over providers of each one's median over regions; of whole nodes where they are on offer."""
+    """Return the median over providers of each provider's median over regions, for whole nodes if offered."""
     offers = _offers(*_gpuhunt_name(device), spot)
     whole = [offer for offer in offers if offer.gpu_count == gpus_per_node]
     by_provider: dict[str, list[float]] = {}
@@ -261,7 +262,7 @@ def _quote(device: Accelerator, spot: bool, gpus_per_node: int) -> Quote | None:
 
 
 def _gpuhunt_name(device: Accelerator) -> tuple[str, float]:
-    """``rtx-4090-24gb`` -> RTX4090 of 24 GB. gpuhunt does not tell SXM from PCIe."""
+    """Return gpuhunt's name and memory in GB: RTX4090 and 24 for ``rtx-4090-24gb``; SXM and PCIe are the same."""
     size = re.search(r"-(\d+)gb$", device.name)
     if size is None:
         raise _no_prices(f"{device.name} is not a GPU of the catalogue.", "Set cluster.price_per_gpu_hour.")
@@ -291,7 +292,7 @@ def _offers(name: str, gigabytes: float, spot: bool) -> list[Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No tracebacks on the terminal for a provider that fails while others answer, and an end to waiting."""
+    """Suppress log messages of providers that fail, and limit the time of each request."""
     logger, waits = logging.getLogger("gpuhunt"), socket.getdefaulttimeout()
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

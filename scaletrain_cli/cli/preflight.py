@@ -1,4 +1,4 @@
-"""`scaletrain preflight`: are the nodes what the plan takes them for? Measured on them, without training anything."""
+"""`scaletrain preflight`: measure devices and links of the nodes and compare them with the plan."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def command(
     overrides: Overrides = None,
     cluster: ClusterName = None,
     timeout: Annotated[
-        str, typer.Option("--timeout", metavar="TIME", help="For the job, its wait in the queue included.")
+        str, typer.Option("--timeout", metavar="TIME", help="Time limit for the job, including its time in the queue.")
     ] = "30m",
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Queue a job of the planned size whose ranks measure their devices and links, and say what stands out.
+    """Submit a job of the planned size whose ranks measure their devices and links, and report anomalies.
 
-    Each node looks at its GPUs, memory, /dev/shm and clock; all ranks time a matrix product, exchanges between pairs
-    of nodes and an all-reduce. A training run does the same before its first step (guard.preflight).
+    Each node checks its GPUs, memory, /dev/shm and clock; all ranks time a matrix multiplication, transfers between
+    pairs of nodes and an all-reduce. A training run does the same before its first step (guard.preflight).
     """
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.registry import backend_for
@@ -43,19 +43,19 @@ def command(
         seconds = parse_seconds(timeout)
     except ValueError as error:
         raise UsageError(f"--timeout {timeout}: {error}.") from error
-    # It is this engine that measures, whatever program is to train afterwards.
+    # Preflight runs the built-in engine, even for a spec with code.engine.
     run_spec = load_spec(spec, [*(overrides or ()), "code={}"], cluster=cluster)
     try:
         plan, scheduler = plan_for_engine(run_spec, spec), backend_for(run_spec.cluster.scheduler)
     except InfeasibleError as error:
-        error.message += " (it is this engine that measures nodes; one of your own is not asked)"
+        error.message += " (preflight always runs the built-in engine)"
         raise
     outlook = scheduler.preflight(run_spec, plan)
     for note in outlook.notes:
         warn(note)
     show_start(outlook.start)
     where = f"{run_spec.cluster.nodes} x {run_spec.cluster.gpus_per_node} on {run_spec.cluster.scheduler}"
-    confirm(f"Queue a job of a minute or two, {where}?", yes)
+    confirm(f"Submit a job of one to two minutes, {where}?", yes)
     with StatusLine() as line:
         found = run_preflight(run_spec, plan, scheduler, seconds, line.update)
     if as_json:

@@ -1,4 +1,4 @@
-"""`scaletrain resume`: why it ended, what it goes on from and on what, what that loses; then a new submission."""
+"""`scaletrain resume`: show why the run ended and what resuming loses, then submit it again."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHED
 def command(
     run: RunName,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", metavar="N", min=1, max=100_000, help="Go on with so many nodes.")
+        int | None, typer.Option("--nodes", metavar="N", min=1, max=100_000, help="Number of nodes to resume on.")
     ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option("--gpus-per-node", metavar="N", min=1, max=1024, help="Go on with so many in each.")
+        int | None,
+        typer.Option("--gpus-per-node", metavar="N", min=1, max=1024, help="Number of devices per node to resume on."),
     ] = None,
     overrides: Overrides = None,
     from_scratch: Annotated[
-        bool, typer.Option("--from-scratch", help="Train anew where no checkpoint can be loaded any more.")
+        bool, typer.Option("--from-scratch", help="Restart training from step 0 if no checkpoint can be loaded.")
     ] = False,
     new_code: Annotated[
-        bool, typer.Option("--new-code", help="Go on with the code of code.path as it is now, not as it was submitted.")
+        bool, typer.Option("--new-code", help="Use the current code of code.path instead of the submitted snapshot.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the exact text that would be sent. Writes and sends nothing.")
+        bool, typer.Option("--dry-run", help="Print the rendered job without changing or submitting anything.")
     ] = False,
     trust_owner: TrustOwner = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a run from its newest sound checkpoint, with fresh restart budgets.
+    """Resume a run from its latest valid checkpoint, with fresh restart budgets.
 
-    Says why the last attempt ended, which checkpoint it takes, how many steps are trained again and which damaged
-    checkpoints it passed over; then asks the scheduler, as submit does, whether the job can run, and when.
-    Prints the run id on stdout.
+    Shows why the last attempt ended, which checkpoint is used, how many steps are repeated and which damaged
+    checkpoints were skipped; then checks with the scheduler, as submit does, whether and when the job can run.
+    Prints the run id to stdout.
 
-    With --nodes, --gpus-per-node or --set it is planned anew before anything is queued: the same samples at every
-    step and the same global batch, in a layout that fits. What is trained cannot be changed.
+    With --nodes, --gpus-per-node or --set the run is planned again before it is submitted: the same samples and the
+    same global batch at every step, in a layout that fits. Keys that change what is trained are rejected.
     """
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.cli.submit import useful_commands
@@ -95,7 +96,7 @@ def command(
     prospect = _prospect(found, record, report, scheduler)
     for note in (*not_checked, *prospect.notes):
         warn(note)
-    if not as_json:  # of a change that the text does not hold, the table above has told
+    if not as_json:  # a change that is not part of the job text is in the table above
         show_before_resuming(prospect, changed or None if resize is not None and resize.changes else changed)
     confirm("Resume?", yes)
     submission = resume(found, from_scratch=from_scratch, resize=resize).submission
@@ -108,7 +109,10 @@ def command(
 
 
 def _prospect(run: RunDir, record: RunRecord, report: ResumeReport, scheduler: Backend) -> SubmissionSummary:
-    """The same questions as before a first submission. Raises SchedulerError before anything has changed."""
+    """Return the summary of the new submission after the checks of `submit`.
+
+    Raises SchedulerError before anything has changed.
+    """
     from scaletrain_cli.launch.backends.base import SubmissionSummary
     from scaletrain_cli.launch.shared_folder import room_notes
     from scaletrain_cli.rundir.checkpoints import committed_folders
@@ -117,7 +121,7 @@ def _prospect(run: RunDir, record: RunRecord, report: ResumeReport, scheduler: B
     spec, plan = record.spec, record.plan
     outlook = scheduler.preflight(spec, plan, run, record.code)
     room = room_notes(spec, plan, run.path.parent, there=len(committed_folders(checkpoint_folder(run, spec))))
-    # Of checkpoints that are not seen here, about as many steps are done as the pods have printed.
+    # If the checkpoints are not visible here, estimate progress from the steps that the pods printed.
     step = report.checkpoint.step if report.checkpoint is not None else int(report.job.progress.get("step", 0))
     return SubmissionSummary(spec, plan, outlook.start, step, (*outlook.notes, *room), record.code)
 

@@ -1,4 +1,4 @@
-"""`scaletrain rm`: delete runs that are over."""
+"""`scaletrain rm`: delete runs that have ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from scaletrain_cli.cli.completion import complete_run
 from scaletrain_cli.cli.options import AsJson, Yes
 from scaletrain_cli.errors import ExitCode, Problem, ScaletrainError, UsageError
-from scaletrain_cli.text import visible
+from scaletrain_cli.text import counted, visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.remove import Removal
@@ -24,22 +24,24 @@ def command(
         list[str],
         typer.Argument(
             metavar="RUN...",
-            help="Run ids, beginnings of them, or run directories; or sweeps, for all of their runs.",
+            help="Run ids, unique prefixes of run ids, run directories, or sweeps (all of their runs).",
             show_default=False,
             autocompletion=complete_run,
         ),
     ],
     checkpoints: Annotated[
-        bool, typer.Option("--checkpoints", help="Also delete their checkpoints in checkpoint.dir; else these stay.")
+        bool, typer.Option("--checkpoints", help="Also delete checkpoints in checkpoint.dir (default: keep them).")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted, and delete nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be deleted without deleting anything.")
+    ] = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete runs that are over: run directory, logs, checkpoints in it, and what is left of the job in the cluster.
+    """Delete runs that have ended: run directory, logs, checkpoints in it, and objects of the job left in the cluster.
 
-    An active run and another user's run are refused, and then none is deleted. Asks once; where nobody can be asked,
-    --yes is needed. Datasets, code shared with other runs and Weights & Biases are left alone.
+    Deletes nothing if one of the runs is active or belongs to another user. Asks for confirmation once; without a
+    terminal, --yes is required. Datasets, code shared with other runs and Weights & Biases data are kept.
     """
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.remove import plan_removal, remove, remove_leftovers
@@ -52,16 +54,16 @@ def command(
         say(_line(one))
         if one.checkpoints is not None and not checkpoints:
             warn(
-                f"its checkpoints stay in {one.checkpoints} ({bytes_text(one.kept_bytes)}); --checkpoints deletes them"
+                f"its checkpoints in {one.checkpoints} stay ({bytes_text(one.kept_bytes)}); --checkpoints deletes them"
             )
     total = sum(one.bytes for one in found)
     if dry_run:
         _answer(as_json, found, dry_run=True)
-        say(f"{_count(found)} would be deleted, {bytes_text(total)}")
+        say(f"{counted(len(found), 'run')} would be deleted, {bytes_text(total)}")
         return
     if not yes and not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError("nobody can be asked here whether to delete this.", remedy="Add --yes to delete it.")
-    confirm(f"Delete {_count(found)}, {bytes_text(total)}? This cannot be undone.", yes)
+        raise UsageError("cannot ask for confirmation without a terminal.", remedy="Add --yes to delete the runs.")
+    confirm(f"Delete {counted(len(found), 'run')}, {bytes_text(total)}? This cannot be undone.", yes)
     done: list[Removal] = []
     failed: list[tuple[str, ScaletrainError]] = []
     for one in found:
@@ -76,7 +78,7 @@ def command(
     remove_leftovers(runs_root())
     _answer(as_json, done, dry_run=False)
     if done:
-        say(f"deleted {_count(done)}, {bytes_text(sum(one.bytes for one in done))}")
+        say(f"deleted {counted(len(done), 'run')}, {bytes_text(sum(one.bytes for one in done))}")
     if len(failed) == 1:
         raise failed[0][1]
     if failed:
@@ -87,7 +89,7 @@ def command(
 
 
 def _chosen(names: list[str]) -> list[RunDir]:
-    """Return each run once, in the order given. Raises UsageError."""
+    """Return the runs without duplicates, in the order given. Raises UsageError."""
     from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
 
     chosen: dict[str, RunDir] = {}
@@ -103,10 +105,6 @@ def _line(one: Removal) -> str:
 
     newest = "no checkpoint" if one.newest_checkpoint is None else f"newest checkpoint step {one.newest_checkpoint}"
     return f"{one.run_id}: {one.state}, {newest}, {bytes_text(one.bytes)}"
-
-
-def _count(found: list[Removal]) -> str:
-    return f"{len(found)} run" if len(found) == 1 else f"{len(found)} runs"
 
 
 def _answer(as_json: bool, found: list[Removal], *, dry_run: bool) -> None:

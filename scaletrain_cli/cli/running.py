@@ -1,7 +1,7 @@
-"""One command line from its words to its exit code: what goes wrong becomes a message, or the envelope of ``--json``.
+"""Run one command line: exceptions become error messages, the envelope of ``--json`` and exit codes.
 
-Every exception ends here. One that is not of the user's or the system's making is a bug: its traceback goes to a file
-of this user, or to stderr where SCALETRAIN_TRACEBACK is set.
+An unexpected exception is a bug: its traceback is written to a file of the user, or to stderr if SCALETRAIN_TRACEBACK
+is set.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _CODES = {_TIMED_OUT: "timeout", INTERRUPTED: "interrupted"} | {
         ExitCode.DO_NOT_REQUEUE: "do-not-requeue",
     }.items()
 }
-# Answers whose schema had its name before the envelope.
+# Schemas whose names differ from the verb.
 _SCHEMAS = {"preflight": "scaletrain.preflight-report/v1"}
 
 
 class EndedError(ScaletrainError):
-    """A verb ended with an exit code of its own and has shown why."""
+    """A verb ended with this exit code and has already printed the reason."""
 
     def __init__(self, exit_code: int, message: str | None = None, *, code: str | None = None, **more: Any) -> None:
-        meaning = {_TIMED_OUT: "the time given was not enough", INTERRUPTED: "interrupted"} | {
+        meaning = {_TIMED_OUT: "timed out", INTERRUPTED: "interrupted"} | {
             known.value: text for known, text in MEANINGS.items()
         }
         super().__init__(message or meaning.get(exit_code, f"ended with exit code {exit_code}"), **more)
@@ -63,11 +63,11 @@ def run(words: Sequence[str]) -> int:
     code = ExitCode.DONE if error is None else error.exit_code
     try:
         if error is not None and not isinstance(error, EndedError | DeclinedError):
-            _show(error)  # in words, also beside the envelope
+            _show(error)  # as text on stderr, also with --json
         if as_json and (error is not None or not _shows_help(words)):
             code = _write_envelope(words, error)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of stdout has left, as in `| head`
+    except BrokenPipeError:  # stdout was closed, as by `| head`
         _drop_stdout()
     except OSError as full:
         _drop_stdout()
@@ -78,13 +78,13 @@ def run(words: Sequence[str]) -> int:
 
 
 def asks_for_json(words: Sequence[str]) -> bool:
-    """Return whether ``--json`` is among the options, however wrong the rest of the command line is."""
+    """Return True if ``--json`` is among the options, even if the rest of the command line is invalid."""
     options = words[: words.index("--")] if "--" in words else words
     return "--json" in options
 
 
 def _shows_help(words: Sequence[str]) -> bool:
-    """Return whether a command line that went well printed help or the version, which are text in any case."""
+    """Return True if the command line prints help or the version, which are always text."""
     return bool({"--help", "-h", "--version"} & set(words))
 
 
@@ -95,7 +95,7 @@ def schema_of(words: Sequence[str]) -> str:
 
 
 def _invoked(words: Sequence[str]) -> ScaletrainError | None:
-    """Run the verb; return what it ended with, None where all went well. Raises nothing."""
+    """Run the verb and return its error, or None on success. Raises nothing."""
     try:
         code = app(list(words), prog_name="scaletrain", standalone_mode=False)
     except ScaletrainError as error:
@@ -104,31 +104,31 @@ def _invoked(words: Sequence[str]) -> ScaletrainError | None:
         return EndedError(end.code) if isinstance(end.code, int) and end.code else None
     except KeyboardInterrupt:
         return EndedError(INTERRUPTED)
-    except typer.Abort:  # the end of stdin, where an answer was asked for
+    except typer.Abort:  # end of stdin at a prompt
         return EndedError(INTERRUPTED, "no answer was given", code="declined")
     except _ClickUsageError as error:
         return _of_command_line(error, words)
     except BrokenPipeError:
         _drop_stdout()
-        return EndedError(ExitCode.CRASHED, "the reader of the output has left", code="io")
+        return EndedError(ExitCode.CRASHED, "stdout was closed by its reader", code="io")
     except Exception as error:
         return known_error(error, _doing(error, words))
     return EndedError(code) if isinstance(code, int) and code else None
 
 
 def _doing(error: Exception, words: Sequence[str]) -> str:
-    """Return what was being done; a full disk without a file's name is that behind stdout."""
+    """Return what failed; a full disk without a file name means that stdout could not be written."""
     if isinstance(error, OSError) and error.filename is None and (is_full(error) or error.errno == errno.EIO):
         return "the answer could not be written"
     return " ".join(verb_words(words))
 
 
 def _of_command_line(error: Any, words: Sequence[str]) -> ScaletrainError:
-    """Return an unknown option or a missing argument as an error, shown as the parser shows it, with the usage."""
+    """Print the parser's message with the usage, and return it as an error."""
     error.show()
     option = getattr(error, "option_name", None) or next(iter(getattr(getattr(error, "param", None), "opts", ())), "")
     verb = " ".join(("scaletrain", *verb_words(words)))
-    message = error.format_message() if error.message else "a verb is missing."
+    message = error.format_message() if error.message else "missing command."
     problem = Problem("command line", option, message, hint=f"See `{verb} --help`.")
     return EndedError(error.exit_code, message, code="usage", problems=(problem,))
 
@@ -139,7 +139,7 @@ def _write_envelope(words: Sequence[str], error: ScaletrainError | None) -> int:
 
     try:
         text = envelope_text(schema_of(words), error)
-    except (TypeError, ValueError) as bug:  # an answer that JSON cannot hold
+    except (TypeError, ValueError) as bug:  # not representable as JSON
         forget_answer()
         error = error_of_bug(bug)
         text = envelope_text(schema_of(words), error)
@@ -148,7 +148,7 @@ def _write_envelope(words: Sequence[str], error: ScaletrainError | None) -> int:
 
 
 def _show(error: ScaletrainError) -> None:
-    """Print the error on stderr, which may be gone or full as well."""
+    """Print the error to stderr, ignoring errors of stderr."""
     from scaletrain_cli.ui.errors import show
 
     with contextlib.suppress(OSError):
@@ -156,6 +156,6 @@ def _show(error: ScaletrainError) -> None:
 
 
 def _drop_stdout() -> None:
-    """Send what is still to be written to stdout nowhere; Python would complain when it closes the stream."""
+    """Redirect stdout to /dev/null, so that Python does not fail when it closes the stream."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,11 +11,11 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 def command(as_json: AsJson = False) -> None:
     """Print the JSON Schema of the run spec, for editors.
 
-    Save it (scaletrain schema > scaletrain.schema.json) and put this line on top of a spec:
+    Save it (scaletrain schema > scaletrain.schema.json) and add this line at the top of a spec:
 
     # yaml-language-server: $schema=scaletrain.schema.json
 
-    With --json the schema is the key `json_schema` of the usual answer.
+    With --json the schema is the value of the key `json_schema`.
     """
     from scaletrain_cli.spec import json_schema
     from scaletrain_cli.ui.json import print_json, write_json

@@ -1,4 +1,4 @@
-"""`scaletrain status`: how a run or a sweep is doing and how attempts ended; or how the cluster is doing."""
+"""`scaletrain status`: the state of a run, a sweep or the cluster."""
 
 from __future__ import annotations
 
@@ -35,41 +35,42 @@ def command(
         str | None,
         typer.Argument(
             metavar="[RUN]",
-            help="Run id or directory, or a sweep; else the newest run. With --cluster: which of your clusters.yaml; "
-            "else its default.",
+            help="Run id, run directory or sweep (default: the newest run). With --cluster: cluster of clusters.yaml "
+            "(default: its default cluster).",
             show_default=False,
             autocompletion=complete_run,
         ),
     ] = None,
     wait: Annotated[
         str | None,
-        typer.Option("--wait", metavar="TIME", help="Wait until the run has ended, at most this long, as in 30m."),
+        typer.Option("--wait", metavar="TIME", help="Wait until the run has ended, at most this long, e.g. 30m."),
     ] = None,
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="The cluster instead: GPUs, nodes, my quota, my jobs in the queue.")
+        bool,
+        typer.Option("--cluster", help="Show the cluster instead: GPUs, nodes, your quota, your jobs in the queue."),
     ] = False,
     scheduler: Annotated[
         str | None,
         typer.Option(
             "--scheduler",
             metavar="NAME",
-            help="With --cluster: slurm, kubernetes or local; else what clusters.yaml or this machine has.",
+            help="With --cluster: slurm, kubernetes or local (default: from clusters.yaml, or detected).",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a run is doing, and how its attempts ended; or with --cluster what the cluster has, and for me.
+    """Show the state of a run and how its attempts ended; with --cluster, show the cluster.
 
-    Of a sweep, how each of its runs is doing. With --wait the exit code is the run's own, and 124 when it did not end
-    in time; of a sweep it is that of the first run that has not finished. Without, 0.
+    For a sweep, show the state of each of its runs. With --wait the exit code is that of the run, or 124 on timeout;
+    for a sweep, it is that of the first run that did not finish. Without --wait it is 0.
     """
     if cluster:
         if wait is not None:
-            raise UsageError("--cluster is about the cluster: give no --wait with it.")
+            raise UsageError("--wait cannot be combined with --cluster.")
         _show_cluster(run, scheduler, as_json)
         return
     if scheduler is not None:
-        raise UsageError("--scheduler says whose view --cluster shows. Give both, or neither.")
+        raise UsageError("--scheduler requires --cluster.")
     from scaletrain_cli.launch.attempts import read_attempts
     from scaletrain_cli.launch.status import run_status
     from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
@@ -109,7 +110,7 @@ def _show_cluster(name: str | None, scheduler: str | None, as_json: bool) -> Non
 
 
 def _cluster(name: str | None, scheduler: str | None) -> ClusterSpec:
-    """The user's cluster of that name, or the default one, unless another scheduler was asked for."""
+    """Return the named or default cluster of clusters.yaml, or one of ``scheduler``. Raises UsageError."""
     from scaletrain_cli.launch.backends.registry import usual_backend
     from scaletrain_cli.spec import ClusterSpec, load_cluster
     from scaletrain_cli.spec.backend_traits import backend_names
@@ -154,7 +155,7 @@ def _newest() -> RunDir:
 
     runs = list_runs()
     if not runs:
-        raise UsageError(f"there are no runs under {runs_root()}. `scaletrain submit SPEC` starts one.")
+        raise UsageError(f"no runs under {runs_root()}. Run `scaletrain submit SPEC` to start one.")
     return max(runs, key=lambda run: run.record.stat().st_mtime)
 
 
@@ -162,7 +163,7 @@ _POLL_SECONDS_PER_RUN = 0.2  # of hundreds, each of which is a question to the c
 
 
 def _show_sweep(sweep: Sweep, wait_seconds: float | None, as_json: bool) -> int:
-    """Returns the exit code: with a wait 0 where all runs have finished, 124 where not all ended in time."""
+    """Show a sweep and return the exit code: with a wait 0 if all runs finished, 124 on timeout."""
     from scaletrain_cli.launch.sweep_status import exit_code_of_all, look_at
 
     if wait_seconds is None:
@@ -182,7 +183,7 @@ def _show_sweep(sweep: Sweep, wait_seconds: float | None, as_json: bool) -> int:
 
 
 def _wait_for_sweep(sweep: Sweep, seconds: float) -> tuple[SweepStatus, bool]:
-    """How it stands in the end, and whether that was in time."""
+    """Return the last status of the sweep, and whether all its runs ended within ``seconds``."""
     from scaletrain_cli.launch.sweep_status import look_again, look_at
     from scaletrain_cli.ui.live import StatusLine
 

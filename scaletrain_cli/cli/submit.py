@@ -39,48 +39,50 @@ def command(
     run_id: Annotated[
         str | None,
         typer.Option(
-            "--run-id", metavar="ID", help="Name of the run; submitting the same spec under it again does nothing."
+            "--run-id",
+            metavar="ID",
+            help="Run id to use; submitting the same spec again under the same id has no effect.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the exact text that would be sent. Creates and sends nothing.")
+        bool, typer.Option("--dry-run", help="Print the rendered job without creating or submitting anything.")
     ] = False,
     output: Annotated[
         Literal["script", "yaml", "json"] | None,
-        typer.Option("--output", help="As --dry-run, in this form: a script for Slurm, YAML for Kubernetes, or JSON."),
+        typer.Option("--output", help="Like --dry-run, in this format: script (Slurm), yaml (Kubernetes) or json."),
     ] = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="First ask as many nodes as planned whether they fit the plan (Slurm).")
+        bool, typer.Option("--probe", help="First run a short job that checks the nodes against the plan (Slurm).")
     ] = False,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
             "--sweep",
             metavar="KEY=A,B",
-            help="One run for each value, as in training.optimizer.lr=1e-4,3e-4; repeatable: for each combination.",
+            help="Submit one run per value, e.g. training.optimizer.lr=1e-4,3e-4; repeat for all combinations.",
             autocompletion=complete_setting,
         ),
     ] = None,
     max_concurrent: Annotated[
         int | None,
-        typer.Option("--max-concurrent", metavar="N", min=1, help="Of a sweep, run so many at a time."),
+        typer.Option("--max-concurrent", metavar="N", min=1, help="Maximum number of concurrent sweep runs."),
     ] = None,
     trust_owner: TrustOwner = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan a run and hand it to the scheduler that the spec names.
+    """Plan a run and submit it to the scheduler named in the spec.
 
-    Prints the run id on stdout, everything else on stderr. Asks before it submits, on a terminal only.
+    Prints the run id to stdout and everything else to stderr. On a terminal, asks for confirmation first.
 
-    With --sweep every point is planned and checked before any is queued, and all of them are, or none. Each is a run of
-    its own, named after its values.
+    With --sweep, all points are planned and checked before the first is submitted; either all are submitted or none.
+    Each point is a separate run, named after its values.
     """
     dry_run = dry_run or output is not None
     if output is not None and sweep:
-        raise UsageError("--output is about one run. Use --sweep with --dry-run, which prints every text.")
+        raise UsageError("--output cannot be combined with --sweep. Use --dry-run, which prints every job.")
     if max_concurrent is not None and not sweep:
-        raise UsageError("--max-concurrent is about the runs of a --sweep. Give both, or neither.")
+        raise UsageError("--max-concurrent requires --sweep.")
     if sweep:
         from scaletrain_cli.launch.sweep import MOST_POINTS
         from scaletrain_cli.spec.source import variants
@@ -88,7 +90,7 @@ def command(
         points = variants(sweep, SWEEP_OPTION, MOST_POINTS)
         if len(points) > 1:
             if probe:
-                raise UsageError("--probe asks the nodes for one run. Submit one without --sweep first.")
+                raise UsageError("--probe cannot be combined with --sweep. Probe with a single run first.")
             submit_points(
                 spec,
                 overrides or (),
@@ -172,7 +174,7 @@ def command(
 
 
 def _submitted_before(run_id: str) -> Submission | None:
-    """Of this very run: there is nothing to ask the scheduler, or the user, then."""
+    """Return the submission of an existing run with this id, or None if there is none to reuse."""
     from scaletrain_cli.launch.submit import open_request, read_submission
     from scaletrain_cli.rundir.paths import RunDir, runs_root
 
@@ -197,11 +199,11 @@ def _tell(made: CreatedRun, submission: Submission, told_before: dict[str, objec
 
 
 def useful_commands(run_id: str, path: Path) -> dict[str, str]:
-    """What one does next with a run, by purpose."""
+    """Return follow-up commands for a run, by purpose."""
     return {
-        "how it is doing": f"scaletrain status {run_id}",
-        "what it prints": f"scaletrain logs {run_id} --follow",
-        "stop it": f"scaletrain cancel {run_id}",
+        "show its state": f"scaletrain status {run_id}",
+        "show its output": f"scaletrain logs {run_id} --follow",
+        "cancel it": f"scaletrain cancel {run_id}",
     }
 
 
@@ -221,7 +223,7 @@ def submit_points(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Prints the run ids on stdout, one a line."""
+    """Submit the runs of a sweep and print their run ids to stdout, one per line."""
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.resource_checks.checks import require_external
@@ -235,7 +237,9 @@ def submit_points(
     sweep, planned = _plan_points(spec, overrides, points, cluster, run_id)
     section = planned[0].spec.cluster
     if len({point.spec.cluster.scheduler for point in planned}) > 1:
-        raise UsageError(f"{SWEEP_OPTION} cluster.scheduler: one sweep goes to one scheduler. Submit one for each.")
+        raise UsageError(
+            f"{SWEEP_OPTION} cluster.scheduler: all runs of a sweep use one scheduler. Submit one sweep per scheduler."
+        )
     scheduler = backend_for(section.scheduler)
     cap = scheduler.max_concurrent(section, max_concurrent, len(planned))
     snapshots = take_snapshots(planned)
@@ -305,7 +309,10 @@ def _plan_points(
     cluster: str | None,
     run_id: str | None,
 ) -> tuple[str, list[Point]]:
-    """The sweep's name and its points. Raises for the first one that cannot be, and says which."""
+    """Return the sweep's name and its planned points.
+
+    Raises SpecError or InfeasibleError for the first invalid point; the message names its values.
+    """
     import time
 
     from scaletrain_cli.cli.options import load_varied

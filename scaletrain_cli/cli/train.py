@@ -1,4 +1,4 @@
-"""`scaletrain train`: a run in the foreground of this terminal."""
+"""`scaletrain train`: run in the foreground of this terminal."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _LOOK_EVERY_SECONDS = 1.0
 def command(
     spec: SpecPath,
     overrides: Overrides = None,
-    run_id: Annotated[str | None, typer.Option("--run-id", metavar="ID", help="Name of the run.")] = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", metavar="ID", help="Run id to use.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run on this machine and wait for the end. The exit code is the run's own.
+    """Train on this machine and wait until the run ends. The exit code is that of the run.
 
-    Ctrl-C does what a preemption does: the step is finished, a checkpoint is committed, and the exit code is 75.
-    `scaletrain resume` continues it. Prints the run id on stdout.
+    Ctrl-C acts as a preemption: the current step is finished, a checkpoint is committed, and the exit code is 75.
+    `scaletrain resume` continues the run. Prints the run id to stdout.
     """
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.code.snapshot import take_snapshot
@@ -54,7 +54,7 @@ def command(
     run_spec = load_spec(spec, [*(overrides or ()), f"cluster.scheduler={DEFAULT}"])
     plan, snapshot = plan_for_engine(run_spec, spec), take_snapshot(run_spec)
     backend = backend_for(DEFAULT)
-    require_external(run_spec, snapshot)  # of a local run nothing is out of sight
+    require_external(run_spec, snapshot)  # everything is visible to a local run
     for note in backend.preflight(run_spec, plan).notes:
         warn(note)
     require_writable(runs_root(), "no run can be started")
@@ -62,7 +62,7 @@ def command(
         warn(note)
     show_plan_summary(run_spec, plan)
     made = create_run(run_spec, plan, run_id, snapshot=snapshot)
-    say(f"run directory {made.run.path}; ctrl-C saves and stops")
+    say(f"run directory {made.run.path}; Ctrl-C saves a checkpoint and stops")
     if not as_json:
         typer.echo(visible(made.run.run_id))
     with StatusLine() as line:
@@ -77,12 +77,12 @@ def command(
     end = f"{status.state} at step {status.step} of {status.total_steps}, exit code {code}"
     say(f"{end}; {measured}" if measured else end)
     if code == ExitCode.PREEMPTED:
-        say(f"stopped with its state saved; `scaletrain resume {made.run.run_id}` continues it")
+        say(f"stopped, checkpoint saved; `scaletrain resume {made.run.run_id}` continues the run")
     raise typer.Exit(code)
 
 
 class Watcher:
-    """Turns what appears in the run directory into the live line, and events into lasting ones."""
+    """Show the run directory of a foreground run: a live status line, and one permanent line per event."""
 
     def __init__(self, run: RunDir, line: StatusLine) -> None:
         self._run, self._line = run, line
@@ -90,14 +90,14 @@ class Watcher:
         self._looked = 0.0
 
     def look(self) -> None:
-        """Called some times a second; looks once a second."""
+        """Update the line at most once per second."""
         if time.monotonic() - self._looked < _LOOK_EVERY_SECONDS:
             return
         self._looked = time.monotonic()
         self.finish()
 
     def finish(self) -> RunStatus:
-        """Look now."""
+        """Update the line now and return the status."""
         from scaletrain_cli.launch.status import run_status
         from scaletrain_cli.rundir.journal import read_events
 

@@ -1,4 +1,4 @@
-"""`scaletrain validate`: is the spec right, and was it understood as it was meant?"""
+"""`scaletrain validate`: check a run spec and show the resolved settings."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
 
 def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = None, as_json: AsJson = False) -> None:
-    """Check a run spec and say what was understood. All problems are listed at once.
+    """Validate a run spec and show the resolved settings. Lists all problems at once.
 
-    What the spec names and this machine does not have is a warning here, and refused by submit.
+    Files and names that are missing on this machine are warnings here and errors in submit.
 
-    With --json: {"valid", "problems", "spec", "missing", "not_checked"}; the spec is complete with every default and
-    derived dimension.
+    With --json: {"valid", "problems", "spec", "missing", "not_checked"}; the spec includes every default and derived
+    dimension.
     """
     from scaletrain_cli.launch.resource_checks.checks import check_external
     from scaletrain_cli.plan.catalogue.hardware import find_accelerator
@@ -47,6 +47,6 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
 
     show_summary(run, STDIN if str(spec) == "-" else str(spec))
     for problem in found.problems:
-        warn(f"submit would refuse this from here: {problem}")
+        warn(f"submit would reject this: {problem}")
     for note in found.notes:
         warn(note)

@@ -200,7 +200,7 @@ class KubernetesSpec(BackendSection):
 
 """
 
-    starting_note: ClassVar[str] = "its namespace, queue and image are yours to put in: the lines below `kubernetes:`"
+    starting_note: ClassVar[str] = "set your namespace, queue and image in the lines below `kubernetes:`"
 
     namespace: LabelName = "default"
     context: Text | None = Field(default=None, description="of the kubeconfig; null: the current one")

@@ -64,13 +64,13 @@ def test_a_flipped_bit_is_found_and_its_file_named(folder: Path) -> None:
         "step-00000040/rank-00000.pt: content does not match its hash",
         "step-00000050/manifest.json: not the manifest of a checkpoint",
     ]
-    assert "4 of 6 checkpoints are sound" in verified.err
+    assert "4 of 6 checkpoints are valid" in verified.err
     assert scaletrain("checkpoint", "verify", "r1", "--step", "30").code == 0
     one = scaletrain("checkpoint", "verify", "r1", "--step", "40", "--json")
     assert (one.code, one.data["sound"]) == (ExitCode.CRASHED, False)
     missing = scaletrain("checkpoint", "verify", "r1", "--step", "41")
     assert missing.code == ExitCode.USAGE
-    assert "--step 41: there is no such checkpoint" in missing.err
+    assert "--step 41: no such checkpoint" in missing.err
 
 
 def test_pruning_keeps_what_was_asked_for_the_newest_clean_one_and_each_mth(folder: Path) -> None:
@@ -114,7 +114,7 @@ def test_an_active_run_is_not_pruned(folder: Path, job: Job, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("options", "code", "expected"),
     [
-        (["--step", "41"], ExitCode.USAGE, "--step 41: there is no such checkpoint"),
+        (["--step", "41"], ExitCode.USAGE, "--step 41: no such checkpoint"),
         (
             ["--step", "40"],
             ExitCode.CRASHED,

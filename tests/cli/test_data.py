@@ -38,7 +38,7 @@ def test_text_is_tokenized_once() -> None:
     assert Path(first.data["path"]).is_dir()
     again = prepare(text.name)
     assert (again.code, again.out) == (0, f"{first.data['path']}\n")
-    assert "tokens to train on" in again.err
+    assert "training tokens" in again.err
 
 
 def test_a_source_that_is_not_there_ends_with_2_and_says_so() -> None:

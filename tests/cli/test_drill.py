@@ -56,14 +56,14 @@ def test_where_the_undisturbed_run_fails_nothing_is_drilled() -> None:
     env = json.dumps({"FAKE": json.dumps({"die": {"*:*": 93}})})
     ended = scaletrain("drill", "sigkill", "--spec", SMALL, "--set", f"env={env}", "--steps", "12", "--timeout", "60s")
     assert (ended.code, ended.out) == (ExitCode.CRASHED, "")
-    assert "the run that nothing was done to did not finish but failed" in " ".join(ended.err.split())
+    assert "the undisturbed run did not finish (failed)" in " ".join(ended.err.split())
 
 
 def test_a_run_that_never_ends_is_cancelled() -> None:
     env = json.dumps({"FAKE": json.dumps({"steps": 10_000, "step_seconds": 0.05})})
     ended = scaletrain("drill", "sigkill", "--spec", SMALL, "--set", f"env={env}", "--steps", "12", "--timeout", "1s")
     assert ended.code == ExitCode.CRASHED
-    assert "did not finish but cancelled" in " ".join(ended.err.split())
+    assert "did not finish (cancelled)" in " ".join(ended.err.split())
 
 
 def test_the_kinds_are_listed_without_starting_any() -> None:
@@ -81,7 +81,7 @@ def test_the_kinds_are_listed_without_starting_any() -> None:
         (["--timeout", "soon"], ExitCode.USAGE, "--timeout soon: must be a duration"),
         (["--gpus-per-node", "3"], ExitCode.INFEASIBLE, "must be a multiple of 3 data-parallel ranks"),
         (["--set", "training.nonsense=1"], ExitCode.USAGE, "training.nonsense"),
-        (["--set", "code.engine=mine.train"], ExitCode.USAGE, "Add --set code={} to drill the cluster"),
+        (["--set", "code.engine=mine.train"], ExitCode.USAGE, "Add --set code={} to run the drills"),
     ],
 )
 def test_what_cannot_be_drilled_is_refused_before_anything_starts(

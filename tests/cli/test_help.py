@@ -54,7 +54,7 @@ def test_each_verb_documents_itself_and_its_exit_codes(arguments: list[str]) -> 
         (["logs", "a", "--rank", "-1"], "'--rank'"),
         (["data", "prepair"], "prepair"),
         (["checkpoint", "prune", "a", "--keep", "0"], "'--keep'"),
-        (["drill", "earthquake"], "no such drill: earthquake. There are: exception, sigterm, "),
+        (["drill", "earthquake"], "unknown drill: earthquake. Available drills: exception, sigterm, "),
         ([], "Usage: scaletrain"),
         (["data"], "Usage: scaletrain data"),
     ],

@@ -205,7 +205,7 @@ def test_a_state_that_is_none_is_refused_and_an_empty_answer_says_so() -> None:
     assert (wrong.code, "Did you mean running? Use active, cancelled" in wrong.err) == (ExitCode.USAGE, True)
     none = scaletrain("list", "--state", "failed")
     assert (none.code, none.out) == (0, "")
-    assert "none of 1 runs" in none.err
+    assert "none of the 1 run" in none.err
 
 
 def test_a_healthy_run_is_not_said_to_have_lost_anything(process: ProcessIdentity) -> None:

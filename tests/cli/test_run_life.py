@@ -282,7 +282,7 @@ def test_no_runs_is_no_error_for_list_and_one_for_status() -> None:
     assert (listed.code, listed.out) == (0, "")
     assert "no runs under" in listed.err
     assert scaletrain("list", "--json").data["runs"] == []
-    assert "there are no runs under" in scaletrain("status").err
+    assert "no runs under" in scaletrain("status").err
 
 
 def test_a_runs_root_that_cannot_be_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

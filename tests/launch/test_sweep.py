@@ -204,7 +204,7 @@ def test_a_sweep_of_one_value_is_a_plain_submission(slurm: Recorded) -> None:
 def test_a_point_that_cannot_be_keeps_all_of_them_from_the_queue(slurm: Recorded) -> None:
     for sweep, code, said in (
         ("training.optimizer.lr=1e-3,fast", 2, "--sweep training.optimizer.lr"),
-        ("cluster.scheduler=slurm,local", 2, "one sweep goes to one scheduler"),
+        ("cluster.scheduler=slurm,local", 2, "all runs of a sweep use one scheduler"),
         ("layout.context_parallel=1,2", 3, "layout.context_parallel=2: "),
     ):
         ended = scaletrain("submit", SMALL, "--yes", "--set", "cluster.scheduler=slurm", "--sweep", sweep)

@@ -348,15 +348,15 @@ class KubernetesBackend(Backend):
         """Yield whether the API server answers. It is asked only where a context names it."""
         name = self.name
         if not is_configured():
-            yield Check(name, "none", "no kubeconfig", "scheduler: kubernetes needs one; set $KUBECONFIG")
+            yield Check(name, "none", "no kubeconfig", "required for cluster.scheduler: kubernetes; set $KUBECONFIG")
             return
         try:
             cluster = self.connect(None, "default")
             yield Check(name, "ok", f"{cluster.version(_CHECK_SECONDS)}, {cluster.where}")
         except UsageError as error:
-            yield Check(name, "none", "a kubeconfig, and no client", error.message)
+            yield Check(name, "none", "kubeconfig found, but no client", error.message)
         except SchedulerError as error:
-            yield Check(name, "warn", "the cluster of the current context cannot be asked", error.message)
+            yield Check(name, "warn", "the cluster of the current context does not answer", error.message)
 
     def _cluster(self, spec: RunSpec) -> Cluster:
         return self.connect(spec.cluster.kubernetes.context, spec.cluster.kubernetes.namespace)

@@ -100,7 +100,7 @@ def commands_check() -> Check:
         return Check("slurm", "none", "no sbatch", "scheduler: slurm needs it; scheduler: local works without")
     missing = [other for other in ("srun", "squeue", "scontrol", "sacct") if shutil.which(other) is None]
     if missing:
-        return Check("slurm", "warn", path, f"{', '.join(missing)} not found beside it; check PATH")
+        return Check("slurm", "warn", path, f"{', '.join(missing)} not found; check PATH")
     code, text = _first_words(["scontrol", "ping"])
     if code != 0:
         return Check("slurm", "warn", path, f"the controller does not answer: {text.splitlines()[0] if text else code}")
