@@ -1,4 +1,4 @@
-"""The architecture: which room may import which, and what a verb that only reads may load.
+"""The architecture: which package may import which, and what a verb that only reads may load.
 
 The import graph is read with ``ast`` from the files as they are; nothing is imported for it.
 """
@@ -6,12 +6,14 @@ The import graph is read with ``ast`` from the files as they are; nothing is imp
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ PROJECT = Path(__file__).parent.parent
 PACKAGE = "scaletrain_cli"
 RECIPE = "recipes/llama-10m-cpu.yaml"
 
-# Beside these, every room may import what is in this layer.
+# Beside these, every package may import what is in this layer.
 BASE_LAYER = {
     "errors",
     "extras",
@@ -35,7 +37,7 @@ BASE_LAYER = {
     "unexpected",
     "__init__",
 }
-ROOMS_ALLOWED = {
+MAY_IMPORT = {
     "__main__": {"cli"},
     "cli": {"ui", "launch", "plan", "spec", "rundir", "worker"},
     "ui": {"launch", "plan", "spec", "rundir", "worker"},
@@ -59,7 +61,7 @@ ROOMS_ALLOWED = {
     "unexpected": set(),
     "__init__": set(),
 }
-# What a room may use beyond the standard library: each library has one home, and plan has none.
+# What a package may use beyond the standard library: each library has one home, and plan has none.
 LIBRARIES_ALLOWED = {
     "cli": {"click", "gpuhunt", "typer"},
     "ui": {"matplotlib", "rich"},
@@ -94,7 +96,7 @@ HELP_CPU_LIMIT_SECONDS = 0.200
 class Import:
     file: str  # relative to the project
     line: int
-    room: str  # of the file that imports
+    package: str  # of the file that imports
     target: str  # dotted module
     name: str | None  # the name taken from the target, if any
     at_module_level: bool
@@ -104,30 +106,30 @@ class Import:
         return self.target.partition(".")[0]
 
     @property
-    def target_room(self) -> str | None:
-        """The room that is imported; None outside the package."""
+    def target_package(self) -> str | None:
+        """The package that is imported; None outside the package."""
         parts = self.target.split(".")
         if parts[0] != PACKAGE:
             return None
         return parts[1] if len(parts) > 1 else "__init__"
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} {self.room} imports {self.target}" + (f".{self.name}" if self.name else "")
+        return f"{self.file}:{self.line} {self.package} imports {self.target}" + (f".{self.name}" if self.name else "")
 
 
 def imports_of(project: Path) -> Iterator[Import]:
     for path in sorted((project / PACKAGE).rglob("*.py")):
         parts = path.relative_to(project).with_suffix("").parts
         # `a/__init__.py` is the package `a`, and a relative import in it starts from there.
-        module, package = (parts[:-1], parts[:-1]) if parts[-1] == "__init__" else (parts, parts[:-1])
-        room = module[1] if len(module) > 1 else "__init__"
+        module, parent = (parts[:-1], parts[:-1]) if parts[-1] == "__init__" else (parts, parts[:-1])
+        package = module[1] if len(module) > 1 else "__init__"
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
         for node, at_module_level in walk(tree, at_module_level=True):
-            for target, name in targets(node, package):
-                if target == PACKAGE and name and (name in ROOMS_ALLOWED or is_module(project / PACKAGE / name)):
+            for target, name in targets(node, parent):
+                if target == PACKAGE and name and (name in MAY_IMPORT or is_module(project / PACKAGE / name)):
                     target, name = f"{PACKAGE}.{name}", None
                 yield Import(
-                    str(path.relative_to(project)), getattr(node, "lineno", 0), room, target, name, at_module_level
+                    str(path.relative_to(project)), getattr(node, "lineno", 0), package, target, name, at_module_level
                 )
 
 
@@ -151,13 +153,13 @@ def walk(node: ast.AST, at_module_level: bool) -> Iterator[tuple[ast.AST, bool]]
             yield from walk(child, runs)
 
 
-def targets(node: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
+def targets(node: ast.AST, parent: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
     """The modules that a statement imports, with the name that it takes from each; absolute."""
     match node:
         case ast.Import():
             yield from ((alias.name, None) for alias in node.names)
         case ast.ImportFrom():
-            base = package[: len(package) - node.level + 1] if node.level else ()
+            base = parent[: len(parent) - node.level + 1] if node.level else ()
             target = ".".join([*base, *([node.module] if node.module else [])])
             yield from ((target, alias.name) for alias in node.names)
         case ast.Call(
@@ -173,35 +175,60 @@ def violations(project: Path) -> list[str]:
 
 
 def broken_rules(found: Import) -> Iterator[str]:
-    room, target_room = found.room, found.target_room
-    if room not in ROOMS_ALLOWED:
-        yield f"the design knows no room {room!r}; it knows {', '.join(ROOMS_ALLOWED)}"
+    package, target_package = found.package, found.target_package
+    if package not in MAY_IMPORT:
+        yield f"unknown package {package!r}; known are {', '.join(MAY_IMPORT)}"
         return
-    if target_room is None:
-        if found.top in HEAVY and found.at_module_level and room != "engine":
+    if target_package is None:
+        if found.top in HEAVY and found.at_module_level and package != "engine":
             yield "heavy, so outside engine import it inside the function that needs it"
-        allowed = LIBRARIES_ALLOWED.get(room, set())
+        allowed = LIBRARIES_ALLOWED.get(package, set())
         if found.top not in sys.stdlib_module_names | allowed:
-            yield f"of libraries {room} may use {', '.join(sorted(allowed)) or 'the standard one only'}"
+            yield f"of libraries {package} may use {', '.join(sorted(allowed)) or 'the standard one only'}"
         return
-    if target_room not in {room} | base_layer_of(room) | ROOMS_ALLOWED[room]:
-        yield f"{room} may import {', '.join(sorted(ROOMS_ALLOWED[room])) or 'no other room'}"
-    elif room == "ui" and target_room in ROOMS_ALLOWED["ui"] and not (found.name or "")[:1].isupper():
-        yield "ui shows what it is given: of other rooms it may take classes only"
+    if target_package not in {package} | base_layer_of(package) | MAY_IMPORT[package]:
+        yield f"{package} may import {', '.join(sorted(MAY_IMPORT[package])) or 'no other package'}"
+    elif package == "ui" and target_package in MAY_IMPORT["ui"] and not (found.name or "")[:1].isupper():
+        yield "ui shows what it is given: of other packages it may take classes only"
 
 
-def base_layer_of(room: str) -> set[str]:
+def base_layer_of(package: str) -> set[str]:
     """The errors module imports the reasons alone of the package; everything else may import all of the base layer."""
-    return {"__init__"} if room == "errors" else BASE_LAYER
+    return {"__init__"} if package == "errors" else BASE_LAYER
 
 
-def test_every_room_imports_only_what_the_design_allows() -> None:
+def test_every_package_imports_only_what_it_may() -> None:
     assert not violations(PROJECT), "\n" + "\n".join(violations(PROJECT))
 
 
-def test_every_folder_of_the_package_is_a_room_of_the_design() -> None:
+@functools.cache
+def lines_for_types(file: str) -> frozenset[int]:
+    """Return the numbers of the lines within ``if TYPE_CHECKING``."""
+    tree = ast.parse((PROJECT / file).read_text(encoding="utf-8"))
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    return frozenset(
+        line for block in blocks for line in range(block.body[0].lineno, (block.body[-1].end_lineno or 0) + 1)
+    )
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports inside functions count too: they hide a cycle and do not undo it. Those for type checkers never run."""
+    modules = {
+        ".".join((path.parent if path.name == "__init__.py" else path.with_suffix("")).relative_to(PROJECT).parts): path
+        for path in (PROJECT / PACKAGE).rglob("*.py")
+    }
+    by_file = {str(path.relative_to(PROJECT)): module for module, path in modules.items()}
+    graph: dict[str, set[str]] = {module: set() for module in modules}
+    for found in imports_of(PROJECT):
+        target = f"{found.target}.{found.name}" if f"{found.target}.{found.name}" in modules else found.target
+        if target in modules and target != by_file[found.file] and found.line not in lines_for_types(found.file):
+            graph[by_file[found.file]].add(target)
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of the cycle
+
+
+def test_every_folder_is_in_the_table() -> None:
     found = {path.stem for path in (PROJECT / PACKAGE).iterdir() if path.is_dir() or path.suffix == ".py"}
-    assert found - {"__pycache__"} <= set(ROOMS_ALLOWED)
+    assert found - {"__pycache__"} <= set(MAY_IMPORT)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +266,7 @@ def test_every_folder_of_the_package_is_a_room_of_the_design() -> None:
         ("ui/tables.py", "from scaletrain_cli.plan import make_plan", "classes only"),
         ("ui/tables.py", "import scaletrain_cli.plan", "classes only"),
         ("errors.py", "from scaletrain_cli.spec import RunSpec", "errors may import reasons"),
-        ("utils/text.py", "import os", "knows no room 'utils'"),
+        ("utils/text.py", "import os", "unknown package 'utils'"),
     ],
 )
 def test_a_broken_rule_is_found(tmp_path: Path, file: str, source: str, expected: str) -> None:
@@ -267,8 +294,8 @@ def test_a_broken_rule_is_found(tmp_path: Path, file: str, source: str, expected
     ],
 )
 def test_a_kept_rule_is_not_reported(tmp_path: Path, file: str, source: str) -> None:
-    for room in ("cli", "engine", "launch", "plan", "spec", "ui"):
-        write_module(tmp_path, f"{room}/__init__.py", "")
+    for package in ("cli", "engine", "launch", "plan", "spec", "ui"):
+        write_module(tmp_path, f"{package}/__init__.py", "")
     write_module(tmp_path, "errors.py", "")
     write_module(tmp_path, file, source)
     assert violations(tmp_path) == []

@@ -1,0 +1,16 @@
+"""docs/architecture.md names files that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PROJECT = Path(__file__).parent.parent
+PAGE = (PROJECT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def test_every_file_and_package_of_the_page_exists() -> None:
+    named = set(re.findall(r"(?<![\w/<])((?:[a-z_]+/)*[a-z_]+\.py|(?:[a-z_]+/)+)(?=[^\w.]|$)", PAGE))
+    assert len(named) > 30
+    missing = {name for name in named if not (PROJECT / "scaletrain_cli" / name).exists()}
+    assert {name for name in missing if not (PROJECT / name).exists()} == set()
