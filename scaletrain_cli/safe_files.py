@@ -416,3 +416,11 @@ def _group_name(gid: int) -> str:
         return f"{grp.getgrgid(gid).gr_name} (gid {gid})"
     except KeyError:
         return f"gid {gid}"
+
+
+def expand_home(path: str) -> Path:
+    """Return a path that a user wrote, with a leading ``~`` or ``~user`` expanded.
+
+    An unknown user, or a missing home folder, leaves the text as it is, where ``Path.expanduser`` raises RuntimeError.
+    """
+    return Path(os.path.expanduser(path))

@@ -6,7 +6,6 @@ The steps depend on each other; this is the only order that works.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +39,7 @@ from scaletrain_cli.engine.parallel.pipeline import PipelineStage, keep_stage, p
 from scaletrain_cli.engine.parallel.sequence import attend_over_sequence_ranks, number_heads
 from scaletrain_cli.engine.parallel.tensor import shard_over_tensor_ranks
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.training import LayoutSpec
 
@@ -181,7 +181,7 @@ def _cut(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> Cau
 def _weights(spec: RunSpec, model: CausalLM, device: torch.device, resuming: bool) -> WeightSource:
     own = spec.transformer
     if own.weights is not None and not resuming:
-        return HuggingFaceFolder(Path(os.path.expanduser(own.weights)), outline(own))
+        return HuggingFaceFolder(expand_home(own.weights), outline(own))
     return ScaledInitialization(
         spec.training.seed, own.initializer_range, own.num_hidden_layers, model.residual_projections, device
     )

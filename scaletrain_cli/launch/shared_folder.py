@@ -11,6 +11,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 
 # Of the file systems that people keep runs on, these are on drives or in memory of one machine.
@@ -50,7 +51,7 @@ def room_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1, there:
     if not spec.cluster.traits.shared_run_directory:
         return []  # the nodes save on a volume of theirs, which need not be this one
     if spec.checkpoint.dir != "auto":
-        folder = Path(os.path.expanduser(spec.checkpoint.dir))
+        folder = expand_home(spec.checkpoint.dir)
     # The next one comes before the last of those kept goes.
     one, kept = plan.durability.checkpoint_bytes * runs, max(1, spec.checkpoint.keep + 1 - there)
     free = _free_bytes(folder)

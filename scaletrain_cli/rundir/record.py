@@ -30,7 +30,7 @@ from scaletrain_cli.spec.section import RECORDED
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
-from scaletrain_cli.safe_files import other_owner, require_own, require_writable, user_name
+from scaletrain_cli.safe_files import expand_home, other_owner, require_own, require_writable, user_name
 
 SCHEMA = "scaletrain.run/v1"
 REVISION_SCHEMA = "scaletrain.revision/v1"
@@ -55,9 +55,7 @@ class RunRecord:
 
 def checkpoint_folder(run: RunDir, spec: RunSpec) -> Path:
     """Where this run's checkpoints are: in the run directory, or under ``checkpoint.dir`` by run id."""
-    return (
-        run.checkpoints if spec.checkpoint.dir == "auto" else Path(os.path.expanduser(spec.checkpoint.dir)) / run.run_id
-    )
+    return run.checkpoints if spec.checkpoint.dir == "auto" else expand_home(spec.checkpoint.dir) / run.run_id
 
 
 def write_record(run: RunDir, record: RunRecord) -> None:

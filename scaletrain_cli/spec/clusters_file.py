@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import Problem, SpecError, UsageError
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec.source import Key, Source, parse_yaml, shown
 from scaletrain_cli.text import did_you_mean
 
@@ -66,7 +67,7 @@ class Cluster:
 def clusters_file() -> Path:
     """``$SCALETRAIN_CLUSTERS``, or ``scaletrain/clusters.yaml`` in the user's configuration folder."""
     if named := os.environ.get("SCALETRAIN_CLUSTERS"):
-        return Path(os.path.expanduser(named))
+        return expand_home(named)
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "scaletrain" / "clusters.yaml"
 
 
@@ -101,7 +102,7 @@ def configured_runs_root() -> Path | None:
     if not file.exists():
         return None
     runs = _read(file)[0]["runs"]
-    return Path(os.path.expanduser(runs)) if runs is not None else None
+    return expand_home(runs) if runs is not None else None
 
 
 def _read(file: Path) -> tuple[dict[str, Any], Source]:

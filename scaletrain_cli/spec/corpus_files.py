@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.safe_files import expand_home
 
 END_OF_TEXT = "<|endoftext|>"
 # GPT-2, Llama 3, Llama 2 and Mistral, Qwen, Gemma.
@@ -70,7 +71,7 @@ def find_files(source: str, folder: Path = Path()) -> CorpusFiles:
         root = Path(sysconfig.get_paths()["stdlib"])
         found = [p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(p.relative_to(root).parts)]
         return CorpusFiles(tuple(sorted(found)), {})
-    path = folder / Path(os.path.expanduser(source))
+    path = folder / expand_home(source)
     not_read: Counter[str] = Counter()
     try:
         if path.is_dir():
@@ -78,7 +79,7 @@ def find_files(source: str, folder: Path = Path()) -> CorpusFiles:
         elif os.path.lexists(path):  # a name may hold what a glob would interpret
             found = [path]
         else:
-            names = glob.glob(str(Path(os.path.expanduser(source))), root_dir=folder, recursive=True)
+            names = glob.glob(str(expand_home(source)), root_dir=folder, recursive=True)
             found = [entry for name in names if not (entry := folder / name).is_dir()]
     except OSError as error:
         raise NoCorpusError(source, f"cannot be read: {error}") from error

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
 
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
 
 _NUMBER = re.compile(r"events\.out\.tfevents\.(\d+)\.")
@@ -99,4 +100,4 @@ class TensorboardTracker(Tracker[TensorboardOptions]):
 
 
 def _folder(given: str) -> Path:
-    return Path(os.path.expanduser(given))
+    return expand_home(given)

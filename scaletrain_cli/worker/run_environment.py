@@ -12,6 +12,7 @@ from typing import Any
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.safe_files import expand_home
 
 _REVISION = re.compile(r"\d{4,}\.json")
 
@@ -71,5 +72,5 @@ def read_resolved_run(run: RunDir) -> ResolvedRun:
     if found is None or not {"spec", "plan"} <= found.keys():
         raise UsageError(f"{path} cannot be read.")
     place = found["spec"]["checkpoint"]["dir"]
-    folder = run.checkpoints if place == "auto" else Path(os.path.expanduser(place)) / run.run_id
+    folder = run.checkpoints if place == "auto" else expand_home(place) / run.run_id
     return ResolvedRun(found["spec"], found["plan"], folder)

@@ -27,7 +27,7 @@ from scaletrain_cli.engine.model.materialization import named_matrices
 from scaletrain_cli.engine.model.safetensors import mixtral_name
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
-from scaletrain_cli.safe_files import create_file, make_folder
+from scaletrain_cli.safe_files import create_file, expand_home, make_folder
 from scaletrain_cli.spec import RunSpec, to_hugging_face
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 
@@ -108,8 +108,8 @@ def _derived(spec: RunSpec, vocabulary: dict[str, int]) -> TextFiles:
 def _origins(spec: RunSpec) -> list[Path]:
     """Return folders that may hold files beside the tokenizer."""
     weights, path = spec.transformer.weights, spec.data.tokenizer.path
-    found = [] if weights is None else [Path(os.path.expanduser(weights))]
-    return found if path is None else [*found, Path(os.path.expanduser(path)).parent]
+    found = [] if weights is None else [expand_home(weights)]
+    return found if path is None else [*found, expand_home(path).parent]
 
 
 def _dataset_tokenizer(spec: RunSpec, runs_root: Path) -> Path | None:
@@ -117,7 +117,7 @@ def _dataset_tokenizer(spec: RunSpec, runs_root: Path) -> Path | None:
         return dataset_folder(spec.data, runs_root) / "tokenizer.json"
     except (ScaletrainError, OSError):  # the data are not on this machine
         path = spec.data.tokenizer.path
-        return None if path is None else Path(os.path.expanduser(path))
+        return None if path is None else expand_home(path)
 
 
 def _vocabulary(tokenizer: bytes) -> dict[str, int]:

@@ -22,7 +22,7 @@ from scaletrain_cli.engine.data.corpus import Tally, corpus_identity, corpus_sta
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.shared_datasets import building, dataset_place
-from scaletrain_cli.safe_files import create_file, replace_file
+from scaletrain_cli.safe_files import create_file, expand_home, replace_file
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.corpus_files import END_OF_TEXT, ENDS_OF_TEXT
 
@@ -176,7 +176,7 @@ def dataset_folder(data: DataSpec, runs_root: Path) -> Path:
     """Return the folder of the prepared dataset: the source itself if it is one, otherwise a folder below the runs
     root.
     """
-    source = Path(os.path.expanduser(data.source))
+    source = expand_home(data.source)
     if (source / "dataset.json").is_file():
         return source
     tokenizer = data.tokenizer.model_dump_json()
@@ -301,7 +301,7 @@ def _beginning(texts: Iterator[str]) -> Iterator[str]:
 
 def _tokenizer_file(path: str) -> bytes:
     try:
-        return Path(os.path.expanduser(path)).read_bytes()
+        return expand_home(path).read_bytes()
     except OSError as error:
         raise UsageError(
             f"data.tokenizer.path = {path}: {error.strerror or error}. Give a Hugging Face tokenizer.json."

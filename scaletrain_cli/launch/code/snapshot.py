@@ -15,7 +15,7 @@ from pathlib import Path
 from scaletrain_cli.launch.code.working_tree import IGNORE_FILE, WorkingTree, count, refusal, some
 from scaletrain_cli.rundir.code import CodeRecord, code_file, hash_of, listing
 from scaletrain_cli.rundir.paths import RunDir, runs_root
-from scaletrain_cli.safe_files import make_folder, replace_file
+from scaletrain_cli.safe_files import expand_home, make_folder, replace_file
 from scaletrain_cli.spec import RunSpec
 
 # Which version of this package runs, to the byte: a release's number says nothing of a checkout or of an image.
@@ -50,7 +50,7 @@ def take_snapshot(spec: RunSpec, working_folder: str = "", runs: Path | None = N
     code = spec.code
     if code.path is None:
         return None
-    tree = WorkingTree(Path(working_folder, Path(os.path.expanduser(code.path))).absolute(), spec.where("code.path"))
+    tree = WorkingTree(Path(working_folder, expand_home(code.path)).absolute(), spec.where("code.path"))
     commit = tree.commit()
     kept, changed = tree.kept(but=runs or runs_root()), tree.changed()
     uncommitted = sorted(path for path in changed if path in kept or not tree.holds(path))

@@ -19,7 +19,7 @@ from scaletrain_cli.errors import UsageError, WrongNodesError
 from scaletrain_cli.rundir.code import CodeRecord, code_file, differences, hash_of
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.safe_files import make_folder, open_new
+from scaletrain_cli.safe_files import expand_home, make_folder, open_new
 
 _NAMED = 5  # files that a message names
 
@@ -54,7 +54,7 @@ def place_code(run: RunDir, record: RunRecord, folder: Path) -> Path | None:
 
 def code_environment(record: RunRecord, place: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """What makes a rank import from ``place`` before anything else, and nothing from the tree that was submitted."""
-    tree = os.path.normpath(Path(record.working_folder, Path(os.path.expanduser(record.spec.code.path or "."))))
+    tree = os.path.normpath(Path(record.working_folder, expand_home(record.spec.code.path or ".")))
     paths = [os.path.normpath(place / record.spec.code.import_root)]
     for entry in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
         meant = os.path.normpath(Path(record.working_folder, entry))

@@ -31,6 +31,7 @@ from scaletrain_cli.rundir.code import code_file, paths_in
 from scaletrain_cli.rundir.journal import has_committed
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def has_login(spec: RunSpec, environment: Mapping[str, str], folder: Path) -> bo
 def _base_url(environment: Mapping[str, str], folder: Path) -> str:
     if url := environment.get("WANDB_BASE_URL"):
         return url
-    home = Path(os.path.expanduser(environment.get("HOME", "~")))
+    home = expand_home(environment.get("HOME", "~"))
     config = Path(environment.get("WANDB_CONFIG_DIR") or home / ".config" / "wandb")
     for settings in (folder / "wandb" / "settings", config / "settings"):
         parser = configparser.ConfigParser(interpolation=None)
@@ -72,8 +73,8 @@ def _base_url(environment: Mapping[str, str], folder: Path) -> str:
 
 def _netrc_files(environment: Mapping[str, str]) -> list[Path]:
     if named := environment.get("NETRC"):
-        return [Path(os.path.expanduser(named))]
-    home = Path(os.path.expanduser(environment.get("HOME", "~")))
+        return [expand_home(named)]
+    home = expand_home(environment.get("HOME", "~"))
     return [home / ".netrc", home / "_netrc"]
 
 
@@ -140,9 +141,7 @@ def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: P
     spec, begun = record.spec, has_committed(run)
     view = View(spec, Path.cwd(), os.environ, None, begun, on_node=True)
     checks = [weights_problems, checkpoint_problems]
-    if (
-        node_rank == 0 or (Path(os.path.expanduser(spec.data.source)) / "dataset.json").is_file()
-    ):  # its first rank prepares
+    if node_rank == 0 or (expand_home(spec.data.source) / "dataset.json").is_file():  # its first rank prepares
         checks += [source_problems, tokenizer_problems]
     problems = [found for check in checks for found in check(view)]
     if code_folder is None and spec.code.engine is not None:
@@ -215,7 +214,7 @@ def checkpoint_problems(view: View) -> Iterator[Problem]:
     given = view.spec.checkpoint.dir
     if given == "auto" or view.unseen(given):
         return
-    folder = view.folder / Path(os.path.expanduser(given))
+    folder = view.folder / expand_home(given)
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not there.is_dir():
         yield view.problem("checkpoint.dir", f"{there} is no folder.", given, "Name a folder.")

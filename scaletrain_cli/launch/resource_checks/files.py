@@ -11,7 +11,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.launch.resource_checks.view import View, parent_of_glob
-from scaletrain_cli.safe_files import open_to_read
+from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, SOURCES, NoCorpusError, find_files, kind_of, problems_of
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
@@ -22,7 +22,7 @@ def source_problems(view: View) -> Iterator[Problem]:
     source = view.spec.data.source
     if view.spec.code.engine is not None or source == PYTHON_STDLIB or view.unseen(parent_of_glob(source)):
         return
-    prepared = view.folder / Path(os.path.expanduser(source))
+    prepared = view.folder / expand_home(source)
     if (prepared / "dataset.json").is_file():
         if why := _prepared_problem(prepared, view.spec):
             yield view.problem("data.source", why, source, "Prepare it again with `scaletrain data prepare`.")
@@ -62,7 +62,7 @@ def tokenizer_problems(view: View) -> Iterator[Problem]:
     path = view.spec.data.tokenizer.path
     if view.spec.code.engine is not None or path is None or view.unseen(path):
         return
-    why = tokenizer_problem(view.folder / Path(os.path.expanduser(path)), view.spec)
+    why = tokenizer_problem(view.folder / expand_home(path), view.spec)
     if why:
         yield view.problem("data.tokenizer.path", f"{why}.", path, "Give a Hugging Face tokenizer.json.")
 
@@ -95,7 +95,7 @@ def weights_problems(view: View) -> Iterator[Problem]:
     given = getattr(view.spec.model, "weights", None)
     if view.spec.code.engine is not None or given is None or view.begun or view.unseen(given):
         return
-    folder = view.folder / Path(os.path.expanduser(given))
+    folder = view.folder / expand_home(given)
     if why := _weights_problem(folder):
         hint = "Give a folder with Hugging Face *.safetensors."
         yield view.problem("model.weights", f"{why}.", given, hint)
@@ -191,7 +191,7 @@ def not_read(view: View) -> Iterator[str]:
     source = view.spec.data.source
     if view.spec.code.engine is not None or source == PYTHON_STDLIB or view.unseen(parent_of_glob(source)):
         return
-    if (view.folder / Path(os.path.expanduser(source)) / "dataset.json").is_file():
+    if (view.folder / expand_home(source) / "dataset.json").is_file():
         return
     with contextlib.suppress(UsageError):
         left_out = find_files(source, view.folder).not_read

@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
-from pathlib import Path
 
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.result import Layout, RunPlan
 from scaletrain_cli.plan.search.rejections import Rule, near
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.extensions import optimizer_extension
 from scaletrain_cli.spec.run import AnyModel
@@ -149,7 +148,7 @@ def unsupported(spec: RunSpec, layout: Layout) -> list[str]:
     What an engine of the user's own (``code.engine``) can run is not ours to say.
     """
     found = [] if spec.code.engine else _beyond_this_engine(spec, layout)
-    if spec.checkpoint.dir != "auto" and not Path(os.path.expanduser(spec.checkpoint.dir)).is_absolute():
+    if spec.checkpoint.dir != "auto" and not expand_home(spec.checkpoint.dir).is_absolute():
         found.append(f"checkpoint.dir = {spec.checkpoint.dir}: must be absolute, because nodes do not start here.")
     return found
 

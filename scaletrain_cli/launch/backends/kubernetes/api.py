@@ -20,6 +20,7 @@ from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.backends.kubernetes.api_errors import NotServedError, RefusedError, refusal
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import EVENT, POD, Kind, Object, as_newest, kind_of
 from scaletrain_cli.launch.backends.kubernetes.messages import may_be_applied
+from scaletrain_cli.safe_files import expand_home
 
 FIELD_MANAGER = "scaletrain"
 _CONNECT_SECONDS = 5.0
@@ -326,7 +327,7 @@ def configured_namespace(context: str | None) -> str | None:
 def is_configured() -> bool:
     """Whether there is anything to connect to: a kubeconfig, or the cluster of the pod that this runs in."""
     files = (os.environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)
-    return any(Path(os.path.expanduser(file)).is_file() for file in files if file) or _is_in_cluster(os.environ)
+    return any(expand_home(file).is_file() for file in files if file) or _is_in_cluster(os.environ)
 
 
 def _is_in_cluster(environment: Mapping[str, str]) -> bool:

@@ -47,7 +47,7 @@ from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.sweeps import read_sweep_place
-from scaletrain_cli.safe_files import replace_file, touch
+from scaletrain_cli.safe_files import expand_home, replace_file, touch
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 if TYPE_CHECKING:
@@ -264,13 +264,13 @@ class SlurmBackend(Backend):
 
     def unseen_place(self, view: View, path: str) -> str:
         """Return ``in the container`` or ``on the nodes`` where the path is not visible from here."""
-        place = PurePosixPath(view.folder / Path(os.path.expanduser(path)))
+        place = PurePosixPath(view.folder / expand_home(path))
         container = view.spec.cluster.slurm.container
         if container is not None:
             seen = [mount.split(":")[:2] for mount in container.mounts]
             if not any(len(set(mount)) == 1 and place.is_relative_to(mount[0]) for mount in seen):
                 return "in the container"
-        beside_the_submitter = not Path(os.path.expanduser(path)).is_absolute()
+        beside_the_submitter = not expand_home(path).is_absolute()
         if beside_the_submitter or os.path.lexists(place) or is_shared(place):
             return ""
         return "on the nodes"
