@@ -183,7 +183,8 @@ def _schedulers(runs: Sequence[RunDir]) -> list[Backend | None]:
     asked: dict[RunDir, Backend] = {}
     for name, group in open_runs.items():
         if len(group) > 1:
-            asked |= dict.fromkeys(group, backend_for(name).asked_once(group))
+            with contextlib.suppress(SchedulerError):  # each row says that the back end is not installed here
+                asked |= dict.fromkeys(group, backend_for(name).asked_once(group))
     return [asked.get(run) for run in runs]
 
 
@@ -236,7 +237,9 @@ def _sent_as(run: RunDir, record: RunRecord, last: AttemptRecord | None) -> str:
     """The id of the job that was handed over, or may have been: the scheduler's answer may have been lost."""
     submission = read_submission(run)
     submitted = submission.job_id if submission is not None else last.job_id if last is not None else ""
-    return backend_for(record.spec.cluster.scheduler).latest_job_id(run, record, submitted)
+    with contextlib.suppress(SchedulerError):  # a back end that is not installed here
+        return backend_for(record.spec.cluster.scheduler).latest_job_id(run, record, submitted)
+    return submitted
 
 
 def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -> RunState:

@@ -143,8 +143,11 @@ class ClusterSpec(OpenSection):
 
     @property
     def traits(self) -> BackendTraits:
-        """The traits of the back end. Raises UsageError where it is no longer installed."""
-        return backend_traits(self.scheduler)
+        """The traits of the back end; the defaults for one of a recorded run that is not installed here."""
+        try:
+            return backend_traits(self.scheduler)
+        except UsageError:
+            return BackendTraits(self.scheduler, self.scheduler, "")
 
     @property
     def section(self) -> BackendSection:

@@ -1,0 +1,205 @@
+"""The back end of docs/extending.md, installed by its entry point alone, through the commands of the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.extending.pages import write_files
+
+PROJECT = Path(__file__).parents[2]
+SPEC = PROJECT / "tests" / "cli" / "small.yaml"
+# A program that trains nothing: it logs its steps, and saves the step as its state.
+PROGRAM = """
+import sys, time
+from scaletrain_cli.worker import ExitCode, Rank
+
+rank = Rank.start(sys.argv[1])
+
+def train():
+    latest = rank.checkpoints.latest()
+    step = latest.step if latest else 0
+    rank.checkpoints.open()
+    rank.record_event("resumed" if step else "started", step=step)
+    while step < rank.resolved.total_steps and not rank.preemption.raised:
+        step += 1
+        rank.heartbeat.beat(step, "step")
+        rank.log_metrics(step, loss=1.0 / step)
+        time.sleep(float(rank.resolved.spec["env"]["STEP_SECONDS"]))
+    staged = rank.checkpoints.stage(step)
+    with staged.open("state") as file:
+        file.write(str(step).encode())
+    rank.checkpoints.commit(step, staged.digests)
+    rank.record_event("checkpoint", step=step)
+    done = step >= rank.resolved.total_steps
+    rank.record_event("finished" if done else "preempted", step=step)
+    print("finished" if done else "preempted", "at step", step)
+    return ExitCode.DONE if done else ExitCode.PREEMPTED
+
+rank.run(train)
+"""
+
+
+class Cli:
+    """Runs the command line as a user does, with the package of the page installed in ``site``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.site, self.runs = folder / "site", folder / "runs"
+        install(self.site)
+        (self.site / "tiny.py").write_text(PROGRAM)
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": f"{self.site}{os.pathsep}{PROJECT}",
+            "SCALETRAIN_RUNS": str(self.runs),
+            "SCALETRAIN_CLUSTERS": str(folder / "clusters.yaml"),
+        }
+        (folder / "clusters.yaml").write_text(
+            f"clusters:\n  here: {{scheduler: toy, toy: {{folder: {folder}/queue, slots: 1}}}}\n"
+        )
+        sets = [
+            *(
+                "cluster.gpus_per_node=1",
+                "training.steps=4",
+                "training.schedule.warmup_steps=2",
+                "evaluation.every=0",
+                "code.engine=tiny",
+            ),
+            *(f"env.PYTHONPATH={self.environment['PYTHONPATH']}", "env.STEP_SECONDS='0.01'"),
+        ]
+        self.spec = [str(SPEC), "--cluster", "here", *(word for one in sets for word in ("--set", one))]
+
+    def __call__(self, *arguments: str, code: int = 0) -> str:
+        """Return what the command prints on stdout and stderr; its exit code must be ``code``."""
+        command = [sys.executable, "-m", "scaletrain_cli", *arguments]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, cwd=self.site)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def json(self, *arguments: str, code: int = 0) -> Any:
+        """Return the JSON object that the command prints with --json."""
+        text = self(*arguments, "--json", code=code)
+        return json.loads(text[text.index("{") : text.rindex("}") + 1])
+
+
+def install(site: Path) -> None:
+    """Install the package as pip does: its modules, and the metadata with its entry points."""
+    written = write_files("extending.md", "A back end", site)
+    project = written["pyproject.toml"].read_text()
+    points = re.search(r'^\[project\.entry-points\."scaletrain\.backends"\]\n(.*?)\n\n', project, re.M | re.S)
+    assert points is not None
+    metadata = site / "toy_queue-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-queue\nVersion: 1.0\n")
+    entries = re.sub(r'"', "", points[1])
+    (metadata / "entry_points.txt").write_text(f"[scaletrain.backends]\n{entries}\n")
+
+
+@pytest.fixture(scope="module")
+def cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    return Cli(tmp_path_factory.mktemp("toy"))
+
+
+def test_its_section_is_validated_with_the_line_of_the_spec_and_is_in_the_schema(cli: Cli) -> None:
+    cli("validate", *cli.spec)
+    wrong = cli("validate", *cli.spec, "--set", "cluster.toy.slot=3", "--set", "cluster.toy.slots=0", code=2)
+    assert "cluster.toy.slot" in wrong
+    assert "Did you mean slots?" in wrong
+    assert "cluster.toy.slots" in wrong
+    assert "must be an absolute path" in cli("validate", *cli.spec, "--set", "cluster.toy.folder=queue", code=2)
+    assert "must be 1 with scheduler: toy" in cli("validate", *cli.spec, "--set", "cluster.nodes=2", code=2)
+    unknown = cli("validate", *cli.spec, "--set", "cluster.scheduler=toi", code=2)
+    assert "Did you mean toy?" in unknown
+    cluster = json.loads(cli("schema"))["$defs"]["ClusterSpec"]["properties"]
+    assert cluster["scheduler"]["enum"] == ["local", "slurm", "kubernetes", "toy"]
+    assert "jobs that run at once" in json.dumps(cluster["toy"])
+
+
+def test_the_doctor_and_the_view_of_the_cluster_show_it(cli: Cli) -> None:
+    checks = {check["name"]: check for check in cli.json("doctor")["checks"]}
+    assert checks["toy"]["found"] == "jobs are processes of this machine"
+    view = cli.json("status", "--cluster", "here")
+    assert (view["scheduler"], view["nodes"]) == (
+        "toy",
+        [{"state": "running", "count": 0}, {"state": "free", "count": 1}],
+    )
+
+
+def test_a_run_is_submitted_once_runs_to_its_end_and_is_shown_by_every_verb(cli: Cli) -> None:
+    assert "toy_queue.slot" in cli("submit", *cli.spec, "--dry-run")
+    submitted = cli.json("submit", *cli.spec, "--run-id", "first", "--yes")
+    again = cli.json("submit", *cli.spec, "--run-id", "first", "--yes")
+    assert (submitted["scheduler"], submitted["job_id"], again["job_id"]) == ("toy", "1", "1")
+    ended = cli.json("status", "first", "--wait", "60s")
+    assert (ended["state"], ended["step"], ended["scheduler"]) == ("finished", 4, "toy")
+    assert "finished at step 4" in cli("logs", "first")
+    assert cli.json("explain", "first")["state"] == "finished"
+    assert [run["run_id"] for run in cli.json("list")["runs"]] == ["first"]
+
+
+def test_a_run_waits_for_a_slot_and_a_cancelled_one_is_saved_and_resumed(cli: Cli) -> None:
+    slow = [*cli.spec, "--set", "training.steps=1000000", "--set", "env.STEP_SECONDS='0.05'"]
+    cli("submit", *slow, "--run-id", "slow", "--yes")
+    wait_for_event(cli, "slow", "started")
+    cli("submit", *cli.spec, "--run-id", "behind", "--yes")
+    assert cli.json("status", "behind")["state"] == "queued"
+    assert "waits for a slot" in json.dumps(cli.json("explain", "behind"))
+    assert "--force removes pods" in cli("cancel", "slow", "--force", "--yes", code=2)
+    assert cli.json("cancel", "behind", "--yes")["cancelled"]
+    assert cli.json("status", "behind", "--wait", "60s", code=1)["state"] == "cancelled"
+    cli("cancel", "slow", "--yes")
+    saved = cli.json("status", "slow", "--wait", "60s", code=75)
+    assert (saved["state"], saved["last_checkpoint_step"]) == ("cancelled", saved["step"])
+    resumed = cli.json("resume", "slow", "--yes")
+    assert resumed["job_id"] == "4"
+    assert wait_for_event(cli, "slow", "resumed")["step"] == saved["step"]
+    cli("cancel", "slow", "--yes")
+    cli("status", "slow", "--wait", "60s", code=75)
+
+
+def test_a_sweep_is_limited_by_the_slots(cli: Cli) -> None:
+    assert "set cluster.toy.slots instead" in cli(
+        "submit", *cli.spec, "--sweep", "training.seed=1,2", "--max-concurrent", "1", "--yes", code=2
+    )
+    cli("submit", *cli.spec, "--sweep", "training.seed=1,2", "--run-id", "s", "--yes")
+    states = cli.json("status", "s", "--wait", "60s")["states"]
+    assert states == {"finished": 2}
+
+
+def test_a_run_can_be_shown_where_the_package_is_not_installed(cli: Cli) -> None:
+    without = {**cli.environment, "PYTHONPATH": str(PROJECT)}
+    command = [sys.executable, "-m", "scaletrain_cli", "list", "--json"]
+    done = subprocess.run(command, env=without, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "first" in {run["run_id"] for run in json.loads(done.stdout)["runs"]}
+
+
+def test_an_entry_point_that_cannot_be_loaded_is_one_clear_error(cli: Cli, tmp_path: Path) -> None:
+    metadata = tmp_path / "broken-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[scaletrain.backends]\nbroken = no_such_module:TRAITS\n")
+    environment = {**cli.environment, "PYTHONPATH": f"{tmp_path}{os.pathsep}{PROJECT}"}
+    command = [sys.executable, "-m", "scaletrain_cli", "validate", str(SPEC), "--set", "cluster.scheduler=broken"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "the back end broken of broken cannot be loaded" in " ".join(done.stderr.split())
+    assert "Installed: local, slurm, kubernetes" in " ".join(done.stderr.split())
+
+
+def wait_for_event(cli: Cli, run: str, name: str) -> Any:
+    """Return the event of this name, once the run has recorded it."""
+    file, deadline = cli.runs / run / "events.jsonl", time.monotonic() + 60
+    while time.monotonic() < deadline:
+        events = [json.loads(line) for line in file.read_text().splitlines()]
+        if found := [event for event in events if event["event"] == name]:
+            return found[-1]
+        time.sleep(0.05)
+    raise AssertionError(events)
