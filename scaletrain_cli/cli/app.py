@@ -1,6 +1,7 @@
 """The `scaletrain` command and its table of verbs.
 
-The module of a verb is imported when the verb is called; `--help` reads the table alone.
+The module of a verb is imported when the verb is called; `--help` reads the table alone. Other packages add verbs by
+the entry-point group `scaletrain.verbs`: each names a module like those of this folder.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from scaletrain_cli.cli.options import describe
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.text import visible
 
 
@@ -55,18 +57,44 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
 }
 
 
+ENTRY_POINTS = "scaletrain.verbs"
+_BUILT_IN = tuple(verb.name for verbs in GROUPS.values() for verb in verbs)
+
+
+def _added_verbs() -> dict[str, Any]:
+    """Return the entry points of verbs that other packages add; a built-in verb cannot be replaced."""
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS) if entry.name not in _BUILT_IN}
+
+
+def _module_of(verb: str) -> Any:
+    """Return the module of a verb, or None for an unknown verb. Raises UsageError if its package cannot be imported."""
+    if verb in _BUILT_IN:
+        return import_module(f"scaletrain_cli.cli.{verb}")
+    entry = _added_verbs().get(verb)
+    if entry is None:
+        return None
+    try:
+        return entry.load()
+    except Exception as error:
+        package = entry.dist.name if entry.dist is not None else entry.value
+        message = f"the verb {verb} of the package {package} cannot be loaded: {type(error).__name__}: {error}."
+        raise UsageError(message, remedy=f"Update or uninstall {package}.") from error
+
+
 class Verbs(TyperGroup):
     """A command group that imports the module of a verb when the verb is called."""
 
     groups = GROUPS
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [verb.name for verbs in self.groups.values() for verb in verbs]
+        return [*_BUILT_IN, *sorted(_added_verbs())]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in self.list_commands(ctx):
+        module = _module_of(cmd_name)
+        if module is None:
             return None
-        module = import_module(f"scaletrain_cli.cli.{cmd_name}")
         if hasattr(module, "app"):
             return typer.main.get_command(module.app)
         app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -74,10 +102,10 @@ class Verbs(TyperGroup):
         return typer.main.get_command(app)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        known = self.list_commands(ctx)
-        if args and args[0] not in known and not args[0].startswith("-"):
+        if args and args[0] not in _BUILT_IN and not args[0].startswith("-") and args[0] not in _added_verbs():
             from scaletrain_cli.text import did_you_mean
 
+            known = self.list_commands(ctx)
             ctx.fail(f"No such command {args[0]!r}. {did_you_mean(args[0], known, 0.6).strip() or 'See --help.'}")
         return super().resolve_command(ctx, args)
 
@@ -86,6 +114,10 @@ class Verbs(TyperGroup):
         for title, verbs in self.groups.items():
             with formatter.section(title):
                 formatter.write_dl([(verb.name.ljust(width), verb.summary) for verb in verbs])
+        if added := _added_verbs():
+            with formatter.section("Plug-ins"):
+                rows = [(name.ljust(width), f"From the package {entry.dist.name}.") for name, entry in added.items()]
+                formatter.write_dl(rows)
 
 
 app = typer.Typer(
@@ -118,9 +150,14 @@ def scaletrain(
 def verb_words(words: Sequence[str]) -> tuple[str, ...]:
     """Return the verb that a command line names, with its second word in a group; empty where it names none."""
     named = [word for word in words if not word.startswith("-")]
-    known = {verb.name for verbs in GROUPS.values() for verb in verbs}
-    if not named or named[0] not in known:
+    if not named:
         return ()
-    group = getattr(import_module(f"scaletrain_cli.cli.{named[0]}"), "app", None)
+    try:
+        module = _module_of(named[0])
+    except UsageError:
+        return ()
+    if module is None:
+        return ()
+    group = getattr(module, "app", None)
     second = {command.name or command.callback.__name__ for command in group.registered_commands} if group else set()
     return (named[0], named[1]) if named[1:] and named[1] in second else (named[0],)
