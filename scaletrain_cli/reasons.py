@@ -18,6 +18,7 @@ from scaletrain_cli.text import (
     count_text,
     counted,
     dollars_text,
+    either,
     listed,
     percent_text,
     seconds_text,
@@ -34,6 +35,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "usd": dollars_text,
     "percent": percent_text,
     "list": listed,
+    "or": either,
 }
 
 

@@ -56,6 +56,12 @@ def listed(names: Iterable[object], limit: int = 5) -> str:
     return ", ".join(every[:limit]) + more
 
 
+def either(names: Iterable[object], word: str = "or") -> str:
+    """Return ``a, b or c``."""
+    every = [str(name) for name in names]
+    return f"{', '.join(every[:-1])} {word} {every[-1]}" if len(every) > 1 else "".join(every)
+
+
 def dollars_text(amount: float) -> str:
     """``$12,300`` or ``$3.45``."""
     return f"${amount:,.0f}" if amount >= 100 else f"${amount:,.2f}"

@@ -12,11 +12,11 @@ from planner_truth.scores import Errors, Ranking, Run, Verdicts, errors, kendall
 from planner_truth.sets import TruthSet
 from planner_truth.table import Measured, Row, Table
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.result import Memory
-from scaletrain_cli.plan.search.layout_rules import division_problems
 from scaletrain_cli.plan.search.layout_search import evaluate
-from scaletrain_cli.plan.search.layouts import resolve_axes
+from scaletrain_cli.plan.search.layouts import division_problems
 from scaletrain_cli.spec import RunSpec
 
 

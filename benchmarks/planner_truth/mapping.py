@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
+from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.spec import RunSpec
 
 GBIT = 1e9 / 8

@@ -166,10 +166,10 @@ def _ask(run: RunSpec, limits: Limits | None, explain: bool, trace: SpotTrace | 
         from scaletrain_cli.plan.search.sizing import SizingError
 
         if as_json:
-            from scaletrain_cli.plan.search.infeasible import refusal
+            from scaletrain_cli.plan.search.infeasible import infeasible_json
             from scaletrain_cli.ui.json import print_json
 
-            print_json(error.to_json() if isinstance(error, SizingError) else refusal(error))
+            print_json(error.to_json() if isinstance(error, SizingError) else infeasible_json(error))
         elif isinstance(error, SizingError):
             from scaletrain_cli.ui.plan_answer import show_considered
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scaletrain_cli.errors import InfeasibleError, Problem
+from scaletrain_cli.errors import InfeasibleError
 
 if TYPE_CHECKING:
     from scaletrain_cli.plan import RunPlan
@@ -58,10 +58,9 @@ def plan_for_engine(spec: RunSpec, file: Path | str) -> RunPlan:
     from scaletrain_cli.plan import make_plan, submittable
 
     plan = make_plan(spec)
-    reasons = submittable(spec, plan)
-    if reasons:
-        keys = (reason.partition(":")[0].partition(" = ")[0] for reason in reasons)  # each begins with its key
-        problems = tuple(Problem(spec.where(key), "", reason) for key, reason in zip(keys, reasons, strict=True))
+    broken = submittable(spec, plan)
+    if broken:
+        problems = tuple(rule.problem(spec.where(rule.key)) for rule in broken)
         raise InfeasibleError(f"{file} can be planned, but not run by this version", problems)
     return plan
 

@@ -1,4 +1,4 @@
-"""Exact parameter counts and FLOPs of a transformer, whole or one rank's share. Knows nothing of memory or time."""
+"""Exact parameter counts and FLOPs of a transformer, whole or one rank's share."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Architecture:
         return self.embedding + self.blocks_parameters(0, self.layers) + self.final_norm + self.head
 
     def blocks_parameters(self, first: int, count: int) -> int:
-        """Parameters of ``count`` blocks from ``first`` on."""
+        """Return the parameters of ``count`` blocks from ``first`` on."""
         dense = max(0, min(first + count, self.dense_layers) - first)
         return dense * self.dense_block.parameters + (count - dense) * self.block.parameters
 
 
 def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: int = 1) -> Architecture:
-    """Parameters that one rank holds of each part, under tensor and expert parallelism.
+    """Return the parameters that one rank holds of each part, under tensor and expert parallelism.
 
     Matrices are cut over the tensor ranks (column- then row-parallel, the embedding and head over the vocabulary);
     norms, biases of row-parallel layers, learned positions and the router are whole on every rank. Key and value
@@ -95,7 +95,7 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
 
 
 def _attention(model: ModelSpec, t: int) -> tuple[int, int]:
-    """Matrix and vector parameters of one rank's attention."""
+    """Return the matrix and vector parameters of one rank's attention."""
     hidden = model.hidden_size
     heads = _share(model.num_attention_heads, t)
     if model.kv_lora_rank:
@@ -119,31 +119,33 @@ def _latent_attention(model: ModelSpec, heads: int) -> tuple[int, int]:
 
 
 def _mlp(model: ModelSpec, inner: int) -> tuple[int, int]:
-    """Matrix and bias parameters of an MLP of width ``inner``."""
+    """Return the matrix and bias parameters of an MLP of width ``inner``."""
     inputs = 2 if model.has_gated_mlp else 1
     bias = inputs * inner + model.hidden_size if model.has_bias else 0
     return (inputs + 1) * model.hidden_size * inner, bias
 
 
 def parameter_count(model: ModelSpec) -> int:
-    """Every trainable parameter, a tied head counted once."""
+    """Return every trainable parameter, a tied head counted once."""
     return architecture(model).parameters
 
 
 def active_parameter_count(model: ModelSpec) -> int:
-    """Parameters that one token passes through: of the experts, only those it is routed to."""
+    """Return the parameters that one token passes through: of the experts, only those it is routed to."""
     whole = architecture(model)
     idle = whole.block.experts - min(model.num_experts_per_tok, whole.block.experts)
     return whole.parameters - model.moe_layers * idle * whole.block.expert
 
 
 def attention_matmul_flops(model: ModelSpec) -> int:
-    """Forward FLOPs of one block's attention projections and token: two per weight."""
+    """Return the forward FLOPs of one block's attention projections and token: two per weight."""
     return 2 * architecture(model).block.attention
 
 
 def mlp_matmul_flops(model: ModelSpec, experts: bool) -> int:
-    """Forward FLOPs of one block's MLP and token: two per weight that the token meets; ``experts``: of an MoE block."""
+    """Return the forward FLOPs of one block's MLP and token: two per weight that the token meets; ``experts``: of an
+    MoE block.
+    """
     if not experts:
         return 2 * _mlp(model, model.intermediate_size)[0]
     shared = _mlp(model, model.shared_expert_intermediate_size)[0] if model.shared_expert_intermediate_size else 0
@@ -152,7 +154,7 @@ def mlp_matmul_flops(model: ModelSpec, experts: bool) -> int:
 
 
 def block_attention_flops(model: ModelSpec) -> int:
-    """Forward FLOPs of scores and weighted sum of one block and token, counted as if nothing were masked.
+    """Return the forward FLOPs of scores and weighted sum of one block and token, counted as if nothing were masked.
 
     4 s a d per token: the convention of PaLM (arXiv:2204.02311, appendix B) and Megatron-LM (arXiv:2104.04473).
     """
@@ -162,12 +164,12 @@ def block_attention_flops(model: ModelSpec) -> int:
 
 
 def head_flops(model: ModelSpec) -> int:
-    """Forward FLOPs of the projection to the vocabulary, tied or not, per token."""
+    """Return the forward FLOPs of the projection to the vocabulary, tied or not, per token."""
     return 2 * model.vocab_size * model.hidden_size
 
 
 def training_flops_per_token(model: ModelSpec) -> int:
-    """Forward and backward (three times the forward), no recomputation: 6 N + 12 l s a d. N: weights in matrices."""
+    """Return FLOPs of forward and backward pass without recomputation: 6 N + 12 l s a d; N: weights in matrices."""
     layers, sparse = model.num_hidden_layers, model.moe_layers
     blocks = layers * (attention_matmul_flops(model) + block_attention_flops(model))
     blocks += (layers - sparse) * mlp_matmul_flops(model, experts=False)

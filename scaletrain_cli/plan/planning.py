@@ -1,33 +1,32 @@
-"""From a run spec to a run plan: resolve, search, size, advise. The only file that knows all the parts."""
+"""From a run spec to a run plan: resolve, search, size, advise. The file that puts all the parts together."""
 
 from __future__ import annotations
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.advice.recipe_checks import check_recipe
 from scaletrain_cli.plan.advice.warnings import assumptions, warnings
+from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
-from scaletrain_cli.plan.estimate import model_size
 from scaletrain_cli.plan.reliability.cost import plan_cost
 from scaletrain_cli.plan.reliability.durability import plan_durability
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, does_not_divide, does_not_fit, suggestions
-from scaletrain_cli.plan.search.layout_rules import division_problems
 from scaletrain_cli.plan.search.layout_search import Candidate, Found, alternatives, evaluate, search, smallest
-from scaletrain_cli.plan.search.layouts import resolve_axes
-from scaletrain_cli.plan.search.rejections import Tally
-from scaletrain_cli.plan.search.search_space import axes_to_try
+from scaletrain_cli.plan.search.layouts import division_problems
+from scaletrain_cli.plan.search.search_space import RejectionCounts, axes_to_try
+from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.problems import placed
 
 
 def make_plan(spec: RunSpec) -> RunPlan:
-    """The plan of a run: the fastest layout that divides and fits, sized.
+    """Return the plan of a run: the fastest layout that divides and fits, sized.
 
     Raises UsageError for an unknown accelerator, and PlanInfeasibleError when nothing divides or fits, with what would;
     the error then carries the smallest layout as a plan. Deterministic: the same spec gives the same plan.
     """
     try:
-        return plan_or_refuse(spec)
+        return plan_or_raise(spec)
     except PlanInfeasibleError as error:
         if error.plan is None:
             raise
@@ -37,18 +36,18 @@ def make_plan(spec: RunSpec) -> RunPlan:
         raise
 
 
-def plan_or_refuse(spec: RunSpec, *, compared: bool = True) -> RunPlan:
+def plan_or_raise(spec: RunSpec, *, compared: bool = True) -> RunPlan:
     """Return the same plan, but name no changes that would help where nothing fits.
 
     ``compared=False`` leaves out the alternatives, and sizes no layout for their sake: the same layout is chosen in
     about half the time.
     """
     device = find_accelerator(spec.cluster)
-    tally = Tally()
-    all_axes = axes_to_try(spec, tally)
+    counts = RejectionCounts()
+    all_axes = axes_to_try(spec, counts)
     if not all_axes:
         raise does_not_divide(spec, division_problems(spec, resolve_axes(spec)))
-    found = search(spec, device, all_axes, tally, compared=compared)
+    found = search(spec, device, all_axes, counts, compared=compared)
     if found.chosen is None:
         least = evaluate(spec, smallest(found).layout, device)
         raise does_not_fit(spec, device, _assemble(spec, device, least, found, compared))
@@ -56,7 +55,7 @@ def plan_or_refuse(spec: RunSpec, *, compared: bool = True) -> RunPlan:
 
 
 def _assemble(spec: RunSpec, device: Accelerator, chosen: Candidate, found: Found, compared: bool) -> RunPlan:
-    size = model_size(spec.model)
+    size = workload_of(spec.model).size(spec.model)
     durability = plan_durability(spec, chosen.layout, chosen.time, device)
     return RunPlan(
         model=size,

@@ -9,6 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from scaletrain_cli.reasons import Reason, reason_from, recorded
+
 SCHEMA = "scaletrain.plan/v1"
 
 
@@ -209,12 +211,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class Sanity:
-    """One check of the recipe: its figure as text, and whether it is ok, worth a note or a warning."""
+    """One check of the recipe: its figure as text, whether it is ``ok``, a ``note`` or a ``warning``, and why."""
 
     topic: str
     value: str
     verdict: str
-    message: str
+    message: Reason
 
 
 @dataclass(frozen=True)
@@ -225,16 +227,22 @@ class Alternative:
     step_seconds: float
     peak_bytes: int
     fits: bool
-    why: str
+    why: Reason
 
 
 @dataclass(frozen=True)
 class Rejection:
     """Layouts that one reason rules out: how many, as far as the search spelled them out, and one of them."""
 
-    reason: str
+    reason: Reason
     count: int
     example: str
+
+    @property
+    def text(self) -> str:
+        """Return the reason, with the setting that breaks a rule before it."""
+        key = self.reason.params.get("key")
+        return f"{key}: {self.reason}" if key else str(self.reason)
 
 
 @dataclass(frozen=True)
@@ -255,21 +263,65 @@ class RunPlan:
     alternatives: tuple[Alternative, ...] = ()
     rejected: tuple[Rejection, ...] = ()
     considered: int = 1
-    warnings: tuple[str, ...] = ()
-    assumptions: tuple[str, ...] = ()
+    warnings: tuple[Reason, ...] = ()
+    assumptions: tuple[Reason, ...] = ()
     sanity: tuple[Sanity, ...] = ()
     schema: str = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        """The stable JSON object, ``schema`` first."""
-        data = dataclasses.asdict(self)
-        for row, alternative in zip(data["alternatives"], self.alternatives, strict=True):
-            row.clear()
-            row |= dataclasses.asdict(alternative.layout)
-            row |= {
-                "time": {"step": alternative.step_seconds},
-                "memory": {"peak": alternative.peak_bytes},
-                "fits": alternative.fits,
-                "why": alternative.why,
-            }
+        """Return the stable JSON object, ``schema`` first. Each text has its code and parameters beside it."""
+        data = {key: value for key, value in dataclasses.asdict(self).items() if key not in _REASONED}
+        data["alternatives"] = [
+            dataclasses.asdict(each.layout)
+            | {"time": {"step": each.step_seconds}, "memory": {"peak": each.peak_bytes}, "fits": each.fits}
+            | {"why": str(each.why), **coded(each.why)}
+            for each in self.alternatives
+        ]
+        data["rejected"] = [
+            {"reason": each.text, "count": each.count, "example": each.example, **coded(each.reason)}
+            for each in self.rejected
+        ]
+        data["sanity"] = [
+            {"topic": each.topic, "value": each.value, "verdict": each.verdict, "message": f"{each.message}."}
+            | coded(each.message)
+            for each in self.sanity
+        ]
+        for name in ("warnings", "assumptions"):
+            reasons: tuple[Reason, ...] = getattr(self, name)
+            stop = "." if name == "warnings" else ""
+            data[name] = [f"{reason}{stop}" for reason in reasons]
+            data[f"{name.removesuffix('s')}_reasons"] = [coded(reason) for reason in reasons]
         return {"schema": data.pop("schema"), **data}
+
+
+_REASONED = ("alternatives", "rejected", "sanity", "warnings", "assumptions")
+
+
+def coded(reason: Reason) -> dict[str, Any]:
+    """Return the code and the parameters of a reason as they stand beside its text."""
+    return {"code": reason.code, "params": dict(reason.params)}
+
+
+def with_reasons(plan: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON object of a plan with its texts read back as reasons, for validation as a RunPlan.
+
+    Plans of earlier versions have texts alone. Alternatives are left out: nothing reads them back.
+    """
+    changed: dict[str, Any] = {"alternatives": []}
+    changed["rejected"] = [
+        {"reason": _read(row, "reason"), "count": row["count"], "example": row["example"]}
+        for row in plan.get("rejected", ())
+    ]
+    changed["sanity"] = [
+        {key: row[key] for key in ("topic", "value", "verdict")} | {"message": _read(row, "message")}
+        for row in plan.get("sanity", ())
+    ]
+    for name in ("warnings", "assumptions"):
+        known = plan.get(f"{name.removesuffix('s')}_reasons")
+        texts = [recorded(text.removesuffix(".")) for text in plan.get(name, ())]
+        changed[name] = texts if known is None else [reason_from(reason) for reason in known]
+    return {key: value for key, value in plan.items() if not key.endswith("_reasons")} | changed
+
+
+def _read(row: dict[str, Any], key: str) -> Reason:
+    return reason_from(row) if "code" in row else recorded(row[key].rstrip("."))

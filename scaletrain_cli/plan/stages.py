@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -24,18 +25,9 @@ from scaletrain_cli.spec import ModelSpec, RunSpec
 MOST_BLOCKS = 4096
 
 
-def blocks_by_stage(model: ModelSpec, stages: int, framework: str) -> tuple[int, ...]:
-    """Blocks on each of ``stages`` pipeline stages, as ``framework`` spreads them."""
-    if framework == "deepspeed":
-        return blocks_per_stage(model, stages)
-    if framework == "nanotron" and stages > 1:
-        return _by_weight(model, stages)
-    return _by_number(model.num_hidden_layers, stages)
-
-
 @lru_cache(maxsize=4096)
 def blocks_per_stage(model: ModelSpec, stages: int) -> tuple[int, ...]:
-    """Blocks on each stage of our engine's pipeline: the slowest stage as fast as can be, the others alike.
+    """Return the blocks on each stage of our engine's pipeline: the slowest stage as fast as can be, the others alike.
 
     A stage costs the forward FLOPs of its blocks, the last one those of the head as well (the backward pass is twice
     the forward for both, and looking up embeddings costs next to nothing). Blocks count alike, with experts or not.
@@ -62,47 +54,9 @@ def blocks_per_stage(model: ModelSpec, stages: int) -> tuple[int, ...]:
     return (*[each] * (others - left), *[each + 1] * left, last)
 
 
-def _by_number(layers: int, stages: int) -> tuple[int, ...]:
-    """The first stages take what does not divide."""
+def blocks_by_number(layers: int, stages: int) -> tuple[int, ...]:
+    """Return the number of blocks on each stage, spread evenly; the first stages take the remainder."""
     return tuple(layers // stages + (1 if index < layers % stages else 0) for index in range(stages))
-
-
-@lru_cache(maxsize=4096)
-def _by_weight(model: ModelSpec, stages: int) -> tuple[int, ...]:
-    """As nanotron does (models/base.py build_model): a stage ends at the block with which the cost reaches its share.
-
-    The head costs what it weighs. Step times of the published 1B to 8B runs over 2 to 32 stages tell it from its
-    variants (a share that must be passed, a block that opens the next stage, a head that costs nothing).
-    """
-    layers = model.num_hidden_layers
-    block = model.hidden_size * (
-        4 * model.num_attention_heads * model.head_dim + (3 if model.has_gated_mlp else 2) * model.intermediate_size
-    )
-    total = layers * block + model.vocab_size * model.hidden_size
-    starts = [0]
-    for stage in range(1, stages):  # counted by stage: a spec may have a billion blocks
-        starts.append(min(layers, max(starts[-1] + 1, -(-total * stage // (block * stages)))))
-    return tuple(end - start for start, end in zip(starts, [*starts[1:], layers], strict=True))
-
-
-@lru_cache(maxsize=1024)
-def loss_stage(model: ModelSpec, stages: int) -> int:
-    """The stage on which nanotron computes the loss (models/base.py build_model), which must be the last.
-
-    The head goes on where the blocks end and fills its stage; the cast of the logits and the loss cost nothing, and
-    each moves on as long as stages are full. With many stages some are left empty behind the loss.
-    """
-    layers, hidden = model.num_hidden_layers, model.hidden_size
-    if layers > MOST_BLOCKS:
-        return stages - 1
-    block = hidden * (4 * model.num_attention_heads * model.head_dim + 3 * model.intermediate_size)
-    head = model.vocab_size * hidden
-    total, cost, stage, placed = layers * block + head, 0, 0, 0
-    for weight in (*[block] * layers, 0, head, 0, 0):  # blocks, final norm, head, cast, loss
-        placed, cost = stage, cost + weight
-        if stage < stages - 1 and cost * stages >= total * (stage + 1):
-            stage += 1
-    return placed
 
 
 # Stages beyond these are sized by the first, second and last alone: nobody runs them, and a typing slip must end soon.
@@ -132,17 +86,20 @@ class Stage(NamedTuple):
     last: bool
 
 
-def pipeline_stages(spec: RunSpec, pipeline_parallel: int) -> tuple[Stage, ...]:
-    """Every stage, or of a very long pipeline the first, second and last."""
-    return _stages(spec.transformer, pipeline_parallel, spec.planner.framework)
+def engine_stages(model: ModelSpec, stages: int) -> tuple[Stage, ...]:
+    """Return the pipeline stages of this project's engine; of a very long pipeline the first, second and last."""
+    return stages_of(model, stages, blocks_per_stage)
 
 
 @lru_cache(maxsize=1024)
-def _stages(model: ModelSpec, stages: int, framework: str) -> tuple[Stage, ...]:
+def stages_of(
+    model: ModelSpec, stages: int, blocks_by_stage: Callable[[ModelSpec, int], tuple[int, ...]]
+) -> tuple[Stage, ...]:
+    """Return the pipeline stages as ``blocks_by_stage`` spreads the blocks over them."""
     layers, last = model.num_hidden_layers, stages - 1
     plain = model.first_k_dense_replace if model.num_experts else layers
     if layers <= MOST_BLOCKS:
-        counts = dict(enumerate(blocks_by_stage(model, stages, framework)))
+        counts = dict(enumerate(blocks_by_stage(model, stages)))
         starts = dict(enumerate(accumulate(counts.values(), initial=0)))
     else:
         indices = range(stages) if stages <= MOST_STAGES else (0, 1, last)
@@ -156,7 +113,7 @@ def _stages(model: ModelSpec, stages: int, framework: str) -> tuple[Stage, ...]:
 
 
 def stage_shard(whole: Architecture, stage: Stage, expert_share: float = 1.0) -> Shard:
-    """The parameters of one rank of one stage; ``whole`` is already cut by tensor and expert parallelism.
+    """Return the parameters of one rank of one stage; ``whole`` is already cut by tensor and expert parallelism.
 
     ``expert_share``: what a rank holds of the experts that ``whole`` gives it, where these are cut over other ranks.
     """
@@ -174,12 +131,14 @@ def stage_shard(whole: Architecture, stage: Stage, expert_share: float = 1.0) ->
 
 
 def zero_shards(layout: Layout) -> int:
-    """Ranks that ZeRO shares dense parameters over: sequence and context ranks look like data-parallel ones."""
+    """Return the ranks that ZeRO shares dense parameters over: sequence and context ranks look like data-parallel
+    ones.
+    """
     return layout.data_parallel * layout.sequence_parallel * layout.context_parallel
 
 
 def local_tokens(spec: RunSpec, layout: Layout) -> int:
-    """Tokens of one micro-batch on one rank."""
+    """Return the tokens of one micro-batch on one rank."""
     cut = layout.sequence_parallel * layout.context_parallel
     return layout.micro_batch_size * -(-spec.transformer.seq_len // cut)
 

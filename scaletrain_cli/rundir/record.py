@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.plan.result import RunPlan, with_reasons
 from scaletrain_cli.rundir.code import CodeRecord, code_file
 from scaletrain_cli.rundir.documents import parse_json, write_document
 from scaletrain_cli.rundir.paths import RunDir
@@ -197,12 +197,11 @@ def _with_decided(run: RunDir, data: dict[str, Any], revision: int) -> RunRecord
     path = revision_path(run, revision) if revision else run.record
     decided = _read(path, REVISION_SCHEMA) if revision else data
     try:
-        plan = decided["plan"] | {"alternatives": []}  # told to people; nothing downstream reads them back
         return RunRecord(
             run_id=data["run_id"],
             created=data["created"],
             spec=RunSpec.model_validate(decided["spec"], context=dict(RECORDED)),
-            plan=_plan_reader().validate_python(plan),
+            plan=_plan_reader().validate_python(with_reasons(decided["plan"])),
             versions=data["versions"],
             code_hash=data["code_hash"],
             wandb_run_id=data["wandb_run_id"],

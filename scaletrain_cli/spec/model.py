@@ -287,6 +287,11 @@ class ModelSpec(Section):
         return self.base_family == "gpt" if self.bias is None else self.bias
 
     @property
+    def has_fused_qkv(self) -> bool:
+        """Return whether queries, keys and values are one matrix, and biases and norms stand in that order (GPT-2)."""
+        return self.base_family == "gpt"
+
+    @property
     def positions(self) -> str:
         """``rotary``, ``learned``, ``alibi`` or ``none``."""
         return self.position_embedding or ("rotary" if self.base_family == "llama" else "learned")

@@ -106,6 +106,11 @@ class RunSpec(Section):
         return {"transformer": "tokens", "clip": "pairs"}.get(model_kind(self.model), "images")
 
     @property
+    def samples(self) -> str:
+        """Return what ``training.global_batch_size`` counts: ``sequences``, ``images`` or ``pairs``."""
+        return "sequences" if isinstance(self.model, ModelSpec) else self.unit
+
+    @property
     def units_per_sample(self) -> int:
         """Units in one of the samples that ``training.global_batch_size`` counts."""
         return self.model.seq_len if isinstance(self.model, ModelSpec) else 1

@@ -14,6 +14,7 @@ from scaletrain_cli.plan.advice.explanation import Question, Row
 from scaletrain_cli.plan.reliability.spot_trace import Spread, TraceOutcome
 from scaletrain_cli.plan.search.cluster_limits import Considered
 from scaletrain_cli.plan.search.sizing import Sizing
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, speaks_unicode, stdout_console
 from scaletrain_cli.ui.plan import goodput_text, show_plan
@@ -22,7 +23,7 @@ from scaletrain_cli.ui.plan import goodput_text, show_plan
 
 
 def show_trace(outcome: TraceOutcome, console: Console | None = None) -> None:
-    """The median of all starts, and the range that four of five fall into."""
+    """Print the median of all starts, and the range of four of five of them."""
     title = (
         f"On the spot market of {plain(outcome.name)}: {outcome.finished} of {outcome.starts} starts finish, "
         f"{seconds_text(outcome.trace_days * 86400)} recorded"
@@ -57,7 +58,7 @@ def _hours(hours: float) -> str:
 
 
 def _spread(spread: Spread, text: Callable[[float], str]) -> str:
-    """``12 d (10 d to 15 d)``."""
+    """Return ``12 d (10 d to 15 d)``."""
     low, middle, high = text(spread.p10), text(spread.median), text(spread.p90)
     return middle if low == middle == high else f"{middle} ({low} to {high})"
 
@@ -70,7 +71,7 @@ _TITLES = ("GPUs", "done in", "expected cost", "goodput", "why not")
 
 
 def show_sizing(sizing: Sizing, console: Console | None = None) -> None:
-    """What was asked, and the table of sizes."""
+    """Print what was asked, and the table of sizes."""
     console = console or stdout_console()
     limits = [f"at most {whole_text(sizing.max_gpus)} GPUs"]
     if sizing.deadline_seconds is not None:
@@ -78,12 +79,12 @@ def show_sizing(sizing: Sizing, console: Console | None = None) -> None:
     if sizing.budget_usd is not None:
         limits.append(f"for {dollars_text(sizing.budget_usd)} at most")
     asked = f"Cluster for {_OBJECTIVES[sizing.objective]}: {', '.join(limits)}"
-    notes = [escaped_text(note, "yellow") for note in sizing.notes]
+    notes = [escaped_text(str(note), "yellow") for note in sizing.notes]
     show(console, Group(escaped_text(asked, "bold"), *notes, "", _table(sizing.considered), ""))
 
 
 def show_considered(considered: Sequence[Considered], console: Console | None = None) -> None:
-    """The table alone, where no size will do."""
+    """Print the table alone, where no size will do."""
     if considered:
         show(console or stdout_console(), _table(considered))
 
@@ -109,9 +110,11 @@ def _table(considered: Sequence[Considered]) -> Table:
     return table
 
 
-def _short(why: str) -> str:
-    """What does not fit, part by part, is a sentence too long for a table; JSON has it."""
-    return "does not fit" if why.startswith("does not fit") else why
+def _short(why: Reason | None) -> str:
+    """Return why a cluster was not chosen; what does not fit, part by part, is too long for a table."""
+    if why is None:
+        return ""
+    return "does not fit" if why.code == "plan.cluster-does-not-fit" else str(why)
 
 
 # The explanation of a plan for people: questions in order, the arithmetic under each, the answer, what follows.
@@ -123,17 +126,17 @@ _NAME = 34
 
 
 def show_explanation(questions: Sequence[Question], console: Console | None = None) -> None:
-    """All questions, numbered."""
+    """Print all questions, numbered."""
     console = console or stdout_console()
     arrow = "→" if speaks_unicode(console) else "->"
     blocks: list[RenderableType] = ["", Text("Why this layout", "bold")]
     for number, question in enumerate(questions, 1):
-        blocks += ["", _numbered(number, question.question)]
+        blocks += ["", _numbered(number, f"{question.question}?")]
         if question.rows:
             blocks.append(Padding(_arithmetic(question.rows), (0, 0, 0, _INDENT)))
-        blocks.append(Padding(escaped_text(question.verdict, _ANSWER_STYLES[question.answer]), (0, 0, 0, _INDENT)))
+        blocks.append(Padding(escaped_text(question.verdict_text, _ANSWER_STYLES[question.answer]), (0, 0, 0, _INDENT)))
         if question.follows:
-            blocks.append(Padding(escaped_text(f"{arrow} {question.follows}"), (0, 0, 0, _INDENT)))
+            blocks.append(Padding(escaped_text(f"{arrow} {question.follows_text}"), (0, 0, 0, _INDENT)))
     show(console, Group(*blocks))
 
 
@@ -146,7 +149,9 @@ def _numbered(number: int, question: str) -> RenderableType:
 
 
 def _arithmetic(rows: Sequence[Row]) -> RenderableType:
-    """Name, size, time, share and remark, in the columns that any row fills; titled where the rows are layouts."""
+    """Return name, size, time, share and remark, in the columns that any row fills; titled where the rows are
+    layouts.
+    """
     columns = {
         "memory": [bytes_text(row.bytes) if row.bytes is not None else "" for row in rows],
         "step": [seconds_text(row.seconds) if row.seconds is not None else "" for row in rows],
@@ -171,13 +176,15 @@ def _share(share: float) -> str:
 
 
 def _remark(row: Row) -> str:
-    if row.fits is False and not row.note.startswith("does not fit"):
-        return f"does not fit{f', {row.note}' if row.note else ''}"
-    return "does not fit" if row.fits is False else row.note
+    note = "" if row.note is None else str(row.note)
+    if row.fits is not False:
+        return note
+    tells = row.note is None or row.note.code == "plan.needs-memory"
+    return "does not fit" if tells else f"does not fit, {note}"
 
 
 def show_answer(found: Answer, *, everything: bool = False, console: Console | None = None) -> None:
-    """On stdout unless ``console`` says otherwise; what was not asked costs no import."""
+    """Print the answer on ``console`` or stdout; what was not asked costs no import."""
     if found.sizing is not None:
         show_sizing(found.sizing, console)
     show_plan(found.spec, found.plan, everything=everything, console=console)

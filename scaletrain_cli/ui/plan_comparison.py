@@ -13,10 +13,8 @@ from scaletrain_cli.plan.advice.answer import Compared
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, ratio_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console
-from scaletrain_cli.ui.plan import CANNOT_RUN, VERDICT_STYLES, differing
-
-# Many plans compared, one line each: for a sweep over a setting, which is too wide to stand side by side.
-
+from scaletrain_cli.ui.plan import CANNOT_RUN, differing
+from scaletrain_cli.ui.plan_breakdown import VERDICT_STYLES
 
 _LIST_GAP = 2
 _WIDEST_NAME, _NARROWEST_NAME = 30, 12
@@ -37,7 +35,7 @@ _LEAST_WANTED = (
 
 
 def comparison_list(compared: Sequence[Compared], width: int) -> Table:
-    """Layout, memory, step and its ratio to the first that fits; the rest as far as ``width`` allows."""
+    """Return layout, memory, step and its ratio to the first that fits; the rest as far as ``width`` allows."""
     layouts = [column.plan.layout for column in compared if column.plan is not None]
     fields = differing(layouts)
     titles = [*fields, "memory", "of device", "step", "", "MFU", "whole run", "cost"]
@@ -149,7 +147,7 @@ _FIGURES = (
 
 
 def show_comparison(compared: Sequence[Compared], console: Console | None = None) -> None:
-    """A column for each run, measured against the first; where they are too many for the width, a line for each."""
+    """Print a column for each run, measured against the first; where they are too many for the width, a line each."""
     console = console or stdout_console()
     side_by_side = _LABEL + len(compared) * (_COLUMN + _GAP) <= console.width + _GAP
     table = _table(compared) if side_by_side else comparison_list(compared, console.width)
@@ -160,13 +158,14 @@ def show_comparison(compared: Sequence[Compared], console: Console | None = None
 
 
 def _own_warnings(compared: Sequence[Compared]) -> Iterator[Text]:
-    """What one run is warned of and another is not, but for what this engine cannot run, which a plan alone says."""
+    """Yield the warnings that not all runs share, except what this engine cannot run, which a plan alone lists."""
     warned = {column.name: column.plan.warnings for column in compared if column.plan and column.feasible}
-    shared = set.intersection(*map(set, warned.values())) if warned else set()
+    texts = [{str(warning) for warning in warnings} for warnings in warned.values()]
+    shared = set.intersection(*texts) if texts else set()
     for name, warnings in warned.items():
         for warning in warnings:
-            if warning not in shared and not warning.startswith(CANNOT_RUN):
-                yield escaped_text(f"{name}: {warning}", "yellow")
+            if str(warning) not in shared and warning.code != CANNOT_RUN:
+                yield escaped_text(f"{name}: {warning}.", "yellow")
 
 
 def _table(columns: Sequence[Compared]) -> Table:

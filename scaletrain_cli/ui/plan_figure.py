@@ -25,10 +25,9 @@ from scaletrain_cli.plan.speed.pipeline import Timeline
 from scaletrain_cli.safe_files import create_file, replace_file
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import bytes_text, count_text, percent_text, seconds_text, whole_text
-from scaletrain_cli.ui.plan import MEMORY_PARTS as MEMORY_PARTS
-from scaletrain_cli.ui.plan import TIME_PARTS as TIME_PARTS
 from scaletrain_cli.ui.plan import headline
 from scaletrain_cli.ui.plan_answer import show_answer
+from scaletrain_cli.ui.plan_breakdown import MEMORY_PARTS, TIME_PARTS
 
 if TYPE_CHECKING:
     from scaletrain_cli.plan.advice.answer import Answer
@@ -37,21 +36,21 @@ if TYPE_CHECKING:
 # The single pictures of a plan: memory by stage, the step, the pipeline, the scaling curve.
 
 
-_MEMORY_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#2B2B2B", "#F0E442", "#E69F00", "#CC79A7", "#777777", "#C8C8C8")
-_TIME_COLOURS = ("#0072B2", "#E69F00", "#DDDDDD", "#009E73", "#CC79A7")
+_MEMORY_COLORS = ("#0072B2", "#56B4E9", "#009E73", "#2B2B2B", "#F0E442", "#E69F00", "#CC79A7", "#777777", "#C8C8C8")
+_TIME_COLORS = ("#0072B2", "#E69F00", "#DDDDDD", "#009E73", "#CC79A7")
 _FORWARD, _BACKWARD = "#0072B2", "#E69F00"
 _MOST_LABELS = 16  # stages named one by one; of more, every few
 
 
 def draw_memory(axes: Any, memory: Memory) -> None:
-    """One stacked bar for each stage, against the device."""
+    """Draw one stacked bar for each stage, against the device."""
     count = len(memory.by_stage)
     left = [0.0] * count
-    for (field, name), colour in zip(MEMORY_PARTS.items(), _MEMORY_COLOURS, strict=True):
+    for (field, name), color in zip(MEMORY_PARTS.items(), _MEMORY_COLORS, strict=True):
         sizes = [getattr(stage, field) / 1e9 for stage in memory.by_stage]
         if any(sizes):
             label = name if count > 1 else f"{name}: {bytes_text(getattr(memory, field))}"
-            axes.barh(range(count), sizes, left=left, color=colour, label=label, height=0.72, edgecolor="white", lw=0.4)
+            axes.barh(range(count), sizes, left=left, color=color, label=label, height=0.72, edgecolor="white", lw=0.4)
             left = [start + size for start, size in zip(left, sizes, strict=True)]
     capacity = memory.capacity / 1e9
     axes.axvline(capacity, color="#D55E00", lw=1.8, label=f"device: {bytes_text(memory.capacity)}")
@@ -63,14 +62,14 @@ def draw_memory(axes: Any, memory: Memory) -> None:
 
 
 def draw_step(axes: Any, time: Time) -> None:
-    """One bar for the step, cut into what it goes into."""
+    """Draw one bar for the step, divided by cause."""
     unit, name = (1e-3, "milliseconds") if time.step < 1 else (1.0, "seconds")
     left = 0.0
-    for (field, label), colour in zip(TIME_PARTS.items(), _TIME_COLOURS, strict=True):
+    for (field, label), color in zip(TIME_PARTS.items(), _TIME_COLORS, strict=True):
         seconds = getattr(time, field)
         if seconds:
             axes.barh(
-                [0], [seconds / unit], left=left, color=colour, label=f"{label}: {seconds_text(seconds)}", height=0.6
+                [0], [seconds / unit], left=left, color=color, label=f"{label}: {seconds_text(seconds)}", height=0.6
             )
             left += seconds / unit
     axes.set_xlim(0, left * 1.001)
@@ -81,11 +80,11 @@ def draw_step(axes: Any, time: Time) -> None:
 
 
 def draw_pipeline(axes: Any, drawn: Timeline) -> None:
-    """Every pass as a box, stage by stage; white is waiting. Steady micro-batches in the middle may be left out."""
+    """Draw every pass as a box, stage by stage; white is waiting. Steady micro-batches may be left out."""
     unit, name = (1e-3, "milliseconds") if drawn.seconds < 1 else (1.0, "seconds")
     chunks = 1 + max(each.chunk for each in drawn.passes)
     dense = len(drawn.passes) > 3000
-    for backward, colour, label in ((False, _FORWARD, "forward"), (True, _BACKWARD, "backward")):
+    for backward, color, label in ((False, _FORWARD, "forward"), (True, _BACKWARD, "backward")):
         for chunk in range(chunks):
             shade = 1 - 0.55 * chunk / max(1, chunks - 1) if chunks > 1 else 1.0
             for stage in range(drawn.stages):
@@ -98,7 +97,7 @@ def draw_pipeline(axes: Any, drawn: Timeline) -> None:
                 axes.broken_barh(
                     boxes,
                     (stage - 0.42, 0.84),
-                    facecolor=colour,
+                    facecolor=color,
                     alpha=shade,
                     label=named,
                     rasterized=dense,
@@ -117,7 +116,7 @@ def draw_pipeline(axes: Any, drawn: Timeline) -> None:
 
 
 def draw_rate(axes: Any, points: Sequence[ScalingPoint], chosen: int, unit: str) -> None:
-    """Tokens (or images) per second against GPUs, with the straight line of perfect scaling."""
+    """Draw tokens (or images) per second against GPUs, with the straight line of perfect scaling."""
     from matplotlib.ticker import LogLocator
 
     gpus, rates = [point.gpus for point in points], [point.tokens_per_second for point in points]
@@ -135,7 +134,7 @@ def draw_rate(axes: Any, points: Sequence[ScalingPoint], chosen: int, unit: str)
 
 
 def draw_efficiency(axes: Any, points: Sequence[ScalingPoint], chosen: int) -> None:
-    """Rate per GPU against that of the fewest GPUs."""
+    """Draw the rate per GPU against that of the fewest GPUs."""
     gpus, shares = [point.gpus for point in points], [100 * point.efficiency for point in points]
     axes.plot(gpus, shares, "o-", color="#009E73", lw=1.8)
     _mark(axes, [(g, s) for g, s in zip(gpus, shares, strict=True) if g == chosen])
@@ -182,7 +181,7 @@ _STYLE: Any = {
 
 
 def draw(spec: RunSpec, plan: RunPlan, pictures: Pictures) -> Any:
-    """A matplotlib figure, not yet written anywhere."""
+    """Return a matplotlib figure, not yet written anywhere."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -212,7 +211,7 @@ def draw(spec: RunSpec, plan: RunPlan, pictures: Pictures) -> Any:
 
 
 def image(figure: Any, kind: str, dots_per_inch: int) -> bytes:
-    """The figure as ``svg`` or ``png``; the same figure gives the same bytes."""
+    """Return the figure as ``svg`` or ``png``; the same figure gives the same bytes."""
     import matplotlib
 
     stream = io.BytesIO()
@@ -247,7 +246,7 @@ pre {{ background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: 13px; }}
 
 
 def page(found: Answer, pictures: Pictures, svg: str) -> str:
-    """A whole HTML document around the picture."""
+    """Return a whole HTML document around the picture."""
     picture = svg[svg.index("<svg") :]
     body = [picture, *_memory(found), *_scaling(found, pictures), "<h2>Plan</h2>", f"<pre>{escape(_text(found))}</pre>"]
     return _PAGE.format(title=escape(f"{found.spec.name}: plan"), body="\n".join(body))
@@ -288,7 +287,7 @@ def _scaling(found: Answer, pictures: Pictures) -> Iterator[str]:
 
 
 def _text(found: Answer) -> str:
-    """What the terminal shows, without colours."""
+    """Return what the terminal shows, without colors."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     console = Console(file=stream, width=_WIDTH, highlight=False, markup=False, emoji=False)
     show_answer(found, everything=True, console=console)

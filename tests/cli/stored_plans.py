@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from scaletrain_cli.plan.result import Alternative, Layout, RunPlan
+from scaletrain_cli.plan.result import Alternative, Layout, RunPlan, with_reasons
+from scaletrain_cli.reasons import recorded
 from scaletrain_cli.spec import RunSpec
 
 STORED = sorted((Path(__file__).parent / "plans").glob("*.json"))
@@ -30,11 +31,11 @@ def stored(path: Path) -> tuple[RunSpec, RunPlan]:
             row["time"]["step"],
             row["memory"]["peak"],
             row["fits"],
-            row["why"],
+            recorded(row["why"]),
         )
         for row in data["plan"].pop("alternatives")
     )
-    plan = TypeAdapter(RunPlan).validate_python(data["plan"])
+    plan = TypeAdapter(RunPlan).validate_python(with_reasons(data["plan"]))
     return RunSpec.model_validate(data["spec"]), dataclasses.replace(plan, alternatives=others)
 
 

@@ -13,6 +13,7 @@ from scaletrain_cli.plan.advice.explanation import Question, Row
 from scaletrain_cli.plan.reliability.spot_trace import Spread, TraceOutcome
 from scaletrain_cli.plan.search.cluster_limits import Considered
 from scaletrain_cli.plan.search.sizing import Sizing
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.ui.plan_answer import show_explanation, show_sizing, show_trace
 from scaletrain_cli.ui.plan_comparison import show_comparison
 from tests.cli.stored_plans import STORED, printed, stored
@@ -22,25 +23,31 @@ GB = 10**9
 EXPLANATION = (
     Question(
         "states",
-        "What must be kept for every parameter, before any activation?",
+        Reason("plan.ask-states"),
         (
-            Row("weights", 138 * GB, note="2 bytes per parameter"),
-            Row("together", 1240 * GB, share=14.6, note="18 bytes per parameter"),
+            Row("weights", 138 * GB, note=Reason("plan.bytes-per-parameter", {"bytes_per_parameter": 2.0})),
+            Row(
+                "together", 1240 * GB, share=14.6, note=Reason("plan.bytes-per-parameter", {"bytes_per_parameter": 18})
+            ),
         ),
         None,
-        "18 bytes, for 68,976,648,192 parameters.",
-        "That alone is 1460 % of what one h100-sxm-80gb holds.",
+        (Reason("plan.states-total", {"bytes_per_parameter": 18.0, "parameters": 68_976_648_192}),),
+        (Reason("plan.states-of-device", {"share": 14.6, "device": "h100-sxm-80gb"}),),
     ),
     Question(
         "one_rank",
-        "Does the run fit on one h100-sxm-80gb, one sequence at a time?",
+        Reason("plan.ask-one-rank", {"device": "h100-sxm-80gb"}),
         (Row("recompute none", 1530 * GB, 3780.0, 18.0, False), Row("recompute full", 61 * GB, 4200.0, 0.72, True)),
         False,
-        "No: even with every activation computed again it takes 18.03 times what one has.",
-        "The states have to be spread over several.",
+        (Reason("plan.one-rank-too-small", {"times": 18.03}),),
+        (Reason("plan.spread-states"),),
     ),
     Question(
-        "sharding", "Is data parallelism enough?", (Row("ZeRO-3", 40 * GB, 5.5, 0.5, True, "chosen"),), True, "Yes."
+        "sharding",
+        Reason("plan.ask-sharding", {"ranks": 32}),
+        (Row("ZeRO-3", 40 * GB, 5.5, 0.5, True, Reason("plan.chosen")),),
+        True,
+        (Reason("plan.yes"),),
     ),
 )
 OUTCOME = TraceOutcome(
@@ -70,10 +77,12 @@ def compared(*names: str) -> tuple[Compared, ...]:
 
 def sizing() -> Sizing:
     spec, plan = stored(PLANS["fits"])
+    too_large = Reason("plan.cluster-does-not-fit", {"what": "needs 273 GB of 84.9 GB"})
+    late = Reason("plan.too-late", {"by": 66 * 3600})
     rows = (
-        Considered("h100-sxm-80gb", 1, 8, None, None, None, None, None, False, "does not fit: needs 273 GB of 84.9 GB"),
-        Considered("h100-sxm-80gb", 2, 16, 1.1e6, 14200.0, 0.998, 30.0, None, False, "2 d 18 h too late"),
-        Considered("h100-sxm-80gb", 4, 32, 5.2e5, 13756.0, 0.9995, 15.5, plan.layout, True, ""),
+        Considered("h100-sxm-80gb", 1, 8, None, None, None, None, None, False, too_large),
+        Considered("h100-sxm-80gb", 2, 16, 1.1e6, 14200.0, 0.998, 30.0, None, False, late),
+        Considered("h100-sxm-80gb", 4, 32, 5.2e5, 13756.0, 0.9995, 15.5, plan.layout, True, None),
     )
     return Sizing(spec, plan, "gpus", 64, 864000.0, 20000.0, rows)
 

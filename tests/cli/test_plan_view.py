@@ -18,7 +18,8 @@ from scaletrain_cli.text import (
     ratio_text,
     seconds_text,
 )
-from scaletrain_cli.ui.plan import rejected_view, show_plan, waterfall
+from scaletrain_cli.ui.plan import rejected_view, show_plan
+from scaletrain_cli.ui.plan_breakdown import waterfall
 from tests.cli.stored_plans import STORED, printed, stored
 
 
@@ -38,7 +39,7 @@ def test_a_plan_reads_as_it_should(path: Path, width: int, golden: Callable[[str
 def test_all_adds_every_layout_and_every_assumption() -> None:
     _, plan = stored(STORED[0])
     text = " ".join(shown(STORED[0], 120, everything=True).split())
-    assert all(" ".join(assumption.split()) in text for assumption in plan.assumptions)
+    assert all(" ".join(str(assumption).split()) in text for assumption in plan.assumptions)
     assert "--all shows them" not in text
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from scaletrain_cli.plan.architecture import architecture
 from scaletrain_cli.plan.memory.engine_states import Group, ends_of, stage_groups
-from scaletrain_cli.plan.stages import pipeline_stages
+from scaletrain_cli.plan.stages import engine_stages
 from scaletrain_cli.spec import ModelSpec
 from tests.plan.specs import model_of, spec_of
 
@@ -50,7 +50,7 @@ def test_every_tensor_of_the_engine_is_counted_in_its_place(name: str) -> None:
     model = MODELS[name]
     for tensor, stages in itertools.product((1, 2), (1, 2, 3)):
         spec = spec_of("llama-7b").model_copy(update={"model": model})
-        for stage in pipeline_stages(spec, stages):
+        for stage in engine_stages(spec.transformer, stages):
             built = outline(model)
             keep_stage(built, Axis(stages, stage.position))
             shard_over_tensor_ranks(built, Axis(tensor))

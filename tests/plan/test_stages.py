@@ -16,16 +16,11 @@ from scaletrain_cli.plan.architecture import (
     head_flops,
     mlp_matmul_flops,
 )
-from scaletrain_cli.plan.search.layout_rules import division_problems
-from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
-from scaletrain_cli.plan.stages import (
-    blocks_by_stage,
-    blocks_per_stage,
-    chunks_in_flight,
-    loss_stage,
-    pipeline_stages,
-    stage_shard,
-)
+from scaletrain_cli.plan.axes import resolve_axes
+from scaletrain_cli.plan.frameworks.nanotron import loss_stage
+from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS, framework_of
+from scaletrain_cli.plan.search.layouts import build_layout, division_problems
+from scaletrain_cli.plan.stages import Stage, blocks_per_stage, chunks_in_flight, stage_shard
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from tests.plan.specs import model_of, spec_of
 
@@ -44,8 +39,12 @@ def published_llama(layers: int, hidden: int, inner: int) -> dict[str, Any]:
     }
 
 
+def _stages(spec: RunSpec, stages: int) -> tuple[Stage, ...]:
+    return framework_of(spec).pipeline_stages(spec, stages)
+
+
 def blocks(spec: RunSpec, stages: int) -> list[int]:
-    return [stage.blocks for stage in pipeline_stages(spec, stages)]
+    return [stage.blocks for stage in _stages(spec, stages)]
 
 
 def test_stages_share_the_blocks_by_number_by_weight_or_by_time() -> None:
@@ -81,26 +80,26 @@ def test_what_does_not_divide_goes_where_few_micro_batches_are_in_flight() -> No
 
 def test_every_framework_spreads_all_blocks() -> None:
     model = model_of("llama-7b", num_hidden_layers=30)
-    assert blocks_by_stage(model, 4, "fsdp") == (8, 8, 7, 7)
+    assert FRAMEWORKS["fsdp"].blocks_by_stage(model, 4) == (8, 8, 7, 7)
     for framework, stages in itertools.product(("deepspeed", "fsdp", "megatron", "nanotron"), (1, 2, 4, 8, 30)):
-        assert sum(blocks_by_stage(model, stages, framework)) == 30
+        assert sum(FRAMEWORKS[framework].blocks_by_stage(model, stages)) == 30
 
 
 def test_leading_dense_blocks_fall_on_the_first_stages() -> None:
     spec = spec_of("mixtral-8x7b", model__first_k_dense_replace=10)
-    assert [stage.dense for stage in pipeline_stages(spec, 4)] == [8, 2, 0, 0]
+    assert [stage.dense for stage in _stages(spec, 4)] == [8, 2, 0, 0]
 
 
 def test_the_stages_of_an_untied_model_hold_all_its_parameters() -> None:
     whole = architecture(model_of("llama-7b"))
-    shards = [stage_shard(whole, stage) for stage in pipeline_stages(spec_of("llama-7b"), 5)]
+    shards = [stage_shard(whole, stage) for stage in _stages(spec_of("llama-7b"), 5)]
     assert sum(shard.parameters for shard in shards) == whole.parameters
 
 
 def test_a_tied_head_needs_a_copy_of_the_embedding() -> None:
     spec = spec_of("gpt2")
     whole = architecture(spec.transformer)
-    shards = [stage_shard(whole, stage) for stage in pipeline_stages(spec, 3)]
+    shards = [stage_shard(whole, stage) for stage in _stages(spec, 3)]
     assert sum(shard.parameters for shard in shards) == whole.parameters + whole.embedding
 
 
@@ -130,5 +129,5 @@ def test_a_slip_of_the_keyboard_ends_soon() -> None:
     spec = spec_of("llama-7b", model__num_hidden_layers=10**9, planner__framework="nanotron")
     assert isinstance(spec.model, ModelSpec)
     began = time.process_time()
-    assert len(pipeline_stages(spec, 10**9)) == 3
+    assert len(_stages(spec, 10**9)) == 3
     assert time.process_time() - began < 0.5

@@ -11,8 +11,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.plan.estimate import parameter_count
+from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec, json_schema, vision_presets
+from scaletrain_cli.spec.run import AnyModel
 from tests.spec.samples import load, problem, problems
 
 VISION = """\
@@ -22,6 +23,10 @@ model: {preset: resnet-50}
 data: {source: imagenet/}
 training: {global_batch_size: 256, steps: 1000}
 """
+
+
+def _parameters(model: AnyModel) -> int:
+    return workload_of(model).parameter_count(model)
 
 
 def with_model(model: str) -> str:
@@ -44,18 +49,18 @@ def test_every_preset_loads_and_survives_json(name: str) -> None:
     ],
 )
 def test_a_config_json_gives_the_network_that_its_authors_published(name: str, parameters: int) -> None:
-    assert parameter_count(load(with_model(f"{{hf_config: {name}}}")).model) == parameters
+    assert _parameters(load(with_model(f"{{hf_config: {name}}}")).model) == parameters
 
 
 def test_a_config_json_that_leaves_out_defaults_means_those_of_transformers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "clip", "vision_config": {"patch_size": 16}}')
     spec = load(with_model("{hf_config: .}"), base_dir=tmp_path)
-    assert parameter_count(spec.model) == 149_620_737
+    assert _parameters(spec.model) == 149_620_737
 
 
 def test_keys_beside_a_preset_win_inside_the_towers_too() -> None:
     spec = load(with_model("{preset: clip-vit-base-patch32, vision_config: {patch_size: 16}}"))
-    assert parameter_count(spec.model) == 149_620_737
+    assert _parameters(spec.model) == 149_620_737
 
 
 @pytest.mark.parametrize(

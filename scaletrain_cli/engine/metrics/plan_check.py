@@ -19,7 +19,7 @@ from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes
 from scaletrain_cli.plan.memory.engine_states import engine_states
 from scaletrain_cli.plan.result import Layout, StageMemory
-from scaletrain_cli.plan.stages import pipeline_stages
+from scaletrain_cli.plan.stages import engine_stages
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures, write_measured
 from scaletrain_cli.rundir.paths import RunDir
@@ -107,7 +107,7 @@ class PlanCheck:
 
 
 def _planned(spec: RunSpec, layout: Layout, stage: int, memory: StageMemory) -> dict[str, Any]:
-    held = next(each for each in pipeline_stages(spec, layout.pipeline_parallel) if each.position == stage)
+    held = next(each for each in engine_stages(spec.transformer, layout.pipeline_parallel) if each.position == stage)
     return vars(memory) | {
         "activations": saved_activation_bytes(spec, layout, find_accelerator(spec.cluster), stage),
         "host": engine_states(spec, layout, held)[1],  # without offloaded activations, which are not counted

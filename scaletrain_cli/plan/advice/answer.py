@@ -1,4 +1,4 @@
-"""Everything that one question about one run brings: the plan, and what was asked beside it. Shows nothing."""
+"""Everything that one question about one run brings: the plan, and what was asked beside it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Compared:
         return self.reason is None
 
     def to_json(self) -> dict[str, Any]:
-        """``name``, ``feasible``, ``reason``, ``problems`` and the plan as ``make_plan`` gives it."""
+        """Return ``name``, ``feasible``, ``reason``, ``problems`` and the plan as ``make_plan`` gives it."""
         plan = None if self.plan is None else self.plan.to_json()
         problems = [problem.to_json() for problem in self.problems]
         said = {"name": self.name, "feasible": self.feasible, "reason": self.reason, "problems": problems}
@@ -50,12 +50,12 @@ class Compared:
 
 
 def compare(runs: Sequence[tuple[str, RunSpec]]) -> tuple[Compared, ...]:
-    """Each named run planned, in the order given. Raises UsageError as ``make_plan`` does."""
+    """Return a plan for each named run, in the order given. Raises UsageError as ``make_plan`` does."""
     return tuple(_compared(name, spec) for name, spec in runs)
 
 
 def name_runs(runs: Sequence[tuple[Path, tuple[str, ...], RunSpec]]) -> list[tuple[str, RunSpec]]:
-    """Short names for runs from (file, overrides, spec): what tells them apart, and no more."""
+    """Return the short names for runs from (file, overrides, spec): what tells them apart, and no more."""
     files, names = {path for path, _, _ in runs}, {spec.name for _, _, spec in runs}
     stems = {path.stem for path in files}
     named = []
@@ -67,16 +67,16 @@ def name_runs(runs: Sequence[tuple[Path, tuple[str, ...], RunSpec]]) -> list[tup
 
 
 def none_feasible(compared: Sequence[Compared]) -> InfeasibleError | None:
-    """The error to end with where no column can run."""
+    """Return the error to end with where no column can run, or None."""
     if any(column.feasible for column in compared):
         return None
-    ways_out = (
+    changes = (
         replace(problem, where=f"{column.name}: {problem.where}")
         for column in compared
         for problem in [each for each in column.problems if each.where not in _SIZES][:1]
     )
     message = f"none of the {len(compared)} can run as asked; `scaletrain plan` of one says all that would fit"
-    return InfeasibleError(message, tuple(ways_out))
+    return InfeasibleError(message, tuple(changes))
 
 
 def _compared(name: str, spec: RunSpec) -> Compared:
@@ -102,14 +102,16 @@ class Answer:
     outcome: TraceOutcome | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The plan, whether it can run and why not, and what was asked: ``sizing``, ``explanation``, ``trace``."""
+        """Return the plan, whether it can run and why not, and what was asked: ``sizing``, ``explanation``,
+        ``trace``.
+        """
         problems = self.infeasible.problems if self.infeasible else ()
         data = self.plan.to_json()
         data |= {"feasible": self.infeasible is None, "problems": [each.to_json() for each in problems]}
         if self.sizing is not None:
             data["sizing"] = self.sizing.to_json()
         if self.explanation is not None:
-            data["explanation"] = [dataclasses.asdict(question) for question in self.explanation]
+            data["explanation"] = [question.to_json() for question in self.explanation]
         if self.outcome is not None:
             data["trace"] = dataclasses.asdict(self.outcome)
         return data
@@ -118,7 +120,7 @@ class Answer:
 def answer(
     spec: RunSpec, limits: Limits | None = None, *, explained: bool = False, trace: SpotTrace | None = None
 ) -> Answer:
-    """The run planned, on a cluster within the limits if there are any.
+    """Return the plan of the run, on a cluster within the limits if there are any.
 
     A run that does not fit is an answer with ``infeasible`` set; raises what ``make_plan`` and ``size_cluster`` raise
     where there is no layout at all.

@@ -10,29 +10,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from scaletrain_cli.plan.advice.explain_speed import speed_questions
-from scaletrain_cli.plan.advice.explanation import (
-    Question,
-    Row,
-    distinct,
-    modes,
-    on_one_rank,
-    percent,
-    row,
-    samples,
-    sized,
-    times,
-)
+from scaletrain_cli.plan.advice.explanation import Question, Row, distinct, modes, on_one_rank, row, sized
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
+from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
+from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout, RunPlan
-from scaletrain_cli.plan.search.engine_support import ENGINE, capabilities
+from scaletrain_cli.plan.search.engine_support import capabilities
 from scaletrain_cli.plan.search.layout_search import Candidate
+from scaletrain_cli.plan.workloads.registry import workload_of
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 
 _LONGEST_SERIES = 6  # degrees shown of one axis
 
 
 def explain(spec: RunSpec, plan: RunPlan) -> tuple[Question, ...]:
-    """The questions that lead to the plan's layout, each with its arithmetic; for plans that do not fit too."""
+    """Return the questions that lead to the plan's layout, each with its arithmetic; for plans that do not fit too."""
     return tuple(_questions(spec, plan, find_accelerator(spec.cluster)))
 
 
@@ -54,7 +47,7 @@ def _questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Qu
 
 
 def _plain(layout: Layout) -> Layout:
-    """The chosen layout with every axis but the data-parallel one folded away, one sequence at a time."""
+    """Return the chosen layout with every axis but the data-parallel one folded away, one sequence at a time."""
     return replace(
         layout,
         tensor_parallel=1,
@@ -68,7 +61,7 @@ def _plain(layout: Layout) -> Layout:
 
 
 def _stages(spec: RunSpec) -> list[int]:
-    """ZeRO stages of the framework that share something, lowest first."""
+    """Return the ZeRO stages of the framework that share something, lowest first."""
     everything = spec.planner.model_copy(update={"search": "everything"})
     return [stage for stage in capabilities(spec.model_copy(update={"planner": everything})).zero_stages if stage]
 
@@ -78,7 +71,7 @@ def _lowest(spec: RunSpec) -> int:
 
 
 def _alone(spec: RunSpec, base: Layout, device: Accelerator, **changes: int) -> list[Candidate]:
-    """The run on one rank, with each kind of recomputation."""
+    """Return the run on one rank, with each kind of recomputation."""
     one = on_one_rank(spec)
     stage = 0 if spec.training.precision in ("fp32", "tf32") else _lowest(spec)
     found = (
@@ -100,15 +93,15 @@ def _states(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -> 
         "optimizer states": memory.optimizer_states,
     }
     total = sum(parts.values())
-    rows = [Row(name, size, note=f"{size / count:.3g} bytes per parameter") for name, size in parts.items()]
-    rows.append(Row("together", total, share=total / memory.capacity, note=f"{total / count:.3g} bytes per parameter"))
+    rows = [Row(name, size, note=_per_parameter(size, count)) for name, size in parts.items()]
+    rows.append(Row("together", total, share=total / memory.capacity, note=_per_parameter(total, count)))
     yield Question(
         "states",
-        "What must be kept for every parameter, before any activation?",
+        Reason("plan.ask-states"),
         tuple(rows),
         None,
-        f"{total / count:.3g} bytes, for {count:,} parameters.",
-        f"That alone is {times(total / memory.capacity)} what one {_noun(device)} holds.",
+        (Reason("plan.states-total", {"bytes_per_parameter": total / count, "parameters": count}),),
+        (Reason("plan.states-of-device", {"share": total / memory.capacity, "device": _noun(device)}),),
     )
 
 
@@ -117,19 +110,19 @@ def _one_rank(spec: RunSpec, alone: list[Candidate], device: Accelerator) -> Que
     fitting = [candidate.layout.activation_checkpointing for candidate in alone if candidate.memory.fits]
     share, world = best.memory.peak / best.memory.capacity, spec.world_size
     if not fitting:
-        needed = f"{share:,.0f}" if share >= 10 else f"{share:.2f}"
-        verdict = f"No: even with every activation computed again it takes {needed} times what one has."
-        follows = "The states have to be spread over several." if world > 1 else ""
+        verdict = Reason("plan.one-rank-too-small", {"times": share})
+        follows = Reason("plan.spread-states") if world > 1 else None
     else:
-        verdict = "Yes." if fitting[0] == "none" else f"Yes, with recompute {fitting[0]}."
-        follows = f"Data parallelism over the {world:,} is enough; nothing has to be cut to fit." if world > 1 else ""
+        mode = fitting[0]
+        verdict = Reason("plan.yes") if mode == "none" else Reason("plan.yes-recomputing", {"mode": mode})
+        follows = Reason("plan.data-parallel-is-enough", {"ranks": world}) if world > 1 else None
     return Question(
         "one_rank",
-        f"Does the run fit on one {_noun(device)}, with a micro-batch of 1?",
+        Reason("plan.ask-one-rank", {"device": _noun(device)}),
         distinct([row(f"recompute {c.layout.activation_checkpointing}", c) for c in alone]),
         bool(fitting),
-        verdict,
-        follows,
+        (verdict,),
+        () if follows is None else (follows,),
     )
 
 
@@ -143,28 +136,24 @@ def _sharded(spec: RunSpec, base: Layout, device: Accelerator) -> Iterator[Candi
 
 def _sharding(spec: RunSpec, plan: RunPlan, sharded: list[Candidate], device: Accelerator) -> Question:
     world, batch = spec.world_size, spec.training.global_batch_size
-    question = f"Is data parallelism over all {world:,} enough, the states shared with ZeRO?"
+    question = Reason("plan.ask-sharding", {"ranks": world})
     if not sharded:
-        verdict = f"No: a batch of {batch:,} {samples(spec)} does not divide over {world:,} data-parallel ranks."
-        return Question("sharding", question, (), False, verdict, "Some ranks must share a sequence.")
+        verdict = Reason("plan.batch-does-not-divide", {"batch": batch, "samples": spec.samples, "ranks": world})
+        return Question("sharding", question, (), False, (verdict,), (Reason("plan.share-sequences"),))
     fitting = [candidate for candidate in sharded if candidate.memory.fits]
     rows = tuple(row(f"ZeRO-{c.layout.zero_stage}, recompute {c.layout.activation_checkpointing}", c) for c in sharded)
     if not fitting:
         least = min(sharded, key=lambda candidate: candidate.memory.peak)
         what = "activations" if _transient(least) > _kept(least) else "states"
-        verdict = f"No: what remains on one {_noun(device)} is mostly {what}."
-        return Question("sharding", question, rows, False, verdict, "The layers themselves must be cut.")
+        verdict = Reason("plan.sharding-too-small", {"device": _noun(device), "what": what})
+        return Question("sharding", question, rows, False, (verdict,), (Reason("plan.cut-layers"),))
     fastest = min(fitting, key=lambda candidate: candidate.time.step)
-    layout = fastest.layout
-    verdict = (
-        f"Yes: ZeRO-{layout.zero_stage} with recompute {layout.activation_checkpointing} takes "
-        f"{percent(fastest.memory.peak / fastest.memory.capacity)} of the memory."
-    )
-    chosen = plan.layout
-    follows = "No layer has to be cut."
-    if chosen.tensor_parallel * chosen.pipeline_parallel > 1:
-        follows = "Layers need not be cut to fit, but may be cut to be faster."
-    return Question("sharding", question, rows, True, verdict, follows)
+    layout, chosen = fastest.layout, plan.layout
+    share = fastest.memory.peak / fastest.memory.capacity
+    params = {"zero_stage": layout.zero_stage, "mode": layout.activation_checkpointing, "share": share}
+    cut = chosen.tensor_parallel * chosen.pipeline_parallel > 1
+    follows = Reason("plan.cut-for-speed" if cut else "plan.no-cut-needed")
+    return Question("sharding", question, rows, True, (Reason("plan.sharding-fits", params),), (follows,))
 
 
 def _tensor(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator, *, needed: bool) -> Iterator[Question]:
@@ -182,13 +171,12 @@ def _tensor(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator, *, 
     rows = distinct(
         [row(f"tensor {c.layout.tensor_parallel}, recompute {c.layout.activation_checkpointing}", c) for c in found]
     )
-    verdict = "Yes." if fits else f"No: even over all {spec.cluster.gpus_per_node} of a node it does not fit."
-    follows = "" if fits else "Stages across nodes must share the layers."
-    zero = f"tensor parallelism, with ZeRO-{_lowest(spec)}"
-    question = f"Does it fit when the GPUs of a node share every layer ({zero})?"
+    verdict = Reason("plan.yes") if fits else Reason("plan.node-too-small", {"gpus": spec.cluster.gpus_per_node})
+    follows = [] if fits else [Reason("plan.cut-into-stages")]
     if not needed:
-        follows = f"The plan takes tensor {plan.layout.tensor_parallel}; the fast link of the node carries its traffic."
-    yield Question("tensor", question, rows, fits, verdict, follows + _not_yet(spec, "tensor_parallel"))
+        follows = [Reason("plan.tensor-degree", {"degree": plan.layout.tensor_parallel})]
+    question = Reason("plan.ask-tensor", {"zero_stage": _lowest(spec)})
+    yield Question("tensor", question, rows, fits, (verdict,), (*follows, *_not_yet(spec, "tensor_parallel")))
 
 
 def _pipeline(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -> Iterator[Question]:
@@ -196,7 +184,7 @@ def _pipeline(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -
     tensor = chosen.tensor_parallel
     if not plan.memory.fits:
         tensor = max([tensor, *_within_node(spec)])
-    layers = getattr(spec.model, "num_hidden_layers", 0)
+    layers = workload_of(spec.model).layers(spec)
     most = min(layers, spec.world_size // tensor)
     degrees = sorted({*(1 << power for power in range(1, most.bit_length())), chosen.pipeline_parallel} - {1})
     near = [d for d in degrees if d <= max(2 * chosen.pipeline_parallel, 4)][-_LONGEST_SERIES:]
@@ -206,20 +194,26 @@ def _pipeline(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -
         return
     fits = any(candidate.memory.fits for candidate in found)
     rows = tuple(row(f"pipeline {c.layout.pipeline_parallel}", c) for c in found)
-    verdict = (
-        f"Yes, from {next(c for c in found if c.memory.fits).layout.pipeline_parallel} stages on." if fits else "No."
-    )
-    follows = "Stages send only activations, which a network between nodes can carry; the price is a bubble."
+    verdict = Reason("plan.no")
+    if fits:
+        stages = next(c for c in found if c.memory.fits).layout.pipeline_parallel
+        verdict = Reason("plan.yes-from-stages", {"stages": stages})
+    follows = Reason("plan.stages-cost-a-bubble")
     if not fits and chosen.sequence_parallel * chosen.context_parallel > 1 and plan.memory.fits:
-        follows = f"Sequences are cut too: sequence {chosen.sequence_parallel}, context {chosen.context_parallel}."
-    question = f"Does it fit in pipeline stages, tensor {tensor} within each?"
-    yield Question("pipeline", question, rows, fits, verdict, follows + _not_yet(spec, "pipeline_parallel"))
+        cut = {"sequence": chosen.sequence_parallel, "context": chosen.context_parallel}
+        follows = Reason("plan.sequences-are-cut", cut)
+    question = Reason("plan.ask-pipeline", {"tensor": tensor})
+    yield Question("pipeline", question, rows, fits, (verdict,), (follows, *_not_yet(spec, "pipeline_parallel")))
 
 
-def _not_yet(spec: RunSpec, axis: str) -> str:
-    """Said of what our own engine cannot run, so that nobody takes the arithmetic for an offer."""
-    own = spec.planner.framework == "deepspeed"
-    return " This engine version cannot run it yet." if own and axis not in ENGINE.axes else ""
+def _not_yet(spec: RunSpec, axis: str) -> Iterator[Reason]:
+    """Yield that this project's engine cannot run an axis, so that nobody takes the arithmetic for an offer."""
+    if framework_of(spec).is_engine and axis not in ENGINE.axes:
+        yield Reason("plan.not-in-this-engine")
+
+
+def _per_parameter(size: int, count: int) -> Reason:
+    return Reason("plan.bytes-per-parameter", {"bytes_per_parameter": size / count})
 
 
 def _kept(candidate: Candidate) -> int:
@@ -232,8 +226,8 @@ def _transient(candidate: Candidate) -> int:
 
 
 def _within_node(spec: RunSpec) -> list[int]:
-    """Degrees of tensor parallelism above 1 that a node and the heads allow."""
-    per_node, heads = spec.cluster.gpus_per_node, getattr(spec.model, "num_attention_heads", 1)
+    """Return the degrees of tensor parallelism above 1 that a node and the heads allow."""
+    per_node, heads = spec.cluster.gpus_per_node, workload_of(spec.model).heads(spec)
     powers = (1 << power for power in range(1, per_node.bit_length()))
     return [degree for degree in powers if per_node % degree == 0 and heads % degree == 0]
 

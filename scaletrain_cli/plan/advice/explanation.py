@@ -6,38 +6,35 @@ Part of the JSON of ``scaletrain plan --explain --json``, under ``explanation``;
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from scaletrain_cli.plan.axes import Axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.search.layout_rules import broken_rules
+from scaletrain_cli.plan.result import Layout, coded
 from scaletrain_cli.plan.search.layout_search import Candidate, evaluate
-from scaletrain_cli.plan.search.layouts import CHECKPOINTING, Axes
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.plan.search.layouts import broken_rules
+from scaletrain_cli.plan.workloads.registry import workload_of
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.training import LayoutSpec
 
 # Layouts that were not chosen, sized for an explanation: what if one axis were folded away, on fewer ranks or more.
 
 
 def on_one_rank(spec: RunSpec) -> RunSpec:
-    """The same run with one rank, for what a device alone would have to hold."""
+    """Return the same run with one rank, for what a device alone would have to hold."""
     cluster = spec.cluster.model_copy(update={"nodes": 1, "gpus_per_node": 1})
     return spec.model_copy(update={"cluster": cluster})
 
 
 def modes(spec: RunSpec) -> tuple[str, ...]:
-    """Kinds of recomputation that the network knows; those of vision are not selective."""
-    return CHECKPOINTING if isinstance(spec.model, ModelSpec) else ("none", "full")
-
-
-def samples(spec: RunSpec) -> str:
-    """What a batch counts."""
-    return "sequences" if isinstance(spec.model, ModelSpec) else spec.unit
+    """Return the kinds of activation checkpointing that the network has."""
+    return workload_of(spec.model).checkpointing
 
 
 def sized(spec: RunSpec, layout: Layout, device: Accelerator, **changes: Any) -> Candidate | None:
-    """``layout`` with some fields changed, data parallelism taking what the others leave.
+    """Return ``layout`` with some fields changed, data parallelism taking what the others leave.
 
     None where a rule of the framework forbids it or something does not divide; what the spec pins does not matter.
     """
@@ -71,8 +68,8 @@ def _unpinned(spec: RunSpec) -> RunSpec:
     return spec.model_copy(update={"layout": LayoutSpec(), "training": training})
 
 
-def row(name: str, candidate: Candidate, note: str = "") -> Row:
-    """One line of an explanation: what the layout needs, and how long its step takes."""
+def row(name: str, candidate: Candidate, note: Reason | None = None) -> Row:
+    """Return the one line of an explanation: what the layout needs, and how long its step takes."""
     memory = candidate.memory
     return Row(name, memory.peak, candidate.time.step, memory.peak / memory.capacity, memory.fits, note)
 
@@ -86,7 +83,14 @@ class Row:
     seconds: float | None = None
     share: float | None = None
     fits: bool | None = None
-    note: str = ""
+    note: Reason | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields; ``note`` as text with its code beside it."""
+        row = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.note is None:
+            return row | {"note": ""}
+        return row | {"note": str(self.note), **coded(self.note)}
 
 
 @dataclass(frozen=True)
@@ -94,11 +98,42 @@ class Question:
     """One step of the decision. ``answer`` is None where the question is how much; ``follows`` leads to the next."""
 
     key: str
-    question: str
+    question: Reason
     rows: tuple[Row, ...]
     answer: bool | None
-    verdict: str
-    follows: str = ""
+    verdict: tuple[Reason, ...]
+    follows: tuple[Reason, ...] = ()
+
+    @property
+    def verdict_text(self) -> str:
+        """Return the verdict as sentences."""
+        return _sentences(self.verdict)
+
+    @property
+    def follows_text(self) -> str:
+        """Return what follows as sentences; empty where nothing does."""
+        return _sentences(self.follows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return question, verdict and follows as text, and their codes under ``reasons``."""
+        return {
+            "key": self.key,
+            "question": f"{self.question}?",
+            "rows": [row.to_json() for row in self.rows],
+            "answer": self.answer,
+            "verdict": self.verdict_text,
+            "follows": self.follows_text,
+            "reasons": {
+                "question": coded(self.question),
+                "verdict": [coded(reason) for reason in self.verdict],
+                "follows": [coded(reason) for reason in self.follows],
+            },
+        }
+
+
+def _sentences(reasons: Sequence[Reason]) -> str:
+    """Return the reasons as sentences, one after another."""
+    return " ".join(f"{reason}." for reason in reasons)
 
 
 def distinct(rows: Sequence[Row]) -> tuple[Row, ...]:
@@ -107,17 +142,7 @@ def distinct(rows: Sequence[Row]) -> tuple[Row, ...]:
     for row in rows:
         same = kept and kept[-1].bytes == row.bytes and (row.seconds or 0.0) >= (kept[-1].seconds or 0.0)
         if same:
-            kept[-1] = replace(kept[-1], note="recomputation saves nothing")
+            kept[-1] = replace(kept[-1], note=Reason("plan.recomputation-saves-nothing"))
         else:
             kept.append(row)
     return tuple(kept)
-
-
-def percent(share: float) -> str:
-    """``86 %``, and a decimal below ten."""
-    return f"{share:.0%}".replace("%", " %") if share >= 0.0995 else f"{share:.1%}".replace("%", " %")
-
-
-def times(share: float) -> str:
-    """``86 % of`` or ``15 times``."""
-    return f"{percent(share)} of" if share < 9.995 else f"{share:,.0f} times"

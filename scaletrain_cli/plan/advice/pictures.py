@@ -21,7 +21,7 @@ class Pictures:
 
 
 def pictures(spec: RunSpec, plan: RunPlan) -> Pictures:
-    """Computed from the plan; the scaling curve plans the run anew for each number of nodes, the batch unchanged."""
+    """Return what the plan's pictures show; the scaling curve plans the run for each number of nodes."""
     if not plan.memory.fits:
         return Pictures(None, ())
     pipeline = None
@@ -33,6 +33,8 @@ def pictures(spec: RunSpec, plan: RunPlan) -> Pictures:
 
 
 def stage_times(plan: RunPlan) -> list[tuple[float, float]]:
-    """(forward, backward) seconds of one micro-batch on each pipeline stage; beyond those known, as on the last one."""
+    """Return (forward, backward) seconds of one micro-batch on each pipeline stage; beyond those known, as on the last
+    one.
+    """
     known = [(stage.forward, stage.backward) for stage in plan.time.by_stage]
     return known + known[-1:] * (plan.layout.pipeline_parallel - len(known))

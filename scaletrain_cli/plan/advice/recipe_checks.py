@@ -1,4 +1,8 @@
-"""Whether a training recipe makes sense: batch, learning rate, warm-up, data, precision, dimensions. Plans nothing."""
+"""Checks of the training recipe: batch, learning rate, warm-up, data, precision and dimensions.
+
+Scaling rules: linear for SGD (Goyal et al., arXiv:1706.02677), square root for Adam (Malladi et al., arXiv:2205.10287).
+A run that starts from weights is compared with fine-tuning instead.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,9 @@ from typing import Any
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.result import Layout, ModelSize, Sanity
-from scaletrain_cli.spec import ModelSpec, RunSpec
-
-# Learning rate and batch size against the recipe that a model's authors published, and the critical batch size.
-
+from scaletrain_cli.plan.workloads.registry import workload_of
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import RunSpec
 
 _LINEAR = ("sgd", "momentum")
 # Learning rates are tuned to about a factor of two; beyond four something is likely to be wrong.
@@ -39,13 +42,13 @@ class Recipe:
 
 
 def published_recipe(preset: str | None) -> Recipe | None:
-    """The recipe of a preset, or None where its authors published none."""
+    """Return the recipe of a preset, or None where its authors published none."""
     row = _recipes().get(preset or "")
     return None if row is None else Recipe(**row)
 
 
 def scaled_lr(recipe: Recipe, batch: float, optimizer: str) -> float | None:
-    """The recipe's learning rate for another batch size; None between SGD and Adam, whose rates do not compare."""
+    """Return the recipe's learning rate for another batch size; None between SGD and Adam, which do not compare."""
     if (optimizer in _LINEAR) != (recipe.optimizer in _LINEAR):
         return None
     ratio = batch / recipe.batch
@@ -53,7 +56,7 @@ def scaled_lr(recipe: Recipe, batch: float, optimizer: str) -> float | None:
 
 
 def critical_batch_tokens(parameters: int, tokens: float) -> float:
-    """Tokens per step at which twice as many tokens are needed as with small batches.
+    """Return the tokens per step at which twice as many tokens are needed as with small batches.
 
     Kaplan et al., arXiv:2001.08361: B_crit = 2e8 L^(-1/0.21) (eq. 1.4), at the loss that so many parameters and tokens
     reach, L = ((6.4e13 / N)^(0.076/0.103) + 1.8e13 / D)^0.103 (eq. 1.5, table 2). An order of magnitude: their data.
@@ -63,77 +66,59 @@ def critical_batch_tokens(parameters: int, tokens: float) -> float:
 
 
 def check_learning_rate(spec: RunSpec) -> Iterator[Sanity]:
-    """Return the learning rate beside that of the published recipe at this batch size, or beside fine-tuning."""
+    """Yield the learning rate beside that of the published recipe at this batch size, or beside fine-tuning."""
     if getattr(spec.model, "weights", None) is not None:
         yield _fine_tuning(spec)
         return
     optimizer, batch = spec.training.optimizer, spec.training.global_batch_size * spec.units_per_sample
     recipe = published_recipe(spec.model.preset)
-    value = f"{optimizer.lr:g}"
+    value, linear = f"{optimizer.lr:g}", optimizer.name in _LINEAR
     if recipe is None:
-        preset = spec.model.preset or "these dimensions"
-        message = f"no published recipe for {preset} to compare with; when the batch size changes by k, scale the "
-        rule = (
-            "by k, shown for k up to 32 (arXiv:1706.02677)"
-            if optimizer.name in _LINEAR
-            else "by the square root of k (arXiv:2205.10287)"
-        )
-        yield Sanity("learning rate", value, "ok", f"{message}learning rate {rule}.")
+        code = "plan.no-recipe-linear" if linear else "plan.no-recipe-square-root"
+        reason = Reason(code, {"model": spec.model.preset or "these dimensions"})
+        yield Sanity("learning rate", value, "ok", reason)
         return
-    origin = f"{recipe.lr:g} at {recipe.batch:,} {recipe.unit} ({recipe.source})"
+    origin = {"lr": recipe.lr, "batch": recipe.batch, "unit": recipe.unit, "source": recipe.source}
     suggested = scaled_lr(recipe, batch, optimizer.name)
     if suggested is None:
-        yield Sanity("learning rate", value, "note", f"the recipe has {recipe.optimizer}, with {origin}.")
+        reason = Reason("plan.recipe-of-another-optimizer", {"optimizer": recipe.optimizer, **origin})
+        yield Sanity("learning rate", value, "note", reason)
+        return
+    ratio = batch / recipe.batch
+    if linear and ratio > _LINEAR_SCALING_LIMIT:
+        reason = Reason("plan.beyond-linear-scaling", {"limit": _LINEAR_SCALING_LIMIT, "ratio": ratio, **origin})
+        yield Sanity("learning rate", value, "warning", reason)
         return
     off = optimizer.lr / suggested
     verdict = "ok" if 1 / _NEAR <= off <= _NEAR else "warning" if off > _FAR else "note"
-    if optimizer.name in _LINEAR and batch / recipe.batch > _LINEAR_SCALING_LIMIT:
-        limit = f"linear scaling is shown up to a batch {_LINEAR_SCALING_LIMIT:.0f} times as large (arXiv:1706.02677); "
-        message = f"{limit}this one is {batch / recipe.batch:.3g} times the recipe's, {origin}. Try lower rates first."
-        yield Sanity("learning rate", value, "warning", message)
-        return
-    yield Sanity(
-        "learning rate", value, verdict, f"the recipe scales to {suggested:.2g}: {_rule(spec, recipe, batch)}{origin}."
-    )
+    scaled = {"suggested": suggested, "ratio": ratio, **origin}
+    if 0.9 <= ratio <= 1.1:
+        reason = Reason("plan.recipe-rate", scaled)
+    elif linear:
+        reason = Reason("plan.recipe-rate-linear", scaled)
+    else:
+        reason = Reason("plan.recipe-rate-square-root", {**scaled, "eps_ratio": 1 / math.sqrt(ratio)})
+    yield Sanity("learning rate", value, verdict, reason)
 
 
 def _fine_tuning(spec: RunSpec) -> Sanity:
-    rate = spec.training.optimizer.lr
-    usual = f"fine-tuning from given weights usually takes about {_FINE_TUNING_LR:g} with Adam (TRL's default)"
+    rate, usual = spec.training.optimizer.lr, {"usual": _FINE_TUNING_LR}
     if spec.training.optimizer.name in _LINEAR:
-        return Sanity("learning rate", f"{rate:g}", "note", f"{usual}; for SGD there is no usual value.")
+        return Sanity("learning rate", f"{rate:g}", "note", Reason("plan.fine-tuning-sgd", usual))
     if rate < _PRE_TRAINING_LR:
-        return Sanity("learning rate", f"{rate:g}", "ok", f"{usual}.")
-    message = f"{usual}; this one is of the order of pre-training, and may undo what the weights have learned."
-    return Sanity("learning rate", f"{rate:g}", "note", message)
+        return Sanity("learning rate", f"{rate:g}", "ok", Reason("plan.fine-tuning-rate", usual))
+    return Sanity("learning rate", f"{rate:g}", "note", Reason("plan.fine-tuning-rate-high", usual))
 
 
 def check_critical_batch(spec: RunSpec, parameters: int) -> Iterator[Sanity]:
-    """Return the batch size beside the critical one, for transformers of text that are trained from the start."""
-    if spec.unit != "tokens" or getattr(spec.model, "weights", None) is not None:
+    """Yield the batch size beside the critical one, for transformers of text that are trained from the start."""
+    if not workload_of(spec.model).counts_tokens or getattr(spec.model, "weights", None) is not None:
         return
     batch = spec.training.global_batch_size * spec.units_per_sample
     critical = critical_batch_tokens(parameters, float(batch) * spec.total_steps)
     verdict = "ok" if batch <= critical else "note" if batch <= _FAR * critical else "warning"
-    yield Sanity(
-        "critical batch size",
-        f"about {critical:.2g} tokens",
-        verdict,
-        f"{batch:.3g} tokens per step need about {1 + batch / critical:.2g} times the tokens that small batches would "
-        "(arXiv:1812.06162, arXiv:2001.08361; an order of magnitude).",
-    )
-
-
-def _rule(spec: RunSpec, recipe: Recipe, batch: int) -> str:
-    ratio = batch / recipe.batch
-    if 0.9 <= ratio <= 1.1:
-        return ""
-    if spec.training.optimizer.name in _LINEAR:
-        return f"linearly with a batch {ratio:.3g} times as large (arXiv:1706.02677), from "
-    return (
-        f"with the square root of a batch {ratio:.3g} times as large (arXiv:2205.10287, which also scales 1 - beta by "
-        f"{ratio:.3g} and eps by {1 / math.sqrt(ratio):.2g}), from "
-    )
+    reason = Reason("plan.critical-batch", {"tokens": batch, "times": 1 + batch / critical})
+    yield Sanity("critical batch size", f"about {critical:.2g} tokens", verdict, reason)
 
 
 @cache
@@ -158,7 +143,7 @@ _PETAFLOP_DAY = 1e15 * 86400
 
 
 def check_recipe(spec: RunSpec, layout: Layout, size: ModelSize, device: Accelerator) -> tuple[Sanity, ...]:
-    """Every check that applies, in the order in which a recipe is written."""
+    """Return every check that applies, in the order in which a recipe is written."""
     return (
         _batch(spec, layout),
         *check_critical_batch(spec, size.parameters),
@@ -175,9 +160,15 @@ def check_recipe(spec: RunSpec, layout: Layout, size: ModelSize, device: Acceler
 def _batch(spec: RunSpec, layout: Layout) -> Sanity:
     samples = layout.global_batch_size
     units = samples * spec.units_per_sample
-    value = f"{samples:,} sequences, {units:,} tokens" if spec.unit == "tokens" else f"{samples:,} {spec.unit}"
-    parts = f"{layout.micro_batch_size} per GPU x {layout.gradient_accumulation_steps} accumulated"
-    return Sanity("effective batch size", value, "ok", f"{parts} x {layout.data_parallel} data-parallel ranks.")
+    workload = workload_of(spec.model)
+    value = f"{samples:,} {spec.samples}"
+    value += f", {units:,} tokens" if workload.counts_tokens else ""
+    parts = {
+        "micro_batch": layout.micro_batch_size,
+        "accumulation": layout.gradient_accumulation_steps,
+        "data": layout.data_parallel,
+    }
+    return Sanity("effective batch size", value, "ok", Reason("plan.effective-batch", parts))
 
 
 def _warmup(spec: RunSpec) -> Sanity:
@@ -185,30 +176,28 @@ def _warmup(spec: RunSpec) -> Sanity:
     share = steps / total
     value = f"{steps:,} steps, {100 * share:.2g} %"
     if not steps:
-        message = "large batches and Adam's first steps need one (arXiv:1706.02677, arXiv:1908.03265)."
-        return Sanity("warm-up", value, "note", message)
+        return Sanity("warm-up", value, "note", Reason("plan.no-warm-up"))
     if share > _MOST_WARMUP:
-        return Sanity("warm-up", value, "warning", "the learning rate rises for most of the run.")
+        return Sanity("warm-up", value, "warning", Reason("plan.warm-up-most-of-the-run"))
     if share > _LONG_WARMUP:
-        return Sanity("warm-up", value, "note", "long: published recipes take from 0.1 % to 11 % of the steps.")
-    return Sanity("warm-up", value, "ok", "within what published recipes take, 0.1 % to 11 % of the steps.")
+        return Sanity("warm-up", value, "note", Reason("plan.long-warm-up"))
+    return Sanity("warm-up", value, "ok", Reason("plan.usual-warm-up"))
 
 
 def _data(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
-    if spec.unit != "tokens" or getattr(spec.model, "weights", None) is not None:
+    if not workload_of(spec.model).counts_tokens or getattr(spec.model, "weights", None) is not None:
         return  # the ratio says nothing about a run that starts from weights
     tokens = spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
     ratio = tokens / max(1, size.active_parameters)
-    message = f"{_count(tokens)} tokens for {_count(size.active_parameters)} active parameters; about "
-    message += f"{_OPTIMAL_TOKENS_PER_PARAMETER} is compute-optimal (arXiv:2203.15556)."
+    params = {"tokens": tokens, "parameters": size.active_parameters, "optimal": _OPTIMAL_TOKENS_PER_PARAMETER}
     verdict = "note" if ratio < _FEW_TOKENS_PER_PARAMETER else "ok"
-    yield Sanity("tokens per parameter", f"{ratio:.3g}", verdict, message)
+    yield Sanity("tokens per parameter", f"{ratio:.3g}", verdict, Reason("plan.tokens-per-parameter", params))
 
 
 def _validation(spec: RunSpec) -> Iterator[Sanity]:
-    """Return a note where ``data.validation_split`` holds back far more tokens than the evaluations read."""
+    """Yield a note where ``data.validation_split`` holds back far more tokens than the evaluations read."""
     split = spec.data.validation_split
-    if spec.unit != "tokens" or not spec.evaluation.every or not 0 < split < 1:
+    if not workload_of(spec.model).counts_tokens or not spec.evaluation.every or not 0 < split < 1:
         return
     tokens = spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
     held = tokens * split / (1 - split)
@@ -216,63 +205,47 @@ def _validation(spec: RunSpec) -> Iterator[Sanity]:
     if held <= max(_SPARE_EVALUATIONS * read, _LARGE_VALIDATION_TOKENS):
         return
     enough = float(f"{_SPARE_EVALUATIONS * read / tokens:.1g}")
-    message = f"holds back about {_count(held)} tokens of a corpus that is read once; one evaluation reads "
-    message += f"{_count(read)}. data.validation_split: {enough:g} is enough."
-    yield Sanity("validation split", f"{100 * split:.3g} %", "note", message)
-
-
-def _count(number: float) -> str:
-    """``164 k``, ``6.74 B``: three figures, as the plan has them elsewhere."""
-    power = min(4, max(0, math.floor(math.log10(max(1.0, float(f"{number:.2e}"))) / 3)))
-    scaled = number / 1000**power
-    figures = f"{scaled:,.0f}" if power == 0 or scaled >= 99.95 else f"{scaled:.3g}"
-    return f"{figures} {'kMBT'[power - 1]}" if power else figures
+    reason = Reason("plan.large-validation-split", {"held": held, "read": read, "enough": enough})
+    yield Sanity("validation split", f"{100 * split:.3g} %", "note", reason)
 
 
 def _work(spec: RunSpec, size: ModelSize) -> Sanity:
     flops = size.flops_per_token * spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
-    message = f"{flops / _PETAFLOP_DAY:.3g} PFLOP/s-days, forward and backward, without recomputation."
-    return Sanity("total FLOPs", f"{flops:.3g}", "ok", message)
+    reason = Reason("plan.total-flops", {"petaflop_days": flops / _PETAFLOP_DAY})
+    return Sanity("total FLOPs", f"{flops:.3g}", "ok", reason)
 
 
 def _precision(spec: RunSpec, device: Accelerator) -> Iterator[Sanity]:
     precision = spec.training.precision
     if device.is_cpu:
         return
+    named = {"device": device.name, "precision": precision}
     if precision not in device.flops:
-        known = ", ".join(device.flops)
-        message = f"{device.name} has no {precision} units: it would be emulated, slowly. It has {known}."
-        yield Sanity("precision", precision, "warning", message)
+        reason = Reason("plan.precision-emulated", {**named, "known": ", ".join(device.flops)})
+        yield Sanity("precision", precision, "warning", reason)
     elif precision == "fp16":
-        better = f" {device.name} has bf16, which needs none." if "bf16" in device.flops else ""
-        message = "needs loss scaling (arXiv:1710.03740); steps whose gradients overflow are skipped." + better
-        yield Sanity("precision", precision, "note", message)
+        reason = Reason("plan.loss-scaling-or-bf16" if "bf16" in device.flops else "plan.loss-scaling", named)
+        yield Sanity("precision", precision, "note", reason)
     elif precision == "fp32" and "bf16" in device.flops:
         faster = device.flops["bf16"] / device.flops["fp32"]
-        yield Sanity("precision", precision, "note", f"bf16 has {faster:.3g} times the peak rate on {device.name}.")
+        yield Sanity("precision", precision, "note", Reason("plan.bf16-is-faster", {**named, "ratio": faster}))
     else:
-        yield Sanity("precision", precision, "ok", f"{device.name} has units for it.")
+        yield Sanity("precision", precision, "ok", Reason("plan.precision-supported", named))
 
 
 def _dimensions(spec: RunSpec, layout: Layout, device: Accelerator) -> Iterator[Sanity]:
-    """Widths of the matrices on one tensor rank."""
-    model, t = spec.model, layout.tensor_parallel
-    if device.is_cpu or not isinstance(model, ModelSpec):
+    """Yield the widths of the matrices on one tensor rank that are no multiple of a tile."""
+    t, widths = layout.tensor_parallel, workload_of(spec.model).matrix_widths(spec, layout.tensor_parallel)
+    if device.is_cpu or not widths:
         return
-    widths = {
-        "hidden_size": model.hidden_size,
-        "intermediate_size per tensor rank": model.intermediate_size // t or 1,
-        "attention width per tensor rank": model.num_attention_heads * model.head_dim // t or 1,
-        "vocab_size per tensor rank": model.vocab_size // t or 1,
-    }
-    if model.num_experts:
-        widths["expert_size per tensor rank"] = model.expert_size // t or 1
     odd = [f"{name} = {width:,}" for name, width in widths.items() if width % _TILE]
     topic, value = "matrix dimensions", f"multiples of {_TILE}"
     if not odd:
-        yield Sanity(topic, value, "ok", "tensor cores work on whole tiles.")
+        yield Sanity(topic, value, "ok", Reason("plan.whole-tiles"))
         return
-    message = f"not a multiple of {_TILE}, so tensor cores work on padding: {'; '.join(odd)}."
-    if model.vocab_size % (_TILE * t):
-        message += f" A vocab_size of {-(-model.vocab_size // (_TILE * t)) * _TILE * t:,} would be one."
-    yield Sanity(topic, f"{len(odd)} odd", "note", message)
+    params: dict[str, Any] = {"tile": _TILE, "widths": "; ".join(odd)}
+    vocabulary = spec.transformer.vocab_size
+    if vocabulary % (_TILE * t):
+        params["padded"] = -(-vocabulary // (_TILE * t)) * _TILE * t
+    code = "plan.padded-tiles-and-vocabulary" if "padded" in params else "plan.padded-tiles"
+    yield Sanity(topic, f"{len(odd)} odd", "note", Reason(code, params))

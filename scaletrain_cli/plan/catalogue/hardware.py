@@ -1,4 +1,4 @@
-"""The accelerator catalogue: what a device can hold, compute and move. Knows nothing of models or layouts.
+"""The accelerator catalogue: what a device can hold, compute and move.
 
 Rates are dense and per device, bandwidths per direction; memory is what the driver leaves to a process. What a field
 means, and the data sheet that each row comes from, stand in hardware.json; what kernels reach of it, in kernels.py.
@@ -42,7 +42,7 @@ class Accelerator:
     is_cpu: bool = False
 
     def fuses_attention(self, precision: str, head_dim: int, grouped: bool) -> bool:
-        """Whether scaled-dot-product attention has a kernel that keeps no matrix of scores.
+        """Return whether scaled-dot-product attention has a kernel that keeps no matrix of scores.
 
         On CUDA, FlashAttention takes 16-bit types and heads up to 256 from Ampere on; the memory-efficient kernel takes
         fp32 and older devices too, but no grouped queries (torch, ``scaled_dot_product_attention``: "only for
@@ -54,17 +54,23 @@ class Accelerator:
         return (sixteen_bits and head_dim <= 256 and not self.compute_capability.startswith("7.")) or not grouped
 
     def peak_flops(self, precision: str) -> float:
-        """Dense peak at a precision; where the device lacks it, the peak of the fp32 units that emulate it."""
+        """Return the dense peak at a precision; where the device lacks it, the peak of the fp32 units that emulate
+        it.
+        """
         return self.flops.get(precision, self.flops["fp32"])
 
 
 def accelerator_names() -> list[str]:
-    """Names that ``cluster.gpu`` may take; parts of one are enough where they fit no other, as ``l40s`` does."""
+    """Return the names that ``cluster.gpu`` may take; parts of one are enough where they fit no other, as ``l40s``
+    does.
+    """
     return list(_catalogue())
 
 
 def find_accelerator(cluster: ClusterSpec) -> Accelerator:
-    """The device that the cluster section names or describes. Raises UsageError with the names that come close."""
+    """Return the device that the cluster section names or describes. Raises UsageError with the names that come
+    close.
+    """
     wanted = cluster.gpu
     if isinstance(wanted, str):
         name = full_name(wanted)
@@ -114,7 +120,7 @@ def _from_row(name: str, row: dict[str, Any]) -> Accelerator:
 
 
 def memory_bytes(cluster: ClusterSpec) -> int:
-    """Of the device alone, for who asks for each of thousands of layouts."""
+    """Return the memory of the device alone, in bytes; cheap enough to ask for each of thousands of layouts."""
     wanted = cluster.gpu
     return int(_catalogue()[full_name(wanted)]["memory_bytes"]) if isinstance(wanted, str) else wanted.memory
 
@@ -127,7 +133,7 @@ def cuda_capability(cluster: ClusterSpec) -> float:
 
 
 def full_name(given: str) -> str:
-    """The catalogue's name that ``given`` is, or that alone has all its parts. Raises UsageError."""
+    """Return the catalogue's name that ``given`` is, or that alone has all its parts. Raises UsageError."""
     if given in _catalogue():
         return given
     parts = _parts(given)
@@ -138,7 +144,7 @@ def full_name(given: str) -> str:
 
 
 def _parts(name: str) -> set[str]:
-    """``NVIDIA H100 SXM5 80GB`` -> h100, sxm, 80gb."""
+    """Return ``NVIDIA H100 SXM5 80GB`` -> h100, sxm, 80gb."""
     plain = re.sub(r"sxm\d", "sxm", name.lower()).replace("rtx", " ")
     return set(re.split(r"[\s_\-]+", plain)) - {"", "nvidia", "amd", "geforce", "instinct", "tesla"}
 

@@ -1,4 +1,4 @@
-"""What links reach: the network catalogue, and how long one collective takes on it. Knows no model and no schedule.
+"""What links reach: the network catalogue, and how long one collective takes on it.
 
 Rates are per GPU and direction, in bytes/s, and so are those that a spec gives. Bus bandwidths and their sources are in
 networks.json. A collective takes its latency, and the bytes that each rank sends over the bus bandwidth (nccl-tests,
@@ -42,15 +42,17 @@ class Link:
     gather_shares: tuple[tuple[float, float], ...]
 
     def gather(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Seconds to all-gather or reduce-scatter ``size`` bytes in all over ranks that lie ``stride`` apart."""
+        """Return the seconds to all-gather or reduce-scatter ``size`` bytes in all over ranks that lie ``stride``
+        apart.
+        """
         return self._collective(size, ranks, stride, 1, self.inside_shares[1], self.gather_shares)
 
     def reduce(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Seconds to all-reduce ``size`` bytes."""
+        """Return the seconds to all-reduce ``size`` bytes."""
         return self._collective(size, ranks, stride, 2, self.inside_shares[0], self.reduce_shares)
 
     def exchange(self, size: float, ranks: int, stride: int = 1, copies: int = 1) -> float:
-        """Seconds of an all-to-all in which each rank holds ``size`` bytes.
+        """Return the seconds of an all-to-all in which each rank holds ``size`` bytes.
 
         ``copies`` of each element go to different ranks at random, those for one node over the wire once and on from
         there (DeepEP, github.com/deepseek-ai/DeepEP).
@@ -69,13 +71,13 @@ class Link:
         return latency + nodes * self.message_latency + max(inside, outside)
 
     def send(self, size: float, stride: int) -> float:
-        """Seconds to send ``size`` bytes to the rank ``stride`` further on."""
+        """Return the seconds to send ``size`` bytes to the rank ``stride`` further on."""
         if stride < self.per_node:
             return self.inside_latency + size / (self.inside * self.inside_shares[2])
         return self.message_latency + size / (self.between * self.point_share)
 
     def spread(self, ranks: int, stride: int) -> tuple[int, int]:
-        """Nodes that a group spans, and its ranks in each."""
+        """Return the nodes that a group spans, and its ranks in each."""
         in_node = max(1, min(ranks, self.per_node // stride))
         return -(-ranks // in_node), in_node
 
@@ -96,12 +98,14 @@ class Link:
 
 
 def network_names() -> list[str]:
-    """Names that ``cluster.network`` may take."""
+    """Return the names that ``cluster.network`` may take."""
     return list(_catalogue()["networks"])
 
 
 def cluster_link(cluster: ClusterSpec, device: Accelerator) -> Link:
-    """The links that the cluster section names or describes. Raises UsageError for a network not in the catalogue."""
+    """Return the links that the cluster section names or describes. Raises UsageError for a network not in the
+    catalogue.
+    """
     return _link(
         cluster.network or device.network,
         cluster.gpus_per_node,
@@ -140,7 +144,9 @@ def _points(row: dict[str, float]) -> tuple[tuple[float, float], ...]:
 
 @cache
 def _share(points: tuple[tuple[float, float], ...], ranks: int) -> float:
-    """Share of the wires at a number of ranks, along the logarithm of both; as at the last point beyond it."""
+    """Return the share of the wires at a number of ranks, along the logarithm of both; as at the last point beyond
+    it.
+    """
     at = min(max(points[0][0], math.log2(ranks)), points[-1][0])
     index = next(i for i in range(1, len(points)) if at <= points[i][0])
     (x0, y0), (x1, y1) = points[index - 1], points[index]

@@ -1,7 +1,4 @@
-"""What an hour of a GPU costs: list prices with date and source (prices.json), and one figure for ``auto``.
-
-Knows no runs and asks nobody: prices of today come from the spec, or from the command line's live look-up.
-"""
+"""What an hour of a GPU costs: list prices with date and source (prices.json), and one figure for ``auto``."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ class Quote:
 
 
 def catalogue_price(gpu: str, spot: bool) -> Quote | None:
-    """One figure for a catalogue GPU; None where the catalogue has none.
+    """Return the one figure for a catalogue GPU; None where the catalogue has none.
 
     On demand the median of the list prices, because the dearest offer is up to four times the cheapest and either end
     would mislead. On spot that median times the median of spot over on demand among offers that list both: few do, and

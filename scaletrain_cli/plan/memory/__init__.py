@@ -1,1 +1,1 @@
-"""What a rank keeps: states, activations, buffers, and the chance that they do not fit. Knows no time."""
+"""What a rank keeps: states, activations, buffers, and the chance that they do not fit."""

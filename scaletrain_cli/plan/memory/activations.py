@@ -16,7 +16,7 @@ from scaletrain_cli.spec import ModelSpec, RunSpec
 # Bytes of activations that the backward pass needs, per operation of our own model.
 
 
-# Kept in fp32 whatever the precision: log-sum-exps, roots and means of normalised rows, unfused attention weights.
+# Kept in fp32 whatever the precision: log-sum-exps, roots and means of normalized rows, unfused attention weights.
 _FP32 = 4
 
 
@@ -40,7 +40,8 @@ def token_activations(
     sequence_parallel: int = 1,
     compiled: bool = False,
 ) -> TokenActivations:
-    """What one block keeps per token. Tensor parallelism divides all but the inputs and outputs of the two norms.
+    """Return what one block keeps per token. Tensor parallelism divides all but the inputs and outputs of the two
+    norms.
 
     ``experts``: whether the block's MLP is a mixture of experts; as the model says, unless given.
     """
@@ -84,8 +85,8 @@ def _attention(
         attention += element_bytes * queries if sequence_parallel > 1 else 0  # exchanged, it is another tensor
         if model.qk_norm:
             # Over each head: its output goes into the rotation, which saves nothing.
-            normalised = element_bytes if compiled else _FP32 + element_bytes
-            attention += (queries + keys) * normalised + _FP32 * (queries + keys) // model.head_dim
+            normalized = element_bytes if compiled else _FP32 + element_bytes
+            attention += (queries + keys) * normalized + _FP32 * (queries + keys) // model.head_dim
     if not fused:
         attention += _FP32 * heads * model.seq_len  # the weights after softmax
         attention += heads * model.seq_len * (element_bytes + 1) if model.attention_dropout else 0  # dropped; the mask
@@ -93,7 +94,7 @@ def _attention(
 
 
 def _mlp(model: ModelSpec, inner: int, compiled: bool) -> tuple[int, int]:
-    """Elements kept by an MLP of this width, and of gradients that exist at once."""
+    """Return the elements kept by an MLP of this width, and of gradients that exist at once."""
     if model.has_gated_mlp:
         return (3 if compiled else 4) * inner, 3 * inner  # gate, up, activated gate unless compiled, product
     return 2 * inner, inner  # before and after GELU
@@ -108,12 +109,13 @@ def _norm(model: ModelSpec, element_bytes: int, compiled: bool) -> int:
 
 
 def rms_norm_bytes(size: int, element_bytes: int) -> int:
-    """Per token: the engine's norm computes in fp32 and saves its fp32 input, the normalised value, output and root."""
+    """Per token: the engine's norm computes in fp32 and saves its fp32 input, the normalized value, output and root."""
     return size * (_FP32 + 2 * element_bytes) + _FP32
 
 
 def latent_attention(model: ModelSpec, element: int, heads: int) -> tuple[int, int]:
-    """(Kept, output) bytes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) on some heads.
+    """Return (Kept, output) bytes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) on some
+    heads.
 
     The latents before and after their norms, queries and keys with and without their rotated part, and values.
     """
@@ -170,13 +172,11 @@ _ENTRY = 3 * _FP32
 
 
 def chosen_cross_entropy(spec: RunSpec, micro_batch_tokens: int, tensor_parallel: int, device_bytes: int) -> str:
-    """``whole``, ``chunked`` or ``liger``; ``micro_batch_tokens`` of one rank."""
+    """Return ``whole``, ``chunked`` or ``liger``; ``micro_batch_tokens`` of one rank."""
     wanted = spec.training.cross_entropy
-    if not isinstance(spec.model, ModelSpec) or spec.planner.framework != "deepspeed":
-        return "whole"  # others as their own code has it
     if wanted != "auto":
         return wanted
-    whole = _ENTRY * micro_batch_tokens * -(-spec.model.vocab_size // tensor_parallel)
+    whole = _ENTRY * micro_batch_tokens * -(-spec.transformer.vocab_size // tensor_parallel)
     return "chunked" if whole > _LARGEST_SHARE * device_bytes else "whole"
 
 
@@ -203,7 +203,7 @@ def loss_bytes(
 
 
 def loss_chunks(model: ModelSpec, tokens: int, cross_entropy: str) -> int:
-    """How often the loss adds up a gradient of the head; 0 where it does not."""
+    """Return how often the loss adds up a gradient of the head; 0 where it does not."""
     if cross_entropy == "chunked":
         return -(-tokens // LOSS_CHUNK_TOKENS)
     return -(-model.vocab_size // model.hidden_size) if cross_entropy == "liger" else 0

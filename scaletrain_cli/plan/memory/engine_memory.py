@@ -1,4 +1,4 @@
-"""Bytes of a pipeline stage as our own engine runs it, on DeepSpeed. Knows no other framework."""
+"""Bytes of a pipeline stage as our own engine runs it, on DeepSpeed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from scaletrain_cli.plan.memory.states import (
     weight_bytes,
 )
 from scaletrain_cli.plan.result import Layout, StageMemory
-from scaletrain_cli.plan.stages import Stage, chunks_in_flight, local_tokens, pipeline_stages, stage_shard, zero_shards
+from scaletrain_cli.plan.stages import Stage, chunks_in_flight, engine_stages, local_tokens, stage_shard, zero_shards
 from scaletrain_cli.spec import RunSpec
 
 # The caching allocator rounds and splits blocks. States are allocated once and do not fragment; what comes and goes
@@ -54,23 +54,18 @@ def kept_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, st
     """Return the same bytes wherever they are kept: on the device, or with activation offload in host memory."""
     tokens, again = local_tokens(spec, layout), recomputation(spec, layout)
     plain, sparse = _per_token(spec, layout, device)
-    held = next(each for each in pipeline_stages(spec, layout.pipeline_parallel) if each.position == stage)
+    held = next(each for each in engine_stages(spec.transformer, layout.pipeline_parallel) if each.position == stage)
     dense = stage_activation_bytes(plain, tokens, held.dense, again, 1)
     return dense + stage_activation_bytes(sparse, tokens, held.blocks - held.dense, again, 1)
 
 
-def drops_scores(spec: RunSpec) -> bool:
-    """Whether attention keeps its matrix of scores because our engine drops some of them, by masks of its own."""
-    return spec.planner.framework == "deepspeed" and spec.transformer.attention_dropout > 0
-
-
 def recomputation(spec: RunSpec, layout: Layout) -> Recomputation:
-    """What our engine's backward pass computes again."""
+    """Return what our engine's backward pass computes again."""
     return Recomputation(layout.activation_checkpointing, spec.layout.selective_scope, spec.layout.selective_every)
 
 
 def _per_token(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[TokenActivations, TokenActivations]:
-    """Of a dense block, and of one with experts where there are any."""
+    """Return the activations of a dense block, and of one with experts where there are any."""
     model, precision, wanted = spec.transformer, spec.training.precision, spec.planner.attention
     grouped = model.num_key_value_heads != model.num_attention_heads
     fused = device.fuses_attention(precision, model.head_dim, grouped) if wanted == "auto" else wanted == "flash"
@@ -90,7 +85,7 @@ def _per_token(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Toke
 def engine_stage(
     spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
 ) -> Callable[[Stage], StageMemory]:
-    """What sizes one stage after another of this layout."""
+    """Return the function that sizes one stage after another of this layout."""
     training, model = spec.training, spec.transformer
     element, shards = weight_bytes(training.precision), zero_shards(layout)
     tokens, again = local_tokens(spec, layout), recomputation(spec, layout)

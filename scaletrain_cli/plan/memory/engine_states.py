@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer states that one rank of our engine holds, exactly. Knows no device.
+"""Bytes of weights, gradients and optimizer states that one rank of our engine holds, exactly.
 
 As DeepSpeed 0.19 keeps them, read in its source and counted from live tensors; states.py has the ways in outline, this
 file what they are rounded to:
@@ -38,7 +38,7 @@ from scaletrain_cli.plan.memory.states import (
     weight_bytes,
 )
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.stages import Stage, pipeline_stages, zero_shards
+from scaletrain_cli.plan.stages import Stage, engine_stages, zero_shards
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # Every parameter that a rank of our engine holds, by its number of elements, in the order in which the engine has them.
@@ -70,11 +70,11 @@ class Group(NamedTuple):
         return max(max(sizes) for sizes, _ in self.runs)
 
     def pieces(self, ranks: int) -> int:
-        """Elements on one of the ranks when each tensor is cut on its own, rounded up."""
+        """Return the elements on one of the ranks when each tensor is cut on its own, rounded up."""
         return sum(sum(-(-size // ranks) for size in sizes) * times for sizes, times in self.runs)
 
     def tensor_at(self, element: int) -> tuple[int, int]:
-        """Where the tensor begins and ends that holds this element of the flattened group."""
+        """Return where the tensor begins and ends that holds this element of the flattened group."""
         start = 0
         for sizes, times in self.runs:
             length = sum(sizes)
@@ -116,12 +116,12 @@ def stage_groups(model: ModelSpec, tensor: int, expert: int, blocks: int, dense:
 
 
 def ends_of(stage: Stage) -> str:
-    """Which ends of the model a stage holds: ``first``, ``last``, ``both`` or ``none``."""
+    """Return which ends of the model a stage holds: ``first``, ``last``, ``both`` or ``none``."""
     return {(True, True): "both", (True, False): "first", (False, True): "last"}.get((stage.first, stage.last), "none")
 
 
 def _ends(model: ModelSpec, whole: Architecture, ends: str) -> tuple[Tensors, Tensors]:
-    """What comes before the blocks and after them; the last stage of a tied model has a table of its own."""
+    """Return what comes before the blocks and after them; the last stage of a tied model has a table of its own."""
     opening = closing = Tensors()
     norm = _norm(model)
     if ends in ("first", "both"):
@@ -138,7 +138,7 @@ def _ends(model: ModelSpec, whole: Architecture, ends: str) -> tuple[Tensors, Te
 
 @lru_cache(maxsize=1024)
 def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors:
-    """One block; the order within it is that of the engine's modules."""
+    """Return the one block; the order within it is that of the engine's modules."""
     hidden, norm = model.hidden_size, _norm(model)
     heads = -(-model.num_attention_heads // tensor) * model.head_dim
     keys = max(-(-model.num_key_value_heads // tensor), 1) * model.head_dim
@@ -146,7 +146,7 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
     if model.kv_lora_rank:  # not in this engine, which leaves the order open
         matrices = [architecture(model, tensor, expert).block.attention]
         attention = [model.q_lora_rank, model.kv_lora_rank] if model.q_lora_rank else [model.kv_lora_rank]
-    elif model.base_family == "gpt":  # one fused matrix
+    elif model.has_fused_qkv:  # one fused matrix
         matrices = [hidden * (heads + 2 * keys), heads * hidden]
         attention = [*([heads + 2 * keys] if model.has_bias or model.qkv_bias else []), *bias]
     else:
@@ -170,7 +170,7 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
         first, second = _mlp(model, inner)
         matrices += [*first, second]
         mlp = _mlp_bias(model, inner)
-    vectors = [*norm, *attention, *norm, *mlp] if model.base_family == "gpt" else [*attention, *mlp, *norm, *norm]
+    vectors = [*norm, *attention, *norm, *mlp] if model.has_fused_qkv else [*attention, *mlp, *norm, *norm]
     return Tensors(tuple(matrices), tuple(vectors), away)
 
 
@@ -179,7 +179,7 @@ def _norm(model: ModelSpec) -> tuple[int, ...]:
 
 
 def _mlp(model: ModelSpec, inner: int) -> tuple[tuple[int, ...], int]:
-    """The matrices into an MLP of this width, and the one out of it."""
+    """Return the matrices into an MLP of this width, and the one out of it."""
     return (model.hidden_size * inner,) * (2 if model.has_gated_mlp else 1), model.hidden_size * inner
 
 
@@ -192,16 +192,16 @@ _MOST_REPLICAS = 256
 
 
 def rank_model_states(spec: RunSpec, layout: Layout, stage: int = 0, replica: int | None = None) -> ModelStates:
-    """What one rank of pipeline stage ``stage`` holds on its device, offloaded parts left out.
+    """Return what one rank of pipeline stage ``stage`` holds on its device, offloaded parts left out.
 
     ``replica``: its place among the data x sequence ranks of its stage, 0-based; without it, the fullest of them.
     """
-    found = next(each for each in pipeline_stages(spec, layout.pipeline_parallel) if each.position == stage)
+    found = next(each for each in engine_stages(spec.transformer, layout.pipeline_parallel) if each.position == stage)
     return engine_states(spec, layout, found, replica)[0]
 
 
 def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | None = None) -> tuple[ModelStates, int]:
-    """The same, and the bytes in the node's memory because they are offloaded."""
+    """Return the same, and the bytes that are offloaded to the node's memory."""
     groups = stage_groups(
         spec.transformer, layout.tensor_parallel, layout.expert_parallel, stage.blocks, stage.dense, ends_of(stage)
     )
@@ -275,7 +275,7 @@ def offload_step_bytes(spec: RunSpec, layout: Layout, stage: Stage) -> int:
 def _gradient_elements(
     spec: RunSpec, layout: Layout, groups: StageGroups, replica: int | None, padded: int, partition: int
 ) -> int:
-    """Of stages 1 and 2."""
+    """Return the gradient elements that a rank holds under ZeRO stages 1 and 2."""
     training = spec.training
     same_type = gradient_bytes(training.precision, training.grad_dtype) == weight_bytes(training.precision)
     if layout.zero_stage == 2:
@@ -291,7 +291,9 @@ def _padded(elements: int, ranks: int) -> int:
 
 
 def _persistent(group: Group, ranks: int) -> int:
-    """Elements that stage 3 keeps gathered beside their pieces; gathering pads them to a multiple of the ranks."""
+    """Return the elements that stage 3 keeps gathered beside their pieces; gathering pads them to a multiple of the
+    ranks.
+    """
     small = (
         sum(-(-size // ranks) for size in sizes if size <= PERSISTENT_ELEMENTS) * times for sizes, times in group.runs
     )
@@ -300,7 +302,7 @@ def _persistent(group: Group, ranks: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _touched(groups: StageGroups, replicas: int, holders: int, replica: int | None, padded: bool) -> int:
-    """Elements of the parameters that a rank's partitions touch; ``padded``: and of the padding in those."""
+    """Return the elements of the parameters that a rank's partitions touch; ``padded``: and of the padding in those."""
     apart = max(1, replicas // holders)  # expert ranks; the holders of the same experts lie so far apart
     if replica is None:
         step = -(-replicas // _MOST_REPLICAS)

@@ -1,4 +1,4 @@
-"""Bytes of a pipeline stage under Megatron-LM, nanotron or PyTorch FSDP. Knows nothing of our own engine."""
+"""Bytes of a pipeline stage under Megatron-LM, nanotron or PyTorch FSDP."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture, attention_matmul_flops, mlp_matmul_flops
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.frameworks.base import Framework, Selective
+from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, MemoryProfile
 from scaletrain_cli.plan.memory.activations import latent_attention
-from scaletrain_cli.plan.memory.framework_memory import FRAMEWORK_MEMORY, FrameworkMemory
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.rank_states import device_and_host_states, expert_tensor_parallel
 from scaletrain_cli.plan.memory.states import ModelStates, gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, StageMemory
-from scaletrain_cli.plan.speed.communication import shards_norms
-from scaletrain_cli.plan.speed.framework_time import HABITS
 from scaletrain_cli.plan.stages import Shard, Stage, chunks_in_flight, local_tokens, stage_shard, zero_shards
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
@@ -42,21 +41,29 @@ _SINGLE = 0.4
 
 
 def deferred_bytes(
-    spec: RunSpec, layout: Layout, device: Accelerator, habits: FrameworkMemory, tokens: int, element: int
+    spec: RunSpec,
+    layout: Layout,
+    device: Accelerator,
+    profile: MemoryProfile,
+    time: FrameworkProfile,
+    tokens: int,
+    element: int,
 ) -> int:
-    """Bytes of whole tensors that wait for collectives, of one rank."""
-    if not habits.backlog or layout.tensor_parallel == 1:
+    """Return the bytes of whole tensors that wait for collectives, of one rank."""
+    if not profile.deferred or layout.tensor_parallel == 1:
         return 0
-    share = _share(spec, layout, device, tokens, element)
+    share = _share(spec, layout, device, time, tokens, element)
     if layout.gradient_accumulation_steps == 1:
         share *= _SINGLE
     # Each collective holds a whole tensor and one rank's share of it.
-    pairs = share * habits.backlog * (1 + 1 / layout.tensor_parallel)
+    pairs = share * profile.deferred * (1 + 1 / layout.tensor_parallel)
     return int(pairs * element * spec.transformer.hidden_size * tokens)
 
 
-def _share(spec: RunSpec, layout: Layout, device: Accelerator, tokens: int, element: int) -> float:
-    """How full the launch queue is."""
+def _share(
+    spec: RunSpec, layout: Layout, device: Accelerator, time: FrameworkProfile, tokens: int, element: int
+) -> float:
+    """Return how full the launch queue is."""
     model, tensor = spec.transformer, layout.tensor_parallel
     across = tensor > spec.cluster.gpus_per_node
     pipelined = layout.pipeline_parallel > 1
@@ -70,12 +77,11 @@ def _share(spec: RunSpec, layout: Layout, device: Accelerator, tokens: int, elem
     moved = 6 * element * tokens * model.hidden_size * (tensor - 1) / tensor
     gpu = flops / (_PRODUCTS * device.peak_flops(spec.training.precision))
     gpu += moved / (_ACROSS_NODES if across else _WITHIN_NODE)
-    times = HABITS[spec.planner.framework]
-    host = times.forward_host + times.backward_host + times.tensor_host
+    host = time.forward_host + time.backward_host + time.tensor_host
     if not pipelined:
         return min(1.0, gpu / host)
     if layout.world_size > spec.cluster.gpus_per_node:
-        host += times.stage_stall * tensor
+        host += time.stage_stall * tensor
     return max(_LEAST, min(1.0, (gpu / host - _EMPTY) / (_FULL - _EMPTY)))
 
 
@@ -100,7 +106,7 @@ class BlockActivations:
     """Bytes per token of one block on one rank."""
 
     attention: int  # kept by attention, its scores not included
-    scores: int  # kept where attention is materialised
+    scores: int  # kept where attention is materialized
     norms: int  # of both norms, dropout and residual sums
     mlp: int
     block_input: int
@@ -118,10 +124,10 @@ class BlockActivations:
 
 
 @lru_cache(maxsize=4096)
-def block_activations(model: ModelSpec, habits: FrameworkMemory, cut: Cut, experts: bool) -> BlockActivations:
-    """What a block keeps per token; ``experts``: a block whose MLP is a mixture of experts."""
+def block_activations(model: ModelSpec, profile: MemoryProfile, cut: Cut, experts: bool) -> BlockActivations:
+    """Return what a block keeps per token; ``experts``: a block whose MLP is a mixture of experts."""
     hidden, element = model.hidden_size, cut.element
-    attention, scores, attention_gradients = _attention(model, habits, cut)
+    attention, scores, attention_gradients = _attention(model, profile, cut)
     statistics = _FP32 * (1 if model.norm_kind == "rmsnorm" else 2)
     # Input and output of each norm; the residual sum is the next norm's input. A mask is one byte per channel.
     norms = 2 * (2 * element * hidden + statistics) // cut.norm_ranks
@@ -129,7 +135,7 @@ def block_activations(model: ModelSpec, habits: FrameworkMemory, cut: Cut, exper
         norms += 2 * hidden // cut.norm_ranks
     residual = 2 * element * hidden // cut.norm_ranks
     mlp, mlp_gradients = (
-        _experts(model, habits, cut) if experts else _dense(model, habits, cut, model.intermediate_size)
+        _experts(model, profile, cut) if experts else _dense(model, profile, cut, model.intermediate_size)
     )
     return BlockActivations(
         attention=attention,
@@ -144,7 +150,9 @@ def block_activations(model: ModelSpec, habits: FrameworkMemory, cut: Cut, exper
 
 
 def _products(model: ModelSpec, cut: Cut, experts: bool) -> int:
-    """Outputs of the query, value, gate (or up) and, gated, down projection, of attention, and the block's input."""
+    """Return the outputs of the query, value, gate (or up) and, gated, down projection, of attention, and the block's
+    input.
+    """
     heads = -(-model.num_attention_heads // cut.tensor) * model.head_dim
     keys = max(-(-model.num_key_value_heads // cut.tensor), 1) * model.head_dim
     inner = model.num_experts_per_tok * model.expert_size if experts else model.intermediate_size
@@ -152,8 +160,8 @@ def _products(model: ModelSpec, cut: Cut, experts: bool) -> int:
     return cut.element * (2 * heads + keys + -(-inner // cut.tensor) + ends)
 
 
-def _attention(model: ModelSpec, habits: FrameworkMemory, cut: Cut) -> tuple[int, int, int]:
-    """(kept without scores, kept scores, gradients alive) of attention and its projections."""
+def _attention(model: ModelSpec, profile: MemoryProfile, cut: Cut) -> tuple[int, int, int]:
+    """Return (kept without scores, kept scores, gradients alive) of attention and its projections."""
     heads = -(-model.num_attention_heads // cut.tensor)
     element = cut.element
     if model.kv_lora_rank:
@@ -163,9 +171,9 @@ def _attention(model: ModelSpec, habits: FrameworkMemory, cut: Cut) -> tuple[int
         queries = heads * model.head_dim
         keys = max(-(-model.num_key_value_heads // cut.tensor), 1) * model.head_dim
         kept = element * (queries + 2 * keys)
-        if habits.keeps_projected and model.positions == "rotary":
+        if profile.keeps_projected and model.positions == "rotary":
             kept += element * (queries + keys)
-        if habits.repeats_keys:
+        if profile.repeats_keys:
             kept += element * 2 * (queries - keys)
         if model.qk_norm:
             kept += element * (queries + keys)
@@ -179,16 +187,16 @@ def _attention(model: ModelSpec, habits: FrameworkMemory, cut: Cut) -> tuple[int
     return kept + output, scores, gradients + row * 2 * element
 
 
-def _dense(model: ModelSpec, habits: FrameworkMemory, cut: Cut, inner: int) -> tuple[int, int]:
+def _dense(model: ModelSpec, profile: MemoryProfile, cut: Cut, inner: int) -> tuple[int, int]:
     """Kept by an MLP of width ``inner`` whose input the norm has kept, and its gradients alive at once."""
     width = -(-inner // cut.tensor)
     if model.has_gated_mlp:
-        return habits.gated_mlp * cut.element * width, 3 * cut.element * width
+        return profile.gated_mlp * cut.element * width, 3 * cut.element * width
     return 2 * cut.element * width, 2 * cut.element * width
 
 
-def _experts(model: ModelSpec, habits: FrameworkMemory, cut: Cut) -> tuple[int, int]:
-    """The router's logits and probabilities, each routed copy of a token, and the shared experts.
+def _experts(model: ModelSpec, profile: MemoryProfile, cut: Cut) -> tuple[int, int]:
+    """Return the router's logits and probabilities, each routed copy of a token, and the shared experts.
 
     A token's copies are kept as received and as they come back from the experts, not as sent: an all-to-all's gradient
     needs nothing. With balanced experts a rank receives as many as it sends. Tensor ranks share the tokens, unless
@@ -197,12 +205,12 @@ def _experts(model: ModelSpec, habits: FrameworkMemory, cut: Cut) -> tuple[int, 
     hidden, element = model.hidden_size, cut.element
     copies = model.num_experts_per_tok
     width = -(-model.expert_size // cut.expert_tensor)
-    per_width = habits.gated_mlp if model.has_gated_mlp else 2
+    per_width = profile.gated_mlp if model.has_gated_mlp else 2
     routed = copies * cut.expert_tensor * element * (2 * hidden + per_width * width) // cut.norm_ranks
     router = 2 * _FP32 * model.num_experts // cut.norm_ranks
     gradients = copies * element * cut.expert_tensor * (2 * hidden + 3 * width) // cut.norm_ranks
     if model.shared_expert_intermediate_size:
-        shared, shared_gradients = _dense(model, habits, cut, model.shared_expert_intermediate_size)
+        shared, shared_gradients = _dense(model, profile, cut, model.shared_expert_intermediate_size)
         return routed + router + shared, max(gradients, shared_gradients)
     return routed + router, gradients
 
@@ -220,47 +228,53 @@ class _Held(NamedTuple):
 
 
 def framework_stages(
-    spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
+    spec: RunSpec,
+    layout: Layout,
+    device: Accelerator,
+    whole: Architecture,
+    framework: Framework,
+    profile: MemoryProfile,
+    time: FrameworkProfile,
 ) -> Callable[[Stage], StageMemory]:
-    """What sizes one stage after another of this layout."""
+    """Return the function that sizes one stage after another of this layout."""
     model, training = spec.transformer, spec.training
-    habits = FRAMEWORK_MEMORY[spec.planner.framework]
+    selective = framework.selective(spec)
     element, tokens = weight_bytes(training.precision), local_tokens(spec, layout)
-    norm_ranks = layout.tensor_parallel if shards_norms(spec, layout) else 1
+    norm_ranks = layout.tensor_parallel if framework.shards_norms(spec, layout) else 1
     expert_tensor = expert_tensor_parallel(spec, layout)
     cut = Cut(layout.tensor_parallel, norm_ranks, expert_tensor, _flash(spec, device), element)
-    plain = block_activations(model, habits, cut, False)
-    sparse = block_activations(model, habits, cut, True) if model.num_experts else plain
-    kept_plain, kept_sparse = (_kept(block, habits, layout) for block in (plain, sparse))
-    working = tokens * max(_working(block, habits, layout) for block in (plain, sparse))
+    plain = block_activations(model, profile, cut, False)
+    sparse = block_activations(model, profile, cut, True) if model.num_experts else plain
+    kept_plain, kept_sparse = (_kept(block, selective, layout) for block in (plain, sparse))
+    working = tokens * max(_working(block, selective, layout) for block in (plain, sparse))
     channels = element * model.hidden_size * tokens // norm_ranks
     # The embedding's output before its dropout, and the mask; the final norm's input is the last block's output.
     embedding = tokens * model.hidden_size // norm_ranks + channels if model.hidden_dropout else 0
     final_norm = 2 * channels
-    sent = channels if habits.keeps_stage_output else 0
-    gathered = habits.gathered * element * model.hidden_size * tokens if norm_ranks > 1 else 0
+    sent = channels if profile.keeps_stage_output else 0
+    gathered = profile.gathered * element * model.hidden_size * tokens if norm_ranks > 1 else 0
     logits_size = tokens * -(-model.vocab_size // layout.tensor_parallel)
     between = 2 * channels if layout.pipeline_parallel > 1 else 0
-    waiting = deferred_bytes(spec, layout, device, habits, tokens, element)
+    waiting = deferred_bytes(spec, layout, device, profile, time, tokens, element)
     expert_share = layout.tensor_parallel / expert_tensor
-    workspace = habits.workspace + (habits.hopper_workspace if _has_large_workspaces(device) else 0)
+    workspace = profile.workspace + (profile.hopper_workspace if _has_large_workspaces(device) else 0)
 
     def held_by(stage: Stage) -> _Held:
         shard = stage_shard(whole, stage, expert_share)
         per_micro_batch = tokens * (stage.dense * kept_plain + (stage.blocks - stage.dense) * kept_sparse)
         per_micro_batch += embedding if stage.first else 0
         per_micro_batch += final_norm if stage.last else sent
-        step = habits.step_temporary * _updated(layout, shard)
+        step = profile.step_temporary * _updated(layout, shard)
         if layout.offload != "none" or training.optimizer.name not in ("adamw", "adam"):
             step = 0
-        states, host = device_and_host_states(spec, layout, shard)
+        states, host = device_and_host_states(spec, layout, shard, framework.master_weights)
         return _Held(
             states=states,
             host=host,
             per_micro_batch=per_micro_batch,
-            logits=habits.logits * logits_size if stage.last else 0,
-            buffers=workspace + between + gathered + _reducer_bytes(spec, layout, habits, shard, whole),
-            fresh=habits.fresh_gradient * shard.parameters,
+            logits=profile.logits * logits_size if stage.last else 0,
+            buffers=workspace + between + gathered + _reducer_bytes(spec, layout, profile, shard, whole),
+            fresh=profile.fresh_gradient * shard.parameters,
             step=step,
         )
 
@@ -284,7 +298,7 @@ def framework_stages(
         )
         worst = max(moments, key=sum)
         # Gradients of a whole backward pass cannot all take the place of freed activations, which are smaller pieces.
-        fragmentation = int(habits.fragmentation * sum(worst)) + held.fresh // 2 + waiting
+        fragmentation = int(profile.fragmentation * sum(worst)) + held.fresh // 2 + waiting
         return peak_memory(states, worst, fragmentation, outside, held.host)
 
     return size
@@ -304,45 +318,45 @@ def _has_large_workspaces(device: Accelerator) -> bool:
     return major.isdigit() and int(major) >= 9
 
 
-def _kept(block: BlockActivations, habits: FrameworkMemory, layout: Layout) -> int:
-    """Bytes per token that a block keeps, on average over blocks where every second one is recomputed."""
+def _kept(block: BlockActivations, selective: Selective, layout: Layout) -> int:
+    """Return the bytes per token that a block keeps, on average over blocks where every second one is recomputed."""
     mode = layout.activation_checkpointing
     if mode == "none":
         return block.saved
     if mode == "full":
         return block.block_input
-    if habits.selective == "operations":
+    if selective == "operations":
         return min(block.products, block.saved)
-    return (block.saved + block.block_input) // 2 if habits.selective == "blocks" else block.saved - block.scores
+    return (block.saved + block.block_input) // 2 if selective == "blocks" else block.saved - block.scores
 
 
-def _working(block: BlockActivations, habits: FrameworkMemory, layout: Layout) -> int:
-    """Bytes per token of one block's backward: its gradients, and what it has to compute again."""
+def _working(block: BlockActivations, selective: Selective, layout: Layout) -> int:
+    """Return the bytes per token of one block's backward: its gradients, and what it has to compute again."""
     mode = layout.activation_checkpointing
     if mode == "none":
         return block.working
-    if mode == "selective" and habits.selective == "attention":
+    if mode == "selective" and selective == "attention core":
         return block.working + block.scores
     return block.working + block.saved
 
 
 def _updated(layout: Layout, shard: Shard) -> int:
-    """Parameters that one rank's optimizer updates."""
+    """Return the parameters that one rank's optimizer updates."""
     return shard.parameters if layout.zero_stage == 0 else -(-shard.parameters // zero_shards(layout))
 
 
-def _reducer_bytes(spec: RunSpec, layout: Layout, habits: FrameworkMemory, shard: Shard, whole: Architecture) -> int:
-    """Gradient buckets; under ZeRO-2 and 3 the weights and gradients that are whole for a moment."""
+def _reducer_bytes(spec: RunSpec, layout: Layout, profile: MemoryProfile, shard: Shard, whole: Architecture) -> int:
+    """Return the gradient buckets; under ZeRO-2 and 3 the weights and gradients that are whole for a moment."""
     shards = zero_shards(layout)
     if shards == 1:
         return 0
-    held = habits.bucket * shard.parameters
+    held = profile.bucket * shard.parameters
     if layout.zero_stage < 2:
         return held
     training = spec.training
     element = weight_bytes(training.precision)
     grads = gradient_bytes(training.precision, training.grad_dtype)
-    blocks = habits.gathered_blocks * shard.largest_block
+    blocks = profile.gathered_blocks * shard.largest_block
     ends = whole.embedding + whole.head
     weights = blocks + ends if layout.zero_stage == 3 else shard.parameters
     return held + element * min(weights, shard.parameters) + grads * min(blocks, shard.parameters)

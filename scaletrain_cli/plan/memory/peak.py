@@ -1,4 +1,4 @@
-"""What is alive at one moment of a training step, and the peak that follows. Knows no model, framework or device."""
+"""What is alive at one moment of a training step, and the peak that follows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CPU_PROCESS = 500_000_000
 
 
 def outside_allocator_bytes(layout: Layout, gpus_per_node: int, is_cpu: bool = False) -> int:
-    """Bytes of one process on its device beside its tensors."""
+    """Return the bytes of one process on its device beside its tensors."""
     if is_cpu:
         return _CPU_PROCESS
     axes = (
@@ -32,9 +32,9 @@ def outside_allocator_bytes(layout: Layout, gpus_per_node: int, is_cpu: bool = F
         layout.context_parallel,
     )
     communicators = sum(degree > 1 for degree in axes)
-    neighbours = layout.tensor_parallel * layout.context_parallel
+    neighbors = layout.tensor_parallel * layout.context_parallel
     exchanging = max(layout.expert_parallel, layout.sequence_parallel)
-    peers = max(0, min(exchanging, max(1, gpus_per_node // neighbours)) - 1)
+    peers = max(0, min(exchanging, max(1, gpus_per_node // neighbors)) - 1)
     return _CONTEXT + _COMMUNICATOR * communicators + _PEER * peers
 
 
@@ -48,7 +48,9 @@ class PhaseMemory(NamedTuple):
 
 
 def peak_memory(states: ModelStates, moment: PhaseMemory, fragmentation: int, framework: int, host: int) -> StageMemory:
-    """Bytes of a stage at its worst moment. ``framework``: outside the allocator; ``host``: in the node's memory."""
+    """Return the bytes of a stage at its worst moment. ``framework``: outside the allocator; ``host``: in the node's
+    memory.
+    """
     allocated = sum(states) + sum(moment)
     return StageMemory(
         parameters=states.parameters,

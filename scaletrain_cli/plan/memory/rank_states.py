@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scaletrain_cli.plan.memory.states import ModelStates, model_state_bytes
+from scaletrain_cli.plan.memory.states import MasterWeights, ModelStates, model_state_bytes
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.stages import Shard, zero_shards
 from scaletrain_cli.spec import RunSpec
@@ -15,29 +15,31 @@ _HOST_COPIES = 6
 _NVME_BUFFERS = 5 * 4 * 10**8
 
 
-def rank_states(spec: RunSpec, layout: Layout, shard: Shard) -> ModelStates:
-    """Weights, gradients and optimizer states on one rank's device, offloaded parts left out."""
-    return device_and_host_states(spec, layout, shard)[0]
+def rank_states(spec: RunSpec, layout: Layout, shard: Shard, master: MasterWeights) -> ModelStates:
+    """Return weights, gradients and optimizer states on one rank's device, offloaded parts left out."""
+    return device_and_host_states(spec, layout, shard, master)[0]
 
 
 def expert_tensor_parallel(spec: RunSpec, layout: Layout) -> int:
-    """Ranks that share the width of an expert: as of other matrices, unless pinned."""
+    """Return the ranks that share the width of an expert: as of other matrices, unless pinned."""
     wanted = spec.layout.expert_tensor_parallel
     return layout.tensor_parallel if wanted == "auto" else wanted
 
 
 def expert_shards(spec: RunSpec, layout: Layout) -> int:
-    """Ranks that ZeRO shares the parameters of experts over."""
+    """Return the ranks that ZeRO shares the parameters of experts over."""
     ranks = zero_shards(layout) * layout.tensor_parallel
     return max(1, ranks // (layout.expert_parallel * expert_tensor_parallel(spec, layout)))
 
 
-def device_and_host_states(spec: RunSpec, layout: Layout, shard: Shard) -> tuple[ModelStates, int]:
-    """The same, and the bytes that the rank keeps in its node's memory because they are offloaded."""
-    training, framework, optimizer = spec.training, spec.planner.framework, spec.training.optimizer.name
+def device_and_host_states(
+    spec: RunSpec, layout: Layout, shard: Shard, master: MasterWeights
+) -> tuple[ModelStates, int]:
+    """Return the same, and the bytes that are offloaded to the node's memory."""
+    training, optimizer = spec.training, spec.training.optimizer.name
     zero = layout.zero_stage
     groups = [
-        model_state_bytes(count, training.precision, training.grad_dtype, zero, ranks, optimizer, framework)
+        model_state_bytes(count, training.precision, training.grad_dtype, zero, ranks, optimizer, master)
         for count, ranks in ((shard.dense, zero_shards(layout)), (shard.experts, expert_shards(spec, layout)))
         if count
     ]
@@ -50,7 +52,9 @@ def device_and_host_states(spec: RunSpec, layout: Layout, shard: Shard) -> tuple
 
 
 def _offloaded(spec: RunSpec, layout: Layout, states: ModelStates, elements: int) -> tuple[ModelStates, int]:
-    """What remains on the device of a rank with so many parameters, and the bytes in its node's memory instead."""
+    """Return what remains on the device of a rank with so many parameters, and the bytes in its node's memory
+    instead.
+    """
     if layout.offload == "none":
         return states, 0
     parameters, gradients, optimizer_states = states

@@ -21,6 +21,7 @@ What DeepSpeed 0.19 keeps, read in its source and confirmed by counting the live
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 from scaletrain_cli.spec.extensions import optimizer_extension
@@ -62,7 +63,7 @@ class ZeroBuffers:
 
 
 def zero_buffers(parameters: int, zero_stage: int, *, pipeline: bool) -> ZeroBuffers:
-    """Settings for a rank that computes with ``parameters``; ``pipeline``: with more than one stage.
+    """Return the settings for a rank that computes with ``parameters``; ``pipeline``: with more than one stage.
 
     Reduction overlaps the backward pass where DeepSpeed can: of each micro-batch in stages 2 and 3, of the last one in
     stage 1 (``stage_1_and_2.py process_gradients``). Stage 0 reduces after the last micro-batch, and so does stage 1
@@ -90,7 +91,7 @@ def communication_buffer_bytes(
     *,
     pipeline: bool,
 ) -> int:
-    """Bytes of gradient buckets and, under stage 3, of gathered weights, during the backward pass."""
+    """Return the bytes of gradient buckets and, under stage 3, of gathered weights, during the backward pass."""
     if data_parallel == 1 and zero_stage == 0:
         return 0
     buffers = zero_buffers(parameters, zero_stage, pipeline=pipeline)
@@ -131,6 +132,14 @@ _DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: th
 _FP32_BYTES = 4
 
 
+class MasterWeights(Enum):
+    """Which fp32 copy of the weights the optimizer updates."""
+
+    OF_EACH_PARTITION = "a copy beside 16-bit weights, and with ZeRO of each rank's partition whatever the precision"
+    BESIDE_16_BIT = "a copy beside 16-bit weights"
+    THE_WEIGHTS = "none: the weights are fp32 themselves"
+
+
 class ModelStates(NamedTuple):
     """Bytes on one rank. ``optimizer_states``: moments and the fp32 master weights, where there are any."""
 
@@ -140,12 +149,12 @@ class ModelStates(NamedTuple):
 
 
 def weight_bytes(precision: str) -> int:
-    """Bytes of one weight, and of one activation element, at a precision."""
+    """Return the bytes of one weight, and of one activation element, at a precision."""
     return _DTYPE_BYTES[precision]
 
 
 def gradient_bytes(precision: str, grad_dtype: str) -> int:
-    """Bytes of one accumulated gradient element."""
+    """Return the bytes of one accumulated gradient element."""
     return _DTYPE_BYTES[grad_dtype] if weight_bytes(precision) == 2 else 4
 
 
@@ -163,21 +172,24 @@ def moment_bytes_per_parameter(optimizer: str) -> int:
 
 
 def optimizer_state_bytes_per_parameter(
-    precision: str, zero_stage: int, optimizer: str = "adamw", framework: str = "deepspeed"
+    precision: str,
+    zero_stage: int,
+    optimizer: str = "adamw",
+    master: MasterWeights = MasterWeights.OF_EACH_PARTITION,
 ) -> int:
-    """Moments, and the fp32 master copy: DeepSpeed keeps one but in stage 0 of fp32, others for 16-bit weights.
+    """Return moments, and the fp32 master copy: DeepSpeed keeps one but in stage 0 of fp32, others for 16-bit weights.
 
     FSDP's weights are the fp32 master themselves (torch, MixedPrecisionPolicy).
     """
     moments = moment_bytes_per_parameter(optimizer)
-    if framework == "fsdp":
+    if master is MasterWeights.THE_WEIGHTS:
         return moments
-    copied = weight_bytes(precision) == 2 or (framework == "deepspeed" and zero_stage > 0)
+    copied = weight_bytes(precision) == 2 or (master is MasterWeights.OF_EACH_PARTITION and zero_stage > 0)
     return moments + (MASTER_BYTES if copied else 0)
 
 
 def moment_bytes(optimizer: str, elements: int) -> int:
-    """Bytes of the moments of one flat tensor of parameters."""
+    """Return the bytes of the moments of one flat tensor of parameters."""
     if optimizer != "adamw_8bit":
         return elements * moment_bytes_per_parameter(optimizer)
     if elements < _SMALLEST_SCALED:
@@ -186,12 +198,12 @@ def moment_bytes(optimizer: str, elements: int) -> int:
 
 
 def optimizer_constant_bytes(optimizer: str, largest: int) -> int:
-    """Bytes that an optimizer keeps once, for tensors of which ``largest`` is the largest."""
+    """Return the bytes that an optimizer keeps once, for tensors of which ``largest`` is the largest."""
     return _SCALE_TABLES if optimizer == "adamw_8bit" and largest >= _SMALLEST_SCALED else 0
 
 
 def checkpoint_bytes_per_parameter(precision: str, zero_stage: int, optimizer: str = "adamw") -> int:
-    """What DeepSpeed saves: weights, moments and master; under stage 3 the weights only as their fp32 master."""
+    """Return what DeepSpeed saves: weights, moments and master; under stage 3 the weights only as their fp32 master."""
     states = optimizer_state_bytes_per_parameter(precision, zero_stage, optimizer)
     return states if zero_stage == 3 else weight_bytes(precision) + states
 
@@ -203,9 +215,9 @@ def model_state_bytes(
     zero_stage: int,
     data_parallel: int,
     optimizer: str = "adamw",
-    framework: str = "deepspeed",
+    master: MasterWeights = MasterWeights.OF_EACH_PARTITION,
 ) -> ModelStates:
-    """What one rank holds during a step, of ``parameters`` shared over ``data_parallel`` ranks.
+    """Return what one rank holds during a step, of ``parameters`` shared over ``data_parallel`` ranks.
 
     A ZeRO partition is the parameters divided by the ranks, rounded up: DeepSpeed pads the last one. Megatron-LM's
     distributed optimizer and nanotron's ZeRO are stage 1: gradients stay whole on every rank (Megatron-LM,
@@ -215,10 +227,10 @@ def model_state_bytes(
     held_weights = partition if zero_stage >= 3 else parameters
     held_gradients = partition if zero_stage >= 2 else parameters
     held_states = partition if zero_stage >= 1 else parameters
-    states = held_states * optimizer_state_bytes_per_parameter(precision, zero_stage, optimizer, framework)
+    states = held_states * optimizer_state_bytes_per_parameter(precision, zero_stage, optimizer, master)
     if optimizer == "adamw_8bit":
         states += 2 * _FP32_BYTES * -(-held_states // _SCALED_VALUES)
-    if framework == "fsdp":
+    if master is MasterWeights.THE_WEIGHTS:
         return ModelStates(held_weights * _FP32_BYTES, held_gradients * _FP32_BYTES, states)
     return ModelStates(
         parameters=held_weights * weight_bytes(precision),
@@ -230,7 +242,9 @@ def model_state_bytes(
 def second_gradient_bytes(
     parameters: int, precision: str, grad_dtype: str, zero_stage: int, data_parallel: int, micro_batches: int
 ) -> int:
-    """Gradients of the newest micro-batch that stage 2 holds beside the accumulated ones before adding them."""
+    """Return the gradients of the newest micro-batch that stage 2 holds beside the accumulated ones before adding
+    them.
+    """
     accumulated = gradient_bytes(precision, grad_dtype)
     if zero_stage != 2 or micro_batches == 1 or accumulated != weight_bytes(precision):
         return 0
@@ -240,7 +254,8 @@ def second_gradient_bytes(
 def step_temporary_bytes(
     parameters: int, precision: str, grad_dtype: str, zero_stage: int, data_parallel: int, optimizer: str = "adamw"
 ) -> int:
-    """Memory that exists only between the last backward pass and the next forward one, when activations do not.
+    """Return the memory that exists only between the last backward pass and the next forward one, when activations do
+    not.
 
     AdamW's foreach form makes one fp32 copy of what it updates (the root of the second moment). ZeRO adds an fp32 copy
     of the gradient partition (``stage_1_and_2.py step``: flatten and ``.to``); stage 3 does both one sub-group at a

@@ -1,4 +1,4 @@
-"""How large a checkpoint is, how often to take one, and what interruptions leave of the time. Knows no prices.
+"""How large a checkpoint is, how often to take one, and what interruptions leave of the time.
 
 Goodput by the full formula of Daly (Future Generation Computer Systems 22, 2006, eq. 20), of which the one that Kokolis
 et al. use (arXiv:2410.21680: 1 - (R + interval / 2) / M, over 1 + save / interval) is the first order.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.estimate import parameter_count
+from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import checkpoint_bytes_per_parameter, weight_bytes
 from scaletrain_cli.plan.result import Durability, Layout, Time
+from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
 
 # Sustained writes of one node to shared storage: BLOOM's 2.3 TB in 40 s from 48 nodes (bigscience-workshop/bigscience,
@@ -36,28 +37,19 @@ _HOPELESS = 700.0
 
 
 def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
-    """Full state of the job: fp32 weights and moments; what ranks hold alike is written once.
-
-    FSDP keeps no other weights either (torch/distributed/fsdp, MixedPrecision). Megatron and nanotron also write the
-    weights of the forward pass.
-    """
-    stage = 3 if spec.planner.framework in ("deepspeed", "fsdp") else layout.zero_stage
+    """Return the bytes of the job's full state: fp32 weights and moments; what ranks hold alike is written once."""
+    stage = framework_of(spec).checkpoint_zero_stage(layout)
     training = spec.training
-    return parameter_count(spec.model) * checkpoint_bytes_per_parameter(
+    return workload_of(spec.model).parameter_count(spec.model) * checkpoint_bytes_per_parameter(
         training.precision, stage, training.optimizer.name
     )
 
 
 def save_seconds(spec: RunSpec, layout: Layout) -> float:
-    """Until a checkpoint is committed: what data-parallel rank 0 writes alone, then what all nodes write together.
-
-    Alone only in nanotron: everything without ZeRO, the weights under stages 1 and 2. The others share out what ranks
-    hold alike (Megatron: ``--ckpt-fully-parallel-save``).
-    """
-    size, alone = checkpoint_bytes(spec, layout), 0
-    if spec.planner.framework == "nanotron":
-        weights = parameter_count(spec.model) * weight_bytes(spec.training.precision)
-        alone = {0: size, 3: 0}.get(layout.zero_stage, weights) // (layout.tensor_parallel * layout.pipeline_parallel)
+    """Return the seconds until a checkpoint is committed: what rank 0 writes alone, then what all nodes write."""
+    size = checkpoint_bytes(spec, layout)
+    weights = workload_of(spec.model).parameter_count(spec.model) * weight_bytes(spec.training.precision)
+    alone = framework_of(spec).written_alone_bytes(layout, size, weights)
     return (alone + (size - alone) / spec.cluster.nodes) / _storage_rate(spec)
 
 
@@ -69,7 +61,7 @@ def gpu_hours_between_failures(device: Accelerator) -> tuple[float, str]:
 
 
 def interruptions_per_second(spec: RunSpec, device: Accelerator) -> tuple[float, float]:
-    """Rates for the whole job: of preemptions, which come with notice, and of failures, which do not.
+    """Return the rates for the whole job: of preemptions, which come with notice, and of failures, which do not.
 
     ``cluster.mean_time_between_interruptions`` is of the job: on spot between preemptions, to which failures add; on
     demand between interruptions of any cause.
@@ -130,7 +122,8 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
 
 
 def best_interval_steps(step: float, save: float, blocked: float, sudden: float) -> int:
-    """Steps between checkpoints by Young (1974): sqrt(2 C M), where C is the time that one takes from training.
+    """Return the steps between checkpoints by Young (1974): sqrt(2 C M), where C is the time that one takes from
+    training.
 
     Seconds of a step, of a checkpoint until it is whole, and of those for which training stands still; ``sudden``:
     interruptions per second that no last save answers.
@@ -141,7 +134,9 @@ def best_interval_steps(step: float, save: float, blocked: float, sudden: float)
 
 
 def expected_goodput(interval: float, save: float, blocked: float, restart: float, sudden: float) -> float:
-    """Share of the time that is progress, of interruptions without notice; seconds, and interruptions per second."""
+    """Return the share of the time that is progress, of interruptions without notice; seconds, and interruptions per
+    second.
+    """
     # While a checkpoint is written beside the steps, the one before is the last that a restart finds.
     return _share_after_losses(interval, blocked, restart + save - blocked, sudden)
 
@@ -152,7 +147,7 @@ def _storage_rate(spec: RunSpec) -> float:
 
 
 def _share_after_losses(interval: float, blocked: float, restart: float, rate: float) -> float:
-    """Share of the time that is progress: tau / (M e^(R/M) (e^((tau + delta)/M) - 1)), Daly 2006, eq. 20."""
+    """Return the share of the time that is progress: tau / (M e^(R/M) (e^((tau + delta)/M) - 1)), Daly 2006, eq. 20."""
     expected = (interval + blocked) * rate
     if expected + restart * rate > _HOPELESS:
         return 0.0
@@ -162,7 +157,8 @@ def _share_after_losses(interval: float, blocked: float, restart: float, rate: f
 
 
 def _lost_seconds(segment: float, rate: float) -> float:
-    """Mean time since the last checkpoint at an interruption that falls into a segment: half of it where they are rare.
+    """Return the mean time since the last checkpoint at an interruption that falls into a segment: half of it where
+    they are rare.
 
     M - L / (e^(L/M) - 1), the mean of an exponential law cut off at L.
     """

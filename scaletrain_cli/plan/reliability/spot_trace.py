@@ -33,7 +33,7 @@ class SpotTrace:
 
 
 def read_trace(path: Path) -> SpotTrace:
-    """A trace from a file. Raises UsageError where it cannot be read or is not a trace."""
+    """Return a trace from a file. Raises UsageError where it cannot be read or is not a trace."""
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8-sig")
@@ -71,7 +71,7 @@ def _from_json(path: Path, text: str) -> list[tuple[float, int]]:
 
 
 def _from_csv(path: Path, text: str) -> list[tuple[float, int]]:
-    """Lines ``seconds,nodes``: nodes up from then on; the last of them for as long as the one before."""
+    """Return the lines ``seconds,nodes``: nodes up from then on; the last of them for as long as the one before."""
     points: list[tuple[float, int]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         cells = [cell.strip() for cell in line.split(",")]
@@ -163,7 +163,7 @@ def simulate(spec: RunSpec, plan: RunPlan, trace: SpotTrace) -> TraceOutcome:
     if not ended:
         longest = max((seconds for seconds, up in stretches if up), default=0.0)
         raise UsageError(
-            f"the run would never end on {trace.name}",
+            f"the run never finishes on {trace.name}",
             (
                 Problem(
                     "--trace",
@@ -209,7 +209,9 @@ class _Replay:
         self.wall = self.waiting = self.lost = self.interruptions = 0.0
 
     def to_the_end(self, stretches: _Stretches, start: float) -> bool:
-        """Whether the run ends. What a stretch adds does not depend on what came before, so rounds are skipped."""
+        """Return whether the run ends. What a stretch adds does not depend on what came before, so rounds are
+        skipped.
+        """
         if self._through(_after(stretches, start)) or self._through(stretches):
             return True
         outcomes = [self._outcome(seconds) for seconds, up in stretches if up]
@@ -230,7 +232,7 @@ class _Replay:
         return True
 
     def _through(self, stretches: _Stretches) -> bool:
-        """Whether the run ends on the way."""
+        """Return whether the run ends on the way."""
         for seconds, up in stretches:
             ending = self.durability.restart_seconds + self.left * self.pace
             if up and ending <= seconds:
@@ -247,7 +249,9 @@ class _Replay:
         return False
 
     def _outcome(self, seconds: float) -> tuple[float, float]:
-        """Seconds of progress that stay, and of work that is lost, when a stretch with all nodes up ends early."""
+        """Return the seconds of progress that stay, and of work that is lost, when a stretch with all nodes up ends
+        early.
+        """
         segment = self.durability.interval_seconds + self.durability.blocked_seconds
         worked = max(0.0, seconds - self.durability.restart_seconds)
         if self.durability.grace_ok:
@@ -258,7 +262,7 @@ class _Replay:
 
 
 def _up_and_down(trace: SpotTrace, needed: int) -> _Stretches:
-    """Stretches with enough nodes and without, in turn; the end of the trace is joined to its beginning."""
+    """Return the stretches with enough nodes and without, in turn; the end of the trace is joined to its beginning."""
     joined: _Stretches = []
     for seconds, nodes in trace.stretches:
         up = nodes >= needed
@@ -275,7 +279,7 @@ def _up_and_down(trace: SpotTrace, needed: int) -> _Stretches:
 
 
 def _after(stretches: _Stretches, start: float) -> _Stretches:
-    """What is left of a round after ``start`` seconds."""
+    """Return what is left of a round after ``start`` seconds."""
     rest, passed = [], 0.0
     for seconds, up in stretches:
         passed += seconds
@@ -304,6 +308,6 @@ def _notes(spec: RunSpec, plan: RunPlan, trace: SpotTrace, most: int, longest: f
     if longest > trace.seconds:
         lines.append(f"the trace of {trace.seconds / _DAY:,.1f} days repeats until the run ends.")
     if plan.durability.grace_ok:
-        lines.append(f"each preemption is taken to come with {spec.cluster.grace_seconds:g} s of notice.")
+        lines.append(f"each preemption is assumed to come with {spec.cluster.grace_seconds:g} s of notice.")
     lines.append("nodes that are up while others are missing are not paid for; failures of hardware are not replayed.")
     return tuple(lines)

@@ -1,4 +1,4 @@
-"""What layouts need at least, in time and memory, from a few of them sized in full. Decides nothing.
+"""What layouts need at least, in time and memory, from a few of them sized in full.
 
 A search over a large cluster cannot size every layout. The bounds follow from the models themselves: a larger
 micro-batch is no slower per sequence, more ranks per expert are no slower to compute, what comes once per step comes
@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from scaletrain_cli.plan.axes import Axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.estimate import plan_memory, plan_time
+from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout, Time
-from scaletrain_cli.plan.search.layouts import Axes, build_layout, micro_batch_sizes
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
+from scaletrain_cli.plan.workloads.registry import workload_of
+from scaletrain_cli.spec import RunSpec
 
 # The models round, and overlap is not linear: bounds are taken a little lower. A test holds them below the models.
 _SLACK = 0.98
@@ -39,7 +41,8 @@ class Bounds:
     def __init__(self, spec: RunSpec, device: Accelerator, checkpointing: str) -> None:
         """``checkpointing``: the mode that recomputes least."""
         self.spec, self.device, self.checkpointing = spec, device, checkpointing
-        self._layers = spec.model.num_hidden_layers if isinstance(spec.model, ModelSpec) else 1
+        self._workload = workload_of(spec.model)
+        self._layers = self._workload.layers(spec)
         self._sizes = micro_batch_sizes(spec, Axes(1, 1, 1, 1, 1, 1, 1))
         self._micro_batches: dict[tuple[int | str, ...], tuple[float, float]] = {}
         self._alone_seconds: dict[tuple[int | str, ...], tuple[float, float]] = {}
@@ -47,7 +50,7 @@ class Bounds:
         self._activations: dict[tuple[int | str, ...], int] = {}
 
     def step_seconds(self, axes: Axes, micro_batches: Sequence[int], checkpointing: str | None = None) -> list[float]:
-        """Seconds of any layout with these degrees and each of these micro-batches, at least.
+        """Return the seconds of any layout with these degrees and each of these micro-batches, at least.
 
         1F1B passes m micro-batches and (p - 1) / v more through the slowest stage (arXiv:2104.04473, section 2.2),
         which takes at least the average of the stages; each no less than the smallest micro-batch, and no less per
@@ -64,7 +67,7 @@ class Bounds:
     def group_seconds(
         self, axes: Axes, zero_stage: int, offload: str, micro_batches: Sequence[int], floors: Sequence[float]
     ) -> list[float]:
-        """The same for layouts of one ZeRO stage, closer: ``floors`` are those of ``step_seconds``.
+        """Return the same for layouts of one ZeRO stage, closer: ``floors`` are those of ``step_seconds``.
 
         From the widest micro-batch on the true ranks: what comes once per step (the optimizer, and gradients that the
         backward pass does not hide) comes on top, and no smaller micro-batch is faster per sequence.
@@ -80,7 +83,7 @@ class Bounds:
         return [_SLACK * once + max(pair) for pair in zip(floors, closer, strict=True)]
 
     def peak_bytes(self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str) -> int:
-        """Bytes that the fullest rank holds at least."""
+        """Return the bytes that the fullest rank holds at least."""
         states = self._states_of(axes, zero_stage, offload)
         shared = states.shards / axes.shards
         held = states.parameters * (shared if zero_stage == 3 else 1)
@@ -97,16 +100,16 @@ class Bounds:
 
     def _selective_share(self, blocks: int) -> float:
         """Of the activations that so many blocks keep on average, what they keep at least: one more may be short."""
-        layout = self.spec.layout
-        own = self.spec.planner.framework == "deepspeed"
-        if own and layout.selective_scope == "attention":
+        framework = framework_of(self.spec)
+        if framework.selective(self.spec) == "attention module":
             return 1.0
-        every = layout.selective_every if own else 2
+        every = framework.selective_every(self.spec)
         whole = 1 - 1 / every
         return max(0.0, (blocks - -(-blocks // every)) / (whole * blocks)) if every > 1 else 1.0
 
     def _micro_batch(self, axes: Axes, micro_batch: int, checkpointing: str) -> tuple[float, float]:
-        """What one more micro-batch costs ranks that hold all stages, at least: in compute, and in communication.
+        """Return what one more micro-batch costs ranks that hold all stages, at least: in compute, and in
+        communication.
 
         Experts spread over more ranks compute no slower and send no less; how much either changes depends on the
         tokens of a rank alone, so it is read where the sequence is cut in the cheapest way.
@@ -123,7 +126,7 @@ class Bounds:
         return self._micro_batches[key]
 
     def _parts(self, axes: Axes, micro_batch: int, checkpointing: str) -> tuple[float, float]:
-        """Seconds per micro-batch in compute and in exposed communication, of ranks that hold all stages."""
+        """Return the seconds per micro-batch in compute and in exposed communication, of ranks that hold all stages."""
         key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
         if key not in self._alone_seconds:
             layout = self._alone(axes, 0, micro_batch, checkpointing, "none")
@@ -137,14 +140,14 @@ class Bounds:
         layout = replace(
             layout, gradient_accumulation_steps=micro_batches, global_batch_size=batch, cross_entropy="whole"
         )
-        return plan_time(self.spec, layout, self.device)[0]
+        return self._workload.time(self.spec, layout, self.device)[0]
 
     def _states_of(self, axes: Axes, zero_stage: int, offload: str) -> _States:
         key = (axes.tensor, axes.expert, zero_stage, offload)
         if key not in self._states:
             whole = axes._replace(sequence=1, context=1)
             layout = self._alone(whole, zero_stage, _MANY, self.checkpointing, offload)
-            memory = plan_memory(self.spec, layout, self.device)
+            memory = self._workload.memory(self.spec, layout, self.device)
             self._states[key] = _States(
                 memory.parameters, memory.gradients, memory.optimizer_states, layout.data_parallel
             )
@@ -154,11 +157,11 @@ class Bounds:
         key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
         if key not in self._activations:
             layout = self._alone(axes, 3, micro_batch, checkpointing, "none")
-            self._activations[key] = plan_memory(self.spec, layout, self.device).activations
+            self._activations[key] = self._workload.memory(self.spec, layout, self.device).activations
         return self._activations[key]
 
     def _alone(self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str) -> Layout:
-        """One micro-batch without a pipeline, and with no more data parallelism than the experts need."""
+        """Return the one micro-batch without a pipeline, and with no more data parallelism than the experts need."""
         data = -(-axes.expert // axes.sequence)
         alone = axes._replace(data=data, pipeline=1, virtual=1)
         layout = build_layout(self.spec, alone, zero_stage, checkpointing, micro_batch, offload)

@@ -1,15 +1,15 @@
-"""What clusters are compared by: days, dollars and GPUs, against limits. Plans nothing."""
+"""What clusters are compared by: days, dollars and GPUs, against limits."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.plan.catalogue.hardware import full_name
-from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.result import Layout, coded
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.quantities import parse_count, parse_seconds
 
 # What a cluster may cost at most, from words: an objective, GPUs, days and dollars.
@@ -29,7 +29,7 @@ class Limits:
 def parse_limits(
     objective: str | None, *, max_gpus: int | None, deadline: str | None, budget: str | None, gpus: Sequence[str]
 ) -> Limits | None:
-    """The limits, or None where nothing was asked for. Raises UsageError.
+    """Return the limits, or None where nothing was asked for. Raises UsageError.
 
     Without an objective, a deadline asks for the fewest GPUs that keep it, and all else for the soonest end.
     """
@@ -72,7 +72,6 @@ def _parsed(option: str, text: str | None, parse: Callable[[Any], float]) -> flo
 
 
 OBJECTIVES = ("time", "cost", "gpus")
-_MINUTES_BEFORE_DAYS = 2880
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,14 @@ class Considered:
     step_seconds: float | None
     layout: Layout | None
     chosen: bool
-    why: str
+    why: Reason | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row; ``why`` is empty for the chosen one, and otherwise has its code beside it."""
+        row = {field.name: getattr(self, field.name) for field in fields(self)}
+        row["layout"] = None if self.layout is None else asdict(self.layout)
+        row["why"] = "" if self.why is None else str(self.why)
+        return row | ({} if self.why is None else coded(self.why))
 
 
 @dataclass(frozen=True)
@@ -100,59 +106,36 @@ class ClusterLimits:
     deadline_seconds: float | None
     budget_usd: float | None
 
-    def broken_by(self, row: Considered) -> str:
-        """Why a cluster will not do; empty if it will."""
+    def broken_by(self, row: Considered) -> Reason | None:
+        """Return the limit that a cluster breaks; None if it keeps all."""
         if row.seconds is None:
             return row.why
         if self.deadline_seconds is not None and row.seconds > self.deadline_seconds:
-            return f"{span(row.seconds - self.deadline_seconds)} too late"
+            return Reason("plan.too-late", {"by": row.seconds - self.deadline_seconds})
         if self.budget_usd is not None and row.dollars is not None and row.dollars > self.budget_usd:
-            return f"{dollars(row.dollars - self.budget_usd)} too dear"
+            return Reason("plan.over-budget", {"by": row.dollars - self.budget_usd})
         if row.dollars is None and (self.budget_usd is not None or self.objective == "cost"):
-            return "no price is known: set cluster.price_per_gpu_hour"
-        return ""
+            return Reason("plan.no-price")
+        return None
 
     def rank(self, row: Considered) -> tuple[float, ...]:
-        """Smaller is better; what the objective leaves open is settled by the other two."""
+        """Return the smaller is better; what the objective leaves open is settled by the other two."""
         time = float("inf") if row.seconds is None else row.seconds
         money = float("inf") if row.dollars is None else row.dollars
         order = {"time": (time, money, row.gpus), "cost": (money, time, row.gpus), "gpus": (row.gpus, time, money)}
         return order[self.objective]
 
-    def worse(self, row: Considered, best: Considered) -> str:
-        """Why a cluster that would do was not taken."""
+    def worse(self, row: Considered, best: Considered) -> Reason:
+        """Return why a cluster that keeps the limits was not chosen."""
         if self.objective == "gpus":
-            return "more GPUs than needed" if row.gpus > best.gpus else "slower with as many GPUs"
+            return Reason("plan.more-gpus" if row.gpus > best.gpus else "plan.slower-on-as-many")
         if self.objective == "time":
-            return f"{span((row.seconds or 0.0) - (best.seconds or 0.0))} slower"
+            return Reason("plan.slower-by", {"by": (row.seconds or 0.0) - (best.seconds or 0.0)})
         more = (row.dollars or 0.0) - (best.dollars or 0.0)
-        return f"{dollars(more)} dearer" if more >= 0.5 else "no cheaper, and slower"
+        return Reason("plan.costs-more", {"by": more}) if more >= 0.5 else Reason("plan.no-cheaper")
 
     def miss(self, row: Considered) -> float:
-        """How far a cluster is from the limits: 0.5 is half as much again as allowed."""
+        """Return how far a cluster is from the limits: 0.5 is half as much again as allowed."""
         time = 0.0 if self.deadline_seconds is None else (row.seconds or 0.0) / self.deadline_seconds - 1
         money = 0.0 if self.budget_usd is None else (row.dollars or 0.0) / self.budget_usd - 1
         return max(time, money)
-
-
-def span(seconds: float) -> str:
-    """A difference of two times in words, never rounded to nothing: ``2 min``, ``5 h 20 min``, ``12 d 4 h``."""
-    minutes = max(1, math.ceil(seconds / 60))
-    if minutes < 60:
-        return f"{minutes} min"
-    larger, smaller, size = ("h", "min", 60) if minutes < _MINUTES_BEFORE_DAYS else ("d", "h", 24)
-    whole, rest = divmod(minutes if larger == "h" else round(minutes / 60), size)
-    return f"{whole:,} {larger} {rest} {smaller}" if rest else f"{whole:,} {larger}"
-
-
-def days(seconds: float | None) -> str:
-    """A time as a person would plan with it: ``11 d 12 h``, ``160 h``; to the minute below two days."""
-    if seconds is None:
-        return "no end"
-    return span(seconds)
-
-
-def dollars(amount: float | None) -> str:
-    if amount is None:
-        return "an unknown price"
-    return f"${amount:,.0f}" if amount >= 10 else f"${max(amount, 0.01):,.2f}"

@@ -1,4 +1,4 @@
-"""Clusters tried for a run, and which others are worth trying after them. Knows no layouts itself."""
+"""Clusters tried for a run, and which others are worth trying after them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from scaletrain_cli.errors import Problem
+from scaletrain_cli.plan.axes import divisors
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
-from scaletrain_cli.plan.planning import plan_or_refuse
+from scaletrain_cli.plan.planning import plan_or_raise
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.cluster_limits import ClusterLimits, Considered
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
 from scaletrain_cli.plan.search.layouts import checkpointing_modes
-from scaletrain_cli.plan.search.rejections import Tally, divisors
-from scaletrain_cli.plan.search.search_space import axes_to_try, groups
+from scaletrain_cli.plan.search.search_space import RejectionCounts, axes_to_try, groups
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.cluster import MOST_NODES
 
@@ -33,12 +33,14 @@ _MOST_BOUNDED = 48
 
 
 def most_nodes(spec: RunSpec, max_gpus: int) -> int:
-    """Of so many GPUs; never more than a spec may name, whatever limit was given."""
+    """Return the largest node count of so many GPUs, and never more than a spec may name."""
     return min(max_gpus // spec.cluster.gpus_per_node, spec.cluster.traits.max_nodes or MOST_NODES)
 
 
 def node_counts(spec: RunSpec, max_gpus: int) -> list[int]:
-    """Node counts of the coarse pass, ascending: powers of two, counts that divide the batch, and the spec's own."""
+    """Return the node counts of the coarse pass, ascending: powers of two, counts that divide the batch, and the spec's
+    own.
+    """
     per_node = spec.cluster.gpus_per_node
     most = most_nodes(spec, max_gpus)
     wanted = {1 << power for power in range(most.bit_length())}
@@ -67,9 +69,12 @@ def likeliest(spec: RunSpec, counts: Sequence[int], near: int) -> list[int]:
 
 
 def least_step_seconds(spec: RunSpec) -> float:
-    """No layout of this cluster takes a shorter step; infinite where no layout divides."""
+    """Return the no layout of this cluster takes a shorter step; infinite where no layout divides."""
     bounds = Bounds(spec, find_accelerator(spec.cluster), checkpointing_modes(spec)[0])
-    found = (bounds.step_seconds(group.axes, group.micro_batches) for group in groups(spec, axes_to_try(spec, Tally())))
+    found = (
+        bounds.step_seconds(group.axes, group.micro_batches)
+        for group in groups(spec, axes_to_try(spec, RejectionCounts()))
+    )
     return min((min(seconds) for seconds in found), default=math.inf)
 
 
@@ -95,7 +100,9 @@ class _Chance(NamedTuple):
 
 
 def on_cluster(spec: RunSpec, nodes: int, gpu: str | None = None) -> RunSpec:
-    """The same run on other nodes. What the spec states of its own GPU, price and links, does not hold for another."""
+    """Return the same run on other nodes. What the spec states of its own GPU, price and links, does not hold for
+    another.
+    """
     change: dict[str, Any] = {"nodes": nodes}
     if gpu is not None and gpu != spec.cluster.gpu:
         own = ("price_per_gpu_hour", "spot_price_per_gpu_hour", "intra_node_bandwidth", "host_bandwidth")
@@ -104,26 +111,24 @@ def on_cluster(spec: RunSpec, nodes: int, gpu: str | None = None) -> RunSpec:
 
 
 def try_cluster(whole: RunSpec, nodes: int, gpu: str | None) -> Tried:
-    """The run planned on so many nodes of that GPU, or the reason why it cannot be."""
+    """Return the run planned on so many nodes of that GPU, or the reason why it cannot be."""
     spec = on_cluster(whole, nodes, gpu)
     name = find_accelerator(spec.cluster).name
-    row = Considered(name, spec.cluster.nodes, spec.world_size, None, None, None, None, None, False, "")
+    row = Considered(name, spec.cluster.nodes, spec.world_size, None, None, None, None, None, False, None)
     try:
-        plan = plan_or_refuse(spec, compared=False)
+        plan = plan_or_raise(spec, compared=False)
     except PlanInfeasibleError as error:
-        cause = "does not fit" if error.plan else "does not divide"
-        first = error.problems[0] if error.problems else None
-        return Tried(spec, gpu, replace(row, why=f"{cause}: {_subject(first)}" if first else error.message), None)
+        return Tried(spec, gpu, replace(row, why=_no_plan(error)), None)
     goodput = plan.durability.expected_goodput
     row = replace(row, goodput=goodput, step_seconds=plan.time.step, layout=plan.layout)
     if goodput <= 0:
-        return Tried(spec, gpu, replace(row, why="interruptions leave no progress"), plan)
+        return Tried(spec, gpu, replace(row, why=Reason("plan.no-progress")), plan)
     row = replace(row, seconds=plan.time.to_train / goodput, dollars=plan.cost.expected_usd)
     return Tried(spec, gpu, row, plan)
 
 
 def meets(limits: ClusterLimits, tried: Tried) -> bool:
-    """Whether a cluster will do."""
+    """Return whether a cluster will do."""
     return not limits.broken_by(tried.row)
 
 
@@ -175,7 +180,9 @@ def _three_sizes(spec: RunSpec, counts: Sequence[int], gpu: str | None) -> tuple
 def refined(
     spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None], tried: Sequence[Tried], fewest_nodes: int
 ) -> tuple[list[Tried], int]:
-    """More clusters than those ``tried``, best chances first, until none can beat the best; how many were ruled out."""
+    """Return the more clusters than those ``tried``, best chances first, until none can beat the best; how many were
+    ruled out.
+    """
     best = min((each.row for each in tried if meets(limits, each)), key=limits.rank, default=None)
     chances: list[_Chance] = []
     looked_at = 0
@@ -196,7 +203,7 @@ def refined(
 def _chances(
     spec: RunSpec, limits: ClusterLimits, tried: Sequence[Tried], best: Considered | None, fewest_nodes: int
 ) -> tuple[list[_Chance], int]:
-    """Node counts of one kind of GPU that may beat the best, and of how many.
+    """Return the node counts of one kind of GPU that may beat the best, and of how many.
 
     Judged twice: by the GPU seconds of the thriftiest cluster tried, then by the lower bound on their own step,
     stretched as far as the bound of the cluster nearest to the best falls short of its plan.
@@ -232,12 +239,15 @@ def _could_win(limits: ClusterLimits, row: Considered, best: Considered | None) 
 
 
 def _scaled(row: Considered, nodes: int, times: float) -> Considered:
-    """The row of another number of nodes that takes ``times`` as long."""
+    """Return the row of another number of nodes that takes ``times`` as long."""
     money = None if row.dollars is None else row.dollars * times * nodes / row.nodes
     gpus = row.gpus // row.nodes * nodes
     return replace(row, nodes=nodes, gpus=gpus, seconds=(row.seconds or 0.0) * times, dollars=money)
 
 
-def _subject(problem: Problem) -> str:
-    """What is wrong without where it stands."""
-    return f"{problem.key} = {problem.given}: {problem.message}" if problem.given else problem.message
+def _no_plan(error: PlanInfeasibleError) -> Reason:
+    """Return why a cluster has no plan: what does not fit, or what does not divide."""
+    first = error.problems[0]
+    what = f"{first.key} = {first.given}: {first.message}" if first.given else first.message
+    cause = {"problem": None if first.reason is None else first.reason.code, "what": what.rstrip(".")}
+    return Reason("plan.cluster-does-not-fit" if error.plan else "plan.cluster-does-not-divide", cause)

@@ -6,23 +6,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from scaletrain_cli.errors import InfeasibleError, Problem
+from scaletrain_cli.plan.axes import AXES, CHECKPOINTING, OFFLOAD, divisors, resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_names, find_accelerator
-from scaletrain_cli.plan.estimate import plan_memory, plan_time
+from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
+from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import SCHEMA, RunPlan
 from scaletrain_cli.plan.search.bounds import Bounds
-from scaletrain_cli.plan.search.engine_support import AXES, ENGINE, capabilities, opened
+from scaletrain_cli.plan.search.engine_support import capabilities, opened
 from scaletrain_cli.plan.search.layout_search import Sized
-from scaletrain_cli.plan.search.layouts import (
-    CHECKPOINTING,
-    OFFLOAD,
-    build_layout,
-    checkpointing_modes,
-    describe,
-    resolve_axes,
-)
-from scaletrain_cli.plan.search.rejections import Tally, divisors
-from scaletrain_cli.plan.search.search_space import axes_to_try, degrees_to_try, groups
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes, describe
+from scaletrain_cli.plan.search.search_space import RejectionCounts, axes_to_try, degrees_to_try, groups
+from scaletrain_cli.plan.workloads.registry import workload_of
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.text import bytes_text
 
 # What would make a run fit that does not, each change computed.
 
@@ -33,7 +30,9 @@ _MOST_SIZED = 24
 
 
 def suggestions(spec: RunSpec) -> list[Problem]:
-    """Changes that make the run fit: one setting, all settings, what another engine runs, more GPUs, larger GPUs."""
+    """Return the changes that make the run fit: one setting, all settings, what another engine runs, more GPUs, larger
+    GPUs.
+    """
     device = find_accelerator(spec.cluster)
     found = []
     for key, value in _single_changes(spec):
@@ -51,17 +50,16 @@ def suggestions(spec: RunSpec) -> list[Problem]:
     found += _fewest_gpus(relaxed, device)
     found += _larger_device(relaxed, device, least)
     if not found:
-        hint = "Use a smaller model or a shorter seq_len."
-        found.append(Problem("no way out", "model", "more or larger GPUs do not make it fit.", None, hint))
+        found.append(Problem.because("no change helps", "model", Reason("plan.nothing-fits")))
     return found
 
 
 def smallest_memory(spec: RunSpec, device: Accelerator) -> Sized | None:
-    """The layout with the least memory that the spec allows; None where nothing divides."""
+    """Return the layout with the least memory that the spec allows; None where nothing divides."""
     modes = checkpointing_modes(spec)
     points = [
         (group, mode, offload)
-        for group in groups(spec, axes_to_try(spec, Tally()))
+        for group in groups(spec, axes_to_try(spec, RejectionCounts()))
         for mode in modes
         for offload in group.offload
     ]
@@ -72,7 +70,7 @@ def smallest_memory(spec: RunSpec, device: Accelerator) -> Sized | None:
         build_layout(spec, group.axes, group.zero_stage, mode, group.micro_batches[0], offload)
         for group, mode, offload in points[:_MOST_SIZED]
     )
-    sized = [Sized(layout, plan_memory(spec, layout, device)) for layout in layouts]
+    sized = [Sized(layout, workload_of(spec.model).memory(spec, layout, device)) for layout in layouts]
     return min(sized, key=lambda each: each.memory.peak, default=None)
 
 
@@ -82,7 +80,7 @@ def _single_changes(spec: RunSpec) -> Iterator[tuple[str, Any]]:
             yield "training.micro_batch_size", size
     if spec.layout.activation_checkpointing not in ("auto", "full"):
         for mode in CHECKPOINTING[CHECKPOINTING.index(spec.layout.activation_checkpointing) + 1 :]:
-            if isinstance(spec.model, ModelSpec) or mode != "selective":
+            if mode in workload_of(spec.model).checkpointing:
                 yield "layout.activation_checkpointing", mode
     if spec.layout.zero_stage != "auto":
         for stage in range(spec.layout.zero_stage + 1, 4):
@@ -90,7 +88,7 @@ def _single_changes(spec: RunSpec) -> Iterator[tuple[str, Any]]:
     if spec.layout.offload == "none":
         for offload in capabilities(spec).offload[1:]:
             yield "layout.offload", offload
-    if spec.planner.framework == "deepspeed" and not spec.layout.activation_offload:
+    if framework_of(spec).is_engine and not spec.layout.activation_offload:
         yield "layout.activation_offload", True
     if spec.training.precision in ("fp32", "tf32"):
         yield "training.precision", "bf16"
@@ -99,16 +97,16 @@ def _single_changes(spec: RunSpec) -> Iterator[tuple[str, Any]]:
 
 
 def _beyond_this_engine(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
-    """The smallest degree of each axis, or the least offload, that would do by itself if this engine ran it."""
+    """Return the smallest degree of each axis, or the least offload, that would do by itself if this engine ran it."""
     everything = opened(_changed(spec, "planner.search", "everything"))
-    if capabilities(spec) != ENGINE or not isinstance(spec.model, ModelSpec):
+    if capabilities(spec) != ENGINE or not workload_of(spec.model).offloads:
         return
     plain = everything
     for axis in AXES:
         if getattr(plain.layout, axis) == "auto":
             plain = _changed(plain, f"layout.{axis}", 1)
     changes: dict[str, list[Any]] = {
-        f"layout.{axis}": degrees_to_try(everything, axis, Tally())[1:]
+        f"layout.{axis}": degrees_to_try(everything, axis, RejectionCounts())[1:]
         for axis in AXES
         if axis not in ENGINE.axes and getattr(everything.layout, axis) == "auto"
     }
@@ -119,12 +117,12 @@ def _beyond_this_engine(spec: RunSpec, device: Accelerator) -> Iterator[Problem]
             changed = _changed(plain, key, value)
             sized = smallest_memory(changed, device)
             if sized and sized.memory.fits:
-                yield _would_fit(changed, device, key, str(value), sized, "This engine version cannot run it yet.")
+                yield _would_fit(changed, device, key, str(value), sized, "plan.would-fit-unsupported")
                 break
 
 
 def _fewest_gpus(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
-    """The smallest larger cluster of whole nodes over which the batch divides and a rank fits."""
+    """Return the smallest larger cluster of whole nodes over which the batch divides and a rank fits."""
     split, per_node = resolve_axes(spec).model_parallel, spec.cluster.gpus_per_node
     spec = _changed(spec, "layout.data_parallel", "auto")
     counts = [
@@ -148,12 +146,12 @@ def _fewest_gpus(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
 
 
 def _larger_device(spec: RunSpec, device: Accelerator, least: Sized | None) -> Iterator[Problem]:
-    """The smallest catalogued GPU on which the smallest layout fits."""
+    """Return the smallest catalogued GPU on which the smallest layout fits."""
     names = [name for name in accelerator_names() if name != "cpu"]
     devices = (find_accelerator(spec.cluster.model_copy(update={"gpu": name})) for name in names)
     for larger in sorted(devices, key=lambda d: (d.memory_bytes, d.name)):
         if least and larger.memory_bytes > device.memory_bytes and not device.is_cpu:
-            memory = plan_memory(spec, least.layout, larger)
+            memory = workload_of(spec.model).memory(spec, least.layout, larger)
             if memory.fits:
                 yield _would_fit(spec, larger, "cluster.gpu", larger.name, Sized(least.layout, memory))
                 return
@@ -165,13 +163,12 @@ def _changed(spec: RunSpec, key: str, value: Any) -> RunSpec:
 
 
 def _would_fit(
-    spec: RunSpec, device: Accelerator, key: str, value: str, sized: Sized, hint: str | None = None
+    spec: RunSpec, device: Accelerator, key: str, value: str, sized: Sized, code: str = "plan.would-fit"
 ) -> Problem:
-    """Return a change with what it needs and what it costs: a cure for memory is often paid for in time."""
-    memory, step = sized.memory, plan_time(spec, sized.layout, device)[0].step
-    room = f"needs {memory.peak / 1e9:,.1f} GB of {memory.capacity / 1e9:,.1f} GB"
-    needs = f"{room} and {step:,.3g} s per step ({describe(sized.layout)})."
-    return Problem("would fit", key, needs, value, hint)
+    """Return a change with the memory and the time that it takes: saving memory often costs time."""
+    memory, step = sized.memory, workload_of(spec.model).time(spec, sized.layout, device)[0].step
+    params = {"key": key, "value": value, "peak": memory.peak, "capacity": memory.capacity, "step": step}
+    return Problem.because("would fit", key, Reason(code, {**params, "layout": describe(sized.layout)}), value)
 
 
 class PlanInfeasibleError(InfeasibleError):
@@ -182,20 +179,20 @@ class PlanInfeasibleError(InfeasibleError):
         self.plan = plan
 
 
-def refusal(error: InfeasibleError) -> dict[str, Any]:
-    """The JSON object of a run without any plan: ``feasible`` and ``problems`` as a plan's has them."""
+def infeasible_json(error: InfeasibleError) -> dict[str, Any]:
+    """Return the JSON object of a run without any plan: ``feasible`` and ``problems`` as a plan's has them."""
     return {"schema": SCHEMA, "feasible": False, "problems": [problem.to_json() for problem in error.problems]}
 
 
 def does_not_divide(spec: RunSpec, problems: list[Problem]) -> PlanInfeasibleError:
-    """The error for degrees and batches that do not divide."""
+    """Return the error for degrees and batches that do not divide."""
     return PlanInfeasibleError(f"{_shown(spec.name)} cannot be laid out on {_gpus(spec)}", tuple(problems))
 
 
 def does_not_fit(
-    spec: RunSpec, device: Accelerator, plan: RunPlan, ways_out: Sequence[Problem] = ()
+    spec: RunSpec, device: Accelerator, plan: RunPlan, changes: Sequence[Problem] = ()
 ) -> PlanInfeasibleError:
-    """The error for a smallest layout that is too large: its parts against the device, and the ways out."""
+    """Return the error for a smallest layout that is too large: its parts against the device, and the ways out."""
     memory, layout = plan.memory, plan.layout
     parts = (
         ("weights", memory.parameters),
@@ -208,15 +205,16 @@ def does_not_fit(
         ("framework", memory.framework),
         ("fragmentation", memory.fragmentation),
     )
-    listed = " + ".join(f"{name} {_gb(size)}" for name, size in parts if size)
+    listed = " + ".join(f"{name} {bytes_text(size)}" for name, size in parts if size)
+    needed = {"parts": listed, "peak": memory.peak, "device": device.name, "capacity": memory.capacity}
     problems = [
-        Problem("needed", "memory", f"{listed} = {_gb(memory.peak)}; {device.name} has {_gb(memory.capacity)}."),
-        Problem("smallest", "layout", f"{describe(layout)}."),
-        *ways_out,
+        Problem.because("needed", "memory", Reason("plan.needed-memory", needed)),
+        Problem.because("smallest", "layout", Reason("plan.smallest-layout", {"layout": describe(layout)})),
+        *changes,
     ]
     return PlanInfeasibleError(
-        f"{_shown(spec.name)} does not fit on {_gpus(spec)}: the smallest layout needs {_gb(memory.peak)} per rank "
-        f"and a rank has {_gb(memory.capacity)}",
+        f"{_shown(spec.name)} does not fit on {_gpus(spec)}: the smallest layout needs {bytes_text(memory.peak)} per "
+        f"rank and a rank has {bytes_text(memory.capacity)}",
         tuple(problems),
         plan,
     )
@@ -229,7 +227,3 @@ def _gpus(spec: RunSpec) -> str:
 
 def _shown(text: str) -> str:
     return text.encode("unicode_escape").decode("ascii")[:80]
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:,.1f} GB"

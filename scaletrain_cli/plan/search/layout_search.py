@@ -1,4 +1,4 @@
-"""Go through every layout that a spec allows, best bound first, and choose: the fastest that fits. Knows no prices."""
+"""Go through every layout that a spec allows, best bound first, and choose: the fastest that fits."""
 
 from __future__ import annotations
 
@@ -6,22 +6,16 @@ import heapq
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from scaletrain_cli.plan.axes import CHECKPOINTING, OFFLOAD, Axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.estimate import plan_memory, plan_time
 from scaletrain_cli.plan.result import Alternative, Layout, Memory, Network, Rejection, Time
 from scaletrain_cli.plan.search.bounds import Bounds
-from scaletrain_cli.plan.search.layouts import (
-    CHECKPOINTING,
-    OFFLOAD,
-    Axes,
-    build_layout,
-    checkpointing_modes,
-    describe,
-    is_contrastive,
-)
-from scaletrain_cli.plan.search.rejections import Tally
-from scaletrain_cli.plan.search.search_space import Group, groups
+from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes, describe, is_contrastive
+from scaletrain_cli.plan.search.search_space import Group, RejectionCounts, groups
+from scaletrain_cli.plan.workloads.registry import workload_of
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.text import bytes_text
 
 # Which of the sized layouts to take, and why not the others.
 
@@ -31,8 +25,6 @@ SAME_TIME = 1.02
 MOST_ALTERNATIVES = 200
 # A step time that rounds to 0.0 % less is called equal.
 _NOT_FASTER = 0.9995
-_WITHIN_ERROR = "faster by less than the error of the model, and less simple"
-_FEWER_NEGATIVES = "accumulates, so that a sample meets fewer negatives"
 
 
 class Sized(NamedTuple):
@@ -62,15 +54,8 @@ class Candidate:
         return self.time.step / max(1 - self.memory.out_of_memory_probability, 1e-4)
 
 
-class Reason(NamedTuple):
-    """Why a layout was not taken: in general, and with its numbers."""
-
-    family: str
-    text: str
-
-
 def choose(fitting: list[Candidate], *, contrastive: bool = False) -> Candidate | None:
-    """The fastest that fits with room to spare, or else that fits; among equals the simplest.
+    """Return the fastest that fits with room to spare, or else that fits; among equals the simplest.
 
     Speed counts as far as it can be expected: a layout that may run out of memory must be faster by as much. Where the
     loss is ``contrastive``, one that accumulates is taken only if none that does not fits with room.
@@ -85,7 +70,7 @@ def choose(fitting: list[Candidate], *, contrastive: bool = False) -> Candidate 
 
 
 def simplicity(candidate: Candidate) -> tuple[int, ...]:
-    """Smaller is simpler: no offload, fewer axes, lower ZeRO stage, less recomputation, less memory."""
+    """Return the smaller is simpler: no offload, fewer axes, lower ZeRO stage, less recomputation, less memory."""
     layout = candidate.layout
     split = layout.tensor_parallel * layout.pipeline_parallel * layout.sequence_parallel * layout.context_parallel
     return (
@@ -103,38 +88,47 @@ def simplicity(candidate: Candidate) -> tuple[int, ...]:
 def best_alternatives(
     candidates: list[Candidate], chosen: Candidate, *, contrastive: bool = False
 ) -> tuple[Alternative, ...]:
-    """All but the chosen one, fastest fitting first, then by memory; each with its reason."""
+    """Return all but the chosen one, fastest fitting first, then by memory; each with its reason."""
     rest = [candidate for candidate in candidates if candidate.layout != chosen.layout]
     rest.sort(key=lambda c: (not c.memory.fits, c.time.step if c.memory.fits else c.memory.peak, simplicity(c)))
     return tuple(
-        Alternative(
-            c.layout, c.time.step, c.memory.peak, c.memory.fits, reason(c, chosen, contrastive=contrastive).text
-        )
+        Alternative(c.layout, c.time.step, c.memory.peak, c.memory.fits, reason(c, chosen, contrastive=contrastive))
         for c in rest[:MOST_ALTERNATIVES]
     )
 
 
 def reason(candidate: Candidate, chosen: Candidate, *, contrastive: bool = False) -> Reason:
-    """Why ``candidate`` was not taken."""
+    """Return why ``candidate`` was not taken, with its numbers."""
     memory = candidate.memory
     if not memory.fits:
-        needed = f"needs {memory.peak / 1e9:,.1f} GB of {memory.capacity / 1e9:,.1f} GB"
-        return Reason("does not fit", f"does not fit: {needed}")
+        return Reason("plan.needs-memory", {"peak": memory.peak, "capacity": memory.capacity})
     if not candidate.comfortable and chosen.comfortable:
-        share = f"{100 * memory.peak / memory.capacity:.0f} % of the device"
-        return Reason("fits with little room", f"fits with little room: {share}")
+        return Reason("plan.little-memory-left", {"share": memory.peak / memory.capacity})
     slower = candidate.time.step / chosen.time.step
     if contrastive and candidate.layout.gradient_accumulation_steps > 1 == chosen.layout.gradient_accumulation_steps:
-        return Reason(_FEWER_NEGATIVES, _FEWER_NEGATIVES)
+        return Reason("plan.fewer-negatives")
     if slower > SAME_TIME:
-        return Reason("slower", f"{slower:.2f} times as slow")
+        return Reason("plan.slower", {"ratio": slower})
     if candidate.expected_seconds > chosen.expected_seconds * SAME_TIME:
-        risk = f"{100 * candidate.memory.out_of_memory_probability:.0f} % likely"
-        return Reason("more likely to run out of memory", f"{risk} to run out of memory")
+        return Reason("plan.riskier", {"probability": candidate.memory.out_of_memory_probability})
     if slower < _NOT_FASTER:
-        margin = f"{100 * (1 - slower):.1f} % faster"
-        return Reason(_WITHIN_ERROR, f"{margin}, within the error of the model, and less simple")
-    return Reason("not faster, and less simple", "not faster, and less simple")
+        return Reason("plan.faster-within-error", {"gain": 1 - slower})
+    return Reason("plan.not-faster")
+
+
+# The codes under which layouts are counted: those of ``reason`` without the numbers of one layout.
+_COUNTED = {
+    "plan.needs-memory": "plan.does-not-fit",
+    "plan.little-memory-left": "plan.counted-little-memory-left",
+    "plan.slower": "plan.counted-slower",
+    "plan.riskier": "plan.counted-riskier",
+    "plan.faster-within-error": "plan.counted-faster-within-error",
+}
+
+
+def _counted(found: Reason) -> Reason:
+    """Return the reason without its numbers, so that layouts can be counted by it."""
+    return Reason(_COUNTED.get(found.code, found.code))
 
 
 # Layouts sized even where bounds say that they cannot win, so that there is something to compare with.
@@ -177,45 +171,50 @@ class Found:
 
 
 def evaluate(spec: RunSpec, layout: Layout, device: Accelerator) -> Candidate:
-    """Memory, time and traffic of one layout."""
-    time, network = plan_time(spec, layout, device)
-    return Candidate(layout, plan_memory(spec, layout, device), time, network)
+    """Return memory, time and traffic of one layout."""
+    time, network = workload_of(spec.model).time(spec, layout, device)
+    return Candidate(layout, workload_of(spec.model).memory(spec, layout, device), time, network)
 
 
 def smallest(found: Found) -> Sized:
-    """The layout that needs the least memory, where nothing fits."""
+    """Return the layout that needs the least memory, where nothing fits."""
     return min(found.too_large, key=lambda sized: (sized.memory.peak, describe(sized.layout)))
 
 
 def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candidate) -> tuple[Alternative, ...]:
-    """The best of the layouts that were sized, with reasons; those that do not fit only where there is space left."""
+    """Return the best of the layouts that were sized, with reasons; those that do not fit only where there is space
+    left.
+    """
     room = max(0, MOST_ALTERNATIVES - len(found.fitting))
     nearest = sorted(found.too_large, key=lambda sized: sized.memory.peak)[: room + 1]
     sized = [*found.fitting, *(evaluate(spec, sized.layout, device) for sized in nearest)]
     return best_alternatives(sized, chosen, contrastive=is_contrastive(spec))
 
 
-def search(spec: RunSpec, device: Accelerator, all_axes: list[Axes], tally: Tally, *, compared: bool = True) -> Found:
-    """Size what may be the fastest of all layouts with these degrees; what becomes of the others goes into ``tally``.
+def search(
+    spec: RunSpec, device: Accelerator, all_axes: list[Axes], counts: RejectionCounts, *, compared: bool = True
+) -> Found:
+    """Size what may be the fastest of all layouts with these degrees; what becomes of the others goes into ``counts``.
 
     Exact as long as the bounds are bounds and fewer than a few thousand layouts come near the best: a test compares
     it with sizing all of them. ``compared``: size at least a hundred, so that the chosen one has something beside it.
     """
-    run = _Search(spec, device, tally, _FEWEST_SIZED if compared else 0)
+    run = _Search(spec, device, counts, _FEWEST_SIZED if compared else 0)
     run.go(all_axes)
     chosen = choose(run.fitting, contrastive=run.contrastive)
     for candidate in run.fitting if chosen else ():
         if chosen and candidate is not chosen:
-            tally.add(reason(candidate, chosen, contrastive=run.contrastive).family, describe(candidate.layout))
-    return Found(tuple(run.fitting), tuple(run.too_large), run.considered, tally.rejections(), chosen)
+            counts.add(_counted(reason(candidate, chosen, contrastive=run.contrastive)), describe(candidate.layout))
+    return Found(tuple(run.fitting), tuple(run.too_large), run.considered, counts.rejections(), chosen)
 
 
 class _Search:
     """One search; its state is the queue of what was not looked at yet, best bound first."""
 
-    def __init__(self, spec: RunSpec, device: Accelerator, tally: Tally, fewest_sized: int) -> None:
-        self.spec, self.device, self.tally, self.fewest_sized = spec, device, tally, fewest_sized
+    def __init__(self, spec: RunSpec, device: Accelerator, counts: RejectionCounts, fewest_sized: int) -> None:
+        self.spec, self.device, self.counts, self.fewest_sized = spec, device, counts, fewest_sized
         self.bounds = Bounds(spec, device, checkpointing_modes(spec)[0])
+        self.workload = workload_of(spec.model)
         self.modes = checkpointing_modes(spec)
         self.contrastive = is_contrastive(spec)
         self.fitting: list[Candidate] = []
@@ -239,7 +238,7 @@ class _Search:
             floor, _, item = heapq.heappop(self._queue)
             enough = self.timed >= _MOST_SIZED or (floor > self._best * SAME_TIME and self.timed >= self.fewest_sized)
             if enough:
-                self._tell_of_the_rest(item)
+                self._count_the_rest(item)
             elif isinstance(item, _Bounded):
                 self._open(item.group, item.floors)
             elif item.timing is None:
@@ -276,12 +275,12 @@ class _Search:
             self._queue_recomputing(point, floor)
             self._queue_offloading(point, floor)
             return
-        timing = plan_time(self.spec, self._layout(point), self.device)
+        timing = self.workload.time(self.spec, self._layout(point), self.device)
         self.timed += 1
         self._push(timing[0].step, point._replace(timing=timing))
 
     def _look_at(self, point: _Point, step_seconds: float) -> None:
-        """See whether the fastest layout of the queue fits."""
+        """Return the see whether the fastest layout of the queue fits."""
         bare = point._replace(timing=None)
         self._queue_recomputing(bare, step_seconds)
         memory = None if self._is_marked(point) else self._memory(point)
@@ -292,7 +291,7 @@ class _Search:
                 self._best = min(self._best, candidate.expected_seconds)
                 dominated = len(point.group.offload) - point.offload - 1
                 self._ruled_out += dominated
-                self.tally.add("offloads, though it fits without", describe(candidate.layout), dominated)
+                self.counts.add(Reason("plan.offloads-needlessly"), describe(candidate.layout), dominated)
                 return
         else:
             self._rule_out(point)
@@ -316,10 +315,10 @@ class _Search:
 
     def _rule_out(self, point: _Point) -> None:
         self._ruled_out += 1
-        self.tally.add("does not fit", describe(self._layout(point)))
+        self.counts.add(Reason("plan.does-not-fit"), describe(self._layout(point)))
 
     def _is_marked(self, point: _Point) -> bool:
-        """Whether a layout that needs no more is known not to fit: memory grows with the micro-batch."""
+        """Return whether a layout that needs no more is known not to fit: memory grows with the micro-batch."""
         return any(
             mark.micro_batch <= point.micro_batch
             and mark.checkpointing >= point.checkpointing
@@ -340,17 +339,17 @@ class _Search:
     def _no_room(self, group: Group, needed: int, point: _Point) -> None:
         have, count = self.device.memory_bytes, self._count(group)
         self._ruled_out += count
-        example = f"{describe(self._layout(point))}: needs {needed / 1e9:,.1f} GB of {have / 1e9:,.1f} GB"
-        self.tally.add("does not fit, however small the micro-batch", example, count)
+        example = f"{describe(self._layout(point))}: needs {bytes_text(needed)} of {bytes_text(have)}"
+        self.counts.add(Reason("plan.never-fits"), example, count)
 
-    def _tell_of_the_rest(self, first: _Bounded | _Point) -> None:
+    def _count_the_rest(self, first: _Bounded | _Point) -> None:
         """Count what was left in the queue when the search ended; ``first`` has the best bound of it."""
         point = first if isinstance(first, _Point) else _Point(first.group, 0, 0, 0)
         rest = self.considered - self._ruled_out - len(self.fitting)
-        why = "cannot be faster, by a lower bound on the step time"
+        why = Reason("plan.cannot-be-faster")
         if self.timed >= _MOST_SIZED:
-            why = f"not sized: the search ends after {_MOST_SIZED} layouts, best bounds first"
-        self.tally.add(why, describe(self._layout(point)), rest)
+            why = Reason("plan.search-ended", {"layouts": _MOST_SIZED})
+        self.counts.add(why, describe(self._layout(point)), rest)
 
     def _layout(self, point: _Point) -> Layout:
         group = point.group
@@ -364,4 +363,4 @@ class _Search:
         )
 
     def _memory(self, point: _Point) -> Memory:
-        return plan_memory(self.spec, self._layout(point), self.device)
+        return self.workload.memory(self.spec, self._layout(point), self.device)

@@ -1,86 +1,33 @@
-"""What a layout is made of, axis by axis: degrees, ZeRO stages, micro-batches and modes. Knows no sizes or times."""
+"""Layouts: which degrees a spec allows, what the other settings may be, and the layout that they make."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
 
+from scaletrain_cli.errors import Problem
+from scaletrain_cli.plan.axes import Axes, Rule, divisors, nearest_divisors, offload_stage
 from scaletrain_cli.plan.catalogue.hardware import cuda_capability, memory_bytes
-from scaletrain_cli.plan.memory.activations import chosen_cross_entropy
-from scaletrain_cli.plan.memory.states import weight_bytes
+from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.engine_support import capabilities
-from scaletrain_cli.plan.search.rejections import divisors
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.plan.workloads.registry import workload_of
+from scaletrain_cli.spec import RunSpec
 
-CHECKPOINTING = ("none", "selective", "full")
-OFFLOAD = ("none", "optimizer", "optimizer+params")
 # Micro-batches tried; above the smallest few dozen nothing gets faster.
 _MOST_MICRO_BATCHES = 24
 # Compiling takes about a minute at the start of each attempt; shorter runs are tries.
 _STEPS_WORTH_COMPILING = 500
 _TRITON_CAPABILITY = 8.0
-_OFFLOAD_STAGE = {"auto": 0, "none": 0, "optimizer": 1, "optimizer+params": 3}
-
-
-class Axes(NamedTuple):
-    """Degrees of parallelism."""
-
-    data: int
-    tensor: int
-    pipeline: int
-    virtual: int
-    sequence: int
-    context: int
-    expert: int
-
-    @property
-    def model_parallel(self) -> int:
-        """Ranks that work on the same sequences."""
-        return self.tensor * self.pipeline * self.sequence * self.context
-
-    @property
-    def shards(self) -> int:
-        """Ranks that ZeRO may share states over."""
-        return self.data * self.sequence * self.context
-
-
-def resolve_axes(spec: RunSpec) -> Axes:
-    """The plainest degrees: 1 unless pinned; data parallelism is what the others leave, at least 1."""
-    layout = spec.layout
-    tensor, pipeline, virtual, sequence, context, expert = (
-        1 if degree == "auto" else degree
-        for degree in (
-            layout.tensor_parallel,
-            layout.pipeline_parallel,
-            layout.virtual_pipeline,
-            layout.sequence_parallel,
-            layout.context_parallel,
-            layout.expert_parallel,
-        )
-    )
-    others = tensor * pipeline * sequence * context
-    data = max(1, spec.world_size // others) if layout.data_parallel == "auto" else layout.data_parallel
-    return Axes(data, tensor, pipeline, virtual, sequence, context, expert)
-
-
-def offload_stage(spec: RunSpec, offload: str) -> int:
-    """The least ZeRO stage: DeepSpeed offloads what it partitions, and to NVMe in stage 3 (zero/offload_config.py)."""
-    return 3 if spec.layout.offload_device == "nvme" and offload != "none" else _OFFLOAD_STAGE[offload]
 
 
 def zero_stages(spec: RunSpec, axes: Axes, offload: str = "none") -> list[int]:
-    """Stages to try, lowest first.
-
-    DeepSpeed has no usable stage 0 for 16-bit weights, and beside a pipeline only stage 1; it runs 0 as 1 there. With
-    fp8, stage 3 would keep what it gathers. The other frameworks have a stage 0, and combine a pipeline with 0 or 1.
-    """
-    own, pipeline = spec.planner.framework == "deepspeed", axes.pipeline > 1
-    no_zero = own and (pipeline or weight_bytes(spec.training.precision) == 2)
-    pinned = spec.layout.zero_stage
+    """Return the ZeRO stages to try, lowest first."""
+    framework, pipelined, pinned = framework_of(spec), axes.pipeline > 1, spec.layout.zero_stage
+    least = framework.lowest_zero_stage(spec, pipelined)
     if pinned != "auto":
-        return [1] if pinned == 0 and no_zero else [pinned]
-    lowest = max(offload_stage(spec, offload), 1 if no_zero else 0)
-    highest = 1 if pipeline else 2 if own and spec.training.precision == "fp8" else 3
+        return [max(pinned, least)] if pinned == 0 else [pinned]
+    lowest = max(offload_stage(spec, offload), least)
+    highest = framework.highest_zero_stage(spec, pipelined)
     stages = [stage for stage in capabilities(spec).zero_stages if lowest <= stage <= highest]
     if not stages and spec.layout.offload == offload:
         return [lowest]  # pinned to what the framework does not combine: sized all the same
@@ -88,26 +35,24 @@ def zero_stages(spec: RunSpec, axes: Axes, offload: str = "none") -> list[int]:
 
 
 def checkpointing_modes(spec: RunSpec) -> list[str]:
-    """Activation checkpointing to try, cheapest in time first. Vision networks have no selective kind."""
+    """Return the modes of activation checkpointing to try, cheapest in time first."""
     pinned = spec.layout.activation_checkpointing
-    if pinned != "auto":
-        return [pinned]
-    return list(CHECKPOINTING) if isinstance(spec.model, ModelSpec) else ["none", "full"]
+    return list(workload_of(spec.model).checkpointing) if pinned == "auto" else [pinned]
 
 
 def offload_modes(spec: RunSpec, axes: Axes) -> list[str]:
-    """What may move to the host, least first; parameters not beside a pipeline, which ZeRO-3 cannot join."""
+    """Return what may move to the host, least first; parameters not beside a pipeline, which ZeRO-3 cannot join."""
     pinned = spec.layout.offload
     if pinned != "auto":
         return [pinned]
-    if not isinstance(spec.model, ModelSpec):
-        return ["none"]  # what offloading costs is modelled for transformers alone
+    if not workload_of(spec.model).offloads:
+        return ["none"]
     return [mode for mode in capabilities(spec).offload if zero_stages(spec, axes, mode)]
 
 
 def is_contrastive(spec: RunSpec) -> bool:
-    """Whether samples are told from all others of a micro-batch, so that accumulating changes what is learnt."""
-    return spec.model.family == "clip"
+    """Return whether a sample is compared with all others of a micro-batch, so that accumulation changes the loss."""
+    return workload_of(spec.model).contrastive(spec)
 
 
 def micro_batch_sizes(spec: RunSpec, axes: Axes) -> list[int]:
@@ -124,15 +69,14 @@ def micro_batch_sizes(spec: RunSpec, axes: Axes) -> list[int]:
         found.append(per_rank)
     if axes.virtual > 1:
         found = [size for size in found if per_rank // size % axes.pipeline == 0]
-    if spec.planner.framework == "nanotron":  # pipeline_parallel/engine.py asserts it
-        found = [size for size in found if per_rank // size >= axes.pipeline - 1]
-    return found
+    fewest = framework_of(spec).fewest_micro_batches(axes.pipeline)
+    return [size for size in found if per_rank // size >= fewest]
 
 
 def build_layout(
     spec: RunSpec, axes: Axes, zero_stage: int, checkpointing: str, micro_batch: int, offload: str | None = None
 ) -> Layout:
-    """The layout, of degrees that break no rule (layout_rules.py). ``offload``: as pinned, or none."""
+    """Return the layout, of degrees that break no rule. ``offload``: as pinned, or none."""
     if offload is None:
         offload = "none" if spec.layout.offload == "auto" else spec.layout.offload
     tokens = micro_batch * -(-spec.units_per_sample // (axes.sequence * axes.context))
@@ -151,7 +95,9 @@ def build_layout(
         global_batch_size=spec.training.global_batch_size,
         activation_checkpointing=checkpointing,
         offload=offload,
-        cross_entropy=chosen_cross_entropy(spec, tokens, axes.tensor, memory_bytes(spec.cluster)),
+        cross_entropy=workload_of(spec.model).cross_entropy(
+            spec, framework_of(spec), tokens, axes.tensor, memory_bytes(spec.cluster)
+        ),
         compile=chosen_compile(spec),
     )
 
@@ -167,9 +113,8 @@ def chosen_compile(spec: RunSpec) -> bool:
     if wanted != "auto":
         return wanted
     return (
-        isinstance(spec.model, ModelSpec)
-        and not spec.model.num_experts
-        and spec.planner.framework == "deepspeed"
+        workload_of(spec.model).compiled_by_default(spec)
+        and framework_of(spec).compiles_blocks
         and spec.training.precision != "fp8"
         and spec.total_steps >= _STEPS_WORTH_COMPILING
         and cuda_capability(spec.cluster) >= _TRITON_CAPABILITY
@@ -177,7 +122,7 @@ def chosen_compile(spec: RunSpec) -> bool:
 
 
 def describe(layout: Layout) -> str:
-    """One line: the degrees above 1, then what is sharded, recomputed and offloaded."""
+    """Return the one line: the degrees above 1, then what is sharded, recomputed and offloaded."""
     degrees = {
         "tensor": layout.tensor_parallel,
         "pipeline": layout.pipeline_parallel,
@@ -194,3 +139,43 @@ def describe(layout: Layout) -> str:
     parts += [f"cross-entropy {layout.cross_entropy}"] if layout.cross_entropy != "whole" else []
     parts += ["compiled"] if layout.compile else []
     return ", ".join(parts)
+
+
+def division_problems(spec: RunSpec, axes: Axes) -> list[Problem]:
+    """Return everything that does not divide, with what would."""
+    return [rule.problem(spec.where(rule.key)) for rule in broken_rules(spec, axes)]
+
+
+def broken_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
+    """Yield the rules that these degrees break, of the cluster, the model, the framework and the batch."""
+    if axes.data * axes.model_parallel != spec.world_size:
+        yield _wrong_product(spec, axes)
+    yield from workload_of(spec.model).rules(spec, axes)
+    yield from framework_of(spec).rules(spec, axes)
+    stage, offload = spec.layout.zero_stage, spec.layout.offload
+    needed = 0 if offload == "auto" else offload_stage(spec, offload)
+    if stage != "auto" and stage < needed:
+        yield Rule("layout.zero_stage", stage, "offload-zero-stage", {"offload": offload, "needed": needed})
+    yield from _batch_rules(spec, axes)
+
+
+def _wrong_product(spec: RunSpec, axes: Axes) -> Rule:
+    world = spec.world_size
+    params = {**axes._asdict(), "ranks": axes.data * axes.model_parallel, "world_size": world}
+    params |= {"nodes": spec.cluster.nodes, "gpus_per_node": spec.cluster.gpus_per_node}
+    if world % axes.model_parallel == 0:
+        fix = {"allowed": [world // axes.model_parallel]}
+        return Rule("layout.data_parallel", spec.layout.data_parallel, "wrong-product", params, fix)
+    return Rule("layout.data_parallel", spec.layout.data_parallel, "product-does-not-divide", params)
+
+
+def _batch_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
+    batch, micro_batch = spec.training.global_batch_size, spec.training.micro_batch_size
+    per_rank = batch // axes.data
+    if batch % axes.data:
+        fix = {"allowed": [size for size in (per_rank * axes.data, (per_rank + 1) * axes.data) if size]}
+        yield Rule("training.global_batch_size", batch, "batch-multiple-of-ranks", {"ranks": axes.data}, fix)
+    elif micro_batch != "auto" and per_rank % micro_batch:
+        params = {"per_rank": per_rank, "batch": batch, "ranks": axes.data}
+        fix = {"allowed": nearest_divisors(per_rank, micro_batch)}
+        yield Rule("training.micro_batch_size", micro_batch, "micro-batch-divides-share", params, fix)

@@ -1,30 +1,59 @@
-"""Every layout that a search may try, in groups, and the reason for each degree that it may not. Sizes nothing."""
+"""Every layout that a search may try, in groups, and the reason for each degree that it may not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from scaletrain_cli.plan.memory.states import weight_bytes
-from scaletrain_cli.plan.search.engine_support import AXES, capabilities, engine_rules, is_ours, opened
-from scaletrain_cli.plan.search.layout_rules import broken_rules
-from scaletrain_cli.plan.search.layouts import (
-    Axes,
-    micro_batch_sizes,
-    offload_modes,
-    resolve_axes,
-    zero_stages,
-)
-from scaletrain_cli.plan.search.rejections import Tally, divisors
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.plan.axes import AXES, Axes, resolve_axes
+from scaletrain_cli.plan.frameworks.registry import framework_of
+from scaletrain_cli.plan.result import Rejection
+from scaletrain_cli.plan.search.engine_support import capabilities, opened, searches_engine
+from scaletrain_cli.plan.search.layouts import broken_rules, micro_batch_sizes, offload_modes, zero_stages
+from scaletrain_cli.plan.workloads.registry import workload_of
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import RunSpec
 
-# Fewer tokens than this on a rank do not fill one row of tiles of a matrix product (NVIDIA, Matrix Multiplication
-# Background User's Guide: 128 x 256), so cutting a sequence further only adds traffic.
-_FEWEST_TOKENS = 128
-# More stages than a large machine ever used (Megatron-LM: 64, arXiv:2104.04473; GPT-MoE and Llama 3: 16).
-_MOST_STAGES = 64
 # Degrees tried per axis: a power of two has fewer divisors than this, and odd clusters must not take minutes.
 _MOST_DEGREES = 16
+
+
+# Reasons with the same code become one beyond these, so that a listing stays readable.
+_MOST_PER_CODE = 6
+
+
+class RejectionCounts:
+    """Reasons with how many layouts each ruled out and the first example, in the order in which they first appeared."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, tuple[tuple[str, Any], ...]], tuple[int, str]] = {}
+
+    def add(self, reason: Reason, example: str, count: int = 1) -> None:
+        """Count ``count`` more layouts, or degrees, for a reason; the first example stays."""
+        if count:
+            key = reason.code, tuple(reason.params.items())
+            earlier, first = self._found.get(key, (0, example))
+            self._found[key] = earlier + count, first
+
+    def rejections(self) -> tuple[Rejection, ...]:
+        """Return all reasons; many that differ in numbers alone are one, with N for the numbers."""
+        families: dict[tuple[Any, ...], list[tuple[str, tuple[tuple[str, Any], ...]]]] = {}
+        for code, params in self._found:
+            words = tuple((name, None if _is_number(value) else value) for name, value in params)
+            families.setdefault((code, words), []).append((code, params))
+        found = []
+        for reasons in families.values():
+            merged = len(reasons) > _MOST_PER_CODE
+            for group in [reasons] if merged else [[reason] for reason in reasons]:
+                count = sum(self._found[reason][0] for reason in group)
+                code, params = group[0]
+                shown = {name: "N" if merged and _is_number(value) else value for name, value in params}
+                found.append(Rejection(Reason(code, shown), count, self._found[group[0]][1]))
+        return tuple(found)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 class Group(NamedTuple):
@@ -36,51 +65,56 @@ class Group(NamedTuple):
     micro_batches: tuple[int, ...]
 
 
-def axes_to_try(spec: RunSpec, tally: Tally) -> list[Axes]:
-    """All combinations of degrees that divide, plainest first; the others go into ``tally``, by rule."""
+def axes_to_try(spec: RunSpec, counts: RejectionCounts) -> list[Axes]:
+    """Return all combinations of degrees that divide, plainest first; the others go into ``counts``, by rule."""
     spec = opened(spec)
-    degrees = {axis: degrees_to_try(spec, axis, tally) for axis in AXES}
+    degrees = {axis: degrees_to_try(spec, axis, counts) for axis in AXES}
     found = []
-    for axes in _combinations(spec, degrees, tally):
+    for axes in _combinations(spec, degrees, counts):
         rule = next(broken_rules(spec, axes), None)
         if rule is None:
             found.append(axes)
         else:
-            tally.add(f"{rule.key}: {rule.message}", _spelled(axes))
-    found = _runnable(spec, found, tally) if is_ours(spec) else found
-    _tell_of_stages(spec, found, tally)
+            counts.add(rule.rejection, _spelled(axes))
+    found = _runnable(spec, found, counts) if searches_engine(spec) else found
+    _count_zero_stages(spec, found, counts)
     return found
 
 
-def _runnable(spec: RunSpec, all_axes: list[Axes], tally: Tally) -> list[Axes]:
-    """Those that our engine can run; all of them where it can run none, which are then planned with a warning."""
-    broken = {axes: next(engine_rules(spec, axes.tensor), None) for axes in all_axes}
+def _runnable(spec: RunSpec, all_axes: list[Axes], counts: RejectionCounts) -> list[Axes]:
+    """Return those that our engine can run; all of them where it can run none, which are then planned with a
+    warning.
+    """
+    workload = workload_of(spec.model)
+    broken = {axes: next(workload.engine_rules(spec, axes.tensor), None) for axes in all_axes}
     found = [axes for axes, rule in broken.items() if rule is None]
     for axes, rule in broken.items() if found else ():
         if rule is not None:
-            tally.add(f"{rule.key}: {rule.message}", _spelled(axes))
+            counts.add(rule.rejection, _spelled(axes))
     return found or all_axes
 
 
-def _tell_of_stages(spec: RunSpec, all_axes: list[Axes], tally: Tally) -> None:
+def _count_zero_stages(spec: RunSpec, all_axes: list[Axes], counts: RejectionCounts) -> None:
     """Count the ZeRO stages that zero_stages() leaves out, where the spec leaves the stage open."""
-    framework = spec.planner.framework
+    framework = framework_of(spec)
     stages = capabilities(spec).zero_stages if spec.layout.zero_stage == "auto" else ()
     piped = [axes for axes in all_axes if axes.pipeline > 1]
-    if piped:
-        reason = f"zero_stage above 1: {framework} does not combine it with a pipeline"
-        tally.add(reason, f"zero_stage 3, {_spelled(piped[0])}", len(piped) * sum(stage > 1 for stage in stages))
-    if 0 in stages and framework == "deepspeed" and weight_bytes(spec.training.precision) == 2 and all_axes:
-        reason = f"zero_stage 0: DeepSpeed has no usable one for {spec.training.precision}"
-        tally.add(reason, f"zero_stage 0, {_spelled(all_axes[0])}", len(all_axes))
     flat = [axes for axes in all_axes if axes.pipeline == 1]
-    if 3 in stages and framework == "deepspeed" and spec.training.precision == "fp8" and flat:
-        reason = "zero_stage 3: fp8 products keep the weights that it gathers"
-        tally.add(reason, f"zero_stage 3, {_spelled(flat[0])}", len(flat))
+    named = {"framework": framework.name, "precision": spec.training.precision}
+    if piped:
+        left_out = sum(stage > framework.highest_zero_stage(spec, True) for stage in stages)
+        reason = Reason("plan.zero-with-pipeline", {"framework": framework.name})
+        counts.add(reason, f"zero_stage 3, {_spelled(piped[0])}", len(piped) * left_out)
+    if 0 in stages and all_axes and framework.lowest_zero_stage(spec, False) > 0:
+        reason = Reason("plan.no-zero-0", named)
+        counts.add(reason, f"zero_stage 0, {_spelled(all_axes[0])}", len(all_axes))
+    if 3 in stages and flat and framework.highest_zero_stage(spec, False) < 3:
+        reason = Reason("plan.no-zero-3", named)
+        counts.add(reason, f"zero_stage 3, {_spelled(flat[0])}", len(flat))
 
 
 def groups(spec: RunSpec, all_axes: list[Axes]) -> Iterator[Group]:
-    """All layouts, as groups."""
+    """Return all layouts, as groups."""
     allowed: dict[tuple[bool, bool], dict[int, tuple[str, ...]]] = {}  # offload by ZeRO stage, for kinds of degrees
     sizes: dict[tuple[int, int, int], tuple[int, ...]] = {}
     for axes in all_axes:
@@ -97,54 +131,38 @@ def groups(spec: RunSpec, all_axes: list[Axes]) -> Iterator[Group]:
             yield Group(axes, stage, modes, micro_batches)
 
 
-def degrees_to_try(spec: RunSpec, axis: str, tally: Tally) -> list[int]:
-    """Degrees of one axis by themselves: the pinned one, or those that this model and cluster leave, smallest first."""
+def degrees_to_try(spec: RunSpec, axis: str, counts: RejectionCounts) -> list[int]:
+    """Return the degrees of one axis by themselves: the pinned one, or those that this model and cluster leave,
+    smallest first.
+    """
     pinned = getattr(spec.layout, axis)
     if pinned != "auto":
         return [int(pinned)]
-    model, world = spec.model, spec.world_size
-    if not isinstance(model, ModelSpec):
+    possible = workload_of(spec.model).degrees(spec, axis)
+    if possible is None:
         return [1]
-    if axis == "virtual_pipeline":
-        wanted = divisors(model.num_hidden_layers) if model.num_hidden_layers <= 10_000 else [1]
-    elif axis == "expert_parallel":
-        wanted = divisors(model.num_experts) if model.num_experts else [1]
-    else:
-        wanted = divisors(world)
     if axis not in capabilities(spec).axes:
-        tally.add(f"{axis} above 1: {_who(spec)} cannot run it", f"{axis} {max(wanted[:2])}", len(wanted[1:]))
+        further = possible.dividing[1:]
+        framework = framework_of(spec)
+        reason = (
+            Reason("plan.engine-lacks-axis", {"key": axis})
+            if framework.is_engine
+            else Reason("plan.framework-lacks-axis", {"key": axis, "framework": framework.name})
+        )
+        counts.add(reason, f"{axis} {max(possible.dividing[:2])}", len(further))
         return [1]
-    limits = {
-        "tensor_parallel": (spec.cluster.gpus_per_node, f"reaches over a node of {spec.cluster.gpus_per_node} GPUs"),
-        "pipeline_parallel": (
-            min(_MOST_STAGES, model.num_hidden_layers),
-            "more stages than layers, or than anyone ran",
-        ),
-        "virtual_pipeline": (model.num_hidden_layers, "more chunks than layers"),
-        "sequence_parallel": (model.num_attention_heads, f"more ranks than {model.num_attention_heads} heads"),
-        "context_parallel": (
-            max(1, model.seq_len // _FEWEST_TOKENS),
-            f"leaves a rank fewer than {_FEWEST_TOKENS} tokens of a sequence",
-        ),
-        "expert_parallel": (max(1, model.num_experts), "more ranks than experts"),
-    }
-    most, reason = limits[axis]
-    for degree in wanted:
-        if degree > most:
-            tally.add(f"{axis}: {reason}", f"{axis} {degree}")
-    kept = [degree for degree in wanted if degree <= most]
-    tally.add(f"{axis}: more degrees than are tried", f"{axis} {kept[-1]}", len(kept[_MOST_DEGREES:]))
+    for degree in possible.dividing:
+        if degree > possible.largest:
+            counts.add(possible.reason, f"{axis} {degree}")
+    kept = [degree for degree in possible.dividing if degree <= possible.largest]
+    counts.add(Reason("plan.more-degrees-than-tried", {"key": axis}), f"{axis} {kept[-1]}", len(kept[_MOST_DEGREES:]))
     return kept[:_MOST_DEGREES]
 
 
-def _who(spec: RunSpec) -> str:
-    return "this engine version" if spec.planner.framework == "deepspeed" else spec.planner.framework
-
-
-def _combinations(spec: RunSpec, degrees: dict[str, list[int]], tally: Tally) -> Iterator[Axes]:
-    """Those whose product divides the ranks; chunks of a pipeline only where they divide the layers."""
+def _combinations(spec: RunSpec, degrees: dict[str, list[int]], counts: RejectionCounts) -> Iterator[Axes]:
+    """Return those whose product divides the ranks; chunks of a pipeline only where they divide the layers."""
     world, pinned_data = spec.world_size, spec.layout.data_parallel
-    layers = spec.model.num_hidden_layers if isinstance(spec.model, ModelSpec) else 1
+    layers = workload_of(spec.model).layers(spec)
     chunks = {pipeline: [1] for pipeline in degrees["pipeline_parallel"]}
     for pipeline in chunks:
         wanted = degrees["virtual_pipeline"]
@@ -154,7 +172,7 @@ def _combinations(spec: RunSpec, degrees: dict[str, list[int]], tally: Tally) ->
             ]
             left_out = len(degrees["virtual_pipeline"]) - len(wanted)
             example = f"pipeline {pipeline} of {layers} layers"
-            tally.add("virtual_pipeline: chunks do not divide the layers", example, left_out)
+            counts.add(Reason("plan.chunks-do-not-divide", {"key": "virtual_pipeline"}), example, left_out)
         chunks[pipeline] = wanted
     found = False
     for tensor in degrees["tensor_parallel"]:

@@ -1,16 +1,15 @@
-"""How many of which GPUs a run should have, for an objective and within limits. Plans each; knows no layouts itself."""
+"""How many of which GPUs a run should have, for an objective and within limits."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
-from scaletrain_cli.plan.planning import plan_or_refuse
-from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.plan.search.cluster_limits import OBJECTIVES, ClusterLimits, Considered, days, dollars
+from scaletrain_cli.plan.planning import plan_or_raise
+from scaletrain_cli.plan.result import RunPlan, coded
+from scaletrain_cli.plan.search.cluster_limits import OBJECTIVES, ClusterLimits, Considered
 from scaletrain_cli.plan.search.cluster_search import (
     Tried,
     first_pass,
@@ -20,12 +19,13 @@ from scaletrain_cli.plan.search.cluster_search import (
     refined,
     try_cluster,
 )
-from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, refusal
+from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, infeasible_json
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.text import dollars_text, seconds_text
 
 # How far beyond the limit to look for a number of GPUs that would do.
 _BEYOND = 16
-_ONE_NODE = "cluster.scheduler = local is one node: use slurm to consider more"
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,17 @@ class Sizing:
     budget_usd: float | None
     considered: tuple[Considered, ...]
     ruled_out: int = 0
-    notes: tuple[str, ...] = ()
+    notes: tuple[Reason, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Objective, limits and the table; the plan stands by itself.
+        """Return objective, limits and the table; the plan stands by itself.
 
         ``tried``: the clusters planned; ``ruled_out``: those that a bound showed to be no better.
         """
-        keys = ("objective", "max_gpus", "deadline_seconds", "budget_usd", "ruled_out", "notes")
-        rows = [dataclasses.asdict(row) for row in self.considered]
-        return {key: getattr(self, key) for key in keys} | {"tried": len(rows), "considered": rows}
+        keys = ("objective", "max_gpus", "deadline_seconds", "budget_usd", "ruled_out")
+        rows = [row.to_json() for row in self.considered]
+        notes = {"notes": [str(note) for note in self.notes], "note_reasons": [coded(note) for note in self.notes]}
+        return {key: getattr(self, key) for key in keys} | notes | {"tried": len(rows), "considered": rows}
 
 
 class SizingError(InfeasibleError):
@@ -68,7 +69,7 @@ class SizingError(InfeasibleError):
 
     def to_json(self) -> dict[str, Any]:
         """As of a run without a plan, and the table under the key where a plan has it."""
-        return refusal(self) | {"sizing": {"considered": [dataclasses.asdict(row) for row in self.considered]}}
+        return infeasible_json(self) | {"sizing": {"considered": [row.to_json() for row in self.considered]}}
 
 
 class ScalingPoint(NamedTuple):
@@ -89,7 +90,8 @@ def size_cluster(
     budget_usd: float | None = None,
     gpus: Sequence[str] = (),
 ) -> Sizing:
-    """The cluster that ends soonest (``time``), costs least (``cost``) or has fewest GPUs (``gpus``) within the limits.
+    """Return the cluster that ends soonest (``time``), costs least (``cost``) or has fewest GPUs (``gpus``) within the
+    limits.
 
     Wall-clock time counts interruptions: time to train over the expected goodput. ``max_gpus``: those of the spec
     where not given, but for the objective ``gpus``, which then asks for the number and may go beyond them. ``gpus``:
@@ -103,7 +105,11 @@ def size_cluster(
     tried, left_out = first_pass(spec, limits, names)
     further, ruled_out = refined(spec, limits, names, tried, 1)
     tried = sorted([*tried, *further], key=lambda each: (names.index(each.gpu), each.row.nodes))
-    notes = [_ONE_NODE] if _is_bound_to_one_node(spec, limits.max_gpus) else []
+    notes = (
+        [Reason("plan.scheduler-is-one-node", {"scheduler": spec.cluster.scheduler})]
+        if _is_bound_to_one_node(spec, limits.max_gpus)
+        else []
+    )
     if not any(meets(limits, each) for each in tried):
         found, looked_at = _beyond(spec, limits, names)
         if objective == "gpus" and max_gpus is None and looked_at:  # how many GPUs it takes is the question
@@ -114,36 +120,36 @@ def size_cluster(
             rows = [replace(each.row, why=limits.broken_by(each.row)) for each in tried]
             raise _out_of_reach(spec, limits, rows, found)
     best = min((each for each in tried if meets(limits, each)), key=lambda each: limits.rank(each.row))
-    told = tuple(
+    considered = tuple(
         replace(
             each.row,
             chosen=each is best,
-            why="" if each is best else limits.broken_by(each.row) or limits.worse(each.row, best.row),
+            why=None if each is best else limits.broken_by(each.row) or limits.worse(each.row, best.row),
         )
         for each in tried
     )
     if max_gpus is None and best.row.gpus > spec.world_size:
         nodes = best.spec.cluster.nodes
-        notes.append(f"more than the {spec.world_size} GPUs of the spec; to submit it: --set cluster.nodes={nodes}")
+        notes.append(Reason("plan.more-than-the-spec", {"gpus": spec.world_size, "nodes": nodes}))
     return Sizing(
         best.spec,
-        plan_or_refuse(best.spec),
+        plan_or_raise(best.spec),
         objective,
         limits.max_gpus,
         deadline_seconds,
         budget_usd,
-        told,
+        considered,
         ruled_out + left_out,
         tuple(notes),
     )
 
 
 def scaling_curve(spec: RunSpec, node_counts: Sequence[int]) -> tuple[ScalingPoint, ...]:
-    """Throughput over node counts, fewest first; counts without a plan are left out."""
+    """Return the throughput over node counts, fewest first; counts without a plan are left out."""
     plans = []
     for nodes in sorted(set(node_counts)):
         try:
-            plans.append(plan_or_refuse(on_cluster(spec, nodes), compared=False))
+            plans.append(plan_or_raise(on_cluster(spec, nodes), compared=False))
         except PlanInfeasibleError:
             continue
     return tuple(
@@ -179,38 +185,44 @@ def _out_of_reach(
 ) -> InfeasibleError | UsageError:
     """Return the error with the closest miss, and the fewest GPUs ``beyond`` the limit that would do."""
     planned = [row for row in rows if row.seconds is not None]
-    if planned and all("no price" in row.why for row in planned):
+    if planned and all(row.why == Reason("plan.no-price") for row in planned):
         return UsageError("cost and budget need a price: set cluster.price_per_gpu_hour.")
     closest = min(planned, key=lambda row: (limits.miss(row), *limits.rank(row)), default=None)
-    problems = []
+    problems: list[Problem] = []
     if closest is not None:
-        money = "" if closest.dollars is None else f", {dollars(closest.dollars)}"
-        message = f"{days(closest.seconds)}{money}; {closest.why}."
-        problems.append(Problem("closest", "cluster", message, f"{closest.gpus} x {closest.gpu}"))
+        problems.append(_cluster_problem("closest", closest, Reason("plan.closest-cluster", _taken(closest))))
     if beyond is not None:
-        money = "" if beyond.dollars is None else f", {dollars(beyond.dollars)}"
-        message = f"{days(beyond.seconds)}{money}."
-        problems.append(Problem("would do", "cluster", message, f"{beyond.gpus} x {beyond.gpu}"))
+        problems.append(_cluster_problem("would do", beyond, Reason("plan.sufficient-cluster", _taken(beyond))))
     elif closest is None:
-        problems += [Problem("largest", "cluster", row.why, f"{row.gpus} x {row.gpu}") for row in rows[-1:]]
+        problems += [_cluster_problem("largest", row, row.why) for row in rows[-1:] if row.why]
     if spec.cluster.traits.max_nodes == 1:
-        name = spec.cluster.scheduler
-        problems.append(Problem("one node", "cluster.scheduler", "is one node.", name, "Use slurm for more."))
-    return SizingError(_headline(limits, closest, problems), tuple(problems), tuple(rows), closest)
+        reason = Reason("plan.one-node-limit")
+        problems.append(Problem.because("one node", "cluster.scheduler", reason, spec.cluster.scheduler))
+    return SizingError(_headline(limits, closest, beyond), tuple(problems), tuple(rows), closest)
 
 
-def _headline(limits: ClusterLimits, closest: Considered | None, problems: list[Problem]) -> str:
+def _cluster_problem(where: str, row: Considered, reason: Reason) -> Problem:
+    return Problem.because(where, "cluster", reason, f"{row.gpus} x {row.gpu}")
+
+
+def _taken(row: Considered) -> dict[str, Any]:
+    """Return the parameters of what a cluster takes; ``takes`` and ``missed`` are texts."""
+    takes = "never finishes" if row.seconds is None else seconds_text(row.seconds)
+    takes += "" if row.dollars is None else f", {dollars_text(row.dollars)}"
+    return {"seconds": row.seconds, "dollars": row.dollars, "takes": takes, "missed": str(row.why or "")}
+
+
+def _headline(limits: ClusterLimits, closest: Considered | None, beyond: Considered | None) -> str:
     asked = []
     if limits.deadline_seconds is not None:
-        asked.append(days(limits.deadline_seconds))
+        asked.append(seconds_text(limits.deadline_seconds))
     if limits.budget_usd is not None:
-        asked.append(dollars(limits.budget_usd))
+        asked.append(dollars_text(limits.budget_usd))
     wanted = " and ".join(asked) or "the run"
     text = f"{wanted} {'is' if not asked else 'are'} out of reach with at most {limits.max_gpus} GPUs"
     if closest is not None:
         text += f": {closest.why} at best"
-    needed = [problem.given for problem in problems if problem.where == "would do"]
-    return f"{text}; {needed[0]} would do" if needed else text
+    return text if beyond is None else f"{text}; {beyond.gpus} x {beyond.gpu} would do"
 
 
 class _Beyond(NamedTuple):

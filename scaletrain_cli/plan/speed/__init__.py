@@ -1,1 +1,1 @@
-"""How long a step takes: kernels, links, pipelines, and how frameworks spend their time. Knows no memory."""
+"""How long a step takes: kernels, links, pipelines, and how frameworks spend their time."""

@@ -1,6 +1,6 @@
 """How long one transformer block, the embedding and the head take on one rank, from their kernels.
 
-Per micro-batch and without communication. Knows no schedule, no network and no memory.
+Per micro-batch and without communication.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from scaletrain_cli.plan.speed.framework_time import FrameworkProfile
+from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.speed.kernels import (
     Rates,
     flash_attention_seconds,
     linear_seconds,
-    materialised_attention_seconds,
+    materialized_attention_seconds,
     memory_seconds,
 )
 from scaletrain_cli.spec import ModelSpec
@@ -46,7 +46,7 @@ class PartTime:
 
 @lru_cache(maxsize=8192)
 def block_time(model: ModelSpec, cut: Slice, habits: FrameworkProfile, rate: Rates, experts: bool) -> PartTime:
-    """One block; ``experts``: one whose MLP is a mixture of experts."""
+    """Return the one block; ``experts``: one whose MLP is a mixture of experts."""
     t = cut.tensor
     heads = -(-model.num_attention_heads // t)
     projections = _products_seconds(_attention_products(model, cut.tokens, heads, t), cut, rate)
@@ -66,7 +66,7 @@ def block_time(model: ModelSpec, cut: Slice, habits: FrameworkProfile, rate: Rat
 
 @lru_cache(maxsize=8192)
 def head_time(model: ModelSpec, cut: Slice, habits: FrameworkProfile, rate: Rates) -> PartTime:
-    """Final norm, projection to the vocabulary and loss."""
+    """Return the final norm, projection to the vocabulary and loss."""
     columns, hidden = -(-model.vocab_size // cut.tensor), model.hidden_size
     forward, backward = linear_seconds(cut.tokens, hidden, columns, cut.compiled, rate)
     entries = 1.0 * cut.tokens * columns
@@ -87,7 +87,7 @@ _Product = tuple[int, int, int, int]  # how many, rows, inner, columns
 
 
 def _products_seconds(products: list[_Product], cut: Slice, rate: Rates) -> tuple[float, float]:
-    """Forward and backward."""
+    """Return the forward and backward."""
     forward = backward = 0.0
     for count, rows, inner, columns in products:
         there, back = linear_seconds(rows, inner, columns, cut.compiled, rate)
@@ -127,7 +127,7 @@ def _mlp_products(model: ModelSpec, tokens: int, inner: int, t: int) -> list[_Pr
 
 
 def _expert_products(model: ModelSpec, cut: Slice) -> list[_Product]:
-    """Router, shared experts, and the routed ones held here, each with its share of the tokens when balanced.
+    """Return router, shared experts, and the routed ones held here, each with its share of the tokens when balanced.
 
     The tensor ranks share one micro-batch; the ranks that hold all experts between them work on expert x expert_tensor
     / tensor of them.
@@ -155,11 +155,11 @@ def _attention_core(
         forward, backward = flash_attention_seconds(queries, cut.keys, local, scores, values, biased, rate)
         return forward / habits.attention_speed, backward / habits.attention_speed
     dropout = model.attention_dropout > 0
-    return materialised_attention_seconds(queries, cut.keys, local, scores, values, habits.scores, dropout, rate)
+    return materialized_attention_seconds(queries, cut.keys, local, scores, values, habits.scores, dropout, rate)
 
 
 def _moved(model: ModelSpec, cut: Slice, habits: FrameworkProfile, heads: int, experts: bool) -> tuple[float, float]:
-    """Bytes that element-wise kernels of one block move, forward and backward, in 16 bits."""
+    """Return the bytes that element-wise kernels of one block move, forward and backward, in 16 bits."""
     t, tokens = cut.tensor, cut.tokens
     hidden = model.hidden_size / (t if cut.sharded_norms else 1)
     inner = model.intermediate_size / t

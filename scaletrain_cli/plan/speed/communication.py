@@ -1,4 +1,4 @@
-"""Bytes that one rank sends per optimizer step on each axis, and how long that takes. Knows no compute time.
+"""Bytes that one rank sends per optimizer step on each axis, and how long that takes.
 
 Volumes: ZeRO (arXiv:1910.02054, section 7), Megatron-LM (arXiv:1909.08053, arXiv:2104.04473, arXiv:2205.05198),
 Ulysses (arXiv:2309.14509); corrected for what each framework really sends, as the comments say.
@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scaletrain_cli.plan.catalogue.networks import Link
+from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
+from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, PerStepBytes
-from scaletrain_cli.plan.speed.framework_time import FrameworkProfile
 from scaletrain_cli.plan.speed.recompute import recomputed_forwards
 from scaletrain_cli.plan.stages import local_tokens, zero_shards
 from scaletrain_cli.spec import RunSpec
@@ -41,7 +42,7 @@ class DataTraffic:
 
 
 def block_traffic(spec: RunSpec, layout: Layout, link: Link, habits: FrameworkProfile) -> BlockTraffic:
-    """Tensor, sequence, context and expert parallelism of one block."""
+    """Return tensor, sequence, context and expert parallelism of one block."""
     model = spec.transformer
     element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
     payload = tokens * model.hidden_size * element
@@ -50,7 +51,7 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link, habits: FrameworkPr
     if t > 1:
         # Attention and MLP each gather their input and scatter their output, or reduce it for all: the same bytes.
         beside = 1 - habits.tensor_overlap
-        if shards_norms(spec, layout):
+        if framework_of(spec).shards_norms(spec, layout):
             one = link.gather(payload, t) * beside
             forward, backward = habits.tensor_collectives[0] * one, habits.tensor_collectives[1] * one
         else:
@@ -66,7 +67,7 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link, habits: FrameworkPr
         backward += gathered
     experts = 0.0
     if model.num_experts and ep > 1:
-        routed = payload * model.num_experts_per_tok / (t if shards_norms(spec, layout) else 1)
+        routed = payload * model.num_experts_per_tok / (t if framework_of(spec).shards_norms(spec, layout) else 1)
         copies = model.num_experts_per_tok if habits.sends_once_per_node else 1
         experts = 2 * link.exchange(routed, ep, t, copies)
     return BlockTraffic(forward, backward, experts)
@@ -75,7 +76,9 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link, habits: FrameworkPr
 def data_traffic(
     spec: RunSpec, layout: Layout, link: Link, habits: FrameworkProfile, parameters: int, blocks: int
 ) -> DataTraffic:
-    """Gradients and weights of one stage that holds ``parameters`` in ``blocks`` blocks on each tensor rank."""
+    """Return the gradients and weights of one stage that holds ``parameters`` in ``blocks`` blocks on each tensor
+    rank.
+    """
     ranks, stage, m = zero_shards(layout), layout.zero_stage, layout.gradient_accumulation_steps
     if ranks == 1:
         return DataTraffic(0.0, 0.0, 0.0, 0.0, 0)
@@ -87,15 +90,15 @@ def data_traffic(
     if stage == 0:
         return DataTraffic(0.0, 0.0, link.reduce(gradients, ranks, stride), 0.0, int(2 * gradients * part))
     gather = link.gather(weights, ranks, stride)
-    # DeepSpeed reduces for all ranks where a scatter would do (stage_1_and_2.py use_multi_rank_bucket_allreduce).
-    whole = spec.planner.framework == "deepspeed" and stage <= 2
+    framework = framework_of(spec)
+    whole = framework.reduces_whole_gradients and stage <= 2
     reduce = link.reduce(gradients, ranks, stride) if whole else link.gather(gradients, ranks, stride)
     reduced = (2 if whole else 1) * gradients
     if stage == 1:
         return DataTraffic(0.0, 0.0, reduce, gather, int((reduced + weights) * part))
     if stage == 2:
-        # Every micro-batch is reduced; FSDP's SHARD_GRAD_OP keeps the weights from forward to backward.
-        if spec.planner.framework == "fsdp":
+        # Every micro-batch is reduced.
+        if framework.gathers_per_micro_batch:
             return DataTraffic(gather, reduce, 0.0, 0.0, int(m * (reduced + weights) * part))
         return DataTraffic(0.0, reduce, 0.0, gather, int((m * reduced + weights) * part))
     # Gathered and scattered one block after another, each with the latency of its own message.
@@ -115,14 +118,14 @@ def tied_seconds(spec: RunSpec, layout: Layout, link: Link, habits: FrameworkPro
 
 
 def boundary_seconds(spec: RunSpec, layout: Layout, link: Link) -> float:
-    """One activation from stage to stage."""
+    """Return the one activation from stage to stage."""
     if layout.pipeline_parallel == 1:
         return 0.0
     return link.send(_boundary_bytes(spec, layout), layout.world_size // layout.pipeline_parallel)
 
 
 def sent_bytes(spec: RunSpec, layout: Layout, blocks: int, data: int) -> PerStepBytes:
-    """Bytes that a rank with ``blocks`` blocks sends per step, by axis."""
+    """Return the bytes that a rank with ``blocks`` blocks sends per step, by axis."""
     model, m = spec.transformer, layout.gradient_accumulation_steps
     element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
     payload = tokens * model.hidden_size * element
@@ -145,16 +148,10 @@ def sent_bytes(spec: RunSpec, layout: Layout, blocks: int, data: int) -> PerStep
     )
 
 
-def shards_norms(spec: RunSpec, layout: Layout) -> bool:
-    """Whether norms and residuals are cut over the tensor ranks too (arXiv:2205.05198); DeepSpeed's engine does not."""
-    wanted = spec.layout.tensor_sequence_parallel
-    if layout.tensor_parallel == 1:
-        return False
-    return spec.planner.framework in ("megatron", "nanotron", "fsdp") if wanted == "auto" else wanted
-
-
 def exposed(communication: float, compute: float, overlap: float) -> float:
-    """What communication adds to compute, if a share ``overlap`` of it may run beside: the rest, and contention."""
+    """Return what communication adds to compute, if a share ``overlap`` of it may run beside: the rest, and
+    contention.
+    """
     beside = min(communication * overlap, compute)
     return communication - beside + CONTENTION * beside
 
@@ -168,19 +165,20 @@ def _gradient_bytes(spec: RunSpec, habits: FrameworkProfile) -> int:
 
 def _boundary_bytes(spec: RunSpec, layout: Layout) -> int:
     """Cut over the tensor ranks where norms are; Megatron and DeepSpeed scatter what is whole (arXiv:2104.04473)."""
-    whole = spec.planner.framework in ("fsdp", "nanotron") and not shards_norms(spec, layout)
+    framework = framework_of(spec)
+    whole = framework.sends_whole_boundary and not framework.shards_norms(spec, layout)
     element = weight_bytes(spec.training.precision)
     cut = 1 if whole else layout.tensor_parallel
     return local_tokens(spec, layout) * spec.transformer.hidden_size * element // cut
 
 
 def _width(spec: RunSpec, tensor: int) -> float:
-    """Channels of queries, keys, values and output of a tensor rank, as a multiple of the hidden size."""
+    """Return the channels of queries, keys, values and output of a tensor rank, as a multiple of the hidden size."""
     model = spec.transformer
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
     return heads * model.head_dim / tensor / model.hidden_size
 
 
 def _part(count: int, ranks: int) -> int:
-    """What one of ``ranks`` sends of a buffer in a ring: (n - 1) / n of it."""
+    """Return what one of ``ranks`` sends of a buffer in a ring: (n - 1) / n of it."""
     return count * (ranks - 1) // ranks

@@ -1,6 +1,6 @@
 """How long a kernel runs on a device: matrix products by size, attention, and kernels that only move memory.
 
-Rates by GPU generation, with sources, are in kernel_rates.json. Knows nothing of models, frameworks or networks.
+Rates by GPU generation, with sources, are in kernel_rates.json.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Rates:
 
 
 def rates(device: Accelerator, precision: str) -> Rates:
-    """The device's rates at a precision. fp8 speeds up matrix products, not attention, which stays in 16 bits."""
+    """Return the device's rates at a precision. fp8 speeds up matrix products, not attention, which stays in 16
+    bits.
+    """
     row = _generation(device.name)
     peak = device.peak_flops(precision)
     attention_peak = device.peak_flops("bf16" if precision == "fp8" and "fp8" in device.flops else precision)
@@ -91,7 +93,7 @@ def rates(device: Accelerator, precision: str) -> Rates:
 
 @lru_cache(maxsize=16384)
 def matmul_seconds(rows: int, inner: int, columns: int, rate: Rates) -> float:
-    """One product of (rows x inner) by (inner x columns).
+    """Return the one product of (rows x inner) by (inner x columns).
 
     Work comes in tiles and tiles in waves of one per multiprocessor, so the last wave idles; a short inner dimension
     does not hide filling the pipeline; thin products are bound by memory (NVIDIA, Matrix Multiplication Background
@@ -104,7 +106,7 @@ def matmul_seconds(rows: int, inner: int, columns: int, rate: Rates) -> float:
 
 @lru_cache(maxsize=16384)
 def linear_seconds(rows: int, inner: int, columns: int, compiled: bool, rate: Rates) -> tuple[float, float]:
-    """Forward and backward of a linear layer: its output, the gradient of its input, and that of its weight.
+    """Return the forward and backward of a linear layer: its output, the gradient of its input, and that of its weight.
 
     In all three the rows of memory are as wide as the weight's two dimensions, which torch.compile pads.
     """
@@ -133,7 +135,9 @@ def _tiled_seconds(rows: int, inner: int, columns: int, aligned: float, rate: Ra
 
 
 def _aligned(width: int) -> float:
-    """Share of the rate that rows of ``width`` elements leave, when they do not begin where tensor cores load."""
+    """Return the share of the rate that rows of ``width`` elements leave, when they do not begin where tensor cores
+    load.
+    """
     return next(share for multiple, share in _ALIGNMENT if width % multiple == 0)
 
 
@@ -145,7 +149,8 @@ def memory_seconds(moved_bytes: float, kernels: float, rate: Rates) -> float:
 def flash_attention_seconds(
     queries: int, keys: int, heads: int, score_size: int, value_size: int, biased: bool, rate: Rates
 ) -> tuple[float, float]:
-    """Forward and backward of fused causal attention: ``queries`` rows in all, each against ``keys`` positions.
+    """Return the forward and backward of fused causal attention: ``queries`` rows in all, each against ``keys``
+    positions.
 
     Forward two products over the causal half, backward five of the same size (arXiv:2307.08691, section 4.1).
     """
@@ -158,7 +163,7 @@ def flash_attention_seconds(
     return forward, 2.5 * flops / (rate.attention_backward * share) + 3 * rate.kernel_seconds
 
 
-def materialised_attention_seconds(
+def materialized_attention_seconds(
     queries: int,
     keys: int,
     heads: int,
@@ -168,7 +173,8 @@ def materialised_attention_seconds(
     dropout: bool,
     rate: Rates,
 ) -> tuple[float, float]:
-    """Forward and backward of attention that keeps its matrix of scores; nothing of the masked half is saved.
+    """Return the forward and backward of attention that keeps its matrix of scores; nothing of the masked half is
+    saved.
 
     ``score_bytes``: what its kernels move per score, forward and backward, in 16 bits and without dropout.
     """

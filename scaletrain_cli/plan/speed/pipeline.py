@@ -1,4 +1,4 @@
-"""How long a pipeline of unequal stages takes. Knows no kernels and no network."""
+"""How long a pipeline of unequal stages takes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def timeline(times: Sequence[tuple[float, float]], micro_batches: int, chunks: i
 
 
 def _order(stage: int, stages: int, micro_batches: int, chunks: int) -> list[tuple[bool, int, int]]:
-    """(backward, chunk, micro-batch) as one stage runs them: forwards to fill, then one and one, then backwards."""
+    """Return (backward, chunk, micro-batch) as one stage runs them: forwards to fill, then one and one, then
+    backwards.
+    """
     total = micro_batches * chunks
     warm_up = stages - 1 - stage if chunks == 1 else 2 * (stages - 1 - stage) + (chunks - 1) * stages
     warm_up = min(warm_up, total)
@@ -82,7 +84,7 @@ def _order(stage: int, stages: int, micro_batches: int, chunks: int) -> list[tup
 
 
 def _virtual(k: int, stages: int, chunks: int) -> tuple[int, int]:
-    """(chunk, micro-batch) of the k-th pass: micro-batches go through a chunk in groups of as many as stages."""
+    """Return (chunk, micro-batch) of the k-th pass: micro-batches go through a chunk in groups of as many as stages."""
     if chunks == 1:
         return 0, k
     group, within = divmod(k, stages * chunks)
@@ -90,7 +92,7 @@ def _virtual(k: int, stages: int, chunks: int) -> tuple[int, int]:
 
 
 def _before(stage: int, stages: int, backward: bool, chunk: int, chunks: int) -> tuple[int, bool, int] | None:
-    """The pass of the same micro-batch that must end first; None for the very first."""
+    """Return the pass of the same micro-batch that must end first; None for the very first."""
     if not backward:
         if stage:
             return stage - 1, False, chunk

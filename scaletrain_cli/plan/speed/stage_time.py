@@ -1,7 +1,4 @@
-"""Seconds of one micro-batch on each pipeline stage: kernels, host, and the communication between blocks and stages.
-
-Knows no schedule, and nothing of what comes once per step.
-"""
+"""Seconds of one micro-batch on each pipeline stage: kernels, host, and the communication between blocks and stages."""
 
 from __future__ import annotations
 
@@ -11,8 +8,10 @@ from functools import cached_property
 from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import Link
+from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
+from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.activations import loss_chunks
-from scaletrain_cli.plan.memory.engine_memory import drops_scores, kept_activation_bytes
+from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
 from scaletrain_cli.plan.memory.states import gradient_bytes, optimizer_state_bytes_per_parameter, weight_bytes
 from scaletrain_cli.plan.result import Layout, StageTime
 from scaletrain_cli.plan.speed.block_time import PartTime, Slice, block_time, embedding_time, head_time
@@ -22,9 +21,7 @@ from scaletrain_cli.plan.speed.communication import (
     boundary_seconds,
     data_traffic,
     exposed,
-    shards_norms,
 )
-from scaletrain_cli.plan.speed.framework_time import FrameworkProfile
 from scaletrain_cli.plan.speed.kernels import Rates, memory_seconds
 from scaletrain_cli.plan.speed.recompute import recompute_seconds, recomputed_forwards
 from scaletrain_cli.plan.stages import local_tokens
@@ -91,7 +88,7 @@ class Stage:
     again: float
     communication: float
     host: float
-    stall: float  # of the host, while neighbours send and receive
+    stall: float  # of the host, while neighbors send and receive
 
     @cached_property
     def seconds(self) -> float:
@@ -150,7 +147,9 @@ def stage_times(
     whole: Architecture,
     blocks: tuple[int, ...],
 ) -> list[Stage]:
-    """Each stage; ``whole`` is cut by tensor and expert parallelism, ``blocks`` says how many each stage holds."""
+    """Return each stage; ``whole`` is cut by tensor and expert parallelism, ``blocks`` says how many each stage
+    holds.
+    """
     last, parts = len(blocks) - 1, _parts(spec, layout, device, rate, link, habits)
     known: dict[tuple[int, int, bool, bool], Stage] = {}
     found, first = [], 0
@@ -166,7 +165,7 @@ def stage_times(
 
 
 def stage_parameters(whole: Architecture, blocks: tuple[int, ...], index: int, first: int | None = None) -> int:
-    """Parameters on one tensor and expert rank of a stage, which begins at block ``first``."""
+    """Return the parameters on one tensor and expert rank of a stage, which begins at block ``first``."""
     found = whole.blocks_parameters(sum(blocks[:index]) if first is None else first, blocks[index])
     if index == 0:
         found += whole.embedding
@@ -196,7 +195,9 @@ def _parts(
 
 
 def _chunked(head: PartTime, spec: RunSpec, layout: Layout, rate: Rates, cut: Slice) -> PartTime:
-    """The head and loss, with the gradient of the head added up in fp32 after each chunk: read twice, written once."""
+    """Return the head and loss, with the gradient of the head added up in fp32 after each chunk: read twice, written
+    once.
+    """
     chunks = loss_chunks(spec.transformer, cut.tokens, layout.cross_entropy)
     entries = 1.0 * -(-spec.transformer.vocab_size // cut.tensor) * spec.transformer.hidden_size
     return PartTime(head.forward, head.backward + memory_seconds(chunks * entries * 12, 2 * chunks, rate))
@@ -212,7 +213,7 @@ def _stage(
     held: tuple[int, int, bool, bool],
     parameters: int,
 ) -> Stage:
-    """One stage; ``held``: blocks, dense blocks among them, whether it is the first, and the last."""
+    """Return the one stage; ``held``: blocks, dense blocks among them, whether it is the first, and the last."""
     count, dense, first, last = held
     sparse, forwards, traffic = count - dense, parts.forwards, parts.traffic
     forward = dense * parts.blocks[0].forward + sparse * parts.blocks[1].forward
@@ -253,7 +254,9 @@ def _slice(spec: RunSpec, layout: Layout, device: Accelerator) -> Slice:
     wanted = spec.planner.attention
     grouped = model.num_key_value_heads != model.num_attention_heads
     flash = device.fuses_attention(spec.training.precision, model.head_dim, grouped)
-    flash = flash and not drops_scores(spec)
+    framework = framework_of(spec)
+    dropped = framework.drops_scores(spec)
+    flash = flash and not dropped
     return Slice(
         tokens=local_tokens(spec, layout),
         keys=model.seq_len,
@@ -261,7 +264,7 @@ def _slice(spec: RunSpec, layout: Layout, device: Accelerator) -> Slice:
         sequence=layout.sequence_parallel,
         expert=layout.expert_parallel,
         expert_tensor=layout.tensor_parallel if expert_tensor == "auto" else expert_tensor,
-        sharded_norms=shards_norms(spec, layout),
-        flash=flash if wanted == "auto" else wanted == "flash" and not drops_scores(spec),
+        sharded_norms=framework.shards_norms(spec, layout),
+        flash=flash if wanted == "auto" else wanted == "flash" and not dropped,
         compiled=layout.compile,
     )

@@ -1,4 +1,4 @@
-"""Seconds of one optimizer step by cause, from kernels, communication and the pipeline's schedule. Knows no memory.
+"""Seconds of one optimizer step by cause, from kernels, communication and the pipeline's schedule.
 
 Each stage takes its time for one micro-batch (stage_time.py); the schedule puts the stages together (pipeline_time.py);
 gradients, optimizer and data come once per step. The stage that is done last decides.
@@ -12,15 +12,15 @@ from functools import lru_cache
 from scaletrain_cli.plan.architecture import Architecture, architecture, training_flops_per_token
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import Link, cluster_link
+from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, compiled_profile
+from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout, Network, Time
 from scaletrain_cli.plan.speed.communication import data_traffic, exposed, sent_bytes, tied_seconds
-from scaletrain_cli.plan.speed.compiled import fused
-from scaletrain_cli.plan.speed.framework_time import FrameworkProfile, habits_of
 from scaletrain_cli.plan.speed.kernels import Rates, rates
 from scaletrain_cli.plan.speed.pipeline import one_forward_one_backward
 from scaletrain_cli.plan.speed.recompute import recompute_flops_per_token
 from scaletrain_cli.plan.speed.stage_time import Stage, offload_seconds, stage_parameters, stage_times
-from scaletrain_cli.plan.stages import blocks_by_stage, zero_shards
+from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # A plan shows this many stages one by one; nobody runs more, and a typing slip must end soon.
@@ -44,14 +44,15 @@ class _OncePerStep:
 
 
 def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
-    """Seconds per optimizer step by cause, and what follows; and the traffic of the busiest rank."""
+    """Return the seconds per optimizer step by cause, and what follows; and the traffic of the busiest rank."""
     model = spec.transformer
-    habits = habits_of(spec.planner.framework, device.compute_capability)
+    framework = framework_of(spec)
+    habits = framework.profile_on(device)
     if layout.compile:
-        habits = fused(habits)
+        habits = compiled_profile(habits)
     rate, link = rates(device, spec.training.precision), cluster_link(spec.cluster, device)
     whole = _architecture(model, layout.tensor_parallel, layout.expert_parallel)
-    blocks = blocks_by_stage(model, layout.pipeline_parallel, spec.planner.framework)
+    blocks = framework.blocks_by_stage(model, layout.pipeline_parallel)
     stages = stage_times(spec, layout, device, rate, link, habits, whole, blocks)
     m = layout.gradient_accumulation_steps
     once: dict[int, _OncePerStep] = {}  # stages that are alike are the same object
@@ -142,7 +143,9 @@ def _optimizer_seconds(
 
 
 def _data_wait(spec: RunSpec, layout: Layout, step: float) -> float:
-    """Seconds that a step waits for its tokens: read ahead by a node's loaders, they only matter on slow storage."""
+    """Return the seconds that a step waits for its tokens: read ahead by a node's loaders, they only matter on slow
+    storage.
+    """
     given = spec.cluster.storage_bandwidth
     size = 2 if spec.transformer.vocab_size <= _SMALL_VOCABULARY else 4
     read = size * layout.global_batch_size * (spec.transformer.seq_len + 1) / spec.cluster.nodes

@@ -1,4 +1,4 @@
-"""Peak bytes of a data-parallel rank that trains a vision network. Knows no time and no search.
+"""Peak bytes of a data-parallel rank that trains a vision network.
 
 Unlike a transformer, whose blocks are alike, a convolutional network keeps most where its images are large, early on;
 so the peak of the backward pass is looked for block by block.
@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.device_memory import against_device
-from scaletrain_cli.plan.memory.framework_memory import FRAMEWORK_MEMORY
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.rank_states import rank_states
 from scaletrain_cli.plan.memory.states import (
@@ -29,8 +29,6 @@ from scaletrain_cli.spec import RunSpec
 
 # Per logit, as for text: the log-probability and the gradients of two losses in fp32, alive at once.
 _LOGIT_BYTES = 12
-# As of a transformer (plan/memory/engine_memory.py): what the allocator loses.
-_FRAGMENTATION_SHARE = 0.05
 
 
 class Activations(NamedTuple):
@@ -41,7 +39,7 @@ class Activations(NamedTuple):
 
 
 def plan_vision_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
-    """Memory of a rank against the device; all ranks are alike."""
+    """Return the memory of a rank against the device; all ranks are alike."""
     whole = planned_network(spec, device)
     element = weight_bytes(spec.training.precision)
     held = activation_bytes(whole, layout.micro_batch_size, element, layout.activation_checkpointing)
@@ -52,17 +50,18 @@ def plan_vision_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Me
         spec = spec.model_copy(update={"training": training})
     logits = loss_bytes(whole, layout.micro_batch_size, layout.data_parallel, element)
     rank = _rank_memory(spec, layout, device, whole, held, logits)
-    return against_device(rank, (rank,), spec.planner.framework, device)
+    return against_device(rank, (rank,), framework_of(spec), device)
 
 
 def _rank_memory(
     spec: RunSpec, layout: Layout, device: Accelerator, whole: VisionNetwork, held: Activations, logits: int
 ) -> StageMemory:
-    """The parts at the worst of three moments: the loss, the backward pass, and the optimizer's step."""
+    """Return the parts at the worst of three moments: the loss, the backward pass, and the optimizer's step."""
     training, shards, stage, count = spec.training, zero_shards(layout), layout.zero_stage, whole.parameters
     precision, grad_dtype = training.precision, training.grad_dtype
     shard = Shard(count, 0, max(block.parameters for block in whole.blocks))
-    states = rank_states(spec, layout, shard)
+    framework = framework_of(spec)
+    states = rank_states(spec, layout, shard, framework.master_weights)
     element, grads = weight_bytes(precision), gradient_bytes(precision, grad_dtype)
     buffers = communication_buffer_bytes(count, shard.largest_block, stage, element, grads, shards, pipeline=False)
     buffers += second_gradient_bytes(count, precision, grad_dtype, stage, shards, layout.gradient_accumulation_steps)
@@ -73,15 +72,14 @@ def _rank_memory(
         PhaseMemory(0, 0, 0, step),
     )
     worst = max(moments, key=sum)
-    habits = FRAMEWORK_MEMORY.get(spec.planner.framework)
-    fragmentation = int((habits.fragmentation if habits else _FRAGMENTATION_SHARE) * sum(worst))
-    framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
-    return peak_memory(states, worst, fragmentation, framework, host=0)
+    fragmentation = int(framework.fragmentation * sum(worst))
+    outside = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
+    return peak_memory(states, worst, fragmentation, outside, host=0)
 
 
 @lru_cache(maxsize=4096)
 def activation_bytes(whole: VisionNetwork, samples: int, element: int, checkpointing: str) -> Activations:
-    """What autograd keeps, and what is alive while one block after another runs backward.
+    """Return what autograd keeps, and what is alive while one block after another runs backward.
 
     Then the blocks behind it are gone, those before it are kept, and there are gradients: of the output and the input
     of one operation, and of what skips it. A checkpointed block brings its activations back first.
@@ -100,13 +98,13 @@ def activation_bytes(whole: VisionNetwork, samples: int, element: int, checkpoin
 
 
 def _kept(block: Block, samples: int, element: int) -> int:
-    """Bytes that one block keeps for its backward pass."""
+    """Return the bytes that one block keeps for its backward pass."""
     per_sample = sum(element * operation.kept + operation.kept_bytes for operation in block.operations)
     return samples * per_sample + sum(operation.kept_once_bytes for operation in block.operations)
 
 
 def loss_bytes(whole: VisionNetwork, samples: int, ranks: int, element: int) -> int:
-    """The logits of a micro-batch: over the classes, or of its images and texts against those of all ranks.
+    """Return the logits of a micro-batch: over the classes, or of its images and texts against those of all ranks.
 
     Contrastive learning gathers the features of all ranks and compares both ways, and keeps only the rows of the
     rank's own samples (OpenCLIP, ``local_loss``); each gathered feature has its gradient.

@@ -1,4 +1,4 @@
-"""The network of a vision model as operations, and its exact size. Knows nothing of memory or time."""
+"""The network of a vision model as operations, and its exact size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _EXPANSION = 4
 
 
 def resnet(model: ResNetSpec) -> VisionNetwork:
-    """The 7 x 7 stem with its pooling, the stages, and the classifier."""
+    """Return the 7 x 7 stem with its pooling, the stages, and the classifier."""
     width, side, last = model.embedding_size, _halved(model.image_size), model.memory_format == "channels_last"
     pooled = _halved(side)
     image = Operation(kept=model.num_channels * model.image_size**2)
@@ -97,14 +97,14 @@ def _basic(channels: int, features: int, side: int, out: int, last: bool) -> tup
 
 
 def _joined(channels: int, features: int, pixels: int, after: int, last: bool) -> tuple[Operation, ...]:
-    """The skip connection, projected where the shape changes."""
+    """Return the skip connection, projected where the shape changes."""
     same = channels == features and pixels == after
     shortcut = () if same else _conv_norm(channels, features, 1, pixels, after, last)
     return *shortcut, addition(features * after, kept=False), activation(features * after)
 
 
 def convnext(model: ConvNextSpec, *, autocast: bool) -> VisionNetwork:
-    """The patches, the stages with a halving before all but the first, and the classifier."""
+    """Return the patches, the stages with a halving before all but the first, and the classifier."""
     side, channels = model.image_size // model.patch_size, model.hidden_sizes[0]
     image = Operation(kept=model.num_channels * model.image_size**2)
     patches = convolution(
@@ -143,7 +143,7 @@ def _convnext_layer(model: ConvNextSpec, channels: int, pixels: int, autocast: b
 
 
 def _halved(side: int) -> int:
-    """Pixels of a side after a convolution of stride 2 that pads by half its odd kernel."""
+    """Return the pixels of a side after a convolution of stride 2 that pads by half its odd kernel."""
     return (side + 1) // 2
 
 
@@ -151,7 +151,9 @@ def _halved(side: int) -> int:
 
 
 def vit(model: VitSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
-    """Patches with a class token and learned positions, blocks, norm, and a classifier of the class token."""
+    """Return the patches with a class token and learned positions, blocks, norm, and a classifier of the class
+    token.
+    """
     hidden, side = model.hidden_size, model.image_size // model.patch_size
     tokens = side**2 + 1
     build = _Builder(fused, autocast)
@@ -167,7 +169,9 @@ def vit(model: VitSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
 
 
 def clip(model: ClipSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
-    """The image tower, the text tower, and a projection of each; no dropout, QuickGELU (arXiv:2103.00020, code)."""
+    """Return the image tower, the text tower, and a projection of each; no dropout, QuickGELU (arXiv:2103.00020,
+    code).
+    """
     image, text, joint = model.vision_config, model.text_config, model.projection_dim
     tokens, words = (image.image_size // image.patch_size) ** 2 + 1, text.max_position_embeddings
     build = _Builder(fused, autocast, quick_gelu=True)
@@ -212,7 +216,7 @@ class _Builder:
         return layer_norm(hidden, rows, autocast=self.autocast)
 
     def patches(self, channels: int, side: int, patch: int, hidden: int, *, bias: bool) -> tuple[Operation, ...]:
-        """The image, its patches as a convolution, and the class token and positions, whose sum is kept."""
+        """Return the image, its patches as a convolution, and the class token and positions, whose sum is kept."""
         pixels, tokens = side**2, (side // patch) ** 2
         embedded = (tokens + 1) * hidden
         return (
@@ -228,7 +232,7 @@ class _Builder:
         )
 
     def layer(self, rows: int, hidden: int, heads: int, inner: int, *, bias: bool = True) -> tuple[Operation, ...]:
-        """A block with the norms first; only the queries, keys and values may lack their ``bias``."""
+        """Return a block with the norms first; only the queries, keys and values may lack their ``bias``."""
         joined = addition(rows * hidden, autocast=self.autocast)
         return (
             self.norm(hidden, rows),
@@ -246,7 +250,7 @@ class _Builder:
 
 @lru_cache(maxsize=64)
 def network(model: VisionSpec, fused_attention: bool = True, autocast: bool = False) -> VisionNetwork:
-    """The operations of one sample; ``fused_attention``: whether a kernel keeps no matrix of scores."""
+    """Return the operations of one sample; ``fused_attention``: whether a kernel keeps no matrix of scores."""
     match model:
         case ResNetSpec():
             return resnet(model)
@@ -259,23 +263,23 @@ def network(model: VisionSpec, fused_attention: bool = True, autocast: bool = Fa
 
 
 def vision_model(spec: RunSpec) -> VisionSpec:
-    """The model of a spec that the planner has found to be no transformer of text."""
+    """Return the model of a spec that the planner has found to be no transformer of text."""
     assert not isinstance(spec.model, ModelSpec)
     return spec.model
 
 
 def planned_network(spec: RunSpec, device: Accelerator) -> VisionNetwork:
-    """The operations of one sample as the device would run them."""
+    """Return the operations of one sample as the device would run them."""
     return network(vision_model(spec), _fuses_attention(spec, device), autocasts(spec))
 
 
 def autocasts(spec: RunSpec) -> bool:
-    """Whether torch.autocast picks the precision of each operation, over weights in fp32."""
+    """Return whether torch.autocast picks the precision of each operation, over weights in fp32."""
     return spec.planner.autocast and spec.training.precision not in ("fp32", "tf32")
 
 
 def _fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
-    """Whether attention keeps no matrix of scores: as the spec says, or what the device's kernels can."""
+    """Return whether attention keeps no matrix of scores: as the spec says, or what the device's kernels can."""
     if spec.planner.attention != "auto":
         return spec.planner.attention == "flash"
     model = spec.model
@@ -287,12 +291,12 @@ def _fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
 
 
 def training_flops(model: VisionSpec) -> int:
-    """Forward and backward FLOPs of one sample: two per multiplication with addition, three passes."""
+    """Return the forward and backward FLOPs of one sample: two per multiplication with addition, three passes."""
     return 6 * network(model).macs
 
 
 @lru_cache(maxsize=64)
 def vision_size(model: VisionSpec) -> ModelSize:
-    """Parameters, and FLOPs per image or pair in place of tokens."""
+    """Return parameters, and FLOPs per image or pair in place of tokens."""
     parameters = network(model).parameters
     return ModelSize(parameters, parameters, float(training_flops(model)))

@@ -1,6 +1,6 @@
 """What a vision network is to the planner: blocks of operations, each with what it computes, moves and keeps.
 
-Everything counts one sample; ``elements`` are values of the training precision. Knows no network and no device.
+Everything counts one sample; ``elements`` are values of the training precision.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def convolution(
     of_images: bool = False,
     kept: bool = True,
 ) -> Operation:
-    """A dense convolution. cuDNN turns images around whose channels do not come last, and what it computes back."""
+    """Return a dense convolution. cuDNN turns images around whose channels do not come last, and what it computes
+    back.
+    """
     inputs, outputs, depth = channels * pixels, features * out_pixels, channels * kernel**2
     return Operation(
         parameters=depth * features + (features if bias else 0),
@@ -46,7 +48,7 @@ def convolution(
 
 
 def depthwise_convolution(channels: int, kernel: int, pixels: int) -> Operation:
-    """One filter per channel, with bias; its output is kept.
+    """Return the one filter per channel, with bias; its output is kept.
 
     torch's kernels take images whose channels come first, and the products around them leave them last: a copy in and
     a copy out, each way.
@@ -68,7 +70,7 @@ def depthwise_convolution(channels: int, kernel: int, pixels: int) -> Operation:
 
 
 def linear(rows: int, channels: int, features: int, *, bias: bool = True, kept: bool = True) -> Operation:
-    """A projection of each of ``rows``."""
+    """Return a projection of each of ``rows``."""
     inputs, outputs = rows * channels, rows * features
     return Operation(
         parameters=channels * features + (features if bias else 0),
@@ -117,7 +119,9 @@ def activation(size: int, kept: int = 1) -> Operation:
 
 
 def addition(size: int, *, kept: bool = True, autocast: bool = False, scaled: bool = False) -> Operation:
-    """A skip connection; backward, the gradients of both ways are summed. ``scaled``: of a branch that is fp32."""
+    """Return a skip connection; backward, the gradients of both ways are summed. ``scaled``: of a branch that is
+    fp32.
+    """
     if autocast:
         branch = 2 if scaled else 1
         back = 6 + (0 if scaled else 3)  # the sum, and the branch's gradient in 16 bits
@@ -126,7 +130,7 @@ def addition(size: int, *, kept: bool = True, autocast: bool = False, scaled: bo
 
 
 def layer_scale(channels: int, rows: int, *, autocast: bool = False) -> Operation:
-    """A learned factor per channel."""
+    """Return a learned factor per channel."""
     size = channels * rows
     outputs = size * (2 if autocast else 1)
     return Operation(parameters=channels, inputs=size, outputs=outputs, moved_back=2 * outputs + 2 * size, kernels=4)
@@ -146,7 +150,8 @@ def max_pool(channels: int, pixels: int, out_pixels: int) -> Operation:
 
 
 def attention(rows: int, heads: int, width: int, *, fused: bool, autocast: bool = False) -> tuple[Operation, ...]:
-    """Scores, softmax and weighted sum over ``heads`` of ``width``; the queries, keys and values are kept before it.
+    """Return scores, softmax and weighted sum over ``heads`` of ``width``; the queries, keys and values are kept before
+    it.
 
     Without a fused kernel, torch.matmul copies queries, keys and values, whose heads do not lie one behind the other,
     and keeps the copies instead; the output's heads are put back by another copy.

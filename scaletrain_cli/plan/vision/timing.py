@@ -1,7 +1,4 @@
-"""Step time of a data-parallel rank that trains a vision network: its kernels, its traffic, its optimizer.
-
-Knows no memory and no search.
-"""
+"""Step time of a data-parallel rank that trains a vision network: its kernels, its traffic, its optimizer."""
 
 from __future__ import annotations
 
@@ -11,9 +8,10 @@ from math import inf
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import cluster_link
+from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
+from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageTime, Time
-from scaletrain_cli.plan.speed.framework_time import HABITS, FrameworkProfile
 from scaletrain_cli.plan.speed.kernels import Rates, flash_attention_seconds, matmul_seconds, memory_seconds, rates
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.plan.vision.networks import network, planned_network, training_flops, vision_model
@@ -57,7 +55,7 @@ class Machine:
 
 
 def machine(device: Accelerator, precision: str, fuses: bool) -> Machine:
-    """The device as the kernels below see it."""
+    """Return the device as the kernels below see it."""
     rate, vector = rates(device, precision), device.flops["fp32"]
     if device.is_cpu:
         return Machine(rate, rate.matmul, False, fuses)
@@ -69,7 +67,7 @@ def machine(device: Accelerator, precision: str, fuses: bool) -> Machine:
 
 @lru_cache(maxsize=4096)
 def pass_seconds(network: VisionNetwork, samples: int, on: Machine) -> tuple[float, float, int]:
-    """Forward and backward of one micro-batch, and the number of kernels that they launch."""
+    """Return the forward and backward of one micro-batch, and the number of kernels that they launch."""
     forward = backward = 0.0
     launched = 0
     for block in network.blocks:
@@ -102,7 +100,7 @@ def _seconds(operation: Operation, samples: int, on: Machine, fused: bool) -> tu
 
 
 def _product_seconds(operation: Operation, samples: int, on: Machine) -> tuple[float, float]:
-    """Arithmetic alone: forward, and the gradients of input and weights."""
+    """Return the arithmetic alone: forward, and the gradients of input and weights."""
     rate, flops = on.rate, 2.0 * operation.macs * samples
     rows, depth, columns = operation.rows * samples, operation.depth, operation.columns
     if operation.depthwise:
@@ -130,14 +128,16 @@ def _product_seconds(operation: Operation, samples: int, on: Machine) -> tuple[f
 
 
 def _weight_seconds(rows: int, depth: int, columns: int, rate: Rates) -> float:
-    """The gradient of the weights: small, over many rows, which are therefore cut into parts that fill the device."""
+    """Return the gradient of the weights: small, over many rows, which are therefore cut into parts that fill the
+    device.
+    """
     tiles = -(-depth // rate.tile_rows) * -(-columns // rate.tile_columns)
     parts = max(1, min(rate.multiprocessors // tiles, rows // rate.depth))
     return matmul_seconds(depth * parts, _whole(-(-rows // parts), _PART), columns, rate)
 
 
 def _whole(count: int, multiple: int) -> int:
-    """Rounded up to a multiple."""
+    """Return the number rounded up to a multiple."""
     return -(-count // multiple) * multiple
 
 
@@ -146,9 +146,11 @@ _ISSUE_SECONDS = 6e-6
 
 
 def plan_vision_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
-    """Seconds per optimizer step by cause, and what follows; samples stand where a transformer has tokens."""
+    """Return the seconds per optimizer step by cause, and what follows; samples stand where a transformer has
+    tokens.
+    """
     model, training = vision_model(spec), spec.training
-    habits = HABITS[spec.planner.framework]
+    habits = framework_of(spec).profile
     micro_batches, full = layout.gradient_accumulation_steps, layout.activation_checkpointing == "full"
     on = machine(device, training.precision, layout.compile)
     forward, backward, launched = pass_seconds(planned_network(spec, device), layout.micro_batch_size, on)
@@ -197,7 +199,9 @@ def _loss_seconds(model: VisionSpec, layout: Layout, rate: Rates) -> float:
 def _data_seconds(
     spec: RunSpec, layout: Layout, device: Accelerator, habits: FrameworkProfile
 ) -> tuple[int, float, float]:
-    """Bytes that a rank sends per step for gradients and weights; seconds that block, and that backward may hide."""
+    """Return the bytes that a rank sends per step for gradients and weights; seconds that block, and that backward may
+    hide.
+    """
     ranks, micro_batches, training = zero_shards(layout), layout.gradient_accumulation_steps, spec.training
     model = vision_model(spec)
     whole, link = network(model), cluster_link(spec.cluster, device)
@@ -216,11 +220,11 @@ def _data_seconds(
         sent += _part(weights, ranks)
         blocking += link.gather(weights, ranks)
     # DeepSpeed reduces below stage 2 after the last micro-batch (engine.py allreduce_gradients); DDP while it runs.
-    if spec.planner.framework == "deepspeed" and layout.zero_stage < 2:
+    if framework_of(spec).reduces_after_backward and layout.zero_stage < 2:
         return sent, blocking + reduced, 0.0
     return sent, blocking, reduced
 
 
 def _part(size: int, ranks: int) -> int:
-    """What one of ``ranks`` sends of a buffer in a ring."""
+    """Return what one of ``ranks`` sends of a buffer in a ring."""
     return size * (ranks - 1) // ranks

@@ -94,7 +94,7 @@ def output(spec: ModelSpec) -> tuple[int, float]:
 
 def refused(spec: ModelSpec) -> list[str]:
     run: RunSpec = load().model_copy(update={"model": spec})
-    return [reason for reason in unsupported(run, a_layout()) if reason.startswith("model.")]
+    return [rule.text for rule in unsupported(run, a_layout()) if rule.key.startswith("model.")]
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -32,11 +31,11 @@ def explained(spec: RunSpec) -> tuple[RunPlan, dict[str, Question]]:
         plan = error.plan
     assert plan is not None
     questions = explain(spec, plan)
-    json.dumps([dataclasses.asdict(question) for question in questions], allow_nan=False)
+    json.dumps([question.to_json() for question in questions], allow_nan=False)
     keys = [question.key for question in questions]
     assert keys == sorted(set(keys), key=ORDER.index)
     for question in questions:
-        assert question.verdict.endswith(".")
+        assert question.verdict_text.endswith(".")
         for row in question.rows:
             if row.fits is not None and row.bytes is not None:
                 assert row.fits == (row.bytes <= plan.memory.capacity)
@@ -46,7 +45,7 @@ def explained(spec: RunSpec) -> tuple[RunPlan, dict[str, Question]]:
 def test_what_fits_on_one_gpu_needs_data_parallelism_only() -> None:
     _, questions = explained(spec_of("gpt2"))
     assert questions["one_rank"].answer is True
-    assert "Data parallelism over the 8 is enough" in questions["one_rank"].follows
+    assert "Data parallelism over the 8 is enough" in questions["one_rank"].follows_text
     assert not {"tensor", "pipeline", "axes", "bubble"} & questions.keys()
 
 
@@ -71,7 +70,7 @@ def test_a_model_that_layers_must_be_cut_for_goes_all_the_way() -> None:
 def test_the_chosen_layout_stands_in_each_table_that_compares_with_it() -> None:
     plan, questions = explained(spec_of("llama-7b", cluster__nodes=4))
     for key in ("micro_batch", "recomputation", "winner"):
-        chosen = [row for row in questions[key].rows if row.note == "chosen"]
+        chosen = [row for row in questions[key].rows if row.note and row.note.code == "plan.chosen"]
         assert [(row.bytes, row.seconds) for row in chosen] == [(plan.memory.peak, plan.time.step)]
     others = questions["winner"].rows[1:]
     assert [row.bytes for row in others] == [other.peak_bytes for other in plan.alternatives[:3]]
@@ -87,7 +86,7 @@ def test_what_does_not_fit_ends_with_what_was_tried() -> None:
 def test_a_batch_with_fewer_sequences_than_ranks_is_named_as_the_reason() -> None:
     spec = spec_of("llama-405b", **{**BIG, "training__global_batch_size": 64})
     _, questions = explained(spec)
-    assert "64 sequences does not divide over 512" in questions["sharding"].verdict
+    assert "64 sequences does not divide over 512" in questions["sharding"].verdict_text
 
 
 @pytest.mark.parametrize(

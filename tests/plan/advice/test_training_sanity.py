@@ -49,13 +49,13 @@ def test_adam_scales_by_the_square_root_and_sgd_linearly() -> None:
 def test_the_authors_own_learning_rate_is_fine() -> None:
     row = checks_of(**optimizer(3e-4))["learning rate"]
     assert (row.verdict, row.value) == ("ok", "0.0003")
-    assert "arXiv:2307.09288" in row.message
+    assert "arXiv:2307.09288" in str(row.message)
 
 
 def test_a_learning_rate_for_another_batch_is_scaled_and_compared() -> None:
     small = checks_of(training__global_batch_size=64, **optimizer(3e-4))["learning rate"]
     assert small.verdict == "note"
-    assert "the recipe scales to 7.5e-05: with the square root of a batch 0.0625 times as large" in small.message
+    assert "the recipe scales to 7.5e-05: with the square root of a batch 0.0625 times as large" in str(small.message)
     assert checks_of(**optimizer(3e-3))["learning rate"].verdict == "warning"
     assert checks_of(**optimizer(1e-5))["learning rate"].verdict == "note"
 
@@ -63,14 +63,13 @@ def test_a_learning_rate_for_another_batch_is_scaled_and_compared() -> None:
 def test_another_optimizer_is_not_compared() -> None:
     row = checks_of(**optimizer(0.1, "momentum"))["learning rate"]
     assert row.verdict == "note"
-    assert "the recipe has adamw" in row.message
+    assert "the recipe uses adamw" in str(row.message)
 
 
 def test_without_a_recipe_the_rule_is_named() -> None:
-    assert "square root of k (arXiv:2205.10287)" in checks_of("qwen2.5-7b")["learning rate"].message
-    assert (
-        "by k, shown for k up to 32 (arXiv:1706.02677)"
-        in checks_of("qwen2.5-7b", **optimizer(0.1, "sgd"))["learning rate"].message
+    assert "square root of k (arXiv:2205.10287)" in str(checks_of("qwen2.5-7b")["learning rate"].message)
+    assert "by k, shown for k up to 32 (arXiv:1706.02677)" in str(
+        checks_of("qwen2.5-7b", **optimizer(0.1, "sgd"))["learning rate"].message
     )
 
 
@@ -86,13 +85,13 @@ def test_linear_scaling_is_trusted_up_to_thirty_two_fold() -> None:
 
     assert row(32).verdict == "ok"
     assert row(64).verdict == "warning"
-    assert "shown up to a batch 32 times as large" in row(64).message
+    assert "shown up to a batch 32 times as large" in str(row(64).message)
 
 
 def test_a_run_from_given_weights_is_compared_with_fine_tuning(tmp_path: Path) -> None:
     rows = checks_of(model__weights=str(tmp_path), **optimizer(2e-5))
     assert rows["learning rate"].verdict == "ok"
-    assert "fine-tuning" in rows["learning rate"].message
+    assert "fine-tuning" in str(rows["learning rate"].message)
     assert checks_of(model__weights=str(tmp_path), **optimizer(3e-4))["learning rate"].verdict == "note"
     assert not {"tokens per parameter", "critical batch size"} & set(rows)
 
@@ -101,7 +100,7 @@ def test_a_validation_set_that_takes_billions_of_tokens_is_noted() -> None:
     steps = {"training__steps": 100_000}
     row = checks_of(**steps)["validation split"]
     assert row.verdict == "note"
-    assert "22.1 B tokens" in row.message  # 420 B tokens x 0.05 / 0.95
+    assert "22.1 B tokens" in str(row.message)  # 420 B tokens x 0.05 / 0.95
     assert "validation split" not in checks_of(**steps, data__validation_split=0.001)
     assert "validation split" not in checks_of(training__steps=100)
 
@@ -124,7 +123,7 @@ def test_the_effective_batch_is_the_product_of_its_parts() -> None:
     assert row.value == "1,024 sequences, 4,194,304 tokens"
     parts = plan.layout.micro_batch_size, plan.layout.gradient_accumulation_steps, plan.layout.data_parallel
     assert math.prod(parts) == 1024
-    assert row.message == "{} per GPU x {} accumulated x {} data-parallel ranks.".format(*parts)
+    assert str(row.message) == "{} per GPU x {} accumulated x {} data-parallel ranks".format(*parts)
 
 
 @pytest.mark.parametrize(("steps", "verdict"), [(0, "note"), (10, "ok"), (100, "ok"), (200, "note"), (600, "warning")])
@@ -146,19 +145,19 @@ def test_tokens_per_parameter_and_total_flops_are_those_of_the_run() -> None:
 def test_precision_is_checked_against_the_device() -> None:
     old = checks_of(cluster__gpu="v100-sxm2-32gb", cluster__nodes=8)["precision"]
     assert old.verdict == "warning"
-    assert "v100-sxm2-32gb has no bf16 units" in old.message
+    assert "v100-sxm2-32gb has no bf16 units" in str(old.message)
     half = checks_of(training__precision="fp16")["precision"]
     assert half.verdict == "note"
-    assert "loss scaling" in half.message
-    assert "has bf16" in half.message
+    assert "loss scaling" in str(half.message)
+    assert "has bf16" in str(half.message)
     assert checks_of()["precision"].verdict == "ok"
 
 
 def test_odd_dimensions_are_named_with_the_next_good_vocabulary() -> None:
     row = checks_of("gpt2")["matrix dimensions"]
     assert row.verdict == "note"
-    assert "vocab_size per tensor rank = 50,257" in row.message
-    assert "A vocab_size of 50,304 would be one." in row.message
+    assert "vocab_size per tensor rank = 50,257" in str(row.message)
+    assert "A vocab_size of 50,304 would be a multiple" in str(row.message)
     assert checks_of()["matrix dimensions"].verdict == "ok"
 
 

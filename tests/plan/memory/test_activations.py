@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS
 from scaletrain_cli.plan.memory.activations import (
     LOSS_CHUNK_TOKENS,
     Recomputation,
@@ -89,7 +90,7 @@ def test_the_loss_goes_in_chunks_where_it_would_take_much_of_the_device() -> Non
     assert chosen_cross_entropy(spec, most, 1, device) == chosen_cross_entropy(spec, 2 * most, 2, device) == "whole"
     assert chosen_cross_entropy(spec, most + 1, 1, device) == "chunked"
     assert chosen_cross_entropy(spec_of("llama-3-8b", training__cross_entropy="liger"), 1, 1, device) == "liger"
-    assert chosen_cross_entropy(spec_of("llama-3-8b", planner__framework="megatron"), 10**6, 1, device) == "whole"
+    assert FRAMEWORKS["megatron"].cross_entropy(spec_of("llama-3-8b"), 10**6, 1, device) == "whole"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from scaletrain_cli.plan import ModelStates, rank_model_states
+from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.memory.engine_states import engine_states
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
-from scaletrain_cli.plan.stages import pipeline_stages
+from scaletrain_cli.plan.search.layouts import build_layout
+from scaletrain_cli.plan.stages import engine_stages
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 
@@ -119,7 +120,7 @@ def held(row: tuple[Any, ...]) -> tuple[Held, Held]:
             steps.train([batch, batch])
     assert watched.bytes is not None
     counted = ModelStates(watched.bytes.parameters, watched.bytes.gradients, watched.bytes.optimizer_states)
-    stage = pipeline_stages(spec, layout.pipeline_parallel)[mesh.pipeline.rank]
+    stage = engine_stages(spec.transformer, layout.pipeline_parallel)[mesh.pipeline.rank]
     return (counted, watched.bytes.host), engine_states(spec, layout, stage, mesh.replicas.rank)
 
 

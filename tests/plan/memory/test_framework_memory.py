@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.device_memory import plan_memory
 from scaletrain_cli.plan.result import MEMORY_PARTS, Memory
-from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
+from scaletrain_cli.plan.search.layouts import build_layout
 from tests.plan.specs import spec_of
 from tests.plan.test_stages import published_llama
 

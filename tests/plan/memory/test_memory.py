@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory import engine_memory
 from scaletrain_cli.plan.memory.device_memory import plan_memory
 from scaletrain_cli.plan.memory.engine_states import engine_states
 from scaletrain_cli.plan.memory.states import ModelStates
 from scaletrain_cli.plan.result import MEMORY_PARTS, Layout, Memory, StageMemory
-from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
+from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.stages import Stage, micro_batches_in_flight
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of

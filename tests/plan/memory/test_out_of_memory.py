@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS
 from scaletrain_cli.plan.memory.device_memory import out_of_memory_probability, usable_bytes, verdict
 
 GIB = 2**30
 
 
 def test_a_rank_that_just_fits_fails_every_second_time() -> None:
-    assert out_of_memory_probability("megatron", 70 * GIB, 70 * GIB) == 0.5
+    assert out_of_memory_probability(FRAMEWORKS["megatron"], 70 * GIB, 70 * GIB) == 0.5
 
 
 def test_the_chance_grows_with_the_peak() -> None:
-    chances = [out_of_memory_probability("nanotron", peak * GIB, 70 * GIB) for peak in (0, 20, 60, 68, 72, 80, 200)]
+    chances = [
+        out_of_memory_probability(FRAMEWORKS["nanotron"], peak * GIB, 70 * GIB) for peak in (0, 20, 60, 68, 72, 80, 200)
+    ]
     assert chances == sorted(chances)
     assert chances[0] == 0.0
     assert chances[-1] == 1.0
@@ -21,8 +24,11 @@ def test_the_chance_grows_with_the_peak() -> None:
 def test_published_runs_crash_as_often_as_said() -> None:
     # The Ultra-Scale sweep: of runs estimated at 0.85 of the device 24 % crashed, at 0.95 78 %, at half of it 4 %.
     device = int(79.18 * GIB)
-    capacity = usable_bytes("nanotron", device)
-    chances = [out_of_memory_probability("nanotron", int(share * device), capacity) for share in (0.5, 0.85, 0.95, 1.2)]
+    capacity = usable_bytes(FRAMEWORKS["nanotron"], device)
+    chances = [
+        out_of_memory_probability(FRAMEWORKS["nanotron"], int(share * device), capacity)
+        for share in (0.5, 0.85, 0.95, 1.2)
+    ]
     assert chances[0] < 0.04
     assert 0.15 < chances[1] < 0.4
     assert 0.6 < chances[2] < 0.85
@@ -34,4 +40,4 @@ def test_what_fits_with_little_room_is_tight() -> None:
 
 
 def test_a_cpu_rank_can_use_all_that_it_is_given() -> None:
-    assert usable_bytes("nanotron", 100, is_cpu=True) == 100
+    assert usable_bytes(FRAMEWORKS["nanotron"], 100, is_cpu=True) == 100

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.memory.peak import outside_allocator_bytes
-from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
+from scaletrain_cli.plan.search.layouts import build_layout
 from tests.plan.specs import spec_of
 
 GB = 10**9

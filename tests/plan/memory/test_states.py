@@ -11,7 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaletrain_cli.plan.memory.states import MOMENT_BYTES, checkpoint_bytes_per_parameter, model_state_bytes
+from scaletrain_cli.plan.memory.states import (
+    MOMENT_BYTES,
+    MasterWeights,
+    checkpoint_bytes_per_parameter,
+    model_state_bytes,
+)
 
 SEVEN_BILLION = 7_000_000_000
 GB = 10**9
@@ -57,11 +62,19 @@ def test_other_optimizers_keep_their_own_moments(optimizer: str, moments: float)
 
 
 def test_fsdp_s_weights_are_their_own_fp32_master() -> None:
-    assert model_state_bytes(800, "bf16", "fp32", 3, data_parallel=8, framework="fsdp") == (400, 400, 800)
+    assert model_state_bytes(800, "bf16", "fp32", 3, data_parallel=8, master=MasterWeights.THE_WEIGHTS) == (
+        400,
+        400,
+        800,
+    )
 
 
 def test_megatron_clones_no_fp32_weights() -> None:
-    assert model_state_bytes(800, "fp32", "fp32", 1, data_parallel=8, framework="megatron") == (3200, 3200, 800)
+    assert model_state_bytes(800, "fp32", "fp32", 1, data_parallel=8, master=MasterWeights.BESIDE_16_BIT) == (
+        3200,
+        3200,
+        800,
+    )
 
 
 def test_a_partition_is_rounded_up() -> None:

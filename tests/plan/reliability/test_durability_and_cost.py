@@ -94,7 +94,7 @@ def test_the_grace_period_must_hold_one_step_and_one_checkpoint() -> None:
     assert plan_of(cluster__grace_seconds=math.ceil(enough)).durability.grace_ok
     short = plan_of(cluster__grace_seconds=math.floor(enough), cluster__spot=True)
     assert not short.durability.grace_ok
-    assert any("more than cluster.grace_seconds" in warning for warning in short.warnings)
+    assert any("more than cluster.grace_seconds" in str(warning) for warning in short.warnings)
 
 
 def test_saving_bloom_takes_as_long_as_its_chronicle_says() -> None:
@@ -232,9 +232,10 @@ def test_the_copy_that_checkpoints_are_written_from_is_shared_out_over_the_nodes
 
 def test_a_memory_per_node_that_cannot_hold_that_copy_is_a_warning() -> None:
     said = {
-        memory: "\n".join(plan_of(cluster__slurm={"memory_per_node": memory}).warnings) for memory in ("16GB", "32GB")
+        memory: "\n".join(map(str, plan_of(cluster__slurm={"memory_per_node": memory}).warnings))
+        for memory in ("16GB", "32GB")
     }
     assert "cluster.slurm.memory_per_node = 16.0 GB" in said["16GB"]
     assert "memory_per_node" not in said["32GB"]
     pods = {"cluster__scheduler": "kubernetes", "cluster__kubernetes": {"memory_per_node": "16GB"}}
-    assert "cluster.kubernetes.memory_per_node = 16.0 GB" in "\n".join(plan_of(**pods).warnings)
+    assert "cluster.kubernetes.memory_per_node = 16.0 GB" in "\n".join(map(str, plan_of(**pods).warnings))

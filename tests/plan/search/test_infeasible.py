@@ -7,6 +7,7 @@ import pytest
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.plan import PlanInfeasibleError, make_plan
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.text import bytes_text
 from tests.plan.specs import DATA_ALONE, spec_of
 
 
@@ -26,7 +27,7 @@ def test_a_model_that_is_too_large_exits_with_3_and_shows_the_plan_it_would_need
     assert error.plan is not None
     assert not error.plan.memory.fits
     assert error.plan.to_json()["memory"]["fits"] is False
-    assert f"{error.plan.memory.peak / 1e9:,.1f} GB" in str(error)
+    assert bytes_text(error.plan.memory.peak) in str(error)
 
 
 def test_the_parts_are_named_with_their_sizes() -> None:

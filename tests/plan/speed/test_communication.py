@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.catalogue.networks import cluster_link
+from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS, framework_of
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
-from scaletrain_cli.plan.speed.communication import CONTENTION, data_traffic, exposed, sent_bytes, shards_norms
-from scaletrain_cli.plan.speed.framework_time import habits_of
+from scaletrain_cli.plan.search.layouts import build_layout
+from scaletrain_cli.plan.speed.communication import CONTENTION, data_traffic, exposed, sent_bytes
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 
@@ -21,10 +22,14 @@ def run(zero_stage: int = 1, checkpointing: str = "none", **spec: Any) -> tuple[
     return made, build_layout(made, resolve_axes(made), zero_stage, checkpointing, 1)
 
 
+def _shards_norms(spec: RunSpec, layout: Layout) -> bool:
+    return framework_of(spec).shards_norms(spec, layout)
+
+
 def data_bytes(framework: str, zero_stage: int, parameters: int = 8_000_000) -> int:
     spec, layout = run(zero_stage, planner__framework=framework)
     device = find_accelerator(spec.cluster)
-    habits = habits_of(framework, device.compute_capability)
+    habits = FRAMEWORKS[framework].profile_on(device)
     return data_traffic(spec, layout, cluster_link(spec.cluster, device), habits, parameters, 32).sent
 
 
@@ -65,7 +70,7 @@ def test_what_hides_still_slows_what_it_hides_behind() -> None:
 
 def test_norms_are_sharded_where_the_framework_or_the_spec_says_so() -> None:
     for framework, expected in (("deepspeed", False), ("megatron", True), ("nanotron", True)):
-        assert shards_norms(*run(layout__tensor_parallel=2, planner__framework=framework)) is expected
-    assert not shards_norms(*run(planner__framework="megatron"))
+        assert _shards_norms(*run(layout__tensor_parallel=2, planner__framework=framework)) is expected
+    assert not _shards_norms(*run(planner__framework="megatron"))
     pinned: dict[str, Any] = {"layout__tensor_parallel": 2, "layout__tensor_sequence_parallel": False}
-    assert not shards_norms(*run(planner__framework="megatron", **pinned))
+    assert not _shards_norms(*run(planner__framework="megatron", **pinned))

@@ -9,12 +9,13 @@ import pytest
 
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.advice.explain import explain
+from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
-from scaletrain_cli.plan.estimate import plan_memory
+from scaletrain_cli.plan.frameworks.profile import compiled_profile
+from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS
+from scaletrain_cli.plan.memory.device_memory import plan_memory
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
-from scaletrain_cli.plan.speed.compiled import fused
-from scaletrain_cli.plan.speed.framework_time import HABITS
+from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.speed.timing import plan_time
 from tests.plan.specs import spec_of
 
@@ -40,8 +41,8 @@ def test_gpt_2_takes_about_what_build_nanogpt_reports() -> None:
 
 @pytest.mark.parametrize("framework", ["deepspeed", "fsdp", "megatron", "nanotron"])
 def test_compiling_moves_fewer_bytes_and_issues_fewer_kernels(framework: str) -> None:
-    eager = HABITS[framework]
-    compiled = fused(eager)
+    eager = FRAMEWORKS[framework].profile
+    compiled = compiled_profile(eager)
     assert compiled.norm_forward <= eager.norm_forward
     assert compiled.forward_host < eager.forward_host
     assert compiled.loss == eager.loss
@@ -76,4 +77,4 @@ def test_auto_is_planned_with_the_time_of_compiled_blocks_and_the_memory_of_eage
     (question,) = [each for each in explain(auto, plan) if each.key == "compile"]
     assert question.answer is True
     assert [row.name for row in question.rows] == ["compiled", "eager"]
-    assert question.verdict.startswith("Yes: by the model an eager step takes")
+    assert [reason.code for reason in question.verdict] == ["plan.compiled"]

@@ -8,7 +8,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_name
 from scaletrain_cli.plan.speed.kernels import (
     Rates,
     flash_attention_seconds,
-    materialised_attention_seconds,
+    materialized_attention_seconds,
     matmul_seconds,
     memory_seconds,
     rates,
@@ -69,8 +69,8 @@ def test_attention_costs_its_square_and_twice_and_a_half_backward() -> None:
 def test_attention_that_keeps_its_scores_is_slower() -> None:
     rate = on("a100-sxm-80gb")
     fused = flash_attention_seconds(8192, 2048, 16, 128, 128, False, rate)
-    kept = materialised_attention_seconds(8192, 2048, 16, 128, 128, (8, 14), False, rate)
-    dropped = materialised_attention_seconds(8192, 2048, 16, 128, 128, (8, 14), True, rate)
+    kept = materialized_attention_seconds(8192, 2048, 16, 128, 128, (8, 14), False, rate)
+    dropped = materialized_attention_seconds(8192, 2048, 16, 128, 128, (8, 14), True, rate)
     assert sum(kept) > 1.5 * sum(fused)
     assert sum(dropped) > sum(kept)
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import accelerator_names, find_accelerator
-from scaletrain_cli.plan.estimate import plan_memory
+from scaletrain_cli.plan.memory.device_memory import plan_memory
 from scaletrain_cli.plan.result import Layout, Network, Time
-from scaletrain_cli.plan.search.layouts import build_layout, resolve_axes
+from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.speed.block_time import Slice, _expert_products
 from scaletrain_cli.plan.speed.kernels import linear_seconds, rates
 from scaletrain_cli.plan.speed.timing import plan_time

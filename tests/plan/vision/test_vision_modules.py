@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.plan.vision import networks
 from scaletrain_cli.plan.vision.memory import activation_bytes
+from scaletrain_cli.plan.vision.networks import network
 from scaletrain_cli.spec.model import VISION
 
 BATCH = 2
@@ -70,12 +70,12 @@ def kept_bytes(module: Any, forward: Callable[[], Any]) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_those_of_the_module(name: str) -> None:
     spec, module, _ = built(name)
-    assert networks(spec).parameters == sum(parameter.numel() for parameter in module.parameters())
+    assert network(spec).parameters == sum(parameter.numel() for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "materialised"])
 @pytest.mark.parametrize("name", MODELS)
 def test_autograd_keeps_what_the_planner_counts(name: str, fused: bool) -> None:
     spec, module, forward = built(name, fused)
-    counted = activation_bytes(networks(spec, fused), BATCH, 4, "none").kept
+    counted = activation_bytes(network(spec, fused), BATCH, 4, "none").kept
     assert counted == kept_bytes(module, forward)

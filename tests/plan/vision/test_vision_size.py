@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.plan.vision import networks, training_flops
+from scaletrain_cli.plan.vision.networks import network, training_flops
 from scaletrain_cli.spec import vision_presets
 from scaletrain_cli.spec.model import VISION
 
@@ -53,12 +53,12 @@ def test_every_preset_is_checked() -> None:
 
 @pytest.mark.parametrize(("preset", "parameters"), PARAMETERS.items())
 def test_parameters_are_those_of_the_published_weights(preset: str, parameters: int) -> None:
-    assert networks(model_of(preset)).parameters == parameters
+    assert network(model_of(preset)).parameters == parameters
 
 
 @pytest.mark.parametrize(("preset", "gmacs"), GMACS.items())
 def test_a_forward_pass_costs_what_the_authors_state(preset: str, gmacs: float) -> None:
-    assert networks(model_of(preset)).macs / 1e9 == pytest.approx(gmacs, abs=0.006)
+    assert network(model_of(preset)).macs / 1e9 == pytest.approx(gmacs, abs=0.006)
 
 
 # OpenCLIP's docs/model_profile.csv: billions of FLOPs per pair, two per multiplication.
@@ -67,7 +67,7 @@ def test_a_forward_pass_costs_what_the_authors_state(preset: str, gmacs: float) 
     [("clip-vit-base-patch32", 14.78), ("clip-vit-base-patch16", 41.09), ("clip-vit-large-patch14", 175.33)],
 )
 def test_clip_costs_what_openclip_counts(preset: str, gflops: float) -> None:
-    assert 2 * networks(model_of(preset)).macs / 1e9 == pytest.approx(gflops, abs=0.01)
+    assert 2 * network(model_of(preset)).macs / 1e9 == pytest.approx(gflops, abs=0.01)
 
 
 def test_a_clip_that_is_no_preset_is_as_exact() -> None:
@@ -88,39 +88,39 @@ def test_a_clip_that_is_no_preset_is_as_exact() -> None:
         },
         "projection_dim": 1024,
     }
-    giant = networks(VISION["clip"].model_validate(given))
+    giant = network(VISION["clip"].model_validate(given))
     assert giant.parameters == 1_366_678_273  # OpenCLIP's ViT-g-14
     assert 2 * giant.macs / 1e9 == pytest.approx(581.15, abs=0.01)
 
 
 def test_training_costs_six_operations_per_multiplication() -> None:
     model = model_of("resnet-50")
-    assert training_flops(model) == 6 * networks(model).macs
+    assert training_flops(model) == 6 * network(model).macs
 
 
 def test_convolutions_cost_with_the_area_of_the_image() -> None:
-    small, large = (networks(model_of("resnet-50", image_size=size)).macs for size in (224, 448))
+    small, large = (network(model_of("resnet-50", image_size=size)).macs for size in (224, 448))
     assert large == pytest.approx(4 * small, rel=0.01)
 
 
 def test_attention_costs_with_the_square_of_the_patches() -> None:
-    small, large = (networks(model_of("vit-base-patch16", image_size=size)).macs for size in (224, 448))
+    small, large = (network(model_of("vit-base-patch16", image_size=size)).macs for size in (224, 448))
     assert large > 4 * small
 
 
 def test_an_odd_image_loses_what_strides_leave_over() -> None:
     for preset in ("resnet-50", "convnext-tiny"):
-        odd, even = (networks(model_of(preset, image_size=size)).macs for size in (223, 256))
+        odd, even = (network(model_of(preset, image_size=size)).macs for size in (223, 256))
         assert 0 < odd < even
 
 
 def test_without_layer_scale_a_block_has_fewer_parameters() -> None:
     scaled, plain = model_of("convnext-tiny"), model_of("convnext-tiny", layer_scale_init_value=0)
     widths = sum(size * depth for size, depth in zip(scaled.hidden_sizes, scaled.depths, strict=True))
-    assert networks(scaled).parameters - networks(plain).parameters == widths
+    assert network(scaled).parameters - network(plain).parameters == widths
 
 
 def test_autocast_changes_no_parameter_and_no_product() -> None:
     for preset in PARAMETERS:
-        plain, mixed = (networks(model_of(preset), True, autocast) for autocast in (False, True))
+        plain, mixed = (network(model_of(preset), True, autocast) for autocast in (False, True))
         assert (plain.parameters, plain.macs) == (mixed.parameters, mixed.macs)

@@ -1,0 +1,145 @@
+"""Degrees of parallelism, the rules that they can break, and what a framework can run of them. No sizes, no times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import isqrt
+from typing import Any, NamedTuple
+
+from scaletrain_cli.errors import Problem
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.text import either
+
+AXES = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "virtual_pipeline",
+    "sequence_parallel",
+    "context_parallel",
+    "expert_parallel",
+)
+CHECKPOINTING = ("none", "selective", "full")
+OFFLOAD = ("none", "optimizer", "optimizer+params")
+_OFFLOAD_STAGE = {"auto": 0, "none": 0, "optimizer": 1, "optimizer+params": 3}
+
+
+class Axes(NamedTuple):
+    """Degrees of parallelism of one layout."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    virtual: int
+    sequence: int
+    context: int
+    expert: int
+
+    @property
+    def model_parallel(self) -> int:
+        """Number of ranks that work on the same sequences."""
+        return self.tensor * self.pipeline * self.sequence * self.context
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks over which ZeRO may partition states."""
+        return self.data * self.sequence * self.context
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a framework runs: the axes beside data that may exceed 1, its ZeRO stages, and what it can offload."""
+
+    axes: frozenset[str]
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    offload: tuple[str, ...] = ("none",)
+
+    @property
+    def axis_names(self) -> str:
+        """Return the axes as words, ``data, tensor and pipeline``."""
+        return either(["data", *(axis.removesuffix("_parallel") for axis in AXES if axis in self.axes)], "and")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule that a setting breaks: its dotted key, the value that stands there, and the reason with its remedies.
+
+    ``params`` are those of the rule's text, ``fix`` those of its remedies.
+    """
+
+    key: str
+    given: object
+    code: str
+    params: dict[str, Any] = field(default_factory=dict)
+    fix: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reason(self) -> Reason:
+        """Return the reason; key and value are among its parameters."""
+        return Reason(f"plan.{self.code}", {"key": self.key, "given": self.given, **self.params, **self.fix})
+
+    @property
+    def rejection(self) -> Reason:
+        """Return the reason for all values that break the rule alike."""
+        return Reason(f"plan.{self.code}", {"key": self.key, **self.params})
+
+    def problem(self, where: str) -> Problem:
+        """Return the broken rule as a problem of the input that stands at ``where``."""
+        return Problem.because(where, self.key, self.reason, self.given)
+
+    @property
+    def message(self) -> str:
+        """Return what the rule says, with a full stop."""
+        return f"{self.reason}."
+
+    @property
+    def hint(self) -> str:
+        """Return what would satisfy the rule, as sentences."""
+        return " ".join(self.reason.remedies)
+
+    @property
+    def text(self) -> str:
+        """Return key, value, rule and remedy on one line."""
+        subject = self.key if self.given is None else f"{self.key} = {self.given}"
+        return f"{subject}: {self.message} {self.hint}".strip()
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending; takes time in proportion to its square root."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def nearest_divisors(number: int, wanted: int) -> list[int]:
+    """Return the divisors of ``number`` on either side of ``wanted``: one or two of them."""
+    found = divisors(number) if number <= 10**12 else [1]
+    below = max((n for n in found if n <= wanted), default=1)
+    above = min((n for n in found if n > wanted), default=below)
+    return [below] if above == below else [below, above]
+
+
+def resolve_axes(spec: RunSpec) -> Axes:
+    """Return the plainest degrees: 1 unless pinned; data parallelism takes what the others leave, at least 1."""
+    layout = spec.layout
+    tensor, pipeline, virtual, sequence, context, expert = (
+        1 if degree == "auto" else degree
+        for degree in (
+            layout.tensor_parallel,
+            layout.pipeline_parallel,
+            layout.virtual_pipeline,
+            layout.sequence_parallel,
+            layout.context_parallel,
+            layout.expert_parallel,
+        )
+    )
+    others = tensor * pipeline * sequence * context
+    data = max(1, spec.world_size // others) if layout.data_parallel == "auto" else layout.data_parallel
+    return Axes(data, tensor, pipeline, virtual, sequence, context, expert)
+
+
+def offload_stage(spec: RunSpec, offload: str) -> int:
+    """Return the lowest ZeRO stage for an offload mode.
+
+    DeepSpeed offloads what it partitions, and to NVMe in stage 3 only (zero/offload_config.py).
+    """
+    return 3 if spec.layout.offload_device == "nvme" and offload != "none" else _OFFLOAD_STAGE[offload]

@@ -1,0 +1,1 @@
+"""One object per training framework: its memory, time, pipeline and search rules. registry.py finds them by name."""

@@ -1,0 +1,141 @@
+"""What a training framework is to the planner: one object that owns its memory, time, pipeline and search rules.
+
+A framework that is new to the planner is a subclass in a file of its own and a line in registry.py. Memory, speed and
+search ask the object and never its name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import ClassVar, Literal
+
+from scaletrain_cli.plan.architecture import Architecture
+from scaletrain_cli.plan.axes import Axes, Capabilities, Rule
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
+from scaletrain_cli.plan.memory.states import MasterWeights
+from scaletrain_cli.plan.result import Layout, StageMemory
+from scaletrain_cli.plan.stages import Stage, blocks_by_number, stages_of
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import ModelSpec, RunSpec
+
+# What selective activation checkpointing recomputes: every n-th block; the attention module of each block with its
+# projections; the attention core of each; or all but the attention and every second product.
+Selective = Literal["blocks", "attention module", "attention core", "operations"]
+
+
+class Framework(ABC):
+    """One training framework. Class attributes are its data; methods are the rules, with the usual one as default."""
+
+    name: ClassVar[str]
+    # Whether it is this project's engine: only its layouts may be submitted.
+    is_engine: ClassVar[bool] = False
+
+    # --- memory
+
+    # Share of the device's memory that a process can fill, its context included.
+    usable_memory: ClassVar[float]
+    # Standard deviation of the logarithm of needed over estimated bytes.
+    estimate_spread: ClassVar[float]
+    # Share of what is allocated and freed in a step that the caching allocator cannot use.
+    fragmentation: ClassVar[float]
+    # Bytes per token and vocabulary entry that logits and loss take.
+    logit_bytes: ClassVar[int]
+    # Which fp32 copy of the weights the optimizer updates.
+    master_weights: ClassVar[MasterWeights] = MasterWeights.BESIDE_16_BIT
+    # Whether attention dropout keeps the matrix of scores, because no fused kernel draws the framework's masks.
+    keeps_dropped_scores: ClassVar[bool] = False
+
+    # --- time
+
+    profile: ClassVar[FrameworkProfile]
+    # Whether gradients below ZeRO-2 are reduced for all ranks, where a scatter would do.
+    reduces_whole_gradients: ClassVar[bool] = False
+    # Whether gradients below ZeRO-2 are reduced after the backward pass of the last micro-batch, not beside it. Only
+    # vision networks are modeled with it; for transformers it is in profile.reduce_overlap.
+    reduces_after_backward: ClassVar[bool] = False
+    # Whether ZeRO-2 gathers weights per micro-batch and keeps them from the forward to the backward pass.
+    gathers_per_micro_batch: ClassVar[bool] = False
+    # Whether an activation that norms leave whole is sent whole to the next stage, by every tensor rank.
+    sends_whole_boundary: ClassVar[bool] = False
+    # Whether tensor parallelism cuts norms and residuals too, unless the spec says (arXiv:2205.05198).
+    cuts_norms: ClassVar[bool] = True
+    # Whether its blocks may be compiled by ``training.compile: auto``.
+    compiles_blocks: ClassVar[bool] = False
+
+    # --- search
+
+    capabilities: ClassVar[Capabilities]
+
+    @abstractmethod
+    def stage_memory(
+        self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
+    ) -> Callable[[Stage], StageMemory]:
+        """Return the function that sizes one pipeline stage after another of this layout, in bytes of one rank."""
+
+    @abstractmethod
+    def memory_assumptions(self) -> Iterator[Reason]:
+        """Yield where the figures of states, buffers and fragmentation come from."""
+
+    @abstractmethod
+    def selective(self, spec: RunSpec) -> Selective:
+        """Return what selective activation checkpointing recomputes."""
+
+    def selective_every(self, spec: RunSpec) -> int:
+        """Return n where selective activation checkpointing recomputes every n-th block."""
+        return 2
+
+    def cross_entropy(self, spec: RunSpec, micro_batch_tokens: int, tensor_parallel: int, device_bytes: int) -> str:
+        """Return how the loss of a text model is computed, ``whole``, ``chunked`` or ``liger``."""
+        return "whole"
+
+    def shards_norms(self, spec: RunSpec, layout: Layout) -> bool:
+        """Return whether norms and residuals are cut over the tensor ranks too (arXiv:2205.05198)."""
+        wanted = spec.layout.tensor_sequence_parallel
+        if layout.tensor_parallel == 1:
+            return False
+        return self.cuts_norms if wanted == "auto" else wanted
+
+    def drops_scores(self, spec: RunSpec) -> bool:
+        """Return whether attention keeps its matrix of scores because it drops some of them by masks of its own."""
+        return self.keeps_dropped_scores and spec.transformer.attention_dropout > 0
+
+    def checkpoint_zero_stage(self, layout: Layout) -> int:
+        """Return the ZeRO stage whose states a checkpoint has; 3: the weights only as their fp32 master copy."""
+        return layout.zero_stage
+
+    def written_alone_bytes(self, layout: Layout, checkpoint_bytes: int, weight_bytes: int) -> int:
+        """Return the bytes of a checkpoint that data-parallel rank 0 writes alone; all nodes share the rest.
+
+        Most frameworks share out what ranks hold alike (Megatron-LM: ``--ckpt-fully-parallel-save``).
+        """
+        return 0
+
+    def profile_on(self, device: Accelerator) -> FrameworkProfile:
+        """Return the time profile on a device."""
+        return self.profile
+
+    def blocks_by_stage(self, model: ModelSpec, stages: int) -> tuple[int, ...]:
+        """Return the number of blocks on each pipeline stage."""
+        return blocks_by_number(model.num_hidden_layers, stages)
+
+    def pipeline_stages(self, spec: RunSpec, pipeline_parallel: int) -> tuple[Stage, ...]:
+        """Return every stage; of a very long pipeline the first, second and last."""
+        return stages_of(spec.transformer, pipeline_parallel, self.blocks_by_stage)
+
+    def rules(self, spec: RunSpec, axes: Axes) -> Iterator[Rule]:
+        """Yield the rules of the framework that these degrees break."""
+        yield from ()
+
+    def lowest_zero_stage(self, spec: RunSpec, pipelined: bool) -> int:
+        """Return the lowest ZeRO stage that it runs."""
+        return 0
+
+    def highest_zero_stage(self, spec: RunSpec, pipelined: bool) -> int:
+        """Return the highest ZeRO stage that it runs; a pipeline holds gradients whole until its last micro-batch."""
+        return 1 if pipelined else 3
+
+    def fewest_micro_batches(self, pipeline_parallel: int) -> int:
+        """Return the fewest micro-batches per step that a pipeline of this length takes."""
+        return 0

@@ -1,0 +1,124 @@
+"""This project's engine: eager PyTorch modules under DeepSpeed 0.19 with ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+from scaletrain_cli.plan.architecture import Architecture
+from scaletrain_cli.plan.axes import AXES, Axes, Capabilities, Rule, offload_stage
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.frameworks.base import Framework, Selective
+from scaletrain_cli.plan.frameworks.profile import EAGER_SCORES, FrameworkProfile
+from scaletrain_cli.plan.memory.activations import chosen_cross_entropy
+from scaletrain_cli.plan.memory.engine_memory import engine_stage
+from scaletrain_cli.plan.memory.states import MasterWeights, weight_bytes
+from scaletrain_cli.plan.result import Layout, StageMemory
+from scaletrain_cli.plan.stages import Stage, blocks_per_stage
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import ModelSpec, RunSpec
+
+# What the engine of this version runs: the search proposes within it, and only that may be submitted.
+ENGINE = Capabilities(
+    axes=frozenset({"tensor_parallel", "pipeline_parallel", "sequence_parallel", "expert_parallel"}),
+    offload=("none", "optimizer", "optimizer+params"),
+)
+
+# RMSNorm and rotation compute in fp32 step by step; ZeRO's reduction runs through Python hooks.
+_PROFILE = FrameworkProfile(
+    forward_host=0.75e-3,
+    backward_host=1.1e-3,
+    tensor_host=0.4e-3,
+    experts_host=5.0e-3,
+    socket_host=0.0,
+    micro_batch_host=1.5e-3,
+    end_host=1.5e-3,
+    step_host=25e-3,
+    norm_forward=84.0,
+    norm_backward=110.0,
+    gated=(10.0, 18.0),
+    plain=(4.0, 6.0),
+    rotary=(29.0, 29.0),
+    loss=(18.0, 20.0),
+    scores=EAGER_SCORES,
+    accumulate=12.0,
+    optimizer=50.0,
+    tensor_collectives=(4, 4),
+    tensor_overlap=0.0,
+    gradient_reduced=2,
+    reduce_overlap=0.7,
+    gather_overlap=0.0,
+    attention_speed=1.0,
+    pipeline_overlap=0.0,
+    zero_host=5e-3,
+)
+
+
+class DeepSpeed(Framework):
+    """The engine that runs are submitted to."""
+
+    name = "deepspeed"
+    is_engine = True
+    # The margin for NCCL and fragmentation is in the parts of engine_memory.py.
+    usable_memory = 1.0
+    # There are no published runs of this engine; as wide as for Megatron-LM and torchtitan.
+    estimate_spread = 0.08
+    fragmentation = 0.05
+    logit_bytes = 12
+    master_weights = MasterWeights.OF_EACH_PARTITION
+    # The engine draws attention dropout alike in every layout, which no fused kernel does.
+    keeps_dropped_scores = True
+    profile = _PROFILE
+    # stage_1_and_2.py use_multi_rank_bucket_allreduce; engine.py allreduce_gradients.
+    reduces_whole_gradients = True
+    reduces_after_backward = True
+    cuts_norms = False
+    compiles_blocks = True
+    # What DeepSpeed could run, with ``planner.search: everything``.
+    capabilities: ClassVar[Capabilities] = Capabilities(frozenset(AXES), (0, 1, 2, 3), ENGINE.offload)
+
+    def stage_memory(
+        self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
+    ) -> Callable[[Stage], StageMemory]:
+        """Return what sizes a stage, from what DeepSpeed allocates."""
+        return engine_stage(spec, layout, device, whole)
+
+    def memory_assumptions(self) -> Iterator[Reason]:
+        """Yield that the figures are read in DeepSpeed's source."""
+        yield Reason("plan.assumes-deepspeed-states")
+        yield Reason("plan.assumes-reduced-type")
+        yield Reason("plan.assumes-fragmentation", {"share": self.fragmentation})
+
+    def selective(self, spec: RunSpec) -> Selective:
+        """Return what ``layout.selective_scope`` says."""
+        return "attention module" if spec.layout.selective_scope == "attention" else "blocks"
+
+    def selective_every(self, spec: RunSpec) -> int:
+        """Return ``layout.selective_every``."""
+        return spec.layout.selective_every
+
+    def cross_entropy(self, spec: RunSpec, micro_batch_tokens: int, tensor_parallel: int, device_bytes: int) -> str:
+        """Return ``training.cross_entropy``, or for ``auto`` what the size of the logits asks for."""
+        return chosen_cross_entropy(spec, micro_batch_tokens, tensor_parallel, device_bytes)
+
+    def checkpoint_zero_stage(self, layout: Layout) -> int:
+        """Return 3: the engine writes the weights as their fp32 master copy, in every stage."""
+        return 3
+
+    def blocks_by_stage(self, model: ModelSpec, stages: int) -> tuple[int, ...]:
+        """Return the cut of the engine's pipeline, by time."""
+        return blocks_per_stage(model, stages)
+
+    def rules(self, spec: RunSpec, axes: Axes) -> Iterator[Rule]:
+        """Yield what DeepSpeed's PipelineModule refuses: it takes no ZeRO stage above 1."""
+        stage = spec.layout.zero_stage
+        if axes.pipeline > 1 and (stage in (2, 3) or offload_stage(spec, spec.layout.offload) == 3):
+            yield Rule("layout.zero_stage", stage, "zero-refused-with-pipeline")
+
+    def lowest_zero_stage(self, spec: RunSpec, pipelined: bool) -> int:
+        """Return 1 where DeepSpeed has no usable stage 0: for 16-bit weights, and beside a pipeline."""
+        return 1 if pipelined or weight_bytes(spec.training.precision) == 2 else 0
+
+    def highest_zero_stage(self, spec: RunSpec, pipelined: bool) -> int:
+        """Return 1 beside a pipeline, and 2 for fp8, whose products keep the weights that stage 3 gathers."""
+        return 1 if pipelined else 2 if spec.training.precision == "fp8" else 3

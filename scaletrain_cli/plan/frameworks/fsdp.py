@@ -1,0 +1,103 @@
+"""PyTorch FSDP with models as torchtitan writes them: eager modules, weights and states sharded by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from scaletrain_cli.plan.architecture import Architecture
+from scaletrain_cli.plan.axes import AXES, Capabilities
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.frameworks.base import Framework, Selective
+from scaletrain_cli.plan.frameworks.profile import EAGER_SCORES, MIB, FrameworkProfile, MemoryProfile
+from scaletrain_cli.plan.memory.framework_stages import framework_stages
+from scaletrain_cli.plan.memory.states import MasterWeights
+from scaletrain_cli.plan.result import Layout, StageMemory
+from scaletrain_cli.plan.stages import Stage
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import RunSpec
+
+# PyTorch FSDP with models as torchtitan writes them: eager SwiGLU, repeat_kv, the selective checkpointing of
+# distributed/activation_checkpoint.py, and a prefetch of the next block. The loss holds the 16-bit logits, and in fp32
+# the log-probabilities and the gradients of two losses. AdamW's foreach form makes the root of the second moment.
+MEMORY = MemoryProfile(
+    gated_mlp=4,
+    keeps_projected=False,
+    repeats_keys=True,
+    gathered=2,
+    logits=14,
+    bucket=0,
+    fresh_gradient=0,
+    step_temporary=4,
+    gathered_blocks=2,
+    workspace=8 * MIB,
+    hopper_workspace=24 * MIB,
+    fragmentation=0.04,
+    keeps_stage_output=True,
+)
+# PyTorch FSDP: eager modules, CPU time for the hooks of each unit; prefetches the next block's weights.
+_PROFILE = FrameworkProfile(
+    forward_host=0.8e-3,
+    backward_host=1.2e-3,
+    tensor_host=0.4e-3,
+    experts_host=5.0e-3,
+    socket_host=0.0,
+    micro_batch_host=1.5e-3,
+    end_host=1.5e-3,
+    step_host=20e-3,
+    norm_forward=24.0,
+    norm_backward=40.0,
+    gated=(10.0, 18.0),
+    plain=(4.0, 6.0),
+    rotary=(20.0, 20.0),
+    loss=(20.0, 20.0),
+    scores=EAGER_SCORES,
+    accumulate=8.0,
+    optimizer=44.0,
+    tensor_collectives=(4, 6),
+    tensor_overlap=0.2,
+    gradient_reduced=None,
+    reduce_overlap=0.9,
+    gather_overlap=0.0,
+    attention_speed=1.0,
+    pipeline_overlap=0.3,
+    zero_host=5e-3,
+    complex_rotary=True,  # torchtitan, models/llama3/model.py apply_rotary_emb
+)
+
+
+class Fsdp(Framework):
+    """PyTorch FSDP."""
+
+    name = "fsdp"
+    # No crashes are published: a margin for NCCL and fragmentation, and the errors against torchtitan's runs.
+    usable_memory = 0.95
+    estimate_spread = 0.08
+    fragmentation = MEMORY.fragmentation
+    logit_bytes = MEMORY.logits
+    # The weights are the fp32 master themselves (torch, MixedPrecisionPolicy).
+    master_weights = MasterWeights.THE_WEIGHTS
+    profile = _PROFILE
+    # SHARD_GRAD_OP keeps the weights from the forward to the backward pass.
+    gathers_per_micro_batch = True
+    sends_whole_boundary = True
+    # FSDP shards nothing, gradients and states, or all (torch ShardingStrategy NO_SHARD, SHARD_GRAD_OP, FULL_SHARD).
+    capabilities = Capabilities(frozenset(AXES), (0, 2, 3), ("none", "optimizer+params"))
+
+    def stage_memory(
+        self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
+    ) -> Callable[[Stage], StageMemory]:
+        """Return what sizes a stage, from the operations of a block and the memory profile."""
+        return framework_stages(spec, layout, device, whole, self, MEMORY, _PROFILE)
+
+    def memory_assumptions(self) -> Iterator[Reason]:
+        """Yield that the figures are counted in the framework's source."""
+        yield Reason("plan.assumes-counted-states", {"framework": self.name})
+        yield Reason("plan.assumes-fragmentation", {"share": self.fragmentation})
+
+    def selective(self, spec: RunSpec) -> Selective:
+        """Return torchtitan's kind, which saves attention and every second product (activation_checkpoint.py)."""
+        return "operations"
+
+    def checkpoint_zero_stage(self, layout: Layout) -> int:
+        """Return 3: there are no other weights than the fp32 ones (torch/distributed/fsdp, MixedPrecision)."""
+        return 3

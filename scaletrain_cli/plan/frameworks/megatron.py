@@ -1,0 +1,116 @@
+"""Megatron-LM: fused kernels, tensor and pipeline parallelism, the distributed optimizer (ZeRO-1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from scaletrain_cli.plan.architecture import Architecture
+from scaletrain_cli.plan.axes import AXES, Capabilities
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.frameworks.base import Framework, Selective
+from scaletrain_cli.plan.frameworks.profile import FUSED_SCORES, MIB, FrameworkProfile, MemoryProfile
+from scaletrain_cli.plan.memory.framework_stages import framework_stages
+from scaletrain_cli.plan.result import Layout, StageMemory
+from scaletrain_cli.plan.stages import Stage
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import RunSpec
+
+# Megatron-LM: fused SwiGLU; vocab_parallel_cross_entropy exponentiates the fp32 copy of the logits in place; gradients
+# are added to the fp32 buffer by the product itself (gradient accumulation fusion); FusedAdam works in place.
+MEMORY = MemoryProfile(
+    gated_mlp=3,
+    keeps_projected=True,
+    repeats_keys=False,
+    gathered=2,
+    logits=6,
+    bucket=0,
+    fresh_gradient=0,
+    step_temporary=0,
+    gathered_blocks=2,
+    workspace=64 * MIB,
+    hopper_workspace=28 * MIB,
+    fragmentation=0.08,
+    keeps_stage_output=False,
+)
+# Megatron-LM: fused softmax, bias-GeLU, bias-dropout-add and norms; weight gradients accumulate in the product.
+_PROFILE = FrameworkProfile(
+    forward_host=0.85e-3,
+    backward_host=1.3e-3,
+    tensor_host=0.15e-3,
+    experts_host=5.0e-3,
+    socket_host=0.8e-3,
+    micro_batch_host=1.5e-3,
+    end_host=2.0e-3,
+    step_host=1e-3,
+    norm_forward=17.0,
+    norm_backward=21.0,
+    gated=(6.0, 10.0),
+    plain=(4.0, 6.0),
+    rotary=(4.0, 4.0),
+    loss=(26.0, 14.0),
+    scores=FUSED_SCORES,
+    accumulate=7.0,
+    optimizer=44.0,
+    tensor_collectives=(4, 4),
+    tensor_overlap=0.0,
+    gradient_reduced=None,
+    reduce_overlap=0.0,
+    gather_overlap=0.0,
+    attention_speed=1.0,
+    pipeline_overlap=0.0,
+    zero_host=5e-3,
+)
+# Megatron-LM and NeMo on Hopper and later, with Transformer Engine: tensor-parallel traffic is cut up and runs beside
+# the products (tp_comm_overlap), gradients and weights beside both passes (overlap_grad_reduce, overlap_param_gather),
+# and attention is cuDNN's. Its modules cost the host more than the plain ones of 2021: 3.7 to 4.5 ms per block, 8 to 9
+# with experts (iteration times of Megatron-LM's functional tests on H100). NVIDIA's own recipes switch all of that on
+# (Megatron-Bridge, src/megatron/bridge/recipes).
+_TRANSFORMER_ENGINE = replace(
+    _PROFILE,
+    forward_host=1.4e-3,
+    backward_host=2.0e-3,
+    tensor_host=0.3e-3,
+    socket_host=0.0,
+    tensor_overlap=0.7,
+    reduce_overlap=0.9,
+    gather_overlap=0.9,
+    pipeline_overlap=0.5,
+    attention_speed=1.5,
+    sends_once_per_node=True,  # its flex dispatcher with DeepEP
+)
+
+
+class Megatron(Framework):
+    """Megatron-LM."""
+
+    name = "megatron"
+    # No crashes are published: a margin for NCCL and fragmentation, and the errors against Megatron-LM's tests.
+    usable_memory = 0.95
+    estimate_spread = 0.08
+    fragmentation = MEMORY.fragmentation
+    logit_bytes = MEMORY.logits
+    profile = _PROFILE
+    # The distributed optimizer is ZeRO-1. No ranks trade heads for tokens (Ulysses): its "sequence parallel" cuts
+    # norms over the tensor ranks, and such an all-to-all runs within its context ranks (cp_comm_type).
+    capabilities = Capabilities(frozenset(AXES) - {"sequence_parallel"}, (0, 1), ("none", "optimizer"))
+
+    def profile_on(self, device: Accelerator) -> FrameworkProfile:
+        """Return the profile with Transformer Engine on Hopper and later."""
+        major = device.compute_capability.partition(".")[0]
+        return _TRANSFORMER_ENGINE if major.isdigit() and int(major) >= 9 else _PROFILE
+
+    def stage_memory(
+        self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
+    ) -> Callable[[Stage], StageMemory]:
+        """Return what sizes a stage, from the operations of a block and the memory profile."""
+        return framework_stages(spec, layout, device, whole, self, MEMORY, _PROFILE)
+
+    def memory_assumptions(self) -> Iterator[Reason]:
+        """Yield that the figures are counted in the framework's source."""
+        yield Reason("plan.assumes-counted-states", {"framework": self.name})
+        yield Reason("plan.assumes-fragmentation", {"share": self.fragmentation})
+
+    def selective(self, spec: RunSpec) -> Selective:
+        """Return the attention core (arXiv:2205.05198, section 5)."""
+        return "attention core"

@@ -1,0 +1,164 @@
+"""nanotron: eager blocks with Triton norms, ZeRO-1, and a pipeline whose stages are balanced by cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+from scaletrain_cli.plan.architecture import Architecture
+from scaletrain_cli.plan.axes import AXES, Axes, Capabilities, Rule
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.frameworks.base import Framework, Selective
+from scaletrain_cli.plan.frameworks.profile import FUSED_SCORES, MIB, FrameworkProfile, MemoryProfile
+from scaletrain_cli.plan.memory.framework_stages import framework_stages
+from scaletrain_cli.plan.result import Layout, StageMemory
+from scaletrain_cli.plan.stages import MOST_BLOCKS, Stage
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import ModelSpec, RunSpec
+
+# nanotron: eager SwiGLU (models/llama.py GLUActivation); 16-bit logits, their fp32 copy and the shifted one
+# (parallel/tensor_parallel/functional.py sharded_cross_entropy); DistributedDataParallel's buckets beside the fp32
+# gradients, and the 16-bit gradients of a whole backward pass before they are added (optim/gradient_accumulator.py);
+# two gather buffers (MemoryBuffer) and the gradient of one; fused AdamW. Tensor-parallel collectives run beside the
+# products: with a full launch queue about fifty tensors wait for them, calibrated on the Ultra-Scale sweep.
+MEMORY = MemoryProfile(
+    gated_mlp=4,
+    keeps_projected=False,
+    repeats_keys=False,
+    gathered=3,
+    logits=10,
+    bucket=2,
+    fresh_gradient=2,
+    step_temporary=0,
+    gathered_blocks=0,
+    workspace=8 * MIB,
+    hopper_workspace=24 * MIB,
+    fragmentation=0.06,
+    keeps_stage_output=True,
+    deferred=45,
+)
+# nanotron: Triton RMSNorm, flash-attention with its rotation, eager SwiGLU and loss; gradients in fp32 are added by a
+# hook and reduced with the last micro-batch (optim/gradient_accumulator.py). Stages are balanced by cost
+# (models/base.py build_model). Sends and receives block, after two messages of metadata (pipeline_parallel/p2p.py).
+_PROFILE = FrameworkProfile(
+    forward_host=1.2e-3,
+    backward_host=2.0e-3,
+    tensor_host=1.1e-3,
+    experts_host=5.0e-3,
+    socket_host=0.0,
+    micro_batch_host=1.4e-3,
+    end_host=0.3e-3,
+    step_host=8e-3,
+    norm_forward=20.0,
+    norm_backward=30.0,
+    gated=(10.0, 32.0),
+    plain=(4.0, 6.0),
+    rotary=(8.0, 8.0),
+    loss=(37.0, 12.0),
+    scores=FUSED_SCORES,
+    accumulate=10.0,
+    optimizer=36.0,
+    tensor_collectives=(4, 6),
+    tensor_overlap=0.11,
+    gradient_reduced=4,
+    reduce_overlap=0.6,
+    gather_overlap=0.0,
+    attention_speed=1.0,
+    pipeline_overlap=0.0,
+    zero_host=27e-3,
+    stage_stall=2.0e-3,
+)
+
+
+class Nanotron(Framework):
+    """nanotron."""
+
+    name = "nanotron"
+    # Both measured on the crashes of the Ultra-Scale sweep.
+    usable_memory = 0.91
+    estimate_spread = 0.12
+    fragmentation = MEMORY.fragmentation
+    logit_bytes = MEMORY.logits
+    profile = _PROFILE
+    sends_whole_boundary = True
+    # Its ZeRO is stage 1; it has neither Ulysses nor an interleaved pipeline (pipeline_parallel/engine.py).
+    capabilities = Capabilities(frozenset(AXES) - {"sequence_parallel", "virtual_pipeline"}, (0, 1))
+
+    def stage_memory(
+        self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
+    ) -> Callable[[Stage], StageMemory]:
+        """Return what sizes a stage, from the operations of a block and the memory profile."""
+        return framework_stages(spec, layout, device, whole, self, MEMORY, _PROFILE)
+
+    def memory_assumptions(self) -> Iterator[Reason]:
+        """Yield that the figures are counted in the framework's source."""
+        yield Reason("plan.assumes-counted-states", {"framework": self.name})
+        yield Reason("plan.assumes-fragmentation", {"share": self.fragmentation})
+
+    def selective(self, spec: RunSpec) -> Selective:
+        """Return every second block."""
+        return "blocks"
+
+    def written_alone_bytes(self, layout: Layout, checkpoint_bytes: int, weight_bytes: int) -> int:
+        """Return everything without ZeRO, and the weights under stages 1 and 2; tensor and pipeline ranks share it."""
+        alone = {0: checkpoint_bytes, 3: 0}.get(layout.zero_stage, weight_bytes)
+        return alone // (layout.tensor_parallel * layout.pipeline_parallel)
+
+    def blocks_by_stage(self, model: ModelSpec, stages: int) -> tuple[int, ...]:
+        """Return the cut by weight."""
+        return _blocks_by_weight(model, stages) if stages > 1 else (model.num_hidden_layers,)
+
+    def rules(self, spec: RunSpec, axes: Axes) -> Iterator[Rule]:
+        """Yield what its pipeline asserts (pipeline_parallel/engine.py, 1F1B), and stages that it would leave empty."""
+        stages = axes.pipeline
+        if stages == 1:
+            return
+        model = spec.transformer
+        if stages <= model.num_hidden_layers and loss_stage(model, stages) < stages - 1:
+            yield Rule("layout.pipeline_parallel", stages, "leaves-stages-empty")
+        micro_batch = spec.training.micro_batch_size
+        least = 1 if micro_batch == "auto" else micro_batch
+        if spec.training.global_batch_size // (axes.data * least) < stages - 1:
+            yield Rule("layout.pipeline_parallel", stages, "too-few-micro-batches", {"needed": stages - 1})
+
+    def fewest_micro_batches(self, pipeline_parallel: int) -> int:
+        """Return one less than the stages (pipeline_parallel/engine.py asserts it)."""
+        return pipeline_parallel - 1
+
+
+@lru_cache(maxsize=4096)
+def _blocks_by_weight(model: ModelSpec, stages: int) -> tuple[int, ...]:
+    """As nanotron does (models/base.py build_model): a stage ends at the block with which the cost reaches its share.
+
+    The head costs what it weighs. Step times of the published 1B to 8B runs over 2 to 32 stages tell it from its
+    variants (a share that must be passed, a block that opens the next stage, a head that costs nothing).
+    """
+    layers = model.num_hidden_layers
+    block = model.hidden_size * (
+        4 * model.num_attention_heads * model.head_dim + (3 if model.has_gated_mlp else 2) * model.intermediate_size
+    )
+    total = layers * block + model.vocab_size * model.hidden_size
+    starts = [0]
+    for stage in range(1, stages):  # counted by stage: a spec may have a billion blocks
+        starts.append(min(layers, max(starts[-1] + 1, -(-total * stage // (block * stages)))))
+    return tuple(end - start for start, end in zip(starts, [*starts[1:], layers], strict=True))
+
+
+@lru_cache(maxsize=1024)
+def loss_stage(model: ModelSpec, stages: int) -> int:
+    """Return the stage on which nanotron computes the loss (models/base.py build_model), which must be the last.
+
+    The head goes on where the blocks end and fills its stage; the cast of the logits and the loss cost nothing, and
+    each moves on as long as stages are full. With many stages some are left empty behind the loss.
+    """
+    layers, hidden = model.num_hidden_layers, model.hidden_size
+    if layers > MOST_BLOCKS:
+        return stages - 1
+    block = hidden * (4 * model.num_attention_heads * model.head_dim + 3 * model.intermediate_size)
+    head = model.vocab_size * hidden
+    total, cost, stage, placed = layers * block + head, 0, 0, 0
+    for weight in (*[block] * layers, 0, head, 0, 0):  # blocks, final norm, head, cast, loss
+        placed, cost = stage, cost + weight
+        if stage < stages - 1 and cost * stages >= total * (stage + 1):
+            stage += 1
+    return placed

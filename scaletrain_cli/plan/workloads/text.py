@@ -1,0 +1,271 @@
+"""Transformers of text: decoder-only language models, dense or with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+from typing import Any, NamedTuple
+
+from scaletrain_cli.plan import architecture
+from scaletrain_cli.plan.axes import CHECKPOINTING, Axes, Rule, divisors, nearest_divisors
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.frameworks.base import Framework
+from scaletrain_cli.plan.memory.device_memory import plan_memory
+from scaletrain_cli.plan.memory.states import weight_bytes
+from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time
+from scaletrain_cli.plan.speed.timing import plan_time
+from scaletrain_cli.plan.workloads.base import Degrees, Workload
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.run import AnyModel
+
+# Fewer tokens than this on a rank do not fill one row of tiles of a matrix product (NVIDIA, Matrix Multiplication
+# Background User's Guide: 128 x 256), so cutting a sequence further only adds traffic.
+_FEWEST_TOKENS = 128
+# More stages than a large machine ever used (Megatron-LM: 64, arXiv:2104.04473; GPT-MoE and Llama 3: 16).
+_MOST_STAGES = 64
+# Of more layers than these no divisors are looked for.
+_MOST_LAYERS = 10_000
+# Of the degrees that would satisfy a rule, at most this many are named.
+_MOST_NAMED = 8
+# A vocabulary is padded to a multiple of this at most, in a remedy.
+_PADDED = 128
+_ROW_BYTES = 16
+# FlashAttention's largest head.
+_LARGEST_FUSED_HEAD = 256
+
+
+class _Family(NamedTuple):
+    """What the engine's modules of one family build beside its defaults."""
+
+    experts: bool
+    grouped_queries: bool
+    qkv_bias: bool
+    qk_norm: bool
+
+
+_ENGINE_FAMILIES = {
+    "llama": _Family(experts=True, grouped_queries=True, qkv_bias=True, qk_norm=True),
+    "gpt": _Family(experts=False, grouped_queries=False, qkv_bias=False, qk_norm=False),
+}
+
+
+class TextWorkload(Workload):
+    """A transformer of text; samples are sequences, and training consumes tokens."""
+
+    counts_tokens = True
+    checkpointing = CHECKPOINTING
+    offloads = True
+    compiles = True
+
+    def size(self, model: AnyModel) -> ModelSize:
+        """Return parameters, active parameters and training FLOPs per token."""
+        model = _text(model)
+        return ModelSize(
+            parameters=architecture.parameter_count(model),
+            active_parameters=architecture.active_parameter_count(model),
+            flops_per_token=float(architecture.training_flops_per_token(model)),
+        )
+
+    def parameter_count(self, model: AnyModel) -> int:
+        """Return the number of trainable parameters, without the FLOPs."""
+        return architecture.parameter_count(_text(model))
+
+    def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
+        """Return the memory as memory/ has it."""
+        return plan_memory(spec, layout, device)
+
+    def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
+        """Return the time as speed/ has it."""
+        return plan_time(spec, layout, device)
+
+    def layers(self, spec: RunSpec) -> int:
+        """Return the number of transformer blocks."""
+        return spec.transformer.num_hidden_layers
+
+    def heads(self, spec: RunSpec) -> int:
+        """Return the number of query heads."""
+        return spec.transformer.num_attention_heads
+
+    def cross_entropy(
+        self, spec: RunSpec, framework: Framework, tokens: int, tensor_parallel: int, device_bytes: int
+    ) -> str:
+        """Return what the framework does with the logits of a micro-batch."""
+        return framework.cross_entropy(spec, tokens, tensor_parallel, device_bytes)
+
+    def compiled_by_default(self, spec: RunSpec) -> bool:
+        """Return whether the model is dense: experts get another number of tokens each step, and recompile."""
+        return not spec.transformer.num_experts
+
+    def degrees(self, spec: RunSpec, axis: str) -> Degrees | None:
+        """Return divisors of layers, experts or ranks, up to what the model and a node allow."""
+        model, world = spec.transformer, spec.world_size
+        layers, heads, per_node = model.num_hidden_layers, model.num_attention_heads, spec.cluster.gpus_per_node
+        if axis == "virtual_pipeline":
+            wanted = divisors(layers) if layers <= _MOST_LAYERS else [1]
+            return Degrees(wanted, layers, Reason("plan.more-chunks-than-layers", {"key": axis}))
+        if axis == "expert_parallel":
+            wanted = divisors(model.num_experts) if model.num_experts else [1]
+            return Degrees(wanted, max(1, model.num_experts), Reason("plan.more-ranks-than-experts", {"key": axis}))
+        largest, reason = {
+            "tensor_parallel": (per_node, Reason("plan.leaves-the-node", {"key": axis, "gpus": per_node})),
+            "pipeline_parallel": (min(_MOST_STAGES, layers), Reason("plan.too-many-stages", {"key": axis})),
+            "sequence_parallel": (heads, Reason("plan.more-ranks-than-heads", {"key": axis, "heads": heads})),
+            "context_parallel": (
+                max(1, model.seq_len // _FEWEST_TOKENS),
+                Reason("plan.too-few-tokens", {"key": axis, "tokens": _FEWEST_TOKENS}),
+            ),
+        }[axis]
+        return Degrees(divisors(world), largest, reason)
+
+    def rules(self, spec: RunSpec, axes: Axes) -> Iterator[Rule]:
+        """Yield what does not divide heads, widths, layers, sequences or experts."""
+        model = spec.transformer
+        kv_heads, heads = model.num_key_value_heads, model.num_attention_heads
+        tensor = "layout.tensor_parallel"
+        if kv_heads % axes.tensor and axes.tensor % kv_heads:
+            yield Rule(tensor, axes.tensor, "divide-key-value-heads", {"heads": kv_heads}, _near(heads, axes.tensor))
+        if heads % axes.tensor:
+            yield Rule(tensor, axes.tensor, "divide-heads", {"heads": heads}, _near(heads, axes.tensor))
+        inner = (model.moe_intermediate_size if model.num_experts else 0) or model.intermediate_size
+        if inner % axes.tensor:
+            params = {"name": "intermediate_size", "width": inner}
+            yield Rule(tensor, axes.tensor, "divide-width", params, _near(inner, axes.tensor))
+        local_heads = max(1, heads // axes.tensor)
+        if local_heads % axes.sequence:
+            fix = _near(local_heads, axes.sequence)
+            yield Rule("layout.sequence_parallel", axes.sequence, "divide-local-heads", {"heads": local_heads}, fix)
+        if model.seq_len % (axes.sequence * axes.context):
+            params = {"ranks": axes.sequence * axes.context}
+            yield Rule("model.seq_len", model.seq_len, "multiple-of-sequence-ranks", params)
+        yield from self._pipeline_rules(model, axes)
+        if axes.expert > 1 and not model.num_experts:
+            yield Rule("layout.expert_parallel", axes.expert, "needs-experts")
+        elif model.num_experts and model.num_experts % axes.expert:
+            fix = _near(model.num_experts, axes.expert)
+            yield Rule("layout.expert_parallel", axes.expert, "divide-experts", {"experts": model.num_experts}, fix)
+        elif axes.data * axes.sequence % axes.expert:
+            ranks = axes.data * axes.sequence
+            fix = _near(ranks, axes.expert)
+            yield Rule("layout.expert_parallel", axes.expert, "divide-expert-ranks", {"ranks": ranks}, fix)
+
+    def _pipeline_rules(self, model: ModelSpec, axes: Axes) -> Iterator[Rule]:
+        layers = model.num_hidden_layers
+        if axes.pipeline > layers:
+            yield Rule("layout.pipeline_parallel", axes.pipeline, "more-stages-than-layers", {"layers": layers})
+        if axes.virtual > 1 and (axes.pipeline == 1 or layers % (axes.pipeline * axes.virtual)):
+            legal = [n for n in divisors(layers // axes.pipeline) if n > 1] if layers % axes.pipeline == 0 else []
+            fix = {"allowed": [1, *(legal[:_MOST_NAMED] if axes.pipeline > 1 else [])]}
+            yield Rule("layout.virtual_pipeline", axes.virtual, "virtual-stages-divide-layers", {"layers": layers}, fix)
+
+    def engine_rules(self, spec: RunSpec, tensor: int) -> Iterator[Rule]:
+        """Yield what the engine's grouped products, its vocabulary cut and its heads ask for."""
+        model = spec.transformer
+        if model.num_experts:
+            yield from self._expert_rules(spec, model, tensor)
+        if tensor > 1:
+            yield from self._tensor_rules(spec, model, tensor)
+
+    def _tensor_rules(self, spec: RunSpec, model: ModelSpec, tensor: int) -> Iterator[Rule]:
+        key, kv_heads, vocabulary = "layout.tensor_parallel", model.num_key_value_heads, model.vocab_size
+        if kv_heads % tensor:
+            fix = _near(gcd(kv_heads, model.num_attention_heads), tensor)
+            yield Rule(key, tensor, "engine-divide-key-value-heads", {"heads": kv_heads}, fix)
+        if vocabulary % tensor:
+            padded = _rounded_up(vocabulary, max(_PADDED, tensor))
+            params, fix = {"vocab_size": vocabulary}, {"padded": padded}
+            yield Rule(key, tensor, "engine-divide-vocabulary", params, fix)
+        widths = {"intermediate_size": model.intermediate_size}
+        widths["shared_expert_intermediate_size"] = model.shared_expert_intermediate_size
+        for name, width in widths.items() if model.num_experts else ():
+            if width % tensor and (name != "intermediate_size" or model.first_k_dense_replace):
+                yield Rule(key, tensor, "divide-width", {"name": name, "width": width}, _near(width, tensor))
+        if spec.layout.expert_tensor_parallel not in ("auto", tensor):
+            given = spec.layout.expert_tensor_parallel
+            yield Rule("layout.expert_tensor_parallel", given, "engine-expert-tensor-parallel")
+        if spec.training.cross_entropy == "liger":
+            yield Rule("training.cross_entropy", "liger", "engine-liger-whole-vocabulary", {"tensor_parallel": tensor})
+
+    def _expert_rules(self, spec: RunSpec, model: ModelSpec, tensor: int) -> Iterator[Rule]:
+        """Yield what grouped products need: rows of multiples of 16 bytes (torch, ``nn.functional.grouped_mm``)."""
+        precision = spec.training.precision
+        multiple = _ROW_BYTES // weight_bytes(precision)
+        params = {"multiple": multiple, "precision": precision}
+        if model.hidden_size % multiple:
+            fix = {"padded": _rounded_up(model.hidden_size, multiple)}
+            yield Rule("model.hidden_size", model.hidden_size, "engine-expert-rows", params, fix)
+        if model.expert_size // tensor % multiple:
+            key = f"model.{'moe_intermediate_size' if model.moe_intermediate_size else 'intermediate_size'}"
+            fix = {"padded": _rounded_up(model.expert_size, multiple * tensor)}
+            yield Rule(key, model.expert_size, "engine-expert-columns", {**params, "ranks": tensor}, fix)
+
+    def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
+        """Yield what departs from the engine's two families as it builds them."""
+        model = spec.transformer
+        family, built = {"family": model.family}, _ENGINE_FAMILIES[model.base_family]
+        if model.num_experts and not built.experts:
+            yield Rule("model.num_experts", model.num_experts, "engine-family-no-experts", family)
+        own = model.model_copy(update=dict.fromkeys(("gated_mlp", "norm", "norm_bias", "bias", "position_embedding")))
+        for key, wanted, default in (
+            ("gated_mlp", model.has_gated_mlp, own.has_gated_mlp),
+            ("norm", model.norm_kind, own.norm_kind),
+            ("norm_bias", model.has_norm_bias, own.has_norm_bias),
+            ("bias", model.has_bias, own.has_bias),
+            ("position_embedding", model.positions, own.positions),
+            ("embedding_norm", model.embedding_norm, False),
+        ):
+            if wanted != default:
+                params = {**family, "built": str(default).lower()}
+                yield Rule(f"model.{key}", str(wanted).lower(), "engine-family-differs", params)
+        if not built.grouped_queries and model.num_key_value_heads != model.num_attention_heads:
+            fix = {"heads": model.num_attention_heads}
+            yield Rule("model.num_key_value_heads", model.num_key_value_heads, "engine-no-grouped-queries", family, fix)
+        if not built.qkv_bias and model.qkv_bias:
+            yield Rule("model.qkv_bias", "true", "engine-all-biases", family)
+        if not built.qk_norm and model.qk_norm:
+            yield Rule("model.qk_norm", "true", "engine-no-qk-norm", family)
+        if model.kv_lora_rank:
+            yield Rule("model.kv_lora_rank", model.kv_lora_rank, "engine-no-latent-attention")
+
+    def warnings(self, spec: RunSpec, framework: Framework) -> Iterator[Reason]:
+        """Yield where attention keeps its matrix of scores."""
+        model = spec.transformer
+        if model.head_dim > _LARGEST_FUSED_HEAD:
+            yield Reason("plan.large-heads", {"head_dim": model.head_dim, "largest": _LARGEST_FUSED_HEAD})
+        if framework.drops_scores(spec):
+            yield Reason("plan.attention-dropout", {"attention_dropout": model.attention_dropout})
+
+    def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
+        """Yield where activations, logits, FLOPs and data of a transformer come from."""
+        element = weight_bytes(spec.training.precision)
+        yield Reason("plan.assumes-text-activations", {"element_bytes": element})
+        yield Reason("plan.assumes-logits", {"bytes_per_entry": framework.logit_bytes})
+        yield Reason("plan.assumes-text-flops")
+        tokens = spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
+        yield Reason("plan.assumes-text-data", {"tokens": tokens, "per_parameter": tokens / max(1, parameters)})
+
+    def matrix_widths(self, spec: RunSpec, tensor_parallel: int) -> dict[str, int]:
+        """Return hidden size, MLP, attention, vocabulary and expert widths."""
+        model, t = spec.transformer, tensor_parallel
+        widths = {
+            "hidden_size": model.hidden_size,
+            "intermediate_size per tensor rank": model.intermediate_size // t or 1,
+            "attention width per tensor rank": model.num_attention_heads * model.head_dim // t or 1,
+            "vocab_size per tensor rank": model.vocab_size // t or 1,
+        }
+        if model.num_experts:
+            widths["expert_size per tensor rank"] = model.expert_size // t or 1
+        return widths
+
+
+def _text(model: AnyModel) -> ModelSpec:
+    assert isinstance(model, ModelSpec)
+    return model
+
+
+def _near(number: int, wanted: int) -> dict[str, Any]:
+    return {"allowed": nearest_divisors(number, wanted)}
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

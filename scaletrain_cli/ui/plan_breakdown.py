@@ -1,0 +1,171 @@
+"""The memory and the time of a plan for people: sums, and the parts as bars that together fill the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from scaletrain_cli.plan.result import Memory, RunPlan, Time
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.text import binary_bytes_text, bytes_text, count_text, percent_text, seconds_text, whole_text
+from scaletrain_cli.ui.console import escaped_text
+
+PART, AMOUNT = 22, 9  # columns of a part's name and size
+_EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
+
+
+def waterfall(parts: list[float], whole: float, width: int, *, unicode: bool) -> list[str]:
+    """Return the one bar per part, ``width`` characters for ``whole``; a part too small to see is a tick."""
+    bars, before = [], 0.0
+    for part in parts:
+        bars.append(_bar(before / whole * width, part / whole * width, unicode) if whole > 0 else "")
+        before += part
+    return bars
+
+
+def _bar(start: float, length: float, unicode: bool) -> str:
+    first = math.floor(start + 1e-9)
+    if length <= 0:
+        return ""
+    if not unicode:
+        return " " * first + "#" * max(1, round(start + length) - first)
+    # Blocks of an eighth fill from the left only, so the start is cut to a whole cell and the end keeps its eighth.
+    end = start + length
+    eighths = max(1, round((end - first) * 8))
+    return " " * first + "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
+
+
+def part_line(name: str, amount: str, bar: str, style: str) -> Text:
+    """Return the one part of a whole: what, how much, and its bar."""
+    return Text.assemble(f"  {name:<{PART}}{amount:>{AMOUNT}} ", (bar, style))
+
+
+VERDICT_STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+MEMORY_PARTS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_states": "optimizer states",
+    "step_temporaries": "optimizer step",
+    "activations": "activations",
+    "logits": "logits and loss",
+    "communication_buffers": "communication buffers",
+    "framework": "framework",
+    "fragmentation": "fragmentation",
+}
+# Below this the chance of running out is not worth a word: the estimate of the chance itself is no better.
+_WORTH_SAYING = 0.005
+
+
+def memory_view(plan: RunPlan, bar: int, unicode: bool) -> RenderableType:
+    """Return the memory section; ``bar`` characters are the device's memory."""
+    memory = plan.memory
+    style = VERDICT_STYLES[memory.verdict]
+    rest = memory.capacity - memory.peak
+    sizes = {name: getattr(memory, field) for field, name in MEMORY_PARTS.items()}
+    rows = {**sizes, "free": rest} if rest >= 0 else sizes
+    bars = waterfall(list(map(float, rows.values())), max(memory.capacity, memory.peak), bar, unicode=unicode)
+    lines = [
+        part_line(name, bytes_text(size), drawn, "dim" if name == "free" else style)
+        for (name, size), drawn in zip(rows.items(), bars, strict=True)
+        if size
+    ]
+    if rest < 0:
+        lines.append(part_line("too much", bytes_text(-rest), "", "red"))
+    return Group(memory_total(plan), *_risk(memory), *lines, *_kinds(memory), *_stages(memory))
+
+
+def memory_total(plan: RunPlan) -> Text:
+    """Return ``72.8 GB of 84.9 GB (86 %) per rank``, in both kinds of gigabytes."""
+    memory = plan.memory
+    rank = "per rank" if plan.layout.pipeline_parallel == 1 else "on the fullest stage"
+    return Text.assemble(
+        (bytes_text(memory.peak), f"bold {VERDICT_STYLES[memory.verdict]}"),
+        f" of {bytes_text(memory.capacity)} ({percent_text(memory.peak / memory.capacity)}) {rank}",
+        (f" · {binary_bytes_text(memory.peak)} of {binary_bytes_text(memory.capacity)}", "dim"),
+    )
+
+
+def risk_text(memory: Memory) -> str:
+    """Return how likely an out-of-memory error is, where it is worth a word; else nothing."""
+    chance = memory.out_of_memory_probability
+    if not memory.fits or chance < _WORTH_SAYING:
+        return ""
+    return f"chance of running out of memory: {percent_text(chance)}"
+
+
+def _risk(memory: Memory) -> Iterator[Text]:
+    if text := risk_text(memory):
+        yield escaped_text(text, "yellow" if memory.verdict == "tight" else "dim")
+
+
+def _kinds(memory: Memory) -> Iterator[Text]:
+    if memory.reserved:
+        yield escaped_text(
+            f"  of it PyTorch allocates {bytes_text(memory.allocated)} and reserves {bytes_text(memory.reserved)}",
+            "dim",
+        )
+    if memory.host:
+        yield escaped_text(f"  in the node's memory: {bytes_text(memory.host)} for each rank")
+
+
+def _stages(memory: Memory) -> Iterator[Text]:
+    peaks = [stage.peak for stage in memory.by_stage]
+    if 1 < len(peaks) <= 8:
+        yield escaped_text(f"  by pipeline stage: {', '.join(map(bytes_text, peaks))}")
+    elif peaks[1:]:
+        fullest, emptiest = peaks.index(max(peaks)), peaks.index(min(peaks))
+        yield escaped_text(
+            f"  by pipeline stage: {bytes_text(max(peaks))} on stage {fullest} to {bytes_text(min(peaks))} "
+            f"on stage {emptiest} of {len(peaks)}"
+        )
+
+
+TIME_PARTS = {
+    "compute": "compute",
+    "exposed_communication": "exposed communication",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+    "data_wait": "waiting for data",
+}
+_CONVENTION = (
+    "MFU: FLOPs that the model needs, over the dense peak of its precision; HFU counts what is computed again too"
+)
+
+
+def time_view(spec: RunSpec, time: Time, bar: int, unicode: bool, *, everything: bool = False) -> RenderableType:
+    """Return the time section; ``bar`` characters are a step. ``everything`` adds how MFU is counted."""
+    seconds = {name: getattr(time, field) for field, name in TIME_PARTS.items()}
+    bars = waterfall(list(seconds.values()), max(time.step, sum(seconds.values())), bar, unicode=unicode)
+    lines = [
+        part_line(name, seconds_text(part), drawn, "blue")
+        for (name, part), drawn in zip(seconds.items(), bars, strict=True)
+        if part
+    ]
+    convention = [escaped_text(_CONVENTION, "dim")] if everything else []
+    again = (
+        [escaped_text(f"  of the compute {seconds_text(time.recompute)} is recomputation", "dim")]
+        if time.recompute
+        else []
+    )
+    return Group(time_total(spec, time), *lines, *again, whole_run(spec, time), *convention)
+
+
+def time_total(spec: RunSpec, time: Time) -> Text:
+    """Return ``15.4 s per step, MFU 40 %, 272 k tokens/s (8.51 k/rank)``."""
+    hardware = f" (HFU {percent_text(time.hfu)})" if f"{time.hfu:.2f}" != f"{time.mfu:.2f}" else ""
+    each = count_text(time.tokens_per_second_per_gpu)
+    rates = f"{count_text(time.tokens_per_second)} {spec.unit}/s ({each}/rank)"
+    return Text.assemble(
+        (seconds_text(time.step), "bold"), f" per step, MFU {percent_text(time.mfu)}{hardware}, {rates}"
+    )
+
+
+def whole_run(spec: RunSpec, time: Time) -> Text:
+    """Return how long all steps take, without interruptions."""
+    seen = count_text(spec.total_steps * spec.training.global_batch_size * spec.units_per_sample)
+    return escaped_text(
+        f"{seconds_text(time.to_train)} for all {whole_text(spec.total_steps)} steps ({seen} {spec.unit})"
+    )
