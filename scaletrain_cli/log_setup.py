@@ -20,7 +20,7 @@ from collections.abc import Mapping
 LEVEL_VARIABLE = "SCALETRAIN_LOG"
 _PACKAGE = "scaletrain_cli"
 _LEVELS = ("debug", "info", "warning", "error")
-_LIBRARY_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z [A-Z]+ [^:[]+ \[([^]\s]+)\]: ")
+_LIBRARY_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z ([A-Z]+) [^:[]+ \[([^]\s]+)\]: ")
 
 
 def set_up_logging(source: str, *, descriptor: int = 2, environment: Mapping[str, str] | None = None) -> None:
@@ -54,7 +54,13 @@ def take_over_library_logger(name: str) -> None:
 def library_of(line: str) -> str | None:
     """Return the logger's name where a line of a log was written for a library; None for any other line."""
     found = _LIBRARY_LINE.match(line)
-    return found[1] if found else None
+    return found[2] if found else None
+
+
+def is_library_noise(line: str) -> bool:
+    """Return whether a line of a log was written for a library, at a level below error."""
+    found = _LIBRARY_LINE.match(line)
+    return found is not None and found[1] not in ("ERROR", "CRITICAL")
 
 
 class DescriptorHandler(logging.Handler):

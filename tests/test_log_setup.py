@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.log_setup import DescriptorHandler, library_of, set_up_logging, take_over_library_logger
+from scaletrain_cli.log_setup import (
+    DescriptorHandler,
+    is_library_noise,
+    library_of,
+    set_up_logging,
+    take_over_library_logger,
+)
 
 OWN = logging.getLogger("scaletrain_cli.somewhere")
 
@@ -50,6 +56,13 @@ def test_every_line_of_a_library_is_in_the_log_under_its_name(log: Path) -> None
     lines = log.read_text().splitlines()
     assert [library_of(line) for line in lines] == ["some.library", "some.library"]
     assert lines[1].endswith(" WARNING rank 3 [some.library]: second")
+    assert all(is_library_noise(line) for line in lines)
+
+
+def test_errors_of_a_library_are_no_noise(log: Path) -> None:
+    logging.getLogger("some.library").error("the device is lost")
+    assert library_of(log.read_text()) == "some.library"
+    assert not is_library_noise(log.read_text())
 
 
 def test_a_python_warning_is_a_line_of_a_library(log: Path) -> None:

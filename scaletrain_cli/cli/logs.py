@@ -34,17 +34,25 @@ def command(
     tail: Annotated[
         int | None, typer.Option("--tail", "-n", metavar="N", min=0, help="Show only the last N lines of each rank.")
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also show log lines of libraries that are not errors.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the output of the ranks of a run. With more than one rank, each line is prefixed with its rank.
 
     Terminal control sequences (colors, cursor movements) are escaped; the files in attempts/N/logs have the raw bytes.
+    Log lines of libraries (DeepSpeed, torch) that are not errors are omitted without --all; --json has all lines.
     With --json the lines are {"attempt", "node", "rank", "text"}; with --follow, one JSON object per line.
     """
     from scaletrain_cli.launch.logs import FirstWords, LogFollower, first_words, log_files, logs_brought, read_logs
+    from scaletrain_cli.log_setup import is_library_noise
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.ui.console import say, warn
     from scaletrain_cli.ui.json import print_json
+
+    def shown(lines: list[LogLine]) -> list[LogLine]:
+        return [line for line in lines if everything or as_json or not is_library_noise(line.text)]
 
     found = find_run(run)
     with logs_brought(found, follow=follow) as trouble:
@@ -56,14 +64,14 @@ def command(
             follower, over = LogFollower(found, rank, from_attempt=attempt), _is_over(found)
             first = FirstWords(found, since=files)
             told = _tell_first_words(first, as_json)
-            show(_last_of_each(follower.new_lines(), tail))
+            show(_last_of_each(shown(follower.new_lines()), tail))
             while not over():
                 told |= _tell_first_words(first, as_json)
-                show(follower.new_lines())
+                show(shown(follower.new_lines()))
                 time.sleep(_LOOK_EVERY_SECONDS)
     if follow:
         told |= _tell_first_words(first, as_json)
-        show(follower.new_lines(to_the_end=True))
+        show(shown(follower.new_lines(to_the_end=True)))
         if not told and not log_files(found):
             say(f"the run printed nothing. `scaletrain status {found.run_id}` shows how it ended.")
         if as_json:
@@ -75,7 +83,7 @@ def command(
         lines = [_line_json(line) for line in read_logs(found, attempt, rank, tail)]
         print_json({"run_id": found.run_id, "lines": lines, "before_attempt": before})
         return
-    _print(read_logs(found, attempt, rank, tail), label=len(files) > 1)
+    _print(read_logs(found, attempt, rank, tail, library_noise=everything), label=len(files) > 1)
     for path in words:
         say(f"{path.stem}, before the attempt started:")
         typer.echo(visible(path.read_text(encoding="utf-8", errors="replace")), nl=False)

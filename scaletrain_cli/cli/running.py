@@ -54,6 +54,10 @@ class EndedError(ScaletrainError):
 
 def run(words: Sequence[str]) -> int:
     """Run one command line, print its answer and its error, and return the exit code."""
+    if os.environ.get("SCALETRAIN_LOG"):
+        from scaletrain_cli.log_setup import set_up_logging
+
+        set_up_logging("scaletrain")
     as_json = asks_for_json(words)
     if as_json:
         from scaletrain_cli.ui.json import forget_answer

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.log_setup import is_library_noise
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 
@@ -59,12 +60,21 @@ def log_files(run: RunDir, attempt: int | None = None, rank: int | None = None) 
 
 
 def read_logs(
-    run: RunDir, attempt: int | None = None, rank: int | None = None, last_lines: int | None = None
+    run: RunDir,
+    attempt: int | None = None,
+    rank: int | None = None,
+    last_lines: int | None = None,
+    *,
+    library_noise: bool = True,
 ) -> Iterator[LogLine]:
-    """Lines of each rank in turn; only the last ones of each with ``last_lines``."""
+    """Yield the lines of each rank in turn; only the last ones of each with ``last_lines``.
+
+    Without ``library_noise`` lines of libraries below the level error are omitted.
+    """
     for file in log_files(run, attempt, rank):
         with file.path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-            for line in deque(lines, maxlen=last_lines):
+            shown = (line for line in lines if library_noise or not is_library_noise(line))
+            for line in deque(shown, maxlen=last_lines):
                 yield LogLine(file, line.rstrip("\r\n"))
 
 

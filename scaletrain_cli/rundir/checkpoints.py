@@ -1,4 +1,4 @@
-"""The checkpoints in a folder, and which of them are valid. Reads only.
+"""The checkpoints in a folder, and which of them are valid. Read-only.
 
 A checkpoint exists when ``step-N/manifest.json`` states step N and every file that it names has the size and hash it
 states. "Latest" is computed, never a pointer file.
@@ -34,7 +34,7 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class Defect:
-    """What is wrong with a checkpoint or one of its files.
+    """The defect of a checkpoint or of one of its files.
 
     ``damaged``: its content is not what was written. ``unreadable``: this node could not read it; another node, or a
     later try, may. ``misnamed``: the folder holds the checkpoint of another step, as a copy or a rename leaves it.
@@ -49,7 +49,7 @@ class Defect:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint as its manifest states it; ``problems`` of the files are found by verify()."""
+    """A committed checkpoint as its manifest states it; ``verify`` compares its files with it."""
 
     path: Path
     step: int
@@ -64,17 +64,17 @@ class Checkpoint:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` stands once committed."""
+    """Return the folder of the committed checkpoint of ``step``."""
     return folder / f"step-{step:08d}"
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
-    """Every committed checkpoint by step, oldest first, by its manifest alone."""
+    """Return the committed checkpoints by step, as their manifests state them; no file is read."""
     return [read for path in committed_folders(folder) if isinstance(read := read_checkpoint(path), Checkpoint)]
 
 
 def find_defects(checkpoint: Checkpoint, names: Collection[str] | None = None) -> dict[str, Defect]:
-    """Read the files, or some of them, and return what is wrong with each; empty when every byte is as written."""
+    """Read the files (all, or ``names``) and return the defect of each; empty when every byte is as written."""
     from concurrent.futures import ThreadPoolExecutor  # loads logging and more, which most commands do without
 
     wanted = sorted(checkpoint.files if names is None else names)
@@ -84,12 +84,12 @@ def find_defects(checkpoint: Checkpoint, names: Collection[str] | None = None) -
 
 
 def verify(checkpoint: Checkpoint, names: Collection[str] | None = None) -> list[str]:
-    """Return what is wrong with the files, or some of them, one line each; a file that cannot be read counts."""
+    """Return the defects of the files (all, or ``names``), one line each; an unreadable file is a defect."""
     return [f"{name}: {defect}" for name, defect in find_defects(checkpoint, names).items()]
 
 
 def latest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint to resume from, and what was wrong with each newer one that was passed over."""
+    """Return the latest valid checkpoint, and the defects of each later one that was skipped."""
     passed_over: list[str] = []
     for path in reversed(committed_folders(folder)):
         checkpoint = read_checkpoint(path)
@@ -113,18 +113,18 @@ def checkpoints_to_prune(folder: Path, keep: int, keep_every: int | None = None)
 
 
 def committed_folders(folder: Path) -> list[Path]:
-    """Entries with the name that commit() gives to a step, oldest first, whatever is in them."""
+    """Return the folders with the name of a committed step, oldest first, whatever is in them."""
     found = {int(match[1]): entry for entry in entries(folder) if (match := _STEP.fullmatch(entry.name))}
     return [path for step in sorted(found) if (path := found[step]) == checkpoint_path(folder, step)]
 
 
 def entries(folder: Path) -> list[Path]:
-    """Everything in a folder; nothing if it is not there."""
+    """Return all entries of a folder; none if it does not exist."""
     return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def read_checkpoint(path: Path) -> Checkpoint | Defect:
-    """The checkpoint as its manifest states it, or what is wrong with the manifest."""
+    """Return the checkpoint as its manifest states it, or the defect of the manifest."""
     try:
         with open_to_read(path / MANIFEST) as file:
             data = json.loads(file.read().decode("utf-8"))
@@ -151,7 +151,7 @@ def read_checkpoint(path: Path) -> Checkpoint | Defect:
 
 
 def manifest_hash(manifest: Mapping[str, object]) -> str:
-    """Hash of the manifest's own content: a flipped bit in ``step`` or ``clean`` must not pass for the truth."""
+    """Return the hash of the manifest's own content, which shows a flipped bit in ``step`` or ``clean``."""
     return hashlib.sha256(json.dumps(dict(manifest), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -169,7 +169,7 @@ def _defect_of(path: Path, expected: FileDigest) -> Defect | None:
 
 
 def _os_defect(error: OSError, where: str = "") -> Defect:
-    """A file that is not there, or is no file, is so on every node; any other error may be this node's alone."""
+    """Return ``damaged`` for a missing file, which is missing on every node; other errors may be this node's alone."""
     everywhere = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError) or (
         error.errno == errno.ELOOP
     )

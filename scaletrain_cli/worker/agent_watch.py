@@ -1,12 +1,13 @@
-"""A rank's watch over its node agent: one that a signal has stopped (state T) passes no signals on and ends no hangs.
+"""A rank's watch over its node agent: a stopped agent (state T) forwards no signals and ends no hang.
 
-On Slurm and Kubernetes nothing above the agent looks at it, so each rank does, in a thread, off the training loop.
-Standard library and rundir only: it runs before torch loads.
+On Slurm and Kubernetes nothing above the agent watches it, so each rank does, in a thread beside the training loop. It
+runs before torch loads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -22,103 +23,103 @@ from scaletrain_cli.rundir.paths import RunDir
 _LIMIT_SECONDS, _LOOK_SECONDS = 30.0, 5.0
 _RESERVE_FACTOR = 1.5  # of the limit, for all ranks of a node but the first
 _LAST_SECONDS = 3.0  # for the other ranks to end by themselves before an agent that stays stopped is ended
+logger = logging.getLogger(__name__)
 
 
 class AgentWatch:
-    """Continues a node agent that stays stopped; where that does not help, the rank leaves as for a preemption.
+    """Continues a node agent that stays stopped; where that does not help, the rank exits as for a preemption.
 
     Time is counted in looks, one every ``look_seconds``: while a suspended job is stopped as a whole, no look happens.
-    ``tell`` gets the seconds and whether this rank leaves now. A process under a debugger (state t) is not stopped.
+    ``report`` gets the seconds and whether this rank exits now. A process under a debugger (state t) is not stopped.
     """
 
     def __init__(
         self,
         agent: int | None,
-        tell: Callable[[float, bool], None],
+        report: Callable[[float, bool], None],
         *,
         limit_seconds: float = _LIMIT_SECONDS,
         look_seconds: float = _LOOK_SECONDS,
     ) -> None:
-        self._agent, self._tell = agent, tell
+        self._agent, self._report = agent, report
         self._limit_seconds, self._look_seconds = limit_seconds, look_seconds
         self._looks = 0  # in succession that found the agent stopped
-        self._told = self._left = False
+        self._reported = self._exits = False
         self._at_work = threading.Lock()
 
     @classmethod
     def of_rank(
         cls, run: RunDir, attempt: int, *, limit_seconds: float = _LIMIT_SECONDS, look_seconds: float = _LOOK_SECONDS
     ) -> AgentWatch:
-        """Return the watch of this rank; without an agent it is idle.
+        """Return the watch of this rank; without an agent it does nothing.
 
         The first rank of a node acts and records the event; the others wait longer, and act if it cannot.
         """
         environment = os.environ
         node = environment.get("SCALETRAIN_NODE_NAME") or environment.get("SLURMD_NODENAME") or socket.gethostname()
-
         first = environment.get("LOCAL_RANK", "0") == "0"
 
-        def tell(seconds: float, leaves: bool) -> None:
-            then = "the ranks save and leave" if leaves else "continued by its ranks"
-            print(f"the node agent was stopped by a signal for {seconds:.0f} s; {then}", flush=True)
+        def report(seconds: float, exits: bool) -> None:
+            then = "the ranks save and exit" if exits else "a rank continued it"
+            logger.warning("the node agent was stopped by a signal for %.0f s; %s", seconds, then)
             if first:
-                with contextlib.suppress(OSError):  # a full disk changes nothing in what is to be done
+                with contextlib.suppress(OSError):  # a full disk does not change what is to be done
                     record_event(
-                        run, "node-agent-stopped", node=node, attempt=attempt, seconds=round(seconds), ends=leaves
+                        run, "node-agent-stopped", node=node, attempt=attempt, seconds=round(seconds), ends=exits
                     )
 
         agent = environment.get("SCALETRAIN_AGENT_PID")
         limit_seconds *= 1.0 if first else _RESERVE_FACTOR
         return cls(
-            int(agent) if agent is not None else None, tell, limit_seconds=limit_seconds, look_seconds=look_seconds
+            int(agent) if agent is not None else None, report, limit_seconds=limit_seconds, look_seconds=look_seconds
         )
 
     def start(self) -> None:
-        """Look from a thread, as long as this process runs."""
+        """Watch from a thread, as long as this process runs."""
         if self._agent is not None:
             threading.Thread(target=self._run, name="agent-watch", daemon=True).start()
 
     def leave(self) -> None:
-        """Call before this rank ends: nobody may be left to continue the agent, and its job would never end."""
+        """Continue a stopped agent once more. Call before this rank ends, or the job might never end."""
         if self._at_work.acquire(timeout=_LAST_SECONDS):  # the event is recorded, unless the disk hangs
             self._at_work.release()
         if self._is_stopped():
             self._signal(signal.SIGCONT)
-        if self._left:  # the agent does not stay continued; the kernel ends with it the ranks that are left
+        if self._exits:  # the agent does not stay continued; when it is killed, the kernel ends the ranks that are left
             time.sleep(min(_LAST_SECONDS, self._limit_seconds))
             if self._is_stopped():
                 self._signal(signal.SIGKILL)
 
     def _run(self) -> None:
-        while not self._left:
+        while not self._exits:
             time.sleep(self._look_seconds)
             with self._at_work:
                 self._look()
 
     def _look(self) -> None:
         if not self._is_stopped():
-            self._looks, self._told = 0, False
+            self._looks, self._reported = 0, False
             return
         self._looks += 1
         seconds = self._looks * self._look_seconds
         if seconds < self._limit_seconds:
             return
         self._signal(signal.SIGCONT)  # before anything that a slow disk could delay
-        self._left = seconds >= 2 * self._limit_seconds
-        if self._left:
+        self._exits = seconds >= 2 * self._limit_seconds
+        if self._exits:
             os.kill(os.getpid(), signal.SIGTERM)
-        if self._left or not self._told:
-            self._told = True
-            self._tell(seconds, self._left)
+        if self._exits or not self._reported:
+            self._reported = True
+            self._report(seconds, self._exits)
 
     def _is_stopped(self) -> bool:
         try:
             stat = Path(f"/proc/{self._agent}/stat").read_bytes()
-        except OSError:  # gone: the kernel ends this rank, too
+        except OSError:  # it has ended: the kernel ends this rank, too
             return False
         return stat.rpartition(b")")[2].split()[0] == b"T"
 
     def _signal(self, number: int) -> None:
         assert self._agent is not None
-        with contextlib.suppress(OSError):  # not permitted, or gone
+        with contextlib.suppress(OSError):  # not permitted, or ended
             os.kill(self._agent, number)

@@ -1,8 +1,7 @@
-"""The commit protocol of checkpoints, apart from what the shards hold: write, hash, fsync, manifest, rename.
+"""The commit protocol of checkpoints, whatever their files hold: write, hash, fsync, manifest, rename.
 
 An attempt commits, marks and deletes by renames out of and into its own ``attempt-N.tmp`` folder. The next attempt
-takes that folder away, so that one which was given up for dead, on a node that the network had cut off, can do none of
-it any more.
+removes that folder, so that a superseded attempt, on a node that the network had cut off, can change nothing any more.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _REMOVED_ATTEMPT = re.compile(r"attempt-\d{4,}\.\d+\.removed")
 
 
 class HashingWriter:
-    """A binary file that hashes what passes through it; ``close`` makes the bytes durable and yields the digest."""
+    """A binary file that hashes what is written to it; ``close`` makes the bytes durable and returns the digest."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = open_new(path)
@@ -46,18 +45,18 @@ class HashingWriter:
         self._size = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append ``data``; the whole of it, or an OSError."""
+        """Append all of ``data`` and return its size. Raises OSError."""
         self._hash.update(data)
         written = self._file.write(data)
         self._size += written
         return written
 
     def flush(self) -> None:
-        """Required of a file object; durability waits for close()."""
+        """Flush Python's buffer, as callers of a file object expect; ``close`` makes the bytes durable."""
         self._file.flush()
 
     def close(self) -> FileDigest:
-        """Flush to the disk itself and return the digest. Raises OSError when the disk did not take it."""
+        """Write everything to the disk itself (fsync) and return the digest. Raises OSError when that failed."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -65,11 +64,11 @@ class HashingWriter:
 
 
 class SupersededAttemptError(DoNotRequeueError):
-    """A later attempt has begun: this one must not touch the checkpoints any more."""
+    """A later attempt has begun: this one must not change the checkpoints any more."""
 
 
 def open_attempt(folder: Path, attempt: int) -> None:
-    """Let ``attempt``, the newest one, write checkpoints, and no earlier one any more; what those left is removed.
+    """Make ``attempt`` the only one that may write checkpoints, and remove what earlier ones left uncommitted.
 
     Raises SupersededAttemptError when a later attempt was first, and OSError.
     """
@@ -83,12 +82,12 @@ def open_attempt(folder: Path, attempt: int) -> None:
         if number < attempt:
             close_attempt(folder, number)
     for entry in entries(folder):
-        if _REMOVED_ATTEMPT.fullmatch(entry.name):  # by one that was killed on the way
+        if _REMOVED_ATTEMPT.fullmatch(entry.name):  # by an attempt that was killed meanwhile
             shutil.rmtree(entry, ignore_errors=True)
 
 
 def close_attempt(folder: Path, attempt: int) -> None:
-    """Take an attempt's folder away, with what it had not committed; whoever still writes there gets errors."""
+    """Remove an attempt's folder with what it had not committed; a process that still writes there gets errors."""
     aside = folder / f"attempt-{attempt:04d}.{os.getpid()}{_REMOVED}"
     with contextlib.suppress(FileNotFoundError):
         _own_folder(folder, attempt).rename(aside)
@@ -99,12 +98,12 @@ def close_attempt(folder: Path, attempt: int) -> None:
 
 
 def staging_path(folder: Path, attempt: int, step: int) -> Path:
-    """Where an attempt writes the checkpoint of ``step`` before it is committed."""
+    """Return the folder in which an attempt writes the checkpoint of ``step`` before it is committed."""
     return _own_folder(folder, attempt) / f"step-{step:08d}"
 
 
 def stage_checkpoint(folder: Path, attempt: int, step: int) -> Path:
-    """Make that folder, for any rank of the attempt. Raises SupersededAttemptError after the next attempt has begun."""
+    """Create that folder; any rank of the attempt may. Raises SupersededAttemptError after the next one has begun."""
     staging = staging_path(folder, attempt, step)
     with _fenced(attempt):
         make_folder(staging, parents=False)  # without parents: that is the fence
@@ -114,9 +113,9 @@ def stage_checkpoint(folder: Path, attempt: int, step: int) -> Path:
 def commit_checkpoint(
     folder: Path, step: int, files: Mapping[str, FileDigest], *, world_size: int, clean: bool, attempt: int
 ) -> Path:
-    """Turn the staged shards into a checkpoint. Call on one rank, after every rank's shards are durable.
+    """Turn the staged files into a checkpoint, and return its folder. Call on one rank, after all files are durable.
 
-    ``files`` maps each name, relative to the staging folder, to its digest. Raises SupersededAttemptError, and OSError;
+    ``files`` maps each name, relative to the staging folder, to its digest. Raises SupersededAttemptError and OSError;
     nothing is committed then.
     """
     staging, final = staging_path(folder, attempt, step), checkpoint_path(folder, step)
@@ -142,7 +141,7 @@ def commit_checkpoint(
 
 
 def mark_clean(checkpoint: Checkpoint, attempt: int) -> None:
-    """State in its manifest that training went well after it. Raises SupersededAttemptError and OSError."""
+    """Mark in its manifest that training went well after it. Raises SupersededAttemptError and OSError."""
     folder, path = checkpoint.path.parent, checkpoint.path / MANIFEST
     draft = _own_folder(folder, attempt) / f"{checkpoint.path.name}.{MANIFEST}"
     with _fenced(attempt):
@@ -154,22 +153,22 @@ def mark_clean(checkpoint: Checkpoint, attempt: int) -> None:
 
 
 def remove_checkpoint(path: Path, attempt: int) -> None:
-    """Remove a checkpoint as a running attempt may: it is gone in one step, or SupersededAttemptError is raised."""
+    """Remove a checkpoint in one step, as a running attempt. Raises SupersededAttemptError and OSError."""
     with _fenced(attempt):
         shutil.rmtree(_bury(path, attempt), ignore_errors=True)
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Remove a checkpoint while no attempt runs, manifest first, so that a half-deleted one is none."""
+    """Remove a checkpoint while no attempt runs; manifest first, so that a half-deleted one does not count."""
     (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 
 
 def set_aside_newer(folder: Path, step: int, attempt: int) -> list[str]:
-    """Rename what stands above ``step`` to ``damaged-step-N``, and return the names they had.
+    """Rename the folders of later steps than ``step`` to ``damaged-step-N``, and return their former names.
 
-    For an attempt that resumes at ``step``: the damaged ones would count as the newest, and push valid ones out of what
-    is kept. A folder that holds the checkpoint of another step counts as none, and is left alone.
+    For an attempt that resumes at ``step``: retention would keep the damaged ones as the latest in the place of valid
+    ones. A folder that holds the checkpoint of another step is not changed.
     """
     above = [path for path in committed_folders(folder) if int(path.name.removeprefix("step-")) > step]
     doubtful = [path for path in above if not _is_misnamed(path)]
@@ -187,7 +186,7 @@ def _is_misnamed(path: Path) -> bool:
 
 
 def _move_out_of_the_way(path: Path, attempt: int) -> None:
-    """Give the name back that a copy of another step's checkpoint has taken; nothing is deleted."""
+    """Rename a copy of another step's checkpoint that has this name; nothing is deleted."""
     free = path.with_name(f"misnamed-{path.name}")
     number = 1
     while os.path.lexists(free):
@@ -204,14 +203,14 @@ def _bury(path: Path, attempt: int, suffix: str = _REMOVED) -> Path:
 
 @contextlib.contextmanager
 def _fenced(attempt: int) -> Iterator[None]:
-    """What cannot be found within belongs to a later attempt; a network file system says that it is stale."""
+    """Raise SupersededAttemptError for a missing folder, which a later attempt has removed (or ESTALE on NFS)."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ESTALE):
             raise
         raise SupersededAttemptError(
-            f"attempt {attempt} was given up and a later one has begun; its checkpoint was not kept."
+            f"attempt {attempt} was superseded by a later one; its checkpoint was not committed."
         ) from error
 
 

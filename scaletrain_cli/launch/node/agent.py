@@ -16,7 +16,7 @@ from scaletrain_cli.launch.node.options import HEARD, parse_options
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import leave_current_folder
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,12 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run_node(options)
     except ScaletrainError as error:
-        _LOG.error("%s", error)
+        logger.error("%s", error)
         return error.exit_code
     except OSError as error:
         if not is_full(error):
             raise
-        _LOG.error("%s", error)  # the node record cannot hold it
+        logger.error("%s", error)  # the node record cannot hold it
         return ExitCode.DO_NOT_REQUEUE
 
 

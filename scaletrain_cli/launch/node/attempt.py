@@ -45,7 +45,7 @@ from scaletrain_cli.worker.failures import Failure, write_failure
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _TEMPORARY = ("/tmp", "/var/tmp")
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # A retry here does not help: such an exit code of a rank becomes the node's, any other failure becomes 1.
 FINAL_CODES = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES, ExitCode.DO_NOT_REQUEUE)
@@ -80,7 +80,7 @@ def run_node(options: AgentOptions) -> int:
     with contextlib.suppress(OSError):  # for people; the reason stands in the failure record
         write_inspection(run, options.attempt, found)
     for note in found.notes:
-        _LOG.warning("%s", note)
+        logger.warning("%s", note)
     if found.problems:
         cause = Reason("node.unfit", {"problems": "; ".join(found.problems)})
         failure = observed_failure("wrong-nodes", cause, node.node, exit_code=ExitCode.WRONG_NODES)

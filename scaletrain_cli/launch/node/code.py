@@ -1,6 +1,6 @@
-"""The user's code on a node: unpacked for this attempt alone, or there already, and compared to the byte.
+"""The user's code on a node: unpacked for this attempt, or in a given folder, and compared byte by byte.
 
-What was changed since the submission, in the run directory, in an image or by a disk, starts no rank.
+No rank starts with code that was changed since the submission, in the run directory, in an image or by a disk.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from scaletrain_cli.rundir.code import CodeRecord, code_file, differences, hash_
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import expand_home, make_folder, open_new
-
-_NAMED = 5  # files that a message names
+from scaletrain_cli.text import listed
 
 
 def unpacked_folder(run: RunDir, attempt: int, node_rank: int, environment: Mapping[str, str]) -> Path:
-    """Where an attempt's code is on this node: with other temporary files, a folder for each attempt."""
+    """Return the folder of an attempt's code on this node, below the folder for temporary files."""
     parent = Path(environment.get("TMPDIR") or "/tmp").absolute()
     root = hashlib.sha256(os.fsencode(run.path)).hexdigest()[:8]  # a run of another root may have the same name
     return parent / f"scaletrain-code-{run.run_id}-{root}" / f"attempt-{attempt:04d}-node-{node_rank:04d}"
 
 
 def place_code(run: RunDir, record: RunRecord, folder: Path) -> Path | None:
-    """The folder that holds the code of ``code.engine``: ``folder``, made anew, or ``code.on_nodes``; else None.
+    """Return the folder with the code of ``code.engine``: ``folder``, created anew, or ``code.on_nodes``; else None.
 
-    Raises UsageError where it is not what was submitted, WrongNodesError where this node cannot read or keep it.
+    Raises UsageError where it differs from what was submitted, WrongNodesError where this node cannot read or store it.
     """
     code = record.code
-    if code is None or record.spec.code.engine is None:  # kept for people; this engine imports none of it
+    if code is None or record.spec.code.engine is None:  # a record for people; the built-in engine imports none of it
         return None
     expected = _listing(run, code)
     there = record.spec.code.on_nodes
@@ -46,14 +45,14 @@ def place_code(run: RunDir, record: RunRecord, folder: Path) -> Path | None:
     place = folder if there is None else Path(there)
     differing = differences(place, expected)
     if differing:
-        named = ", ".join(differing[:_NAMED]) + (f" and {len(differing) - _NAMED} more" * (len(differing) > _NAMED))
-        cure = "Bring the tree that is submitted there." if there else "Submit it as a new run."
-        raise UsageError(f"the code in {place} is not what was submitted ({code.name}): {named}. {cure}")
+        remedy = f"Put the submitted tree into {place}." if there else "Submit it as a new run."
+        message = f"the code in {place} differs from what was submitted ({code.name}): {listed(differing)}."
+        raise UsageError(message, remedy=remedy)
     return place
 
 
 def code_environment(record: RunRecord, place: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """What makes a rank import from ``place`` before anything else, and nothing from the tree that was submitted."""
+    """Return the variables with which a rank imports from ``place`` first, and not from the tree of the submitter."""
     tree = os.path.normpath(Path(record.working_folder, expand_home(record.spec.code.path or ".")))
     paths = [os.path.normpath(place / record.spec.code.import_root)]
     for entry in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
@@ -68,20 +67,20 @@ def _listing(run: RunDir, code: CodeRecord) -> str:
     try:
         text = path.read_bytes().decode("utf-8", "surrogateescape")
     except OSError as error:
-        raise WrongNodesError(f"the list of the files of the run's code cannot be read here: {error}") from error
+        raise WrongNodesError(f"the list of the files of the run's code cannot be read: {error}") from error
     if hash_of(text) != code.sha256:
-        raise UsageError(f"{path} is not the one that was submitted. Restore it, or submit the run anew.")
+        raise UsageError(f"{path} differs from what was submitted. Restore it, or submit a new run.")
     return text
 
 
 def _make_own(folder: Path) -> None:
-    """Make it empty, within a folder that nobody else can look or write into. Raises WrongNodesError and OSError."""
+    """Create it empty, in a parent that is private to this user. Raises WrongNodesError and OSError."""
     parent = folder.parent
     make_folder(parent, mode=0o700)
     found = parent.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise WrongNodesError(f"{parent} is there and not this user's alone; somebody could change the code in it.")
-    shutil.rmtree(folder, ignore_errors=True)  # of an agent that was killed
+        raise WrongNodesError(f"{parent} exists and is not private to this user; refusing to unpack code there.")
+    shutil.rmtree(folder, ignore_errors=True)  # left by an agent that was killed
     make_folder(folder, exist_ok=False)
 
 
@@ -100,7 +99,7 @@ def _unpack(archive: Path, folder: Path) -> None:
                     path.chmod(entry.mode & 0o755)
     except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UsageError(
-            f"{archive} is not the archive that was submitted: {error}. Submit it as a new run."
+            f"{archive} differs from the archive that was submitted: {error}. Submit it as a new run."
         ) from error
     except OSError as error:
-        raise WrongNodesError(f"the run's code cannot be unpacked from {archive} here: {error}") from error
+        raise WrongNodesError(f"the run's code cannot be unpacked from {archive}: {error}") from error

@@ -1,7 +1,7 @@
-"""What a node says of itself before a job is queued, and how that compares with the plan.
+"""The facts of a node before a job is queued, and how they compare with the plan.
 
-Started on every node as ``python -m scaletrain_cli.launch.node.probe FOLDER TOKEN``, it leaves its facts in the folder
-as JSON. probe_node uses the standard library only. Knows no scheduler.
+Started on every node as ``python -m scaletrain_cli.launch.node.probe FOLDER TOKEN``, it writes its facts to the folder
+as JSON. probe_node uses the standard library only.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.safe_files import create_file, touch
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.text import bytes_text, counted
 
 NEEDED_PACKAGES = ("torch", "deepspeed")
 _TOKEN = "token"
@@ -31,7 +32,7 @@ _TOKEN = "token"
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One node. ``packages`` holds what is installed of NEEDED_PACKAGES; ``folder_problem`` is empty if all is well."""
+    """One node. ``packages``: the installed NEEDED_PACKAGES; ``folder_problem`` is empty where the folder is usable."""
 
     hostname: str
     gpus: int
@@ -45,24 +46,24 @@ class NodeFacts:
 
 
 def answer_file(folder: Path, task: int) -> Path:
-    """Return where the task of this number leaves what it found."""
+    """Return the file to which the task of this number writes its facts."""
     return folder / f"node-{task}.json"
 
 
 def read_answer(folder: Path, task: int) -> NodeFacts | None:
-    """Return what a task found; None as long as it has left nothing. Raises UsageError for something else there."""
+    """Return the facts of a task; None before it has written them. Raises UsageError for a damaged file."""
     path = answer_file(folder, task)
     data = read_document(path)
     return None if data is None else from_document(NodeFacts, data, path)
 
 
 def place_token(folder: Path, token: str) -> None:
-    """Leave in ``folder`` what every node must find there."""
+    """Write the token to ``folder`` that every node must find there."""
     create_file(folder / _TOKEN, token)
 
 
 def probe_node(folder: str, token: str) -> NodeFacts:
-    """Look around. ``folder`` is on the file system of the runs root, and holds ``token`` if that is the shared one."""
+    """Return the facts of this node. ``folder``, below the runs root, holds ``token`` if nodes share it."""
     packages = {}
     for name in NEEDED_PACKAGES:  # without importing them: that takes seconds, and a broken one would end the probe
         with contextlib.suppress(PackageNotFoundError):
@@ -84,39 +85,45 @@ def probe_node(folder: str, token: str) -> NodeFacts:
 
 
 def probe_problems(spec: RunSpec, plan: RunPlan, nodes: Sequence[NodeFacts]) -> tuple[Problem, ...]:
-    """Everything that keeps these nodes from running the plan."""
+    """Return every reason why these nodes cannot run the plan."""
     cluster, found = spec.cluster, []
     for node in nodes:
         if cluster.gpu != "cpu" and node.gpus < cluster.gpus_per_node:
-            what = f"{node.gpus} GPUs ({node.gpus_source}), but the plan needs {cluster.gpus_per_node} per node."
+            gpus = f"{counted(node.gpus, 'GPU')} ({node.gpus_source})"
+            what = f"{gpus}, but the plan needs {cluster.gpus_per_node} per node."
             found.append(_problem(node, what))
         wanted = cluster.slurm.memory_per_node
         if wanted is not None and node.memory_bytes < wanted:
-            found.append(_problem(node, f"{node.memory_bytes} bytes of memory; memory_per_node asks for {wanted}."))
-        if node.folder_problem:
             found.append(
-                _problem(node, node.folder_problem, "Move the runs root to a shared folder: $SCALETRAIN_RUNS.")
+                _problem(
+                    node, f"has {bytes_text(node.memory_bytes)} of memory; memory_per_node is {bytes_text(wanted)}."
+                )
             )
+        if node.folder_problem:
+            found.append(_problem(node, node.folder_problem, "Set $SCALETRAIN_RUNS to a folder that all nodes share."))
         elif spec.checkpoint.dir == "auto" and node.free_bytes < plan.durability.checkpoint_bytes:
             size = plan.durability.checkpoint_bytes
             found.append(
-                _problem(node, f"{node.free_bytes} bytes are free in the runs root; a checkpoint takes {size}.")
+                _problem(
+                    node,
+                    f"{bytes_text(node.free_bytes)} are free in the runs root; a checkpoint takes {bytes_text(size)}.",
+                )
             )
         missing = [name for name in NEEDED_PACKAGES if name not in node.packages]
         if missing:
-            hint = f"Run {install_command('train')}, in an environment that the nodes see."
+            hint = f"Run {install_command('train')}, in an environment that the nodes share."
             found.append(_problem(node, f"{', '.join(missing)} not installed for Python {node.python}.", hint))
     return (*found, *_differences(nodes))
 
 
 def _differences(nodes: Sequence[NodeFacts]) -> list[Problem]:
-    """Versions that are not the same everywhere."""
+    """Return the packages whose versions differ between nodes."""
     found = []
     for name in NEEDED_PACKAGES:
         first = next((node for node in nodes if name in node.packages), None)
         for node in nodes:
             if first is not None and node.packages.get(name, first.packages[name]) != first.packages[name]:
-                what = f"{name} {node.packages[name]}, but {first.hostname} has {first.packages[name]}."
+                what = f"has {name} {node.packages[name]}, but {first.hostname} has {first.packages[name]}."
                 found.append(_problem(node, what, "All ranks need the same version."))
     return found
 
@@ -126,10 +133,10 @@ def _problem(node: NodeFacts, message: str, hint: str | None = None) -> Problem:
 
 
 def _problem_of(folder: Path, token: str) -> str:
-    """Why runs cannot live where this folder is, as this node sees it."""
+    """Return why runs cannot be kept in this folder, as this node sees it; empty where they can."""
     try:
         if (folder / _TOKEN).read_text(encoding="utf-8") != token:
-            return f"{folder} is not the folder that the submitter sees."
+            return f"{folder} is another folder than on the submitting machine."
         touch(folder / f"written-by-{socket.gethostname()}")
     except OSError as error:
         return f"{error.filename} cannot be used here: {error.strerror or error}."
@@ -137,7 +144,7 @@ def _problem_of(folder: Path, token: str) -> str:
 
 
 def main(folder: str, token: str) -> None:
-    """Look around and leave the facts, under the number that Slurm gave this task."""
+    """Write the facts of this node, under the number that Slurm gave this task."""
     task = int(os.environ["SLURM_PROCID"])
     write_document(answer_file(Path(folder), task), dataclasses.asdict(probe_node(folder, token)))
 

@@ -36,7 +36,7 @@ _STACKS_POLL_SECONDS = 0.05
 _OOM_FIELD = "oom_kill"
 _ABORTS = ("SIGABRT", "SIGBUS", "SIGSEGV")  # NCCL's watchdog, a library's assertion, memory that went away
 _CODES_OF_STATES = {"T": "rank-stopped", "t": "rank-traced", "D": "rank-in-kernel", "R": "rank-busy"}
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def memory_kills(root: Path = Path("/")) -> int | None:
@@ -170,7 +170,7 @@ def _tolerating_a_bad_disk(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _LOG.warning("%s: %s", what, error)
+        logger.warning("%s: %s", what, error)
 
 
 @dataclass
@@ -210,7 +210,7 @@ class Watch:
                 self._check_progress()
             if time.monotonic() >= self.deadline:
                 if self.killed:
-                    _LOG.error("%d ranks cannot be killed; this node needs attention", len(self.local_ranks.alive))
+                    logger.error("%d ranks cannot be killed; this node needs attention", len(self.local_ranks.alive))
                     self.local_ranks.give_up()
                     return
                 self.local_ranks.kill()
@@ -245,7 +245,7 @@ class Watch:
         silent = max((view.silent_seconds for view in views), default=0.0)
         what = "another node reports a hang" if hung is None else f"no progress for {silent:.0f} s"
         message = f"{self.node}: {what}: {suspect.why}. Stacks: attempts/{attempt:04d}/stacks"
-        _LOG.error("%s; ending all ranks", message)
+        logger.error("%s; ending all ranks", message)
         self.local_ranks.first_failure = suspect.rank
         self.local_ranks.kill()
         self.killed, self.deadline = True, time.monotonic() + UNKILLABLE_SECONDS
@@ -267,7 +267,7 @@ class Watch:
             # A scheduler that repeats the signal does not grant more time.
             self.deadline = min(self.deadline, time.monotonic() + self.cluster.grace_seconds)
         name = signal.Signals(signum).name
-        _LOG.info("forwarded %s to %d ranks", name, len(self.local_ranks.alive))
+        logger.info("forwarded %s to %d ranks", name, len(self.local_ranks.alive))
         # A full disk must not cost the ranks the grace in which they save what they can.
         with _tolerating_a_bad_disk("the signal could not be recorded"):
             record_event(self.run, "signal", signal=name, attempt=self.options.attempt, node=self.options.node_name)
@@ -300,9 +300,9 @@ class Watch:
             cause = Reason("node.disk-full", {"rank": rank.rank, "folder": str(self.run.path), "error": error})
             code = ExitCode.DO_NOT_REQUEUE
             self.disk_full = observed_failure("disk-full", cause, self.node, rank=rank.rank, exit_code=code)
-            _LOG.error("%s", self.disk_full.message)
+            logger.error("%s", self.disk_full.message)
 
     def _end_remaining(self, why: str) -> None:
         self.ending = True
         self.deadline = min(self.deadline, time.monotonic() + STRAGGLER_SECONDS)
-        _LOG.warning("%s; ending the other ranks", why)
+        logger.warning("%s; ending the other ranks", why)

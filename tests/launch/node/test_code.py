@@ -137,9 +137,7 @@ def test_code_in_the_image_is_compared_and_run_where_it_is(
     (image / "train.py").unlink()
     agent = start_agent(made)
     assert agent.wait() == 2
-    assert (
-        "src/my_model/__init__.py differs, train.py is missing. Bring the tree that is submitted there" in agent.errors
-    )
+    assert "src/my_model/__init__.py differs, train.py is missing. Put the submitted tree into" in agent.errors
     assert image.is_dir()
 
 
@@ -262,7 +260,7 @@ def test_code_is_unpacked_where_nobody_else_can_change_it(
     unpacked(made).parent.mkdir(mode=0o755)
     agent = start_agent(made)
     assert agent.wait() == 5
-    assert "not this user's alone" in agent.errors
+    assert "is not private to this user" in agent.errors
 
 
 def test_a_path_of_the_users_into_the_tree_leads_into_what_was_kept(program: WorkingTree, tmp_path: Path) -> None:

@@ -40,11 +40,11 @@ def test_nodes_as_planned_have_no_problem() -> None:
     ("change", "said"),
     [
         ({"gpus": 7}, "n2: 7 GPUs (/dev/nvidia*), but the plan needs 8 per node."),
-        ({"memory_bytes": 256 * 10**9}, "n2: 256000000000 bytes of memory; memory_per_node asks for 500000000000."),
-        ({"free_bytes": 0}, "n2: 0 bytes are free in the runs root; a checkpoint takes 1."),
+        ({"memory_bytes": 256 * 10**9}, "n2: has 256 GB of memory; memory_per_node is 500 GB."),
+        ({"free_bytes": 0}, "n2: 0 B are free in the runs root; a checkpoint takes 1 B."),
         ({"folder_problem": "/runs cannot be used here: Read-only file system."}, "n2: /runs cannot be used here"),
         ({"packages": {"torch": "2.13.0"}}, "n2: deepspeed not installed for Python 3.11.2."),
-        ({"packages": {"torch": "2.6.0", "deepspeed": "0.19.8"}}, "n2: torch 2.6.0, but n1 has 2.13.0."),
+        ({"packages": {"torch": "2.6.0", "deepspeed": "0.19.8"}}, "n2: has torch 2.6.0, but n1 has 2.13.0."),
     ],
 )
 def test_each_problem_names_its_node(change: dict[str, object], said: str) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from scaletrain_cli.launch.backends.kubernetes.messages import may_be_applied
 from scaletrain_cli.safe_files import expand_home
 
 FIELD_MANAGER = "scaletrain"
+logger = logging.getLogger(__name__)
 _CONNECT_SECONDS = 5.0
 _MAY_HAVE_DONE_IT = (502, 503, 504)  # of something between here and the server
 _BUSY, _BUSY_PAUSES_SECONDS = 429, (1.0, 2.0, 4.0)
@@ -240,6 +242,7 @@ class Cluster:
         timeout = (_CONNECT_SECONDS, read_seconds)
         if self._silent_since is not None and time.monotonic() - self._silent_since < _SILENCE_SECONDS:
             raise SchedulerError(f"{self.where} did not answer just now.")  # or a list of runs would wait for each
+        logger.debug("%s %s %s", self.where, method, path)
         try:
             return self._ask(method, path, serialize=False, _request_timeout=timeout, **options)
         except ApiException as error:

@@ -41,7 +41,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.safe_files import locked
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,13 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             job = Supervision(run, read_record(run), LocalBackend.name, str(os.getpid()), options.engine)
             return job.run_to_end()
     except ScaletrainError as error:
-        _LOG.error("%s", error)
+        logger.error("%s", error)
         return error.exit_code
     except OSError as error:
         reason = Reason(SUPERVISOR_FAILED, {"error": str(error)})
         with contextlib.suppress(OSError):
             record_event(run, "stopped", exit_code=int(ExitCode.CRASHED), why=str(reason), **reason.to_document())
-        _LOG.error("%s", reason)
+        logger.error("%s", reason)
         return ExitCode.DO_NOT_REQUEUE if is_full(error) else ExitCode.CRASHED
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.backends.base import Check
 
+logger = logging.getLogger(__name__)
 _TIMEOUT_SECONDS = 120
 _CHECK_SECONDS = 10  # of `scaletrain doctor`, which must not hang
 # What Slurm's commands print once a request was sent and no answer to it came (schedmd/slurm, slurm_errno.c). Of a
@@ -64,6 +66,7 @@ def call_slurm(
     """
     if shutil.which(command[0]) is None:
         raise SchedulerError(f"{command[0]} is not on this machine. Submit from a login node, or use scheduler: local.")
+    logger.debug("running %s", " ".join(command))
     try:
         answer = subprocess.run(
             command,

@@ -44,7 +44,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _SLURM_ENDS_THE_JOB = Reason("slurm.job-being-ended")
 _NOT_REQUEUED = Reason("slurm.job-not-requeued")
 
@@ -70,12 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return end(run, record, options.attempt, options.srun_exit_code, os.environ, told_to_stop)
         return not_requeued(run, options.attempt, told_to_stop)
     except ScaletrainError as error:
-        _LOG.error("%s", error)
+        logger.error("%s", error)
         return error.exit_code
     except OSError as error:
         if not is_full(error):
             raise
-        _LOG.error("%s; no attempt follows, since none could record anything", error)
+        logger.error("%s; no attempt follows, since none could record anything", error)
         if options.word == "end":
             print("stop")
         return ExitCode.DO_NOT_REQUEUE
@@ -87,12 +87,12 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
     given, planned = environment.get("SLURM_JOB_NUM_NODES"), record.spec.cluster.nodes
     if given is not None and int(given) != planned:
         # Brought back by hand after a resize. Another job has the run, so nothing is written here.
-        _LOG.warning("job %s has %s nodes, and the run uses %s since it was resized", job_id, given, planned)
+        logger.warning("job %s has %s nodes, and the run uses %s since it was resized", job_id, given, planned)
         return ExitCode.USAGE
     conclude_abandoned(run, record)  # of this job, which Slurm took off its nodes before it could say its last word
     refusal = why_not_begin(run, record, job_id)
     if refusal is not None:
-        _LOG.error("%s", refusal.why)
+        logger.error("%s", refusal.why)
         return conclude_run(run, refusal)
     nodes = node_names(environment.get("SLURM_JOB_NODELIST", ""))
     number = begin_attempt(run, record.spec, scheduler="slurm", job_id=job_id, nodes=nodes)
@@ -114,7 +114,7 @@ def end(
     """
     if number < max(run.attempts(), default=number):
         print("stop")
-        _LOG.warning("attempt %s was followed by another one already; the run has not ended", number)
+        logger.warning("attempt %s was followed by another one already; the run has not ended", number)
         return ExitCode.CRASHED
     job_id, attempt = environment["SLURM_JOB_ID"], read_attempt(run, number)
     decision = conclude_attempt(
