@@ -35,7 +35,7 @@ from scaletrain_cli.safe_files import locked
 
 WAIT_SECONDS = 1.0
 _AGENT_MARGIN_SECONDS = 30.0  # the agent keeps to the grace period itself; this is for an agent that hangs
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _TOLD_TO_STOP = Reason("local.supervisor-stopped")
 
 
@@ -57,10 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise SchedulerError(f"{run.run_id} has a job already.")
             return OneNodeJob(run, read_record(run), options.scheduler, options.job_id, options.engine).run_to_end()
     except ScaletrainError as error:
-        _LOG.error("%s", error)
+        logger.error("%s", error)
         return error.exit_code
     except OSError as error:
-        _LOG.error("the job cannot continue: %s", error)
+        logger.error("the job cannot continue: %s", error)
         return ExitCode.DO_NOT_REQUEUE if is_full(error) else ExitCode.CRASHED
 
 
@@ -138,7 +138,7 @@ class OneNodeJob:
                 if pid == agent:
                     return code
             if stopped.longest([agent]) is not None:
-                _LOG.error(
+                logger.error(
                     "the node agent %s is stopped (state T) and receives no signal; ending it with its ranks", agent
                 )
                 os.kill(agent, signal.SIGKILL)
