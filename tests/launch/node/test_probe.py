@@ -64,7 +64,7 @@ def test_a_node_looks_around_and_writes_where_runs_will_live(tmp_path: Path) -> 
     assert facts.cores == len(os.sched_getaffinity(0))
     assert min(facts.memory_bytes, facts.free_bytes) > 10**8
     assert facts.packages.keys() <= {"torch", "deepspeed"}
-    assert "is not the folder" in probe_node(str(tmp_path), "other").folder_problem
+    assert "is another folder than" in probe_node(str(tmp_path), "other").folder_problem
     assert "No such file" in probe_node(str(tmp_path / "gone"), "t").folder_problem
 
 
