@@ -1,25 +1,39 @@
-"""What is found out about a run: a cause, in words, the evidence for it, and what to do. Finds out nothing itself."""
+"""What `scaletrain explain` reports: findings, each with its evidence and what to do. Plain data."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from scaletrain_cli.reasons import Reason
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Words of somebody, and whose: a command, a file of the run directory, an event."""
+    """A quotation or an observation, and its source: a command, a file of the run directory, the scheduler.
+
+    ``code`` and ``params`` are those of the Reason whose text is ``text``; empty for a quotation.
+    """
 
     source: str
     text: str
+    code: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def because(cls, source: str, reason: Reason) -> Evidence:
+        """Return the observation with its code and parameters."""
+        return cls(source, str(reason), **reason.to_document())
 
 
 @dataclass(frozen=True)
 class Finding:
     """One cause. ``headline`` is a sentence without its full stop; ``actions`` are sentences or commands.
 
-    ``waits_for_ever``: no patience helps, somebody has to change something.
+    ``waits_for_ever``: waiting does not help, the configuration must change. ``code`` and ``params`` are those of the
+    Reason whose text is ``headline``.
     """
 
     cause: str
@@ -27,17 +41,33 @@ class Finding:
     evidence: tuple[Evidence, ...] = ()
     actions: tuple[str, ...] = ()
     waits_for_ever: bool = False
+    code: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def because(
+        cls,
+        cause: str,
+        reason: Reason,
+        evidence: tuple[Evidence, ...] = (),
+        more_actions: tuple[str, ...] = (),
+        *,
+        waits_for_ever: bool = False,
+    ) -> Finding:
+        """Return the finding with the text, the remedies, the code and the parameters of ``reason``."""
+        actions = (*reason.remedies, *more_actions)
+        return cls(cause, str(reason), evidence, actions, waits_for_ever, **reason.to_document())
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A run as it stands. ``findings``: the one that matters most first."""
+    """A run in its present state. ``findings``: the most important one first."""
 
     run_id: str
     state: str
     findings: tuple[Finding, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        """The stable JSON object."""
+        """Return the stable JSON object (docs/json.md)."""
         findings = [dataclasses.asdict(finding) for finding in self.findings]
         return {"schema": "scaletrain.explain/v1", "run_id": self.run_id, "state": self.state, "findings": findings}

@@ -1,31 +1,40 @@
-"""Which bad nodes the next attempt keeps away from: as many as leave the job room to start. Pure.
-
-Knows node names and their evidence; neither Slurm nor where the evidence is kept.
-"""
+"""Choose which bad nodes the next attempt excludes: as many as leave enough nodes for the job. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.bad_nodes import BadNode
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Names to exclude, by name, and those that had to be spared, with the reason."""
+    """Names of excluded nodes, and of bad nodes that cannot be excluded, with the reason for these."""
 
     nodes: tuple[str, ...] = ()
     spared: tuple[str, ...] = ()
-    why: str = ""
+    reason: Reason | None = None
+
+    @property
+    def why(self) -> str:
+        """The text of ``reason``; empty where no node is spared."""
+        return "" if self.reason is None else str(self.reason)
+
+    def to_event(self) -> dict[str, Any]:
+        """Return the fields of the event ``nodes-excluded``."""
+        document = {} if self.reason is None else self.reason.to_document()
+        return {"nodes": self.nodes, "spared": self.spared, "why": self.why, **document}
 
 
 def exclusion(
     bad: Sequence[BadNode], *, usable: Collection[str], needed: int, pinned: Collection[str] = ()
 ) -> Exclusion:
-    """Exclude ``bad`` nodes (newest evidence first) while ``needed`` of the ``usable`` ones remain.
+    """Return the exclusion of ``bad`` nodes (newest evidence first) while ``needed`` of the ``usable`` ones remain.
 
-    A node that is not usable now costs nothing to exclude. One that the user asked for by name is spared.
+    A node that is not usable now costs nothing to exclude. One that the spec names (``pinned``) is not excluded.
     """
     room = len(set(usable)) - needed
     excluded: list[str] = []
@@ -40,5 +49,5 @@ def exclusion(
             excluded.append(node.node)
         else:
             spared.append(node.node)
-    why = f"the job needs {needed} of {len(set(usable))} usable nodes, or names them itself" if spared else ""
-    return Exclusion(tuple(sorted(excluded)), tuple(sorted(spared)), why)
+    reason = Reason("launch.nodes-not-excluded", {"needed": needed, "usable": len(set(usable))}) if spared else None
+    return Exclusion(tuple(sorted(excluded)), tuple(sorted(spared)), reason)

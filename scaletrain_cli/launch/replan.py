@@ -1,4 +1,4 @@
-"""A run on other nodes, in another layout or with newer code: planned anew and held against what it trains.
+"""Plan a run again for other nodes, another layout or newer code, and check that what it trains does not change.
 
 Everything is checked here, before anything is queued. Reads the record and writes nothing.
 """
@@ -14,21 +14,22 @@ from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
 from scaletrain_cli.launch.code.snapshot import Snapshot, take_snapshot
 from scaletrain_cli.launch.submit import plan_for_engine
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record, revision_path
 from scaletrain_cli.spec import RunSpec, changed_keys, override_spec
 
-# What may change from one attempt to the next, as the beginning of a key or the whole of it. Anything else would make
-# another run of it: other data, another model, other steps.
+# Keys, or sections, that may change from one attempt to the next. A change of any other makes it another run: other
+# data, another model, other steps.
 MAY_CHANGE = (
     *("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "code", "env", "training.micro_batch_size"),
 )
-# Degrees that a user may have pinned; `auto` leaves them to the planner.
+# Fields that a user may have pinned; the planner sets those that are `auto`.
 _PINS = (
     *("layout.data_parallel", "layout.tensor_parallel", "layout.pipeline_parallel", "layout.sequence_parallel"),
     *("layout.expert_parallel", "layout.zero_stage", "layout.activation_checkpointing", "training.micro_batch_size"),
 )
-# How states are cut over the ranks.
+# The fields that decide how states are sharded over the ranks.
 _SHARDING = (
     *("data_parallel", "tensor_parallel", "pipeline_parallel", "virtual_pipeline", "sequence_parallel"),
     *("context_parallel", "expert_parallel", "zero_stage"),
@@ -37,7 +38,7 @@ _SHARDING = (
 
 @dataclass(frozen=True)
 class Resize:
-    """The run as it is (``before``), the spec and plan that the overrides make of it, and its code where taken anew."""
+    """The present run (``before``), its spec and plan with the overrides, and the new snapshot of its code, if any."""
 
     before: RunRecord
     spec: RunSpec
@@ -47,7 +48,7 @@ class Resize:
 
     @property
     def changes(self) -> dict[str, tuple[str, str]]:
-        """Keys of the spec that differ, and the code, with both values; without any there is nothing to revise."""
+        """Return the keys of the spec that differ, and ``code``, each with both values; empty where nothing changes."""
         found = changed_keys(self.before.spec, self.spec)
         old, new = self.before.code, self.snapshot.record if self.snapshot is not None else None
         if new is not None and (old is None or old.sha256 != new.sha256):
@@ -56,22 +57,22 @@ class Resize:
 
     @property
     def after(self) -> RunRecord:
-        """The record as the next attempt would read it."""
+        """Return the record as the next attempt would read it."""
         number = self.before.revision + bool(self.changes)
         code = self.before.code if self.snapshot is None else self.snapshot.record
         return dataclasses.replace(self.before, spec=self.spec, plan=self.plan, revision=number, code=code)
 
     @property
     def cuts_states_anew(self) -> bool:
-        """Whether ranks would hold other parts of the weights or of the optimizer's states."""
+        """Return whether ranks would hold other shards of the weights or of the optimizer states."""
         old, new = self.before.plan.layout, self.plan.layout
         return any(getattr(old, field) != getattr(new, field) for field in _SHARDING)
 
 
 def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False) -> Resize:
-    """Plan the run anew with ``overrides`` (``cluster.nodes=2``); the global batch stays, accumulation follows.
+    """Plan the run again with ``overrides`` (``cluster.nodes=2``), with the same global batch size.
 
-    ``new_code`` takes the user's tree as it is now, as does an override of what of it is kept. Raises UsageError for an
+    ``new_code`` takes a new snapshot of the user's code, as does an override of ``code``. Raises UsageError for an
     override that would change what is trained, InfeasibleError for a run that does not fit.
     """
     before = read_record(run)
@@ -80,12 +81,12 @@ def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False) -> 
     changes = changed_keys(before.spec, spec)
     problems = [problem for key, values in changes.items() if (problem := _objection(key, *values)) is not None]
     if problems:
-        raise UsageError(f"{run.run_id} would no longer be the same run", tuple(problems))
+        raise UsageError(Reason("launch.resume-another-run", {"run": run.run_id}), tuple(problems))
     snapshot = None
     if new_code or any(key.startswith("code.") for key in changes):
         snapshot = take_snapshot(spec, before.working_folder, run.path.parent)
     if snapshot is None and new_code:
-        raise UsageError(f"{run.run_id} has no code of yours to take anew. Name it: --set code.path=FOLDER.")
+        raise UsageError(Reason("launch.resume-no-code", {"run": run.run_id}))
     if not changes:
         return Resize(before, before.spec, before.plan, tuple(overrides), snapshot)
     try:
@@ -97,14 +98,15 @@ def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False) -> 
 
 
 def _objection(key: str, was: str, given: str) -> Problem | None:
+    before = {"before": was}
     if key == "code.path" and given == "null":
-        return Problem("--set", key, f"was {was}, and a run keeps its code.", given, "Leave it as it is.")
+        return Problem.because("--set", key, Reason("launch.resume-keeps-code", before), given)
     if key == "checkpoint.dir":
-        return Problem("--set", key, f"the run's checkpoints are in {was}.", given, "Leave it as it is.")
+        return Problem.because("--set", key, Reason("launch.resume-keeps-checkpoints", before), given)
     if any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
         return None
-    allowed = f"A resumed run may change {', '.join(MAY_CHANGE)}; submit a new run for anything else."
-    return Problem("--set", key, f"was {was}, and what is trained stays as it is.", given, allowed)
+    params = before | {"allowed": ", ".join(MAY_CHANGE)}
+    return Problem.because("--set", key, Reason("launch.resume-fixed-key", params), given)
 
 
 def _for_a_resume(problem: Problem) -> Problem:

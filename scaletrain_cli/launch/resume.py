@@ -1,9 +1,9 @@
-"""Resuming a run by hand: why it ended, what it would go on from and at what loss; then a new submission.
+"""`scaletrain resume`: why the run ended, which checkpoint it continues from and what is lost; then a new submission.
 
-Reads checkpoints in full, since only one that verifies is worth starting ranks for. A job may start before submit()
-has returned, so a new revision stands, the decision to start over is written and the stop file is gone before the
-hand-over; a scheduler that refuses finds all of it put back. A crash in between leaves a revision without a job, with
-which the next resume goes on.
+Checkpoints are read in full, since only a valid one is worth starting ranks for. A job may start before submit() has
+returned, so the new revision and the decision to start over are written, and the stop file is removed, before the
+submission; all of it is undone where the scheduler refuses. A crash in between leaves a revision without a job, which
+the next resume uses.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from scaletrain_cli.launch.replan import Resize
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.status import why_ended
 from scaletrain_cli.launch.submit import Submission, hand_over, keep_secrets, read_submission, submit_lock
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.checkpoints import Checkpoint, latest_valid
 from scaletrain_cli.rundir.journal import has_committed, last_logged_step, record_event, withdraw_event
 from scaletrain_cli.rundir.paths import RunDir
@@ -30,13 +31,13 @@ from scaletrain_cli.spec import RunSpec
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """What resuming would do. ``steps_lost`` counts logged steps that would be trained again.
+    """What resuming would do. ``steps_lost``: number of logged steps that would be trained again.
 
-    ``unseen``: attempts and checkpoints are where the pods wrote them, on a volume that is not seen here.
+    ``unseen``: attempts and checkpoints are on a volume of the nodes that is not visible here.
     """
 
     last_attempt: AttemptRecord | None
-    why_ended: str
+    why_ended: Reason
     checkpoint: Checkpoint | None
     passed_over: list[str]
     last_step_logged: int | None
@@ -44,7 +45,7 @@ class ResumeReport:
     finished: bool
     active: bool
     job: Job
-    had_checkpoint: bool  # one was committed at some time, whether it is still there or not
+    had_checkpoint: bool  # one was committed at some time, whether it still exists or not
     unseen: bool = False
 
 
@@ -57,7 +58,10 @@ class Resumption:
 
 
 def inspect_resume(run: RunDir, scheduler: Backend | None = None) -> ResumeReport:
-    """Look without changing anything. Raises UsageError for a damaged record, SchedulerError for a silent scheduler."""
+    """Return what resuming would do; nothing is changed.
+
+    Raises UsageError for a damaged record, SchedulerError for a scheduler that does not answer.
+    """
     record, submission = read_record(run), read_submission(run)
     # The job, if there is one, is where it was submitted, whatever a revision says since.
     scheduler = scheduler or backend_for(submission.scheduler if submission else record.spec.cluster.scheduler)
@@ -66,10 +70,10 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None) -> ResumeRepor
     checkpoint, passed_over = latest_valid(checkpoint_folder(run, record.spec))
     logged = last_logged_step(run)
     job = scheduler.job(run, record)
-    told = last is None and job.exit_code is not None  # by the scheduler, of a run whose attempts are not seen here
+    told = last is None and job.exit_code is not None  # by the scheduler, of a run whose attempts are not visible here
     return ResumeReport(
         last_attempt=last,
-        why_ended=job.detail if told else why_ended(run, record, last, job),
+        why_ended=job.why if told else why_ended(run, record, last, job),
         checkpoint=checkpoint,
         passed_over=passed_over,
         last_step_logged=logged,
@@ -88,15 +92,15 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None) -> ResumeRepor
 def resume(
     run: RunDir, *, from_scratch: bool = False, resize: Resize | None = None, scheduler: Backend | None = None
 ) -> Resumption:
-    """Submit the run again, with fresh restart budgets. Raises UsageError when there is no sense in that.
+    """Submit the run again, with new restart budgets. Raises UsageError where ``refuse`` does.
 
-    With ``resize`` it goes on in that layout; without changes in it, no revision is written.
+    With ``resize`` the run continues in that layout; where that changes nothing, no revision is written.
     """
     with submit_lock(run):
         record, report = read_record(run), inspect_resume(run, scheduler)
         refuse(run, report, from_scratch=from_scratch, resize=resize)
         if resize is not None and resize.before.revision != record.revision:
-            raise UsageError(f"{run.run_id} was resized by someone else meanwhile. Look again, and resume it then.")
+            raise UsageError(Reason("launch.resume-resized-meanwhile", {"run": run.run_id}))
         spec = record.spec if resize is None else resize.spec
         scheduler = scheduler or backend_for(spec.cluster.scheduler)
         with (
@@ -109,46 +113,38 @@ def resume(
 
 
 def refuse(run: RunDir, report: ResumeReport, *, from_scratch: bool = False, resize: Resize | None = None) -> None:
-    """Raise UsageError when the run is active or finished, or nothing sound is left of it to go on from."""
+    """Raise UsageError when the run is active or finished, or has no valid checkpoint to continue from."""
+    refusal = _refusal(run, report, from_scratch=from_scratch, resize=resize)
+    if refusal is not None:
+        raise UsageError(refusal)
+
+
+def _refusal(run: RunDir, report: ResumeReport, *, from_scratch: bool, resize: Resize | None) -> Reason | None:
+    name = {"run": run.run_id}
     if report.finished:
-        raise UsageError(f"{run.run_id} has finished; there is nothing to resume.")
+        return Reason("launch.resume-finished", name)
     if report.active:
-        if report.job.state == "unknown":
-            raise UsageError(
-                f"whether {run.run_id} still runs is not known: {report.job.detail}. Resume it once that is known."
-            )
-        raise UsageError(
-            f"{run.run_id} is still active: {report.job.detail or report.job.state}. "
-            f"Wait for it, or `scaletrain cancel {run.run_id}` first."
-        )
+        known = report.job.state != "unknown"
+        detail = report.job.why if report.job.detail else recorded(report.job.state)
+        return Reason("launch.resume-active" if known else "launch.resume-unknown", name | {"detail": detail})
     if report.checkpoint is not None and from_scratch:
-        raise UsageError(
-            f"{report.checkpoint.path.name} is sound, so there is no need to start from scratch. "
-            f"Resume without that option, or submit a new run."
-        )
-    trained = report.had_checkpoint or (report.last_step_logged or 0) > 0
-    if report.checkpoint is None and trained and not from_scratch:
-        gone = "its checkpoints are gone" if report.had_checkpoint else "it ended before its first checkpoint"
-        raise UsageError(
-            f"{run.run_id} trained up to step {report.last_step_logged or 0} and nothing of it can be loaded: "
-            f"{'; '.join(report.passed_over) or gone}. Restore the files, or train anew with --from-scratch."
-        )
-    if report.checkpoint is not None and resize is not None and resize.cuts_states_anew:
-        _refuse_to_cut_blocks(run, resize)
-
-
-def _refuse_to_cut_blocks(run: RunDir, resize: Resize) -> None:
-    name = resize.spec.training.optimizer.name
-    if name == "adamw_8bit":
-        raise UsageError(
-            f"{run.run_id} cannot go on in another layout: {name} keeps its states quantised in blocks that follow the "
-            "layout, and cutting them anew would change them. Resume it on as many GPUs and in the layout it had."
-        )
+        return Reason("launch.resume-has-checkpoint", name | {"checkpoint": report.checkpoint.path.name})
+    step = report.last_step_logged or 0
+    if report.checkpoint is None and (report.had_checkpoint or step > 0) and not from_scratch:
+        if report.passed_over:
+            params = {"step": step, "passed_over": "; ".join(report.passed_over)}
+            return Reason("launch.resume-checkpoints-invalid", name | params)
+        gone = "checkpoints-gone" if report.had_checkpoint else "no-checkpoint"
+        return Reason(f"launch.resume-{gone}", name | {"step": step})
+    optimizer = "" if resize is None else resize.spec.training.optimizer.name
+    if report.checkpoint is not None and resize is not None and resize.cuts_states_anew and optimizer == "adamw_8bit":
+        return Reason("launch.resume-layout-fixed", name | {"optimizer": optimizer})
+    return None
 
 
 @contextlib.contextmanager
 def _secrets_at_hand(run: RunDir, spec: RunSpec) -> Iterator[None]:
-    """With the values of ``secret_env``, which an ended run has no more; gone again if the scheduler refuses."""
+    """Keep the values of ``secret_env``, which are removed when a run ends; remove them if the scheduler refuses."""
     had = run.secrets.exists()
     keep_secrets(run, spec)
     try:
@@ -163,7 +159,7 @@ def _secrets_at_hand(run: RunDir, spec: RunSpec) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _started_over(run: RunDir, from_scratch: bool) -> Iterator[None]:
-    """With the event that lets ranks train without a checkpoint; gone again if the scheduler refuses."""
+    """Record the event that lets ranks train without a checkpoint; remove it if the scheduler refuses."""
     if not from_scratch:
         yield
         return
@@ -179,7 +175,7 @@ def _started_over(run: RunDir, from_scratch: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_lifted(run: RunDir) -> Iterator[None]:
-    """Without the stop files, which would end the job at once; back in their places if the scheduler refuses."""
+    """Move the stop files away, which would end the job at once; move them back if the scheduler refuses."""
     aside = {file: file.with_name(f"{file.name}.lifted") for file in (run.stop_file, run.stop_file_by_hand)}
     for file, lifted in aside.items():
         lifted.unlink(missing_ok=True)  # of a resume that a crash cut short
@@ -200,7 +196,7 @@ def _stop_lifted(run: RunDir) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _revised(run: RunDir, record: RunRecord, resize: Resize | None) -> Iterator[RunRecord]:
-    """The record that the job will read; a revision that is new goes if the scheduler refuses."""
+    """Yield the record that the job will read; remove a new revision if the scheduler refuses."""
     if resize is None or not resize.changes:
         yield record
         return

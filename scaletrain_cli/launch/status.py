@@ -1,4 +1,4 @@
-"""Where a run stands, from its directory and one question to its scheduler. Changes nothing."""
+"""The status of a run, from its directory and one question to its scheduler. Changes nothing."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.submit import open_request, read_submission
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.goodput import Goodput, run_goodput
 from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
 from scaletrain_cli.rundir.measured import Measured, read_measured
@@ -24,60 +25,55 @@ from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place
 from scaletrain_cli.spec.backend_traits import display_name
 
-# The end of an attempt that recorded none: what may be said of it, given what its scheduler says of the job.
-
-
-# Every cause that a scheduler names for the end of a whole job (Job.cause).
-JOB_WAS: dict[ExitReason, str] = {
-    "cancelled": "its job was cancelled",
-    "preempted": "its job was preempted",
-    "time-limit": "its job reached its time limit",
-    "host-oom": "its job exceeded its memory limit",
-    "node": "its job lost a node",
-}
-
 
 @dataclass(frozen=True)
 class UnreportedEnd:
-    """``state``: ``open`` while the job is not over as far as is known, ``known`` where evidence or the scheduler names
-    a ``reason``, else ``not-known``. ``message`` is a sentence without its full stop.
+    """What is known of an attempt that recorded no end.
+
+    ``state``: ``open`` while the job is not over as far as is known; ``known`` where records or the scheduler name the
+    ``exit_reason``; else ``not-known``.
     """
 
     state: Literal["open", "known", "not-known"]
-    message: str
-    reason: ExitReason | None = None
+    why: Reason
+    exit_reason: ExitReason | None = None
 
 
 def unreported_end(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Job) -> UnreportedEnd:
     """Return what is known of an attempt without a recorded end. ``job`` is the scheduler's latest answer."""
-    says = f"{display_name(attempt.scheduler)} says: {job.detail}"
+    number = {"attempt": attempt.number, "run": run.run_id}
+    reports = {"scheduler": display_name(attempt.scheduler), "detail": job.why}
     if job.state == "unknown":
-        return UnreportedEnd("open", f"whether attempt {attempt.number} still runs is not known: {job.detail}")
+        return UnreportedEnd("open", Reason("launch.attempt-unknown", number | {"detail": job.why}))
     if job.state == "running":
-        return UnreportedEnd("open", f"attempt {attempt.number} runs; {says}")
+        return UnreportedEnd("open", Reason("launch.attempt-running", number | reports))
     if job.state != "ended":
-        return UnreportedEnd("open", f"attempt {attempt.number} has reported no end, and its job is not over; {says}")
-    silent = f"attempt {attempt.number} ended without reporting an exit status"
+        return UnreportedEnd("open", Reason("launch.attempt-not-over", number | reports))
     outcome = attempt_outcome(run, record.spec, attempt.number, cancelled=False)
     reported = any(node.ended is not None for node in read_node_records(run, attempt.number))
     if outcome.reason != "node" or (reported and job.cause is None and not run.is_told_to_stop):
-        return UnreportedEnd("known", f"{silent}: {outcome.message}", outcome.reason)
+        why = Reason("launch.unreported-end", number | {"cause": outcome.why})
+        return UnreportedEnd("known", why, outcome.reason)
     cause: ExitReason | None = "cancelled" if run.is_told_to_stop else job.cause
     if cause is not None:
-        return UnreportedEnd("known", f"{silent}: {JOB_WAS[cause]}; {says}", cause)
+        why = Reason("launch.unreported-end-of-job", number | reports | {"cause": Reason(f"launch.job-{cause}")})
+        return UnreportedEnd("known", why, cause)
     if has_no_space(run.path):
-        return UnreportedEnd("known", f"{silent}: the file system of {run.path} is full; {says}", "disk-full")
-    return UnreportedEnd("not-known", f"{silent}, and the cause is not known; {says}")
+        why = Reason("launch.unreported-disk-full", number | reports | {"folder": str(run.path)})
+        return UnreportedEnd("known", why, "disk-full")
+    return UnreportedEnd("not-known", Reason("launch.unreported-unknown", number | reports))
 
 
-def why_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord | None, job: Job) -> str:
-    """Return the last attempt's end in words. Without a recorded end, ``job`` decides what may be said of it."""
+def why_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord | None, job: Job) -> Reason:
+    """Return why the last attempt ended. Without a recorded end, ``job`` decides what is known of it."""
     if attempt is None:
-        return "no attempt began"
+        return Reason("launch.no-attempt")
     if attempt.ended is None:
-        return unreported_end(run, record, attempt, job).message
-    decided = f"; {attempt.decision.why}" if attempt.decision is not None else ""
-    return f"attempt {attempt.number} ended with exit code {attempt.exit_code}: {attempt.message}{decided}"
+        return unreported_end(run, record, attempt, job).why
+    params = {"attempt": attempt.number, "exit_code": attempt.exit_code, "end": attempt.why}
+    if attempt.decision is None:
+        return Reason("launch.attempt-ended", params)
+    return Reason("launch.attempt-ended-decided", params | {"decision": attempt.decision.reason})
 
 
 # fmt: off
@@ -93,7 +89,7 @@ _LINES_SEARCHED = 10_000
 class RunStatus:
     """One run, now. Steps are optimizer steps; ``agent_pids`` are of node agents that have not ended.
 
-    ``job`` is the scheduler's answer, or state ``unknown`` with its error as the detail; the JSON object has its state.
+    ``reason``: why the run is in its state. ``job`` is the scheduler's answer, or state ``unknown`` with its error.
     """
 
     run_id: str
@@ -113,25 +109,34 @@ class RunStatus:
     nodes: tuple[str, ...]
     agent_pids: tuple[int, ...]
     run_dir: str
-    why: str
+    reason: Reason
     job: Job
     measured: Measured | None  # of the newest attempt that got so far
     goodput: Goodput | None  # where the time went, over all attempts
-    straggler: str = ""  # the rank that is slower than the others, in words
-    sweep: SweepPlace | None = None  # of which sweep it is a point
+    straggler: str = ""  # the rank that is slower than the others, as a sentence; empty where there is none
+    sweep: SweepPlace | None = None  # the sweep that the run is a point of
+
+    @property
+    def why(self) -> str:
+        """The text of ``reason``; empty where there is nothing to explain."""
+        return str(self.reason)
 
     def to_json(self) -> dict[str, Any]:
-        """The stable JSON object."""
+        """Return the stable JSON object (docs/json.md)."""
         measured = None if self.measured is None else self.measured.to_json()
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain["job"] = {"state": self.job.state, "detail": self.job.detail}
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "reason"}
+        plain |= {"why": self.why, **self.reason.to_document()}
+        plain["job"] = {"state": self.job.state, "detail": self.job.detail, **self.job.why.to_document()}
         goodput = None if self.goodput is None else self.goodput.to_json()
         sweep = None if self.sweep is None else dataclasses.asdict(self.sweep)
         return {"schema": "scaletrain.status/v1", **plain, "measured": measured, "goodput": goodput, "sweep": sweep}
 
 
 def run_status(run: RunDir, scheduler: Backend | None = None) -> RunStatus:
-    """Raises UsageError when run.json is damaged; a scheduler that does not answer makes the state unknown at worst."""
+    """Return the status of the run. Raises UsageError when run.json is damaged.
+
+    Where the scheduler does not answer, the state is that of the run directory, or unknown.
+    """
     record = read_record(run)
     attempts = read_attempts(run)
     last = attempts[-1] if attempts else None
@@ -159,7 +164,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None) -> RunStatus:
         nodes=job.nodes or (last.nodes if last else ()),
         agent_pids=_agent_pids(run, last),
         run_dir=str(run.path),
-        why=_why(run, record, job, last),
+        reason=_why(run, record, job, last),
         job=job,
         measured=read_measured(run),
         goodput=run_goodput(run),
@@ -174,10 +179,10 @@ def run_statuses(runs: Sequence[RunDir]) -> list[RunStatus | UsageError]:
 
 
 def _schedulers(runs: Sequence[RunDir]) -> list[Backend | None]:
-    """For each run the scheduler that already has its job's answer; None where it must be asked."""
+    """Return for each run the back end that already has the answer about its job; None where it must be asked."""
     open_runs: dict[str, list[RunDir]] = {}
     for run in runs:
-        with contextlib.suppress(UsageError):  # its row tells of the damage
+        with contextlib.suppress(UsageError):  # its own row reports the damage
             if not _is_done(run):
                 open_runs.setdefault(read_record(run).spec.cluster.scheduler, []).append(run)
     asked: dict[RunDir, Backend] = {}
@@ -201,7 +206,7 @@ def _is_done(run: RunDir) -> bool:
 
 
 def is_over(run: RunDir, status: RunStatus) -> bool:
-    """Whether nothing more will happen by itself. A preempted run may be waiting for its next attempt."""
+    """Return whether the run ends here unless it is resumed. A preempted run may be waiting for its next attempt."""
     if status.state == "unknown":
         return status.job.forgotten
     if status.state != "preempted":
@@ -210,16 +215,16 @@ def is_over(run: RunDir, status: RunStatus) -> bool:
 
 
 def exit_code_of(run: RunDir, status: RunStatus) -> int:
-    """The exit code of a run that has ended: what was decided after its last attempt, or how that ended."""
+    """Return the exit code of a run that has ended: that of its last decision, or else of its last attempt."""
     if status.state == "finished":
         return ExitCode.DONE
     attempts = read_attempts(run)
     last = attempts[-1] if attempts else None
-    if last is None:  # none began, or none that is seen from here
+    if last is None:  # none began, or none that is visible here
         return ExitCode.SCHEDULER if status.job.forgotten else status.job.exit_code or ExitCode.CRASHED
     if last.decision is not None and not last.decision.requeue:
         return last.decision.exit_code or ExitCode.CRASHED
-    unrecorded = ExitCode.PREEMPTED if status.state == "preempted" else ExitCode.CRASHED  # whoever watched it is gone
+    unrecorded = ExitCode.PREEMPTED if status.state == "preempted" else ExitCode.CRASHED  # its watcher is gone
     return last.exit_code or unrecorded
 
 
@@ -228,13 +233,14 @@ def _ask(run: RunDir, record: RunRecord, last: AttemptRecord | None, scheduler: 
         return Job("", "ended", "finished")
     try:
         return (scheduler or backend_for(record.spec.cluster.scheduler)).job(run, record)
-    except SchedulerError as error:  # the run directory still tells most of it
+    except SchedulerError as error:  # the run directory still has most of it
         unsettled = open_request(run) is not None
-        return Job(_sent_as(run, record, last), "unknown", error.message.rstrip("."), unsettled=unsettled)
+        detail = error.message.rstrip(".")
+        return Job(_sent_as(run, record, last), "unknown", detail, unsettled=unsettled, reason=error.reason)
 
 
 def _sent_as(run: RunDir, record: RunRecord, last: AttemptRecord | None) -> str:
-    """The id of the job that was handed over, or may have been: the scheduler's answer may have been lost."""
+    """Return the id of the job that was submitted, or may have been where the scheduler's answer was lost."""
     submission = read_submission(run)
     submitted = submission.job_id if submission is not None else last.job_id if last is not None else ""
     with contextlib.suppress(SchedulerError):  # a back end that is not installed here
@@ -243,7 +249,7 @@ def _sent_as(run: RunDir, record: RunRecord, last: AttemptRecord | None) -> str:
 
 
 def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -> RunState:
-    """The rule of ``unreported``: only a job that is over, as its scheduler says, can have lost anything."""
+    """Return the state. An attempt without a recorded end has failed only where its job is over."""
     if last is not None and last.reason == "done":
         return "finished"
     if job.state == "suspended" or job.state == "ending":
@@ -263,46 +269,45 @@ def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None)
         known: dict[int | None, RunState] = {ExitCode.DONE: "finished", ExitCode.PREEMPTED: "preempted"}
         return known.get(job.exit_code, _of_cause(job.cause))
     if last.ended is None:
-        return _of_cause(unreported_end(run, record, last, job).reason)
+        return _of_cause(unreported_end(run, record, last, job).exit_reason)
     ended_by_scheduler = last.decision is not None and last.decision.left_to_scheduler and job.cause is not None
     return _of_cause(job.cause if ended_by_scheduler else last.reason)
 
 
 def _of_cause(reason: ExitReason | None) -> RunState:
-    """The state of a run that is over, by why it ended."""
+    """Return the state of a run that is over, by its exit reason."""
     return reason if reason == "cancelled" or reason == "preempted" else "failed"
 
 
-def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -> str:
-    """What a person would ask next: the scheduler's word while the run lives, the last end once it does not."""
+def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -> Reason:
+    """Return the scheduler's reason while the job is active, and how the last attempt ended once it is over."""
     if job.is_active and (last is None or last.ended is None):
-        return job.detail
+        return job.why
     if last is None:
-        if not record.spec.cluster.traits.shared_run_directory:  # its attempts may be on a volume not visible here
-            return job.detail
-        return f"{job.detail}; no attempt began{_log_of(run, record, job)}" if job.state == "ended" else job.detail
-    why = why_ended(run, record, last, job)
+        # Where the nodes write to a volume that is not visible here, there may have been attempts.
+        if not record.spec.cluster.traits.shared_run_directory or job.state != "ended":
+            return job.why
+        log = backend_for(record.spec.cluster.scheduler).job_log(run, job.id)
+        if log is None:
+            return Reason("launch.job-without-attempt", {"detail": job.why})
+        return Reason("launch.job-without-attempt-see-log", {"detail": job.why, "log": log.name})
+    end = why_ended(run, record, last, job)
     if last.ended is None:
-        return why
-    if job.state == "unknown":
-        return f"{why}. Whether another attempt follows is not known: {job.detail}" if last.may_be_followed else why
+        return end
+    if job.state == "unknown" and last.may_be_followed:
+        return Reason("launch.attempt-ended-maybe-followed", {"end": end, "detail": job.why})
     if job.state in ("suspended", "ending"):
-        return f"{why}. {display_name(last.scheduler)} says: {job.detail}"
+        reports = {"scheduler": display_name(last.scheduler), "detail": job.why}
+        return Reason("launch.attempt-ended-job-active", {"end": end} | reports)
     if job.state == "ended" and last.decision is not None and last.decision.requeue:
-        return f"{why}. But the job is gone, so that restart will not come; `scaletrain resume` goes on"
+        return Reason("launch.attempt-ended-job-gone", {"end": end})
     if job.state == "ended" and last.decision is not None and last.decision.left_to_scheduler:
-        return f"{why}. The job is over, so no attempt follows; `scaletrain resume` goes on"
-    return why
-
-
-def _log_of(run: RunDir, record: RunRecord, job: Job) -> str:
-    """Return where the log of the job itself is; empty where there is none."""
-    log = backend_for(record.spec.cluster.scheduler).job_log(run, job.id)
-    return "" if log is None else f"; see {log.name} in the run directory"
+        return Reason("launch.attempt-ended-with-job", {"end": end})
+    return end
 
 
 def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:
-    """The newest training line of metrics.jsonl, with the newest validation loss, which stands in lines of its own."""
+    """Return the newest training line of metrics.jsonl, with the newest validation loss, which has its own lines."""
     newest: dict[str, Any] = {}
     validation: dict[str, Any] = {}
     for count, line in enumerate(read_lines_backwards(run.metrics)):
@@ -316,15 +321,15 @@ def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:
 
 
 def _straggler(run: RunDir) -> str:
-    """What the newest attempt that trains has found, if it still holds."""
+    """Return the straggler that the newest attempt has reported, as a sentence; empty where it has recovered."""
     for event in reversed(read_events(run)):
         if event["event"] in ("started", "resumed"):
             break
         if event["event"] == "stragglers":
             if event["rank"] is None:
                 break
-            mine, others = event["seconds"] * 1e3, event["others_seconds"] * 1e3
-            return f"rank {event['rank']} works {mine:.0f} ms per step before it waits, the others {others:.0f} ms"
+            params = {name: event[name] for name in ("rank", "seconds", "others_seconds")}
+            return str(Reason("launch.straggler", params))
     return ""
 
 

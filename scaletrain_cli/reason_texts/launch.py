@@ -6,6 +6,15 @@ from scaletrain_cli.reasons import Text
 
 _RESUME = "scaletrain resume {run}"
 _CONTINUE = "scaletrain resume {run} continues from the latest valid checkpoint"
+_LONGER_TIME = (
+    "A longer limit costs fewer restarts: `scaletrain resume {run} --set cluster.slurm.time=...`, after "
+    "`scaletrain cancel {run}` if the job is queued again",
+)
+_MORE_MEMORY = (
+    "Request more (Slurm: cluster.slurm.memory_per_node; Kubernetes: cluster.kubernetes.memory_per_node). "
+    "`scaletrain plan` shows how much of it checkpoints and offloading use",
+)
+_LOST_NODE = ("scaletrain nodes list shows which nodes are excluded, and why", "Ask the administrator about that node")
 
 TEXTS: dict[str, Text] = {
     # ---- exit classification: what the records of nodes and ranks show ---------------------------------------------
@@ -44,19 +53,16 @@ TEXTS: dict[str, Text] = {
     ),
     "watcher-gone": Text("the process that watched the attempt is gone"),
     # ---- exit reasons: what each means, and what to do -------------------------------------------------------------
-    "exit": Text("attempt {attempt} ended: {meaning}"),
-    "exit-done": Text("the run is done"),
-    "exit-cancelled": Text("the run was cancelled", (f"{_RESUME} continues it",)),
-    "exit-preempted": Text("preempted; all ranks saved a checkpoint and exited"),
+    "exit-done": Text("attempt {attempt} ended: the run is done"),
+    "exit-cancelled": Text("attempt {attempt} ended: the run was cancelled", (f"{_RESUME} continues it",)),
+    "exit-preempted": Text("attempt {attempt} ended: preempted; all ranks saved a checkpoint and exited"),
     "exit-time-limit": Text(
-        "the time limit was reached; all ranks saved a checkpoint before it",
-        (
-            "A longer limit costs fewer restarts: `scaletrain resume {run} --set cluster.slurm.time=...`, after "
-            "`scaletrain cancel {run}` if the job is queued again",
-        ),
+        "attempt {attempt} ended: the time limit was reached; all ranks saved a checkpoint before it",
+        _LONGER_TIME,
     ),
     "exit-out-of-grace": Text(
-        "the grace period expired before all ranks had saved; the latest committed checkpoint will be used",
+        "attempt {attempt} ended: the grace period expired before all ranks had saved; the latest committed checkpoint "
+        "will be used",
         (
             "Set cluster.grace_seconds to more than a step and a save take, and raise the limit of the site with it "
             "(Slurm: GraceTime, KillWait; Kubernetes: terminationGracePeriodSeconds)",
@@ -64,44 +70,46 @@ TEXTS: dict[str, Text] = {
         ),
     ),
     "exit-node": Text(
-        "a node was lost: its agent ended without reporting an exit status",
-        ("scaletrain nodes list shows which nodes are excluded, and why", "Ask the administrator about that node"),
+        "attempt {attempt} lost a node: its agent ended without reporting an exit status",
+        _LOST_NODE,
     ),
     "exit-wrong-nodes": Text(
-        "a node is not what was planned",
+        "attempt {attempt} ended: a node is not what was planned",
         (
             "Request the right nodes: cluster.gpu, cluster.gpus_per_node, or the constraints of the scheduler",
             "scaletrain nodes list shows which nodes are excluded now",
         ),
     ),
     "exit-hardware": Text(
-        "a device failed; no program can cause this",
+        "attempt {attempt} ended: a device failed; no program can cause this",
         ("Have the node drained and the device tested; runs exclude the node for a week (scaletrain nodes list)",),
     ),
     "exit-hang": Text(
-        "training hung: a rank made no progress, and the others waited for it in a collective",
+        "attempt {attempt} hung: a rank made no progress, and the others waited for it in a collective",
         (
             "Read the stacks: what the named rank does is the cause; the other ranks wait for it",
             "If a step really takes that long, set guard.hang in the spec",
         ),
     ),
     "exit-communication": Text(
-        "ranks lost their connections and no rank reported why it ended: the network failed, or a node did",
+        "attempt {attempt} ended: ranks lost their connections, and no rank reported why it ended; the network failed, "
+        "or a node did",
         (
             "If it happens again on the same nodes, see scaletrain nodes list and tell the administrator",
             "`--set env.NCCL_DEBUG=INFO` on resume makes NCCL print which interface and peer it loses",
         ),
     ),
     "exit-crash": Text(
-        "the program failed",
+        "attempt {attempt} ended: the program failed",
         ("scaletrain logs {run} shows what the ranks printed", "Fix the cause, then " + _RESUME),
     ),
     "exit-killed": Text(
-        "a rank was killed from outside: by no memory limit of the kernel, no agent and no signal of the scheduler",
+        "attempt {attempt} ended: a rank was killed from outside, not by the kernel, the agent or a signal of the "
+        "scheduler",
         ("Find out who can do that: an administrator, a clean-up job, a limit on the processes of a login session",),
     ),
     "exit-oom": Text(
-        "a device ran out of memory",
+        "attempt {attempt} ended: a device ran out of memory",
         (
             "scaletrain status {run} compares the measured memory with the plan; the memory folder of the attempt "
             "shows what held it",
@@ -110,35 +118,32 @@ TEXTS: dict[str, Text] = {
         ),
     ),
     "exit-host-oom": Text(
-        "the node, or the memory limit of the job on it, ran out of memory, and the kernel killed a rank",
-        (
-            "Request more (Slurm: cluster.slurm.memory_per_node; Kubernetes: cluster.kubernetes.memory_per_node). "
-            "`scaletrain plan` shows how much of it checkpoints and offloading use",
-        ),
+        "attempt {attempt} ended: a node, or the job on it, ran out of host memory, and the kernel killed a rank",
+        _MORE_MEMORY,
     ),
     "exit-nan": Text(
-        "the loss or a gradient was not finite; no optimizer step was taken with it",
+        "attempt {attempt} ended: the loss or a gradient was not finite; no optimizer step was taken with it",
         (
             "guard.nan: rollback returns to the last clean checkpoint and skips that data",
             "Usual remedies: a lower learning rate, a longer warmup, or bf16 instead of fp16",
         ),
     ),
     "exit-spike": Text(
-        "the loss left its range again after every allowed roll-back",
+        "attempt {attempt} ended: the loss left its range again after every allowed roll-back",
         (
             "The events name the skipped ranges of data: check them",
             "Lower the learning rate or training.gradient_clipping, then " + _RESUME,
         ),
     ),
     "exit-disk-full": Text(
-        "there was no space for a checkpoint; all committed checkpoints are valid",
+        "attempt {attempt} ended: there was no space for a checkpoint; all committed checkpoints are valid",
         (
             "scaletrain checkpoint prune {run} frees space; or move checkpoint.dir to a larger file system",
             _RESUME,
         ),
     ),
     "exit-unreadable": Text(
-        "no node of the job could read a checkpoint",
+        "attempt {attempt} ended: no node of the job could read a checkpoint",
         (
             "Check the file system that holds the checkpoints (mounted, responding, owner and permissions of the "
             "files); no single node is at fault, so none is excluded",
@@ -147,7 +152,7 @@ TEXTS: dict[str, Text] = {
         ),
     ),
     "exit-data": Text(
-        "the training data differ from what was prepared; no step was trained on data that differ",
+        "attempt {attempt} ended: the training data differ from what was prepared; no step was trained on them",
         (
             "Restore the file that the message names from a copy; or delete the folder of the dataset and prepare the "
             "same data again: scaletrain data prepare SPEC",
@@ -156,7 +161,7 @@ TEXTS: dict[str, Text] = {
         ),
     ),
     "exit-usage": Text(
-        "the run cannot start as requested: the spec, the data or the installation is wrong; a retry would not help",
+        "attempt {attempt} ended: the spec, the data or the installation is wrong; a retry would not help",
         ("Fix what the message says, then submit or resume",),
     ),
     # ---- what a scheduler reports as the cause of the end of a whole job -------------------------------------------
@@ -165,7 +170,17 @@ TEXTS: dict[str, Text] = {
     "job-time-limit": Text("its job reached its time limit"),
     "job-host-oom": Text("its job exceeded its memory limit"),
     "job-node": Text("its job lost a node"),
-    "job-reported": Text("{cause} ({detail})"),
+    "exit-by-scheduler-cancelled": Text(
+        "attempt {attempt} ended: its job was cancelled ({detail})", (f"{_RESUME} continues the run",)
+    ),
+    "exit-by-scheduler-preempted": Text("attempt {attempt} ended: its job was preempted ({detail})"),
+    "exit-by-scheduler-time-limit": Text(
+        "attempt {attempt} ended: its job reached its time limit ({detail})", _LONGER_TIME
+    ),
+    "exit-by-scheduler-host-oom": Text(
+        "attempt {attempt} ended: its job exceeded its memory limit ({detail})", _MORE_MEMORY
+    ),
+    "exit-by-scheduler-node": Text("attempt {attempt} ended: its job lost a node ({detail})", _LOST_NODE),
     # ---- attempts without a recorded end ---------------------------------------------------------------------------
     "attempt-unknown": Text("whether attempt {attempt} still runs is not known: {detail}"),
     "attempt-running": Text("attempt {attempt} is running; {scheduler} reports: {detail}"),
@@ -195,6 +210,7 @@ TEXTS: dict[str, Text] = {
         ("scaletrain logs {run} shows what the ranks printed last", _CONTINUE),
     ),
     # ---- states of a run -------------------------------------------------------------------------------------------
+    "job-detail": Text("{detail}"),
     "no-attempt": Text("no attempt began"),
     "job-without-attempt": Text("{detail}; no attempt began"),
     "job-without-attempt-see-log": Text("{detail}; no attempt began; see {log} in the run directory"),

@@ -22,7 +22,7 @@ def show_resume(run_id: str, report: ResumeReport) -> None:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("run", escaped_text(run_id, "bold"))
-    table.add_row("state" if report.active else "ended", escaped_text(report.why_ended))
+    table.add_row("state" if report.active else "ended", escaped_text(str(report.why_ended)))
     if report.finished or report.active:  # it will not be resumed, so nothing goes on or is lost
         show(stderr_console(), table)
         return
@@ -61,7 +61,8 @@ def resume_json(run: RunDir, report: ResumeReport, resize: Resize | None) -> dic
     return {
         "run_id": run.run_id,
         "run_dir": str(run.path),
-        "why_ended": report.why_ended,
+        "why_ended": str(report.why_ended),
+        **report.why_ended.to_document(),
         "checkpoint_step": report.checkpoint.step if report.checkpoint else None,
         "checkpoint": str(report.checkpoint.path) if report.checkpoint else None,
         "checkpoints_unseen": report.unseen,

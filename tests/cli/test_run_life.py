@@ -165,7 +165,7 @@ def test_a_run_goes_on_with_fewer_processes_once_it_is_planned_anew() -> None:
     assert {"GPUs 1 x 2 = 2 1 x 1 = 1", "data parallel 2 1", "accumulation 1 2", "global batch 16 16"} <= set(table)
     refused = scaletrain("resume", "r1", "--gpus-per-node", "1", "--set", "training.seed=7")
     assert (refused.code, revisions.exists()) == (ExitCode.USAGE, False)
-    assert "--set training.seed = 7: was 42, and what is trained stays as it is." in " ".join(refused.err.split())
+    assert "--set training.seed = 7: was 42, and what is trained cannot change." in " ".join(refused.err.split())
     assert scaletrain("resume", "r1", "--gpus-per-node", "3").code == ExitCode.INFEASIBLE
     resumed = scaletrain("resume", "r1", "--gpus-per-node", "1", "--json")
     assert resumed.code == 0, resumed.err

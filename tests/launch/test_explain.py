@@ -8,10 +8,12 @@ from typing import get_args
 import pytest
 
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
+from scaletrain_cli.launch.backends.base import JobCause
 from scaletrain_cli.launch.exit_classification import ExitReason
-from scaletrain_cli.launch.explain import ENDINGS, explain
+from scaletrain_cli.launch.explain import RESUME_IS_A_REMEDY, explain
 from scaletrain_cli.launch.finding import Explanation, Finding
 from scaletrain_cli.launch.submit import submit_run
+from scaletrain_cli.reason_texts.launch import TEXTS
 from scaletrain_cli.reasons import recorded
 from tests.cli.command_line import scaletrain
 from tests.launch.conftest import LOCAL, MadeRun, wait_until
@@ -31,8 +33,13 @@ def told(finding: Finding) -> str:
 
 
 def test_every_way_to_end_has_a_meaning_and_what_to_do() -> None:
-    assert set(ENDINGS) == set(get_args(ExitReason))
-    assert all(ending.actions for reason, ending in ENDINGS.items() if reason not in ("done", "preempted"))
+    for reason in get_args(ExitReason):
+        text = TEXTS[f"exit-{reason}"]
+        assert text.text.startswith("attempt {attempt}")
+        assert bool(text.remedies) is (reason not in ("done", "preempted")), reason
+        resumes = any("scaletrain resume {run}" in remedy for remedy in text.remedies)
+        assert resumes is (reason in RESUME_IS_A_REMEDY), reason
+    assert all(f"exit-by-scheduler-{cause}" in TEXTS for cause in get_args(JobCause))
 
 
 @pytest.mark.parametrize("reason", get_args(ExitReason))
@@ -46,7 +53,7 @@ def test_an_attempt_that_ended_in_any_way_is_explained(make_run: MakeRun, reason
     assert "attempts/0001/attempt.json: these words" in told(finding)
     assert "{" not in "".join(finding.actions)
     if reason != "done":
-        assert "no attempt follows by itself" in told(finding)
+        assert "no attempt follows unless" in told(finding)
         assert any(f"scaletrain resume {made.run.run_id}" in action for action in finding.actions)
 
 

@@ -87,7 +87,7 @@ def test_overrides_that_the_run_has_already_make_no_revision() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("training.seed=7", "--set training.seed = 7: was 42, and what is trained stays as it is."),
+        ("training.seed=7", "--set training.seed = 7: was 42, and what is trained cannot change."),
         ("training.global_batch_size=8", "training.global_batch_size = 8: was 4"),
         ("training.steps=99", "training.steps = 99: was 20"),
         ("training.optimizer.lr=1", "training.optimizer.lr = 1"),
@@ -193,7 +193,7 @@ def test_of_two_who_resize_a_run_only_one_wins() -> None:
 
 def test_quantised_states_are_not_cut_anew() -> None:
     made, cluster = ended_run("training.optimizer.name=adamw_8bit"), Cluster()
-    with pytest.raises(UsageError, match="quantised in blocks") as caught:
+    with pytest.raises(UsageError, match="quantized in blocks") as caught:
         resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=1"]), scheduler=cluster)
     assert caught.value.exit_code == 2
     assert (revisions(made.run), cluster.submitted) == ([], 0)

@@ -110,7 +110,7 @@ def test_no_node_is_said_to_be_lost_unless_the_scheduler_says_so(
     explained = explain(made.run)
     said = [found.why, explained.state, json.dumps(explained.to_json()["findings"])]
     with contextlib.suppress(SchedulerError):
-        said.append(inspect_resume(made.run, Says(answer)).why_ended)
+        said.append(str(inspect_resume(made.run, Says(answer)).why_ended))
     assert all(words in text for text in said if text != state)
     assert not [text for text in said if "lost" in text or "dministrator" in text]
     assert ("is not known" in said[2]) == (words in ("was started on far", "no process is left") or answer is SILENT)
@@ -139,9 +139,7 @@ def test_an_attempt_that_the_scheduler_ended_is_not_the_end_of_its_run(
     assert found.state == ("unknown" if answer is SILENT else "queued")
     monkeypatch.setattr("scaletrain_cli.launch.status.backend_for", lambda name: Says(answer))
     told = json.dumps(explain(made.run).to_json())
-    follows = (
-        "whether another attempt follows is not known" if answer is SILENT else "another attempt follows by itself"
-    )
+    follows = "whether another attempt follows is not known" if answer is SILENT else "another attempt follows"
     assert follows in told
     assert "no attempt follows" not in told
 
@@ -154,7 +152,7 @@ def test_a_preempted_run_whose_job_is_over_waits_for_nothing(made: MadeRun, monk
     assert not is_over(made.run, run_status(made.run, Says(SILENT)))
     monkeypatch.setattr("scaletrain_cli.launch.status.backend_for", lambda name: gone)
     (finding,) = explain(made.run).findings
-    assert "no attempt follows by itself, since the job is over" in finding.evidence[-1].text
+    assert "no attempt follows, since the job is over" in finding.evidence[-1].text
     assert any(f"scaletrain resume {made.run.run_id}" in action for action in finding.actions)
 
 
@@ -162,7 +160,9 @@ def test_a_scheduler_that_does_not_answer_leaves_the_state_unknown_and_the_rest_
     append_line(made.run.metrics, {"step": 4, "loss": 2.0})
     found = run_status(made.run, Says(SILENT))
     assert (found.state, found.step, found.why) == ("unknown", 4, "squeue did not answer within 15 s")
-    assert found.to_json()["job"] == {"state": "unknown", "detail": "squeue did not answer within 15 s"}
+    job = found.to_json()["job"]
+    assert (job["state"], job["detail"]) == ("unknown", "squeue did not answer within 15 s")
+    assert job["code"] == "recorded.text"
 
 
 def test_of_a_run_that_is_done_no_scheduler_is_asked(made: MadeRun) -> None:
@@ -210,7 +210,7 @@ def test_a_cancelled_run_whose_scheduler_cannot_be_asked_is_unknown_since_it_may
 
 def test_a_restart_that_will_not_come_is_not_promised(made: MadeRun) -> None:
     attempt(made, 1, "crash", requeue=True)
-    assert "will not come; `scaletrain resume` goes on" in status(made, "ended").why
+    assert "will not happen; `scaletrain resume` continues the run" in status(made, "ended").why
     assert "will not come" not in status(made, "queued").why
 
 

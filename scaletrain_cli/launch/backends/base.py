@@ -14,7 +14,7 @@ from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -106,6 +106,14 @@ class Job:
     progress: Mapping[str, float] = field(default_factory=dict)
     forgotten: bool = False
     reason: Reason | None = None  # why it is in this state, by code; ``detail`` is its text with more around it
+
+    @property
+    def why(self) -> Reason:
+        """``reason`` where ``detail`` is its text; else a Reason whose text is ``detail``, with ``reason`` in it."""
+        if self.reason is None:
+            return recorded(self.detail)
+        whole = str(self.reason) == self.detail
+        return self.reason if whole else Reason("launch.job-detail", {"detail": self.detail, "reason": self.reason})
 
     @property
     def is_active(self) -> bool:
@@ -285,13 +293,13 @@ class Backend(ABC):
 
     def explain_waiting(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
         """Return why a queued job waits."""
-        return Finding("queued", "its job has not started", (Evidence("the scheduler", status.job.detail),))
+        evidence = (Evidence.because("the scheduler", status.job.why),)
+        return Finding.because("queued", Reason("launch.queued"), evidence)
 
     def explain_never_began(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
         """Return why a job ended before its first attempt."""
-        evidence = (Evidence("the scheduler", status.why),) if status.why else ()
-        again = f"scaletrain resume {run.run_id} submits it again"
-        return Finding("never-began", "its job ended before an attempt began", evidence, (again,))
+        evidence = (Evidence.because("the scheduler", status.reason),) if status.why else ()
+        return Finding.because("never-began", Reason("launch.never-began", {"run": run.run_id}), evidence)
 
     def actions_if_suspended(self, job_id: str) -> tuple[str, ...]:
         """Return what ends the suspension of a job: commands or sentences."""

@@ -125,7 +125,7 @@ class KubernetesBackend(Backend):
                 f"`scaletrain cancel {run.run_id}` removes it. Submitting or resuming it again creates no second one."
             ) from error
         if excluded.nodes or excluded.spared:
-            record_event(run, "nodes-excluded", nodes=excluded.nodes, spared=excluded.spared, why=excluded.why)
+            record_event(run, "nodes-excluded", **excluded.to_event())
         return workload.id
 
     def job(self, run: RunDir, record: RunRecord) -> Job:

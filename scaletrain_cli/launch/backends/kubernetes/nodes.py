@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import NODE, Object
 from scaletrain_cli.launch.node_exclusion import Exclusion, exclusion
+from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec
@@ -57,7 +58,9 @@ def exclusion_for(run: RunDir, spec: RunSpec, reach: Callable[[], Cluster]) -> E
     try:
         nodes = reach().find(NODE, "")
     except SchedulerError as error:
-        return Exclusion(spared=tuple(sorted(node.node for node in bad)), why=error.message)
+        return Exclusion(
+            spared=tuple(sorted(node.node for node in bad)), reason=error.reason or recorded(error.message)
+        )
     cluster = spec.cluster
     wanted = {} if cluster.gpu == "cpu" else {cluster.kubernetes.gpu_resource: cluster.gpus_per_node}
     usable = {node["metadata"]["name"] for node in nodes if not misfits(node, wanted, {}, None)}

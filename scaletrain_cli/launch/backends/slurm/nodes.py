@@ -13,6 +13,7 @@ from scaletrain_cli.launch.backends.slurm.commands import call_slurm, node_names
 from scaletrain_cli.launch.backends.slurm.script import lead_seconds
 from scaletrain_cli.launch.backends.slurm.tables import is_usable, limit_seconds, moment
 from scaletrain_cli.launch.node_exclusion import Exclusion, exclusion
+from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
@@ -31,13 +32,15 @@ def exclusion_for(run: RunDir, spec: RunSpec) -> Exclusion:
         usable = usable_nodes(spec.cluster) - set(node_names(slurm.exclude or ""))
         pinned = set(node_names(slurm.nodelist or ""))
     except SchedulerError as error:
-        return Exclusion(spared=tuple(sorted(node.node for node in bad)), why=error.message)
+        return Exclusion(
+            spared=tuple(sorted(node.node for node in bad)), reason=error.reason or recorded(error.message)
+        )
     return exclusion(bad, usable=usable, needed=spec.cluster.nodes, pinned=pinned)
 
 
 def record_exclusion(run: RunDir, excluded: Exclusion) -> None:
     """Say in the run's events what the next attempt keeps away from, and what it cannot afford to."""
-    record_event(run, "nodes-excluded", nodes=excluded.nodes, spared=excluded.spared, why=excluded.why)
+    record_event(run, "nodes-excluded", **excluded.to_event())
 
 
 def last_exclusion(run: RunDir) -> tuple[str, ...]:

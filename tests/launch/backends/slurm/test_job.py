@@ -109,7 +109,7 @@ def test_a_job_of_before_a_resize_that_is_requeued_by_hand_touches_nothing(
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
     before = sorted(made.run.path.rglob("*"))
     assert say(made, "begin") == 2
-    assert "job 42 has 4 nodes and the run goes on with 1" in capfd.readouterr().err
+    assert "job 42 has 4 nodes, and the run uses 1" in capfd.readouterr().err
     assert sorted(made.run.path.rglob("*")) == before
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     assert say(made, "begin") == 0

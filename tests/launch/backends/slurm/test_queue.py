@@ -333,7 +333,7 @@ def test_a_job_that_slurm_has_forgotten_ended_as_the_accounting_says(controller:
     begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="100", nodes=("n1",))
     controller.forgets()
     found = run_status(made.run)
-    assert "the cause is not known; Slurm says: Slurm no longer knows the job" in found.why
+    assert "the cause is not known; Slurm reports: Slurm no longer knows the job" in found.why
     (controller.folder / "accounted").write_text("100|CANCELLED by 1000\n")
     found = run_status(made.run)
     assert found.state == "cancelled"
