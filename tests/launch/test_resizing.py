@@ -96,7 +96,7 @@ def test_overrides_that_the_run_has_already_make_no_revision() -> None:
         ("data.source=other", 'data.source = "other": was "python-stdlib"'),
         ("name=other", 'name = "other": was "fake"'),
         ("evaluation.every=3", "evaluation.every = 3: was 500"),
-        ("checkpoint.dir=/elsewhere", 'checkpoint.dir = "/elsewhere": the run\'s checkpoints are in "auto".'),
+        ("checkpoint.dir=/elsewhere", 'checkpoint.dir = "/elsewhere": the checkpoints of the run are in "auto".'),
     ],
 )
 def test_what_is_trained_cannot_be_changed(override: str, expected: str) -> None:

@@ -171,7 +171,7 @@ def test_every_wait_has_a_cause(
     made: MadeRun, whole: dict[str, Any], reason: Reason | None, cause: str, for_ever: bool
 ) -> None:
     status = run_status(made.run)
-    status = dataclasses.replace(status, job=dataclasses.replace(status.job, reason=reason), why=str(reason))
+    status = dataclasses.replace(status, job=dataclasses.replace(status.job, reason=reason), reason=reason)
     found = why_it_waits(made.run, made.record, status)
     assert (found.cause, found.waits_for_ever) == (cause, for_ever)
     assert found.evidence[0].text == str(reason)
