@@ -109,7 +109,7 @@ def _attention(model: ModelSpec, t: int) -> tuple[int, int]:
 
 
 def _latent_attention(model: ModelSpec, heads: int) -> tuple[int, int]:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1); the down projections are whole."""
+    """Return the parameters of latent attention (arXiv:2405.04434, section 2.1); the down projections are whole."""
     hidden, query, latent = model.hidden_size, model.q_lora_rank, model.kv_lora_rank
     turned, value = model.qk_rope_head_dim, model.v_head_dim or model.head_dim
     wide = heads * (model.head_dim + turned)

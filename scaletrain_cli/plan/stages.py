@@ -1,4 +1,4 @@
-"""What a rank of a pipeline stage holds: its parameters, its tokens, its micro-batches in flight. Counts, no bytes."""
+"""Pipeline stages: which blocks each holds, its parameters, its tokens and its micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from scaletrain_cli.plan.architecture import (
 )
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import ModelSpec, RunSpec
-
-# Which blocks each pipeline stage holds: by time as our engine cuts them, by number or weight as others do.
-
 
 # More blocks are spread by number, never by cost: nobody trains them, and a typing slip must end soon.
 MOST_BLOCKS = 4096
@@ -144,12 +141,12 @@ def local_tokens(spec: RunSpec, layout: Layout) -> int:
 
 
 def micro_batches_in_flight(layout: Layout, index: int) -> int:
-    """Micro-batches whose activations a stage holds at once under 1F1B (SC21, arXiv:2104.04473, section 2.2.1)."""
+    """Return the micro-batches that a stage holds at once under 1F1B (arXiv:2104.04473, section 2.2.1)."""
     return min(layout.gradient_accumulation_steps, layout.pipeline_parallel - index)
 
 
 def chunks_in_flight(layout: Layout, index: int) -> int:
-    """Micro-batches in flight, counted once per virtual stage.
+    """Return the micro-batches in flight, counted once per virtual stage.
 
     Interleaved: a stage issues 2 (p - 1 - i) + (v - 1) p forwards before its first backward (Megatron-LM,
     pipeline_parallel/schedules.py get_pp_rank_microbatches), and then holds one more.

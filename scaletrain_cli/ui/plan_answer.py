@@ -19,8 +19,6 @@ from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_te
 from scaletrain_cli.ui.console import escaped_text, plain, show, speaks_unicode, stdout_console
 from scaletrain_cli.ui.plan import goodput_text, show_plan
 
-# A run replayed on a recorded spot market, for people: days, goodput, interruptions and dollars.
-
 
 def show_trace(outcome: TraceOutcome, console: Console | None = None) -> None:
     """Print the median of all starts, and the range of four of five of them."""
@@ -61,9 +59,6 @@ def _spread(spread: Spread, text: Callable[[float], str]) -> str:
     """Return ``12 d (10 d to 15 d)``."""
     low, middle, high = text(spread.p10), text(spread.median), text(spread.p90)
     return middle if low == middle == high else f"{middle} ({low} to {high})"
-
-
-# The choice of a cluster for people: every size that was considered, what it takes, and why it was not taken.
 
 
 _OBJECTIVES = {"time": "the soonest end", "cost": "the lowest cost", "gpus": "the fewest GPUs"}
@@ -115,9 +110,6 @@ def _short(why: Reason | None) -> str:
     if why is None:
         return ""
     return "does not fit" if why.code == "plan.cluster-does-not-fit" else str(why)
-
-
-# The explanation of a plan for people: questions in order, the arithmetic under each, the answer, what follows.
 
 
 _ANSWER_STYLES = {True: "green", False: "red", None: "bold"}

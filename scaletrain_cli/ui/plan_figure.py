@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from scaletrain_cli.plan.advice.answer import Answer
     from scaletrain_cli.plan.advice.pictures import Pictures
 
-# The single pictures of a plan: memory by stage, the step, the pipeline, the scaling curve.
-
 
 _MEMORY_COLORS = ("#0072B2", "#56B4E9", "#009E73", "#2B2B2B", "#F0E442", "#E69F00", "#CC79A7", "#777777", "#C8C8C8")
 _TIME_COLORS = ("#0072B2", "#E69F00", "#DDDDDD", "#009E73", "#CC79A7")
@@ -163,9 +161,6 @@ def _name_stages(axes: Any, count: int, alone: str) -> None:
     axes.set_ylim(count - 0.4, -0.6)
 
 
-# The figure of a plan: panels one above the other, as many as the plan has something to show.
-
-
 _WIDTH_INCHES = 11.0
 _ROW_INCHES = 0.2  # of one stage
 _SCALING_INCHES = 2.6
@@ -218,9 +213,6 @@ def image(figure: Any, kind: str, dots_per_inch: int) -> bytes:
     with matplotlib.rc_context(_STYLE):
         figure.savefig(stream, format=kind, dpi=dots_per_inch, metadata={"Date": None} if kind == "svg" else None)
     return stream.getvalue()
-
-
-# The page of a plan: the pictures, the numbers behind them, and what the terminal says.
 
 
 _WIDTH = 110  # of the terminal's text, in characters

@@ -1,4 +1,4 @@
-"""Everything that one question about one run brings: the plan, and what was asked beside it."""
+"""Everything that one question about one run brings, and several runs planned side by side."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:  # a plain plan should not wait for what it does not need
     from scaletrain_cli.plan.reliability.spot_trace import SpotTrace, TraceOutcome
     from scaletrain_cli.plan.search.cluster_limits import Limits
     from scaletrain_cli.plan.search.sizing import Sizing
-
-# Several runs planned side by side; one that cannot be laid out is a column with its reason, and no error.
 
 
 # Problems that say how large a run is, and not what would make it fit.

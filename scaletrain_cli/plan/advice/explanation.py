@@ -1,6 +1,7 @@
 """What an explanation of a plan is: questions in order, each with its arithmetic and an answer.
 
-Part of the JSON of ``scaletrain plan --explain --json``, under ``explanation``; keys are added, never renamed.
+Part of the JSON of ``scaletrain plan --explain --json``, under ``explanation``; keys are added, never renamed. Layouts
+that were not chosen are sized here too, for "what if one axis were folded away".
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.training import LayoutSpec
-
-# Layouts that were not chosen, sized for an explanation: what if one axis were folded away, on fewer ranks or more.
 
 
 def on_one_rank(spec: RunSpec) -> RunSpec:
@@ -137,7 +136,7 @@ def _sentences(reasons: Sequence[Reason]) -> str:
 
 
 def distinct(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Without the rows that need just as much memory as the one before and more time: they change nothing."""
+    """Return the rows, without those that need as much memory as the one before and more time."""
     kept: list[Row] = []
     for row in rows:
         same = kept and kept[-1].bytes == row.bytes and (row.seconds or 0.0) >= (kept[-1].seconds or 0.0)

@@ -128,7 +128,7 @@ class Nanotron(Framework):
 
 @lru_cache(maxsize=4096)
 def _blocks_by_weight(model: ModelSpec, stages: int) -> tuple[int, ...]:
-    """As nanotron does (models/base.py build_model): a stage ends at the block with which the cost reaches its share.
+    """Return the blocks on each stage (models/base.py build_model): a stage ends where the cost reaches its share.
 
     The head costs what it weighs. Step times of the published 1B to 8B runs over 2 to 32 stages tell it from its
     variants (a share that must be passed, a block that opens the next stage, a head that costs nothing).
@@ -146,7 +146,7 @@ def _blocks_by_weight(model: ModelSpec, stages: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def loss_stage(model: ModelSpec, stages: int) -> int:
-    """Return the stage on which nanotron computes the loss (models/base.py build_model), which must be the last.
+    """Return the stage that computes the loss (models/base.py build_model), which must be the last.
 
     The head goes on where the blocks end and fills its stage; the cast of the logits and the loss cost nothing, and
     each moves on as long as stages are full. With many stages some are left empty behind the loss.

@@ -13,9 +13,6 @@ from typing import NamedTuple
 
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
-# Bytes of activations that the backward pass needs, per operation of our own model.
-
-
 # Kept in fp32 whatever the precision: log-sum-exps, roots and means of normalized rows, unfused attention weights.
 _FP32 = 4
 
@@ -133,28 +130,28 @@ class Recomputation(NamedTuple):
     every: int = 2
 
     def blocks(self, layers: int) -> int:
-        """Of so many, those that keep only their input: none, every n-th from the first on, or all."""
+        """Return how many of ``layers`` blocks keep only their input: none, every n-th from the first on, or all."""
         if self.mode == "selective":
             return 0 if self.scope == "attention" else -(-layers // self.every)
         return layers if self.mode == "full" else 0
 
     @property
     def of_attention(self) -> bool:
-        """Whether every block keeps all but what its attention module does."""
+        """Return whether every block keeps all but what its attention module does."""
         return self.mode == "selective" and self.scope == "attention"
 
 
 def stage_activation_bytes(
     per_token: TokenActivations, tokens: int, layers: int, again: Recomputation, micro_batches_in_flight: int
 ) -> int:
-    """Saved by ``layers`` blocks of one pipeline stage for the micro-batches whose backward has not run yet."""
+    """Return the bytes that ``layers`` blocks of a stage save for micro-batches whose backward has not run yet."""
     short = again.blocks(layers)
     whole = per_token.saved - (per_token.attention if again.of_attention else 0)
     return tokens * (short * per_token.block_input + (layers - short) * whole) * micro_batches_in_flight
 
 
 def block_backward_bytes(per_token: TokenActivations, tokens: int, layers: int, again: Recomputation) -> int:
-    """Exists while one block runs backward: its gradients, and its activations again if they were not kept."""
+    """Return the bytes of one block's backward: its gradients, and its activations again if they were not kept."""
     made_again = per_token.saved if again.blocks(layers) else per_token.attention if again.of_attention else 0
     return tokens * (per_token.working + made_again)
 
@@ -183,7 +180,7 @@ def chosen_cross_entropy(spec: RunSpec, micro_batch_tokens: int, tensor_parallel
 def loss_bytes(
     model: ModelSpec, element_bytes: int, tokens: int, tensor_parallel: int = 1, cross_entropy: str = "whole"
 ) -> int:
-    """At the fullest moment of the loss.
+    """Return the bytes at the peak of the loss.
 
     In chunks, the gradients are made with the loss: that of the hidden states, that of the head summed in fp32 and
     that of one chunk's head beside it (engine/model/loss.py). Liger's kernel does the same with chunks of as many

@@ -15,6 +15,9 @@ file what they are rounded to:
   gathered as well (stage3_param_persistence_threshold), if there is more than one rank.
 
 Counted when gradients are at their fullest: after the last backward pass, in stages 0 and 1 before their reduction.
+
+DeepSpeed flattens, pads and cuts parameters group by group, so that exact bytes need every parameter of a rank by its
+number of elements, in the order in which the engine has them.
 """
 
 from __future__ import annotations
@@ -40,8 +43,6 @@ from scaletrain_cli.plan.memory.states import (
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.stages import Stage, engine_stages, zero_shards
 from scaletrain_cli.spec import ModelSpec, RunSpec
-
-# Every parameter that a rank of our engine holds, by its number of elements, in the order in which the engine has them.
 
 
 class Tensors(NamedTuple):
@@ -98,7 +99,7 @@ class StageGroups(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def stage_groups(model: ModelSpec, tensor: int, expert: int, blocks: int, dense: int, ends: str) -> StageGroups:
-    """Of ``blocks`` blocks, the first ``dense`` without experts. ``ends``: those of ends_of."""
+    """Return the groups of ``blocks`` blocks, the first ``dense`` without experts. ``ends``: those of ends_of."""
     whole = architecture(model, tensor, expert)
     opening, closing = _ends(model, whole, ends)
     parts = (
@@ -254,7 +255,7 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
 
 
 def offload_step_bytes(spec: RunSpec, layout: Layout, stage: Stage) -> int:
-    """On the device between backward pass and update, on the way to the host: the largest parameter's gradient.
+    """Return the device bytes between backward pass and update: the largest gradient, on its way to the host.
 
     Before, stage 1 adds up its partition in fp32 beside the gradients of the weights' type (``stage_1_and_2.py``
     _build_compact_grad_partition_buffer).

@@ -1,4 +1,15 @@
-"""Bytes of a pipeline stage under Megatron-LM, nanotron or PyTorch FSDP."""
+"""Bytes of a pipeline stage under Megatron-LM, nanotron or PyTorch FSDP.
+
+Activations are counted like Korthikanti et al. (arXiv:2205.05198, section 4): every operation keeps what its gradient
+needs, and a tensor that two operations need is counted once.
+
+Deferred bytes are free for the program but not yet for the allocator, because the host runs ahead of the GPU. A tensor
+that a collective on another stream uses is freed by the host long before the GPU has finished with it; until then the
+allocator cannot reuse it (torch, ``record_stream``). That matters where tensor-parallel collectives run beside the
+products and the GPU, not the host, is the bottleneck: then the launch queue is full, and about as many tensors wait as
+its thousand kernels use. The allocator could wait for them when memory runs short; the published runs that came that
+far crashed or slowed down by an order of magnitude, so they count.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +29,6 @@ from scaletrain_cli.plan.memory.states import ModelStates, gradient_bytes, weigh
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import Shard, Stage, chunks_in_flight, local_tokens, stage_shard, zero_shards
 from scaletrain_cli.spec import ModelSpec, RunSpec
-
-# Memory that is free for the program but not yet for the allocator, because the host runs ahead of the GPU.
-
 
 # Rough rates, for which of host and GPU is faster: share of the peak in products, and bytes/s that a rank's
 # collectives reach within a node and, hierarchical, across nodes.
@@ -83,9 +91,6 @@ def _share(
     if layout.world_size > spec.cluster.gpus_per_node:
         host += time.stage_stall * tensor
     return max(_LEAST, min(1.0, (gpu / host - _EMPTY) / (_FULL - _EMPTY)))
-
-
-# Bytes of activations that one block keeps for its backward pass under other frameworks than our engine.
 
 
 _FP32 = 4
@@ -188,7 +193,7 @@ def _attention(model: ModelSpec, profile: MemoryProfile, cut: Cut) -> tuple[int,
 
 
 def _dense(model: ModelSpec, profile: MemoryProfile, cut: Cut, inner: int) -> tuple[int, int]:
-    """Kept by an MLP of width ``inner`` whose input the norm has kept, and its gradients alive at once."""
+    """Return bytes that an MLP of width ``inner`` keeps beside its input, and of its gradients alive at once."""
     width = -(-inner // cut.tensor)
     if model.has_gated_mlp:
         return profile.gated_mlp * cut.element * width, 3 * cut.element * width
@@ -313,7 +318,7 @@ def _flash(spec: RunSpec, device: Accelerator) -> bool:
 
 
 def _has_large_workspaces(device: Accelerator) -> bool:
-    """From Hopper on (torch, CUDABlas.cpp _getWorkspaceSize; Transformer Engine, get_cublas_workspace_size_bytes)."""
+    """Return whether it is Hopper or later (torch, CUDABlas.cpp; Transformer Engine, cuBLAS workspace size)."""
     major = device.compute_capability.split(".")[0]
     return major.isdigit() and int(major) >= 9
 

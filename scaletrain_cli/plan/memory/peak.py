@@ -1,4 +1,8 @@
-"""What is alive at one moment of a training step, and the peak that follows."""
+"""Bytes in one phase of a training step, the peak that follows, and the memory that PyTorch's allocator does not see.
+
+NCCL's memory grows with the communicators, not with the ranks beyond two nodes (its authors, NVIDIA/nccl issue 986),
+and with the peers of an all-to-all, each of which is a connection of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,6 @@ from typing import NamedTuple
 
 from scaletrain_cli.plan.memory.states import ModelStates
 from scaletrain_cli.plan.result import Layout, StageMemory
-
-# Device memory that PyTorch's allocator does not see: the CUDA context and NCCL's buffers.
-
 
 # The context with the kernels of PyTorch, cuBLAS and flash attention, on current GPUs.
 _CONTEXT = 700_000_000

@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer states that a rank holds. Knows only parameter counts.
+"""Bytes of weights, gradients and optimizer states that a rank holds.
 
 What DeepSpeed 0.19 keeps, read in its source and confirmed by counting the live tensors of two ranks at every stage:
 
@@ -16,6 +16,8 @@ What DeepSpeed 0.19 keeps, read in its source and confirmed by counting the live
 * Stage 3: ``stage3.py _create_fp32_partitions`` means to take the partition itself as master where it is fp32 already,
   but compares a ``torch.device`` with a string, which is never equal, so it clones it too.
   ``grad_partitions_flat_buffer`` holds the rank's gradients in the accumulation dtype.
+
+The sizes of DeepSpeed's buffers stand here too: the engine configures the numbers that the planner counts.
 """
 
 from __future__ import annotations
@@ -25,9 +27,6 @@ from enum import Enum
 from typing import NamedTuple
 
 from scaletrain_cli.spec.extensions import optimizer_extension
-
-# Sizes of DeepSpeed's buffers: the numbers that the planner counts and the engine configures, so that they agree.
-
 
 # DeepSpeed allocates the reduce bucket whole, however small the model (stage_1_and_2.py setup_buckets, stage3.py
 # _setup_for_real_optimizer); its default of 5e8 elements would take 2 GB from a 24 GB device. 2e8 still moves

@@ -54,7 +54,7 @@ def save_seconds(spec: RunSpec, layout: Layout) -> float:
 
 
 def gpu_hours_between_failures(device: Accelerator) -> tuple[float, str]:
-    """Of a GPU of this generation in a large job, and who reports it."""
+    """Return GPU hours between failures of this generation in a large job, and who reports it."""
     if device.compute_capability.startswith(("7.", "8.")):
         return _GPU_HOURS_BETWEEN_FAILURES_BEFORE_HOPPER, "OPT-175B's chronicle reports (facebookresearch/metaseq)"
     return _GPU_HOURS_BETWEEN_FAILURES, "Llama 3 reports (arXiv:2407.21783, section 3.3.4)"
@@ -79,8 +79,10 @@ def interruptions_per_second(spec: RunSpec, device: Accelerator) -> tuple[float,
 
 
 def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerator) -> Durability:
-    """An interruption costs the restart and the work since the last checkpoint that is whole. Where the notice is long
-    enough for one step and a last checkpoint, a preemption costs that save instead, and M is that of failures alone.
+    """Return checkpoint interval, goodput and lost work.
+
+    An interruption costs the restart and the work since the last valid checkpoint. Where the notice is long enough for
+    one step and a last checkpoint, a preemption costs that save instead, and M is that of failures alone.
     """
     size = checkpoint_bytes(spec, layout)
     save = save_seconds(spec, layout)

@@ -1,4 +1,4 @@
-"""A run replayed on a recorded spot market: days, dollars and lost work when nodes come and go as they did. Pure."""
+"""A run replayed on a recorded spot market: days, dollars and lost work when nodes come and go as recorded."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from typing import Any
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import RunSpec
-
-# Recorded spot markets from files.
-
 
 _LONGEST_SECONDS = 1e10  # keeps a slip of the pen finite, and takes the seconds of Unix time
 

@@ -20,8 +20,8 @@ from scaletrain_cli.spec import RunSpec
 
 # The models round, and overlap is not linear: bounds are taken a little lower. A test holds them below the models.
 _SLACK = 0.98
-# So many micro-batches that what comes once per step does not show in one; and a micro-batch of so many sequences that
-# the peak of memory lies in its activations, not in what the optimizer's step needs for a moment.
+# Micro-batches per step beyond which the cost of one step per micro-batch is negligible; and sequences per micro-batch
+# beyond which the peak of memory lies in activations, not in the optimizer's step.
 _MANY = 100_000
 
 
@@ -99,7 +99,7 @@ class Bounds:
         return int(_SLACK * (held * share + in_flight * self._activation_bytes(axes, micro_batch, checkpointing)))
 
     def _selective_share(self, blocks: int) -> float:
-        """Of the activations that so many blocks keep on average, what they keep at least: one more may be short."""
+        """Return the share of the average activations of ``blocks`` blocks that they keep at least."""
         framework = framework_of(self.spec)
         if framework.selective(self.spec) == "attention module":
             return 1.0

@@ -1,4 +1,4 @@
-"""What clusters are compared by: days, dollars and GPUs, against limits."""
+"""The limits of a cluster (GPUs, time, dollars), from command-line text, and what clusters are compared by."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from scaletrain_cli.plan.catalogue.hardware import full_name
 from scaletrain_cli.plan.result import Layout, coded
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.quantities import parse_count, parse_seconds
-
-# What a cluster may cost at most, from words: an objective, GPUs, days and dollars.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Clusters tried for a run, and which others are worth trying after them."""
+"""Clusters planned for a run: a coarse grid of node counts, then those that a bound says could be better."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.cluster import MOST_NODES
 
-# Which node counts are worth planning: a coarse pass, then those that could still be better.
-
-
 # In the coarse pass, node counts closer than this say the same twice; large clusters, which take longest to plan, are
 # looked at more coarsely, since the pass after it looks closely where it matters.
 _STEP = 1.2
@@ -33,7 +30,7 @@ _MOST_BOUNDED = 48
 
 
 def most_nodes(spec: RunSpec, max_gpus: int) -> int:
-    """Return the largest node count of so many GPUs, and never more than a spec may name."""
+    """Return the largest node count within ``max_gpus`` GPUs, and never more than a spec may name."""
     return min(max_gpus // spec.cluster.gpus_per_node, spec.cluster.traits.max_nodes or MOST_NODES)
 
 
@@ -54,7 +51,7 @@ def node_counts(spec: RunSpec, max_gpus: int) -> list[int]:
 
 
 def likeliest(spec: RunSpec, counts: Sequence[int], near: int) -> list[int]:
-    """Of many node counts, those that divide best and are nearest to ``near``, ascending.
+    """Return the node counts that divide best and are nearest to ``near``, ascending.
 
     Data parallelism divides the batch, so the ranks over their common divisor must be shared out in another way: the
     less of that a count asks for, the more layouts it has.

@@ -1,4 +1,4 @@
-"""The errors of a run that cannot be laid out, in numbers. Decides nothing and computes no way out."""
+"""The errors of a run that fits no layout, and the changes that would make it fit, each computed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import bytes_text
-
-# What would make a run fit that does not, each change computed.
-
 
 _MOST_GPUS = 100_000
 # Of the layouts that a bound calls small, so many are sized to find the smallest.

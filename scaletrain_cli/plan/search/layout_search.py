@@ -1,4 +1,4 @@
-"""Go through every layout that a spec allows, best bound first, and choose: the fastest that fits."""
+"""The search over all layouts that a spec allows, best bound first, and the choice: the fastest that fits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import bytes_text
-
-# Which of the sized layouts to take, and why not the others.
-
 
 # Step times closer than this are the same, as far as the model can tell; then the simpler layout wins.
 SAME_TIME = 1.02
@@ -45,12 +42,12 @@ class Candidate:
 
     @property
     def comfortable(self) -> bool:
-        """Whether it fits with room for the error of the memory model; an out-of-memory error costs more than speed."""
+        """Return whether it fits with memory to spare for the model's error: running out costs more than speed."""
         return self.memory.verdict == "fits"
 
     @property
     def expected_seconds(self) -> float:
-        """Per step, if a run that runs out of memory is worth nothing."""
+        """Return seconds per step if a run that runs out of memory is worth nothing."""
         return self.time.step / max(1 - self.memory.out_of_memory_probability, 1e-4)
 
 

@@ -56,7 +56,7 @@ def is_contrastive(spec: RunSpec) -> bool:
 
 
 def micro_batch_sizes(spec: RunSpec, axes: Axes) -> list[int]:
-    """Micro-batches that divide a rank's share of the global batch, smallest first.
+    """Return the micro-batches that divide a rank's share of the global batch, smallest first.
 
     An interleaved schedule runs them in rounds of one per stage (Megatron-LM, schedules.py).
     """

@@ -68,7 +68,7 @@ class SizingError(InfeasibleError):
         self.closest = closest
 
     def to_json(self) -> dict[str, Any]:
-        """As of a run without a plan, and the table under the key where a plan has it."""
+        """Return the object of a run without a plan, with the table under the key where a plan has it."""
         return infeasible_json(self) | {"sizing": {"considered": [row.to_json() for row in self.considered]}}
 
 

@@ -45,7 +45,7 @@ class PartTime:
 
 
 @lru_cache(maxsize=8192)
-def block_time(model: ModelSpec, cut: Slice, habits: FrameworkProfile, rate: Rates, experts: bool) -> PartTime:
+def block_time(model: ModelSpec, cut: Slice, profile: FrameworkProfile, rate: Rates, experts: bool) -> PartTime:
     """Return the one block; ``experts``: one whose MLP is a mixture of experts."""
     t = cut.tensor
     heads = -(-model.num_attention_heads // t)
@@ -56,28 +56,28 @@ def block_time(model: ModelSpec, cut: Slice, habits: FrameworkProfile, rate: Rat
         rate,
     )
     forward, backward = projections[0] + mlp[0], projections[1] + mlp[1]
-    core = _attention_core(model, cut, habits, heads, rate)
-    moved = _moved(model, cut, habits, heads, experts)
+    core = _attention_core(model, cut, profile, heads, rate)
+    moved = _moved(model, cut, profile, heads, experts)
     scale = rate.element_bytes / 2
-    forward += core[0] + memory_seconds(scale * moved[0], habits.small_kernels[0], rate)
-    backward += core[1] + memory_seconds(scale * moved[1], habits.small_kernels[1], rate)
+    forward += core[0] + memory_seconds(scale * moved[0], profile.small_kernels[0], rate)
+    backward += core[1] + memory_seconds(scale * moved[1], profile.small_kernels[1], rate)
     return PartTime(forward, backward, core[0], projections[0])
 
 
 @lru_cache(maxsize=8192)
-def head_time(model: ModelSpec, cut: Slice, habits: FrameworkProfile, rate: Rates) -> PartTime:
+def head_time(model: ModelSpec, cut: Slice, profile: FrameworkProfile, rate: Rates) -> PartTime:
     """Return the final norm, projection to the vocabulary and loss."""
     columns, hidden = -(-model.vocab_size // cut.tensor), model.hidden_size
     forward, backward = linear_seconds(cut.tokens, hidden, columns, cut.compiled, rate)
     entries = 1.0 * cut.tokens * columns
     return PartTime(
-        forward + memory_seconds(habits.loss[0] * entries, 10, rate),
-        backward + memory_seconds(habits.loss[1] * entries, 5, rate),
+        forward + memory_seconds(profile.loss[0] * entries, 10, rate),
+        backward + memory_seconds(profile.loss[1] * entries, 5, rate),
     )
 
 
 def embedding_time(model: ModelSpec, cut: Slice, rate: Rates) -> PartTime:
-    """Gathering the rows, and adding up their gradients in a table of the full size."""
+    """Return the time of gathering the rows, and of adding up their gradients in a table of the full size."""
     rows = 1.0 * cut.tokens * model.hidden_size * rate.element_bytes
     table = -(-model.vocab_size // cut.tensor) * model.hidden_size * rate.element_bytes
     return PartTime(memory_seconds(3 * rows, 3, rate), memory_seconds(3 * rows + table, 5, rate))
@@ -143,7 +143,7 @@ def _expert_products(model: ModelSpec, cut: Slice) -> list[_Product]:
 
 
 def _attention_core(
-    model: ModelSpec, cut: Slice, habits: FrameworkProfile, heads: int, rate: Rates
+    model: ModelSpec, cut: Slice, profile: FrameworkProfile, heads: int, rate: Rates
 ) -> tuple[float, float]:
     # Ulysses trades sequence for heads: each rank has all queries of some heads, the same work.
     local = max(1, heads // cut.sequence)
@@ -153,12 +153,12 @@ def _attention_core(
     if cut.flash:
         biased = model.positions == "alibi"
         forward, backward = flash_attention_seconds(queries, cut.keys, local, scores, values, biased, rate)
-        return forward / habits.attention_speed, backward / habits.attention_speed
+        return forward / profile.attention_speed, backward / profile.attention_speed
     dropout = model.attention_dropout > 0
-    return materialized_attention_seconds(queries, cut.keys, local, scores, values, habits.scores, dropout, rate)
+    return materialized_attention_seconds(queries, cut.keys, local, scores, values, profile.scores, dropout, rate)
 
 
-def _moved(model: ModelSpec, cut: Slice, habits: FrameworkProfile, heads: int, experts: bool) -> tuple[float, float]:
+def _moved(model: ModelSpec, cut: Slice, profile: FrameworkProfile, heads: int, experts: bool) -> tuple[float, float]:
     """Return the bytes that element-wise kernels of one block move, forward and backward, in 16 bits."""
     t, tokens = cut.tensor, cut.tokens
     hidden = model.hidden_size / (t if cut.sharded_norms else 1)
@@ -168,11 +168,11 @@ def _moved(model: ModelSpec, cut: Slice, habits: FrameworkProfile, heads: int, e
         routed = model.num_experts_per_tok
         inner = (routed * model.expert_size + model.shared_expert_intermediate_size) / t
         extra = 6.0 * routed * model.hidden_size / t  # dispatch, permute and combine
-    activation = habits.gated if model.has_gated_mlp else habits.plain
+    activation = profile.gated if model.has_gated_mlp else profile.plain
     rotated = 0.0
     if model.positions == "rotary":
         rotated = (heads + max(1, model.num_key_value_heads // t)) * model.head_dim
     dropped = 3.0 * hidden if model.hidden_dropout else 0.0
-    forward = habits.norm_forward * hidden + activation[0] * inner + habits.rotary[0] * rotated + extra + dropped
-    backward = habits.norm_backward * hidden + activation[1] * inner + habits.rotary[1] * rotated + extra + dropped
+    forward = profile.norm_forward * hidden + activation[0] * inner + profile.rotary[0] * rotated + extra + dropped
+    backward = profile.norm_backward * hidden + activation[1] * inner + profile.rotary[1] * rotated + extra + dropped
     return tokens * forward, tokens * backward

@@ -41,7 +41,7 @@ class DataTraffic:
     sent: int  # bytes per step
 
 
-def block_traffic(spec: RunSpec, layout: Layout, link: Link, habits: FrameworkProfile) -> BlockTraffic:
+def block_traffic(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkProfile) -> BlockTraffic:
     """Return tensor, sequence, context and expert parallelism of one block."""
     model = spec.transformer
     element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
@@ -50,10 +50,10 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link, habits: FrameworkPr
     forward = backward = 0.0
     if t > 1:
         # Attention and MLP each gather their input and scatter their output, or reduce it for all: the same bytes.
-        beside = 1 - habits.tensor_overlap
+        beside = 1 - profile.tensor_overlap
         if framework_of(spec).shards_norms(spec, layout):
             one = link.gather(payload, t) * beside
-            forward, backward = habits.tensor_collectives[0] * one, habits.tensor_collectives[1] * one
+            forward, backward = profile.tensor_collectives[0] * one, profile.tensor_collectives[1] * one
         else:
             forward = backward = 2 * link.reduce(payload, t) * beside
     if sp > 1:
@@ -68,13 +68,13 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link, habits: FrameworkPr
     experts = 0.0
     if model.num_experts and ep > 1:
         routed = payload * model.num_experts_per_tok / (t if framework_of(spec).shards_norms(spec, layout) else 1)
-        copies = model.num_experts_per_tok if habits.sends_once_per_node else 1
+        copies = model.num_experts_per_tok if profile.sends_once_per_node else 1
         experts = 2 * link.exchange(routed, ep, t, copies)
     return BlockTraffic(forward, backward, experts)
 
 
 def data_traffic(
-    spec: RunSpec, layout: Layout, link: Link, habits: FrameworkProfile, parameters: int, blocks: int
+    spec: RunSpec, layout: Layout, link: Link, profile: FrameworkProfile, parameters: int, blocks: int
 ) -> DataTraffic:
     """Return the gradients and weights of one stage that holds ``parameters`` in ``blocks`` blocks on each tensor
     rank.
@@ -85,7 +85,7 @@ def data_traffic(
     training = spec.training
     stride = layout.tensor_parallel
     weights = parameters * weight_bytes(training.precision)
-    gradients = parameters * _gradient_bytes(spec, habits)
+    gradients = parameters * _gradient_bytes(spec, profile)
     part = (ranks - 1) / ranks
     if stage == 0:
         return DataTraffic(0.0, 0.0, link.reduce(gradients, ranks, stride), 0.0, int(2 * gradients * part))
@@ -108,12 +108,12 @@ def data_traffic(
     return DataTraffic(gather, gather + reduce, 0.0, 0.0, int(m * (2 * weights + reduced) * part))
 
 
-def tied_seconds(spec: RunSpec, layout: Layout, link: Link, habits: FrameworkProfile, table: int) -> float:
-    """Once per step: the first and the last stage add up the gradients of a table that they share."""
+def tied_seconds(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkProfile, table: int) -> float:
+    """Return the seconds per step in which first and last stage add up the gradients of a shared table."""
     model, p = spec.transformer, layout.pipeline_parallel
     if p == 1 or not model.tie_word_embeddings:
         return 0.0
-    size = table * _gradient_bytes(spec, habits)
+    size = table * _gradient_bytes(spec, profile)
     return link.reduce(size, 2, layout.world_size // p * (p - 1))
 
 
@@ -156,15 +156,15 @@ def exposed(communication: float, compute: float, overlap: float) -> float:
     return communication - beside + CONTENTION * beside
 
 
-def _gradient_bytes(spec: RunSpec, habits: FrameworkProfile) -> int:
+def _gradient_bytes(spec: RunSpec, profile: FrameworkProfile) -> int:
     given = gradient_bytes(spec.training.precision, spec.training.grad_dtype)
-    if habits.gradient_reduced is None:
+    if profile.gradient_reduced is None:
         return given
-    return min(4, habits.gradient_reduced) if weight_bytes(spec.training.precision) == 2 else 4
+    return min(4, profile.gradient_reduced) if weight_bytes(spec.training.precision) == 2 else 4
 
 
 def _boundary_bytes(spec: RunSpec, layout: Layout) -> int:
-    """Cut over the tensor ranks where norms are; Megatron and DeepSpeed scatter what is whole (arXiv:2104.04473)."""
+    """Return bytes per rank; Megatron and DeepSpeed scatter what norms leave whole (arXiv:2104.04473)."""
     framework = framework_of(spec)
     whole = framework.sends_whole_boundary and not framework.shards_norms(spec, layout)
     element = weight_bytes(spec.training.precision)

@@ -142,7 +142,7 @@ def _aligned(width: int) -> float:
 
 
 def memory_seconds(moved_bytes: float, kernels: float, rate: Rates) -> float:
-    """Kernels that read and write ``moved_bytes`` in all."""
+    """Return the seconds of kernels that read and write ``moved_bytes`` in all."""
     return moved_bytes / rate.memory + kernels * rate.kernel_seconds
 
 

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# A training step on every pipeline stage, pass by pass: 1F1B, and interleaved with virtual stages.
-
-
 # Passes drawn per stage: enough to fill, to run steadily and to drain; what lies between repeats.
 _FEWEST_MICRO_BATCHES = 8
 
@@ -36,7 +33,7 @@ class Timeline(NamedTuple):
 
 
 def timeline(times: Sequence[tuple[float, float]], micro_batches: int, chunks: int = 1) -> Timeline:
-    """One step of stages that take (forward, backward) seconds each per micro-batch.
+    """Return one step of stages that take (forward, backward) seconds each per micro-batch.
 
     1F1B: arXiv:2104.04473, section 2.2; interleaved: the order of Megatron-LM (pipeline_parallel/schedules.py
     forward_backward_pipelining_with_interleaving), which needs micro-batches in multiples of the stages.
@@ -118,7 +115,7 @@ def one_forward_one_backward(
     filling: Sequence[float] | None = None,
     after: Sequence[float] | None = None,
 ) -> Schedule:
-    """1F1B over stages that take ``stages`` seconds each for one micro-batch, forward and backward.
+    """Return the schedule of 1F1B over stages that take ``stages`` seconds each per micro-batch, both passes.
 
     ``filling``: what they take while the pipeline fills and drains, where that is less. ``after``: what each has to do
     once its micro-batches are done.

@@ -1,4 +1,4 @@
-"""Seconds of one micro-batch on each pipeline stage: kernels, host, and the communication between blocks and stages."""
+"""Seconds of one micro-batch on each pipeline stage: kernels, host, offloading, and communication between blocks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,6 @@ from scaletrain_cli.plan.speed.recompute import recompute_seconds, recomputed_fo
 from scaletrain_cli.plan.stages import local_tokens
 from scaletrain_cli.spec import RunSpec
 
-# What it costs in time to keep optimizer states and weights in host memory.
-
-
 # Share of the host link that pinned copies reach (PCIe 4.0 x16: 25 of 31.5 GB/s).
 _LINK_SHARE = 0.8
 # DeepSpeed's CPU Adam reads and writes 28 bytes per parameter; one socket moves about 150 GB/s, shared by 4 ranks.
@@ -52,7 +49,7 @@ def activation_offload_seconds(spec: RunSpec, layout: Layout, device: Accelerato
 
 
 def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated: int) -> float:
-    """Gradients down, the update on the CPU, weights up, for ``updated`` parameters of this rank.
+    """Return the seconds of gradients down, the update on the CPU and weights up, for ``updated`` parameters.
 
     Weights that live on the host too are fetched once for each forward and each backward pass (ZeRO-Infinity,
     arXiv:2104.07857); half of that is taken to hide behind compute. On NVMe all of it passes the node's drives.
@@ -143,14 +140,14 @@ def stage_times(
     device: Accelerator,
     rate: Rates,
     link: Link,
-    habits: FrameworkProfile,
+    profile: FrameworkProfile,
     whole: Architecture,
     blocks: tuple[int, ...],
 ) -> list[Stage]:
     """Return each stage; ``whole`` is cut by tensor and expert parallelism, ``blocks`` says how many each stage
     holds.
     """
-    last, parts = len(blocks) - 1, _parts(spec, layout, device, rate, link, habits)
+    last, parts = len(blocks) - 1, _parts(spec, layout, device, rate, link, profile)
     known: dict[tuple[int, int, bool, bool], Stage] = {}
     found, first = [], 0
     for index, count in enumerate(blocks):
@@ -158,7 +155,7 @@ def stage_times(
         key = (count, dense, index == 0, index == last)
         if key not in known:
             parameters = stage_parameters(whole, blocks, index, first)
-            known[key] = _stage(spec, layout, rate, link, habits, parts, key, parameters)
+            known[key] = _stage(spec, layout, rate, link, profile, parts, key, parameters)
         found.append(known[key])
         first += count
     return found
@@ -176,20 +173,20 @@ def stage_parameters(whole: Architecture, blocks: tuple[int, ...], index: int, f
 
 
 def _parts(
-    spec: RunSpec, layout: Layout, device: Accelerator, rate: Rates, link: Link, habits: FrameworkProfile
+    spec: RunSpec, layout: Layout, device: Accelerator, rate: Rates, link: Link, profile: FrameworkProfile
 ) -> _Parts:
     model, cut = spec.transformer, _slice(spec, layout, device)
-    dense = sparse = block_time(model, cut, habits, rate, experts=bool(model.num_experts))
+    dense = sparse = block_time(model, cut, profile, rate, experts=bool(model.num_experts))
     if model.num_experts and model.first_k_dense_replace:
-        dense = block_time(model, cut, habits, rate, experts=False)
+        dense = block_time(model, cut, profile, rate, experts=False)
     return _Parts(
         blocks=(dense, sparse),
         again=(recompute_seconds(spec, layout, dense), recompute_seconds(spec, layout, sparse)),
         forwards=recomputed_forwards(spec, layout),
         embedding=embedding_time(model, cut, rate),
-        head=_chunked(head_time(model, cut, habits, rate), spec, layout, rate, cut),
-        traffic=block_traffic(spec, layout, link, habits),
-        boundary=boundary_seconds(spec, layout, link) * layout.virtual_pipeline * (1 - habits.pipeline_overlap),
+        head=_chunked(head_time(model, cut, profile, rate), spec, layout, rate, cut),
+        traffic=block_traffic(spec, layout, link, profile),
+        boundary=boundary_seconds(spec, layout, link) * layout.virtual_pipeline * (1 - profile.pipeline_overlap),
         away=activation_offload_seconds(spec, layout, device),
     )
 
@@ -208,7 +205,7 @@ def _stage(
     layout: Layout,
     rate: Rates,
     link: Link,
-    habits: FrameworkProfile,
+    profile: FrameworkProfile,
     parts: _Parts,
     held: tuple[int, int, bool, bool],
     parameters: int,
@@ -223,7 +220,7 @@ def _stage(
         forward, backward = forward + parts.embedding.forward, backward + parts.embedding.backward
     if last:
         forward, backward = forward + parts.head.forward, backward + parts.head.backward
-    backward += parameters * habits.accumulate / rate.memory
+    backward += parameters * profile.accumulate / rate.memory
     if parts.away:
         forward, backward = forward + count * parts.away, backward + count * parts.away
     communication = count * (traffic.forward * (1 + forwards) + traffic.backward)
@@ -231,20 +228,20 @@ def _stage(
     # Each stage receives and sends, forward and backward; the ends do half of it.
     communication += parts.boundary * (0 if first and last else 2 if first or last else 4)
     if layout.zero_stage >= 2:
-        data = data_traffic(spec, layout, link, habits, parameters, count)
-        communication += exposed(data.forward, forward, habits.reduce_overlap)
-        communication += exposed(data.backward, backward + again, habits.reduce_overlap)
+        data = data_traffic(spec, layout, link, profile, parameters, count)
+        communication += exposed(data.forward, forward, profile.reduce_overlap)
+        communication += exposed(data.backward, backward + again, profile.reduce_overlap)
     if rate.is_cpu:
         return Stage(forward, backward, again, communication, 0.0, 0.0)
-    host = count * (habits.forward_host * (1 + forwards) + habits.backward_host) + habits.micro_batch_host
-    host += habits.end_host * (first + last) + habits.experts_host * sparse
+    host = count * (profile.forward_host * (1 + forwards) + profile.backward_host) + profile.micro_batch_host
+    host += profile.end_host * (first + last) + profile.experts_host * sparse
     stall = 0.0
     if layout.tensor_parallel > 1:
-        host += count * habits.tensor_host
+        host += count * profile.tensor_host
         if layout.tensor_parallel > _SOCKET:
-            host += count * habits.socket_host
+            host += count * profile.socket_host
         if layout.pipeline_parallel > 1 and layout.world_size > spec.cluster.gpus_per_node:
-            stall = count * layout.tensor_parallel * habits.stage_stall
+            stall = count * layout.tensor_parallel * profile.stage_stall
     return Stage(forward, backward, again, communication, host, stall)
 
 

@@ -47,19 +47,21 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     """Return the seconds per optimizer step by cause, and what follows; and the traffic of the busiest rank."""
     model = spec.transformer
     framework = framework_of(spec)
-    habits = framework.profile_on(device)
+    profile = framework.profile_on(device)
     if layout.compile:
-        habits = compiled_profile(habits)
+        profile = compiled_profile(profile)
     rate, link = rates(device, spec.training.precision), cluster_link(spec.cluster, device)
     whole = _architecture(model, layout.tensor_parallel, layout.expert_parallel)
     blocks = framework.blocks_by_stage(model, layout.pipeline_parallel)
-    stages = stage_times(spec, layout, device, rate, link, habits, whole, blocks)
+    stages = stage_times(spec, layout, device, rate, link, profile, whole, blocks)
     m = layout.gradient_accumulation_steps
     once: dict[int, _OncePerStep] = {}  # stages that are alike are the same object
     for index, stage in enumerate(stages):
         if id(stage) not in once:
             parameters = stage_parameters(whole, blocks, index)
-            once[id(stage)] = _once_per_step(spec, layout, device, rate, link, habits, stage, parameters, blocks[index])
+            once[id(stage)] = _once_per_step(
+                spec, layout, device, rate, link, profile, stage, parameters, blocks[index]
+            )
     schedule = one_forward_one_backward(
         [stage.seconds for stage in stages],
         m,
@@ -70,7 +72,7 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     slowest = stages[schedule.slowest]
     last = once[id(slowest)]
     communication = min(m * slowest.communication, schedule.busy) + last.exposed
-    communication += tied_seconds(spec, layout, link, habits, whole.embedding)
+    communication += tied_seconds(spec, layout, link, profile, whole.embedding)
     compute = schedule.busy - min(m * slowest.communication, schedule.busy)
     optimizer = last.optimizer
     step = compute + schedule.bubble + communication + optimizer
@@ -105,20 +107,20 @@ def _once_per_step(
     device: Accelerator,
     rate: Rates,
     link: Link,
-    habits: FrameworkProfile,
+    profile: FrameworkProfile,
     stage: Stage,
     parameters: int,
     blocks: int,
 ) -> _OncePerStep:
-    """Of a stage that holds ``parameters`` in ``blocks`` blocks on each tensor rank."""
-    data = data_traffic(spec, layout, link, habits, parameters, blocks)
+    """Return what comes once per step on a stage with ``parameters`` in ``blocks`` blocks on each tensor rank."""
+    data = data_traffic(spec, layout, link, profile, parameters, blocks)
     # With v chunks per stage all but the last are done, or not yet wanted, while others run.
     others = min(layout.gradient_accumulation_steps, layout.pipeline_parallel - 1)
     windows = 1 + others * (1 - 1 / layout.virtual_pipeline)
     forward, backward = stage.beside
-    reduce = exposed(data.reduce, windows * backward, habits.reduce_overlap)
-    gather = exposed(data.gather, windows * forward, habits.gather_overlap)
-    optimizer = _optimizer_seconds(spec, layout, device, rate, habits, parameters)
+    reduce = exposed(data.reduce, windows * backward, profile.reduce_overlap)
+    gather = exposed(data.gather, windows * forward, profile.gather_overlap)
+    optimizer = _optimizer_seconds(spec, layout, device, rate, profile, parameters)
     return _OncePerStep(reduce + gather, optimizer, data.sent)
 
 
@@ -133,13 +135,13 @@ def _architecture(model: ModelSpec, tensor: int, expert: int) -> Architecture:
 
 
 def _optimizer_seconds(
-    spec: RunSpec, layout: Layout, device: Accelerator, rate: Rates, habits: FrameworkProfile, parameters: int
+    spec: RunSpec, layout: Layout, device: Accelerator, rate: Rates, profile: FrameworkProfile, parameters: int
 ) -> float:
     updated = parameters if layout.zero_stage == 0 else -(-parameters // zero_shards(layout))
-    host = 0.0 if rate.is_cpu else habits.step_host + (habits.zero_host if layout.zero_stage else 0.0)
+    host = 0.0 if rate.is_cpu else profile.step_host + (profile.zero_host if layout.zero_stage else 0.0)
     if layout.offload != "none":
         return host + offload_seconds(spec, layout, device, updated)
-    return host + updated * habits.optimizer / rate.memory
+    return host + updated * profile.optimizer / rate.memory
 
 
 def _data_wait(spec: RunSpec, layout: Layout, step: float) -> float:

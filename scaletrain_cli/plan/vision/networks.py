@@ -1,4 +1,4 @@
-"""The network of a vision model as operations, and its exact size."""
+"""ResNet, ConvNeXt, ViT and CLIP as operations, as torchvision and transformers build them, and their exact sizes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ from scaletrain_cli.plan.vision.operations import (
 )
 from scaletrain_cli.spec import ClipSpec, ConvNextSpec, ModelSpec, ResNetSpec, RunSpec, VitSpec
 from scaletrain_cli.spec.model import VisionSpec
-
-# ResNet and ConvNeXt as operations, layer by layer as torchvision and transformers build them.
-
 
 # Bottlenecks narrow to a quarter (arXiv:1512.03385, section 4.1); ConvNeXt's MLPs widen to four times.
 _BOTTLENECK = 4
@@ -145,9 +142,6 @@ def _convnext_layer(model: ConvNextSpec, channels: int, pixels: int, autocast: b
 def _halved(side: int) -> int:
     """Return the pixels of a side after a convolution of stride 2 that pads by half its odd kernel."""
     return (side + 1) // 2
-
-
-# ViT and the two towers of CLIP as operations, as transformers builds them.
 
 
 def vit(model: VitSpec, *, fused: bool, autocast: bool) -> VisionNetwork:

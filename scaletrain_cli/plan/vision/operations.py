@@ -1,14 +1,19 @@
-"""What a vision network is to the planner: blocks of operations, each with what it computes, moves and keeps.
+"""Vision networks as blocks of operations, each with its parameters, products, traffic and what it keeps.
 
-Everything counts one sample; ``elements`` are values of the training precision.
+Everything counts one sample; ``elements`` are values of the training precision. What is kept follows autograd: an
+operation's output, where the backward pass of any consumer reads it; it is counted where it is produced, once.
+Convolutions, linear layers and layer scale read their input again, ReLU its output, GELU its input, BatchNorm and
+LayerNorm theirs and one mean and root; additions, pooling by the mean and views read nothing. A ReLU or an addition in
+place changes no count, since what it overwrites would not be kept.
+
+``autocast``: torch.autocast over fp32 weights. LayerNorm and softmax then compute in fp32 and what they add to or scale
+by a weight stays fp32, so every product behind them first makes a 16-bit copy of its input, which it keeps
+(torch/amp, "CUDA Ops that can autocast to float32"). An fp32 value counts as two elements.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-# The operations that vision networks are made of, each with its parameters, products, traffic and what it keeps.
-
 
 _FP32 = 4
 _INDEX = 8  # max pooling keeps where each maximum stood, as int64
@@ -86,7 +91,7 @@ def linear(rows: int, channels: int, features: int, *, bias: bool = True, kept: 
 
 
 def batch_norm(channels: int, pixels: int) -> Operation:
-    """Forward reads twice (statistics, then values), backward twice two tensors; one mean and root per channel."""
+    """Return the operation: forward reads twice (statistics, then values), backward twice two tensors."""
     size = channels * pixels
     return Operation(
         parameters=2 * channels,
@@ -98,7 +103,7 @@ def batch_norm(channels: int, pixels: int) -> Operation:
 
 
 def layer_norm(channels: int, rows: int, *, autocast: bool = False) -> Operation:
-    """Its output feeds a product and is kept; one mean and root per row. Backward: dx, then the two weights' sums."""
+    """Return the operation; its output is kept, and one mean and root per row. Backward: dx, then two weight sums."""
     size = channels * rows
     return Operation(
         parameters=2 * channels,
@@ -112,7 +117,7 @@ def layer_norm(channels: int, rows: int, *, autocast: bool = False) -> Operation
 
 
 def activation(size: int, kept: int = 1) -> Operation:
-    """ReLU, GELU, or QuickGELU, which is a sigmoid and a product of its own (``kept`` 2)."""
+    """Return ReLU, GELU, or QuickGELU, which is a sigmoid and a product of its own (``kept`` 2)."""
     return Operation(
         pointwise=True, kept=kept * size, inputs=kept * size, outputs=kept * size, moved_back=3 * kept * size
     )
@@ -137,7 +142,7 @@ def layer_scale(channels: int, rows: int, *, autocast: bool = False) -> Operatio
 
 
 def max_pool(channels: int, pixels: int, out_pixels: int) -> Operation:
-    """Its output is kept by the convolution that follows, its indices by itself."""
+    """Return the operation; its output is kept by the next convolution, its indices by itself."""
     inputs, outputs = channels * pixels, channels * out_pixels
     indices = _INDEX // 2 * outputs  # in 16-bit elements
     return Operation(

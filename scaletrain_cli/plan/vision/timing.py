@@ -1,4 +1,8 @@
-"""Step time of a data-parallel rank that trains a vision network: its kernels, its traffic, its optimizer."""
+"""Step time of a data-parallel rank that trains a vision network: its kernels, its traffic, its optimizer.
+
+An operation takes as long as its arithmetic or its memory traffic, whichever is longer, plus the copies that bring
+its input into the order its kernel wants.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,6 @@ from scaletrain_cli.plan.vision.networks import network, planned_network, traini
 from scaletrain_cli.plan.vision.operations import Operation, VisionNetwork
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.model import VisionSpec
-
-# How long one operation of a vision network takes on a device, forward and backward.
-
 
 # A batch of small products, one per head, runs at this share of the rate of large ones, as in kernels.py; where
 # rows are no multiple of 16 bytes, as with 197 tokens, loads are by single elements (NVIDIA, Matrix Multiplication
@@ -150,19 +151,19 @@ def plan_vision_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tupl
     tokens.
     """
     model, training = vision_model(spec), spec.training
-    habits = framework_of(spec).profile
+    profile = framework_of(spec).profile
     micro_batches, full = layout.gradient_accumulation_steps, layout.activation_checkpointing == "full"
     on = machine(device, training.precision, layout.compile)
     forward, backward, launched = pass_seconds(planned_network(spec, device), layout.micro_batch_size, on)
     passes = (2 if full else 1) * forward + backward
     issued = 0.0 if device.is_cpu else launched * _ISSUE_SECONDS
     compute = micro_batches * (max(passes, issued) + _loss_seconds(model, layout, on.rate))
-    sent, blocking, overlapping = _data_seconds(spec, layout, device, habits)
-    hidden = min(overlapping, backward) * habits.reduce_overlap
+    sent, blocking, overlapping = _data_seconds(spec, layout, device, profile)
+    hidden = min(overlapping, backward) * profile.reduce_overlap
     exposed = blocking + overlapping - hidden
     parameters = network(model).parameters
     updated = parameters if layout.zero_stage == 0 else -(-parameters // zero_shards(layout))
-    optimizer = memory_seconds(updated * habits.optimizer, 1, on.rate)
+    optimizer = memory_seconds(updated * profile.optimizer, 1, on.rate)
     step = compute + exposed + optimizer
     samples = layout.global_batch_size
     flops, peak = training_flops(model), layout.world_size * device.peak_flops(training.precision)
@@ -186,7 +187,7 @@ def plan_vision_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tupl
 
 
 def _loss_seconds(model: VisionSpec, layout: Layout, rate: Rates) -> float:
-    """Of contrastive learning: two matrices of logits, forward and backward, and their entropies in fp32."""
+    """Return the seconds of a contrastive loss: two matrices of logits, both passes, and entropies in fp32."""
     features = network(model).features
     if not features:
         return 0.0
@@ -197,7 +198,7 @@ def _loss_seconds(model: VisionSpec, layout: Layout, rate: Rates) -> float:
 
 
 def _data_seconds(
-    spec: RunSpec, layout: Layout, device: Accelerator, habits: FrameworkProfile
+    spec: RunSpec, layout: Layout, device: Accelerator, profile: FrameworkProfile
 ) -> tuple[int, float, float]:
     """Return the bytes that a rank sends per step for gradients and weights; seconds that block, and that backward may
     hide.
@@ -206,7 +207,7 @@ def _data_seconds(
     model = vision_model(spec)
     whole, link = network(model), cluster_link(spec.cluster, device)
     weights = whole.parameters * weight_bytes(training.precision)
-    gradients = whole.parameters * (habits.gradient_reduced or gradient_bytes(training.precision, training.grad_dtype))
+    gradients = whole.parameters * (profile.gradient_reduced or gradient_bytes(training.precision, training.grad_dtype))
     gathered = layout.micro_batch_size * layout.data_parallel * whole.features * weight_bytes(training.precision)
     blocking = 2 * micro_batches * link.gather(gathered, ranks)
     sent = 2 * micro_batches * _part(gathered, ranks)
