@@ -26,7 +26,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture, architecture
-from scaletrain_cli.plan.memory.rank_states import expert_shards
 from scaletrain_cli.plan.memory.states import (
     MASTER_BYTES,
     NVME_OPTIMIZER_BUFFERS,
@@ -35,6 +34,7 @@ from scaletrain_cli.plan.memory.states import (
     PERSISTENT_ELEMENTS,
     SUB_GROUP_ELEMENTS,
     ModelStates,
+    expert_shards,
     gradient_bytes,
     moment_bytes,
     optimizer_constant_bytes,

@@ -24,8 +24,13 @@ from scaletrain_cli.plan.frameworks.base import Framework, Selective
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, MemoryProfile
 from scaletrain_cli.plan.memory.activations import latent_attention
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
-from scaletrain_cli.plan.memory.rank_states import device_and_host_states, expert_tensor_parallel
-from scaletrain_cli.plan.memory.states import ModelStates, gradient_bytes, weight_bytes
+from scaletrain_cli.plan.memory.states import (
+    ModelStates,
+    device_and_host_states,
+    expert_tensor_parallel,
+    gradient_bytes,
+    weight_bytes,
+)
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import Shard, Stage, chunks_in_flight, local_tokens, stage_shard, zero_shards
 from scaletrain_cli.spec import ModelSpec, RunSpec

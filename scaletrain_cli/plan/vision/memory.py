@@ -13,10 +13,10 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.device_memory import against_device
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
-from scaletrain_cli.plan.memory.rank_states import rank_states
 from scaletrain_cli.plan.memory.states import (
     communication_buffer_bytes,
     gradient_bytes,
+    rank_states,
     second_gradient_bytes,
     step_temporary_bytes,
     weight_bytes,
