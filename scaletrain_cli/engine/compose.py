@@ -26,17 +26,17 @@ from scaletrain_cli.engine.deepspeed_engine import (
 )
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.dropout import give_dropout_keys
+from scaletrain_cli.engine.model.dropout import assign_dropout_keys
 from scaletrain_cli.engine.model.linear import use_fp8_linears
 from scaletrain_cli.engine.model.loss import choose_cross_entropy
 from scaletrain_cli.engine.model.materialization import ScaledInitialization, WeightSource, materialize, zero3_partition
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.optim.deepspeed_optimizer import allow_fp16_on_cpu, fix_loss_scale
 from scaletrain_cli.engine.optim.optimizers import build_optimizer, parameter_groups
-from scaletrain_cli.engine.parallel.expert import announce_experts, shard_experts, with_expert_groups
+from scaletrain_cli.engine.parallel.expert import mark_experts_for_deepspeed, shard_experts, with_expert_groups
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.parallel.pipeline import PipelineStage, keep_stage, pipeline_module
-from scaletrain_cli.engine.parallel.sequence import attend_over_sequence_ranks, number_heads
+from scaletrain_cli.engine.parallel.sequence import set_first_heads, shard_attention_over_sequence
 from scaletrain_cli.engine.parallel.tensor import shard_over_tensor_ranks
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.safe_files import expand_home
@@ -137,7 +137,7 @@ def compose(
         allow_fp16_on_cpu()
     if layout.offload != "none" and spec.layout.offload_device == "nvme":
         load_async_io()
-    model = _cut(spec, layout, mesh, device)
+    model = _sharded_model(spec, layout, mesh, device)
     unit = ModelParallelUnit.of(mesh)
     config = deepspeed_config(spec, layout, sum(parameter.numel() for parameter in model.parameters()), swap_folder)
     dtype = forward_dtype(spec.training.precision)
@@ -154,7 +154,7 @@ def compose(
     )
     stage = PipelineStage(model, mesh.pipeline) if layout.pipeline_parallel > 1 else None
     module = model if stage is None else pipeline_module(stage, mesh)
-    announce_experts(model, mesh)
+    mark_experts_for_deepspeed(model, mesh)
     groups = with_expert_groups(parameter_groups(model, spec.training.optimizer))
     optimizer = build_optimizer(spec, groups, layout, device)
     engine = start_deepspeed(config, module, optimizer, unit)
@@ -162,15 +162,15 @@ def compose(
     return Composed(model, engine, optimizer, stage)
 
 
-def _cut(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> CausalLM:
+def _sharded_model(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> CausalLM:
     """Return this rank's part of the model on the meta device."""
     model = outline(spec.transformer)
     keep_stage(model, mesh.pipeline)
-    give_dropout_keys(model, spec.training.seed)
-    number_heads(model, mesh.tensor, mesh.sequence)
+    assign_dropout_keys(model, spec.training.seed)
+    set_first_heads(model, mesh.tensor, mesh.sequence)
     shard_over_tensor_ranks(model, mesh.tensor)
     shard_experts(model, mesh)
-    attend_over_sequence_ranks(model, mesh.sequence)
+    shard_attention_over_sequence(model, mesh.sequence)
     if model.lm_head is not None:
         choose_cross_entropy(model.lm_head, layout.cross_entropy, spec.training.label_smoothing, device)
     if spec.training.precision == "fp8":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Generator
@@ -17,6 +16,7 @@ from torch.utils import cpp_extension
 
 from scaletrain_cli.engine.parallel.mesh import Mesh, group_of
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.log_setup import take_over_library_logger
 from scaletrain_cli.plan import zero_buffers
 from scaletrain_cli.plan.memory.states import NVME_OPTIMIZER_BUFFERS
 from scaletrain_cli.plan.result import Layout
@@ -91,11 +91,11 @@ def offload_config(spec: RunSpec, layout: Layout, swap_folder: Path) -> dict[str
     place["nvme_path"] = str(swap_folder)
     config = {"offload_optimizer": {**place, "buffer_count": NVME_OPTIMIZER_BUFFERS}}
     if layout.offload == "optimizer+params":
-        config["offload_param"] = {**place, "buffer_size": _largest_piece(spec, layout)}
+        config["offload_param"] = {**place, "buffer_size": _largest_shard(spec, layout)}
     return config
 
 
-def _largest_piece(spec: RunSpec, layout: Layout) -> int:
+def _largest_shard(spec: RunSpec, layout: Layout) -> int:
     """Return the elements of the largest ZeRO-3 shard of a parameter, which each of five buffers must hold."""
     model = spec.transformer
     heads = model.num_attention_heads * model.head_dim
@@ -141,7 +141,7 @@ def forward_dtype(precision: str) -> torch.dtype:
 
 
 def prepare_deepspeed(device: torch.device) -> None:
-    """Import DeepSpeed, send its output to stderr, and let it use the process group.
+    """Import DeepSpeed, let it log to this process's log, and let it use the process group.
 
     Without the patch, `init_distributed` compiles a shared-memory operator on CPU that only inference uses (up to two
     minutes, needs g++, leaves files in /dev/shm). `import deepspeed.comm.torch` would name the real torch, hence
@@ -152,9 +152,7 @@ def prepare_deepspeed(device: torch.device) -> None:
     import deepspeed
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    for handler in logging.getLogger("DeepSpeed").handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(sys.stderr)
+    take_over_library_logger("DeepSpeed")
     _load_muon_uncompiled()
     deepspeed.init_distributed(dist_init_required=False)
 

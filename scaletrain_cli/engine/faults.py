@@ -138,7 +138,7 @@ class Faults:
         self._step = step
         for fault in self._mine:
             if fault.kind in CORRUPTIONS:
-                self._damage_after(fault, step)
+                self._corrupt_after(fault, step)
             elif fault.kind == "slow-rank" and step >= (fault.step or 1):
                 time.sleep(fault.seconds)
         for fault in self._due(step):
@@ -149,7 +149,7 @@ class Faults:
             elif fault.kind == "exception":
                 raise InjectedError(f"injected before step {step}")
 
-    def _damage_after(self, fault: Fault, step: int) -> None:
+    def _corrupt_after(self, fault: Fault, step: int) -> None:
         """Corrupt the latest checkpoint and kill the rank, from its step on, once there are two."""
         committed = list_checkpoints(self._folder) if self._folder and step >= (fault.step or 1) else []
         if len(committed) > 1:

@@ -94,6 +94,19 @@ TEXTS: dict[str, Text] = {
     "gpu-missing": Text("the rank needs GPU {local_rank} and torch finds {found:of GPU} on this node"),
     "preflight-failed": Text("rank {rank}: {problems}", ("`guard.preflight: never` skips this check.",)),
     "preempted-in-set-up": Text("preempted before the first step; the latest checkpoint is unchanged"),
+    # Findings of the preflight about a rank or a node, beside the others.
+    "device-memory-short": Text(
+        "{device} has {free_bytes:bytes} free of {total_bytes:bytes} and the plan needs {peak_bytes:bytes}"
+    ),
+    "device-slow": Text("{device} computes {tflops:.3g} TFLOP/s, the others {usual_tflops:.3g}"),
+    "network-slow": Text("the network transfers {gbps:.3g} GB/s, that of the other nodes {usual_gbps:.3g}"),
+    "version-differs": Text("{library} {version}, the others have {usual}"),
+    "clock-ahead": Text("the clock is {seconds:.0f} s ahead of the others"),
+    "clock-behind": Text("the clock is {seconds:.0f} s behind the others"),
+    "all-reduce-slow": Text(
+        "an all-reduce over all ranks takes {measured:seconds} and the plan expects {planned:seconds}",
+        ("Check with NCCL_DEBUG=INFO that NCCL uses the intended network.",),
+    ),
     # Errors of libraries and the system; ``error`` is their own message.
     "out-of-memory": Text("GPU out of memory: {error}"),
     "host-out-of-memory": Text("host out of memory: {error}"),

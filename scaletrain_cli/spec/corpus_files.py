@@ -130,17 +130,17 @@ def problem_of(path: Path) -> str:
         with open_bytes(path) as file:
             beginning = file.read(_FIRST_BYTES)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        return f"is no complete gzip file: {error}"
+        return f"is not a complete gzip file: {error}"
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
     if kind_of(path) == "jsonl":
         return _line_problem(beginning)
     if b"\0" in beginning:
-        return "holds NUL bytes and is no UTF-8 text"
+        return "holds NUL bytes and is not UTF-8 text"
     text = beginning.decode("utf-8", "replace")
     replaced = text[:-1].count("\ufffd") - beginning.count("\ufffd".encode())
     if replaced > max(FEW_REPLACED, MOST_REPLACED * len(text)):
-        return f"is no UTF-8 text: {replaced} of its first {len(text)} characters cannot be decoded"
+        return f"is not UTF-8 text: {replaced} of its first {len(text)} characters cannot be decoded"
     return ""
 
 

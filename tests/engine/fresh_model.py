@@ -4,14 +4,14 @@ import torch
 
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.dropout import give_dropout_keys
+from scaletrain_cli.engine.model.dropout import assign_dropout_keys
 from scaletrain_cli.engine.model.materialization import ScaledInitialization, materialize
 from scaletrain_cli.spec import ModelSpec
 
 
 def build_model(spec: ModelSpec, seed: int) -> CausalLM:
     model = outline(spec)
-    give_dropout_keys(model, seed)
+    assign_dropout_keys(model, seed)
     source = ScaledInitialization(
         seed, spec.initializer_range, spec.num_hidden_layers, model.residual_projections, torch.device("cpu")
     )

@@ -103,8 +103,8 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
         "data.source",
         'line 1 must be a JSON object with a string in "text"',
     ),
-    ("data.source", ("data.source=latin.txt",), "data.source", "is no UTF-8 text"),
-    ("data.source", ("data.source=cut.jsonl.gz",), "data.source", "is no complete gzip file"),
+    ("data.source", ("data.source=latin.txt",), "data.source", "is not UTF-8 text"),
+    ("data.source", ("data.source=cut.jsonl.gz",), "data.source", "is not a complete gzip file"),
     ("data.source", ("data.source=prepared",), "data.source", "train.bin holds 4 tokens, and dataset.json says 5"),
     ("data.source", ("data.source=nowhere", ON_SLURM), "data.source", "no such file or folder"),
     (
@@ -431,7 +431,7 @@ def test_a_tokenizer_is_judged_by_its_end_of_text_and_its_ids(tmp_path: Path) ->
     end = {"content": "</s>", "id": 2}
     assert judged({"a": 0, "b": 1}, [end]) == ""
     assert judged([["a", 0.0], ["b", 0.0]], [end]) == ""  # as Unigram has it
-    assert "no token that ends a document" in judged({"a": 0}, [])
+    assert "no end-of-text token" in judged({"a": 0}, [])
     assert "has token ids up to 4096, and model.vocab_size is 4096" in judged({"a": 4096}, [end])
     assert "is no tokenizer.json" in judged({"a": "b"}, [{}])
 

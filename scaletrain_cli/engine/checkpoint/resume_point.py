@@ -108,9 +108,9 @@ def _read_manifest(path: Path, ranks: Ranks, consensus: RankConsensus) -> Checkp
     found = consensus.follow_rank_zero(read_checkpoint(path) if ranks.rank == 0 else None)
     assert found is not None
     if isinstance(found, Defect) and found.kind == "unreadable":
-        looks = _look_on_each_node(lambda: read_checkpoint(path), ranks, consensus)
+        looks = _check_on_each_node(lambda: read_checkpoint(path), ranks, consensus)
         blind = {node: str(answer) for node, answer in looks if _is_unreadable(answer)}
-        _blame_nodes(path, blind, len(looks))
+        _raise_for_nodes(path, blind, len(looks))
         (_, found), *_ = looks
     return found
 
@@ -124,10 +124,10 @@ def _verify_together(checkpoint: Checkpoint, ranks: Ranks, consensus: RankConsen
     doubtful = [name for name, defect in defects.items() if _is_unreadable(defect)]
     if not doubtful or len(doubtful) < len(defects):  # corrupt, whichever nodes can read the other files
         return defects
-    looks = _look_on_each_node(lambda: find_defects(checkpoint, doubtful), ranks, consensus)
+    looks = _check_on_each_node(lambda: find_defects(checkpoint, doubtful), ranks, consensus)
     for name in doubtful:
         blind = {node: str(found[name]) for node, found in looks if _is_unreadable(found.get(name))}
-        _blame_nodes(checkpoint.path / name, blind, len(looks))
+        _raise_for_nodes(checkpoint.path / name, blind, len(looks))
     (_, of_rank_zero), *_ = looks
     return of_rank_zero
 
@@ -136,7 +136,7 @@ def _is_unreadable(found: object) -> bool:
     return isinstance(found, Defect) and found.kind == "unreadable"
 
 
-def _look_on_each_node(look: Callable[[], T], ranks: Ranks, consensus: RankConsensus) -> list[tuple[str, T]]:
+def _check_on_each_node(look: Callable[[], T], ranks: Ranks, consensus: RankConsensus) -> list[tuple[str, T]]:
     """Return what the first rank of each node finds, by node; the same on every rank. Collective."""
     parts = consensus.gather((_own_node(), look()) if ranks.local_rank == 0 else None)
     return consensus.follow_rank_zero([part for part in parts or () if part is not None])
@@ -147,7 +147,7 @@ def _own_node() -> str:
     return f"node {os.environ.get('NODE_RANK', '0')} ({socket.gethostname()})"
 
 
-def _blame_nodes(path: Path, blind: Mapping[str, str], nodes: int) -> None:
+def _raise_for_nodes(path: Path, blind: Mapping[str, str], nodes: int) -> None:
     """Raise on every rank if only some nodes cannot read the file: the nodes are at fault, not the file."""
     if not blind or len(blind) == nodes:
         return
@@ -186,7 +186,7 @@ def _resume_point(run: RunDir, folder: Path, attempt: int, search: Search) -> Re
 
 
 def _no_checkpoint(folder: Path, search: Search) -> Reason:
-    found = "; ".join(search.passed_over[:_MOST_PROBLEMS_SHOWN]) or "those that were committed are gone"
+    found = "; ".join(search.passed_over[:_MOST_PROBLEMS_SHOWN]) or "the committed checkpoints are missing"
     if len(search.passed_over) > _MOST_PROBLEMS_SHOWN:
         found += f"; and {len(search.passed_over) - _MOST_PROBLEMS_SHOWN} more problems"
     code = "engine.checkpoints-unreadable" if search.unreadable else "engine.no-valid-checkpoint"

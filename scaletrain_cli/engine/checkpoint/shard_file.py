@@ -193,7 +193,7 @@ class ShardFile:
             for key, entry in index.items():
                 _check_place(key, entry, whole - 8 - size)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CorruptShardError(f"{path} is no shard of a checkpoint: {error}") from error
+            raise CorruptShardError(f"{path} is not a shard of a checkpoint: {error}") from error
         self._index, self._data_start = index, 8 + size
 
     @property

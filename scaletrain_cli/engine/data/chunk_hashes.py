@@ -108,7 +108,7 @@ class CheckedFile:
         found = _new_hash()
         found.update(self._content[start:stop].data)
         if found.digest() != self.hashes[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]:
-            what = f"chunk {chunk} (bytes {start} to {stop}) is not what was prepared"
+            what = f"chunk {chunk} (bytes {start} to {stop}) has changed since it was prepared"
             raise CorruptDataError(self._path, what, chunk=chunk, first_byte=start, last_byte=stop - 1)
         self._compared[chunk] = 1
 

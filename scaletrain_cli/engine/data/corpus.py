@@ -93,7 +93,7 @@ def documents(source: str, tally: Tally | None = None) -> Iterator[str]:
 
 def _refuse_encoding(path: Path, tally: Tally) -> None:
     raise UsageError(
-        f"{path}: is no UTF-8 text: {tally.replaced} of {tally.characters} characters cannot be decoded. "
+        f"{path}: is not UTF-8 text: {tally.replaced} of {tally.characters} characters cannot be decoded. "
         "Convert it with iconv, or leave it out of data.source."
     )
 
@@ -103,7 +103,7 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error) as error:
-        raise UsageError(f"{path}: is no complete gzip file: {error}") from error
+        raise UsageError(f"{path}: is not a complete gzip file: {error}") from error
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
 

@@ -132,7 +132,7 @@ def open_dataset(
     if info.is_verified:
         checked = [part for each in (train, validation) for part in (each.file, each.ends_file) if part is not None]
         if info.seal != _seal(info, [part.hashes for part in checked]):
-            raise CorruptDataError(folder / "dataset.json", "it and the hashes beside it are not of one dataset")
+            raise CorruptDataError(folder / "dataset.json", "it does not match the hashes beside it")
         for each in (train, validation):
             if each.ends_file is not None:
                 each.ends_file.check_share(rank, ranks)
@@ -236,9 +236,7 @@ def _build(data: DataSpec, folder: Path) -> None:
     known = (tokenizer.token_to_id(name) for name in ENDS_OF_TEXT)
     end_of_text = next((token for token in known if token is not None), None)
     if end_of_text is None:
-        raise UsageError(
-            f"{data.tokenizer.path} has no token that ends a document; one of {', '.join(ENDS_OF_TEXT)} is needed."
-        )
+        raise UsageError(f"{data.tokenizer.path} has no end-of-text token; one of {', '.join(ENDS_OF_TEXT)} is needed.")
     dtype = _DTYPES[vocab_size > 1 << 16]
     counts, ended = dict.fromkeys(_SPLITS, 0), dict.fromkeys(_SPLITS, 0)
     digest, tally = hashlib.sha256(), Tally()

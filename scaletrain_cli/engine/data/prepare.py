@@ -26,9 +26,9 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     except CorruptDataError as error:  # the exit code 93 is for runs
         raise ScaletrainError(str(error)) from error
     if (owner := owner_of_dataset(folder)) is not None:
-        print(f"{folder} was prepared by {owner}, and is read as it is", file=sys.stderr)
+        print(f"{folder} was prepared by {owner}; using it as it is", file=sys.stderr)
     if info.replaced:
-        print(f"{info.replaced} bytes of the text are no UTF-8, and were replaced by U+FFFD", file=sys.stderr)
+        print(f"{info.replaced} bytes of the text are not UTF-8 and were replaced by U+FFFD", file=sys.stderr)
     print(f"ready in {time.monotonic() - started:.1f} s", file=sys.stderr)
     return {
         "path": str(folder),

@@ -90,7 +90,7 @@ class SpikeGuard:
         return max(_HEALTHY_STEPS, self._patience)
 
     def observe(self, step: int, loss: float, grad_norm: float | None) -> Judgement:
-        """Judge a step by the ones before it. Both values are finite; no norm where there is none to go by."""
+        """Judge a step by the ones before it. Both values are finite; ``grad_norm`` may be None."""
         if not (self._loss_stands_out(loss) or (grad_norm is not None and self._norm_stands_out(grad_norm))):
             self._losses.append(loss)
             if grad_norm is not None:
@@ -101,7 +101,7 @@ class SpikeGuard:
         self._healthy = 0
         found: Judgement = "spike" if len(self._outliers) == self._patience else "suspicious"
         if len(self._outliers) == max(_NEW_LEVEL_STEPS, self._patience + 1):
-            self._take_for_normal()
+            self._accept_new_level()
         return found
 
     def _loss_stands_out(self, loss: float) -> bool:
@@ -110,7 +110,7 @@ class SpikeGuard:
             return False
         if len(self._losses) < _FEWEST_LOSSES_FOR_SPREAD:
             return loss > self._factor * median
-        lenient = max(1.0, self._factor / _USUAL_FACTOR)  # who asks for a larger factor has rougher losses
+        lenient = max(1.0, self._factor / _USUAL_FACTOR)  # a larger factor asks for a wider spread, too
         spread = lenient * max((_LOSS_RATIO - 1) * median, _LOSS_DEVIATIONS * _deviation(self._losses, median))
         return loss > min(median + spread, self._factor * median)
 
@@ -120,7 +120,7 @@ class SpikeGuard:
             return False
         return norm > _NORM_RATIO * median and norm > median + _NORM_DEVIATIONS * _deviation(self._norms, median)
 
-    def _take_for_normal(self) -> None:
+    def _accept_new_level(self) -> None:
         for window, values in (
             (self._losses, [outlier.loss for outlier in self._outliers]),
             (self._norms, [outlier.grad_norm for outlier in self._outliers if outlier.grad_norm is not None]),
@@ -130,7 +130,7 @@ class SpikeGuard:
         self._outliers = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists, for a checkpoint."""
+        """Return JSON values, for a checkpoint."""
         outliers = [list(outlier) for outlier in self._outliers]
         return {
             "losses": list(self._losses),
@@ -140,7 +140,7 @@ class SpikeGuard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from that."""
+        """Restore what ``state_dict`` returned."""
         self._losses = deque(state["losses"], maxlen=_WINDOW_STEPS)
         self._norms = deque(state["norms"], maxlen=_WINDOW_STEPS)
         self._outliers = [Outlier(*outlier) for outlier in state["outliers"]]
@@ -148,11 +148,11 @@ class SpikeGuard:
 
 
 def _deviation(values: Iterable[float], median: float) -> float:
-    """The standard deviation that the median absolute deviation of ``values`` stands for."""
+    """Return the standard deviation of a normal distribution with this median absolute deviation."""
     return _DEVIATION_PER_MAD * statistics.median(abs(value - median) for value in values)
 
 
-# Slow illnesses of a run, each told once: a collapsing loss scale, dead gradients, a loss that never falls.
+# Slow failures, each reported once: a collapsing loss scale, dead gradients, a loss that does not fall.
 
 
 _SCALE_WINDOW_STEPS = 100
@@ -161,13 +161,13 @@ _DEAD_NORM = 1e-6  # of the running median
 _FIRST_LOSSES = 16
 _FLAT_AFTER_STEPS = 200
 _RECENT_LOSSES = 64
-_FLAT_SHARE = 0.02  # of the first losses; what has been learned once the frequencies of tokens are known is far more
+_FLAT_SHARE = 0.02  # of the first losses; learning the frequencies of tokens alone lowers the loss by far more
 
 
 class LossScaleCollapse:
-    """The dynamic loss scale of fp16 fell 32-fold or more within 100 steps: gradients overflow again and again.
+    """Detects that the dynamic loss scale of fp16 fell 32-fold or more within 100 steps.
 
-    Not before the first step that was not skipped, which the scale has to find.
+    Steps before the first one that was applied do not count: the scale has to find its level.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class LossScaleCollapse:
         self._settled = self._told = False
 
     def observe(self, scale: float, *, skipped: bool) -> dict[str, Any] | None:
-        """Evidence when it has just shown, else None."""
+        """Return the details when it is first detected, else None."""
         self._settled |= not skipped
         if not self._settled:
             return None
@@ -187,11 +187,11 @@ class LossScaleCollapse:
         return {"loss_scale": scale, "fell_from": largest, "within_steps": len(self._scales)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, for a checkpoint."""
+        """Return JSON values, for a checkpoint."""
         return {"scales": list(self._scales), "settled": self._settled, "told": self._told}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from that."""
+        """Restore what ``state_dict`` returned."""
         self._scales = deque(state["scales"], maxlen=_SCALE_WINDOW_STEPS)
         self._settled, self._told = state["settled"], state["told"]
 

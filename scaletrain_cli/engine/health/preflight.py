@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -175,9 +176,20 @@ class PreflightFinding:
 
     rank: int
     node: str
-    message: str
+    reason: Reason
     keeps_off: bool
     costs_speed: bool = False
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the finding as JSON values, with the code, the parameters and the text of its reason."""
+        return {
+            "rank": self.rank,
+            "node": self.node,
+            "message": str(self.reason),
+            **self.reason.to_document(),
+            "keeps_off": self.keeps_off,
+            "costs_speed": self.costs_speed,
+        }
 
 
 def compare_ranks(measures: Sequence[RankMeasures], expected: Expected) -> list[PreflightFinding]:
@@ -196,11 +208,9 @@ def compare_ranks(measures: Sequence[RankMeasures], expected: Expected) -> list[
 def _memory(measures: Sequence[RankMeasures], expected: Expected) -> Iterator[PreflightFinding]:
     for one in measures:
         if one.total_bytes and one.free_bytes < expected.peak_bytes:
-            message = (
-                f"{one.device} has {one.free_bytes / 1e9:.1f} GB free of {one.total_bytes / 1e9:.1f} GB and the plan "
-                f"needs {expected.peak_bytes / 1e9:.1f} GB"
-            )
-            yield PreflightFinding(one.rank, one.node, message, keeps_off=True)
+            params = {"device": one.device, "free_bytes": one.free_bytes, "total_bytes": one.total_bytes}
+            reason = Reason("engine.device-memory-short", {**params, "peak_bytes": expected.peak_bytes})
+            yield PreflightFinding(one.rank, one.node, reason, keeps_off=True)
 
 
 def _slow_devices(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
@@ -209,8 +219,9 @@ def _slow_devices(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding
         return
     for one in measures:
         if one.flops < _SLOW_DEVICE * usual:
-            message = f"{one.device} multiplies {one.flops / 1e12:.3g} TFLOP/s, the others {usual / 1e12:.3g}"
-            yield PreflightFinding(one.rank, one.node, message, keeps_off=True, costs_speed=True)
+            params = {"device": one.device, "tflops": one.flops / 1e12, "usual_tflops": usual / 1e12}
+            reason = Reason("engine.device-slow", params)
+            yield PreflightFinding(one.rank, one.node, reason, keeps_off=True, costs_speed=True)
 
 
 def _slow_links(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
@@ -221,8 +232,8 @@ def _slow_links(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
     usual = median(best.values())
     for one in measures:
         if one.rank in best and best[one.rank] < _SLOW_NODE * usual:
-            message = f"its network moves {best[one.rank] / 1e9:.3g} GB/s, that of the other nodes {usual / 1e9:.3g}"
-            yield PreflightFinding(one.rank, one.node, message, keeps_off=True, costs_speed=True)
+            reason = Reason("engine.network-slow", {"gbps": best[one.rank] / 1e9, "usual_gbps": usual / 1e9})
+            yield PreflightFinding(one.rank, one.node, reason, keeps_off=True, costs_speed=True)
 
 
 def _different_versions(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
@@ -231,26 +242,23 @@ def _different_versions(measures: Sequence[RankMeasures]) -> Iterator[PreflightF
         usual = max(sorted(set(told)), key=told.count)
         for one, version in zip(measures, told, strict=True):
             if version != usual:
-                message = f"{name} {version}, the others have {usual}"
-                yield PreflightFinding(one.rank, one.node, message, keeps_off=False)
+                reason = Reason("engine.version-differs", {"library": name, "version": version, "usual": usual})
+                yield PreflightFinding(one.rank, one.node, reason, keeps_off=False)
 
 
 def _clocks(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
     usual = median(one.clock for one in measures)
     for one in measures:
         if abs(one.clock - usual) > _CLOCK_SECONDS:
-            side = "ahead of" if one.clock > usual else "behind"
-            message = f"its clock is {abs(one.clock - usual):.0f} s {side} the others'"
-            yield PreflightFinding(one.rank, one.node, message, keeps_off=False)
+            code = "engine.clock-ahead" if one.clock > usual else "engine.clock-behind"
+            reason = Reason(code, {"seconds": abs(one.clock - usual)})
+            yield PreflightFinding(one.rank, one.node, reason, keeps_off=False)
 
 
 def _together(expected: Expected) -> Iterator[PreflightFinding]:
     if expected.all_reduce_seconds and expected.measured_seconds * _SLOW_ALL > expected.all_reduce_seconds:
-        message = (
-            f"an all-reduce over all ranks takes {expected.measured_seconds * 1e3:.0f} ms, where the plan counts "
-            f"{expected.all_reduce_seconds * 1e3:.0f}: NCCL_DEBUG=INFO says whether it uses the network that is meant"
-        )
-        yield PreflightFinding(-1, "", message, keeps_off=False)
+        params = {"measured": expected.measured_seconds, "planned": expected.all_reduce_seconds}
+        yield PreflightFinding(-1, "", Reason("engine.all-reduce-slow", params), keeps_off=False)
 
 
 SCHEMA = "scaletrain.preflight/v1"
@@ -278,13 +286,13 @@ def check_together(
         link = cluster_link(cluster, find_accelerator(cluster))
         planned = link.reduce(REDUCED_BYTES[device.type], ranks.world_size) if device.type == "cuda" else 0.0
         found = compare_ranks(gathered, Expected(record.plan.memory.peak, planned, reduced))
-        findings = found if _may_be_moved(run, record) else [_as_a_word(finding) for finding in found]
+        findings = found if _may_be_moved(run, record) else [_as_warning(finding) for finding in found]
         _write(run, attempt, gathered, findings, reduced, planned)
         for finding in findings:
-            log_event("preflight", **dataclasses.asdict(finding))
+            log_event("preflight", **finding.to_document())
     findings = consensus.follow_rank_zero(findings)
     bad = [finding for finding in findings if finding.keeps_off]
-    mine = [finding.message for finding in bad if finding.rank == ranks.rank]
+    mine = [str(finding.reason) for finding in bad if finding.rank == ranks.rank]
     if mine:
         raise WrongNodesError(Reason("engine.preflight-failed", {"rank": ranks.rank, "problems": "; ".join(mine)}))
     if bad:
@@ -297,7 +305,7 @@ def _may_be_moved(run: RunDir, record: RunRecord) -> bool:
     return not record.spec.cluster.traits.runs_here and not any(event["reason"] == "wrong-nodes" for event in ended)
 
 
-def _as_a_word(finding: PreflightFinding) -> PreflightFinding:
+def _as_warning(finding: PreflightFinding) -> PreflightFinding:
     """Return the finding as a warning if it only costs speed."""
     return dataclasses.replace(finding, keeps_off=finding.keeps_off and not finding.costs_speed)
 
@@ -321,6 +329,6 @@ def _write(
             "all_reduce_seconds": reduced,
             "all_reduce_planned_seconds": planned,
             "ranks": [dataclasses.asdict(one) for one in measures],
-            "findings": [dataclasses.asdict(finding) for finding in findings],
+            "findings": [finding.to_document() for finding in findings],
         },
     )

@@ -99,13 +99,13 @@ class GuardActions:
     def _after_spike(self, step: int, trained: int, metrics: MetricsLog) -> int | None:
         """Return the step that the run was rolled back to; None if training continues."""
         spike, evidence = self.record.spec.guard.spike, self.guard.evidence()
-        then = "goes on: guard.spike.action is warn"
+        then = "training continues: guard.spike.action is warn"
         if spike.action == "rollback":
             with self.ledger.during("rollback"):
                 back = self._roll_back(step, trained, spike.patience, "spike", evidence, metrics)
             if back is not None:
                 return back
-            then = "goes on: no checkpoint is known to be clean yet"
+            then = "training continues: no checkpoint is known to be clean yet"
         self._tell("spike", step=step, then=then, **evidence)
         return None
 

@@ -48,7 +48,7 @@ def slowest(own_seconds: Sequence[float], step_seconds: float) -> Straggler | No
 
 
 @dataclass
-class Suspicion:
+class StragglerConfirmation:
     """Confirms a straggler after two windows in a row, and clears it after one."""
 
     _before: int | None = None
@@ -77,7 +77,7 @@ class Stragglers:
     _seconds: list[Callable[[], float]] = field(default_factory=list, init=False)
     _begun: int = field(default=0, init=False)  # steps in this window
     _since: float = field(default=0.0, init=False)
-    _suspicion: Suspicion = field(default_factory=Suspicion, init=False)
+    _confirmation: StragglerConfirmation = field(default_factory=StragglerConfirmation, init=False)
 
     def __post_init__(self) -> None:
         self._clock = clock_of(self.device)
@@ -117,6 +117,6 @@ class Stragglers:
     def _compare(self, step: int, step_seconds: float) -> None:
         own = median(seconds() for seconds in self._seconds) if self._seconds else 0.0
         found = slowest(self.consensus.share(own), step_seconds)
-        if self._suspicion.news(found) and self.rank == 0:
+        if self._confirmation.news(found) and self.rank == 0:
             told = {"rank": None} if found is None else vars(found)
             record_event(self.run, "stragglers", step=step, **told)

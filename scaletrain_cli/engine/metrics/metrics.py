@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import time
 from collections import deque
@@ -19,6 +20,8 @@ from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.tracking.guard import Trackers
 from scaletrain_cli.tracking.jsonl import JsonlWriter
 from scaletrain_cli.worker.progress import progress_line
+
+logger = logging.getLogger(__name__)
 
 # Measures of a step, fetched without waiting for it: one step late on a GPU, at once on a CPU.
 
@@ -179,7 +182,7 @@ class MetricsLog:
         }
         self._append(line)
         total = self._record.spec.total_steps
-        print(_for_people(line, total), flush=True)
+        logger.info(_log_line(line, total))
         print(progress_line(step, total, measured["loss"], line["tokens_per_second"]), flush=True)
 
     def flush(self) -> None:
@@ -193,7 +196,7 @@ class MetricsLog:
         measured = {**losses, "validation_sequences": sequences}
         self._append({"step": step, **measured, "attempt": self._attempt, "time": round(time.time(), 3)})
         shown = "  ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items())
-        print(f"step {step:>6}/{self._record.spec.total_steps}  {shown}", flush=True)
+        logger.info("step %d/%d  %s", step, self._record.spec.total_steps, shown)
 
     def _append(self, line: dict[str, Any]) -> None:
         self._writer.put(line)
@@ -207,8 +210,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _for_people(line: dict[str, Any], total_steps: int) -> str:
-    parts = [f"step {line['step']:>6}/{total_steps}", f"loss {line['loss']:.4f}"]
+def _log_line(line: dict[str, Any], total_steps: int) -> str:
+    parts = [f"step {line['step']}/{total_steps}", f"loss {line['loss']:.4f}"]
     skipped = "skipped, the gradient overflowed"
     parts += [f"grad norm {line['grad_norm']:.3f}" if "grad_norm" in line else skipped]
     parts += [f"lr {line['learning_rate']:.2e}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,8 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.tracking.base import TrackedRun, Tracker
 from scaletrain_cli.tracking.guard import GuardedTracker, RunFiles, Trackers
+
+logger = logging.getLogger(__name__)
 
 
 def start_trackers(run: RunDir, record: RunRecord, attempt: int) -> Trackers:
@@ -25,7 +28,7 @@ def start_trackers(run: RunDir, record: RunRecord, attempt: int) -> Trackers:
     files = RunFiles(metrics=partial(read_metrics, run), events=run.events, artifacts=[run.record])
 
     def report(event: str, tracker: str, reason: Reason) -> None:
-        print(f"{event}: {reason}", flush=True)
+        logger.warning("%s: %s", event, reason)
         record_event(run, event, tracker=tracker, code=reason.code, params=dict(reason.params), message=str(reason))
 
     return Trackers(

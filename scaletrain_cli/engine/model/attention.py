@@ -1,4 +1,4 @@
-"""Which kernel torch picks for causal attention, so that a run can say so. Holds no model."""
+"""Causal attention, and the kernel that torch selects for it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 
-# Causal attention over whole sequences: what stands between the projections of an attention module.
-
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, samples: Tensor | None = None) -> Tensor:
-    """Scaled dot-product attention, [batch, heads, length, head_dim]; key and value may have fewer heads.
+    """Return scaled dot-product attention, [batch, heads, length, head_dim]; key and value may have fewer heads.
 
-    ``samples`` [batch] key the dropout of those variants that have any.
+    ``samples`` [batch] is for variants with dropout.
     """
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
 
@@ -32,7 +30,7 @@ _NAMES = {
 
 
 def attention_kernel_of(spec: RunSpec, layout: Layout, device: torch.device) -> str:
-    """The one for a rank's share of the heads over whole sequences."""
+    """Return the attention kernel for a rank's share of the heads over whole sequences."""
     model, cut = spec.transformer, layout.tensor_parallel * layout.sequence_parallel
     heads = model.num_attention_heads // cut
     return attention_kernel(
@@ -58,9 +56,9 @@ def attention_kernel(
     head_dim: int,
     dropout: float = 0.0,
 ) -> str:
-    """flash, memory-efficient, cudnn or math (which holds all scores at once), for one rank's share of the heads.
+    """Return flash, memory-efficient, cudnn or math (which materializes all scores), for one rank's share of the heads.
 
-    ``unfused`` where weights are dropped, which is not torch's own attention. Allocates a query, a key and a value.
+    ``unfused`` with dropout, which has its own attention. Allocates a query, a key and a value.
     """
     if dropout:
         return "unfused"
@@ -68,6 +66,6 @@ def attention_kernel(
         torch.empty(batch, n, length, head_dim, dtype=dtype, device=device, requires_grad=True)
         for n in (heads, kv_heads, kv_heads)
     )
-    # What scaled_dot_product_attention itself asks; torch has no public name for it.
+    # as scaled_dot_product_attention does; torch has no public name for it
     choice = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=heads != kv_heads)
     return _NAMES[SDPBackend(choice)]

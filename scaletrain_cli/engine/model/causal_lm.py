@@ -1,4 +1,4 @@
-"""What every model we train can do, in parts, so that a pipeline stage may run some of them. Knows no distribution."""
+"""The interface of a model, in parts, so that a pipeline stage may run some of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from scaletrain_cli.spec import ModelSpec
 
 
 class CausalLM(nn.Module, ABC):
-    """A decoder-only transformer under Hugging Face's parameter names.
+    """A decoder-only transformer with Hugging Face parameter names.
 
-    tokens, labels: [batch, length] int64; a label of -100 does not count. positions: [length] int64, of these tokens
-    in the whole sequence. samples: [batch] int64, which sequences these are: the key of their dropout.
+    tokens, labels: [batch, length] int64; label -100 is ignored. positions: [length] int64, positions of these tokens
+    in the whole sequence. samples: [batch] int64, unique numbers of the sequences, which key their dropout.
     """
 
-    residual_projections: tuple[str, ...]  # ends of the names of matrices that write into the residual stream
+    residual_projections: tuple[str, ...]  # suffixes of the names of matrices that write into the residual stream
     opening: tuple[str, ...]  # modules before the blocks, the token embedding first
     closing: tuple[str, ...]  # modules after the blocks
 
@@ -27,7 +27,7 @@ class CausalLM(nn.Module, ABC):
         self.spec = spec
 
     def add_head(self) -> None:
-        """The last part to be made: a tied weight then bears the embedding's name, as in Hugging Face's files."""
+        """Add the head last, so that a tied weight has the embedding's name, as in Hugging Face files."""
         self.lm_head = LanguageModelHead(self.spec.hidden_size, self.spec.vocab_size)
         if self.spec.tie_word_embeddings:
             self.tie()
@@ -35,27 +35,27 @@ class CausalLM(nn.Module, ABC):
     @property
     @abstractmethod
     def blocks(self) -> nn.ModuleDict:
-        """The repeated blocks, by their number in the whole model."""
+        """The blocks, by their number in the whole model."""
 
     @property
     def token_embedding(self) -> nn.Module:
-        """The embedding whose weight a tied head shares."""
+        """The embedding that a tied head shares its weight with."""
         return self.get_submodule(self.opening[0])
 
     @abstractmethod
     def embed(self, tokens: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
-        """Hidden states [batch, length, hidden] that enter the first block."""
+        """Return the hidden states [batch, length, hidden] that enter the first block."""
 
     @abstractmethod
     def transform(self, hidden: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
-        """Hidden states after those blocks that this model still has."""
+        """Return the hidden states after the blocks of this model or stage."""
 
     @abstractmethod
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """What the head reads."""
+        """Return the normalized hidden states that the head reads."""
 
     def loss(self, hidden: Tensor, labels: Tensor, divisor: Tensor | None = None) -> Tensor:
-        """Summed next-token cross-entropy in nats over ``divisor``, or its mean over the labels that count."""
+        """Return summed next-token cross-entropy in nats over ``divisor``, or its mean over the labels that count."""
         return self.lm_head(self.final_norm(hidden), labels, divisor)  # type: ignore[no-any-return]
 
     def forward(
@@ -66,7 +66,7 @@ class CausalLM(nn.Module, ABC):
         samples: Tensor | None = None,
         divisor: Tensor | None = None,
     ) -> Tensor:
-        """The loss of a batch; without positions and samples, of whole sequences."""
+        """Return the loss of a batch; positions and samples default to whole sequences."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         if samples is None:
@@ -75,7 +75,7 @@ class CausalLM(nn.Module, ABC):
         return self.loss(self.transform(hidden, positions, samples), labels, divisor)
 
     def tie(self) -> None:
-        """Let the head read the embedding's weight, as one parameter."""
+        """Share the embedding's weight with the head, as one parameter."""
         weight = self.token_embedding.weight
         assert isinstance(weight, nn.Parameter)
         self.lm_head.weight = weight

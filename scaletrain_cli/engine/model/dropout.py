@@ -1,9 +1,9 @@
-"""Dropout whose masks depend on what is dropped and on nothing else: not on the layout, nor on what ran before.
+"""Dropout with masks that are the same in every layout and after every restart.
 
 Each decision is a few bits of a counter-based generator, a pure function of (seed, site, sample, position or head and
-query, channel or key), so that any slice of a mask can be computed anywhere, and recomputed in the backward pass. The
-generator is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), its
-mixer Stafford's variant 13. Knows no distribution; a rank that holds some of the heads is told the first.
+query, channel or key), so that any part of a mask can be computed anywhere, and again in the backward pass. The
+generator is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) with
+Stafford's mixer, variant 13. A rank with some of the heads has the number of its first one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _LANE_VALUES = 2**16
 
 
 class _Keyed(nn.Module):
-    """``p``: the probability; off in evaluation. ``key``: scalar int64, see give_dropout_keys.
+    """``p``: the probability of dropping; 0 in evaluation. ``key``: scalar int64, see ``assign_dropout_keys``.
 
-    A tensor, because torch.compile would compile anew for each number.
+    The key is a tensor, because torch.compile would compile again for each number.
     """
 
     key: Tensor
@@ -39,9 +39,9 @@ class KeyedDropout(_Keyed):
     """Drops channels of hidden states."""
 
     def forward(self, x: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
-        """x [batch, length, channels] of these positions [length] in the whole sequence.
+        """Return x [batch, length, channels] with dropped channels; positions [length] in the whole sequence.
 
-        samples [batch]: which sequences of the run these are; the same number twice would drop the same channels.
+        samples [batch]: unique numbers of the sequences in the run; equal numbers drop equal channels.
         """
         if not self.training or self.p == 0:
             return x
@@ -50,9 +50,9 @@ class KeyedDropout(_Keyed):
 
 
 class AttentionWithDropout(_Keyed):
-    """Causal attention, [batch, heads, length, head_dim], that drops weights; no fused kernel has our masks.
+    """Causal attention, [batch, heads, length, head_dim], with dropout of the weights; no fused kernel has these masks.
 
-    ``first_head``: the whole model's number of this rank's first query head. Fused in evaluation.
+    ``first_head``: number of this rank's first query head in the whole model. Fused in evaluation.
     """
 
     def __init__(self, p: float, first_head: int = 0) -> None:
@@ -60,7 +60,7 @@ class AttentionWithDropout(_Keyed):
         self.first_head = first_head
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, samples: Tensor) -> Tensor:
-        """All of them over whole sequences; key and value may have fewer heads."""
+        """Return attention over whole sequences; key and value may have fewer heads."""
         if not self.training or self.p == 0:
             return causal_attention(query, key, value)
         batch, heads, length, head_dim = query.shape
@@ -76,12 +76,12 @@ class AttentionWithDropout(_Keyed):
 
 
 def attention_core(p: float) -> Callable[..., Tensor]:
-    """What an attention module calls on query, key, value and samples."""
+    """Return what an attention module calls with query, key, value and samples."""
     return AttentionWithDropout(p) if p else causal_attention
 
 
-def give_dropout_keys(model: nn.Module, seed: int) -> None:
-    """Tell each place that drops from the others, by its name in the model. Call it before anything is wrapped."""
+def assign_dropout_keys(model: nn.Module, seed: int) -> None:
+    """Key each dropout module by the seed and its name in the model. Call it before modules are wrapped."""
     for name, module in model.named_modules():
         if isinstance(module, _Keyed):
             digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
@@ -89,7 +89,7 @@ def give_dropout_keys(model: nn.Module, seed: int) -> None:
 
 
 def _drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
-    """Zero a share ``p`` of the last dimension, by the keys ``rows`` of all others, and scale what is left."""
+    """Zero a share ``p`` of the last dimension, by the keys ``rows`` of all other dimensions, and rescale the rest."""
     threshold = round(p * _LANE_VALUES)
     count = x.shape[-1]
     words = _split(rows.unsqueeze(-1), torch.arange(-(-count // _LANES), device=x.device))
@@ -98,19 +98,19 @@ def _drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
 
 
 def _split(key: Tensor, index: Tensor) -> Tensor:
-    """Outputs number ``index`` of the generator that starts from ``key``, keys again; int64, which wraps around."""
+    """Return outputs number ``index`` of the generator that starts from ``key``, as keys; int64, wraps around."""
     return _mix(key + (index + 1) * _GAMMA)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection in which each bit of the input moves half of the output's."""
+    """Return a bijection in which each input bit flips half of the output bits on average."""
     x = (x ^ _shift(x, 30)) * _FIRST
     x = (x ^ _shift(x, 27)) * _SECOND
     return x ^ _shift(x, 31)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """To the right, filling with zeros: torch has no such shift of a signed integer."""
+    """Return a logical shift to the right; torch has none for signed integers."""
     return (x >> bits) & ((1 << 64 - bits) - 1)
 
 

@@ -1,4 +1,4 @@
-"""GPT-2 and GPT-3: learned positions, LayerNorm, GELU, biases everywhere, tied head. No dropout."""
+"""GPT-2 and GPT-3: learned positions, LayerNorm, GELU, biases everywhere, tied head."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class GPT2Model(nn.Module):
-    """The names of Hugging Face's inner model: embeddings, blocks by number, final norm."""
+    """Modules with the names of Hugging Face's inner model: embeddings, blocks by number, final norm."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class GPT2Model(nn.Module):
 
 
 class GPT2LMHeadModel(CausalLM):
-    """The parts of a GPT."""
+    """A GPT, in the parts of ``CausalLM``."""
 
     residual_projections = ("c_proj.weight",)
     opening = ("transformer.wte", "transformer.wpe")

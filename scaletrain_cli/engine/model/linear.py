@@ -1,7 +1,7 @@
-"""Products of linear layers in fp8, through torchao. Knows no training loop.
+"""Products of linear layers, in fp8 through torchao if the precision asks for it.
 
-Weights, activations and gradients stay as they are; the two factors of each product are scaled to fp8 on the way in
-(dynamic tensor-wise scaling: FP8 formats for deep learning, arXiv:2209.05433). Attention and the head are left alone.
+Weights, activations and gradients keep their dtype; the two factors of each product are scaled to fp8 (dynamic
+tensor-wise scaling; FP8 formats for deep learning, arXiv:2209.05433). Attention and the head are not in fp8.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.extras import install_command
 
-# The product of every linear layer that is not torch's own.
-
 
 class Product(Protocol):
-    """What such a layer calls, so that another arithmetic can take its place."""
+    """The product that a linear layer of this package calls, so that it can be replaced."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor: ...
 
 
 def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
-    """x [..., in] times a weight [out, in], or [in, out] where ``transposed``, plus a bias.
+    """Return x [..., in] times a weight [out, in], or [in, out] if ``transposed``, plus a bias.
 
-    Under ZeRO-3 the backward pass must not hold on to the whole weight that was gathered for this. A parameter that is
-    multiplied as it is may be gathered again; a transposed view of it stays. Hence no ``weight.t()`` here, and
-    F.linear by its name at each call, because DeepSpeed puts one without that view in its place (zero/linear.py).
+    Under ZeRO-3 the backward pass must not keep the gathered weight. A parameter that is saved itself may be gathered
+    again; a transposed view of it is kept. Hence no ``weight.t()``, and F.linear looked up at each call, because
+    DeepSpeed replaces it by one without that view (zero/linear.py).
     """
     if not transposed:
         return F.linear(x, weight, bias)
@@ -41,11 +39,11 @@ def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed
 
 
 _LEAST_CAPABILITY = (8, 9)  # Ada, Hopper and later have fp8 tensor cores
-_MULTIPLE = 16  # of both sides of a matrix, which torch._scaled_mm asks for
+_MULTIPLE = 16  # for both dimensions, required by torch._scaled_mm
 
 
 def fp8_refusal(device: torch.device) -> str | None:
-    """Why a device cannot run fp8 products; None when it can."""
+    """Return why a device cannot compute fp8 products; None if it can."""
     if device.type != "cuda":
         return f"training.precision = fp8 needs an NVIDIA GPU, and this is a {device.type}. Use bf16."
     capability = torch.cuda.get_device_capability(device)
@@ -56,10 +54,10 @@ def fp8_refusal(device: torch.device) -> str | None:
 
 
 def use_fp8_linears(model: CausalLM, device: torch.device, *, emulated: bool = False) -> None:
-    """Let the linear layers of a model's blocks multiply in fp8, those cut over tensor ranks too.
+    """Compute the linear layers of a model's blocks in fp8, including those sharded over tensor ranks.
 
-    Before DeepSpeed. Parameters stay the same objects. ``emulated``: the same numerics on any device, slowly. Raises
-    UsageError when the device has no fp8 or torchao is not installed.
+    Call it before DeepSpeed starts; parameters stay the same objects. ``emulated``: the same numerics on any device,
+    slowly. Raises UsageError if the device has no fp8 or torchao is not installed.
     """
     if not emulated and (refusal := fp8_refusal(device)):
         raise UsageError(refusal)

@@ -14,15 +14,15 @@ from scaletrain_cli.engine.model.moe import MixtureMLP
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.model import RopeScalingSpec
 
-# Rotary frequencies stretched to contexts longer than a model was first trained on.
+# Rotary frequencies for contexts longer than the model was first trained on.
 
 
 def scaled(
     frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScalingSpec, longest: int
 ) -> tuple[Tensor, float]:
-    """Return the stretched frequencies [head_dim / 2] and what cosines and sines are multiplied by.
+    """Return the scaled frequencies [head_dim / 2] and a factor of cosines and sines.
 
-    ``longest`` is the context before stretching where ``scaling`` does not say.
+    ``longest`` is the original context if ``scaling`` does not state it.
     """
     original = scaling.original_max_position_embeddings or longest
     if scaling.rope_type == "linear":
@@ -33,7 +33,7 @@ def scaled(
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScalingSpec, original: int) -> Tensor:
-    """Slow channels are divided by the factor, fast ones kept, those between interpolated (arXiv:2407.21783)."""
+    """Return frequencies with slow channels divided by the factor and those between interpolated (arXiv:2407.21783)."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     assert low is not None, "the spec requires it"
     assert high is not None, "the spec requires it"
@@ -43,10 +43,12 @@ def _llama3(frequencies: Tensor, scaling: RopeScalingSpec, original: int) -> Ten
 
 
 def _yarn(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScalingSpec, original: int) -> Tensor:
-    """NTK-by-parts (arXiv:2309.00071, section 3.2): a ramp over channels between two numbers of turns."""
+    """Return NTK-by-parts frequencies (arXiv:2309.00071, section 3.2): a ramp over channels between two rotation
+    counts.
+    """
 
     def channel(turns: float) -> float:
-        """The channel that turns so often within the original context."""
+        """Return the channel that rotates this many times within the original context."""
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = channel(scaling.beta_fast or 32.0), channel(scaling.beta_slow or 1.0)
@@ -61,7 +63,7 @@ def _yarn(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScaling
 
 
 def _yarn_attention_factor(scaling: RopeScalingSpec) -> float:
-    """The temperature of attention, as a factor of queries and keys alike (section 3.4)."""
+    """Return the attention temperature, as a factor of queries and keys (section 3.4)."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 
@@ -86,7 +88,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over the last dimension, in fp32 (arXiv:1910.07467)."""
+    """Return the normalized last dimension, computed in fp32 (arXiv:1910.07467)."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return normed.to(x.dtype) * weight
@@ -95,10 +97,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotary_tables(
     positions: Tensor, head_dim: int, theta: float, scaling: RopeScalingSpec | None = None, longest: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for positions [length], each [length, head_dim] (arXiv:2104.09864), in fp32.
+    """Return cosines and sines for positions [length], each [length, head_dim] (arXiv:2104.09864), in fp32.
 
-    Not buffers: a cast to bf16 would ruin them. ``longest`` is the context that ``scaling`` stretches, where that does
-    not say.
+    Not buffers, which would be cast to bf16. ``longest`` is the context that ``scaling`` extends, if it does not state
+    one.
     """
     frequencies = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
     factor = 1.0
@@ -109,7 +111,7 @@ def rotary_tables(
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the halves of each head, [batch, heads, length, head_dim], in Hugging Face's pairing of channels."""
+    """Return each head, [batch, heads, length, head_dim], rotated, with Hugging Face's pairing of channels."""
     cos, sin = tables
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
@@ -161,7 +163,7 @@ class MLP(nn.Module):
 
 
 def feed_forward(spec: ModelSpec, index: int) -> nn.Module:
-    """The MLP of block ``index``, or its mixture of experts, which the leading blocks may go without."""
+    """Return the MLP of block ``index``, or its MoE layer; leading blocks may be dense."""
     if index < spec.num_hidden_layers - spec.moe_layers:
         return MLP(spec.hidden_size, spec.intermediate_size)
     shared = spec.shared_expert_intermediate_size
@@ -191,7 +193,7 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """The names of Hugging Face's inner model: embedding, decoder layers by number, final norm."""
+    """Modules with the names of Hugging Face's inner model: embedding, decoder layers by number, final norm."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -202,7 +204,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    """The parts of a Llama."""
+    """A Llama, in the parts of ``CausalLM``."""
 
     residual_projections = ("o_proj.weight", "down_proj.weight")
     opening = ("model.embed_tokens",)

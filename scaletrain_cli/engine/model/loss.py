@@ -1,6 +1,7 @@
-"""The language-model head and its loss: all logits at once, or chunk by chunk. Knows no distribution.
+"""The language-model head and its loss: over all logits at once, in chunks, or by Liger Kernel.
 
-What turns tokens into a summed loss is exchangeable: `token_loss` here, the one over a cut vocabulary, or Liger's.
+``token_loss`` turns tokens into a summed loss and can be replaced; ``parallel.tensor`` has one for a sharded
+vocabulary.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from scaletrain_cli.errors import InfeasibleError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.plan.memory.activations import LOSS_CHUNK_TOKENS
 
-NOT_COUNTED = -100  # torch's own label for positions without a loss
+NOT_COUNTED = -100  # torch's ignore_index
 
 # hidden [tokens, size], weight [vocab, size], labels [tokens], label smoothing -> summed loss in nats, fp32
 TokenLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 class LanguageModelHead(nn.Module):
-    """Logits and their loss in one module, so that ZeRO-3 gathers the weight and logits need not outlive it."""
+    """Logits and their loss in one module, so that ZeRO-3 gathers the weight here and logits are freed early."""
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
@@ -34,7 +35,7 @@ class LanguageModelHead(nn.Module):
         self.tokens_at_once: int | None = None  # None: all of them
 
     def forward(self, hidden: Tensor, labels: Tensor, divisor: Tensor | None = None) -> Tensor:
-        """Summed cross-entropy in nats over ``divisor``, or its mean over the labels that count.
+        """Return summed cross-entropy in nats over ``divisor``, or its mean over the labels that count.
 
         hidden [batch, length, size], labels [batch, length].
         """
@@ -55,9 +56,9 @@ class LanguageModelHead(nn.Module):
 
 
 def choose_cross_entropy(head: LanguageModelHead, kind: str, label_smoothing: float, device: torch.device) -> None:
-    """``kind``: whole, chunked or liger. Call it once the head is cut, if it ever is.
+    """Set the loss of a head: ``kind`` is whole, chunked or liger. Call it after the head is sharded.
 
-    Raises InfeasibleError where Liger's kernel cannot run.
+    Raises InfeasibleError if Liger's kernel cannot run.
     """
     head.label_smoothing = label_smoothing
     if kind == "chunked":
@@ -69,15 +70,15 @@ def choose_cross_entropy(head: LanguageModelHead, kind: str, label_smoothing: fl
 
 
 def token_loss(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Summed cross-entropy of tokens: hidden [tokens, size], weight [vocab, size], labels [tokens]."""
+    """Return the summed cross-entropy of tokens: hidden [tokens, size], weight [vocab, size], labels [tokens]."""
     logits = F.linear(hidden, weight).float()
     return F.cross_entropy(logits, labels, ignore_index=NOT_COUNTED, reduction="sum", label_smoothing=label_smoothing)
 
 
 def liger_token_loss(device: torch.device) -> TokenLoss:
-    """Liger Kernel's fused head and loss (arXiv:2410.10989), which also works through chunks, in Triton.
+    """Return Liger Kernel's fused head and loss (arXiv:2410.10989), which also works in chunks, in Triton.
 
-    It waits for the device once in each call. Raises InfeasibleError without CUDA or without the library.
+    It synchronizes with the device once per call. Raises InfeasibleError without CUDA or without the library.
     """
     if device.type != "cuda":
         raise InfeasibleError(f"training.cross_entropy: liger needs a CUDA device, not {device.type}. Use chunked.")
@@ -98,9 +99,10 @@ def liger_token_loss(device: torch.device) -> TokenLoss:
 
 
 class _Chunked(Function):
-    """Gradients are computed with the loss, chunk by chunk, and wait for their factor: nothing is computed twice.
+    """Computes gradients with the loss, chunk by chunk, and scales them in the backward pass: no logits are recomputed.
 
-    That of the weight is summed in fp32. Those of fp16 logits lose what is below 6e-8, which a loss scale would keep.
+    The gradient of the weight is summed in fp32. Gradients of fp16 logits lose values below 6e-8, as with a loss scale
+    of 1.
     """
 
     @staticmethod
@@ -126,7 +128,7 @@ class _Chunked(Function):
                 summed = loss(some, weight, labels[chunk], label_smoothing)
             if training:
                 of_hidden[chunk], of_chunk = torch.autograd.grad(summed, (some, weight))
-                # The first one becomes the sum: at 128,000 entries of 4,096 each pass over it moves 2 GB.
+                # The first chunk becomes the sum: at 128,000 x 4,096 elements each pass over it moves 2 GB.
                 of_weight = of_chunk.float() if of_weight is None else of_weight.add_(of_chunk)
                 del of_chunk
             total += summed.detach()
@@ -138,5 +140,5 @@ class _Chunked(Function):
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.gradients
-        del ctx.gradients  # scaled in place, hence of no use a second time
+        del ctx.gradients  # scaled in place, so a second backward pass is not possible
         return of_hidden.mul_(factor), of_weight.mul_(factor).to(ctx.dtype), None, None, None, None, None

@@ -1,6 +1,6 @@
-"""Gives a model outlined on the meta device its weights, module by module. Knows nothing of where they come from.
+"""Give a model on the meta device its weights, module by module, from a weight source.
 
-With ZeRO-3 each module is sharded as soon as it is real, so that no rank ever holds the whole model.
+With ZeRO-3 each module is sharded as soon as it is materialized, so that no rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.parallel.mesh import ShardSpec, shard_spec_of
 
-# Scaled random weights as a pure function of seed, name and whole shape.
+# Scaled random weights: a pure function of seed, name and whole shape.
 
 
-# Small enough that one CUDA launch fills it without its threads looping: how they would depends on the GPU's size, and
-# so would the values. Small enough for a CPU's cache, too.
+# Small enough for one CUDA launch whose threads do not loop: the order of a loop, and so the values, would depend on
+# the
+# size of the GPU. Small enough for a CPU's cache, too.
 _CHUNK_NUMEL = 2**18
 
 
 @dataclass(frozen=True)
 class ScaledInitialization:
-    """Normal(0, ``initializer_range``) matrices, those into the residual stream divided by sqrt(2 ``layers``).
+    """Normal(0, ``initializer_range``) matrices; those into the residual stream are divided by sqrt(2 ``layers``).
 
-    That keeps the residual stream's variance independent of depth (GPT-2 report, section 2.3). Norms are 1, biases 0.
+    The variance of the residual stream is then independent of depth (GPT-2 report, section 2.3). Norms are 1, biases 0.
     ``device`` draws; a CPU and a GPU draw different values.
     """
 
@@ -39,7 +40,7 @@ class ScaledInitialization:
     device: torch.device
 
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
-        """This rank's piece of the parameter, fp32."""
+        """Return this rank's shard of the parameter, fp32."""
         if name.endswith("bias") or len(whole_shape) == 1:
             return torch.full(_local(whole_shape, spec), 0.0 if name.endswith("bias") else 1.0, device=self.device)
         std = self.initializer_range
@@ -51,14 +52,14 @@ class ScaledInitialization:
 def normal(
     seed: int, name: str, whole_shape: tuple[int, ...], std: float, spec: ShardSpec | None, device: torch.device
 ) -> Tensor:
-    """The spec's slice of a Normal(0, std) tensor of at least two dimensions, fp32, drawn by chunks of whole rows."""
+    """Return a shard of a Normal(0, std) tensor of at least two dimensions, fp32, drawn in chunks of whole rows."""
     *leading, columns = whole_shape
     rows, kept_columns = torch.arange(torch.Size(leading).numel()), None
     whole_rows = len(rows)
     if spec is not None and spec.dim == len(leading):
         kept_columns = ShardSpec(0, spec.ranks, spec.rank, spec.parts).take(torch.arange(columns)).to(device)
     elif spec is not None:
-        rows = spec.take(rows.view(leading)).flatten()  # ascending, as slices of a row-major order are
+        rows = spec.take(rows.view(leading)).flatten()  # ascending, as all shards of a row-major order are
     kept = torch.empty(_local(whole_shape, spec), device=device)
     flat, generator = kept.view(len(rows), -1), torch.Generator(device)
     height = max(1, _CHUNK_NUMEL // columns)
@@ -77,21 +78,21 @@ def normal(
 
 
 def _chunk_seed(seed: int, name: str, chunk: int) -> int:
-    """63 bits that have nothing to do with those of another chunk."""
+    """Return 63 bits that are independent of those of other chunks."""
     digest = hashlib.blake2b(f"{seed}/{name}/{chunk}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def _local(whole_shape: tuple[int, ...], spec: ShardSpec | None) -> tuple[int, ...]:
-    """The shape of the spec's slice."""
+    """Return the shape of the shard."""
     return tuple(n // spec.ranks if spec and dim == spec.dim else n for dim, n in enumerate(whole_shape))
 
 
 class WeightSource(Protocol):
-    """Something that knows every parameter by its Hugging Face name."""
+    """A source of every parameter, by Hugging Face name."""
 
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
-        """This rank's piece; ``spec`` is None where every rank holds the whole."""
+        """Return this rank's shard; ``spec`` is None if every rank has the whole."""
 
 
 Partition = Callable[[nn.Module], None]
@@ -105,12 +106,12 @@ def materialize(
     dtype: torch.dtype = torch.float32,
     partition: Partition | None = None,
 ) -> None:
-    """Replace each parameter on the meta device by a real one from ``source``.
+    """Replace each parameter on the meta device by one with values from ``source``.
 
-    ``dtype`` is that of the forward pass: DeepSpeed would cast to it, but for a while hold both, and casts no parameter
-    that is in shards. Attributes and ties stay. Buffers, which must have values already, are moved. ``partition`` is
-    called with each module whose own parameters have become real. Collective when ``partition`` is: every rank of its
-    group walks the same modules.
+    ``dtype`` is that of the forward pass: DeepSpeed would cast to it, but hold both for a while, and does not cast
+    sharded parameters. Attributes and ties are kept. Buffers, which have values already, are moved. ``partition`` is
+    called with each module whose own parameters were replaced. Collective if ``partition`` is: every rank of its group
+    visits the same modules.
     """
     real: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -122,7 +123,7 @@ def materialize(
                 for matrix in matrices_in(module, prefix, name, outline):
                     _fill(values.view(-1)[matrix.start : matrix.stop], matrix, source)
                 real[outline] = nn.Parameter(values, requires_grad=outline.requires_grad)
-                real[outline].__dict__.update(outline.__dict__)  # the spec, and DeepSpeed's marks
+                real[outline].__dict__.update(outline.__dict__)  # the shard spec, and DeepSpeed's marks
             setattr(module, name, real[outline])
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
@@ -131,7 +132,7 @@ def materialize(
 
 
 def named_matrices(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and whole shape of all that ``materialize`` would read."""
+    """Return the names and whole shapes of the parameters that ``materialize`` reads."""
     seen: set[nn.Parameter] = set()
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -142,7 +143,7 @@ def named_matrices(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 class Matrix(NamedTuple):
-    """What a source has under one name, and which elements of a rank's parameter, laid flat, that is."""
+    """A named matrix, and the elements of a rank's flattened parameter that hold it."""
 
     name: str
     whole_shape: tuple[int, ...]
@@ -163,9 +164,9 @@ def _fill(place: Tensor, matrix: Matrix, source: WeightSource) -> None:
 
 
 def matrices_in(module: nn.Module, prefix: str, name: str, parameter: nn.Parameter) -> Iterator[Matrix]:
-    """One, but several where a module says that its parameters are stacks of them (see mixture.Experts.matrices)."""
+    """Yield the matrices of a parameter: one, or several if it is a stack of them (see ``moe.Experts.matrices``)."""
     path, spec = f"{prefix}." if prefix else "", shard_spec_of(parameter)
-    local: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties what is not in use
+    local: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties parameters that are not in use
     shape = tuple(local) if spec is None else spec.whole_shape(local)
     matrices: Callable[[str], list[list[str]]] | None = getattr(module, "matrices", None)
     if matrices is None:
@@ -182,7 +183,7 @@ def matrices_in(module: nn.Module, prefix: str, name: str, parameter: nn.Paramet
 
 
 def zero3_partition(config: dict[str, Any], mpu: Any) -> Partition:
-    """Shards a module's parameters over the data-parallel ranks, as ``deepspeed.initialize`` does with a whole model.
+    """Return a function that shards a module's parameters over the data-parallel ranks, as DeepSpeed does.
 
     ``config`` and ``mpu`` are those that ``deepspeed.initialize`` gets later.
     """
@@ -194,10 +195,10 @@ def zero3_partition(config: dict[str, Any], mpu: Any) -> Partition:
     def partition(module: nn.Module) -> None:
         whole = [p for p in module.parameters(recurse=False) if not hasattr(p, "ds_id")]
         if whole and not first:
-            # A list of its own, because Init would descend into children that are still on the meta device.
+            # a list of its own, because Init would descend into children that are still on the meta device
             zero.Init(nn.ParameterList(whole), group, config_dict_or_path=config, mpu=mpu)
             first.append(whole[0])
-        elif whole:  # in the same context, because another Init would allocate its own buffers for swapping
+        elif whole:  # in the same context, because another Init would allocate its own swap buffers
             first[0].convert_to_zero_parameters(param_list=whole)  # type: ignore[attr-defined]
 
     return partition

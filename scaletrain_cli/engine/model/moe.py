@@ -1,8 +1,8 @@
-"""Mixture of experts: a router sends each token to a few of many MLPs. Knows no distribution.
+"""Mixture of experts (MoE): a router sends each token to a few of many MLPs.
 
-What has to know it takes the place of two attributes: ``dispatch``, which brings tokens to experts, and ``tally``,
-which counts over a whole sequence. All that is decided here is decided per sequence, so that neither micro-batches nor
-ranks change it.
+Expert parallelism replaces two attributes: ``dispatch``, which brings tokens to experts, and ``tally``, which counts
+over a whole sequence. All decisions are made per sequence, so that they are the same for every micro-batch size and
+layout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scaletrain_cli.spec import ModelSpec
 
 
 class Routing(NamedTuple):
-    """Where n tokens go: ``chosen`` [n, k] experts, each with a weight [n, k]; ``kept`` [n, k], None where all are."""
+    """The routing of n tokens: ``chosen`` [n, k] experts with weights [n, k]; ``kept`` [n, k], None for all."""
 
     chosen: Tensor
     weights: Tensor
@@ -27,16 +27,16 @@ class Routing(NamedTuple):
 
 
 class RoutingMeasures(NamedTuple):
-    """Of one layer and micro-batch, before coefficients: scalars on the device, not differentiable."""
+    """Measures of one layer and micro-batch, before coefficients: scalars on the device, not differentiable."""
 
-    balance_loss: Tensor  # 1 where every expert gets as much as every other
+    balance_loss: Tensor  # 1 for an even load
     z_loss: Tensor
     dropped: Tensor  # share of assignments beyond an expert's capacity
     busiest: Tensor  # load of the busiest expert of a sequence, over the mean load
 
 
 class Router(nn.Module):
-    """Logits [..., experts] of tokens [..., hidden]. In fp32, because rounding would turn close choices round."""
+    """Logits [..., experts] of tokens [..., hidden], in fp32, because rounding would change close choices."""
 
     def __init__(self, hidden: int, experts: int) -> None:
         super().__init__()
@@ -47,25 +47,25 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU MLPs whose matrices lie on top of each other, for one grouped product instead of one product each.
+    """SwiGLU MLPs with stacked matrices, for one grouped product instead of one product per expert.
 
-    Grouped products want rows of multiples of 16 bytes. ``members`` are the numbers of those that are held.
+    Grouped products need rows of multiples of 16 bytes. ``members`` are the numbers of the experts on this rank.
     """
 
     joined: ClassVar = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # by rows
 
     def __init__(self, experts: int, hidden: int, intermediate: int) -> None:
         super().__init__()
-        self.members = range(experts)  # ZeRO-3 empties parameters that are not in use, so no shape tells how many
+        self.members = range(experts)  # ZeRO-3 empties parameters that are not in use, so no shape has their number
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
 
     def matrices(self, parameter: str) -> list[list[str]]:
-        """What Hugging Face's files call the matrices in a parameter: for each expert, those joined by rows."""
+        """Return the Hugging Face names of the matrices in a parameter: for each expert, those joined by rows."""
         return [[f"{number}.{matrix}.weight" for matrix in self.joined[parameter]] for number in self.members]
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows [n, hidden], sorted by expert; ``counts`` [experts] says how many are each one's."""
+        """Return the outputs of rows [n, hidden], sorted by expert; ``counts`` [experts] counts each expert.s rows."""
         ends = counts.cumsum(0).to(torch.int32)
         product = _Product.apply if rows.dtype == torch.bfloat16 else _uncompiled_product
         gate, up = product(rows, self.gate_up_proj, ends).chunk(2, dim=-1)
@@ -77,9 +77,9 @@ Tally = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class MixtureMLP(nn.Module):
-    """In place of a block's MLP, [batch, length, hidden] in and out; ``shared`` is an MLP that every token meets.
+    """Replaces a block's MLP, [batch, length, hidden] in and out; ``shared`` is an MLP for every token.
 
-    The losses of the router reach the gradient without passing through the model's own loss, see ``_WithLoss``.
+    The router losses reach the gradient without passing through the model's own loss, see ``_WithLoss``.
     """
 
     def __init__(self, spec: ModelSpec, shared: nn.Module | None = None) -> None:
@@ -100,7 +100,7 @@ class MixtureMLP(nn.Module):
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
     def route(self, x: Tensor) -> Routing:
-        """The ``top_k`` likeliest experts of each token; dropped where a sequence has used up an expert's capacity."""
+        """Return the ``top_k`` most likely experts of each token; beyond an expert's capacity they are dropped."""
         logits = self.gate(x)
         probabilities = logits.softmax(dim=-1)
         weights, chosen = probabilities.topk(self.top_k, dim=-1)
@@ -114,7 +114,7 @@ class MixtureMLP(nn.Module):
             kept = places(chosen.flatten(1), load, earlier) < capacity
             kept = kept.view_as(chosen).flatten(0, 1)
         balance = balance_loss(probabilities if self.balance_coefficient else probabilities.detach(), total)
-        z = z_loss(logits if self.z_coefficient else logits.detach())  # only measured then, and kept for no backward
+        z = z_loss(logits if self.z_coefficient else logits.detach())  # measured only, without a gradient
         loss = self.balance_coefficient * balance + self.z_coefficient * z
         weights = _WithLoss.apply(weights, loss, self.loss_scale)  # type: ignore[no-untyped-call]
         self._measure(balance, z, kept, total)
@@ -122,39 +122,41 @@ class MixtureMLP(nn.Module):
 
     @torch.no_grad()
     def _measure(self, balance: Tensor, z: Tensor, kept: Tensor | None, total: Tensor) -> None:
-        """Overwritten, not added to, because a recomputed forward pass comes here a second time."""
+        """Overwrite the measures, because a recomputed forward pass comes here a second time."""
         dropped = torch.zeros_like(z) if kept is None else 1 - kept.float().mean()
         busiest = (total.amax(dim=-1) * self.num_experts / total.sum(dim=-1)).mean()
         self.measures = RoutingMeasures(balance.detach(), z.detach(), dropped, busiest)
 
 
 def balance_loss(probabilities: Tensor, total: Tensor) -> Tensor:
-    """Mean over sequences of sum over experts of (share of the load x experts) x mean probability; 1 at its best.
+    """Return the mean over sequences of sum over experts of (share of load x experts) x mean probability; at least 1.
 
     The sequence-wise form (DeepSeek-V2, arXiv:2405.04434, equations 23 to 25). Hugging Face's, over a whole
-    micro-batch, is larger by the experts per token. ``probabilities`` [batch, length, experts] may be a part
-    of each sequence, while ``total`` [batch, experts] is the load of the whole: linear in the
-    probabilities, the loss of the whole is then the mean over its parts, and so is its gradient.
+    micro-batch, is larger by a factor of the experts per token. ``probabilities`` [batch, length, experts] may be a
+    part of each sequence, while ``total`` [batch, experts] is the load of the whole: as the loss is linear in the
+    probabilities, the loss of the whole is the mean over its parts, and so is its gradient.
     """
     shares = total * total.shape[-1] / total.sum(dim=-1, keepdim=True)
     return (shares * probabilities.mean(dim=1)).sum(dim=-1).mean()
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """Mean squared log of the softmax's denominator, which keeps logits small (ST-MoE, arXiv:2202.08906, eq. 5)."""
+    """Return the mean squared log of the softmax's denominator, which keeps logits small (ST-MoE, arXiv:2202.08906, eq.
+    5).
+    """
     return logits.logsumexp(dim=-1).square().mean()
 
 
 def count(chosen: Tensor, experts: int) -> Tensor:
-    """How often each expert stands in the last dimension of ``chosen``; int64 [..., experts], without a host sync."""
+    """Return how often each expert is in the last dimension of ``chosen``; int64 [..., experts]; no host sync."""
     empty = torch.zeros(*chosen.shape[:-1], experts, dtype=torch.int64, device=chosen.device)
     return empty.scatter_add_(-1, chosen, torch.ones_like(chosen))
 
 
 def places(chosen: Tensor, load: Tensor, earlier: Tensor) -> Tensor:
-    """Each assignment's place, from 0, in its expert's queue of the sequence; [batch, assignments] like ``chosen``.
+    """Return each assignment's position, from 0, in its expert's queue of the sequence; [batch, assignments].
 
-    Earlier tokens come first, so that none is dropped because of a later one, which generation could not know.
+    Earlier tokens come first, so that no token is dropped because of a later one, which is unknown in generation.
     ``load`` [batch, experts] counts these assignments, ``earlier`` those of tokens before them.
     """
     order = chosen.argsort(dim=-1, stable=True)
@@ -164,18 +166,18 @@ def places(chosen: Tensor, load: Tensor, earlier: Tensor) -> Tensor:
 
 
 def tally_here(load: Tensor) -> tuple[Tensor, Tensor]:
-    """Of loads [batch, experts]: those of earlier parts of the sequences, and those of all. Here is the whole."""
+    """Return the loads [batch, experts] of earlier parts of the sequences, and of whole sequences, on one rank."""
     return torch.zeros_like(load), load
 
 
 def dispatch_here(experts: Experts, tokens: Tensor, routing: Routing) -> Tensor:
-    """Weighted sum of what each token's experts make of it; tokens and result [n, hidden]."""
+    """Return the weighted sum of each token's expert outputs, on one rank; tokens and result [n, hidden]."""
     order, counts = by_expert(routing, len(experts.members))
     return combine(experts(rows_of(tokens, order, routing), counts), order, routing)
 
 
 def by_expert(routing: Routing, experts: int) -> tuple[Tensor, Tensor]:
-    """The kept assignments sorted by expert, as indices into n x k, and how many are each expert's."""
+    """Return the kept assignments sorted by expert, as indices into n x k, and the number of each expert."""
     chosen = routing.chosen.flatten()
     if routing.kept is None:
         return chosen.argsort(stable=True), count(chosen, experts)
@@ -185,40 +187,40 @@ def by_expert(routing: Routing, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def rows_of(tokens: Tensor, order: Tensor, routing: Routing) -> Tensor:
-    """The token of each assignment in ``order``."""
+    """Return the token of each assignment in ``order``."""
     return _Rows.apply(tokens, order, routing.chosen.shape[1])  # type: ignore[no-any-return, no-untyped-call]
 
 
 def combine(rows: Tensor, order: Tensor, routing: Routing) -> Tensor:
-    """Weighted sum of the rows of each token, [n, hidden]; a dropped one counts as zero."""
+    """Return the weighted sum of each token's rows, [n, hidden]; dropped assignments count as zero."""
     n, k = routing.chosen.shape
-    # index_put, because index_copy would keep the rows for its backward pass, which wants their shape.
+    # index_put, because index_copy would save the rows for its backward pass, only for their shape
     spread = rows.new_zeros(n * k, rows.shape[-1]).index_put((order,), rows).view(n, k, -1)
     return torch.bmm(routing.weights.to(rows.dtype).unsqueeze(1), spread).squeeze(1)
 
 
-def mixtures(model: nn.Module) -> Iterator[MixtureMLP]:
-    """Those of a model, in order."""
+def moe_layers_of(model: nn.Module) -> Iterator[MixtureMLP]:
+    """Yield the MoE layers of a model, in order."""
     return (module for module in model.modules() if isinstance(module, MixtureMLP))
 
 
 def scale_router_losses(model: nn.Module, scale: float) -> None:
-    """What a micro-batch's loss is multiplied by on its way to the gradient: 1 / accumulation, times the fp16 scale."""
-    for mixture in mixtures(model):
+    """Set the factor of a micro-batch's router losses in the gradient: 1 / accumulation, times the fp16 loss scale."""
+    for mixture in moe_layers_of(model):
         mixture.loss_scale = scale
 
 
 def routing_measures(model: nn.Module) -> RoutingMeasures | None:
-    """Of the newest micro-batch on this rank, as means over layers; None where there are no experts."""
-    found = [mixture.measures for mixture in mixtures(model) if mixture.measures is not None]
+    """Return the means over layers for the latest micro-batch on this rank; None without experts."""
+    found = [mixture.measures for mixture in moe_layers_of(model) if mixture.measures is not None]
     return RoutingMeasures(*(torch.stack(values).mean() for values in zip(*found, strict=True))) if found else None
 
 
 class _Product(Function):
-    """Rows [n, in], sorted by expert, times their expert's matrix of weights [experts, out, in]: [n, out].
+    """Rows [n, in], sorted by expert, times the matrices of their experts [experts, out, in]: [n, out].
 
-    Autograd's own would save a transposed view of the weights, and with it all that ZeRO-3 has gathered; a parameter
-    that is saved as it is may be emptied, and gathered again for the backward pass.
+    Autograd's own product would save a transposed view of the weights, and so all that ZeRO-3 has gathered; a parameter
+    that is saved itself may be emptied, and gathered again for the backward pass.
     """
 
     @staticmethod
@@ -233,15 +235,15 @@ class _Product(Function):
         return F.grouped_mm(gradient, weights, offs=ends), F.grouped_mm(gradient.t(), rows, offs=ends), None
 
 
-# torch.compile knows grouped products in bf16 only.
+# torch.compile supports grouped products in bf16 only
 _uncompiled_product = torch.compiler.disable(_Product.apply)  # type: ignore[no-untyped-call]
 
 
 class _WithLoss(Function):
-    """Gives a loss its gradient wherever ``carrier`` gets one, as if it had been added to the model's own loss.
+    """Gives a loss its gradient where ``carrier`` gets one, as if it were added to the model's own loss.
 
-    So it needs no way through checkpointed blocks and pipeline stages, and cannot count twice (Megatron-LM,
-    MoEAuxLossAutoScaler). Per layer and micro-batch: the sum over layers is what is minimised.
+    So the loss needs no path through checkpointed blocks and pipeline stages, and cannot count twice (Megatron-LM,
+    MoEAuxLossAutoScaler). Called per layer and micro-batch: the sum over layers is minimized.
     """
 
     @staticmethod

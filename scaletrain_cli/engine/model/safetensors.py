@@ -1,6 +1,6 @@
-"""Weights from a folder of Hugging Face safetensors files, of which a rank reads no more than its piece.
+"""Read weights from a folder of Hugging Face safetensors files; a rank reads its shards only.
 
-Checks all names and shapes against the whole model first, by the files' headers. Knows no layout but a rank's spec.
+All names and shapes are first compared with the whole model, by the files' headers.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
-_TOLD = 8  # problems; a wrong number of layers would make hundreds
+_TOLD = 8  # a wrong number of layers would list hundreds
 _HEAD = "lm_head.weight"
 _ROWS = 4096  # of a matrix that need not be read whole, at a time
-# Constants that older files hold beside the weights: causal masks and rotary frequencies.
+# Constants in older files: causal masks and rotary frequencies.
 _CONSTANTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
-# What files call things, where that differs from the name in the model: those of a base model lack the outermost name,
-# and Mixtral has names of its own (https://huggingface.co/mistralai/Mixtral-8x7B-v0.1, model.safetensors.index.json).
+# Names in the files that differ from those of the model: base models lack the outermost name, and Mixtral has names of
+# its own (https://huggingface.co/mistralai/Mixtral-8x7B-v0.1, model.safetensors.index.json).
 _BASE = re.compile(r"^(model|transformer)\.")
 _MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
 
 
 def mixtral_name(name: str) -> str:
-    """What Mixtral's files call a parameter."""
+    """Return the name of a parameter in Mixtral's files."""
     for ours, theirs in _MIXTRAL.items():
         name = name.replace(ours, theirs)
     return name
@@ -43,7 +43,7 @@ def mixtral_name(name: str) -> str:
 class HuggingFaceFolder:
     """``folder`` holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it names.
 
-    ``model``: the whole model on the meta device, uncut. Raises UsageError that lists what does not match it.
+    ``model``: the whole model on the meta device. Raises UsageError that lists the differences from it.
     """
 
     def __init__(self, folder: Path, model: CausalLM) -> None:
@@ -55,7 +55,7 @@ class HuggingFaceFolder:
             raise UsageError(f"model.weights: {folder} does not hold this model.{more}", tuple(problems[:_TOLD]))
 
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
-        """This rank's piece of a parameter, as the file has it."""
+        """Return this rank's shard of a parameter, as stored."""
         stored = self._stored(name)
         if stored is None:
             raise UsageError(f"model.weights: {self._folder} has no {name}.")
@@ -71,14 +71,14 @@ class HuggingFaceFolder:
         return torch.cat(pieces, spec.dim)
 
     def _stored(self, name: str) -> str | None:
-        """What the files call a parameter of the model, if they have it."""
+        """Return the name of a parameter in the files; None if they do not have it."""
         for candidate in (name, _BASE.sub("", name), mixtral_name(name)):
             if candidate in self._file_of:
                 return candidate
         return None
 
     def _slice(self, stored: str) -> Any:
-        """The tensor in its file, not yet read; its shape and dtype come from the header."""
+        """Return the tensor in its file, not yet read; shape and dtype come from the header."""
         path = self._file_of[stored]
         try:
             if path not in self._files:
@@ -94,20 +94,20 @@ class HuggingFaceFolder:
             used.add(stored)
             if stored is None:
                 hint = "Set model.tie_word_embeddings: true." if name == _HEAD else None
-                yield Problem(str(self._folder), name, "is in none of the files, and the model has it.", hint=hint)
+                yield Problem(str(self._folder), name, "is in the model but in none of the files.", hint=hint)
                 continue
             path, header = self._file_of[stored], self._slice(stored)
             if tuple(header.get_shape()) != shape:
                 given = str(header.get_shape())
-                yield Problem(str(path), stored, f"the model's dimensions make it {list(shape)}.", given)
+                yield Problem(str(path), stored, f"the model has {list(shape)}.", given)
             if header.get_dtype() not in _DTYPES:
                 yield Problem(str(path), stored, f"must be one of {', '.join(_DTYPES)}.", header.get_dtype())
         for stored in sorted(self._file_of.keys() - used):
             if not _CONSTANTS.search(stored) and not (stored == _HEAD and self._is_tied(expected)):
-                yield Problem(str(self._file_of[stored]), stored, "is not in the model, which would lose it.")
+                yield Problem(str(self._file_of[stored]), stored, "is in the files but not in the model.")
 
     def _is_tied(self, expected: dict[str, tuple[int, ...]]) -> bool:
-        """Whether the head in the files is a copy of the embedding, which is the first parameter."""
+        """Return True if the head in the files is a copy of the embedding, which is the first parameter."""
         embedding = self._stored(next(iter(expected)))
         if embedding is None:
             return False
@@ -119,7 +119,7 @@ class HuggingFaceFolder:
 
 
 def _index(folder: Path) -> dict[str, Path]:
-    """The file of each tensor."""
+    """Return the file of each tensor."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     try:
         if index.exists():

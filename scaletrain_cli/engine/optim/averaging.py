@@ -1,6 +1,6 @@
-"""A second set of weights: their average over the run, kept beside the optimizer's and lent to the model on demand.
+"""The average of the weights over the run, kept beside the optimizer's and lent to the model for evaluation.
 
-Each rank averages the fp32 weights that it updates. Knows DeepSpeed through master_weights alone.
+Each rank averages the fp32 weights that it updates.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from scaletrain_cli.engine.optim.deepspeed_optimizer import master_weights, use_master_weights
 from scaletrain_cli.spec.training import AveragingSpec
 
-# An equal mean of all weights would keep those of the beginning, so it takes the last quarter of the run, as
-# stochastic weight averaging does (arXiv:1803.05407).
+# An equal mean of all weights would include those of the beginning, so it covers the last quarter of the run, as in
+# stochastic weight averaging (arXiv:1803.05407).
 _LAST_SHARE = 0.25
 
 
 class WeightAverage:
-    """``ema``: exponential; ``checkpoints``: equal, over the last quarter of the run. Both take every n-th step.
+    """``ema``: exponential; ``checkpoints``: equal, over the last quarter of the run. Both include every n-th step.
 
-    The first weights taken are the average until the next ones. Costs four bytes for each weight that the rank updates.
+    The first weights included are the average until the next ones. Costs four bytes per weight that the rank updates.
     """
 
     def __init__(self, engine: Any, spec: AveragingSpec, total_steps: int) -> None:
-        """After DeepSpeed has partitioned the weights."""
+        """Call it after DeepSpeed has partitioned the weights."""
         self._engine, self._every = engine, spec.every
         self.taken = 0
         exponential = spec.name == "ema"
@@ -38,21 +38,21 @@ class WeightAverage:
             if exponential
             else get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
         )
-        self.averages: list[Tensor] = []  # none until ``taken`` is above 0
+        self.averages: list[Tensor] = []  # empty until ``taken`` is above 0
 
     @property
     def weights(self) -> list[Tensor]:
-        """What is averaged, in the order of ``averages``."""
+        """The weights that are averaged, in the order of ``averages``."""
         return master_weights(self._engine)
 
     @property
     def bytes(self) -> int:
-        """What this rank's averages take once the first weights are in them."""
+        """Bytes of this rank's averages once the first weights are included."""
         return sum(weight.numel() * weight.element_size() for weight in self.weights)
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take the weights after optimizer step ``step`` (1-based), if it is their turn."""
+        """Include the weights after optimizer step ``step`` (1-based), if that step is included."""
         if step < self._first or step % self._every:
             return
         weights = self.weights
@@ -64,7 +64,9 @@ class WeightAverage:
 
     @contextmanager
     def in_use(self) -> Generator[None]:
-        """Within, the model computes with the averages, if there are any yet, and must not be trained. Collective."""
+        """A context in which the model computes with the averages, if there are any, and must not be trained.
+        Collective.
+        """
         self._swap()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Clipping that DeepSpeed does not do: of every element, and by what gradient norms have been so far."""
+"""Gradient clipping that DeepSpeed does not have: by value, by adaptive norm, and by norm without ZeRO."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from torch.utils.hooks import RemovableHandle
 from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
 from scaletrain_cli.engine.parallel.mesh import Mesh, shard_spec_of
 
-# The norm of a gradient whose pieces lie on several ranks, and clipping by it, where DeepSpeed does neither.
-
 
 def gradient_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
-    """The Euclidean norm over the whole model, a scalar on the parameters' device. Collective."""
+    """Return the Euclidean norm of the gradient of the whole model, a scalar on the parameters' device. Collective."""
     pieces: dict[tuple[bool, bool], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             place = (shard_spec_of(parameter) is not None, is_sharded_over_experts(parameter))
             pieces.setdefault(place, []).append(parameter.grad)
     device = next(iter(pieces.values()))[0].device
-    squared = torch.zeros(2, 2, device=device)  # by whether tensor ranks and expert ranks hold different pieces
+    squared = torch.zeros(2, 2, device=device)  # by whether tensor ranks and expert ranks hold different shards
     for (over_tensor, over_experts), gradients in pieces.items():
         squared[int(over_tensor), int(over_experts)] = torch.nn.utils.get_total_norm(gradients) ** 2
     if mesh.tensor.group is not None:
@@ -39,22 +37,22 @@ def gradient_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients so that their norm is at most ``max_norm``; 0 leaves them alone."""
+    """Scale the gradients so that their norm is at most ``max_norm``; 0 for no limit."""
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
 
-# As in the paper of AdaptiveClip.
+# Constants of ZClip (arXiv:2504.02507).
 _MEMORY = 0.97
 _DEVIATIONS = 2.5
 _FEWEST_NORMS = 25
 
 
 def clip_elements(optimizer: torch.optim.Optimizer, limit: float) -> RemovableHandle:
-    """From now on every gradient element lies within ``limit`` of zero when the optimizer sees it.
+    """Clamp every gradient element to ``limit`` before each optimizer step.
 
     ``optimizer`` is the one inside DeepSpeed's: there, in every ZeRO stage, gradients are averaged over the replicas,
-    unscaled and in fp32, each rank with the piece that it updates, so that no communication is needed.
+    unscaled and in fp32, each rank with the part that it updates, so that no communication is needed.
     """
 
     def clamp(inner: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -67,26 +65,26 @@ def clip_elements(optimizer: torch.optim.Optimizer, limit: float) -> RemovableHa
 
 
 class AdaptiveClip:
-    """A norm is too large when it lies 2.5 deviations above the running mean (ZClip, arXiv:2504.02507).
+    """Clips norms more than 2.5 standard deviations above the running mean (ZClip, arXiv:2504.02507).
 
     Such a norm is clipped to that threshold and enters the statistics as clipped, so that a spike does not raise the
-    bar for the next one. The paper clips the further below the threshold the larger the norm; that needs the norm
-    before the threshold is known. All ranks see the same norms and keep the same statistics.
+    threshold. The paper clips further below the threshold the larger the norm; that needs the norm before the threshold
+    is known. All ranks see the same norms and keep the same statistics.
     """
 
     def __init__(self, largest: float) -> None:
-        """``largest``: no threshold lies above it; 0 for no such bound. Until 25 norms are known it is all there is."""
+        """``largest``: an upper bound of the threshold, 0 for none; the only limit until 25 norms are known."""
         self._largest = largest or math.inf
         self._seen: list[float] = []
         self._mean = self._variance = 0.0
 
     def threshold(self) -> float:
-        """The largest norm that the next update may have; 0 for any."""
+        """Return the largest norm of the next update; 0 for no limit."""
         bound = min(self._largest, self._unusual())
         return bound if math.isfinite(bound) else 0.0
 
     def observe(self, norm: float) -> None:
-        """Take in the norm, before clipping, of an update that was made; one that is not finite is left out."""
+        """Record the norm, before clipping, of an update; a norm that is not finite is ignored."""
         if not math.isfinite(norm):
             return
         if len(self._seen) < _FEWEST_NORMS:
@@ -104,9 +102,9 @@ class AdaptiveClip:
         return self._mean + _DEVIATIONS * math.sqrt(self._variance)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return JSON values, for a checkpoint."""
         return {"seen": list(self._seen), "mean": self._mean, "variance": self._variance}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict``."""
+        """Restore what ``state_dict`` returned."""
         self._seen, self._mean, self._variance = list(state["seen"]), state["mean"], state["variance"]

@@ -1,6 +1,7 @@
-"""Dynamic loss scaling of fp16 (arXiv:1710.03740) as DeepSpeed does it, with its growth put right; and how to read it.
+"""The fp32 master weights and the fp16 loss scale (arXiv:1710.03740) inside DeepSpeed's optimizers.
 
-Knows DeepSpeed's ZeRO optimizers, which fp16 always runs under.
+DeepSpeed has no common access to the master weights: zero/stage_1_and_2.py, zero/stage3.py and bf16_optimizer.py name
+their flat partitions differently, and without ZeRO they are the parameters themselves.
 """
 
 from __future__ import annotations
@@ -15,17 +16,13 @@ from torch import Tensor
 from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.reasons import Reason
 
-# The fp32 weights that this rank's optimizer updates, in each of DeepSpeed's wrappers.
-
-
-# What ZeRO-3 keeps on NVMe, brought into memory piece by piece.
-
 
 @contextmanager
 def in_memory(optimizer: Any, index: int) -> Generator[Tensor]:
-    """Piece ``index`` of the fp32 weights of DeepSpeed's stage 3, with its optimizer states; what changes is kept.
+    """Yield flat part ``index`` of the fp32 weights of DeepSpeed's stage 3, with its states in memory; changes are
+    kept.
 
-    Pieces below a megabyte never leave memory.
+    Parts below a megabyte are never swapped to NVMe.
     """
     swapped = optimizer._swappable_optimizer_subgroup(index)
     if swapped:
@@ -36,7 +33,7 @@ def in_memory(optimizer: Any, index: int) -> Generator[Tensor]:
 
 
 def master_weights(engine: Any) -> list[Tensor]:
-    """This rank's share, as flat pieces that the optimizer writes into; together the ranks hold every weight."""
+    """Return this rank's flat parts of the fp32 weights, which the optimizer updates; the ranks together have all."""
     optimizer = engine.optimizer
     for name in ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat"):
         if hasattr(optimizer, name):
@@ -46,14 +43,14 @@ def master_weights(engine: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def use_master_weights(engine: Any) -> None:
-    """Let every rank compute with the master weights as they are now, as after a step. Collective."""
+    """Copy the present master weights into the model on every rank, as after a step. Collective."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         optimizer._partition_all_parameters()
         for index in range(len(optimizer.fp32_partitioned_groups_flat)):
             with in_memory(optimizer, index):
                 optimizer._reassign_or_swap_out_partitioned_parameters(index)
-        if optimizer.persistent_parameters:  # small ones stay whole on every rank
+        if optimizer.persistent_parameters:  # small parameters are whole on every rank
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
     elif stage > 0:
         optimizer.update_lp_params()
@@ -66,27 +63,27 @@ class LossScaleAtFloorError(DoNotRequeueError):
 
 
 def allow_fp16_on_cpu() -> None:
-    """DeepSpeed refuses fp16 on a CPU without fp16 instructions; torch computes it all the same, slowly."""
+    """Let DeepSpeed accept fp16 on a CPU without fp16 instructions, where torch computes it slowly."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True
 
 
 def loss_scale(engine: Any) -> float:
-    """What the loss is multiplied by before the next backward pass; 1 in other precisions than fp16."""
+    """Return the factor of the loss before the next backward pass; 1 without fp16."""
     return float(getattr(engine.optimizer, "loss_scale", 1.0))
 
 
 def step_was_skipped(engine: Any) -> bool:
-    """Whether the last step left the weights alone because its gradient was not finite. The same on every rank."""
+    """Return True if the last step was not applied because its gradient was not finite. The same on every rank."""
     return not engine.was_step_applied()
 
 
 def fix_loss_scale(engine: Any) -> None:
-    """Let the scale grow after a step has used it, and fail at the floor with an error of ours.
+    """Increase the loss scale after the step that used it, and raise LossScaleAtFloorError at the minimum.
 
-    DeepSpeed updates the scale before it divides the gradient by it (zero/stage_1_and_2.py and stage3.py, step): in
-    the step that ends a window the gradient is divided by a scale twice too large. Does nothing without fp16.
+    DeepSpeed updates the scale before it divides the gradient by it (zero/stage_1_and_2.py and stage3.py, step): in the
+    step that ends a window the gradient is divided by a scale twice too large. Does nothing without fp16.
     """
     if not engine.fp16_enabled():
         return

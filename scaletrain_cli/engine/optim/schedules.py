@@ -1,4 +1,4 @@
-"""When to stop because the validation loss no longer falls. Pure: losses in, a verdict out."""
+"""The learning rate of a step, and when to stop early: pure functions."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from collections.abc import Iterable
 from scaletrain_cli.spec import TrainingSpec
 from scaletrain_cli.spec.training import EarlyStoppingSpec
 
-# Learning rate as a pure function of the step.
-
-
-# torch's OneCycleLR: the rate begins at a 25th of the peak and, unless told otherwise, climbs for 30 % of the run.
+# torch's OneCycleLR: the rate starts at 1/25 of the peak and by default rises for 30 % of the run.
 _ONE_CYCLE_DIVISOR = 25.0
 _ONE_CYCLE_RISE = 0.3
 _COOLDOWN_DIVISOR = 10  # wsd without cooldown_steps
 
 
 def learning_rate(step: int, total_steps: int, training: TrainingSpec) -> float:
-    """Rate of optimizer step ``step`` (1-based), which reaches the peak at the end of the warm-up.
+    """Return the rate of optimizer step ``step`` (1-based), which reaches the peak at the end of the warm-up.
 
-    The warm-up is linear, but for ``onecycle``, where it is the cycle's own climb. The decays that end, end at
-    ``min_lr`` in the last step.
+    The warm-up is linear, except for ``onecycle``, where it is the rise of the cycle. Decays that end reach ``min_lr``
+    in the last step.
     """
     schedule, peak = training.schedule, training.optimizer.lr
     warmup = schedule.warmup_steps
@@ -45,7 +42,7 @@ def learning_rate(step: int, total_steps: int, training: TrainingSpec) -> float:
 
 
 def _cosine(progress: float) -> float:
-    """From 1 to 0: SGDR, arXiv:1608.03983, eq. 5, without restarts."""
+    """Return the cosine decay from 1 to 0: SGDR, arXiv:1608.03983, eq. 5, without restarts."""
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -54,10 +51,10 @@ def _between(low: float, high: float, share: float) -> float:
 
 
 def should_stop(validation_losses: Iterable[float], spec: EarlyStoppingSpec) -> bool:
-    """Whether the newest ``patience`` losses all failed to beat the best one before them by more than ``min_delta``.
+    """Return True if none of the last ``patience`` losses is lower than the best one before by more than ``min_delta``.
 
-    The losses of the whole run in order, so that it is the same verdict after a resume. A loss that is not a number
-    is no improvement.
+    ``validation_losses`` are those of the whole run, so that the result is the same after a resume. NaN is no
+    improvement.
     """
     best, since = float("inf"), 0
     for loss in validation_losses:

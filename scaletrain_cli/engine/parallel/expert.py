@@ -1,5 +1,6 @@
-"""Expert parallelism: each rank holds some of a layer's experts, and tokens travel to theirs and back (GShard,
-arXiv:2006.16668). The only place that knows how experts are cut, and what DeepSpeed must be told of it.
+"""Expert parallelism (GShard, arXiv:2006.16668): experts are sharded over ranks, and tokens travel by all-to-all.
+
+Also marks the experts for DeepSpeed, which reduces and shards them over other ranks than the rest of the model.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from scaletrain_cli.engine.model.moe import Experts, Routing, by_expert, combine, mixtures, rows_of
+from scaletrain_cli.engine.model.moe import Experts, Routing, by_expert, combine, moe_layers_of, rows_of
 from scaletrain_cli.engine.parallel.mesh import (
     Axis,
     Mesh,
@@ -24,12 +25,9 @@ from scaletrain_cli.engine.parallel.mesh import (
 
 
 def shard_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Keep this rank's experts of a model on the meta device, and of each its part of the intermediate channels.
-
-    Collective.
-    """
-    shards = None if mesh.expert.group is None else _same_pieces(mesh)
-    for mixture in mixtures(model):
+    """Keep this rank's experts of a model on the meta device, and its share of their channels. Collective."""
+    shards = None if mesh.expert.group is None else _replica_group(mesh)
+    for mixture in moe_layers_of(model):
         _cut(mixture.experts, mesh, shards)
         mixture.dispatch = DispatchOverRanks(mesh.expert, mesh.tensor)
         if mesh.sequence.group is not None:
@@ -52,14 +50,14 @@ def _cut(experts: Experts, mesh: Mesh, shards: dist.ProcessGroup | None) -> None
 
 
 class DispatchOverRanks:
-    """Tokens to the ranks of their experts and back; what the tensor ranks' channels make of them is added up."""
+    """Sends tokens to the ranks of their experts and back, and sums the results over tensor ranks."""
 
     def __init__(self, expert: Axis, tensor: Axis) -> None:
         self._expert, self._tensor = expert, tensor
 
     def __call__(self, experts: Experts, tokens: Tensor, routing: Routing) -> Tensor:
-        """Weighted sum of what each token's experts make of it; tokens and result [n, hidden]."""
-        # Each tensor rank has part of every expert, so of the gradients of tokens and weights, too.
+        """Return the weighted sum of each token's expert outputs; tokens and result [n, hidden]."""
+        # Each tensor rank has part of every expert, so its gradients of tokens and weights are partial, too.
         tokens = copy_to_ranks(tokens, self._tensor)
         routing = routing._replace(weights=copy_to_ranks(routing.weights, self._tensor))
         order, counts = by_expert(routing, len(experts.members) * self._expert.size)
@@ -67,16 +65,18 @@ class DispatchOverRanks:
         return sum_over_ranks(combine(rows, order, routing), self._tensor)
 
     def _through(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
-        """What the experts make of rows sorted by expert, of which ``counts`` [experts] are each one's."""
+        """Return the outputs of rows sorted by expert; ``counts`` [experts] are the rows of each expert."""
         if self._expert.group is None:
             return experts(rows, counts)  # type: ignore[no-any-return]
         held = len(experts.members)
         outgoing = counts.view(self._expert.size, held)
         incoming = torch.empty_like(outgoing)
         dist.all_to_all_single(incoming, outgoing, group=self._expert.group)
-        send, receive = torch.stack((outgoing.sum(1), incoming.sum(1))).tolist()  # the one wait for the device
+        send, receive = torch.stack(
+            (outgoing.sum(1), incoming.sum(1))
+        ).tolist()  # the only synchronization with the device
         arrived = _send(rows, send, receive, self._expert)
-        # They come rank by rank, and from each sorted by expert.
+        # rows arrive rank by rank, and from each rank sorted by expert
         numbers = torch.arange(held, device=rows.device).repeat(self._expert.size)
         order = numbers.repeat_interleave(incoming.flatten(), output_size=len(arrived)).argsort(stable=True)
         done = experts(arrived.index_select(0, order), incoming.sum(0))
@@ -84,13 +84,13 @@ class DispatchOverRanks:
 
 
 class TallyOverRanks:
-    """Loads of sequences that lie in parts on several ranks."""
+    """Counts loads of sequences that are spread over sequence ranks."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
 
     def __call__(self, load: Tensor) -> tuple[Tensor, Tensor]:
-        """Of loads [batch, experts]: those of earlier parts of the sequences, and those of all."""
+        """Return the loads [batch, experts] of earlier parts of the sequences, and of whole sequences."""
         parts = [torch.empty_like(load) for _ in range(self._axis.size)]
         dist.all_gather(parts, load, group=self._axis.group)
         loads = torch.stack(parts)
@@ -102,7 +102,7 @@ def _send(rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tens
 
 
 class _Send(Function):
-    """``send`` rows to each rank, ``receive`` rows from each; their gradients travel back."""
+    """Sends ``send`` rows to each rank and receives ``receive`` rows from each; gradients travel back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -121,12 +121,12 @@ def _swap(rows: Tensor, send: list[int], receive: list[int], group: dist.Process
 
 
 def is_sharded_over_experts(parameter: nn.Parameter) -> bool:
-    """Whether other expert ranks hold other experts in this place, so that it counts on each of them in a norm."""
+    """Return True if other expert ranks have other experts in this parameter, so that all count in a norm."""
     return not getattr(parameter, "allreduce", True)
 
 
 def with_expert_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups with those of experts apart, because DeepSpeed shards them over fewer ranks; no empty ones."""
+    """Return parameter groups with experts apart, because DeepSpeed shards them over fewer ranks; no empty groups."""
     split: list[dict[str, Any]] = []
     for sharded in (False, True):
         for group in groups:
@@ -137,32 +137,32 @@ def with_expert_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return split
 
 
-def announce_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Tell DeepSpeed, before ``deepspeed.initialize``, that experts are cut, and over which ranks. Collective."""
+def mark_experts_for_deepspeed(model: nn.Module, mesh: Mesh) -> None:
+    """Mark sharded experts for DeepSpeed, with their ranks, before ``deepspeed.initialize``. Collective."""
     if mesh.expert.group is None:
         return
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
     from deepspeed.utils import groups
 
     class Sign(AutoEPMoELayer):  # type: ignore[misc]
-        """All that DeepSpeed looks for: an instance of its own layer. An older one, MoE, is refused by ZeRO-3."""
+        """An instance of DeepSpeed's MoE layer, which is all it looks for; ZeRO-3 refuses the older class MoE."""
 
         def __init__(self) -> None:
             nn.Module.__init__(self)
             self.num_experts = mesh.expert.size
 
         def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None:
-            """The groups are there already."""
+            """Does nothing: the groups exist."""
 
     name = _group_name(mesh.expert)
-    groups._get_expert_parallel_group_dict()[name] = _different_pieces(mesh)
+    groups._get_expert_parallel_group_dict()[name] = _expert_group(mesh)
     sharded = next(parameter for parameter in model.parameters() if is_sharded_over_experts(parameter))
     groups._get_expert_data_parallel_group_dict()[name] = sharded.__dict__["ds_zero_partition_process_group"]
     model.add_module("deepspeed_expert_parallel", Sign())
 
 
 def _mark_for_deepspeed(piece: nn.Parameter, expert: Axis, shards: dist.ProcessGroup) -> None:
-    """DeepSpeed's attributes: of stages 0 to 2 the first two, of stage 3 the others."""
+    """Set DeepSpeed's attributes: the first two for stages 0 to 2, the others for stage 3."""
     name = _group_name(expert)
     piece.__dict__.update(
         allreduce=False,
@@ -177,23 +177,23 @@ def _group_name(expert: Axis) -> str:
     return f"ep_size_{expert.size}"
 
 
-def _same_pieces(mesh: Mesh) -> dist.ProcessGroup:
-    """The ranks that ZeRO shards a rank's experts over: a group even where one is alone with them."""
+def _replica_group(mesh: Mesh) -> dist.ProcessGroup:
+    """Return the ranks that ZeRO shards a rank's experts over; a group even for one rank."""
     if mesh.expert_replicas.group is not None:
         return mesh.expert_replicas.group
     return _own_group(1)
 
 
-def _different_pieces(mesh: Mesh) -> dist.ProcessGroup:
-    """The ranks that hold all of a layer's experts between them, which is what DeepSpeed adds up norms over.
+def _expert_group(mesh: Mesh) -> dist.ProcessGroup:
+    """Return the ranks that together have all experts of a layer, over which DeepSpeed sums norms.
 
-    Tensor ranks are neighbours, and expert ranks are next to them.
+    Tensor ranks are neighbors, and expert ranks are next to them.
     """
     assert mesh.expert.group is not None
     return mesh.expert.group if mesh.tensor.group is None else _own_group(mesh.expert.size * mesh.tensor.size)
 
 
 def _own_group(size: int) -> dist.ProcessGroup:
-    """Of ``size`` neighbouring ranks, of which this is one."""
+    """Return a group of ``size`` neighboring ranks that includes this one."""
     first = dist.get_rank() // size * size
     return group_of(list(range(first, first + size)))

@@ -1,4 +1,8 @@
-"""Collectives that gradients flow through. Each is the identity, free of charge, where a rank is alone on its axis."""
+"""The mesh of ranks: process groups by axis of parallelism, shards along them, and differentiable collectives.
+
+Tensor ranks are neighbors, so that they share a node; then come sequence, data, and pipeline ranks, which is the order
+of DeepSpeed's PipeModelDataParallelTopology with sequence ranks among its data-parallel ones.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,12 @@ from torch.autograd import Function
 
 from scaletrain_cli.plan.result import Layout
 
-# Which piece of a whole parameter a rank holds.
-
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """One of ``ranks`` equal slices along ``dim``.
+    """One of ``ranks`` equal shards along ``dim``.
 
-    ``parts``: a fused projection is that many matrices side by side, and each of them is cut (GPT-2's ``c_attn``: 3).
+    ``parts``: a fused projection is this many matrices side by side, each of which is sharded (GPT-2's ``c_attn``: 3).
     """
 
     dim: int
@@ -29,33 +31,30 @@ class ShardSpec:
     parts: int = 1
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's slice, a copy."""
+        """Return this rank's shard, a copy."""
         pieces = [part.chunk(self.ranks, self.dim)[self.rank] for part in whole.chunk(self.parts, self.dim)]
         return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].clone()
 
     def whole_shape(self, local: torch.Size) -> tuple[int, ...]:
-        """The shape before it was cut."""
+        """Return the shape before sharding."""
         return tuple(size * self.ranks if dim == self.dim else size for dim, size in enumerate(local))
 
 
 def mark_sharded(parameter: nn.Parameter, spec: ShardSpec) -> None:
-    """Remember the cut, and tell DeepSpeed that every rank of the model-parallel group counts in the gradient norm."""
+    """Set the shard spec of a parameter, and let DeepSpeed count every model-parallel rank in the gradient norm."""
     parameter.shard_spec = spec  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     parameter.model_parallel = True  # type: ignore[attr-defined]
 
 
 def shard_spec_of(parameter: nn.Parameter) -> ShardSpec | None:
-    """The cut of a parameter, or None where every rank holds the whole."""
+    """Return the shard spec of a parameter; None if every rank has the whole."""
     return getattr(parameter, "shard_spec", None)
-
-
-# The ranks as a grid: which ones work together along each axis of parallelism.
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks that differ in one coordinate only. ``group`` is None where this rank is alone."""
+    """The ranks that differ in one coordinate. ``group`` is None if this rank is alone."""
 
     size: int = 1
     rank: int = 0
@@ -64,9 +63,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place. ``replicas`` are data x sequence ranks, which ZeRO shards over; experts are cut over them.
+    """This rank's axes. ``replicas`` are data x sequence ranks, which ZeRO and experts are sharded over.
 
-    ``expert_replicas`` hold the same experts.
+    ``expert_replicas`` have the same experts.
     """
 
     pipeline: Axis = Axis()
@@ -81,12 +80,12 @@ class Mesh:
 
     @classmethod
     def alone(cls) -> Mesh:
-        """One rank."""
+        """Return the mesh of a single rank."""
         return cls()
 
 
 def build_mesh(layout: Layout) -> Mesh:
-    """Make the process groups of a layout. Collective: every rank calls it once, at the same point."""
+    """Return the mesh of a layout, with new process groups. Collective: every rank calls it once, at the same point."""
     tensor, sequence, data = layout.tensor_parallel, layout.sequence_parallel, layout.data_parallel
     expert, replicas, last_stage = layout.expert_parallel, sequence * data, layout.pipeline_parallel - 1
 
@@ -103,7 +102,7 @@ def build_mesh(layout: Layout) -> Mesh:
         }
 
     def end(rank: int) -> tuple[int, ...]:
-        """The same for both ends of a pipeline; of a stage between them, for nobody else."""
+        """Return a key that is equal for both ends of a pipeline, and unique for stages between them."""
         place = coordinates(rank)
         return (place["pipeline"] % max(1, last_stage), place["data"], place["sequence"], place["tensor"])
 
@@ -123,10 +122,10 @@ def build_mesh(layout: Layout) -> Mesh:
 
 
 def group_of(ranks: list[int]) -> dist.ProcessGroup:
-    """A group that only its members make, for a job of thousands of ranks has thousands. Collective among them.
+    """Return a group that only its members create, because thousands of ranks have thousands. Collective among them.
 
-    torch names it by its ranks and by how many groups this process is in already: all members must be in as many, or
-    they wait for each other under different names. Hence the pipeline's ends come last in a mesh.
+    torch names it by its ranks and by the number of groups this process is in: all members must be in as many, or they
+    wait for each other under different names. Hence the pipeline's ends come last in a mesh.
     """
     group = dist.new_group(ranks, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
@@ -134,19 +133,19 @@ def group_of(ranks: list[int]) -> dist.ProcessGroup:
 
 
 def _axis(key: Callable[[int], tuple[int, ...]]) -> Axis:
-    """Ranks with the same key as this one work together."""
+    """Return the axis of the ranks with the same key as this one."""
     me = dist.get_rank()
     ranks = [rank for rank in range(dist.get_world_size()) if key(rank) == key(me)]
     return Axis(len(ranks), ranks.index(me), group_of(ranks)) if len(ranks) > 1 else Axis()
 
 
 def copy_to_ranks(x: Tensor, axis: Axis) -> Tensor:
-    """The same tensor on every rank; each uses it differently, so their gradients add up (Megatron-LM's f)."""
+    """Return ``x``, with the sum of all ranks' gradients in the backward pass (Megatron-LM's f)."""
     return x if axis.group is None else _Copy.apply(x, axis.group)  # type: ignore[no-untyped-call]
 
 
 def sum_over_ranks(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of every rank's part, on every rank. All use it alike: its gradient is each part's (Megatron-LM's g)."""
+    """Return the sum of ``x`` over the ranks; each rank's gradient is that of the sum (Megatron-LM's g)."""
     return x if axis.group is None else _Sum.apply(x, axis.group)  # type: ignore[no-untyped-call]
 
 

@@ -1,7 +1,7 @@
-"""Pipeline parallelism: the part of a model that one stage keeps, in the form that DeepSpeed's pipeline wants.
+"""Pipeline parallelism: the part of a model on one stage, in the form of DeepSpeed's pipeline.
 
-Each stage is a single layer to DeepSpeed, cut by the planner's own balance of blocks, so that recomputation, names and
-ties are the same as without a pipeline. The schedule (1F1B, arXiv:2104.04473) and its messages are DeepSpeed's.
+Each stage is one layer to DeepSpeed, with blocks balanced by the planner, so that recomputation, names and ties are the
+same as without a pipeline. The schedule (1F1B, arXiv:2104.04473) and its messages are DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scaletrain_cli.plan.stages import blocks_per_stage
 
 
 def keep_stage(model: CausalLM, axis: Axis) -> None:
-    """Take from a model on the meta device what other stages have.
+    """Remove the parts of other stages from a model on the meta device.
 
     The last stage of a tied model keeps the embedding as the weight of its head.
     """
@@ -54,33 +54,35 @@ class PipelineStage(nn.Module):
         self.model = model
         self._first = axis.rank == 0
         self._expected: deque[MicroBatch] = deque()
-        # Faults on purpose: what leaves this stage is not a number; the last stage's loss is another one.
+        # fault injection: NaN output of this stage, and a factor of the last stage's loss
         self.poisoned, self.loss_factor = False, 1.0
 
     def expect(self, batches: Sequence[MicroBatch]) -> None:
-        """The micro-batches to come. They pass every stage in this order, and tell it what their tensors do not."""
+        """Set the next micro-batches, which pass every stage in this order; DeepSpeed passes only some of their
+        tensors.
+        """
         self._expected = deque(batches)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Tokens [batch, length] on the first stage, hidden states [batch, length, hidden] elsewhere."""
+        """Run the stage: tokens [batch, length] on the first one, hidden states [batch, length, hidden] on others."""
         batch = self._expected.popleft()
         hidden = self.model.embed(inputs, batch.positions, batch.samples) if self._first else inputs
         hidden = self.model.transform(hidden, batch.positions, batch.samples)
         return hidden * torch.nan if self.poisoned else hidden
 
     def loss(self, hidden: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-        """Of the last stage; ``labels`` [batch, length] come with the divisor of their summed loss."""
+        """Return the loss on the last stage; ``labels`` are [batch, length] and the divisor of their summed loss."""
         loss = self.model.loss(hidden, *labels)
         return loss if self.loss_factor == 1 else loss * self.loss_factor
 
 
 def pipeline_module(stage: PipelineStage, mesh: Mesh) -> nn.Module:
-    """DeepSpeed's module around this stage. Collective."""
+    """Return DeepSpeed's pipeline module with this stage. Collective."""
     from deepspeed.pipe import LayerSpec, PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     class Stages(PipelineModule):  # type: ignore[misc]
-        """Knows the one weight that two stages share: the tied embedding."""
+        """Reports the tied embedding, the only weight that two stages share."""
 
         def get_tied_weights_and_groups(self) -> list[tuple[_TiedGradient, Any]]:
             return [] if tied is None else [tied]
@@ -88,17 +90,17 @@ def pipeline_module(stage: PipelineStage, mesh: Mesh) -> nn.Module:
     axis = mesh.pipeline
     layers = [stage if index == axis.rank else LayerSpec(nn.Identity) for index in range(axis.size)]
     topology = PipeModelDataParallelTopology(axis.size, mesh.tensor.size, mesh.replicas.size)
-    with contextlib.redirect_stdout(sys.stderr):  # it describes its topology to stdout
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints its topology to stdout
         module = Stages(layers, topology=topology, loss_fn=stage.loss, partition_method="uniform")
     tied = _share_tied_weight(stage.model, mesh)
     return module
 
 
 class _TiedGradient:
-    """What DeepSpeed takes for the weight when it adds up a gradient over the stages that share it.
+    """Stands for the tied weight where DeepSpeed sums its gradient over the stages that share it.
 
-    It looks at ``grad`` (pipe/engine.py, _exec_reduce_tied_grads). Where ZeRO-1 adds up fp16 gradients in fp32, they
-    are in ``grad_accum`` by then and ``grad`` is empty: the copies would drift apart, silently.
+    DeepSpeed reads ``grad`` (pipe/engine.py, _exec_reduce_tied_grads). Where ZeRO-1 sums fp16 gradients in fp32, they
+    are in ``grad_accum`` and ``grad`` is empty: the copies would diverge silently.
     """
 
     def __init__(self, weight: nn.Parameter) -> None:
@@ -111,14 +113,14 @@ class _TiedGradient:
 
     @property
     def _hp_grad(self) -> Tensor:
-        """In bf16, where DeepSpeed accumulates in an optimizer of its own."""
+        """The gradient in bf16, where DeepSpeed accumulates in an optimizer of its own."""
         return self._weight._hp_grad  # type: ignore[no-any-return]
 
 
 def _share_tied_weight(model: CausalLM, mesh: Mesh) -> tuple[_TiedGradient, Any] | None:
-    """The embedding that the first and the last stage both hold, and the group to add its gradients over.
+    """Return the embedding that the first and the last stage share, and the group that sums its gradients.
 
-    Its copy on the last stage is marked as a replica, or it would count twice in the gradient norm.
+    The copy on the last stage is marked as a replica; otherwise it would count twice in the gradient norm.
     """
     if not model.spec.tie_word_embeddings or mesh.pipeline_ends.size == 1:
         return None

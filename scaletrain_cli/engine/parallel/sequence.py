@@ -1,5 +1,6 @@
-"""Sequence parallelism (DeepSpeed-Ulysses, arXiv:2309.14509): ranks hold parts of each sequence, and trade them for
-heads around attention. DeepSpeed is not told: it takes these ranks for data-parallel ones.
+"""Sequence parallelism (DeepSpeed-Ulysses, arXiv:2309.14509): ranks exchange sequence parts for heads around attention.
+
+DeepSpeed takes these ranks for data-parallel ones.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from scaletrain_cli.engine.parallel.mesh import Axis, exchange
 _HEADS, _LENGTH = 1, 2
 
 
-def attend_over_sequence_ranks(model: CausalLM, axis: Axis) -> None:
-    """Let every attention module see whole sequences, for this rank's share of the heads."""
+def shard_attention_over_sequence(model: CausalLM, axis: Axis) -> None:
+    """Let every attention module compute over whole sequences, for this rank's share of the heads."""
     if axis.size == 1:
         return
     for block in model.blocks.values():
@@ -26,8 +27,8 @@ def attend_over_sequence_ranks(model: CausalLM, axis: Axis) -> None:
         attention.core = UlyssesAttention(attention.core, axis)
 
 
-def number_heads(model: CausalLM, tensor: Axis, sequence: Axis) -> None:
-    """Tell attention that drops weights which of the whole model's heads this rank attends with."""
+def set_first_heads(model: CausalLM, tensor: Axis, sequence: Axis) -> None:
+    """Set the number of this rank's first head in attention modules with dropout."""
     heads = model.spec.num_attention_heads // (tensor.size * sequence.size)
     for block in model.blocks.values():
         attention: Any = block.attention
@@ -43,14 +44,14 @@ class UlyssesAttention(nn.Module):
         self._core, self._axis = core, axis
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, samples: Tensor) -> Tensor:
-        """Each rank attends with heads / ranks heads over the whole length."""
+        """Return attention over the whole length, computed by each rank for heads / ranks heads."""
         key, value = (self._enough_heads(x, query.shape[_HEADS]) for x in (key, value))
         query, key, value = (exchange(x, self._axis, split_dim=_HEADS, join_dim=_LENGTH) for x in (query, key, value))
         mixed = self._core(query, key, value, samples)
         return exchange(mixed, self._axis, split_dim=_LENGTH, join_dim=_HEADS)
 
     def _enough_heads(self, x: Tensor, query_heads: int) -> Tensor:
-        """Key-value heads that do not divide over the ranks are repeated for the query heads that share them."""
+        """Return key-value heads repeated for their query heads if they do not divide over the ranks."""
         if x.shape[_HEADS] % self._axis.size == 0:
             return x
         return torch.repeat_interleave(x, query_heads // x.shape[_HEADS], dim=_HEADS)

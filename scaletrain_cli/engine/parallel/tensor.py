@@ -1,7 +1,6 @@
-"""Tensor parallelism (Megatron-LM, arXiv:1909.08053, section 3): which matrices are cut, and the layers that result.
+"""Tensor parallelism (Megatron-LM, arXiv:1909.08053, section 3): which layers are sharded, and the sharded layers.
 
-The only place that knows how the models' layers are cut. Knows no values: it works on modules without any, and
-whoever gives them values reads each parameter's Cut.
+Works on modules on the meta device; weight sources read the shard spec of each parameter.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from scaletrain_cli.engine.model.llama import rms_norm
 from scaletrain_cli.engine.model.loss import NOT_COUNTED
 from scaletrain_cli.engine.parallel.mesh import Axis, ShardSpec, copy_to_ranks, mark_sharded, sum_over_ranks
 
-# Cross-entropy over a vocabulary that is cut over the tensor ranks: no rank ever holds all logits of a token.
+# Cross-entropy over a vocabulary that is sharded over tensor ranks: no rank holds all logits of a token.
 
 
 class VocabularyLoss:
-    """The head's token_loss where its weight holds this rank's share of the vocabulary."""
+    """Replaces the head's ``token_loss`` if its weight is sharded over the vocabulary."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """Summed cross-entropy of tokens: hidden [tokens, size], weight [vocab / ranks, size], labels [tokens]."""
+        """Return summed cross-entropy: hidden [tokens, size], weight [vocab / ranks, size], labels [tokens]."""
         logits = F.linear(copy_to_ranks(hidden, self._axis), weight).float()
         return _CrossEntropy.apply(logits, labels, self._axis, label_smoothing)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -67,19 +66,19 @@ class _CrossEntropy(Function):
         return change.mul_((gradient * counted).unsqueeze(1)), None, None, None
 
 
-# By the last part of a layer's name: output features cut (and how many matrices are fused in it), input features cut.
+# By the last part of a layer's name: sharded output features (with the number of fused matrices), or input features.
 _COLUMNS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 1, "up_proj": 1, "c_attn": 3, "c_fc": 1}
 _ROWS = {"o_proj", "down_proj", "c_proj"}
 _VOCABULARY = {"embed_tokens", "wte"}
-# Whole on every rank, but each applies them to heads of its own.
+# Whole on every rank, applied to the heads of the rank.
 _OVER_HEADS = {"q_norm", "k_norm"}
 
 
 def shard_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
-    """Replace the layers of a model on the meta device by this rank's pieces of them."""
+    """Replace the layers of a model on the meta device by this rank's shards."""
     if axis.size == 1:
         return
-    readers: dict[str, nn.Module] = {}  # modules whose input feeds layers that are cut by columns
+    readers: dict[str, nn.Module] = {}  # modules whose input is read by layers with sharded outputs
     for path, module in list(model.named_modules()):
         parent, _, name = path.rpartition(".")
         if name in _COLUMNS:
@@ -101,12 +100,12 @@ def shard_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
 
 
 def _copy_input(module: nn.Module, axis: Axis) -> None:
-    """Once for all column layers that read it, so that their gradients are added up in one piece."""
+    """Copy the input once for all column-parallel layers that read it, so that their gradients are summed at once."""
     module.register_forward_pre_hook(lambda _, inputs: (copy_to_ranks(inputs[0], axis), *inputs[1:]))
 
 
 class ColumnParallelLinear(nn.Module):
-    """Output features cut over the ranks: the whole input in, this rank's features out."""
+    """Output features sharded over the ranks: the whole input in, this rank's features out."""
 
     def __init__(self, whole: Any, axis: Axis, parts: int = 1) -> None:
         super().__init__()
@@ -120,7 +119,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Input features cut over the ranks: this rank's features in, the whole output out. The bias is whole."""
+    """Input features sharded over the ranks: this rank's features in, the whole output out. The bias is whole."""
 
     def __init__(self, whole: Any, axis: Axis) -> None:
         super().__init__()
@@ -136,7 +135,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Rows of the vocabulary cut over the ranks; a token's vector comes from the rank that has it."""
+    """Vocabulary rows sharded over the ranks; a token's vector comes from the rank that has its row."""
 
     def __init__(self, whole: Any, axis: Axis) -> None:
         super().__init__()
@@ -152,7 +151,7 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class NormOverHeads(nn.Module):
-    """A norm of single heads. Its gradient is a sum over all heads, hence over the ranks."""
+    """A norm over single heads. Its gradient is a sum over all heads, so over the ranks."""
 
     def __init__(self, whole: Any, axis: Axis) -> None:
         super().__init__()

@@ -84,7 +84,7 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> str:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return "is no tokenizer.json of Hugging Face tokenizers"
     if not any(name in ids for name in ENDS_OF_TEXT):
-        return f"has no token that ends a document; one of {', '.join(ENDS_OF_TEXT)} is needed"
+        return f"has no end-of-text token; one of {', '.join(ENDS_OF_TEXT)} is needed"
     if isinstance(spec.model, ModelSpec) and largest >= spec.model.vocab_size:
         return f"has token ids up to {largest}, and model.vocab_size is {spec.model.vocab_size}"
     return ""

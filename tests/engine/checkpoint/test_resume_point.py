@@ -100,7 +100,7 @@ def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_over_by_itself(ru
 
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over_by_itself(run: RunDir) -> None:
     checkpoint_commit.delete_checkpoint(commit(run, 10))
-    with pytest.raises(UsageError, match="are gone"):
+    with pytest.raises(UsageError, match="are missing"):
         beginning(run)
 
 

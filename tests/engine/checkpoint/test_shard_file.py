@@ -102,5 +102,5 @@ def test_a_forged_header_is_an_error_and_allocates_nothing(tmp_path: Path, forge
     write_shard(path, ShardHeader(0, {}, {}), [Entry("weight/a", torch.ones(4))])
     content = path.read_bytes()
     path.write_bytes(forge(int.from_bytes(content[:8], "little"), content[8:]))
-    with pytest.raises(CorruptShardError, match="no shard of a checkpoint"):
+    with pytest.raises(CorruptShardError, match="not a shard of a checkpoint"):
         ShardFile(path)

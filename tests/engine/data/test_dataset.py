@@ -154,7 +154,7 @@ def test_a_cut_or_missing_file_is_named(texts: Path, tmp_path: Path) -> None:
 
 
 def tokenizer_file(path: Path, texts: Path, end: str) -> Path:
-    """A tokenizer with bad habits of its own: it cuts and pads, and may have no token that ends a document."""
+    """A tokenizer with bad habits of its own: it cuts and pads, and may have no end-of-text token."""
     tokenizer = Tokenizer.from_file(str(prepare_dataset(spec(texts), path.parent / "first") / "tokenizer.json"))
     described = json.loads(tokenizer.to_str().replace("<|endoftext|>", end))
     path.write_text(json.dumps(described))
@@ -185,7 +185,7 @@ def test_a_changed_tokenizer_file_makes_another_dataset(texts: Path, tmp_path: P
 
 def test_a_tokenizer_that_cannot_end_a_document_is_refused(texts: Path, tmp_path: Path) -> None:
     path = tokenizer_file(tmp_path / "tokenizer.json", texts, end="<|nothing|>")
-    with pytest.raises(UsageError, match="no token that ends a document"):
+    with pytest.raises(UsageError, match="no end-of-text token"):
         prepare_dataset(with_tokenizer(texts, path), tmp_path)
 
 
@@ -347,7 +347,7 @@ def test_stray_bytes_are_counted_and_another_encoding_is_refused(tmp_path: Path)
     assert info.replaced == 2
     late = good.encode() * 200 + good.encode("latin-1") * 40  # its beginning is well
     (tmp_path / "b.txt").write_bytes(late)
-    with pytest.raises(UsageError, match=r"b\.txt: is no UTF-8 text: \d+ of \d+ characters"):
+    with pytest.raises(UsageError, match=r"b\.txt: is not UTF-8 text: \d+ of \d+ characters"):
         list(documents(str(tmp_path / "b.txt")))
 
 
@@ -393,7 +393,7 @@ def test_a_broken_tokenizer_a_dangling_link_and_a_cut_archive_are_named(texts: P
     (texts / "a.txt").unlink()
     whole = gzip.compress(random.Random(0).randbytes(300_000).hex().encode())
     (texts / "a.txt.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UsageError, match=r"a\.txt\.gz: is no complete gzip file"):
+    with pytest.raises(UsageError, match=r"a\.txt\.gz: is not a complete gzip file"):
         prepare_dataset(spec(texts), tmp_path / "runs")
 
 

@@ -38,9 +38,9 @@ def test_a_gang_of_equals_has_no_findings() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"flops": 3e14}, "H100 multiplies 300 TFLOP/s, the others 603"),
+        ({"flops": 3e14}, "H100 computes 300 TFLOP/s, the others 603"),
         ({"free_bytes": 60 * GB}, "H100 has 60.0 GB free of 85.0 GB and the plan needs 70.0 GB"),
-        ({"links": (2.0 * GB, 1.9 * GB, 2.1 * GB)}, "its network moves 2.1 GB/s, that of the other nodes 41"),
+        ({"links": (2.0 * GB, 1.9 * GB, 2.1 * GB)}, "the network transfers 2.1 GB/s, that of the other nodes 41"),
     ],
 )
 def test_the_one_that_is_worse_is_named_and_kept_off(changed: dict[str, object], words: str) -> None:
@@ -48,7 +48,7 @@ def test_the_one_that_is_worse_is_named_and_kept_off(changed: dict[str, object],
     measures[4] = replace(measures[4], **changed)  # type: ignore[arg-type]
     (finding,) = compare_ranks(measures, PLANNED)
     assert (finding.rank, finding.node, finding.keeps_off) == (4, "n2", True)
-    assert words in finding.message
+    assert words in str(finding.reason)
 
 
 def test_a_healthy_node_is_not_blamed_for_a_bad_partner() -> None:
@@ -69,8 +69,8 @@ def test_of_two_that_differ_nobody_knows_which_one_is_wrong() -> None:
     ("changed", "words"),
     [
         ({"versions": {"torch": "2.12.0"}}, "torch 2.12.0, the others have 2.13.0"),
-        ({"clock": 1030.0}, "its clock is 30 s ahead of the others'"),
-        ({"clock": 970.0}, "its clock is 30 s behind the others'"),
+        ({"clock": 1030.0}, "the clock is 30 s ahead of the others"),
+        ({"clock": 970.0}, "the clock is 30 s behind the others"),
     ],
 )
 def test_what_only_confuses_is_a_word_and_keeps_nobody_off(changed: dict[str, object], words: str) -> None:
@@ -78,11 +78,11 @@ def test_what_only_confuses_is_a_word_and_keeps_nobody_off(changed: dict[str, ob
     measures[3] = replace(measures[3], **changed)  # type: ignore[arg-type]
     (finding,) = compare_ranks(measures, PLANNED)
     assert (finding.rank, finding.keeps_off) == (3, False)
-    assert words in finding.message
+    assert words in str(finding.reason)
 
 
 def test_a_network_that_is_slow_for_all_is_told_beside_the_plan() -> None:
     (finding,) = compare_ranks(gang(), replace(PLANNED, measured_seconds=0.2))
     assert (finding.rank, finding.keeps_off) == (-1, False)
-    assert "takes 200 ms, where the plan counts 10" in finding.message
+    assert "takes 200 ms and the plan expects 10.0 ms" in str(finding.reason)
     assert compare_ranks(gang(), replace(PLANNED, all_reduce_seconds=0.0)) == []  # nothing is planned for CPUs

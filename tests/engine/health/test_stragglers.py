@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scaletrain_cli.engine.health.stragglers import Straggler, Suspicion, slowest
+from scaletrain_cli.engine.health.stragglers import Straggler, StragglerConfirmation, slowest
 
 
 def test_the_slowest_rank_is_named_beside_the_median_of_the_others() -> None:
@@ -20,7 +20,7 @@ def test_a_difference_that_is_nothing_beside_the_step_is_none() -> None:
 
 
 def test_a_slow_rank_is_told_once_after_two_windows_and_again_when_it_is_over() -> None:
-    suspicion, slow, other = Suspicion(), Straggler(1, 0.3, 0.1), Straggler(2, 0.3, 0.1)
+    suspicion, slow, other = StragglerConfirmation(), Straggler(1, 0.3, 0.1), Straggler(2, 0.3, 0.1)
     windows = [slow, None, slow, slow, slow, other, other, None, None, None]
     assert [suspicion.news(window) for window in windows] == [
         *(False, False, False, True, False),

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scaletrain_cli.engine.model import dropout
 from scaletrain_cli.engine.model.attention import causal_attention
-from scaletrain_cli.engine.model.dropout import AttentionWithDropout, KeyedDropout, give_dropout_keys
+from scaletrain_cli.engine.model.dropout import AttentionWithDropout, KeyedDropout, assign_dropout_keys
 
 LENGTH, CHANNELS = 64, 126
 POSITIONS, SAMPLES = torch.arange(LENGTH), torch.arange(8)
@@ -26,7 +26,7 @@ class Places(nn.Module):
     def __init__(self, p: float, seed: int = 0) -> None:
         super().__init__()
         self.first, self.second = KeyedDropout(p), KeyedDropout(p)
-        give_dropout_keys(self, seed)
+        assign_dropout_keys(self, seed)
 
 
 def kept(p: float = 0.1, seed: int = 0, place: str = "first", samples: Tensor = SAMPLES) -> Tensor:
@@ -148,7 +148,7 @@ def test_blocks_share_one_compiled_graph() -> None:
         return graph.forward
 
     model = nn.ModuleList(Places(0.1) for _ in range(4))
-    give_dropout_keys(model, 0)
+    assign_dropout_keys(model, 0)
     x, masks = torch.ones(8, LENGTH, CHANNELS), []
     for places in model:
         expected = places.first(x, POSITIONS, SAMPLES)

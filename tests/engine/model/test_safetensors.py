@@ -129,10 +129,10 @@ def test_every_mismatch_names_file_tensor_given_and_wanted(tmp_path: Path) -> No
     save_file(saved, file)
     assert complaints(tmp_path, LLAMA).splitlines() == [
         f"model.weights: {tmp_path} does not hold this model.",
-        f"  {file} model.embed_tokens.weight = [40, 16]: the model's dimensions make it [32, 16].",
-        f"  {tmp_path} model.norm.weight: is in none of the files, and the model has it.",
+        f"  {file} model.embed_tokens.weight = [40, 16]: the model has [32, 16].",
+        f"  {tmp_path} model.norm.weight: is in the model but in none of the files.",
         f"  {file} lm_head.weight = I8: must be one of F64, F32, F16, BF16.",
-        f"  {file} model.layers.0.self_attn.q_proj.bias: is not in the model, which would lose it.",
+        f"  {file} model.layers.0.self_attn.q_proj.bias: is in the files but not in the model.",
     ]
 
 

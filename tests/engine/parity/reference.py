@@ -17,7 +17,7 @@ from scaletrain_cli.engine.data.batches import sample_at
 from scaletrain_cli.engine.data.dataset import open_dataset
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.dropout import give_dropout_keys
+from scaletrain_cli.engine.model.dropout import assign_dropout_keys
 from scaletrain_cli.engine.model.materialization import ScaledInitialization, materialize
 from scaletrain_cli.engine.optim.schedules import learning_rate
 from scaletrain_cli.spec import RunSpec
@@ -67,7 +67,7 @@ def _train(spec: RunSpec) -> Trained:
 def first_weights(spec: RunSpec) -> CausalLM:
     """The whole model, as the seed makes it."""
     model, own = outline(spec.transformer), spec.transformer
-    give_dropout_keys(model, spec.training.seed)
+    assign_dropout_keys(model, spec.training.seed)
     source = ScaledInitialization(
         spec.training.seed, own.initializer_range, own.num_hidden_layers, model.residual_projections, _CPU
     )
