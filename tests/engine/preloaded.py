@@ -1,4 +1,4 @@
-"""What every rank of a test needs, imported once in the process that the ranks are forked from. Knows no test."""
+"""Imports that every rank of a test needs, done once in the process that the ranks are forked from."""
 
 import gc
 import importlib

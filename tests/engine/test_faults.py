@@ -1,4 +1,4 @@
-"""Injected faults hit the rank, step and attempt they name, and nothing else."""
+"""Injected faults occur at the rank, step and attempt that they name, and nowhere else."""
 
 import contextlib
 import math
@@ -70,7 +70,7 @@ def test_a_fault_that_cannot_be_read_is_refused(text: str) -> None:
         ("delete", "No such file or directory"),
     ],
 )
-def test_the_newest_checkpoint_is_damaged_once_there_is_one_before_it(
+def test_the_latest_checkpoint_is_corrupted_once_there_is_an_earlier_one(
     kind: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []

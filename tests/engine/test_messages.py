@@ -1,4 +1,4 @@
-"""What ranks send each other arrives as it was, and nothing else can be made of it."""
+"""Messages between ranks arrive unchanged, and decode to nothing else."""
 
 from __future__ import annotations
 

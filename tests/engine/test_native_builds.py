@@ -1,4 +1,4 @@
-"""A killed build holds nobody up, and a living one is left alone."""
+"""A killed build blocks no later build, and a running one is not disturbed."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_lock_of_a_living_builder_is_left_alone(folder: Path) -> None:
         assert (folder / "operator" / "lock").exists()
 
 
-def test_one_builds_at_a_time_and_those_who_wait_go_on_when_it_dies(folder: Path) -> None:
+def test_one_process_builds_at_a_time_and_the_next_continues_when_it_dies(folder: Path) -> None:
     with process(build, folder) as builder, process(build_when_free, folder) as waiting:
         waiting.join(0.3)
         assert waiting.is_alive()

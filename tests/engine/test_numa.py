@@ -1,4 +1,4 @@
-"""A rank is kept on the cores beside its GPU where that is known and leaves every rank enough of them."""
+"""A rank is bound to the cores near its GPU if they are known and sufficient for every rank."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_ranks_without_gpus_are_spread_over_the_nodes() -> None:
     assert spread(3, [0, 1]) == [0, 0, 1]
 
 
-def test_a_rank_is_bound_on_a_machine_of_several_nodes_alone_and_only_unless_told_not_to(
+def test_a_rank_is_bound_only_on_machines_with_several_numa_nodes_and_unless_turned_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bound: list[frozenset[int]] = []

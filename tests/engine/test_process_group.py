@@ -1,4 +1,4 @@
-"""The consensus between two steps: one all-reduce for the wishes of all ranks and the measures of rank 0."""
+"""The consensus between two steps: one all-reduce for the requests of all ranks and the measures of rank 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def judged_by_all() -> tuple[dict[str, float], dict[str, float]]:
     return from_slots(own, values), consensus.on_values(own)
 
 
-def test_a_rank_that_measures_more_than_rank_zero_judges_the_same_loss() -> None:
+def test_a_rank_with_more_measures_than_rank_zero_judges_the_same_loss() -> None:
     for first, second in on_ranks(2, judged_by_all):
         assert first == second
         assert (first["loss"], first["grad_norm"]) == (2.0, 0.5)

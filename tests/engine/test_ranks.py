@@ -1,4 +1,4 @@
-"""The harness of every test on several ranks: results in order, failures told, and nothing left behind."""
+"""The harness of tests on several ranks: results in order, failures reported, no process left."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_rank_has_the_environment_of_the_test_and_one_thread(monkeypatch: pyte
     ],
     ids=["raises", "dies", "hangs"],
 )
-def test_a_failure_is_told_and_leaves_no_process(function: object, told: str) -> None:
+def test_a_failure_is_reported_and_leaves_no_process(function: object, told: str) -> None:
     on_ranks(1, os.getpid)  # so that the server runs
     before, started = children(os.getpid()), time.monotonic()
     with pytest.raises(RanksFailedError, match=told):

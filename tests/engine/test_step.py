@@ -86,7 +86,7 @@ def _overrides(keys: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", _LAYOUTS)
-def test_a_gradient_that_is_no_number_on_one_rank_is_applied_on_none(name: str) -> None:
+def test_a_gradient_that_is_not_finite_on_one_rank_is_applied_on_none(name: str) -> None:
     keys, poisoned_rank = _LAYOUTS[name], list(_LAYOUTS).index(name) % 2
     for loss, norm, moved, changed in on_ranks(2, _poisoned_step, _overrides(keys), poisoned_rank):
         assert moved

@@ -74,7 +74,7 @@ class DivergedError(DoNotRequeueError):
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_a_rank_says_what_it_died_of(error: BaseException, reason: str) -> None:
+def test_the_exit_reason_of_an_error(error: BaseException, reason: str) -> None:
     assert failure_reason_of(error) == reason
 
 

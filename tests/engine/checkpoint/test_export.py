@@ -97,7 +97,7 @@ def test_what_is_exported_loads_as_what_was_trained(kind: str, dims: dict[str, A
     assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
 
 
-def test_files_are_cut_and_an_index_says_what_is_where(tmp_path: Path) -> None:
+def test_large_exports_are_split_with_an_index(tmp_path: Path) -> None:
     weights = contents(LLAMA)
     folder = checkpoint_of(tmp_path / "step-00000001", weights)
     export(folder, spec_of(LLAMA), tmp_path / "out", torch.bfloat16, NO_TEXT, largest_file_bytes=2_000)

@@ -1,4 +1,4 @@
-"""The random state of a rank in a checkpoint: the same numbers follow, and nothing in it is ever executed."""
+"""The random state of a rank in a checkpoint: the same numbers follow, and loading it executes nothing."""
 
 from __future__ import annotations
 

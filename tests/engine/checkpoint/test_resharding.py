@@ -1,4 +1,4 @@
-"""A state that one layout saved is loaded by any other: every value of it, to the bit, and training goes on alike."""
+"""Any layout loads the state that another layout saved, bit by bit, and training continues equally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an attempt begins: never at step 0 while there is, or should be, something to resume from."""
+"""Where an attempt resumes: never at step 0 while there is, or should be, a checkpoint."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_new_run_begins_at_step_0(run: RunDir) -> None:
     assert (begin.checkpoint, begin.step, begin.evaluated, begin.lost_steps) == (None, 0, False, 0)
 
 
-def test_the_newest_sound_checkpoint_is_taken_and_the_damaged_one_named(run: RunDir) -> None:
+def test_the_latest_valid_checkpoint_is_used_and_the_corrupt_one_named(run: RunDir) -> None:
     commit(run, 10)
     damage(commit(run, 20))
     for step in range(1, 24):
@@ -91,7 +91,7 @@ def test_steps_are_lost_once_even_if_the_next_attempt_logs_none(run: RunDir) -> 
 
 
 @pytest.mark.parametrize("event", [True, False], ids=["with its event", "whose event was lost"])
-def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_over_by_itself(run: RunDir, event: bool) -> None:
+def test_a_run_whose_only_checkpoint_is_corrupt_does_not_start_over_by_itself(run: RunDir, event: bool) -> None:
     damage(commit(run, 10, event=event))
     with pytest.raises(UsageError, match=r"no valid checkpoint in .*: step-00000010/shard"):
         beginning(run)
@@ -104,7 +104,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over_by_itself(run: Run
         beginning(run)
 
 
-def test_told_to_it_starts_over_and_sets_the_damaged_aside(run: RunDir) -> None:
+def test_from_scratch_starts_over_and_moves_corrupt_checkpoints_aside(run: RunDir) -> None:
     damage(commit(run, 10))
     record_event(run, "from-scratch")
     assert beginning(run).step == 0
@@ -197,7 +197,7 @@ def test_what_no_node_can_read_is_passed_over_for_the_checkpoint_before(job: Job
 
 
 @pytest.mark.parametrize("file", ["manifest.json", PATTERN.format(0)])
-def test_a_node_that_cannot_read_what_others_can_is_the_wrong_one_and_no_other_is(job: Job, file: str) -> None:
+def test_a_node_that_cannot_read_what_others_can_is_rejected_and_no_other(job: Job, file: str) -> None:
     job.unreadable = {"node 0": {f"step-00000020/{file}"}}
     found = job.begin()
     assert [type(each) for each in found] == [WrongNodesError] * 2 + [OtherNodeUnfitError] * 2
@@ -221,7 +221,7 @@ def test_a_file_that_only_the_first_try_could_not_read_is_taken(job: Job) -> Non
     assert [each.step for each in job.begin() if isinstance(each, ResumePoint)] == [20] * 4
 
 
-def test_where_no_checkpoint_can_be_read_nobody_is_told_to_start_over_and_no_node_is_blamed(job: Job) -> None:
+def test_unreadable_checkpoints_suggest_no_restart_from_scratch_and_reject_no_node(job: Job) -> None:
     everything = {f"step-000000{step}/manifest.json" for step in (10, 20)}
     job.unreadable = {"node 0": everything, "node 1": everything}
     for found in job.begin():

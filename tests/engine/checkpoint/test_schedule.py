@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and how measured saves move that."""
+"""When a checkpoint is due, and how measured saves change that."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_by_itself_it_begins_with_the_plan() -> None:
     assert due(CheckpointSchedule("auto", 6, seconds_between_losses=1e4), range(20)) == [6, 12, 18]
 
 
-def test_it_goes_on_with_young_s_interval_of_what_saves_really_take() -> None:
+def test_the_interval_follows_youngs_formula_for_measured_saves() -> None:
     """sqrt(2 x 0.5 s x 10,000 s) = 100 s of steps of 2 s."""
     schedule = CheckpointSchedule("auto", 6, seconds_between_losses=10_000.0)
     schedule.begin_at(6)

@@ -1,4 +1,4 @@
-"""Which elements two slices share: as one finds by numbering every element of the whole matrix."""
+"""The elements that two slices share, compared with numbering every element of the whole matrix."""
 
 from __future__ import annotations
 

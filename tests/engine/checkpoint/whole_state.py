@@ -1,4 +1,4 @@
-"""A checkpoint as whole matrices, whatever layout saved it; and one that goes through another layout."""
+"""A checkpoint as whole matrices, saved by any layout; and one that is loaded and saved by another layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However the job is cut, its ranks together read the same batch, and count the same tokens."""
+"""In every layout the ranks together read the same batch, and count the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text becomes tokens once, whole, and the same way every time."""
+"""A corpus is tokenized completely, once, and always in the same way."""
 
 import gzip
 import json
@@ -118,7 +118,7 @@ def test_a_bad_jsonl_line_is_named(tmp_path: Path) -> None:
         list(documents(str(path)))
 
 
-def test_no_file_is_an_error_that_says_what_would_do(tmp_path: Path) -> None:
+def test_a_corpus_without_files_is_an_error_that_names_the_accepted_kinds(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="python-stdlib"):
         source_files(str(tmp_path / "nothing"))
 
@@ -141,7 +141,7 @@ def test_no_validation_text_is_no_error_until_someone_evaluates(texts: Path, tmp
     assert len(validation) == 0
 
 
-def test_a_cut_or_missing_file_is_named(texts: Path, tmp_path: Path) -> None:
+def test_a_truncated_or_missing_file_is_named(texts: Path, tmp_path: Path) -> None:
     folder = prepare_dataset(spec(texts), tmp_path)
     content = (folder / "train.bin").read_bytes()
     (folder / "train.bin").write_bytes(content[: len(content) // 2])
@@ -383,7 +383,7 @@ def test_what_is_no_parquet_with_text_is_named_before_it_is_opened(tmp_path: Pat
         list(documents(str(path)))
 
 
-def test_a_broken_tokenizer_a_dangling_link_and_a_cut_archive_are_named(texts: Path, tmp_path: Path) -> None:
+def test_a_broken_tokenizer_a_dangling_link_and_a_truncated_archive_are_named(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     with pytest.raises(UsageError, match=r"tokenizer\.json: cannot be used"):
         prepare_dataset(with_tokenizer(texts, tmp_path / "tokenizer.json"), tmp_path / "runs")

@@ -1,4 +1,4 @@
-"""The next batch is on its way before it is asked for, and no answer depends on when that was."""
+"""The next batch is read ahead, and no result depends on the time of the read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def open_feed(feeds: list[Prefetcher], reading: Reading) -> Prefetcher:
     return feeds[-1]
 
 
-def test_the_next_step_is_read_before_it_is_asked_for_and_none_after_it(feeds: list[Prefetcher]) -> None:
+def test_only_the_next_batch_is_read_ahead(feeds: list[Prefetcher]) -> None:
     reading = Reading()
     feed = open_feed(feeds, reading)
     for step in (1, 2, 3):

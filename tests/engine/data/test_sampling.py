@@ -1,4 +1,4 @@
-"""What a batch holds is a pure function of seed and number, whatever the layout."""
+"""The content of a batch is a pure function of seed and number, in every layout."""
 
 from hypothesis import given
 from hypothesis import strategies as st

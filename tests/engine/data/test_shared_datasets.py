@@ -1,4 +1,4 @@
-"""Prepared data in a runs root of several real users: read by all, changed by none but their owner."""
+"""Prepared data in a runs root of several users: read by all, changed by their owner only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps take the batches outside the windows in order, each once."""
+"""Steps take the batches outside of skip ranges in order, each once."""
 
 import itertools
 
@@ -15,23 +15,23 @@ def batches_of(found: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> se
     return {number for first, last in found for number in range(first, last + 1)}
 
 
-def test_without_windows_a_step_trains_on_the_batch_of_its_number() -> None:
+def test_without_skip_ranges_a_step_trains_on_the_batch_of_its_number() -> None:
     assert [batch_number(step, ()) for step in (1, 2, 900)] == [1, 2, 900]
 
 
-def test_a_window_is_left_out_with_both_its_ends() -> None:
+def test_a_skip_range_includes_both_ends() -> None:
     assert [batch_number(step, ((3, 5),)) for step in (1, 2, 3, 4)] == [1, 2, 6, 7]
 
 
 @given(windows)
-def test_steps_take_the_batches_in_no_window_in_order(found: list[tuple[int, int]]) -> None:
+def test_steps_take_the_batches_outside_of_skip_ranges_in_order(found: list[tuple[int, int]]) -> None:
     skipped = batches_of(found)
     allowed = [number for number in range(1, 400) if number not in skipped]
     assert [batch_number(step, merged_skip_ranges(found)) for step in range(1, 200)] == allowed[:199]
 
 
 @given(windows)
-def test_merged_windows_hold_the_same_batches_in_order_and_do_not_touch(found: list[tuple[int, int]]) -> None:
+def test_merged_skip_ranges_hold_the_same_batches_in_order_and_are_not_adjacent(found: list[tuple[int, int]]) -> None:
     few = merged_skip_ranges(found)
     assert batches_of(few) == batches_of(found)
     assert all(before[1] + 1 < after[0] for before, after in itertools.pairwise(few))
@@ -39,7 +39,7 @@ def test_merged_windows_hold_the_same_batches_in_order_and_do_not_touch(found: l
 
 
 @given(windows, window, st.integers(1, 200))
-def test_a_window_ahead_leaves_the_steps_before_it_as_they_were(
+def test_a_later_skip_range_does_not_change_earlier_steps(
     found: list[tuple[int, int]], ahead: tuple[int, int], step: int
 ) -> None:
     before = batch_number(step, merged_skip_ranges(found))

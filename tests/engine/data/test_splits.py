@@ -1,4 +1,4 @@
-"""A corpus without enough to validate on gives some of its sequences, the same ones in every attempt and layout."""
+"""A corpus with too little to validate on uses some of its training sequences, the same in every attempt and layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cycles are collected when a step says so, and at no other time."""
+"""Cycles are collected after the given steps, and at no other time."""
 
 from __future__ import annotations
 

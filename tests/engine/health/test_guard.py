@@ -1,4 +1,4 @@
-"""The whole guard: what it tells, when a checkpoint is clean, and that a checkpoint holds all of it."""
+"""The whole guard: what it reports, when a checkpoint is clean, and that a checkpoint holds its state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_longer_patience_waits_longer_for_a_clean_checkpoint() -> None:
     assert watch.clean_step(30) == 5
 
 
-def test_a_spike_is_told_with_what_it_was_and_what_is_usual() -> None:
+def test_a_spike_is_reported_with_its_values_and_the_medians() -> None:
     watch = guard()
     train(watch, 1, [2.0] * 40)
     assert train(watch, 41, [40.0, 41.0, 42.0], norm=9.0) == ["suspicious", "suspicious", "spike"]
@@ -68,7 +68,7 @@ def test_fp16_steps_are_judged_with_their_scale() -> None:
     assert [finding.event for finding in told] == ["loss-scale-collapsed"]
 
 
-def test_what_has_been_told_is_not_told_again_after_a_resume() -> None:
+def test_a_reported_failure_is_not_reported_again_after_a_resume() -> None:
     first, second = guard(1), guard(1)
     measured = {"loss": 6.0, "grad_norm": 0.0, "loss_scale": 2.0, "skipped": 0.0}
     names = [finding.event for step in range(1, 220) for finding in first.observe(step, measured)[1]]

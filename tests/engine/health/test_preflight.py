@@ -1,4 +1,4 @@
-"""Ranks that measure each other for real, on CPUs: figures, the file, and what becomes of the one that is slow."""
+"""Ranks that measure each other on CPUs: the figures, the file, and the exit of a slow rank."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ def test_ranks_measure_themselves_and_each_other(run: RunDir) -> None:
     assert told["findings"] == []
 
 
-def test_a_rank_whose_device_is_slow_says_so_and_leaves(run: RunDir) -> None:
+def test_a_rank_with_a_slow_device_reports_it_and_exits(run: RunDir) -> None:
     told = on_ranks(4, checked, run.path, 2, "slurm")
-    assert told[2].startswith("rank 2: CPU process 2 multiplies 1e-12 TFLOP/s")
+    assert told[2].startswith("rank 2: CPU process 2 computes 1e-12 TFLOP/s")
     assert all(word.startswith("lost") for rank, word in enumerate(told) if rank != 2)
     (finding,) = json.loads((run.attempt(1) / "preflight.json").read_text())["findings"]
     assert (finding["rank"], finding["keeps_off"]) == (2, True)
 
 
-def test_where_there_are_no_other_nodes_a_slow_device_is_a_word(run: RunDir) -> None:
+def test_without_other_nodes_a_slow_device_is_a_warning(run: RunDir) -> None:
     assert on_ranks(4, checked, run.path, 2, "local") == ["", "", "", ""]
     (finding,) = json.loads((run.attempt(1) / "preflight.json").read_text())["findings"]
     assert (finding["rank"], finding["keeps_off"], finding["costs_speed"]) == (2, False, True)

@@ -1,4 +1,4 @@
-"""Which device or node is found to be worse than the others, and which is not."""
+"""Which device or node is worse than the others, and which is not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gang(nodes: int = 4, per_node: int = 2) -> list[RankMeasures]:
     ]
 
 
-def test_a_gang_of_equals_has_no_findings() -> None:
+def test_equal_ranks_have_no_findings() -> None:
     assert compare_ranks(gang(), PLANNED) == []
 
 
@@ -43,7 +43,7 @@ def test_a_gang_of_equals_has_no_findings() -> None:
         ({"links": (2.0 * GB, 1.9 * GB, 2.1 * GB)}, "the network transfers 2.1 GB/s, that of the other nodes 41"),
     ],
 )
-def test_the_one_that_is_worse_is_named_and_kept_off(changed: dict[str, object], words: str) -> None:
+def test_the_worse_rank_is_named_and_rejected(changed: dict[str, object], words: str) -> None:
     measures = gang()
     measures[4] = replace(measures[4], **changed)  # type: ignore[arg-type]
     (finding,) = compare_ranks(measures, PLANNED)
@@ -51,7 +51,7 @@ def test_the_one_that_is_worse_is_named_and_kept_off(changed: dict[str, object],
     assert words in str(finding.reason)
 
 
-def test_a_healthy_node_is_not_blamed_for_a_bad_partner() -> None:
+def test_a_healthy_node_is_not_rejected_for_a_bad_partner() -> None:
     measures = gang()
     measures[4] = replace(measures[4], links=(2.0 * GB, 2.0 * GB, 2.0 * GB))
     for rank, links in ((0, (2.0, 38.0, 41.0)), (2, (40.0, 2.0, 41.0)), (6, (40.0, 38.0, 2.0))):
@@ -59,7 +59,7 @@ def test_a_healthy_node_is_not_blamed_for_a_bad_partner() -> None:
     assert [finding.node for finding in compare_ranks(measures, PLANNED)] == ["n2"]
 
 
-def test_of_two_that_differ_nobody_knows_which_one_is_wrong() -> None:
+def test_with_two_ranks_that_differ_neither_is_rejected() -> None:
     measures = gang(nodes=2, per_node=1)
     measures[1] = replace(measures[1], flops=1e13, links=(1.0 * GB,))
     assert compare_ranks(measures, PLANNED) == []
@@ -73,7 +73,7 @@ def test_of_two_that_differ_nobody_knows_which_one_is_wrong() -> None:
         ({"clock": 970.0}, "the clock is 30 s behind the others"),
     ],
 )
-def test_what_only_confuses_is_a_word_and_keeps_nobody_off(changed: dict[str, object], words: str) -> None:
+def test_different_versions_and_clocks_are_reported_and_reject_no_node(changed: dict[str, object], words: str) -> None:
     measures = gang()
     measures[3] = replace(measures[3], **changed)  # type: ignore[arg-type]
     (finding,) = compare_ranks(measures, PLANNED)
@@ -81,7 +81,7 @@ def test_what_only_confuses_is_a_word_and_keeps_nobody_off(changed: dict[str, ob
     assert words in str(finding.reason)
 
 
-def test_a_network_that_is_slow_for_all_is_told_beside_the_plan() -> None:
+def test_a_network_that_is_slow_for_all_is_reported_with_the_planned_time() -> None:
     (finding,) = compare_ranks(gang(), replace(PLANNED, measured_seconds=0.2))
     assert (finding.rank, finding.keeps_off) == (-1, False)
     assert "takes 200 ms and the plan expects 10.0 ms" in str(finding.reason)

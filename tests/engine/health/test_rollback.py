@@ -1,4 +1,4 @@
-"""What follows from a judgement, with everything but the run directory made up."""
+"""What follows from a judgement, with a real run directory and stand-ins for the rest."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def names(judge: GuardActions) -> list[str]:
     return [event["event"] for event in read_events(judge.run)]
 
 
-def test_a_spike_leads_back_to_the_newest_clean_checkpoint_and_skips_its_window(make: Make) -> None:
+def test_a_spike_rolls_back_to_the_latest_clean_checkpoint_and_skips_its_batches(make: Make) -> None:
     judge = make()
     assert judged(judge, measures(21, *[2.0] * 13, 50.0, 50.0, 50.0), 36) == 20
     (back,) = read_rollbacks(judge.run)
@@ -142,13 +142,13 @@ def test_a_spike_leads_back_to_the_newest_clean_checkpoint_and_skips_its_window(
     assert (event["retry"], event["losses"], event["median_loss"]) == (1, [50.0] * 3, 2.0)
 
 
-def test_a_step_that_was_trained_before_the_verdict_came_is_in_the_window(make: Make) -> None:
+def test_a_step_trained_before_the_judgement_is_in_the_skip_range(make: Make) -> None:
     judge = make()
     assert judged(judge, measures(31, 50.0, 50.0, 50.0), 34) == 20
     assert judge.skipped == ((28, 34),)
 
 
-def test_a_second_spike_adds_its_own_window_in_numbers_of_batches(make: Make) -> None:
+def test_a_second_spike_adds_a_skip_range_in_batch_numbers(make: Make) -> None:
     judge = make()
     judged(judge, measures(31, 50.0, 50.0, 50.0), 33)
     assert judge.skipped == ((28, 33),)
@@ -157,13 +157,13 @@ def test_a_second_spike_adds_its_own_window_in_numbers_of_batches(make: Make) ->
     assert judge.skipped == ((27, 38),)
 
 
-def test_the_window_never_reaches_before_the_checkpoint(make: Make) -> None:
+def test_the_skip_range_never_starts_before_the_checkpoint(make: Make) -> None:
     judge = make()
     judged(judge, measures(21, 50.0, 50.0, 50.0), 23)
     assert judge.skipped == ((21, 23),)
 
 
-def test_after_as_many_rollbacks_as_are_allowed_the_run_stops_with_the_evidence(make: Make) -> None:
+def test_after_the_allowed_number_of_rollbacks_the_run_stops_with_the_details(make: Make) -> None:
     earlier = [Rollback(36, 20, (31, 36)), Rollback(34, 20, (37, 41))]
     judge = make("guard.spike.retries=2", rollbacks=[Rollback(9, 5, (8, 9)), *earlier])
     with pytest.raises(SpikeError, match=r"after 2 rollbacks to step 20 .*'losses': \[50.0, 50.0, 50.0\]"):

@@ -1,4 +1,4 @@
-"""A spike is a run of steps far above what is usual; it never becomes part of what is usual by passing."""
+"""A spike is a run of steps far above the medians, and does not enter the medians."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_loss_above_the_factor_is_a_spike_once_it_has_lasted_for_the_patience(
     assert judged(young, [(6.2, 0.5)] * 5) == ["fine"] * 5
 
 
-def test_with_a_patience_of_one_it_is_a_spike_at_once_and_told_once() -> None:
+def test_with_a_patience_of_one_a_spike_is_reported_at_once_and_only_once() -> None:
     assert judged(guard(1), [(50.0, 0.5)] * 3 + [(2.0, 0.5), (50.0, 0.5)]) == [
         "spike",
         "suspicious",
@@ -73,14 +73,14 @@ def test_a_skipped_step_is_judged_by_its_loss_alone() -> None:
     assert judged(guard(1), [(2.0, None), (50.0, None)]) == ["fine", "spike"]
 
 
-def test_a_level_that_lasts_is_taken_in_and_not_told_again() -> None:
+def test_a_lasting_level_becomes_normal_and_is_not_reported_again() -> None:
     found = judged(guard(), [(20.0, 0.5)] * 100)
     assert found[:3] == ["suspicious", "suspicious", "spike"]
     assert set(found[3:32]) == {"suspicious"}
     assert set(found[32:]) == {"fine"}
 
 
-def test_a_spike_upon_a_new_level_is_told() -> None:
+def test_a_spike_above_a_new_level_is_reported() -> None:
     found = guard()
     judged(found, [(20.0, 0.5)] * 60)
     assert judged(found, [(61.0, 0.5)] * 3) == ["suspicious", "suspicious", "spike"]
@@ -174,7 +174,7 @@ def test_no_loss_of_real_small_runs_is_a_spike() -> None:
 
 
 @pytest.mark.parametrize("cut", [3, 40, 66, 67, 90])
-def test_state_goes_through_json_and_on_to_the_same_judgements(cut: int) -> None:
+def test_state_restored_from_json_leads_to_the_same_judgements(cut: int) -> None:
     steps = [*steady(), *[(50.0, 9.0)] * 8, *steady(30), *[(2.0, 90.0)] * 6]
     whole, first, second = SpikeGuard(3.0, 5), SpikeGuard(3.0, 5), SpikeGuard(3.0, 5)
     expected = judged(whole, steps)

@@ -1,4 +1,4 @@
-"""Which rank is slow, and when that is worth a word."""
+"""Which rank is slow, and when that is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_difference_that_is_nothing_beside_the_step_is_none() -> None:
     assert slowest([0.001, 0.003], step_seconds=1.0) is None
 
 
-def test_a_slow_rank_is_told_once_after_two_windows_and_again_when_it_is_over() -> None:
+def test_a_slow_rank_is_reported_after_two_windows_and_again_when_it_recovers() -> None:
     suspicion, slow, other = StragglerConfirmation(), Straggler(1, 0.3, 0.1), Straggler(2, 0.3, 0.1)
     windows = [slow, None, slow, slow, slow, other, other, None, None, None]
     assert [suspicion.news(window) for window in windows] == [

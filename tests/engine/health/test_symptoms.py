@@ -1,4 +1,4 @@
-"""Slow illnesses are told once, and healthy runs are left in peace."""
+"""Slow failures are reported once, and healthy runs never."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from scaletrain_cli.engine.health.guard import DeadGradients, FlatLoss, LossScaleCollapse
 
 
-def test_a_scale_that_halves_again_and_again_is_told_once() -> None:
+def test_a_collapsing_loss_scale_is_reported_once() -> None:
     watch, scale, told = LossScaleCollapse(), 65536.0, []
     for step in range(200):
         skipped = step > 20 and step % 4 == 0 and scale > 1
@@ -30,7 +30,7 @@ def test_a_scale_that_grows_and_overflows_every_few_steps_is_healthy() -> None:
     assert not any(watch.observe(scale, skipped=step % 2 == 1) for step, scale in enumerate(scales))
 
 
-def test_gradients_that_vanish_are_told_once_with_their_norms() -> None:
+def test_vanishing_gradients_are_reported_once_with_their_norms() -> None:
     watch = DeadGradients(3)
 
     def observe(norm: float, median: float | None = 0.5) -> object:
@@ -56,7 +56,7 @@ def noisy(level: float, count: int, noise: float, seed: int = 0) -> list[float]:
     return [level + chance.gauss(0, noise) for _ in range(count)]
 
 
-def test_a_model_that_learns_nothing_is_told_once_early_on() -> None:
+def test_a_model_that_learns_nothing_is_reported_once_early() -> None:
     assert flat_told(noisy(10.4, 3000, 0.05)) == [200]
     assert flat_told(noisy(10.4, 3000, 0.05), warmup_steps=2000) == [2064]
 

@@ -1,4 +1,4 @@
-"""What the blocks keep for the backward pass is what the plan counts, for every way of computing again."""
+"""The activations that blocks save are those of the plan, for every mode of recomputation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every second of an attempt is counted once, and most of them outlive a kill."""
+"""Every second of an attempt is counted once, and most seconds survive a kill."""
 
 from __future__ import annotations
 

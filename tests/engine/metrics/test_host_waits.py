@@ -1,4 +1,4 @@
-"""Within a step the host waits for the device only to judge the gradient, once all micro-batches are under way."""
+"""Within a step the host waits for the device only to judge the gradient, after all micro-batches are enqueued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures arrive whole, in order and exactly, however late."""
+"""Deferred measures arrive completely, in order and exactly."""
 
 from __future__ import annotations
 

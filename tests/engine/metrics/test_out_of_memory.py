@@ -1,4 +1,4 @@
-"""Whoever runs out of memory says what was planned and what was held, once, and the error goes on its way."""
+"""A rank out of memory reports planned and measured bytes once, and the error is raised again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def report(run: RunDir, rank: int) -> dict[str, object]:
     return loaded
 
 
-def test_a_host_without_memory_is_told_of_beside_the_plan_of_its_stage(run: RunDir, plan: RunPlan) -> None:
+def test_a_host_out_of_memory_is_reported_with_the_plan_of_its_stage(run: RunDir, plan: RunPlan) -> None:
     outer = reporting_out_of_memory(run, plan, 1, 7)
     with pytest.raises(MemoryError) as caught, outer, reporting_out_of_memory(run, plan, 1, 7):
         raise MemoryError

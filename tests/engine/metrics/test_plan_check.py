@@ -1,4 +1,4 @@
-"""When an attempt is measured, and that what it then holds is what was planned."""
+"""When an attempt is measured, and that its memory is that of the plan."""
 
 from __future__ import annotations
 

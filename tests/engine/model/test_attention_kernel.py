@@ -1,4 +1,4 @@
-"""The attention kernel that is told is the one that runs."""
+"""The reported attention kernel is the one that runs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("allowed", [[SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], [SDPBackend.MATH]])
-def test_the_kernel_that_is_told_is_the_one_that_runs(
-    dtype: torch.dtype, kv_heads: int, allowed: list[SDPBackend]
-) -> None:
+def test_the_reported_kernel_is_the_one_that_runs(dtype: torch.dtype, kv_heads: int, allowed: list[SDPBackend]) -> None:
     query, key = (torch.randn(2, heads, 16, 8, dtype=dtype, requires_grad=True) for heads in (4, kv_heads))
     with sdpa_kernel(allowed):
         told = attention_kernel(CPU, dtype, batch=2, heads=4, kv_heads=kv_heads, length=16, head_dim=8)
@@ -42,6 +40,6 @@ def test_the_kernel_that_is_told_is_the_one_that_runs(
     assert fused or SDPBackend.FLASH_ATTENTION not in allowed or kv_heads == 2
 
 
-def test_dropped_weights_are_told_as_unfused() -> None:
+def test_attention_with_dropout_is_reported_as_unfused() -> None:
     shape = {"batch": 1, "heads": 2, "kv_heads": 2, "length": 8, "head_dim": 8}
     assert attention_kernel(CPU, torch.float32, **shape, dropout=0.1) == "unfused"

@@ -48,7 +48,7 @@ def test_the_generator_is_splitmix64() -> None:
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
-def test_the_asked_share_is_dropped_everywhere_and_the_mean_stays(p: float) -> None:
+def test_the_requested_share_is_dropped_everywhere_and_the_mean_is_kept(p: float) -> None:
     mask = kept(p)
     for dim in (0, 1, 2):
         others = [d for d in range(3) if d != dim]

@@ -1,4 +1,4 @@
-"""First weights: one value per element whatever the layout, of the right spread, and never more drawn than a chunk."""
+"""Initial weights: one value per element in every layout, of the right deviation, drawn in chunks."""
 
 import math
 
@@ -29,7 +29,7 @@ def test_the_slices_of_all_ranks_are_the_whole(shape: tuple[int, ...], ranks: in
                 assert torch.equal(SOURCE.read("a.weight", shape, spec), spec.take(whole))
 
 
-def test_a_cut_of_rows_draws_only_the_chunks_that_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_of_rows_draws_only_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     seed_of = materialization._chunk_seed
     monkeypatch.setattr(materialization, "_chunk_seed", lambda s, n, chunk: drawn.append(chunk) or seed_of(s, n, chunk))
@@ -46,7 +46,7 @@ def test_seed_name_and_place_decide_the_values() -> None:
     assert not torch.equal(one[:7], one[7:])
 
 
-def test_matrices_are_normal_with_the_asked_spread() -> None:
+def test_matrices_are_normal_with_the_requested_deviation() -> None:
     drawn = SOURCE.read("a.weight", (1024, 256), None).double() / 0.02
     count = drawn.numel()
     assert abs(drawn.mean()) < 5 / math.sqrt(count)

@@ -1,4 +1,4 @@
-"""Products of linear layers, and that ZeRO-3 need not keep the weights it has gathered for them."""
+"""Products of linear layers, and that ZeRO-3 may free the weights it has gathered for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The head's loss: torch's own formula, in chunks too, with logits that are never whole, and under every ZeRO stage."""
+"""The loss of the head: torch's formula, also in chunks, without whole logits, and under every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def train_every_way(tied: bool) -> dict[tuple[int, str], list[float]]:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own weight", "tied"])
-def test_every_zero_stage_trains_alike_whole_and_in_chunks(tied: bool) -> None:
+def test_whole_and_chunked_losses_train_equally_in_every_zero_stage(tied: bool) -> None:
     for found in on_ranks(2, train_every_way, tied):
         reference = found.pop((0, "whole"))
         assert reference[-1] < reference[0] - 0.1
@@ -206,7 +206,7 @@ def loss_over_a_cut_vocabulary(tokens_at_once: int | None) -> tuple[Tensor, Tens
     return loss.detach(), *gradients
 
 
-def test_chunks_of_a_cut_vocabulary_are_those_of_a_whole_one() -> None:
+def test_chunks_of_a_sharded_vocabulary_equal_those_of_a_whole_one() -> None:
     expected, of_hidden, of_weight = loss_and_gradients(head(None, 0.1))
     for rank, found in enumerate(on_ranks(2, loss_over_a_cut_vocabulary, 7)):
         torch.testing.assert_close(found, (expected.detach(), of_hidden, ShardSpec(0, 2, rank).take(of_weight)))

@@ -1,4 +1,4 @@
-"""From the meta device to real weights: ties and marks stay, and under ZeRO-3 no rank ever holds the whole model."""
+"""From the meta device to real weights: ties and marks are kept, and under ZeRO-3 no rank holds the whole model."""
 
 from __future__ import annotations
 

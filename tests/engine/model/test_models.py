@@ -169,7 +169,7 @@ def test_norms_and_biases_do_not_decay(dims: dict) -> None:
 
 
 @every_model
-def test_embeddings_are_left_out_of_weight_decay_where_asked_for(dims: dict) -> None:
+def test_embeddings_have_no_weight_decay_if_the_spec_says_so(dims: dict) -> None:
     model = build_model(spec(dims), seed=0)
     _, usual = parameter_groups(model, OptimizerSpec())
     decayed, others = parameter_groups(model, OptimizerSpec(decay_embeddings=False))

@@ -1,4 +1,4 @@
-"""A mixture of experts is what its formulas say, token by token, and its losses do not see how a batch is cut."""
+"""MoE layers compute their formulas, token by token, and their losses do not depend on how a batch is split."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def one_by_one(made: MixtureMLP, x: Tensor, renormalise: bool, capacity: int) ->
 
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize(("factor", "capacity"), [(0.0, 0), (0.75, 5), (0.1, 1)])  # capacity: factor x 24 / 4
-def test_tokens_go_through_their_likeliest_experts(renormalise: bool, factor: float, capacity: int) -> None:
+def test_tokens_pass_through_their_most_likely_experts(renormalise: bool, factor: float, capacity: int) -> None:
     made, x = mixture(norm_topk_prob=renormalise, capacity_factor=factor), batch()
     mixed, expected = made(x), one_by_one(made, x, renormalise, capacity)
     torch.testing.assert_close(mixed, expected, rtol=1e-5, atol=1e-5)

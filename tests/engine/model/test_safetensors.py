@@ -1,4 +1,4 @@
-"""Hugging Face files: every rank reads its piece under the names of four families, and what does not fit is told."""
+"""Hugging Face files of four families: every rank reads its shard, and differences are reported."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_mixtral_calls_experts_by_other_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "spec", [ShardSpec(0, 2, 1), ShardSpec(1, 3, 2), ShardSpec(1, 2, 0, parts=3), ShardSpec(0, 2, 1, parts=2)]
 )
-def test_a_rank_reads_its_piece(spec: ShardSpec, tmp_path: Path) -> None:
+def test_a_rank_reads_its_shard(spec: ShardSpec, tmp_path: Path) -> None:
     saved = contents(GPT)
     save_file(saved, tmp_path / "model.safetensors")
     name = "transformer.h.1.attn.c_attn.weight"
@@ -141,13 +141,13 @@ def test_a_head_is_tied_in_the_model_when_it_is_in_the_files(tmp_path: Path) -> 
     save_file(contents(tied), tmp_path / "model.safetensors")
     assert "Set model.tie_word_embeddings: true." in complaints(tmp_path, LLAMA)
     save_file(contents(LLAMA), tmp_path / "model.safetensors")
-    assert "lm_head.weight: is not in the model" in complaints(tmp_path, tied)
+    assert "lm_head.weight: is in the files but not in the model" in complaints(tmp_path, tied)
     copied = contents(tied) | {"lm_head.weight": contents(tied)["model.embed_tokens.weight"].clone()}
     save_file(copied, tmp_path / "model.safetensors")
     assert loaded(tmp_path, tied).keys() == contents(tied).keys()
 
 
-def test_hundreds_of_problems_are_cut_short(tmp_path: Path) -> None:
+def test_a_list_of_hundreds_of_problems_is_truncated(tmp_path: Path) -> None:
     save_file(contents(LLAMA), tmp_path / "model.safetensors")
     told = complaints(tmp_path, {**LLAMA, "num_hidden_layers": 30})
     assert "The first 8 of 252:" in told

@@ -1,4 +1,4 @@
-"""A small model under DeepSpeed on one rank of a test, with this package's settings. Knows no launcher and no data."""
+"""A small model under DeepSpeed on one rank of a test, with this package's settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averages of weights: what they hold, in every ZeRO stage, and that lending them to the model leaves no trace."""
+"""Averages of weights in every ZeRO stage, and that lending them to the model has no side effect."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_exponential_average_is_lent_and_given_back(precision: str, stage: i
 
 
 @pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("bf16", 1), ("fp32", 3)])
-def test_training_goes_on_as_if_nothing_had_been_lent(precision: str, stage: int) -> None:
+def test_lending_the_averages_does_not_change_training(precision: str, stage: int) -> None:
     plain = on_ranks(2, trained_alone, precision, stage)[0]
     assert torch.equal(on_ranks(2, averaged, precision, stage, {"name": "ema"})[0]["next"], plain)
 

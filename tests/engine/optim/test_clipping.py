@@ -1,4 +1,4 @@
-"""Clipping of every element, and by what the norms have been so far."""
+"""Clipping by value, and by an adaptive norm."""
 
 from __future__ import annotations
 

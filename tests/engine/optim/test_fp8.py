@@ -87,7 +87,7 @@ def test_every_layer_of_a_block_multiplies_in_fp8(family: str, monkeypatch: pyte
 
 
 @both_families
-def test_layers_cut_over_tensor_ranks_multiply_in_fp8_too(family: str) -> None:
+def test_tensor_parallel_layers_multiply_in_fp8_too(family: str) -> None:
     model = outline(spec(family))
     shard_over_tensor_ranks(model, Axis(size=2))
     before = {path: layer.product for path, layer in model.named_modules() if hasattr(layer, "product")}

@@ -1,4 +1,4 @@
-"""fp16 under ZeRO: an overflow skips a step and halves the scale, growth changes nothing, the floor is a verdict."""
+"""fp16 under ZeRO: an overflow skips a step and halves the scale, growth changes nothing, the minimum is an error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def skips_and_goes_on(stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_overflow_skips_the_step_halves_the_scale_and_the_run_goes_on(stage: int) -> None:
+def test_an_overflow_skips_the_step_and_halves_the_scale_and_training_continues(stage: int) -> None:
     told = {"skipped": [True, False], "kept": True, "scales": [1024.0, 512.0], "moved": True}
     assert on_ranks(2, skips_and_goes_on, stage) == [told, told]
 

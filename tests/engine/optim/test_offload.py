@@ -1,4 +1,4 @@
-"""What waits outside the device, as DeepSpeed is told of it, and that a run which uses NVMe resumes to the bit."""
+"""DeepSpeed's settings for offloading, and that a run with NVMe resumes bit-exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each optimizer is the plain one it is named after, on one process and cut into flat pieces by ZeRO on two ranks."""
+"""Each optimizer equals its reference, in one process and sharded by ZeRO on two ranks."""
 
 from __future__ import annotations
 

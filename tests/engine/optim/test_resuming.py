@@ -1,4 +1,4 @@
-"""Whatever the optimizer, a restart changes no bit of what follows."""
+"""With every optimizer, a restart continues bit-exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning rate is a pure function of the step, and each schedule is torch's own over a whole run."""
+"""The learning rate is a pure function of the step, and each schedule equals torch's over a whole run."""
 
 from __future__ import annotations
 

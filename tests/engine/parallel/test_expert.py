@@ -1,4 +1,4 @@
-"""Experts cut over ranks train as they do in one process, under every ZeRO stage and beside every other cut."""
+"""Sharded experts train as in one process, under every ZeRO stage and with every other kind of parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline's stages must agree on: the one weight that two of them hold."""
+"""The tied embedding, the one weight that two pipeline stages share."""
 
 from __future__ import annotations
 

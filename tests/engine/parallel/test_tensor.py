@@ -1,4 +1,4 @@
-"""What layers cut over tensor ranks owe to others. That they compute the same is for the parity table."""
+"""Properties of tensor-parallel layers; the parity table shows that they compute the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scaletrain_cli.engine.parallel.tensor import ColumnParallelLinear, RowParal
 
 
 @pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear])
-def test_a_cut_layer_multiplies_with_what_zero3_has_put_in_the_place_of_linear(
+def test_a_sharded_layer_uses_the_linear_function_that_zero3_replaces(
     layer: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = layer(nn.Linear(4, 4, bias=False), Axis(size=2, rank=0))

@@ -1,4 +1,4 @@
-"""How far a layout strays from the reference, and how far it may."""
+"""The differences of a layout from the reference, and their limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short documents that a small model can learn something of, prepared as the product prepares any corpus."""
+"""Short documents that a small model can learn, prepared like any corpus."""
 
 from __future__ import annotations
 

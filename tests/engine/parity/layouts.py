@@ -1,4 +1,4 @@
-"""The product's way: the same run cut over ranks, each through its own assembly and step; then the whole weights."""
+"""The same run sharded over ranks, each through its own assembly and step; then the whole weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of the parity table: which specs must train the same model as one process does. Knows no torch."""
+"""The rows of the parity table: specs that must train the same model as one process does."""
 
 from __future__ import annotations
 

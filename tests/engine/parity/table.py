@@ -1,4 +1,4 @@
-"""The parity table as text: one line per row, and what the figures come from."""
+"""The parity table as text: one line per row, and the source of the figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every layout trains the model that one process trains: a part of the table that `make parity` makes whole."""
+"""Every layout trains the model that one process trains: a part of the table of `make parity`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_bf16_strays_by_rounding_alone(row: Row, alone, undisturbed) -> None:
 
 
 @pytest.mark.parametrize("row", RESUMED, ids=lambda row: row.name)
-def test_a_layout_that_is_resumed_in_other_processes_goes_on_to_the_bit(row: Row, dataset: Path, undisturbed) -> None:
+def test_a_layout_resumed_in_other_processes_continues_bit_exactly(row: Row, dataset: Path, undisturbed) -> None:
     resumed, whole = (
         train_in_layout(row.spec(dataset, STEPS), interrupted_after=STEPS // 2).trained,
         undisturbed(row).trained,
