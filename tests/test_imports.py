@@ -39,7 +39,8 @@ BASE_LAYER = {
 }
 MAY_IMPORT = {
     "__main__": {"cli"},
-    "cli": {"ui", "launch", "plan", "spec", "rundir", "worker"},
+    "api": {"launch", "plan", "rundir", "spec"},
+    "cli": {"api", "ui", "launch", "plan", "spec", "rundir", "worker"},
     "ui": {"launch", "plan", "spec", "rundir", "worker"},
     "launch": {"plan", "spec", "rundir", "tracking", "worker"},
     "engine": {"plan", "spec", "rundir", "tracking", "worker"},

@@ -12,10 +12,7 @@ from scaletrain_cli.cli.options import AsJson, TrustOwner, Yes
 from scaletrain_cli.errors import ExitCode, Problem, SchedulerError, UsageError
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.backends.base import Backend
     from scaletrain_cli.launch.status import RunStatus
-    from scaletrain_cli.rundir.paths import RunDir
-    from scaletrain_cli.rundir.record import RunRecord
     from scaletrain_cli.rundir.sweeps import Sweep
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.SCHEDULER)
@@ -47,29 +44,25 @@ def command(
     For a sweep, cancel every run that has not ended, after one confirmation. If one cannot be canceled, the others
     still are.
     """
+    from scaletrain_cli import api
     from scaletrain_cli.cli.options import confirm
-    from scaletrain_cli.launch.backends.registry import backend_for
-    from scaletrain_cli.launch.status import run_status
-    from scaletrain_cli.rundir.record import read_record, require_cancellable
     from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
     from scaletrain_cli.ui.console import say
 
-    found = find_run_or_sweep(run)
-    if isinstance(found, Sweep):
-        _cancel_sweep(found, force=force, trust_owner=trust_owner, yes=yes, as_json=as_json)
+    named = find_run_or_sweep(run)
+    if isinstance(named, Sweep):
+        _cancel_sweep(named, force=force, trust_owner=trust_owner, yes=yes, as_json=as_json)
         return
-    record, status = read_record(found), run_status(found)
-    backend = backend_for(record.spec.cluster.scheduler)
-    if force and not backend.can_force:
-        raise UsageError(f"--force removes pods, and {found.run_id} is on {backend.name}.")
-    if status.state in ("finished", "failed", "cancelled"):
+    found = api.Run(named.path)
+    status = api.require_cancel(found, force=force, trust_owner=trust_owner)
+    if status.state in _ENDS:
         say(f"{found.run_id} is not running: it {_ENDS[status.state]}. Nothing was done.")
         _answer(as_json, found.run_id, status.state, cancelled=False)
         return
-    require_cancellable(found, trust_owner=trust_owner)
     confirm(f"Cancel {found.run_id} ({status.state}, step {status.step} of {status.total_steps})?", yes)
-    backend.cancel(found, record)
-    removed = _remove_pods(backend, found, record) if force else []
+    removed = api.cancel(found, force=force, trust_owner=trust_owner, seen=status).removed
+    if force:
+        say(f"removed {', '.join(removed)}" if removed else "no pod of it is on a node that does not report.")
     _answer(as_json, found.run_id, status.state, cancelled=True, removed_pods=removed)
     say(f"{_done(status)}. `scaletrain resume {found.run_id}` continues it.")
 
@@ -100,14 +93,6 @@ def _answer(as_json: bool, run_id: str, state: str, *, cancelled: bool, removed_
         from scaletrain_cli.ui.json import print_json
 
         print_json({"run_id": run_id, "state": state, "cancelled": cancelled, "removed_pods": list(removed_pods)})
-
-
-def _remove_pods(backend: Backend, run: RunDir, record: RunRecord) -> Sequence[str]:
-    from scaletrain_cli.ui.console import say
-
-    removed = backend.force(run, record)
-    say(f"removed {', '.join(removed)}" if removed else "no pod of it is on a node that does not report.")
-    return removed
 
 
 _ENDS = {"finished": "has finished", "failed": "has failed", "cancelled": "was cancelled before"}

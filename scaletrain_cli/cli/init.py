@@ -204,7 +204,9 @@ def _fitting_spec(
     traits = backend_traits(scheduler)
     gpu = gpu or ("cpu" if preset is None and traits.shared_run_directory else _USUAL_GPU)
     if traits.max_nodes is not None and nodes is not None and nodes > traits.max_nodes:
-        raise UsageError(f"--nodes {nodes} is for slurm and kubernetes: {scheduler} is {traits.display_name} alone.")
+        raise UsageError(
+            f"--nodes {nodes} requires slurm or kubernetes; {scheduler} runs on {traits.display_name} only."
+        )
     per_node = gpus_per_node or (2 if gpu == "cpu" else 1 if traits.max_nodes == 1 else 8)
     return _planned(preset, gpu, per_node, nodes, scheduler)
 

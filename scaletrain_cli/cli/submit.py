@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,7 +13,7 @@ from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.submit import CreatedRun, Submission
+    from scaletrain_cli.api import PreparedSubmission, Submitted
 import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -104,98 +103,70 @@ def command(
             )
             return
         overrides = [*(overrides or ()), *points[0]]  # a sweep of one value is a plain run
+    from scaletrain_cli.api import Run, load_spec, prepare_submission
     from scaletrain_cli.cli.options import confirm
-    from scaletrain_cli.launch.backends.base import SubmissionSummary
     from scaletrain_cli.launch.backends.registry import all_backends, backend_for
-    from scaletrain_cli.launch.code.snapshot import take_snapshot
-    from scaletrain_cli.launch.rendered_job import in_format
-    from scaletrain_cli.launch.resource_checks.checks import require_external
-    from scaletrain_cli.launch.shared_folder import room_notes
-    from scaletrain_cli.launch.submit import create_run, make_record, plan_for_engine, submit_run
-    from scaletrain_cli.rundir.paths import RunDir, runs_root
-    from scaletrain_cli.rundir.record import require_own_run
-    from scaletrain_cli.rundir.shared_datasets import shared_root_notes
-    from scaletrain_cli.safe_files import require_writable
-    from scaletrain_cli.spec import load_spec
     from scaletrain_cli.ui.console import say, warn
 
     run_spec = load_spec(spec, overrides or (), cluster=cluster)
-    scheduler = backend_for(run_spec.cluster.scheduler)
-    if probe and (dry_run or not scheduler.can_probe):
+    if probe and (dry_run or not backend_for(run_spec.cluster.scheduler).can_probe):
         able = ", ".join(backend.name for backend in all_backends() if backend.can_probe)
         raise UsageError(f"--probe runs a job on the nodes: it needs cluster.scheduler = {able}, and no --dry-run.")
-    plan, snapshot = plan_for_engine(run_spec, spec), take_snapshot(run_spec)
-    if run_id is not None and os.path.lexists(runs_root() / run_id):
-        require_own_run(RunDir(runs_root() / run_id), trust_owner=trust_owner, remedy="Use another --run-id")
-    earlier = _submitted_before(run_id) if run_id is not None and not dry_run else None
-    not_checked = require_external(run_spec, snapshot) if earlier is None else ()
+    prepared = prepare_submission(run_spec, run_id=run_id, trust_owner=trust_owner, name=spec)
     if dry_run:
-        for note in not_checked:
-            warn(note)
-        record = make_record(run_spec, plan, run_id, snapshot)
-        text = scheduler.render(RunDir(runs_root() / record.run_id), record)
-        sent = in_format(scheduler, text, output) if output else text
-        if as_json:
-            from scaletrain_cli.ui.json import print_json
-
-            told = {"run_id": record.run_id, "run_dir": str(runs_root() / record.run_id), "dry_run": True}
-            print_json(told | {"scheduler": run_spec.cluster.scheduler, "would_send": sent})
-        else:
-            from scaletrain_cli.ui.console import document
-
-            typer.echo(document(sent), nl=False)
+        _show_rendered(prepared, output, as_json)
         return
-
-    if earlier is not None:  # create_run says how the spec or the code differs
-        made = create_run(run_spec, plan, run_id, snapshot=snapshot, trust_owner=trust_owner)
-        _tell(made, earlier, {}, as_json)
+    if prepared.earlier is not None:
+        _tell(prepared.submit(), {}, as_json)
         return
-    require_writable(runs_root(), "no run can be submitted")
-    outlook = scheduler.preflight(run_spec, plan)
-    shared = shared_root_notes(runs_root(), prepares=run_spec.code.engine is None)
-    notes = (*not_checked, *outlook.notes, *shared, *room_notes(run_spec, plan, runs_root()))
-    prospect = SubmissionSummary(
-        run_spec, plan, outlook.start, notes=notes, code=None if snapshot is None else snapshot.record
-    )
-    for note in notes:
+    summary = prepared.check()
+    for note in summary.notes:
         warn(note)
     if not as_json:
         from scaletrain_cli.ui.submission import show_before_submission
 
-        show_before_submission(prospect, run_id)
+        show_before_submission(summary, run_id)
     if probe:
         from scaletrain_cli.ui.submission import show_probe
 
-        show_probe(scheduler.probe(run_spec, plan))
+        show_probe(prepared.backend.probe(run_spec, prepared.plan))
     confirm(f"Submit to {run_spec.cluster.scheduler}?", yes)
-    made = create_run(run_spec, plan, run_id, snapshot=snapshot, trust_owner=trust_owner)
-    say(f"run id {made.run.run_id}")  # before the scheduler is asked: its answer may be lost
-    _tell(made, submit_run(made.run, made.record, scheduler), prospect.to_json(), as_json)
+
+    def tell_id(run: Run) -> None:
+        say(f"run id {run.run_id}")  # before the scheduler is asked: its answer may be lost
+
+    _tell(prepared.submit(tell_id), summary.to_json(), as_json)
 
 
-def _submitted_before(run_id: str) -> Submission | None:
-    """Return the submission of an existing run with this id, or None if there is none to reuse."""
-    from scaletrain_cli.launch.submit import open_request, read_submission
-    from scaletrain_cli.rundir.paths import RunDir, runs_root
+def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bool) -> None:
+    """Print what would be handed to the scheduler."""
+    from scaletrain_cli.launch.rendered_job import in_format
+    from scaletrain_cli.ui.console import document, warn
+    from scaletrain_cli.ui.json import print_json
 
-    run = RunDir(runs_root() / run_id)
-    # os.path, unlike Path, answers False for a name that no file can have.
-    if not os.path.isfile(run.record) or open_request(run) is not None:
-        return None
-    return read_submission(run)
+    for note in prepared.notes:
+        warn(note)
+    job = prepared.render()
+    text = in_format(prepared.backend, job.text, output) if output else job.text
+    if as_json:
+        told = {"run_id": job.run_id, "run_dir": str(job.run_dir), "dry_run": True}
+        print_json(told | {"scheduler": prepared.backend.name, "would_send": text})
+    else:
+        typer.echo(document(text), nl=False)
 
 
-def _tell(made: CreatedRun, submission: Submission, told_before: dict[str, object], as_json: bool) -> None:
+def _tell(done: Submitted, told_before: dict[str, object], as_json: bool) -> None:
     from scaletrain_cli.ui.console import say, suggest
     from scaletrain_cli.ui.json import print_json
 
+    run = done.run
     if as_json:
-        answer = {"run_id": made.run.run_id, "run_dir": str(made.run.path), "created": made.created}
-        print_json(answer | {"scheduler": submission.scheduler, "job_id": submission.job_id} | told_before)
+        answer = {"run_id": run.run_id, "run_dir": str(run.path), "created": done.created}
+        print_json(answer | {"scheduler": done.scheduler, "job_id": done.job_id} | told_before)
         return
-    say(f"{'submitted' if made.created else 'was submitted before'}: job {submission.job_id} in {made.run.path}")
-    suggest(useful_commands(made.run.run_id, made.run.path))
-    typer.echo(visible(made.run.run_id))
+    say(f"{'submitted' if done.created else 'was submitted before'}: job {done.job_id} in {run.path}")
+    suggest(useful_commands(run.run_id, run.path))
+    typer.echo(visible(run.run_id))
 
 
 def useful_commands(run_id: str, path: Path) -> dict[str, str]:

@@ -14,38 +14,10 @@ from typing import Any
 import pytest
 
 from tests.extending.pages import write_files
+from tests.tiny_program import settings
 
 PROJECT = Path(__file__).parents[2]
 SPEC = PROJECT / "tests" / "cli" / "small.yaml"
-# A program that trains nothing: it logs its steps, and saves the step as its state.
-PROGRAM = """
-import sys, time
-from scaletrain_cli.worker import ExitCode, Rank
-
-rank = Rank.start(sys.argv[1])
-
-def train():
-    latest = rank.checkpoints.latest()
-    step = latest.step if latest else 0
-    rank.checkpoints.open()
-    rank.record_event("resumed" if step else "started", step=step)
-    while step < rank.resolved.total_steps and not rank.preemption.raised:
-        step += 1
-        rank.heartbeat.beat(step, "step")
-        rank.log_metrics(step, loss=1.0 / step)
-        time.sleep(float(rank.resolved.spec["env"]["STEP_SECONDS"]))
-    staged = rank.checkpoints.stage(step)
-    with staged.open("state") as file:
-        file.write(str(step).encode())
-    rank.checkpoints.commit(step, staged.digests)
-    rank.record_event("checkpoint", step=step)
-    done = step >= rank.resolved.total_steps
-    rank.record_event("finished" if done else "preempted", step=step)
-    print("finished" if done else "preempted", "at step", step)
-    return ExitCode.DONE if done else ExitCode.PREEMPTED
-
-rank.run(train)
-"""
 
 
 class Cli:
@@ -54,7 +26,6 @@ class Cli:
     def __init__(self, folder: Path) -> None:
         self.site, self.runs = folder / "site", folder / "runs"
         install(self.site)
-        (self.site / "tiny.py").write_text(PROGRAM)
         self.environment = {
             **os.environ,
             "PYTHONPATH": f"{self.site}{os.pathsep}{PROJECT}",
@@ -64,16 +35,7 @@ class Cli:
         (folder / "clusters.yaml").write_text(
             f"clusters:\n  here: {{scheduler: toy, toy: {{folder: {folder}/queue, slots: 1}}}}\n"
         )
-        sets = [
-            *(
-                "cluster.gpus_per_node=1",
-                "training.steps=4",
-                "training.schedule.warmup_steps=2",
-                "evaluation.every=0",
-                "code.engine=tiny",
-            ),
-            *(f"env.PYTHONPATH={self.environment['PYTHONPATH']}", "env.STEP_SECONDS='0.01'"),
-        ]
+        sets = settings(self.site, steps=4)
         self.spec = [str(SPEC), "--cluster", "here", *(word for one in sets for word in ("--set", one))]
 
     def __call__(self, *arguments: str, code: int = 0) -> str:

@@ -1,0 +1,451 @@
+"""The Python interface: what the commands do, for notebooks, scripts and pipelines.
+
+    from scaletrain_cli.api import load_spec, make_plan, submit
+
+    spec = load_spec("run.yaml", ["training.steps=2000"])
+    print(make_plan(spec).time.to_train)
+    run = submit(spec).run
+    print(run.wait(timeout_seconds=3600).state)
+
+No function prints or prompts. Each raises a ScaletrainError: SpecError for a wrong spec, InfeasibleError for a run that
+does not fit, SchedulerError where the scheduler refuses or does not answer, UsageError for the rest. The names in
+``__all__`` are the stable surface, versioned by API_VERSION as semver.org describes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaletrain_cli.errors import (
+    InfeasibleError,
+    ScaletrainError,
+    SchedulerError,
+    SchedulerSilentError,
+    SpecError,
+    UsageError,
+)
+from scaletrain_cli.launch.backends.base import Backend, SubmissionSummary
+from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.code.snapshot import Snapshot, take_snapshot
+from scaletrain_cli.launch.explain import explain as explain_run
+from scaletrain_cli.launch.finding import Explanation
+from scaletrain_cli.launch.logs import LogLine, logs_brought, read_logs
+from scaletrain_cli.launch.rendered_job import changes_since_sent
+from scaletrain_cli.launch.replan import Resize, replan
+from scaletrain_cli.launch.resource_checks.checks import require_external, require_external_to_resume
+from scaletrain_cli.launch.resume import ResumeReport, inspect_resume, refuse
+from scaletrain_cli.launch.resume import resume as resume_run
+from scaletrain_cli.launch.shared_folder import room_notes
+from scaletrain_cli.launch.status import RunStatus, is_over, run_status
+from scaletrain_cli.launch.submit import (
+    Submission,
+    create_run,
+    make_record,
+    open_request,
+    plan_for_engine,
+    read_submission,
+    submit_run,
+)
+from scaletrain_cli.plan import RunPlan, make_plan
+from scaletrain_cli.rundir.checkpoints import committed_folders
+from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.paths import find_run as find_directory
+from scaletrain_cli.rundir.paths import list_runs as list_directories
+from scaletrain_cli.rundir.record import (
+    RunRecord,
+    checkpoint_folder,
+    read_record,
+    require_cancellable,
+    require_changeable,
+    require_own_checkpoints,
+    require_own_run,
+)
+from scaletrain_cli.rundir.shared_datasets import shared_root_notes
+from scaletrain_cli.safe_files import require_writable
+from scaletrain_cli.spec import RunSpec, load_spec
+
+API_VERSION = "1.0"
+
+__all__ = [
+    "API_VERSION",
+    "Cancellation",
+    "Explanation",
+    "InfeasibleError",
+    "LogLine",
+    "PreparedResume",
+    "PreparedSubmission",
+    "RenderedJob",
+    "ResumeReport",
+    "Run",
+    "RunPlan",
+    "RunSpec",
+    "RunStatus",
+    "ScaletrainError",
+    "SchedulerError",
+    "SchedulerSilentError",
+    "SpecError",
+    "SubmissionSummary",
+    "Submitted",
+    "UsageError",
+    "cancel",
+    "explain",
+    "find_run",
+    "list_runs",
+    "load_spec",
+    "logs",
+    "make_plan",
+    "prepare_resume",
+    "prepare_submission",
+    "resume",
+    "status",
+    "submit",
+    "wait",
+]
+
+_OVER = ("finished", "failed", "cancelled")
+_POLL_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, by its directory. It holds no state: every method reads the directory and asks the scheduler anew."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        """The id, which is the name of the directory."""
+        return self.directory.run_id
+
+    @property
+    def directory(self) -> RunDir:
+        """The paths within the run directory."""
+        return RunDir(self.path)
+
+    @property
+    def spec(self) -> RunSpec:
+        """The spec that the run has now. Raises UsageError for a damaged record."""
+        return read_record(self.directory).spec
+
+    @property
+    def plan(self) -> RunPlan:
+        """The plan of the spec. Raises UsageError for a damaged record."""
+        return read_record(self.directory).plan
+
+    def status(self) -> RunStatus:
+        """Return the state, as `scaletrain status` shows it."""
+        return status(self)
+
+    def wait(self, timeout_seconds: float | None = None) -> RunStatus:
+        """Return the state once the run has ended, or after ``timeout_seconds``."""
+        return wait(self, timeout_seconds)
+
+    def explain(self) -> Explanation:
+        """Return why the run waits, or why it ended."""
+        return explain(self)
+
+    def logs(self, attempt: int | None = None, rank: int | None = None, last_lines: int | None = None) -> list[LogLine]:
+        """Return what the ranks of an attempt printed (default: the last one)."""
+        return logs(self, attempt, rank, last_lines)
+
+    def cancel(self, *, force: bool = False, trust_owner: bool = False) -> Cancellation:
+        """Cancel the run, with its state saved."""
+        return cancel(self, force=force, trust_owner=trust_owner)
+
+    def resume(
+        self,
+        overrides: Sequence[str] = (),
+        *,
+        from_scratch: bool = False,
+        new_code: bool = False,
+        trust_owner: bool = False,
+    ) -> Submitted:
+        """Resume the run from its latest valid checkpoint."""
+        return resume(self, overrides, from_scratch=from_scratch, new_code=new_code, trust_owner=trust_owner)
+
+
+@dataclass(frozen=True)
+class RenderedJob:
+    """What submit() would hand to the scheduler: the script, the manifest or the command."""
+
+    run_id: str
+    run_dir: Path
+    text: str
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A run that the scheduler has. ``created`` is False where the same run had been submitted before."""
+
+    run: Run
+    scheduler: str
+    job_id: str
+    created: bool
+
+
+@dataclass(frozen=True)
+class Cancellation:
+    """What cancel() did. ``state`` is that before; ``cancelled`` is False where the run was over by then.
+
+    ``removed``: what force removed in the cluster.
+    """
+
+    run_id: str
+    state: str
+    cancelled: bool
+    removed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PreparedSubmission:
+    """A spec that was planned and checked on this machine; nothing has been written or queued.
+
+    ``notes`` are warnings; ``earlier`` is the submission of the same run where it was submitted before.
+    """
+
+    spec: RunSpec
+    plan: RunPlan
+    backend: Backend
+    snapshot: Snapshot | None  # of the user's code
+    notes: tuple[str, ...]
+    earlier: Submission | None
+    run_id: str | None
+    trust_owner: bool
+
+    def render(self) -> RenderedJob:
+        """Return what would be handed to the scheduler. Asks no server, and writes nothing."""
+        record = make_record(self.spec, self.plan, self.run_id, self.snapshot)
+        folder = runs_root() / record.run_id
+        return RenderedJob(record.run_id, folder, self.backend.render(RunDir(folder), record))
+
+    def check(self) -> SubmissionSummary:
+        """Ask the scheduler, and return the cost, the start and all warnings. Raises SchedulerError if it cannot run.
+
+        Leaves nothing behind.
+        """
+        require_writable(runs_root(), "no run can be submitted")
+        found = self.backend.preflight(self.spec, self.plan)
+        shared = shared_root_notes(runs_root(), prepares=self.spec.code.engine is None)
+        notes = (*self.notes, *found.notes, *shared, *room_notes(self.spec, self.plan, runs_root()))
+        code = None if self.snapshot is None else self.snapshot.record
+        return SubmissionSummary(self.spec, self.plan, found.start, notes=notes, code=code)
+
+    def submit(self, on_created: Callable[[Run], None] = lambda run: None) -> Submitted:
+        """Make the run directory and hand the job over, once: a run with this id and spec is returned as it is.
+
+        ``on_created`` is called before the scheduler is asked, whose answer may be lost (SchedulerSilentError). A
+        second call with the same ``run_id`` makes no second job.
+        """
+        made = create_run(
+            self.spec, self.plan, self.run_id, snapshot=self.snapshot, trust_owner=self.trust_owner
+        )  # raises where the run that is there has another spec or other code
+        if self.earlier is None:
+            on_created(Run(made.run.path))
+        submission = self.earlier or submit_run(made.run, made.record, self.backend)
+        return Submitted(Run(made.run.path), submission.scheduler, submission.job_id, made.created)
+
+
+@dataclass(frozen=True)
+class PreparedResume:
+    """A run that was inspected for a resume; nothing has been written or queued. ``resize``: the new layout, if any."""
+
+    run: Run
+    report: ResumeReport
+    resize: Resize | None
+    from_scratch: bool
+    trust_owner: bool
+
+    @property
+    def record(self) -> RunRecord:
+        """The record that the job would read."""
+        return read_record(self.run.directory) if self.resize is None else self.resize.after
+
+    @property
+    def backend(self) -> Backend:
+        """The back end of the job."""
+        return backend_for(self.record.spec.cluster.scheduler)
+
+    def require_possible(self) -> tuple[str, ...]:
+        """Return warnings. Raises UsageError where the run is active or finished, or nothing valid is left of it."""
+        run = self.run.directory
+        refuse(run, self.report, from_scratch=self.from_scratch, resize=self.resize)
+        require_own_checkpoints(run, read_record(run).spec, trust_owner=self.trust_owner)
+        return require_external_to_resume(run, self.record, None if self.resize is None else self.resize.snapshot)
+
+    def render(self) -> RenderedJob:
+        """Return what would be handed to the scheduler."""
+        run = self.run.directory
+        return RenderedJob(run.run_id, run.path, self.backend.render(run, self.record))
+
+    def changes(self, job: RenderedJob) -> list[str] | None:
+        """Return the lines in which what render() returned differs from the last submission; None where none was."""
+        return changes_since_sent(self.run.directory, job.text)
+
+    def check(self) -> SubmissionSummary:
+        """Ask the scheduler, and return the cost of the steps left, the start and its warnings. Raises SchedulerError.
+
+        Leaves nothing behind.
+        """
+        run, record, report = self.run.directory, self.record, self.report
+        spec, plan = record.spec, record.plan
+        found = self.backend.preflight(spec, plan, run, record.code)
+        room = room_notes(spec, plan, run.path.parent, there=len(committed_folders(checkpoint_folder(run, spec))))
+        # If the checkpoints are not visible here, estimate progress from the steps that the ranks printed.
+        step = report.checkpoint.step if report.checkpoint is not None else int(report.job.progress.get("step", 0))
+        return SubmissionSummary(spec, plan, found.start, step, (*found.notes, *room), record.code)
+
+    def submit(self) -> Submitted:
+        """Hand the job over."""
+        done = resume_run(self.run.directory, from_scratch=self.from_scratch, resize=self.resize).submission
+        return Submitted(self.run, done.scheduler, done.job_id, created=False)
+
+
+def find_run(run: str | Path | Run) -> Run:
+    """Return the run of an id, of the beginning of one, or of a directory. Raises UsageError."""
+    return run if isinstance(run, Run) else Run(find_directory(str(run)).path)
+
+
+def list_runs() -> list[Run]:
+    """Return every run below the runs root (``$SCALETRAIN_RUNS``), in order of their ids."""
+    return [Run(run.path) for run in list_directories()]
+
+
+def status(run: str | Path | Run) -> RunStatus:
+    """Return the state of a run. A scheduler that does not answer makes the state unknown; it raises no error."""
+    return run_status(find_run(run).directory)
+
+
+def wait(run: str | Path | Run, timeout_seconds: float | None = None) -> RunStatus:
+    """Return the state once the run has ended, or after ``timeout_seconds``; the scheduler is asked every 2 s."""
+    found = find_run(run)
+    deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
+    while True:
+        seen = run_status(found.directory)
+        left = deadline - time.monotonic()
+        if is_over(found.directory, seen) or left <= 0:
+            return seen
+        time.sleep(min(_POLL_SECONDS, left))
+
+
+def explain(run: str | Path | Run) -> Explanation:
+    """Return why a run waits, or why it ended, with evidence and what to do."""
+    return explain_run(find_run(run).directory)
+
+
+def logs(
+    run: str | Path | Run, attempt: int | None = None, rank: int | None = None, last_lines: int | None = None
+) -> list[LogLine]:
+    """Return what the ranks of an attempt printed (default: the last one), rank by rank.
+
+    Raises UsageError where there is no such attempt or rank.
+    """
+    found = find_run(run).directory
+    with logs_brought(found):
+        return list(read_logs(found, attempt, rank, last_lines))
+
+
+def prepare_submission(
+    spec: RunSpec, *, run_id: str | None = None, trust_owner: bool = False, name: str | Path = "the run spec"
+) -> PreparedSubmission:
+    """Plan a run and check on this machine what the spec names; write nothing and ask no scheduler.
+
+    ``run_id`` (default: a new one) makes the submission repeatable. ``trust_owner`` accepts a run directory of another
+    user. ``name`` is what errors call the spec.
+    """
+    backend = backend_for(spec.cluster.scheduler)
+    plan, snapshot = plan_for_engine(spec, name), take_snapshot(spec)
+    if run_id is not None and os.path.lexists(runs_root() / run_id):
+        require_own_run(RunDir(runs_root() / run_id), trust_owner=trust_owner, remedy="Use another --run-id")
+    earlier = None if run_id is None else _submitted_before(run_id)
+    notes = require_external(spec, snapshot) if earlier is None else ()
+    return PreparedSubmission(spec, plan, backend, snapshot, notes, earlier, run_id, trust_owner)
+
+
+def submit(spec: RunSpec, *, run_id: str | None = None, trust_owner: bool = False) -> Submitted:
+    """Plan, check and submit a run. With a ``run_id`` it can be repeated: the same run is submitted once."""
+    prepared = prepare_submission(spec, run_id=run_id, trust_owner=trust_owner)
+    if prepared.earlier is None:
+        prepared.check()
+    return prepared.submit()
+
+
+def prepare_resume(
+    run: str | Path | Run,
+    overrides: Sequence[str] = (),
+    *,
+    from_scratch: bool = False,
+    new_code: bool = False,
+    trust_owner: bool = False,
+    dry_run: bool = False,
+) -> PreparedResume:
+    """Inspect a run and plan it again where ``overrides`` or ``new_code`` change it; write and queue nothing.
+
+    ``overrides``: as ``cluster.nodes=4``; ``dry_run``: the run directory need not be writable.
+    """
+    found = find_run(run)
+    owner = "Ask that user to resume it, or submit a run of your own"
+    require_own_run(found.directory, trust_owner=trust_owner, remedy=owner)
+    if not dry_run:
+        require_changeable(found.directory, f"{found.run_id} cannot be resumed")
+    resize = replan(found.directory, [*overrides], new_code=new_code) if overrides or new_code else None
+    return PreparedResume(found, inspect_resume(found.directory), resize, from_scratch, trust_owner)
+
+
+def resume(
+    run: str | Path | Run,
+    overrides: Sequence[str] = (),
+    *,
+    from_scratch: bool = False,
+    new_code: bool = False,
+    trust_owner: bool = False,
+) -> Submitted:
+    """Check and resume a run from its latest valid checkpoint, with fresh restart budgets.
+
+    ``overrides`` change its size or layout, as ``cluster.nodes=4``; what is trained cannot change.
+    """
+    prepared = prepare_resume(run, overrides, from_scratch=from_scratch, new_code=new_code, trust_owner=trust_owner)
+    prepared.require_possible()
+    prepared.check()
+    return prepared.submit()
+
+
+def cancel(
+    run: str | Path | Run, *, force: bool = False, trust_owner: bool = False, seen: RunStatus | None = None
+) -> Cancellation:
+    """Ask the ranks to save and stop; no further attempt starts. Does not wait for them.
+
+    ``force`` also removes what is left on dead nodes. ``seen`` is the latest status, if the caller has it.
+    """
+    found = find_run(run)
+    record = read_record(found.directory)
+    seen = seen or require_cancel(found, force=force, trust_owner=trust_owner)
+    if seen.state in _OVER:
+        return Cancellation(found.run_id, seen.state, cancelled=False)
+    backend = backend_for(record.spec.cluster.scheduler)
+    backend.cancel(found.directory, record)
+    removed = tuple(backend.force(found.directory, record)) if force else ()
+    return Cancellation(found.run_id, seen.state, cancelled=True, removed=removed)
+
+
+def require_cancel(run: Run, *, force: bool = False, trust_owner: bool = False) -> RunStatus:
+    """Return the status. Raises UsageError where this user may not cancel the run, or the back end has no force."""
+    backend = backend_for(read_record(run.directory).spec.cluster.scheduler)
+    if force and not backend.can_force:
+        raise UsageError(f"--force removes pods, and {run.run_id} is on {backend.name}.")
+    seen = run_status(run.directory)
+    if seen.state not in _OVER:
+        require_cancellable(run.directory, trust_owner=trust_owner)
+    return seen
+
+
+def _submitted_before(run_id: str) -> Submission | None:
+    """Return the submission of an existing run with this id, or None if there is none to reuse."""
+    run = RunDir(runs_root() / run_id)
+    # os.path, unlike Path, answers False for a name that no file can have.
+    if not os.path.isfile(run.record) or open_request(run) is not None:
+        return None
+    return read_submission(run)

@@ -1,0 +1,73 @@
+"""The Python interface: the same as the commands, without printing or prompting."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli import api
+from tests.cli.command_line import SMALL
+from tests.launch.conftest import wait_until
+from tests.tiny_program import settings
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> api.RunSpec:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+    return api.load_spec(SMALL, settings(tmp_path / "program", steps=4))
+
+
+def test_a_run_is_submitted_once_and_shown_to_its_end(spec: api.RunSpec, capsys: pytest.CaptureFixture[str]) -> None:
+    submitted = api.submit(spec, run_id="first")
+    assert submitted.created
+    again = api.submit(spec, run_id="first")
+    assert (again.created, again.job_id) == (False, submitted.job_id)
+    run = submitted.run
+    ended = run.wait(timeout_seconds=60)
+    assert (ended.state, ended.step) == ("finished", 4)
+    assert [line.text for line in run.logs()] == ["finished at step 4"]
+    assert run.explain().state == "finished"
+    assert api.list_runs() == [run] == [api.find_run("fir")]
+    assert (run.spec, run.plan) == (spec, api.make_plan(spec))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_run_is_cancelled_with_its_state_and_resumed(spec: api.RunSpec, tmp_path: Path) -> None:
+    slow = api.load_spec(SMALL, settings(tmp_path / "program", steps=100_000, step_seconds=0.02))
+    run = api.submit(slow).run
+    wait_until(lambda: run.status().step > 0, "a step")
+    assert run.cancel() == api.Cancellation(run.run_id, "running", cancelled=True)
+    saved = run.wait(timeout_seconds=60)
+    assert (saved.state, saved.last_checkpoint_step) == ("cancelled", saved.step)
+    assert run.cancel() == api.Cancellation(run.run_id, "cancelled", cancelled=False)
+    assert run.resume().job_id != saved.job_id
+    assert run.status().attempt == 2
+    run.cancel()
+    assert run.wait(timeout_seconds=60).state == "cancelled"
+
+
+def test_nothing_is_written_before_a_submission(spec: api.RunSpec, tmp_path: Path) -> None:
+    prepared = api.prepare_submission(spec, run_id="later")
+    assert "supervisor" in prepared.render().text
+    assert prepared.check().steps_left == 4
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_wrong_is_raised(spec: api.RunSpec) -> None:
+    with pytest.raises(api.SpecError):
+        api.load_spec(SMALL, ["training.stepz=1"])
+    with pytest.raises(api.UsageError):
+        api.status("no-such-run")
+    with pytest.raises(api.InfeasibleError):
+        api.submit(api.load_spec(SMALL, ["planner.framework=megatron"]))
+
+
+def test_every_public_name_is_there_typed_and_described() -> None:
+    for name in api.__all__:
+        value = getattr(api, name)
+        if callable(value):
+            assert inspect.getdoc(value), name
+        if inspect.isfunction(value):
+            assert "return" in value.__annotations__, name
