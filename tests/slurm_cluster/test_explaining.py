@@ -53,8 +53,8 @@ def test_a_job_that_waits_for_nodes_says_who_is_ahead_and_what_is_free(cluster: 
     told = {evidence.source: evidence.text for evidence in why_it_waits(behind, "a-1").evidence}
     assert told["squeue, partition main"] == "1 of 2 waiting jobs are ahead of it"
     assert told["sinfo, partition main"] == "2 alloc; 2 that could run something"
-    assert "NumNodes=2" in told["it asks for"]
-    wait_until(lambda: "Slurm expects" in str(why_it_waits(waiting, "a-1").evidence), "a start is expected", 90)
+    assert "NumNodes=2" in told["requested"]
+    wait_until(lambda: "start expected" in str(why_it_waits(waiting, "a-1").evidence), "a start is expected", 90)
 
 
 def test_what_no_patience_helps_is_told_from_what_will_come(cluster: DevCluster) -> None:

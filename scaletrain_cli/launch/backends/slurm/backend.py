@@ -42,6 +42,7 @@ from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.shared_folder import unshared_notes
 from scaletrain_cli.launch.submit import Request, open_request, read_submission
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
@@ -314,7 +315,7 @@ class SlurmBackend(Backend):
             return why_it_waits(status.job_id, run.run_id)
         except SchedulerError as error:
             evidence = (Evidence("the scheduler", error.message),)
-            return Finding("unknown", "Slurm does not say why the job waits", evidence, ("scaletrain doctor",))
+            return Finding.because("unknown", Reason("slurm.wait-no-answer"), evidence)
 
     def explain_never_began(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
         """Return the finding with what the controller, the accounting and the log of the job say."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scaletrain_cli.launch.backends.slurm.explain import parse_fields, queue_reason
+from scaletrain_cli.reason_texts.slurm import TEXTS
 
 SEEN = {
     "None": "resources",
@@ -47,12 +48,13 @@ def test_what_never_passes_says_so_and_says_what_to_do() -> None:
     for word in SEEN:
         reason = queue_reason(word)
         assert reason.for_ever == (reason.cause in ("never", "held") or word == "DependencyNeverSatisfied")
-        assert reason.actions or reason.cause in ("priority", "begin-time", "dependency", "resources")
+        text = TEXTS[reason.code.removeprefix("slurm.")]
+        assert text.remedies or reason.cause in ("priority", "begin-time", "dependency", "resources")
 
 
 def test_a_word_that_is_not_known_is_repeated() -> None:
     assert queue_reason("BurstBufferStageIn").cause == "unknown"
-    assert "BurstBufferStageIn" in queue_reason("(BurstBufferStageIn)").meaning
+    assert queue_reason("(BurstBufferStageIn)").code == "slurm.wait-unknown"
 
 
 def test_fields_hold_blanks_equals_signs_and_nothing() -> None:
