@@ -47,7 +47,7 @@ class Reason:
     """
 
     code: str
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = field(default_factory=dict, hash=False)  # which may hold lists
 
     def __str__(self) -> str:
         """Return the English sentence, without a full stop."""

@@ -8,6 +8,11 @@ _SMALLER = "Request less: `scaletrain cancel {run}`, then `scaletrain resume {ru
 _ELSEWHERE = "`scaletrain cancel {run}`, then `scaletrain resume {run} --set cluster.slurm.partition=...`"
 
 TEXTS: dict[str, Text] = {
+    # ---- Slurm's commands ------------------------------------------------------------------------------------------
+    "no-command": Text("{command} is not on this machine", ("Submit from a login node, or use scheduler: local",)),
+    "no-answer": Text("{command} did not answer within {seconds:.0f} s"),
+    "answer-lost": Text("{command} got no answer from Slurm: {said}"),
+    "command-failed": Text("{command} failed: {said}"),
     # ---- restart decisions -----------------------------------------------------------------------------------------
     "job-being-ended": Text("Slurm is ending the job, and it alone decides whether the job is queued again"),
     "job-not-requeued": Text(
@@ -81,4 +86,121 @@ TEXTS: dict[str, Text] = {
     "jobs-ahead": Text("{ahead} of {pending} pending jobs are ahead of it"),
     "no-accounting": Text("Slurm no longer knows job {job}, and its accounting has no record of it"),
     "resume-suspended": Text("scontrol resume {job} (for operators of the cluster)"),
+    # ---- preflight: what can never run -----------------------------------------------------------------------------
+    "never-runs": Text("Slurm can never run this job as requested. Nothing was queued"),
+    "refused": Text("Slurm refuses this job. Nothing was queued"),
+    "refused-value": Text("{said}", ("Correct it, or leave it out",)),
+    "no-default-partition": Text("this cluster has no default partition", ("Set it to one of {partitions:list}",)),
+    "unknown-partition": Text("this cluster has the partitions {partitions:list}", ("Use one of these",)),
+    "misspelled-partition": Text("this cluster has the partitions {partitions:list}", ("Did you mean {near}?",)),
+    "account-not-yours": Text("{user} may charge {accounts:list}", ("Use one of these, or ask to be added",)),
+    "qos-not-yours": Text("{user} may use {qos:list} in account {account}", ("Use one of these, or another account",)),
+    "partition-closed": Text("is {state} and takes no jobs", ("Use another, or wait",)),
+    "partition-admits-only": Text(
+        "partition {partition} admits only {allowed:list}", ("Set cluster.slurm.{what} or cluster.slurm.partition",)
+    ),
+    "partition-denies": Text(
+        "partition {partition} does not admit {mine}", ("Set cluster.slurm.{what} or cluster.slurm.partition",)
+    ),
+    "beyond-max-time": Text(
+        "jobs of {partition} may last {most} (MaxTime)",
+        ("Set it to {most} or less: a requeued run continues from its latest checkpoint",),
+    ),
+    "beyond-max-nodes": Text(
+        "a job of {partition} may have {most} nodes (MaxNodes)", ("Request fewer, or use another partition",)
+    ),
+    "below-min-nodes": Text(
+        "a job of {partition} must have {least} nodes (MinNodes)", ("Request more, or use another partition",)
+    ),
+    "nodes-of-other-partition": Text("{nodes:list} not in partition {partition}", ("Name nodes of that partition",)),
+    "too-few-nodes": Text("partition {partition} has {count:of node}", ("Request {most} at most",)),
+    "too-few-fitting-nodes": Text(
+        "partition {partition} has {count:of node} with enough resources for the job", ("Request {most} at most",)
+    ),
+    "too-few-nodes-without-excluded": Text(
+        "partition {partition} has {count:of node} for the job, without those in exclude ({excluded})",
+        ("Request {most} at most",),
+    ),
+    "gpu-type-elsewhere": Text(
+        "no node of partition {partition} has GPUs of this type; there are {types:list}",
+        ("Use one of these, or another partition",),
+    ),
+    "no-gpus": Text("no node of partition {partition} has GPUs", ("Use another partition",)),
+    "too-many-gpus": Text(
+        "nodes of partition {partition} have {most:of GPU}", ("Request {most} per node and more nodes",)
+    ),
+    "too-many-cpus": Text(
+        "nodes of {partition} have {most} CPUs; the job requests {asked} on each", ("Set it to {enough}",)
+    ),
+    "too-many-cpus-for-one": Text(
+        "nodes of {partition} have {most} CPUs; the job requests {asked} on each",
+        ("Leave it out, or request fewer ranks per node",),
+    ),
+    "too-much-memory": Text("nodes of partition {partition} have {most} MiB", ("Set it to {most}MiB or less",)),
+    "below-least-request": Text(
+        "a job of {owner} must request at least {allowed:g} {resource} ({kind})",
+        ("Request more, or use another account or QOS",),
+    ),
+    "beyond-wall-time": Text(
+        "{owner} allows jobs of {most} ({kind})", ("Set it to {most} or less, or use another account or QOS",)
+    ),
+    "beyond-quota-per-node": Text(
+        "{owner} may hold {allowed:g} {resource} on each node ({kind})",
+        ("Request less, or use another account or QOS",),
+    ),
+    "beyond-quota-per-job": Text(
+        "{owner} may hold {allowed:g} {resource} in a job ({kind})", ("Request less, or use another account or QOS",)
+    ),
+    "beyond-quota-at-once": Text(
+        "{owner} may hold {allowed:g} {resource} at once ({kind})", ("Request less, or use another account or QOS",)
+    ),
+    "qos-needs-reservation": Text(
+        "QOS {qos} is only for jobs in a reservation (RequiresReservation)", ("Name one, or use another QOS",)
+    ),
+    "unknown-reservation": Text("this cluster has {reservations:list}", ("Use one of these, or none",)),
+    "no-reservations": Text("this cluster has no reservations now", ("Use none",)),
+    # ---- preflight: what only waits, or should be known ------------------------------------------------------------
+    "note-plugin-may-change": Text("{subject}: {problem}. A plugin of the site may change that"),
+    "note-no-reserve": Text(
+        "QOS {qos} reserves no nodes for a pending job (NoReserve): smaller jobs may take every node that becomes free "
+        "until {nodes} are free at once"
+    ),
+    "note-partition-not-up": Text("partition {partition} is {state}: jobs wait until it is UP again"),
+    "note-nodes-down": Text(
+        "{usable} of {fitting} nodes of {partition} that fit the job are usable ({down:list}): it waits for {nodes}"
+    ),
+    "note-quota-in-use": Text(
+        "{owner} has {used:g} of its {allowed:g} {resource} in use ({kind}): the job waits for {asked:g}"
+    ),
+    "note-budget-used-up": Text("{owner} has used up its {allowed:g} minutes of {resource} ({kind})"),
+    "note-qos-needs-reservation": Text(
+        "QOS {qos} is only for jobs in a reservation (RequiresReservation). A plugin of the site may name one"
+    ),
+    "note-reservations-unknown": Text(
+        "whether reservation {reservation} exists, or maintenance is ahead, is not known: scontrol show reservation "
+        "did not answer"
+    ),
+    "note-maintenance-unknown": Text(
+        "whether maintenance is ahead is not known: scontrol show reservation did not answer"
+    ),
+    "note-reservation-hidden": Text(
+        "whether reservation {reservation} exists is not known: Slurm shows only those that you may use (PrivateData)"
+    ),
+    "note-reserved": Text(
+        "{what} {name} takes {count} nodes of {partition} from {began} to {until}: the job waits until it is over"
+    ),
+    "note-reserved-later": Text(
+        "{what} {name} takes {count} nodes of {partition} from {began} to {until}: the job waits until it is over, "
+        "unless cluster.slurm.time lets it end before that (at most {before})"
+    ),
+    "note-preemption-cancels": Text(
+        "{where} cancels the jobs that it preempts (PreemptMode={mode}): `scaletrain resume` continues the run"
+    ),
+    "note-preemption-suspends": Text(
+        "{where} suspends the jobs that it preempts (PreemptMode={mode}): the job keeps its memory and waits"
+    ),
+    "note-grace-too-short": Text(
+        "cluster.grace_seconds = {asked:g}, but {where} gives a preempted job {given:g} s ({source}): set it to "
+        "{given:g}, or what is not saved by then is lost"
+    ),
 }

@@ -51,8 +51,8 @@ def test_a_job_that_waits_for_nodes_says_who_is_ahead_and_what_is_free(cluster: 
     behind = sleeping(cluster, "--nodes=2", "--time=10", "--nice=1000")
     wait_until(lambda: cause_of(waiting) == "resources" and cause_of(behind) == "priority", "both have a reason", 60)
     told = {evidence.source: evidence.text for evidence in why_it_waits(behind, "a-1").evidence}
-    assert told["squeue, partition main"] == "1 of 2 waiting jobs are ahead of it"
-    assert told["sinfo, partition main"] == "2 alloc; 2 that could run something"
+    assert told["squeue, partition main"] == "1 of 2 pending jobs are ahead of it"
+    assert told["sinfo, partition main"] == "2 alloc; 2 usable"
     assert "NumNodes=2" in told["requested"]
     wait_until(lambda: "start expected" in str(why_it_waits(waiting, "a-1").evidence), "a start is expected", 90)
 
@@ -78,5 +78,5 @@ def test_a_job_that_is_over_is_told_by_the_controller_and_by_its_log(cluster: De
 
 def test_of_a_job_that_slurm_has_forgotten_that_is_said(cluster: DevCluster, tmp_path: Path) -> None:
     assert [evidence.text for evidence in how_it_ended("999999", tmp_path / "none")] == [
-        "it no longer knows job 999999 and keeps no accounting of it"
+        "Slurm no longer knows job 999999, and its accounting has no record of it"
     ]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, ClassVar
 
-from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError, UsageError, sentence
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.base import Backend, Check, Job, PreflightResult, Start
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
@@ -132,9 +132,7 @@ class SlurmBackend(Backend):
         site = self._site(spec)
         verdict = check_site(site, spec, lambda hosts: node_names(hosts, spec.secret_env))
         if verdict.problems:
-            raise SchedulerError(
-                "Slurm can never run this job as it is asked for. Nothing was queued.", verdict.problems
-            )
+            raise SchedulerError(Reason("slurm.never-runs"), verdict.problems)
         excluded = None if run is None else exclude_option(spec, exclusion_for(run, spec))
         options = sbatch_options(spec, "preflight", excluded)
         script = "\n".join(["#!/bin/bash", *(f"#SBATCH --{option}" for option in options)])
@@ -148,7 +146,8 @@ class SlurmBackend(Backend):
         start, rest = start_and_rest(said, site.now, reservations_hidden=site.hides_reservations)
         if spec.cluster.slurm.extra.get("hold") is True:
             start = Start(None, "it is queued on hold (cluster.slurm.extra), until `scontrol release`")
-        return PreflightResult(start, (*verdict.notes, *unshared_notes(runs_root(), spec.cluster.nodes), *rest))
+        notes = (*map(sentence, verdict.notes), *unshared_notes(runs_root(), spec.cluster.nodes), *rest)
+        return PreflightResult(start, notes, verdict.notes)
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return self._script(run, record, exclusion_for(run, record.spec))
@@ -457,9 +456,10 @@ def _at_its_key(spec: RunSpec, error: SchedulerError) -> SchedulerError:
     for name, phrases in _SAID_OF.items():
         value = getattr(spec.cluster.slurm, name)
         if value is not None and any(phrase in error.message for phrase in phrases):
-            key, said = f"cluster.slurm.{name}", error.message.rpartition("refused: ")[2].rstrip(".") + "."
-            problem = Problem(spec.where(key), key, said, str(value), "Correct it, or leave it out.")
-            return SchedulerError("Slurm refuses this job. Nothing was queued.", (problem,))
+            key = f"cluster.slurm.{name}"
+            params = {"said": error.reason.params["said"].rstrip(".") if error.reason is not None else error.message}
+            problem = Problem.because(spec.where(key), key, Reason("slurm.refused-value", params), value)
+            return SchedulerError(Reason("slurm.refused"), (problem,))
     return error
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.backends.base import Check
+from scaletrain_cli.reasons import Reason
 
 logger = logging.getLogger(__name__)
 _TIMEOUT_SECONDS = 120
@@ -65,7 +66,7 @@ def call_slurm(
     ``without`` names variables that it must not see, whatever they are called.
     """
     if shutil.which(command[0]) is None:
-        raise SchedulerError(f"{command[0]} is not on this machine. Submit from a login node, or use scheduler: local.")
+        raise SchedulerError(Reason("slurm.no-command", {"command": command[0]}))
     logger.debug("running %s", " ".join(command))
     try:
         answer = subprocess.run(
@@ -78,12 +79,12 @@ def call_slurm(
             timeout=seconds,
         )
     except subprocess.TimeoutExpired as error:
-        raise SchedulerSilentError(f"{command[0]} did not answer within {seconds:.0f} s.") from error
+        raise SchedulerSilentError(Reason("slurm.no-answer", {"command": command[0], "seconds": seconds})) from error
     if answer.returncode and not any(phrase in answer.stderr for phrase in accept):
         said = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
         if answer.returncode < 0 or any(phrase in answer.stderr for phrase in _ANSWER_LOST):
-            raise SchedulerSilentError(f"{command[0]} got no answer from Slurm: {said}")
-        raise SchedulerError(f"{' '.join(command[:2])} refused: {said}")
+            raise SchedulerSilentError(Reason("slurm.answer-lost", {"command": command[0], "said": said}))
+        raise SchedulerError(Reason("slurm.command-failed", {"command": " ".join(command[:2]), "said": said}))
     return answer
 
 

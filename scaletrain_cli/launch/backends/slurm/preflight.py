@@ -1,7 +1,7 @@
-"""Whether a site can ever run a job as the spec asks for it, told apart from what only makes it wait. Pure.
+"""The preflight check of a job against the site: what can never run, and what only makes the job wait. Pure functions.
 
-Every problem at once, each with what was given, what is allowed and what to do. Slurm itself accepts much of this and
-leaves the job pending for ever.
+All problems at once, each with what was given, what is allowed and what to do. Slurm itself accepts many of these jobs
+and leaves them pending for ever.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from scaletrain_cli.errors import Problem
 from scaletrain_cli.launch.backends.slurm.script import cores_per_node
 from scaletrain_cli.launch.backends.slurm.site import AT_LEAST, GPU, PER_NODE, Limit, Site, fit
 from scaletrain_cli.launch.backends.slurm.tables import Node, Partition
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec, RunSpec
-from scaletrain_cli.text import did_you_mean
+from scaletrain_cli.text import nearest_name
 
 # Whether a node of a partition could hold its part of a job at all, and which key of the spec asks too much.
 
@@ -45,26 +46,24 @@ def shortages(spec: RunSpec, partition: str, nodes: Sequence[Node]) -> Iterator[
 def _shortage(spec: RunSpec, partition: str, nodes: Sequence[Node], key: str) -> Problem:
     cluster, slurm = spec.cluster, spec.cluster.slurm
     given: object
+    where: dict[str, object] = {"partition": partition}
     if key == "cluster.slurm.gres_type":
         kinds = sorted({kind or "GPUs without a type" for node in nodes for kind, count in node.gpus.items() if count})
-        there = f"there are {', '.join(kinds)}" if kinds else "it has none"
-        given, message = slurm.gres_type, f"no node of partition {partition} has GPUs of this type; {there}."
-        hint = "Use one of these, or another partition." if kinds else "Use another partition."
+        code = "gpu-type-elsewhere" if kinds else "no-gpus"
+        given, reason = slurm.gres_type, Reason(f"slurm.{code}", where | {"types": kinds})
     elif key == "cluster.gpus_per_node":
         most = max(_gpus(cluster, node) for node in nodes)
-        given, message = cluster.gpus_per_node, f"nodes of partition {partition} have {most} GPUs."
-        hint = f"Ask for {most} per node and more nodes." if most else "Use another partition."
+        code = "too-many-gpus" if most else "no-gpus"
+        given, reason = cluster.gpus_per_node, Reason(f"slurm.{code}", where | {"most": most})
     elif key == "cluster.cpus_per_gpu":
         most = max(node.cpus for node in nodes)
-        asked = cores_per_node(cluster)
-        given, message = cluster.cpus_per_gpu, f"nodes of {partition} have {most} CPUs; the job wants {asked} on each."
         enough = most // cluster.gpus_per_node
-        hint = f"Set it to {enough}." if enough else "Leave it out, or ask for fewer ranks per node."
+        params = where | {"most": most, "asked": cores_per_node(cluster), "enough": enough}
+        given, reason = cluster.cpus_per_gpu, Reason(f"slurm.too-many-cpus{'' if enough else '-for-one'}", params)
     else:
         most = max(node.memory_mib for node in nodes)
-        given, message = slurm.memory_per_node, f"nodes of partition {partition} have {most} MiB."
-        hint = f"Set it to {most}MiB or less."
-    return Problem(spec.where(key), key, message, str(given), hint)
+        given, reason = slurm.memory_per_node, Reason("slurm.too-much-memory", where | {"most": most})
+    return Problem.because(spec.where(key), key, reason, given)
 
 
 def _gpus(cluster: ClusterSpec, node: Node) -> int:
@@ -89,23 +88,21 @@ def preemption_rule(site: Site, cluster: ClusterSpec) -> str:
     return f"Preemption: by {kind}, which is not known here." if kind else ""
 
 
-def preemption_notes(site: Site, cluster: ClusterSpec) -> Iterator[str]:
-    """What the spec should say otherwise under this rule."""
+def preemption_notes(site: Site, cluster: ClusterSpec) -> Iterator[Reason]:
+    """Yield what the spec should change under this rule."""
     for where, mode, grace in _rules(site, cluster):
         kill_wait = _kill_wait_seconds(site)
         given = grace or kill_wait
         name = "GraceTime" if grace else "no GraceTime, so KillWait"
         if "OFF" in mode:
             continue
+        params = {"where": where, "mode": mode, "given": given, "source": name, "asked": cluster.grace_seconds}
         if "CANCEL" in mode:
-            yield f"{where} cancels what it preempts (PreemptMode={mode}): `scaletrain resume` brings a run back."
+            yield Reason("slurm.note-preemption-cancels", params)
         elif "SUSPEND" in mode:
-            yield f"{where} suspends what it preempts (PreemptMode={mode}): the job keeps its memory and waits."
+            yield Reason("slurm.note-preemption-suspends", params)
         if "SUSPEND" not in mode and given < cluster.grace_seconds:
-            yield (
-                f"cluster.grace_seconds = {cluster.grace_seconds:g}, but {where} gives a preempted job {given:g} s "
-                f"({name}): set it to {given:g}, or what is not saved by then is lost."
-            )
+            yield Reason("slurm.note-grace-too-short", params)
 
 
 def _rules(site: Site, cluster: ClusterSpec) -> Iterator[tuple[str, str, float]]:
@@ -181,10 +178,10 @@ _REFUSING_STATES = ("DRAIN", "INACTIVE")
 
 @dataclass(frozen=True)
 class PreflightVerdict:
-    """What can never work, and what only waits or should be known."""
+    """Problems that no wait solves, and notes on what only waits or should be known."""
 
     problems: tuple[Problem, ...]
-    notes: tuple[str, ...]
+    notes: tuple[Reason, ...]
 
 
 def check_site(site: Site, spec: RunSpec, expand: Callable[[str], Collection[str]]) -> PreflightVerdict:
@@ -200,11 +197,14 @@ class _Judge:
 
     def verdict(self) -> PreflightVerdict:
         partitions = self.site.partitions_of(self.spec.cluster)
-        notes: list[str] = []
+        notes: list[Reason] = []
         named = [*self._no_partition(partitions), *self._who()]
         problems = [] if self.site.may_rewrite_jobs else named
         if self.site.may_rewrite_jobs:  # then sbatch --test-only is the judge of names
-            notes += [f"{one.subject}: {one.message} A plugin of the site may change that." for one in named]
+            notes += [
+                Reason("slurm.note-plugin-may-change", {"subject": one.subject, "problem": one.reason or one.message})
+                for one in named
+            ]
         by_partition = [list(self._of_partition(partition, notes)) for partition in partitions]
         if all(by_partition):  # Slurm takes the first of a list of partitions that can
             problems += [one for found in by_partition for one in found]
@@ -212,107 +212,103 @@ class _Judge:
         problems += self._reservation(notes)
         notes += preemption_notes(self.site, self.spec.cluster)
         if self.site.qos_says("NoReserve") and self.spec.cluster.nodes > 1:
-            notes.append(
-                f"QOS {self.site.qos} sets no nodes aside for a job that waits (NoReserve): smaller jobs may keep "
-                f"taking those that get free, until {self.spec.cluster.nodes} are free at once."
-            )
+            notes.append(Reason("slurm.note-no-reserve", {"qos": self.site.qos, "nodes": self.spec.cluster.nodes}))
         return PreflightVerdict(tuple(dict.fromkeys(problems)), tuple(dict.fromkeys(notes)))
 
-    def _problem(self, key: str, message: str, given: object, hint: str) -> Problem:
-        return Problem(self.spec.where(key), key, message, str(given), hint)
+    def _problem(self, key: str, code: str, given: object, **params: object) -> Problem:
+        return Problem.because(self.spec.where(key), key, Reason(f"slurm.{code}", params), given)
 
     def _no_partition(self, found: list[Partition]) -> Iterator[Problem]:
         wanted = self.spec.cluster.slurm.partition
         names = [partition.name for partition in self.site.partitions]
         if wanted is None and not found and names:
-            hint = f"Set it to one of {', '.join(names)}."
-            yield self._problem("cluster.slurm.partition", "this cluster has no default partition.", "null", hint)
+            yield self._problem("cluster.slurm.partition", "no-default-partition", "null", partitions=names)
         elif wanted is not None and names:
             for name in wanted.split(","):
                 if name not in names:
-                    hint = did_you_mean(name, names).strip() or "Use one of these."
-                    message = f"this cluster has the partitions {', '.join(names)}."
-                    yield self._problem("cluster.slurm.partition", message, name, hint)
+                    near = nearest_name(name, names)
+                    code = "unknown-partition" if near is None else "misspelled-partition"
+                    yield self._problem("cluster.slurm.partition", code, name, partitions=names, near=near)
 
     def _who(self) -> Iterator[Problem]:
         site, slurm = self.site, self.spec.cluster.slurm
         accounts = sorted({one.account for one in site.associations})
         if site.enforces("associations") and accounts and slurm.account and slurm.account not in accounts:
-            message = f"{site.user} may charge {', '.join(accounts)}."
             yield self._problem(
-                "cluster.slurm.account", message, slurm.account, "Use one of these, or ask to be added."
+                "cluster.slurm.account", "account-not-yours", slurm.account, user=site.user, accounts=accounts
             )
         allowed = sorted({qos for one in site.associations if one.account == site.account for qos in one.qos})
         if site.enforces("qos") and allowed and slurm.qos and slurm.qos not in allowed:
-            message = f"{site.user} may use {', '.join(allowed)} in account {site.account}."
-            yield self._problem("cluster.slurm.qos", message, slurm.qos, "Use one of these, or another account.")
+            params = {"user": site.user, "qos": allowed, "account": site.account}
+            yield self._problem("cluster.slurm.qos", "qos-not-yours", slurm.qos, **params)
 
-    def _of_partition(self, partition: Partition, notes: list[str]) -> Iterator[Problem]:
+    def _of_partition(self, partition: Partition, notes: list[Reason]) -> Iterator[Problem]:
         cluster, slurm, name = self.spec.cluster, self.spec.cluster.slurm, partition.name
         key = "cluster.slurm.partition"
         if partition.state in _REFUSING_STATES:
-            yield self._problem(key, f"is {partition.state} and takes no jobs.", name, "Use another, or wait.")
+            yield self._problem(key, "partition-closed", name, state=partition.state)
         elif partition.state != "UP":
-            notes.append(f"partition {name} is {partition.state}: jobs wait until it is UP again.")
+            notes.append(Reason("slurm.note-partition-not-up", {"partition": name, "state": partition.state}))
         longest = None if self.site.qos_may_lift("PartitionTimeLimit") else partition.max_seconds
         if (wanted := slurm.time) is not None and longest is not None and wanted > longest:
             most = _duration(longest)
-            yield self._problem(
-                "cluster.slurm.time",
-                f"jobs of {name} may last {most} (MaxTime).",
-                _duration(wanted),
-                f"Set it to {most} or less: a run that is requeued goes on from its last checkpoint.",
-            )
+            yield self._problem("cluster.slurm.time", "beyond-max-time", _duration(wanted), partition=name, most=most)
         most_nodes = None if self.site.qos_may_lift("PartitionMaxNodes") else partition.max_nodes
         if most_nodes is not None and cluster.nodes > most_nodes:
-            message = f"a job of {name} may have {partition.max_nodes} nodes (MaxNodes)."
-            yield self._problem("cluster.nodes", message, cluster.nodes, "Ask for fewer, or in another partition.")
+            yield self._problem("cluster.nodes", "beyond-max-nodes", cluster.nodes, partition=name, most=most_nodes)
         if cluster.nodes < partition.min_nodes and not self.site.qos_may_lift("PartitionMinNodes"):
-            message = f"a job of {name} must have {partition.min_nodes} nodes (MinNodes)."
-            yield self._problem("cluster.nodes", message, cluster.nodes, "Ask for more, or in another partition.")
+            least = partition.min_nodes
+            yield self._problem("cluster.nodes", "below-min-nodes", cluster.nodes, partition=name, least=least)
         for what, mine, allowed, denied in (
             ("account", self.site.account, partition.allowed_accounts, partition.denied_accounts),
             ("qos", self.site.qos, partition.allowed_qos, partition.denied_qos),
         ):
             if mine and (mine in denied or (allowed is not None and mine not in allowed)):
-                among = f"only {', '.join(sorted(allowed))}" if allowed is not None else f"not {mine}"
-                hint = f"Set cluster.slurm.{what} or cluster.slurm.partition."
-                yield self._problem(f"cluster.slurm.{what}", f"partition {name} admits {among}.", mine, hint)
+                code = "partition-denies" if allowed is None else "partition-admits-only"
+                named: dict[str, object] = {
+                    "partition": name,
+                    "what": what,
+                    "mine": mine,
+                    "allowed": sorted(allowed or ()),
+                }
+                yield self._problem(f"cluster.slurm.{what}", code, mine, **named)
         yield from self._nodes_of(partition, notes)
 
-    def _nodes_of(self, partition: Partition, notes: list[str]) -> Iterator[Problem]:
+    def _nodes_of(self, partition: Partition, notes: list[Reason]) -> Iterator[Problem]:
         """Whether so many nodes of that kind are there at all, in whatever state; and how many are out of order."""
         cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
         here = [node for node in self.site.nodes if partition.name in node.partitions]
         excluded = set(self.expand(slurm.exclude)) if slurm.exclude else set()
         pinned = set(self.expand(slurm.nodelist)) if slurm.nodelist else set()
         if here and pinned - {node.name for node in here}:
-            strange = ", ".join(sorted(pinned - {node.name for node in here}))
-            message = f"{strange} not in partition {partition.name}."
-            yield self._problem("cluster.slurm.nodelist", message, slurm.nodelist, "Name nodes of that partition.")
+            others: dict[str, object] = {
+                "nodes": sorted(pinned - {node.name for node in here}),
+                "partition": partition.name,
+            }
+            yield self._problem("cluster.slurm.nodelist", "nodes-of-other-partition", slurm.nodelist, **others)
             return
         offered = [node for node in here if node.name not in excluded]
         fitting = [node for node in offered if not any(too_small(cluster, node))]
         if not here or len(fitting) >= cluster.nodes:
             usable = sum(node.is_usable for node in fitting)
             if here and usable < cluster.nodes:
-                down = ", ".join(f"{node.name} {node.state}" for node in fitting if not node.is_usable)
-                notes.append(
-                    f"{usable} of {len(fitting)} nodes of {partition.name} that fit the job are in order ({down}): "
-                    f"it waits until {cluster.nodes} are."
-                )
+                down = [f"{node.name} {node.state}" for node in fitting if not node.is_usable]
+                counts = {"usable": usable, "fitting": len(fitting), "nodes": cluster.nodes}
+                notes.append(Reason("slurm.note-nodes-down", counts | {"partition": partition.name, "down": down}))
             else:
                 notes.extend(self._reserved(partition, fitting))
             return
         if fitting or not offered:
-            kind = "that fit the job" if len(fitting) < len(here) else "in all"
-            less = f", beside those in exclude ({slurm.exclude})" if excluded else ""
-            message = f"partition {partition.name} has {len(fitting)} nodes {kind}{less}."
-            yield self._problem("cluster.nodes", message, cluster.nodes, f"Ask for {max(1, len(fitting))} at most.")
+            code = "too-few-nodes" if len(fitting) == len(here) else "too-few-fitting-nodes"
+            if excluded:
+                code = "too-few-nodes-without-excluded"
+            params: dict[str, object] = {"count": len(fitting), "most": max(1, len(fitting))}
+            params |= {"partition": partition.name, "excluded": slurm.exclude}
+            yield self._problem("cluster.nodes", code, cluster.nodes, **params)
             return
         yield from shortages(self.spec, partition.name, offered)
 
-    def _quotas(self, partitions: list[Partition], notes: list[str]) -> Iterator[Problem]:
+    def _quotas(self, partitions: list[Partition], notes: list[Reason]) -> Iterator[Problem]:
         """Against what the account and QOS may hold at once: never, or not now."""
         cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
         if not self.site.enforces("limits"):
@@ -330,57 +326,43 @@ class _Judge:
         for limit in found.never:
             yield self._beyond(limit, request)
         for limit in found.busy:
-            used, allowed = f"{limit.used:g}", f"{limit.allowed:g}"
-            if limit.kind == "GrpTRESMins":
-                notes.append(f"{limit.owner} has used up its {allowed} minutes of {limit.in_words} ({limit.kind}).")
-            else:
-                notes.append(
-                    f"{limit.owner} has {used} of its {allowed} {limit.in_words} in use ({limit.kind}): "
-                    f"the job waits for {request.get(limit.resource, 1):g}."
-                )
+            params = _limit_params(limit) | {"used": limit.used, "asked": request.get(limit.resource, 1)}
+            used_up = limit.kind == "GrpTRESMins"
+            notes.append(Reason("slurm.note-budget-used-up" if used_up else "slurm.note-quota-in-use", params))
 
     def _beyond(self, limit: Limit, request: dict[str, float]) -> Problem:
-        at_once = "on each node" if limit.kind == PER_NODE else "in a job" if limit.used is None else "at once"
-        elsewhere = "or use another account or QOS."
+        params = _limit_params(limit)
         if limit.kind == AT_LEAST:
-            message = f"a job of {limit.owner} must ask for {limit.allowed:g} {limit.in_words} ({limit.kind})."
             given = f"{request[limit.resource]:g} {limit.in_words} over all nodes"
-            return self._problem("cluster.nodes", message, given, f"Ask for more, {elsewhere}")
+            return self._problem("cluster.nodes", "below-least-request", given, **params)
         if limit.resource == "seconds":
-            most = _duration(limit.allowed)
             given = _duration(self.spec.cluster.slurm.time or 0)
-            message = f"{limit.owner} allows jobs of {most} ({limit.kind})."
-            return self._problem("cluster.slurm.time", message, given, f"Set it to {most} or less, {elsewhere}")
-        key = {"mem": "cluster.slurm.memory_per_node", "cpu": "cluster.cpus_per_gpu"}.get(
-            limit.resource, "cluster.nodes"
-        )
-        message = f"{limit.owner} may hold {limit.allowed:g} {limit.in_words} {at_once} ({limit.kind})."
+            params["most"] = _duration(limit.allowed)
+            return self._problem("cluster.slurm.time", "beyond-wall-time", given, **params)
+        keys = {"mem": "cluster.slurm.memory_per_node", "cpu": "cluster.cpus_per_gpu"}
         given = f"{request.get(limit.resource, 1):g} {limit.in_words} over all nodes"
-        return self._problem(key, message, given, f"Ask for less, {elsewhere}")
+        code = "per-node" if limit.kind == PER_NODE else "per-job" if limit.used is None else "at-once"
+        return self._problem(keys.get(limit.resource, "cluster.nodes"), f"beyond-quota-{code}", given, **params)
 
-    def _reservation(self, notes: list[str]) -> Iterator[Problem]:
+    def _reservation(self, notes: list[Reason]) -> Iterator[Problem]:
         """The one that is asked for. What Slurm does not show may be there: then sbatch --test-only is the judge."""
         wanted, site = self.spec.cluster.slurm.reservation, self.site
         if site.qos_says("RequiresReservation") and wanted is None:
-            message = f"QOS {site.qos} is for jobs in a reservation alone (RequiresReservation)."
             if site.may_rewrite_jobs:
-                notes.append(f"{message} A plugin of the site may name one.")
+                notes.append(Reason("slurm.note-qos-needs-reservation", {"qos": site.qos}))
                 return
-            yield self._problem("cluster.slurm.reservation", message, "null", "Name one, or use another QOS.")
+            yield self._problem("cluster.slurm.reservation", "qos-needs-reservation", "null", qos=site.qos)
         names = [one.name for one in site.reservations or ()]
         if site.reservations is None:
-            what = f"reservation {wanted} is there, or maintenance" if wanted is not None else "maintenance is"
-            notes.append(f"whether {what} ahead is not known: scontrol show reservation has no answer.")
+            code = "note-maintenance-unknown" if wanted is None else "note-reservations-unknown"
+            notes.append(Reason(f"slurm.{code}", {"reservation": wanted}))
         elif wanted is not None and wanted not in names and site.hides_reservations:
-            notes.append(
-                f"whether reservation {wanted} is there is not known: Slurm shows you those alone that you may use "
-                "(PrivateData). It judges itself."
-            )
+            notes.append(Reason("slurm.note-reservation-hidden", {"reservation": wanted}))
         elif wanted is not None and wanted not in names:
-            there = f"this cluster has {', '.join(names)}." if names else "this cluster has none now."
-            yield self._problem("cluster.slurm.reservation", there, wanted, "Use one of these, or none.")
+            code = "unknown-reservation" if names else "no-reservations"
+            yield self._problem("cluster.slurm.reservation", code, wanted, reservations=names)
 
-    def _reserved(self, partition: Partition, fitting: list[Node]) -> Iterator[str]:
+    def _reserved(self, partition: Partition, fitting: list[Node]) -> Iterator[Reason]:
         """Reservations that the job cannot end before, where too few nodes are left beside them."""
         slurm, now = self.spec.cluster.slurm, self.site.now
         lasts = slurm.time or partition.default_seconds or partition.max_seconds or float("inf")
@@ -396,15 +378,22 @@ class _Judge:
             hit = sorted(one.nodes & {node.name for node in fitting})
             if not hit:
                 continue
-            what = "maintenance" if one.is_maintenance else "reservation"
             began, until = (time.strftime(_WHEN, time.localtime(moment)) for moment in (one.start, one.end))
-            before = ""
-            if one.start - now > 600:
-                before = f", unless cluster.slurm.time lets it end before that (at most {_duration(one.start - now)})"
-            yield (
-                f"{what} {one.name} takes {len(hit)} nodes of {partition.name} from {began} to {until}: "
-                f"the job waits until it is over{before}."
-            )
+            params = {
+                "what": "maintenance" if one.is_maintenance else "reservation",
+                "name": one.name,
+                "count": len(hit),
+                "partition": partition.name,
+                "began": began,
+                "until": until,
+                "before": _duration(one.start - now),
+            }
+            soon = one.start - now <= 600
+            yield Reason("slurm.note-reserved" if soon else "slurm.note-reserved-later", params)
+
+
+def _limit_params(limit: Limit) -> dict[str, object]:
+    return {"owner": limit.owner, "allowed": limit.allowed, "resource": limit.in_words, "kind": limit.kind}
 
 
 def _duration(seconds: float) -> str:
