@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
+import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,56 +55,36 @@ def documents_for(run: RunDir, record: RunRecord) -> dict[str, str | bytes]:
     return documents | {files[suffix].name: contents[suffix] for suffix in suffixes}
 
 
-# Objects as YAML that every reader takes alike: kubectl follows YAML 1.1, where `on`, `1_0` and `12:30` are no texts.
-
-
+# Strings that YAML 1.1, which kubectl reads, and YAML 1.2 both read as strings without quotes. Others, such as `on`,
+# `1_0` and `12:30`, are quoted.
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./@=-]*(:[A-Za-z0-9_./@=-]+)*( [A-Za-z0-9_./@=-]+)*")
-_OTHERWISE = frozenset("y n yes no on off true false null none nan inf infinity".split())
-# What JSON may leave as it is and YAML may not: DEL, C1 controls, line separators, the byte-order mark, surrogates.
-_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff\ufffe\uffff]")
+_NOT_STRINGS = frozenset("y n yes no on off true false null none nan inf infinity".split())
 
 
 def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
-    """One document for each object, with `---` between them."""
-    return "---\n".join("".join(f"{line}\n" for line in _lines(one)) for one in objects)
+    """Return one YAML document for each object, separated by ``---``."""
+    from ruamel.yaml import YAML, SafeRepresenter
 
+    class Representer(SafeRepresenter):
+        """Writes no anchors, and quotes every string that a reader could take for something else."""
 
-def _lines(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _entry(f"{_text(str(key))}:", item, "  ")
-    else:
-        for item in value:
-            inner = _lines(item) if _is_nested(item) else iter([_scalar(item)])
-            yield f"- {next(inner)}"
-            yield from (f"  {line}" for line in inner)
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
 
+        def represent_text(self, text: str) -> Any:
+            is_plain = _PLAIN.fullmatch(text) and text.lower() not in _NOT_STRINGS
+            return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain else '"')
 
-def _entry(head: str, item: Any, indent: str) -> Iterator[str]:
-    if not _is_nested(item):
-        yield f"{head} {_scalar(item)}"
-        return
-    yield head
-    yield from (f"{indent}{line}" for line in _lines(item))
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, Mapping | list | tuple) and len(value) > 0
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, str):
-        return _text(value)
-    if isinstance(value, Mapping):
-        return "{}"
-    return "[]" if isinstance(value, list | tuple) else json.dumps(value)
-
-
-def _text(value: str) -> str:
-    if _PLAIN.fullmatch(value) and value.lower() not in _OTHERWISE:
-        return value
-    quoted = json.dumps(value, ensure_ascii=False)
-    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", quoted)
+    Representer.add_representer(str, Representer.represent_text)
+    writer = YAML(typ="safe", pure=True)
+    writer.Representer = Representer
+    writer.default_flow_style = False
+    writer.sort_base_mapping_type_on_output = False
+    writer.indent(mapping=2, sequence=4, offset=2)
+    writer.width = _LONGEST_LINE
+    stream = io.StringIO()
+    writer.dump_all(list(objects), stream)
+    return stream.getvalue()
 
 
 # The native gang of Kubernetes 1.36 (scheduling.k8s.io/v1alpha2), behind `native_gang`.
@@ -190,6 +170,7 @@ def _about_preemption(spec: RunSpec) -> Iterator[Reason]:
 
 
 Object = dict[str, Any]
+_LONGEST_LINE = 2**31  # longer strings are never folded
 _LARGEST_DOCUMENTS_BYTES = 1_000_000  # an object may have 1 MiB in all
 
 
