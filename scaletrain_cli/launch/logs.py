@@ -139,7 +139,7 @@ def logs_brought(run: RunDir, *, follow: bool = False) -> Iterator[str]:
     try:
         logs = backend_for(record.spec.cluster.scheduler).logs(run, record)
         if logs is not None:
-            logs.bring()
+            logs.fetch()
             if follow:
                 following.enter_context(logs.following())
     except (SchedulerError, UsageError) as error:

@@ -187,7 +187,7 @@ TEXTS: dict[str, Text] = {
         "(cluster.kubernetes.queue); elsewhere set spec.suspend to false"
     ),
     "queue-unreadable": Text(
-        "waits in queue {queue}; you may not see why: it takes the right to list workloads.kueue.x-k8s.io"
+        "waits in queue {queue}; why is unknown: you need the right to list workloads.kueue.x-k8s.io"
     ),
     "no-workload": Text(
         "suspended, and Kueue has created no Workload for it: Kueue is not running or does not manage {kind}s. It "

@@ -139,7 +139,7 @@ class Check:
 class LogFetcher(Protocol):
     """Copies the output of ranks that write elsewhere into the run directory, each line once."""
 
-    def bring(self) -> None:
+    def fetch(self) -> None:
         """Copy what is new. Raises SchedulerError, after everything that could be copied."""
 
     def following(self) -> AbstractContextManager[None]:

@@ -1,6 +1,6 @@
-"""The API server, by the official client: objects as plain dicts in and out, and a typed error for every refusal.
+"""The API server through the official client: objects as plain dicts, and a typed error for every refusal.
 
-Asks by path, so no discovery is needed and nothing is converted into the client's models. Knows no runs.
+Requests go to paths, so no discovery is needed and nothing is converted into the client's models.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from scaletrain_cli.safe_files import expand_home
 FIELD_MANAGER = "scaletrain"
 logger = logging.getLogger(__name__)
 _CONNECT_SECONDS = 5.0
-_MAY_HAVE_DONE_IT = (502, 503, 504)  # of something between here and the server
+_MAY_BE_APPLIED = (502, 503, 504)  # by a gateway or proxy before the server
 _BUSY, _BUSY_PAUSES_SECONDS = 429, (1.0, 2.0, 4.0)
 _READ_SECONDS = 30.0
-_LOG_SECONDS = 10.0  # to the first line, for which the server asks the pod's node: that may be dead
+_LOG_SECONDS = 10.0  # to the first line, which comes from the pod's node, that may be dead
 _FOLLOW_SECONDS = 300.0  # of silence, after which a followed log is asked for again
 _SILENCE_SECONDS = 10.0
 _PAGE = 500
@@ -47,11 +47,11 @@ class Cluster:
         self.where = where
         self._silent_since: float | None = None
         self._versions: dict[Kind, Kind] = {}  # which one the cluster has, of kinds with older ones
-        # The client's own way to send any path with its credentials; it would read all of the API's groups first.
+        # Sends any path with the client's credentials; without this discoverer it would first read all API groups.
         self._client = DynamicClient(client, discoverer=lambda client, cache_file: None)
 
     def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        """One object; None when there is none of this name. Raises NotServedError where there is no such kind."""
+        """Return one object, or None if none has this name. Raises NotServedError if the cluster has no such kind."""
         try:
             found = self._in_its_version(kind, lambda served: self._json("get", served, served.path(namespace, name)))
             return as_newest(kind, found)
@@ -63,7 +63,7 @@ class Cluster:
             raise
 
     def find(self, kind: Kind, namespace: str, *, labels: str = "", fields: str = "") -> list[Object]:
-        """All objects that the selectors leave."""
+        """Return all objects that match the selectors."""
         found = self._in_its_version(kind, lambda served: self._find(served, namespace, labels, fields))
         return [as_newest(kind, item) for item in found]
 
@@ -79,7 +79,7 @@ class Cluster:
                 return found
 
     def _in_its_version(self, kind: Kind, ask: Callable[[Kind], _Answer]) -> _Answer:
-        """Ask in the version that the cluster has; NotServedError of the newest where it has none of them."""
+        """Return the answer in the version that the cluster serves. Raises NotServedError if it serves none."""
         older = (dataclasses.replace(kind, version=version) for version in kind.older)
         refused: NotServedError | None = None
         for served in sorted((kind, *older), key=lambda one: one != self._versions.get(kind, kind)):
@@ -98,12 +98,12 @@ class Cluster:
         raise refused
 
     def events(self, namespace: str, name: str) -> list[Object]:
-        """What was told of the objects of this name, oldest first. The server forgets events within hours."""
+        """Return the events of the objects of this name, oldest first. The server keeps events for about an hour."""
         found = self.find(EVENT, namespace, fields=f"involvedObject.name={name}")
         return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
 
     def apply(self, body: Object, *, dry_run: bool = False) -> Object:
-        """Make the object, or make the one of its name like it. ``dry_run`` asks for the judgement alone."""
+        """Create or update the object, or with ``dry_run`` only validate it. Return it as the server has it."""
         kind, metadata = kind_of(body), body["metadata"]
         return self._json(
             "patch",
@@ -174,7 +174,7 @@ class Cluster:
         last_lines: int | None = None,
         follow: bool = False,
     ) -> Iterator[str]:
-        """A container's lines, each beginning with its time; from second ``since`` on (RFC 3339).
+        """Yield a container's lines, each beginning with its time, from second ``since`` on (RFC 3339).
 
         Raises RefusedError for a node that does not answer, too.
         """
@@ -187,10 +187,10 @@ class Cluster:
         try:
             yield from _lines(response.stream(1 << 16))
         except _transport_errors() as error:
-            if not follow:  # one that is followed may go silent, or its node away; who follows asks again
+            if not follow:  # a followed log may go silent; the follower asks again
                 raise self._silent_node(pod, error) from error
         finally:
-            response.close()  # whatever was not read would be the answer to the next question
+            response.close()  # unread data would be taken for the answer to the next request
 
     def serves(self, kind: Kind) -> bool:
         """Return whether the cluster has this kind, in this version or an older one that is known here."""
@@ -206,7 +206,7 @@ class Cluster:
         return any(resource.get("name") == kind.plural for resource in found.get("resources", []))
 
     def version(self, patience_seconds: float = _READ_SECONDS) -> str:
-        """The server's version, as ``v1.36.2``. The cheapest question that shows whether it answers."""
+        """Return the server's version, such as ``v1.36.2``. The cheapest request that shows whether it answers."""
         answer = self._parsed(self._send("get", None, "/version", read_seconds=patience_seconds).data)
         return str(answer.get("gitVersion", "of unknown version"))
 
@@ -220,7 +220,7 @@ class Cluster:
             answer = None
         if not isinstance(answer, dict):
             text = " ".join(data[:200].decode(errors="replace").split())
-            raise RefusedError(f"{self.where} answers, but not as Kubernetes does: {text!r}. Is it a proxy?", 200, text)
+            raise RefusedError(f"{self.where} did not return a Kubernetes object: {text!r}. Is it a proxy?", 200, text)
         return answer
 
     def _silent_node(self, pod: str, error: BaseException) -> RefusedError:
@@ -241,26 +241,26 @@ class Cluster:
 
         timeout = (_CONNECT_SECONDS, read_seconds)
         if self._silent_since is not None and time.monotonic() - self._silent_since < _SILENCE_SECONDS:
-            raise SchedulerError(f"{self.where} did not answer just now.")  # or a list of runs would wait for each
+            raise SchedulerError(f"{self.where} did not answer a moment ago.")  # else each run of a list would wait
         logger.debug("%s %s %s", self.where, method, path)
         try:
             return self._ask(method, path, serialize=False, _request_timeout=timeout, **options)
         except ApiException as error:
-            if method != "get" and (error.status in _MAY_HAVE_DONE_IT or may_be_applied(str(error.body))):
-                message = f"{self.where} failed at it ({error.status} {error.reason})."
-                raise SchedulerSilentError(f"{message} Whether it did what was asked is not known.") from error
+            if method != "get" and (error.status in _MAY_BE_APPLIED or may_be_applied(str(error.body))):
+                message = f"{self.where} server error ({error.status} {error.reason})."
+                raise SchedulerSilentError(f"{message} The request may have been applied.") from error
             raise refusal(self.where, method, kind, path, error) from error
         except _transport_errors() as error:
-            if by_node_of and _is_late(error):  # the server itself may be well, and others ask it at this moment
+            if by_node_of and _is_late(error):  # only the node is silent; the server may answer other requests
                 raise self._silent_node(by_node_of, error) from error
             message = f"{self.where} does not answer: {_short(error)}. Check the VPN, the server and the context."
             if method == "get":
                 self._silent_since = time.monotonic()
                 raise SchedulerError(message) from error
-            raise SchedulerSilentError(f"{message} Whether it did what was asked is not known.") from error
+            raise SchedulerSilentError(f"{message} The request may have been applied.") from error
 
     def _ask(self, method: str, path: str, **options: Any) -> Any:
-        """Again while the server has too much to do, which it says before it does anything."""
+        """Send the request, and again while the server answers 429, which it does before it acts."""
         from kubernetes.client.exceptions import ApiException
 
         for pause in _BUSY_PAUSES_SECONDS:
@@ -274,16 +274,16 @@ class Cluster:
 
 
 def connect(context: str | None, namespace: str) -> Cluster:
-    """The API server of ``context`` of the kubeconfig; else of the pod that this runs in; else of the current context.
+    """Return the API server of ``context``; without one, of the pod that this runs in, or of the current context.
 
-    Asks nothing yet. Raises UsageError without the client's package, SchedulerError without usable credentials.
+    Sends no request. Raises UsageError without the client's package, SchedulerError without usable credentials.
     """
     return _connect(context, namespace, os.environ.get("KUBECONFIG") or None)
 
 
 @functools.lru_cache
 def _connect(context: str | None, namespace: str, file: str | None) -> Cluster:
-    """Once for all runs of a list: credentials may come from a program that takes a second."""
+    """Return one connection for all runs of a list: credentials may come from a program that takes a second."""
     try:
         from kubernetes import client, config
     except ImportError as error:
@@ -292,7 +292,7 @@ def _connect(context: str | None, namespace: str, file: str | None) -> Cluster:
             install_command("k8s"),
         ) from error
     settings = client.Configuration()
-    settings.retries = False  # each would wait as long again
+    settings.retries = False  # each would wait for the whole time limit again
     settings.connection_pool_maxsize = _MOST_CONNECTIONS
     try:
         if context is None and _is_in_cluster(os.environ):
@@ -301,7 +301,7 @@ def _connect(context: str | None, namespace: str, file: str | None) -> Cluster:
         else:
             config.load_kube_config(file, context=context, client_configuration=settings, persist_config=False)
             name = f"context {context or config.list_kube_config_contexts(file)[1]['name']}"
-    except Exception as error:  # whatever may be wrong in a kubeconfig, and in the programs that it names
+    except Exception as error:  # anything can be wrong in a kubeconfig and in the programs that it names
         wanted = f"context {context}" if context else "the current context"
         raise SchedulerError(
             f"{wanted} of the kubeconfig ({file or '~/.kube/config'}) cannot be used: "
@@ -320,7 +320,7 @@ def configured_namespace(context: str | None) -> str | None:
         from kubernetes import config
 
         known, current = config.list_kube_config_contexts(os.environ.get("KUBECONFIG") or None)
-    except Exception:  # connect() says what is wrong with the file
+    except Exception:  # connect() reports what is wrong with the file
         return None
     wanted = current if context is None else next((one for one in known if one["name"] == context), None)
     named = (wanted or {}).get("context", {}).get("namespace")
@@ -328,13 +328,13 @@ def configured_namespace(context: str | None) -> str | None:
 
 
 def is_configured() -> bool:
-    """Whether there is anything to connect to: a kubeconfig, or the cluster of the pod that this runs in."""
+    """Return whether there is a kubeconfig, or this runs in a pod of a cluster."""
     files = (os.environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)
     return any(expand_home(file).is_file() for file in files if file) or _is_in_cluster(os.environ)
 
 
 def _is_in_cluster(environment: Mapping[str, str]) -> bool:
-    """A notebook in a pod may have a kubeconfig all the same, which was set on purpose then."""
+    """Return whether to use the pod's own cluster: a kubeconfig that is set in a pod, as in a notebook, comes first."""
     return "KUBERNETES_SERVICE_HOST" in environment and "KUBECONFIG" not in environment and _IN_CLUSTER_TOKEN.is_file()
 
 
@@ -345,7 +345,7 @@ def _transport_errors() -> tuple[type[BaseException], ...]:
 
 
 def _is_late(error: BaseException) -> bool:
-    """Whether there was a connection, and nothing came."""
+    """Return whether the connection was made and no answer came in time."""
     import urllib3.exceptions
 
     return isinstance(error, urllib3.exceptions.ReadTimeoutError)

@@ -1,7 +1,4 @@
-"""An API server's refusals as errors of ours: where, what, which right or resource is missing, and what to do.
-
-Knows the shape of a Status object, and asks nobody.
-"""
+"""Errors for the API server's refusals: where, what, which right or resource is missing, and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from scaletrain_cli.project_files import project_file
 
 
 class RefusedError(SchedulerError):
-    """The API server answered, and not as hoped. ``status`` is HTTP's; ``said`` the server's own words."""
+    """The API server refused a request. ``status`` is the HTTP status, ``said`` the server's own message."""
 
     def __init__(self, message: str, status: int, said: str, problems: tuple[Problem, ...] = ()) -> None:
         super().__init__(message, problems)
@@ -23,12 +20,12 @@ class RefusedError(SchedulerError):
 
     @property
     def is_rights(self) -> bool:
-        """Whether the user lacks a right, as opposed to an object that breaks a rule or a quota."""
+        """True if the user lacks a right; False if an object breaks a rule or a quota."""
         return self.status == 403 and missing_right(self.said) is not None
 
 
 class NotServedError(RefusedError):
-    """The cluster has no such resource: its CRD is missing, or of another version."""
+    """The cluster has no such resource: its CRD is missing or has another version."""
 
     def __init__(self, message: str, kind: Kind) -> None:
         super().__init__(message, 404, message)
@@ -36,15 +33,15 @@ class NotServedError(RefusedError):
 
 
 def refusal(where: str, method: str, kind: Kind | None, path: str, error: Any) -> RefusedError:
-    """The server's answer in the words of who asked."""
+    """Return the error for the answer ``error`` of the client to ``method`` on ``path``."""
     answer = _status_of(error)
     said = str(answer.get("message") or error.reason or f"HTTP {error.status}").strip()
     subject = f"{where}: {path.rpartition('/')[2] if kind is None else kind.name}"
-    if error.status == 0:  # how the client tells of a certificate
+    if error.status == 0:  # the client reports a bad certificate in this way
         return RefusedError(f"{where}: no trusted connection: {said}. Check the CA of the context.", 0, said)
     if error.status == 401:
         advice = "Log in again: the credentials of the context are missing, wrong or out of date."
-        return RefusedError(f"{where} does not know you (401). {advice}", 401, said)
+        return RefusedError(f"{where}: not authenticated (401). {advice}", 401, said)
     if (missing := missing_right(said)) is not None:
         right = f"{missing.verb} {missing.resource}" + (f".{missing.group}" if missing.group else "")
         advice = (
@@ -63,7 +60,7 @@ def refusal(where: str, method: str, kind: Kind | None, path: str, error: Any) -
 
 
 def _status_of(error: Any) -> Object:
-    """The Status object in a refusal; what is not the API server's own (a proxy's page) has none."""
+    """Return the Status object of a refusal; empty if the body is not the API server's own, such as a proxy's page."""
     try:
         answer = json.loads(error.body)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The kinds of object that are asked for, and where the API server keeps them. Knows no objects and asks nobody."""
+"""The kinds of objects that the back end uses, and their paths on the API server. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Object = dict[str, Any]  # as the API server writes it
 
 @dataclass(frozen=True)
 class Kind:
-    """A resource. ``install`` says how a cluster that has none of it gets it.
+    """A resource type. ``install`` is how to install it on a cluster.
 
     ``older`` are versions that a cluster may have in place of this one, the newest first; these are only read.
     """
@@ -30,11 +30,11 @@ class Kind:
 
     @property
     def root(self) -> str:
-        """The path of the group's version."""
+        """Path of the version of the group."""
         return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
 
     def path(self, namespace: str, name: str = "", part: str = "") -> str:
-        """The path of one object, or of all (in any namespace for ``""``); ``part`` is a subresource, as ``log``."""
+        """Return the path of one object, or of all (in all namespaces for ``""``); ``part`` is a subresource."""
         middle = f"/namespaces/{quote(namespace, safe='')}" if self.namespaced and namespace else ""
         end = f"/{quote(name, safe='')}" if name else ""
         return f"{self.root}{middle}/{self.plural}{end}" + (f"/{part}" if part else "")
@@ -50,7 +50,7 @@ _VOLCANO = (
     "helm repo add volcano-sh https://volcano-sh.github.io/helm-charts && "
     "helm install volcano volcano-sh/volcano -n volcano-system --create-namespace"
 )
-_TRAINER = "Kubeflow Trainer 2, as https://www.kubeflow.org/docs/components/trainer says"
+_TRAINER = "Kubeflow Trainer 2, as https://www.kubeflow.org/docs/components/trainer describes"
 
 CONFIG_MAP = Kind("ConfigMap", "", "v1", "configmaps")
 POD = Kind("Pod", "", "v1", "pods")
@@ -101,7 +101,7 @@ def as_newest(kind: Kind, item: Object) -> Object:
 
 
 def kind_of(body: Object) -> Kind:
-    """The kind of an object that is to be sent."""
+    """Return the kind of an object that the back end creates."""
     found = [kind for kind in _APPLIED if (kind.api_version, kind.name) == (body["apiVersion"], body["kind"])]
-    assert found, f"{body['apiVersion']} {body['kind']} is nothing that this launcher sends"
+    assert found, f"{body['apiVersion']} {body['kind']} is not a kind that this launcher creates"
     return found[0]

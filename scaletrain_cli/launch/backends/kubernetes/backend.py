@@ -232,7 +232,7 @@ class KubernetesBackend(Backend):
                 delete_workload(cluster, kind, ref.namespace, one)
         if targets:
             with contextlib.suppress(SchedulerError):  # their output is deleted with the pods
-                self._logs(run, record, ref, cluster).bring()
+                self._logs(run, record, ref, cluster).fetch()
         elif seen.workload is None and not ref.confirmed:
             remove_leftovers(cluster, ref, record)
         if not (seen.pods and shares_volume(run)):  # else the first pod records it, once all have saved

@@ -64,7 +64,7 @@ def unknown_start(why: Reason) -> Start:
     return Start(None, str(why), why)
 
 
-# Node pools that a cloud can make larger: that a node is not there now does not mean that it cannot come.
+# Labels of node pools that can grow, where a missing node may still be added.
 _GROWING = (
     *("cloud.google.com/gke-nodepool", "eks.amazonaws.com/nodegroup", "kubernetes.azure.com/agentpool"),
     "karpenter.sh/nodepool",
@@ -245,7 +245,7 @@ def node_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Foun
 
 @dataclass(frozen=True)
 class _Place:
-    """Which nodes a pod may be on."""
+    """The labels that a node must have, and the taints that the pod tolerates."""
 
     labels: Mapping[str, str]
     tolerations: Sequence[Object]
@@ -253,7 +253,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Room:
-    """Pods that the nodes could run now, and once uncordoned; ``why`` counts the other nodes by what they lack."""
+    """How many pods fit now, and once nodes are uncordoned; ``why`` counts the other nodes by what they lack."""
 
     fits: int
     cordoned: int
@@ -261,7 +261,7 @@ class _Room:
 
 
 def _places(cluster: Cluster, spec: RunSpec, pod: Object) -> tuple[list[_Place], bool]:
-    """Where the pods may go, one place for each flavor that a queue of Kueue could choose; and whether nodes may come.
+    """Return the placement of the pods for each flavor that Kueue could choose, and whether nodes may be added.
 
     An admission check of the queue may stand for another cluster, or for nodes that are made on demand.
     """
@@ -272,7 +272,7 @@ def _places(cluster: Cluster, spec: RunSpec, pod: Object) -> tuple[list[_Place],
     local = cluster.get(LOCAL_QUEUE, kubernetes.namespace, kubernetes.queue)
     queue = cluster.get(CLUSTER_QUEUE, "", local["spec"]["clusterQueue"]) if local is not None else None
     if queue is None:
-        return [], False  # which is told where the queue is looked at
+        return [], False  # reported by the check of the queue
     flavors = {flavor["metadata"]["name"]: flavor for flavor in cluster.find(FLAVOR, "")}
     found = []
     for name in flavors_for(queue, flavors, _needed(spec, pod), pod):
@@ -297,6 +297,6 @@ def _room(nodes: Sequence[Object], one: Mapping[str, Fraction], place: _Place) -
 
 
 def _pods_on(node: Object, one: Mapping[str, Fraction]) -> int:
-    """How many such pods have room on the node when nothing else is there; nothing keeps two of a gang apart."""
+    """Return how many such pods fit on the node if it is empty; two pods of a gang may share a node."""
     has = node.get("status", {}).get("allocatable", {})
     return min((int(parse_quantity(has.get(name, 0)) // amount) for name, amount in one.items() if amount), default=1)

@@ -1,6 +1,6 @@
-"""A Kubernetes cluster at a glance: nodes, Kueue's quotas and a namespace's runs, as rows that all schedulers share.
+"""An overview of a cluster: nodes, Kueue's quotas and a namespace's runs, as rows that all schedulers share.
 
-look() asks; make_view() is pure. A right that is missing for a part leaves the part out, and a note says so.
+look() sends the requests; make_view() is pure. What the user may not list is left out with a note.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Runs:
-    """What a namespace holds of runs, and what stands in its queues of Kueue."""
+    """The runs of a namespace, and the contents of its queues of Kueue."""
 
     workloads: tuple[tuple[str, Object], ...] = ()  # each with its back end
     pods: tuple[Object, ...] = ()
@@ -62,7 +62,7 @@ class Runs:
         return sum(map(_waits, self.queued))
 
     def seen(self) -> Iterator[tuple[str, Observation]]:
-        """Each run with its back end. Not the JobSets that Trainer makes of TrainJobs, which have our labels too."""
+        """Yield each run with its back end, without the JobSets that Trainer creates for TrainJobs."""
         for backend, workload in self.workloads:
             metadata = workload["metadata"]
             if any(owner.get("kind") == "TrainJob" for owner in metadata.get("ownerReferences", ())):
@@ -83,7 +83,7 @@ class Runs:
 
 
 def queue_rows(runs: Runs, queues: Mapping[str, str], gpu_resource: str, now: float) -> tuple[QueueRow, ...]:
-    """Those that run first, then those that wait, in order. ``queues`` maps a LocalQueue to its ClusterQueue."""
+    """Return the running jobs, then the waiting ones in order. ``queues`` maps a LocalQueue to its ClusterQueue."""
     waiting = sorted(filter(_waits, runs.queued), key=_order)
     found: list[tuple[tuple[bool, float, float], QueueRow]] = []
     for backend, seen in runs.seen():
@@ -118,7 +118,7 @@ def queue_rows(runs: Runs, queues: Mapping[str, str], gpu_resource: str, now: fl
 
 
 def others(runs: Runs, pods: Iterable[Object], cluster_queues: Iterable[Object], gpu_resource: str) -> tuple[int, int]:
-    """Jobs of others that run, and that wait: those whose pods ask for GPUs, and what waits for the same quota."""
+    """Return how many jobs of others run and wait: those whose pods ask for GPUs, and those in the same queues."""
     mine = {pod["metadata"].get("uid") for pod in runs.pods}
     placed: dict[str, bool] = {}
     for pod in pods:
@@ -139,7 +139,7 @@ def _waits(queued: Object) -> bool:
 
 
 def _order(queued: Object) -> tuple[float, float]:
-    """By priority, then by age; what was sent back because its pods did not come up goes to the end."""
+    """Return the sort key: priority, then age; a workload whose pods did not become ready goes last."""
     evicted = _condition(queued, "Evicted")
     since = queued["metadata"]["creationTimestamp"]
     if evicted is not None and evicted.get("reason") == "PodsReadyTimeout":
@@ -148,7 +148,7 @@ def _order(queued: Object) -> tuple[float, float]:
 
 
 def _gpus(seen: Observation, resource: str) -> int | None:
-    """Of the whole gang, whose pods are alike; None where none is described, as of a TrainJob at first."""
+    """Return the GPUs of the whole gang; None if no pod is described yet, as at the start of a TrainJob."""
     assert seen.workload is not None
     spec, queued = seen.workload["spec"], seen.queued if seen.queued is not None else {"spec": {}}
     described = [
@@ -160,7 +160,7 @@ def _gpus(seen: Observation, resource: str) -> int | None:
 
 
 def _start(job: Job, seen: Observation) -> float | None:
-    """When the pods of one that runs began."""
+    """Return when the pods of a running job started."""
     starts = [pod.get("status", {}).get("startTime") for pod in seen.pods]
     found: Sequence[float] = [unix_time(start) for start in starts if start]
     return min(found) if found and job.state == "running" else None
@@ -179,22 +179,22 @@ _PRODUCT = "nvidia.com/gpu.product"  # a label that GPU feature discovery puts o
 _LIVING = "status.phase!=Succeeded,status.phase!=Failed"
 _BYTES = ("memory", "ephemeral-storage")
 _GIB = 2**30
-# What a part takes the right to list, and what is missing without it.
+# What is missing from the view without the right to list a resource.
 _PARTS = {
     "nodes": "GPUs and nodes",
     "pods": "which GPUs are free, and jobs of others",
     "localqueues.kueue.x-k8s.io": "quotas",
     "clusterqueues.kueue.x-k8s.io": "quotas",
     "workloads.kueue.x-k8s.io": "why runs wait in queues, and how many are ahead",
-    "jobsets.jobset.x-k8s.io": "runs that were sent as JobSets",
-    "jobs.batch.volcano.sh": "runs that were sent as Volcano Jobs",
-    "trainjobs.trainer.kubeflow.org": "runs that were sent as TrainJobs",
+    "jobsets.jobset.x-k8s.io": "runs submitted as JobSets",
+    "jobs.batch.volcano.sh": "runs submitted as Volcano Jobs",
+    "trainjobs.trainer.kubeflow.org": "runs submitted as TrainJobs",
 }
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the API server holds. ``forbidden`` names what the user may not list, which is None here or left out."""
+    """The answers of the API server. ``forbidden`` names what the user may not list, which is None or left out here."""
 
     runs: Runs
     nodes: tuple[Object, ...] | None = ()
@@ -219,15 +219,15 @@ def kubernetes_view(settings: KubernetesSpec) -> ClusterView:
     view = make_view(look(connect(settings.context, settings.namespace), settings.namespace), settings, time.time())
     if not elsewhere:
         return view
-    note = f"runs of yours are in {', '.join(elsewhere)}, too: set cluster.kubernetes.namespace in clusters.yaml"
+    note = f"you also have runs in {', '.join(elsewhere)}: set cluster.kubernetes.namespace in clusters.yaml"
     return dataclasses.replace(view, notes=(*view.notes, note))
 
 
 def _namespaces_of_runs(context: str | None) -> list[str]:
-    """Where this user's runs are that are not over as far as is known here, the newest first."""
+    """Return the namespaces of this user's runs that have not ended, as far as is known here, the newest first."""
     places = []
     for run in list_runs():
-        with contextlib.suppress(UsageError, OSError):  # a damaged run is told of where it is looked at
+        with contextlib.suppress(UsageError, OSError):  # reported where that run is shown
             place = read_job_ref(run)
             if place is not None and not place.ended and context in (None, place.context):
                 places.append((run.record.stat().st_mtime, place.namespace))
@@ -235,7 +235,7 @@ def _namespaces_of_runs(context: str | None) -> list[str]:
 
 
 def look(cluster: Cluster, namespace: str) -> Seen:
-    """Everything that the view is made of; raises SchedulerError."""
+    """Return everything that the view is built from. Raises SchedulerError."""
     forbidden: list[str] = []
 
     def ask(kind: Kind, where: str = namespace, **selectors: str) -> tuple[Object, ...] | None:
@@ -268,12 +268,12 @@ def look(cluster: Cluster, namespace: str) -> Seen:
 
 
 def _named(kind: Kind, item: Object) -> Object:
-    """As it would be had alone: the items of some lists do not say what they are."""
+    """Return the item with its kind, which items of some lists lack."""
     return {"apiVersion": kind.api_version, "kind": kind.name, **item}
 
 
 def make_view(seen: Seen, settings: KubernetesSpec, now: float) -> ClusterView:
-    """The view of what was seen; ``now`` is Unix time."""
+    """Return the view; ``now`` is Unix time."""
     nodes = seen.nodes or ()
     queues = {queue["metadata"]["name"]: queue["spec"]["clusterQueue"] for queue in seen.local_queues}
     reachable = [queue for queue in seen.cluster_queues if queue["metadata"]["name"] in queues.values()]
@@ -313,18 +313,18 @@ def _gpu_rows(nodes: Iterable[Object], pods: Iterable[Object], resource: str) ->
 
 
 def _count(node: Object, key: str, resource: str) -> int:
-    """Of ``allocatable``, a device that its plugin found broken is no longer part; of ``capacity`` it is."""
+    """Return the devices of a node; ``allocatable`` excludes broken ones, ``capacity`` does not."""
     return int(parse_quantity(node.get("status", {}).get(key, {}).get(resource, 0)))
 
 
 def _state(node: Object) -> str:
-    """As kubectl has it."""
+    """Return the state of the node as kubectl shows it."""
     words = "Ready" if is_ready(node) else "NotReady"
     return f"{words},SchedulingDisabled" if node.get("spec", {}).get("unschedulable") else words
 
 
 def _quotas(queue: Object, local: dict[str, str], gpu_resource: str) -> Iterator[QuotaRow]:
-    """What a ClusterQueue may hold, by flavor, under the names of the queues that lead to it."""
+    """Yield the quotas of a ClusterQueue by flavor, under the names of the LocalQueues that point to it."""
     owner = "queue " + ", ".join(name for name, to in local.items() if to == queue["metadata"]["name"])
     cohort = queue["spec"].get("cohortName")
     reserved = {
@@ -350,10 +350,10 @@ def _notes(seen: Seen, reachable: Iterable[Object], settings: KubernetesSpec) ->
     for right in seen.forbidden:
         where = " in all namespaces" if right == "pods" else ""
         if right in _PARTS:
-            yield f"not shown: {_PARTS[right]}; it takes the right to list {right}{where}"
+            yield f"not shown: {_PARTS[right]}; you need the right to list {right}{where}"
     down = [f"{node['metadata']['name']} {_state(node)}" for node in seen.nodes or () if _state(node) != "Ready"]
     if down:
-        yield f"out of order: {', '.join(down)}"
+        yield f"not ready: {', '.join(down)}"
     for queue in (*seen.local_queues, *reachable):
         what = f"{queue['kind']} {queue['metadata']['name']}"
         for condition in queue.get("status", {}).get("conditions", ()):
@@ -361,4 +361,4 @@ def _notes(seen: Seen, reachable: Iterable[Object], settings: KubernetesSpec) ->
                 yield f"{what} is not active: {condition.get('message') or condition.get('reason', '')}"
     waiting = sum(int(queue.get("status", {}).get("pendingWorkloads", 0)) for queue in reachable)
     if waiting and seen.runs.queue_known and waiting > seen.runs.waiting:
-        yield f"ahead counts namespace {settings.namespace} alone, of the {waiting} that wait for the same quota"
+        yield f"ahead counts only namespace {settings.namespace}; {waiting} jobs wait for the same quota"

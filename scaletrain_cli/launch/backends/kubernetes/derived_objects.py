@@ -1,7 +1,6 @@
-"""The objects that a controller makes of a workload: what a dry run must check too. Pure.
+"""The objects that a controller creates for a workload, which a dry run must check too. Pure.
 
-The API server takes a JobSet whose pod template no Job could have; nothing ever happens then, and only an event says
-why.
+The API server accepts a JobSet whose pod template no Job may have; it then never starts, and only an event shows why.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ Object = dict[str, Any]
 
 
 def children(objects: Iterable[Object]) -> list[Object]:
-    """What would be made of a submission's objects: JobSets of TrainJobs, Jobs of JobSets, the first pod of all."""
+    """Return the JobSets of TrainJobs, the Jobs of JobSets, and the first pod of each."""
     known = list(objects)
     found: list[Object] = []
     for one in known:
@@ -29,12 +28,12 @@ def children(objects: Iterable[Object]) -> list[Object]:
 
 
 def child_job(jobset: Object) -> Object:
-    """The first batch/v1 Job of a JobSet, as its controller writes it."""
+    """Return the first batch/v1 Job of a JobSet, as its controller writes it."""
     return next(child_jobs(jobset))
 
 
 def child_jobs(jobset: Object) -> Iterator[Object]:
-    """The first Job of every replicated job."""
+    """Yield the first Job of every replicated job."""
     metadata, spec = jobset.get("metadata", {}), jobset.get("spec", {})
     name, namespace = metadata.get("name", ""), metadata.get("namespace", "default")
     network = spec.get("network", {})
@@ -65,9 +64,9 @@ def child_jobs(jobset: Object) -> Iterator[Object]:
 
 
 def child_pod(job: Object) -> Object:
-    """The first pod of an Indexed batch/v1 Job, whose random letters are all x.
+    """Return the first pod of an Indexed batch/v1 Job, with ``xxxxx`` for its random letters.
 
-    A Job is not held to the namespace's security level, limits and priority classes; its pods are.
+    The namespace's security level, limits and priority classes apply to pods, not to Jobs.
     """
     metadata = job["metadata"]
     template = copy.deepcopy(job["spec"]["template"])
@@ -88,7 +87,7 @@ def child_pod(job: Object) -> Object:
 
 
 def child_jobset(runtime: Object, trainjob: Object) -> Object:
-    """The JobSet that Kubeflow Trainer makes of a TrainJob and its runtime."""
+    """Return the JobSet that Kubeflow Trainer creates for a TrainJob and its runtime."""
     metadata, nodes = trainjob.get("metadata", {}), trainjob.get("spec", {}).get("trainer", {}).get("numNodes")
     template = copy.deepcopy(runtime.get("spec", {}).get("template", {}))
     if nodes is not None:
@@ -108,7 +107,7 @@ def child_jobset(runtime: Object, trainjob: Object) -> Object:
 
 
 def child_pods(volcano_job: Object) -> Iterator[Object]:
-    """The first pod of every task of a Volcano Job."""
+    """Yield the first pod of every task of a Volcano Job."""
     metadata, spec = volcano_job.get("metadata", {}), volcano_job.get("spec", {})
     name, namespace = metadata.get("name", ""), metadata.get("namespace", "default")
     for task in spec.get("tasks", []):

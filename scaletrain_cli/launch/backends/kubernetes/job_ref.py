@@ -1,7 +1,7 @@
-"""kubernetes.json in the run directory: where the run's job was sent, and how it ended, which the cluster forgets.
+"""kubernetes.json in the run directory: where the run's job is, and how it ended, which the cluster does not keep.
 
-The spec alone would not do: a later revision may name another namespace than the one that the job is in. The file is
-written before the API server is asked, so that a job is found even where the server's answer was lost.
+The spec does not suffice: a later revision may name another namespace than that of the job. The file is written before
+the request is sent, so that a job is found even if the server's answer was lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOCK_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class JobRef:
-    """The latest job. ``detail`` and ``exit_code`` are of one that has ended; ``forgotten``: it was gone by then.
+    """The latest job. ``detail`` and ``exit_code`` are set once it has ended; ``forgotten``: its object was gone.
 
     ``confirmed`` is False from before the API server is asked until the job is known to be there; ``asked`` is the Unix
     time of that request, ``before`` the document that it replaced. ``progress`` is the newest line of pod 0 that was
@@ -73,14 +73,14 @@ def job_ref_of(run: RunDir, record: RunRecord) -> JobRef | None:
 
 
 def read_job_ref(run: RunDir) -> JobRef | None:
-    """Return what kubernetes.json says; None where there is none. Raises UsageError where it is damaged."""
+    """Return the contents of kubernetes.json; None without the file. Raises UsageError if it is damaged."""
     path = run.path / "kubernetes.json"
     data = read_document(path)
     return None if data is None else _from_document(data, path)
 
 
 def previous_job_ref(run: RunDir, ref: JobRef) -> JobRef | None:
-    """Return the ref of the job before an intent. Raises UsageError where it is damaged."""
+    """Return the reference to the job before an intent. Raises UsageError where it is damaged."""
     return None if ref.before is None else _from_document(ref.before, run.path / "kubernetes.json")
 
 
@@ -97,7 +97,7 @@ def _from_document(data: dict[str, Any], path: Path) -> JobRef:
 def submission_recorded(run: RunDir, ref: JobRef) -> Iterator[None]:
     """Write the intent before the job is handed over. A refusal puts back what was there.
 
-    For holders of submit_lock(): what they know counts, whatever somebody who looked at the run has written meanwhile.
+    For holders of submit_lock(): this overwrites what another command that looked at the run has written meanwhile.
     """
     there = read_job_ref(run)
     if there is not None and not there.confirmed:
@@ -117,7 +117,7 @@ def submission_recorded(run: RunDir, ref: JobRef) -> Iterator[None]:
 
 
 def confirmed(intent: JobRef) -> JobRef:
-    """Return the ref of a job that the API server has."""
+    """Return the reference to a job that the API server has."""
     return dataclasses.replace(intent, confirmed=True, before=None)
 
 
@@ -149,7 +149,7 @@ def _put(run: RunDir, ref: JobRef | None) -> None:
 
 
 def _writing(run: RunDir) -> contextlib.AbstractContextManager[bool]:
-    """Who looks at a run and who submits it again may write at the same time."""
+    """Lock the file: a command that shows a run and one that resumes it may write at the same time."""
     return locked(run.path / "kubernetes.lock", wait_seconds=_LOCK_SECONDS)
 
 
@@ -160,7 +160,7 @@ def _is_still(run: RunDir, ref: JobRef) -> bool:
 
 
 def record_end(run: RunDir, ref: JobRef, job: Job) -> None:
-    """Keep the end of a job: its object is deleted some time after it."""
+    """Record the end of a job, whose object is deleted some time later."""
     progress = {**ref.progress, **job.progress}
     ended = dataclasses.replace(
         ref,
@@ -176,13 +176,13 @@ def record_end(run: RunDir, ref: JobRef, job: Job) -> None:
 
 
 def record_progress(run: RunDir, ref: JobRef, progress: Mapping[str, float]) -> None:
-    """Keep how far the pods were: their output goes with them."""
+    """Record the progress of the pods, whose output is deleted with them."""
     if progress and dict(progress) != dict(ref.progress):
         update(run, ref, dataclasses.replace(ref, progress=dict(progress)))
 
 
 def shares_volume(run: RunDir) -> bool:
-    """Whether the pods write to this very run directory: they alone begin attempts."""
+    """Return whether the pods write to this run directory: only pods begin attempts."""
     return any(attempt.scheduler == "kubernetes" for attempt in read_attempts(run))
 
 

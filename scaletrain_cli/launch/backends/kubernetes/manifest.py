@@ -1,4 +1,4 @@
-"""Everything that is sent for one submission, as objects and as text. Pure: asks no cluster and touches no file.
+"""The objects of one submission, as data and as YAML. Pure apart from documents_for(), which reads the run directory.
 
 `documents` are what the pods need of the run directory, by file name; they reach the pods in a ConfigMap.
 """
@@ -32,11 +32,12 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, documents_of
 from scaletrain_cli.spec import RunSpec
 
-# What pods get in the ConfigMap of their run: its record, and the user's code unless that is on the nodes already.
-
 
 def documents_for(run: RunDir, record: RunRecord) -> dict[str, str | bytes]:
-    """Texts and bytes by file name. Raises UsageError where the code can no longer be had."""
+    """Return the contents of the run's ConfigMap by file name: the record, and the code unless it is on the nodes.
+
+    Raises UsageError if the code no longer exists.
+    """
     documents: dict[str, str | bytes] = {**documents_of(run, record)}
     code = record.code
     if code is None:
@@ -48,8 +49,8 @@ def documents_for(run: RunDir, record: RunRecord) -> dict[str, str | bytes]:
     snapshot = take_snapshot(record.spec, record.working_folder, run.path.parent)
     if snapshot is None or snapshot.record.sha256 != code.sha256:
         raise UsageError(
-            f"{run.path / 'code'} does not hold the code of {record.run_id} ({code.name}), and the tree has become "
-            "another. Restore it, or give the run the tree as it is: scaletrain resume --new-code."
+            f"{run.path / 'code'} does not hold the code of {record.run_id} ({code.name}), and the tree has "
+            "changed. Restore it, or run the tree as it is: scaletrain resume --new-code."
         )
     contents = {"sha256": snapshot.listing.encode("utf-8", "surrogateescape"), "tar.gz": snapshot.archive}
     return documents | {files[suffix].name: contents[suffix] for suffix in suffixes}
@@ -63,7 +64,8 @@ _NOT_STRINGS = frozenset("y n yes no on off true false null none nan inf infinit
 
 def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
     """Return one YAML document for each object, separated by ``---``."""
-    from ruamel.yaml import YAML, SafeRepresenter
+    from ruamel.yaml import YAML
+    from ruamel.yaml.representer import SafeRepresenter
 
     class Representer(SafeRepresenter):
         """Writes no anchors, and quotes every string that a reader could take for something else."""
@@ -79,7 +81,7 @@ def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
     writer = YAML(typ="safe", pure=True)
     writer.Representer = Representer
     writer.default_flow_style = False
-    writer.sort_base_mapping_type_on_output = False
+    writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # None, by its annotation
     writer.indent(mapping=2, sequence=4, offset=2)
     writer.width = _LONGEST_LINE
     stream = io.StringIO()
@@ -87,11 +89,8 @@ def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
     return stream.getvalue()
 
 
-# The native gang of Kubernetes 1.36 (scheduling.k8s.io/v1alpha2), behind `native_gang`.
-
-
 def pod_group(spec: RunSpec, workload: Workload) -> dict[str, Any]:
-    """What the pods' schedulingGroup names; no pod of it is bound before all can be."""
+    """Return the PodGroup that the pods' schedulingGroup names; no pod of it is bound before all can be."""
     kubernetes = spec.cluster.kubernetes
     return {
         "apiVersion": f"scheduling.k8s.io/{kubernetes.native_gang}",
@@ -104,9 +103,6 @@ def pod_group(spec: RunSpec, workload: Workload) -> dict[str, Any]:
         },
         "spec": {"schedulingPolicy": {"gang": {"minCount": spec.cluster.nodes}}},
     }
-
-
-# What someone who submits a run to Kubernetes should know and no field of an object can say.
 
 
 # A spot node on GKE has 30 s in all, and the kubelet leaves pods that are not the system's about half of them.
@@ -193,7 +189,7 @@ class Manifest:
 def manifest(
     record: RunRecord, documents: Mapping[str, str | bytes], submission: int = 1, avoid: Sequence[str] = ()
 ) -> Manifest:
-    """The objects of a submission; ``avoid`` are nodes to keep off. Raises SpecError for what cannot run."""
+    """Return the objects of a submission; no pod runs on nodes in ``avoid``. Raises SpecError."""
     spec = record.spec
     require_submittable(spec)
     backend = spec.cluster.kubernetes.backend
@@ -238,7 +234,7 @@ def _missing(spec: RunSpec) -> Iterator[Problem]:
     """Yield what every pod needs and the spec does not name."""
     wanted = {
         "image": "Name the image of the pods by digest, as registry/scaletrain@sha256:...; "
-        f"{project_file('k8s/README.md')} says how to build one.",
+        f"{project_file('k8s/README.md')} describes how to build one.",
         "runs.claim": "Name a PersistentVolumeClaim with access mode ReadWriteMany: the pods keep the run directory "
         "there.",
     }
@@ -254,7 +250,7 @@ def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str |
     texts = {name: text for name, text in documents.items() if isinstance(text, str)}
     files = {name: content for name, content in documents.items() if isinstance(content, bytes)}
     contents = {name: text.encode() for name, text in texts.items()} | files
-    _require_room({name: len(content) for name, content in contents.items()})
+    _require_size({name: len(content) for name, content in contents.items()})
     digest = hashlib.sha256(b"\0".join(name.encode() + b"\0" + contents[name] for name in sorted(contents))).hexdigest()
     return {
         "apiVersion": "v1",
@@ -271,7 +267,7 @@ def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str |
     }
 
 
-def _require_room(sizes: Mapping[str, int]) -> None:
+def _require_size(sizes: Mapping[str, int]) -> None:
     if sum(sizes.values()) <= _LARGEST_DOCUMENTS_BYTES:
         return
     packed = sum(size for name, size in sizes.items() if name.endswith(".tar.gz"))
@@ -279,7 +275,7 @@ def _require_room(sizes: Mapping[str, int]) -> None:
     if packed:
         what = f"the run's record and code take {sum(sizes.values()):,} bytes, {packed:,} of them the packed code"
         cure = (
-            "Name what the run does not need in .scaletrainignore, or bring the tree into the image or onto a volume "
-            "and say where it is: code.on_nodes."
+            "List what the run does not need in .scaletrainignore, or put the tree into the image or onto a volume "
+            "and set code.on_nodes to its path."
         )
-    raise UsageError(f"{what}; a ConfigMap, by which pods get it, has room for {_LARGEST_DOCUMENTS_BYTES:,}. {cure}")
+    raise UsageError(f"{what}; a ConfigMap, by which pods get it, holds at most {_LARGEST_DOCUMENTS_BYTES:,}. {cure}")

@@ -45,7 +45,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Workload:
-    """One submission of a run: every `scaletrain resume` is a new one, for its objects cannot be changed.
+    """One submission of a run. Each `scaletrain resume` is a new one, since the objects cannot be changed.
 
     ``submission`` counts from 1. ``mark`` is record_mark() of the run's record.
     """
@@ -58,7 +58,7 @@ class Workload:
 
     @cached_property
     def name(self) -> str:
-        """Of the workload object, its headless Service and its pods' host names; begins with a letter."""
+        """Name of the workload object, its headless Service and its pods' host names; begins with a letter."""
         suffix = f"-s{self.submission}"
         readable = re.sub(r"[^a-z0-9]+", "-", self.run_id.lower()).strip("-") or "run"
         readable = readable if readable[0].isalpha() else f"r-{readable}"  # the name of a Service may not start so
@@ -69,12 +69,12 @@ class Workload:
 
     @property
     def id(self) -> str:
-        """What the launcher calls the job: ``jobset/<name>``. from_id() reads it."""
+        """Id of the job: ``jobset/<name>``. parse_id() reads it."""
         return f"{self.backend}/{self.name}"
 
     @property
     def config_map(self) -> str:
-        """Of the object that carries run.json to the pods."""
+        """Name of the ConfigMap that holds run.json for the pods."""
         return f"{self.name}-run"
 
     @property
@@ -87,13 +87,13 @@ class Workload:
 
     @property
     def master_address(self) -> str:
-        """Where the ranks meet: pod 0 by the headless Service that the controller makes under the workload's name."""
+        """Host name of pod 0 under the headless Service that the controller creates with the workload's name."""
         job = f"{NODE}-0" if self.backend != "volcano" else NODE
         return f"{self.name}-{job}-0.{self.name}"
 
     @property
     def labels(self) -> dict[str, str]:
-        """On every object and pod."""
+        """Labels of every object and pod."""
         return {
             "app.kubernetes.io/name": MANAGER,
             "app.kubernetes.io/managed-by": MANAGER,
@@ -103,7 +103,7 @@ class Workload:
 
     @property
     def annotations(self) -> dict[str, str]:
-        """On every object and pod; what a label cannot hold."""
+        """Annotations of every object and pod: values that a label cannot hold."""
         return {
             RUN_ID_ANNOTATION: self.run_id,
             REVISION_ANNOTATION: str(self.revision),
@@ -113,10 +113,10 @@ class Workload:
 
 
 def parse_id(job_id: str) -> tuple[str, str]:
-    """Backend and object name of a job id. Raises ValueError for what Workload.id never says."""
+    """Return the kind of workload and the object name of a job id. Raises ValueError for anything else."""
     backend, slash, name = job_id.partition("/")
     if backend not in KINDS or not slash or not name:
-        raise ValueError(f"{job_id!r} is no job of Kubernetes; those are called like jobset/llama-s1")
+        raise ValueError(f"{job_id!r} is not the id of a Kubernetes job, such as jobset/llama-s1")
     return backend, name
 
 
@@ -127,7 +127,7 @@ def record_mark(record: RunRecord) -> str:
 
 
 def belongs_to(item: Mapping[str, Any], record: RunRecord) -> bool:
-    """Return whether an object was made for this very run; one of an earlier version goes by the run id alone."""
+    """Return whether an object belongs to this run; an object of an earlier version has only the run id."""
     marks = item["metadata"].get("annotations") or {}
     return marks.get(RUN_ID_ANNOTATION) == record.run_id and marks.get(RECORD_ANNOTATION) in (None, record_mark(record))
 
@@ -139,14 +139,14 @@ def submission_number(name: str) -> int:
 
 
 def run_label(run_id: str) -> str:
-    """The run id as the value of a label, by which all objects of a run are found."""
+    """Return the run id as the value of a label, by which all objects of a run are found."""
     if len(run_id) <= 63 and re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", run_id):
         return run_id
     return f"{run_id[: 63 - _HASH_DIGITS - 1].rstrip('._-')}-{_short_hash(run_id)}"
 
 
 def longest_pod_name(workload_name: str, nodes: int) -> int:
-    """Characters of the last pod's generated name."""
+    """Return the length of the last pod's generated name."""
     return len(workload_name) + _POD_INDEX_AND_SUFFIX + len(str(max(0, nodes - 1)))
 
 

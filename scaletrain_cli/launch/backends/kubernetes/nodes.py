@@ -1,4 +1,4 @@
-"""Which nodes of a cluster could run a pod of the job at all, busy or not, and which bad ones to keep away from."""
+"""Which nodes of a cluster could run a pod of the job, busy or not, and which bad nodes to exclude; quantities."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _UNWELL = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable", "no
 
 
 def exclusion_for(run: RunDir, spec: RunSpec, reach: Callable[[], Cluster]) -> Exclusion:
-    """The bad nodes to keep away from. ``reach`` is called only where there are any; a silent cluster spares all."""
+    """Return the bad nodes to exclude. ``reach`` is called only if there are any; a silent cluster excludes none."""
     bad = read_bad_nodes(run.path.parent, time.time())
     if not bad:
         return Exclusion()
@@ -70,7 +70,7 @@ def exclusion_for(run: RunDir, spec: RunSpec, reach: Callable[[], Cluster]) -> E
 def misfits(
     node: Object, wanted: Mapping[str, Any], labels: Mapping[str, str], tolerations: Iterable[Object] | None
 ) -> str:
-    """Why a pod can never be on this node, in one word for counting; empty when it can. Without tolerations: any."""
+    """Return what the node lacks for a pod, empty if nothing. ``tolerations`` None tolerates every taint."""
     spec, has = node.get("spec", {}), node.get("status", {}).get("allocatable", {})
     held = node["metadata"].get("labels", {})
     for key, value in labels.items():
@@ -90,7 +90,7 @@ def misfits(
 
 
 def tolerated(taint: Object, tolerations: Iterable[Object]) -> bool:
-    """Whether one of the tolerations lets a pod meet the taint, or the taint only asks."""
+    """Return whether a toleration matches the taint, or the taint is only a preference or about the node's health."""
     if taint.get("effect") == "PreferNoSchedule" or taint.get("key") in _UNWELL:
         return True
     return any(_tolerates(toleration, taint) for toleration in tolerations)

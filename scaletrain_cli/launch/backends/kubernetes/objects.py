@@ -36,17 +36,17 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import touch
 
-_RUNTIME_SECONDS = 15.0  # until webhooks, which read from caches, have seen a runtime that was just made
+_RUNTIME_SECONDS = 15.0  # until webhooks have a new runtime in their caches
 _RETRY_SECONDS = 0.5
-_SERVER_TROUBLE = 500  # and above: no answer to what was asked
+_SERVER_ERROR = 500  # and above
 _LOST_ANSWER_PAUSES = (1.0, 3.0)  # before a request without an answer is made again
 
 
 def delete_workload(cluster: Cluster, kind: Kind, namespace: str, workload: Object, *, dry_run: bool = False) -> None:
-    """Delete a workload, unless another of its name has taken its ref.
+    """Delete a workload, unless another one has its name now.
 
-    A TrainJob goes before what it owns: Trainer's webhook takes no change of one whose TrainingRuntime is gone, not
-    even that which ends a foreground deletion. Asked again, the server ends a deletion that is stuck in that way.
+    A TrainJob is deleted before what it owns: Trainer's webhook refuses every change of one whose TrainingRuntime is
+    gone, also the change that ends a foreground deletion. A second request ends a deletion that is stuck in that way.
     """
     metadata = workload["metadata"]
     background = kind is TRAIN_JOB
@@ -57,7 +57,7 @@ def delete_workload(cluster: Cluster, kind: Kind, namespace: str, workload: Obje
 def stop_requested(
     run: RunDir, cluster: Cluster, kind: Kind, namespace: str, doomed: Sequence[Object]
 ) -> Iterator[None]:
-    """With the stop file, and the mark on the objects for who does not see that file; both go if the server refuses."""
+    """Write the stop file, and mark the objects for observers that do not see it; undo both if the server refuses."""
     had = run.stop_file.exists()
     touch(run.stop_file)
     names = [one["metadata"]["name"] for one in doomed]
@@ -65,14 +65,14 @@ def stop_requested(
 
     def mark(value: str | None) -> None:
         for name in names:
-            with contextlib.suppress(SchedulerError):  # only for who looks at the object
+            with contextlib.suppress(SchedulerError):  # the mark is only information
                 cluster.annotate(kind, namespace, name, {CANCELLED: value})
 
     mark(stamp)
     try:
         yield
     except SchedulerSilentError:
-        raise  # it may have been done
+        raise  # the deletion may have been applied
     except SchedulerError:
         if not had:
             run.stop_file.unlink(missing_ok=True)
@@ -81,7 +81,7 @@ def stop_requested(
 
 
 def remove_leftovers(cluster: Cluster, ref: JobRef, record: RunRecord) -> None:
-    """Remove what was made for a workload that the server never took: nothing owns it."""
+    """Delete what was created for a workload that the server never accepted, and that nothing owns."""
     workload = Workload(record.run_id, submission_number(ref.job_id), backend=parse_id(ref.job_id)[0])
     left = [(CONFIG_MAP, workload.config_map)]
     left += [(RUNTIME, workload.name)] if workload.backend == "trainjob" else []
@@ -94,7 +94,7 @@ def remove_leftovers(cluster: Cluster, ref: JobRef, record: RunRecord) -> None:
 
 
 def apply_objects(cluster: Cluster, rendered: Manifest, found: Object | None) -> None:
-    """The workload last, and then the owner of the rest. A refusal takes back what was made for it."""
+    """Apply the objects, the workload last, and make it the owner of the others. A refusal deletes what was created."""
     *others, workload = rendered.objects
     made: list[Object] = []
     try:
@@ -103,7 +103,7 @@ def apply_objects(cluster: Cluster, rendered: Manifest, found: Object | None) ->
             made.append(body)
         whole = found if found is not None else _apply_workload(cluster, workload)
     except SchedulerSilentError:
-        raise  # the server may have it all; whoever looks next finds out
+        raise  # the server may have them all; the next look shows it
     except SchedulerError:
         for body in made if found is None else ():
             with contextlib.suppress(SchedulerError):
@@ -113,12 +113,12 @@ def apply_objects(cluster: Cluster, rendered: Manifest, found: Object | None) ->
     owner = {key: whole[key] for key in ("apiVersion", "kind")}
     owner |= {key: whole["metadata"][key] for key in ("name", "uid")}
     for body in others:
-        with contextlib.suppress(SchedulerError):  # the job is there; without an owner they only stay behind it
+        with contextlib.suppress(SchedulerError):  # the job exists; without an owner the others only outlive it
             _apply_surely(cluster, {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}})
 
 
 def _apply_workload(cluster: Cluster, workload: Object) -> Object:
-    """Make it; a TrainJob once its runtime is known to all who are asked for their consent."""
+    """Create the workload; a TrainJob once the webhooks know its runtime."""
     deadline = time.monotonic() + _RUNTIME_SECONDS
     while True:
         try:
@@ -130,10 +130,10 @@ def _apply_workload(cluster: Cluster, workload: Object) -> Object:
 
 
 def _apply_surely(cluster: Cluster, body: Object, *, to_make: bool = False) -> Object:
-    """Apply, and again where the answer was lost: a second time changes nothing of what the first has made.
+    """Apply an object, and again if the answer was lost, which changes nothing of what exists.
 
-    What there is ``to_make`` is looked for first then: a controller may have changed it meanwhile. Raises
-    SchedulerSilentError where all that does not help, RefusedError where the server is known not to have it.
+    An object ``to_make`` is read before it is applied again: a controller may have changed it. Raises
+    SchedulerSilentError if no request is answered, RefusedError if the server is known not to have the object.
     """
     lost: SchedulerSilentError | None = None
     kind, metadata = kind_of(body), body["metadata"]
@@ -150,7 +150,7 @@ def _apply_surely(cluster: Cluster, body: Object, *, to_make: bool = False) -> O
         except RefusedError as refused:
             if lost is None:
                 raise
-            if refused.status >= _SERVER_TROUBLE:  # of the look before it
+            if refused.status >= _SERVER_ERROR:  # of the read before it
                 continue
             try:
                 there = cluster.get(kind, metadata["namespace"], metadata["name"])
@@ -172,19 +172,19 @@ def refuse_foreign(cluster: Cluster, found: Object, rendered: Manifest, record: 
     name, marks = f"{found['kind']} {metadata['name']}", metadata.get("annotations", {})
     if marks.get(RUN_ID_ANNOTATION) != workload.run_id:
         owner = marks.get(RUN_ID_ANNOTATION, "something else")
-        raise SchedulerError(f"{cluster.where}: {name} is there and belongs to {owner}. Submit under another --run-id.")
+        raise SchedulerError(f"{cluster.where}: {name} exists and belongs to {owner}. Submit under another --run-id.")
     documents = cluster.get(CONFIG_MAP, metadata["namespace"], workload.config_map)
     theirs = (documents or {}).get("metadata", {}).get("annotations", {}).get(DOCUMENTS_ANNOTATION)
     ours = rendered.objects[0]["metadata"]["annotations"][DOCUMENTS_ANNOTATION]
     if not belongs_to(found, record) or (RECORD_ANNOTATION not in marks and theirs not in (None, ours)):
         raise SchedulerError(
-            f"{cluster.where}: {name} is there since {metadata.get('creationTimestamp')} and belongs to another run of "
-            f"the id {workload.run_id}, which may be somebody else's. It is left alone. Submit under another --run-id."
+            f"{cluster.where}: {name} exists since {metadata.get('creationTimestamp')} and belongs to another run with "
+            f"the id {workload.run_id}, perhaps of another user. It was not changed. Submit under another --run-id."
         )
     if metadata.get("deletionTimestamp"):
         raise SchedulerError(f"{cluster.where}: {name} is still being deleted. Wait for its pods to end.")
     if marks.get(REVISION_ANNOTATION) != str(workload.revision) or (theirs is not None and theirs != ours):
         raise SchedulerError(
-            f"{cluster.where}: {name} is there with another spec or layout of {workload.run_id}. "
+            f"{cluster.where}: {name} exists with another spec or layout of {workload.run_id}. "
             f"Run `scaletrain cancel {workload.run_id}` first, and resume it then."
         )

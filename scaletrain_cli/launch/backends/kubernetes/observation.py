@@ -1,4 +1,4 @@
-"""What the API server holds of one run, gathered with as few questions as its state needs. Judges nothing."""
+"""The objects of one run on the API server, collected with as few requests as its state needs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NODES_ASKED = 8  # one by one; for more a list of all is less work
 
 @dataclass(frozen=True)
 class Observation:
-    """One look. ``workload`` is the JobSet, Volcano Job or TrainJob; ``jobs`` are its child Jobs."""
+    """The objects at one time. ``workload`` is the JobSet, Volcano Job or TrainJob; ``jobs`` are its child Jobs."""
 
     workload: Object | None
     pods: tuple[Object, ...] = ()
@@ -59,7 +59,7 @@ class Observation:
 
 
 def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) -> Observation:
-    """Look at the run's workloads by their label, at ``job_id`` in detail, and where it is gone at pods that are left.
+    """Return the run's workloads by their label, details of ``job_id``, and the pods that are left if it is gone.
 
     Raises SchedulerError. A right that is missing for a detail leaves the detail out.
     """
@@ -104,7 +104,7 @@ def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) ->
 
 
 def workloads_of(cluster: Cluster, kind: Kind, namespace: str, record: RunRecord) -> list[Object]:
-    """Return this run's own workloads of one kind, the newest first, whatever is known of their submission here."""
+    """Return this run's workloads of one kind, the newest first, also those that are not recorded here."""
     found = cluster.find(kind, namespace, labels=f"{RUN_LABEL}={run_label(record.run_id)}")
     own = [one for one in found if belongs_to(one, record) and not _is_trainers(one)]
     named = [{"apiVersion": kind.api_version, "kind": kind.name, **one} for one in own]  # items of a list may lack both
@@ -116,7 +116,7 @@ def _mark(item: Object) -> str:
 
 
 def _is_trainers(item: Object) -> bool:
-    """Return whether Trainer has made it of a TrainJob, from which it has the labels."""
+    """Return whether Trainer created it for a TrainJob, whose labels it has."""
     return any(owner.get("kind") == "TrainJob" for owner in item["metadata"].get("ownerReferences", ()))
 
 
@@ -131,7 +131,7 @@ def _is_evicted(queued: Object) -> bool:
 
 
 def index_of(pod: Object) -> int:
-    """Which node of the gang the pod is; the first where nothing says so."""
+    """Return the index of the pod in the gang; 0 if it has none."""
     metadata = pod["metadata"]
     marks = {**metadata.get("labels", {}), **metadata.get("annotations", {})}
     found = marks.get("batch.kubernetes.io/job-completion-index", marks.get("volcano.sh/task-index", ""))
@@ -139,19 +139,19 @@ def index_of(pod: Object) -> int:
 
 
 def own_container(pod: Object) -> Object:
-    """The status of the container that trains: a mesh or a monitor may have put others beside it."""
+    """Return the status of the training container; a service mesh may have added others."""
     containers = pod.get("status", {}).get("containerStatuses", ())
     return next((container for container in containers if container.get("name") == CONTAINER), {})
 
 
 def reports(pod: Object) -> bool:
-    """Whether the pod's node reports: nothing else makes a pod unready whose containers are ready."""
+    """Return whether the pod's node reports: only a silent node makes a pod unready whose containers are ready."""
     found = {each.get("type"): each.get("status") for each in pod.get("status", {}).get("conditions", ())}
     return found.get("Ready") != "False" or found.get("ContainersReady") == "False"
 
 
 def _allowed(ask: Callable[[], list[Object]]) -> list[Object] | None:
-    """The answer; None where the user lacks the right to ask."""
+    """Return the answer; None if the user lacks the right."""
     try:
         return ask()
     except RefusedError as error:
@@ -161,7 +161,7 @@ def _allowed(ask: Callable[[], list[Object]]) -> list[Object] | None:
 
 
 def owned_by(owner: Object, candidates: Iterable[Object]) -> Object | None:
-    """The one that a controller has made for ``owner``: Kueue's Workload, Volcano's PodGroup."""
+    """Return the object that a controller created for ``owner``: Kueue's Workload or Volcano's PodGroup."""
     uid = owner["metadata"].get("uid")
     for found in candidates:
         if any(reference.get("uid") == uid for reference in found["metadata"].get("ownerReferences", ())):
@@ -184,13 +184,13 @@ def _events(
     found = [event for asked in names for event in cluster.events(namespace, asked)]
     if of_lost_pods:
         start = f"{name}-{CONTAINER}-"
-        told = cluster.find(EVENT, namespace, fields="involvedObject.kind=Pod,type=Warning")
-        found += [event for event in told if str(event.get("involvedObject", {}).get("name", "")).startswith(start)]
+        of_pods = cluster.find(EVENT, namespace, fields="involvedObject.kind=Pod,type=Warning")
+        found += [event for event in of_pods if str(event.get("involvedObject", {}).get("name", "")).startswith(start)]
     return found
 
 
 def _nodes_in_question(cluster: Cluster, pods: Iterable[Object]) -> tuple[tuple[Object, ...], bool]:
-    """The nodes of pods that should be about to change: whether they will, their node decides."""
+    """Return the nodes of pods that are starting, ending or not ready, and whether the user may read nodes."""
     names = {
         pod["spec"]["nodeName"]
         for pod in pods

@@ -1,4 +1,4 @@
-"""The pod template of a run, alike for every backend: its container, volumes, security and placement. Pure.
+"""The pod template of a run, the same for every kind of workload: its container, volumes, security and placement. Pure.
 
 Secrets are in it by reference only. `$` in every value is doubled, because the kubelet expands `$(NAME)`.
 """
@@ -14,9 +14,6 @@ from scaletrain_cli.own_processes import absolute_paths, python_words
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import RunSpec
 
-# What one pod asks of its node: devices, cores, memory, as Kubernetes writes quantities.
-
-
 _MIB, _GIB = 2**20, 2**30
 # Of one rank on a GPU: the interpreter with torch and CUDA, pinned buffers, NCCL's proxies, the loader.
 _GPU_RANK_BYTES = 8 * _GIB
@@ -28,7 +25,7 @@ _CPUS_PER_GPU = 4  # a request that every GPU node can grant; without a limit th
 
 
 def pod_resources(spec: RunSpec, plan: RunPlan) -> dict[str, dict[str, str]]:
-    """``requests`` and ``limits`` of the container."""
+    """Return ``requests`` and ``limits`` of the container."""
     kubernetes, cluster = spec.cluster.kubernetes, spec.cluster
     whole = {"memory": quantity(memory_bytes(spec, plan))}
     if kubernetes.ephemeral_storage is not None:
@@ -45,7 +42,7 @@ def pod_resources(spec: RunSpec, plan: RunPlan) -> dict[str, dict[str, str]]:
 
 
 def cores_per_node(spec: RunSpec) -> int:
-    """``cpus_per_node``, or ``cluster.cpus_per_gpu`` of each rank, or what any node has."""
+    """Return ``cpus_per_node``, else ``cluster.cpus_per_gpu`` per rank, else a number that any node has."""
     cluster, asked = spec.cluster, spec.cluster.kubernetes.cpus_per_node
     if asked != "auto":
         return asked
@@ -56,13 +53,13 @@ def cores_per_node(spec: RunSpec) -> int:
 
 
 def shm_bytes(spec: RunSpec) -> int:
-    """Size of /dev/shm: 1 GiB, and 1 GiB for each rank."""
+    """Return the size of /dev/shm in bytes: 1 GiB, and 1 GiB for each rank."""
     asked = spec.cluster.kubernetes.shm_size
     return asked if asked != "auto" else _SHM_BASE_BYTES + _SHM_RANK_BYTES * spec.cluster.gpus_per_node
 
 
 def memory_bytes(spec: RunSpec, plan: RunPlan) -> int:
-    """The pod's memory: the plan's copy of checkpoints and what it offloads, /dev/shm, and a base for each process.
+    """Return the pod's memory in bytes: the plan's copy of checkpoints and offloaded state, /dev/shm, and each process.
 
     On CPUs, what the plan calls the device's memory is the node's too.
     """
@@ -75,15 +72,12 @@ def memory_bytes(spec: RunSpec, plan: RunPlan) -> int:
 
 
 def quantity(size_bytes: int) -> str:
-    """Bytes rounded up to whole Mi, in the largest unit that divides them, as the API server writes them back."""
+    """Return bytes rounded up to whole Mi, in the largest unit that divides them, as the API server writes them."""
     amount, units = -(-size_bytes // _MIB), ["Mi", "Gi", "Ti", "Pi"]
     while amount % 1024 == 0 and len(units) > 1:
         amount //= 1024
         units.pop(0)
     return f"{amount}{units[0]}"
-
-
-# Which nodes the pods may be on: taints, labels, nodes to avoid, and how near to one another.
 
 
 GPU_PRODUCT_LABEL = "nvidia.com/gpu.product"  # from GPU feature discovery of the GPU Operator
@@ -96,7 +90,7 @@ _SPOT_TAINTS = {
     "eks": "eks.amazonaws.com/capacityType",
 }
 _OWN_SPOT_TAINT = "spot"
-_NODE_TROUBLE = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+_NODE_UNHEALTHY = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 _KUEUE_TOPOLOGY = "kueue.x-k8s.io/podset-{}-topology"
 # Autoscalers move pods together to free nodes; one pod that is moved restarts the whole gang.
 UNMOVABLE = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
@@ -104,7 +98,7 @@ EXCLUSIVE_TOPOLOGY = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 
 
 def tolerations(spec: RunSpec) -> list[dict[str, Any]]:
-    """Of GPU nodes, of spot nodes where the run takes those, and how long of a node in trouble."""
+    """Return the tolerations of GPU nodes, of spot nodes if the run uses them, and of unhealthy nodes for a time."""
     cluster, kubernetes = spec.cluster, spec.cluster.kubernetes
     found: list[dict[str, Any]] = []
     if cluster.gpu != "cpu":
@@ -113,10 +107,11 @@ def tolerations(spec: RunSpec) -> list[dict[str, Any]]:
         chosen = _SPOT_TAINTS if kubernetes.spot_taint == "auto" else [kubernetes.spot_taint]
         found += [_tolerate(_SPOT_TAINTS[provider]) for provider in chosen]
         found.append(_tolerate(_OWN_SPOT_TAINT))
-    # The API server would put 300 s here: so long nobody would restart the gang of a node that is gone.
+    # The API server would set 300 s: the gang of a lost node would not restart for that long.
     seconds = math.ceil(kubernetes.not_ready_seconds)
     found += [
-        {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds} for key in _NODE_TROUBLE
+        {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
+        for key in _NODE_UNHEALTHY
     ]
     for own in kubernetes.tolerations:
         given = {"key": own.key, "operator": own.operator, "value": own.value, "effect": own.effect}
@@ -126,14 +121,14 @@ def tolerations(spec: RunSpec) -> list[dict[str, Any]]:
 
 
 def node_selector(spec: RunSpec) -> dict[str, str]:
-    """Labels that a node must have."""
+    """Return the labels that a node must have."""
     kubernetes = spec.cluster.kubernetes
     product = {} if kubernetes.gpu_product is None else {GPU_PRODUCT_LABEL: kubernetes.gpu_product}
     return {**product, **kubernetes.node_selector}
 
 
 def affinity(avoid: Sequence[str]) -> dict[str, Any]:
-    """Keeps pods off these nodes. By label as well as by name: Kueue's placement reads labels only."""
+    """Return the affinity that excludes nodes, by label as well as by name: Kueue's placement reads labels only."""
     by_label = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(avoid)}
     by_name = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in avoid]  # one value each
     term = {"matchExpressions": [by_label], "matchFields": by_name}
@@ -141,7 +136,7 @@ def affinity(avoid: Sequence[str]) -> dict[str, Any]:
 
 
 def topology_annotations(spec: RunSpec) -> dict[str, str]:
-    """What Kueue reads on the pod template."""
+    """Return the annotation of the pod template by which Kueue places the pods."""
     topology = spec.cluster.kubernetes.topology
     if topology is None or not spec.cluster.kubernetes.kueue:
         return {}
@@ -149,7 +144,7 @@ def topology_annotations(spec: RunSpec) -> dict[str, str]:
 
 
 def exclusive_annotation(spec: RunSpec) -> dict[str, str]:
-    """What JobSet reads on itself."""
+    """Return the annotation of the JobSet that reserves a topology domain for it."""
     topology = spec.cluster.kubernetes.topology
     if topology is None or topology.kind != "exclusive":
         return {}
@@ -187,7 +182,7 @@ OWN_VARIABLES = frozenset(
 def pod_template(
     spec: RunSpec, plan: RunPlan, workload: Workload, documents: Mapping[str, str | bytes], avoid: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """``metadata`` and ``spec`` of every pod. ``avoid``: node names that must not be used."""
+    """Return ``metadata`` and ``spec`` of every pod. ``avoid``: names of nodes to exclude."""
     kubernetes = spec.cluster.kubernetes
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
@@ -218,7 +213,7 @@ def pod_template(
 
 
 def grace_seconds(spec: RunSpec) -> int:
-    """From SIGTERM to SIGKILL: the ranks' own grace period and what the agent needs after it."""
+    """Return the seconds from SIGTERM to SIGKILL: the ranks' grace period and what the agent needs after it."""
     return math.ceil(spec.cluster.grace_seconds) + AGENT_SECONDS
 
 
@@ -285,7 +280,7 @@ def _pod_security(spec: RunSpec) -> dict[str, Any]:
 
 
 def _claims(spec: RunSpec) -> dict[str, str]:
-    """Volume names by claim: a claim that is mounted twice is still one volume."""
+    """Return volume names by claim: a claim that is mounted twice is one volume."""
     kubernetes = spec.cluster.kubernetes
     claims = [kubernetes.runs.claim or "", *(volume.claim for volume in kubernetes.volumes)]
     return {claim: "runs" if not index else f"volume-{index}" for index, claim in enumerate(dict.fromkeys(claims))}

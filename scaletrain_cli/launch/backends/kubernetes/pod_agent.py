@@ -1,8 +1,8 @@
 """PID 1 of a training pod: ``python -m scaletrain_cli.launch.backends.kubernetes.pod_agent``.
 
-Puts the run directory on the volume, meets the other pods of the gang, is the agent of its node, and ends with the code
-that tells Kubernetes what to do. Pod 0 begins the attempt and judges it; all pods end with its verdict. Calls no
-Kubernetes API: what it must know of its pod is in the environment.
+Writes the run directory to the volume, waits for the other pods of the gang, runs the node agent, and ends with the
+exit code that decides what Kubernetes does. Pod 0 begins the attempt and decides on a restart; all pods end with its
+decision. Calls no Kubernetes API: the pod's own data are in the environment.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from scaletrain_cli.own_processes import leave_current_folder
 if TYPE_CHECKING:
     from scaletrain_cli.errors import ScaletrainError
     from scaletrain_cli.launch.attempts import Decision
-    from scaletrain_cli.launch.backends.kubernetes.rendezvous import Seal
+    from scaletrain_cli.launch.backends.kubernetes.rendezvous import GangKey
     from scaletrain_cli.launch.exit_classification import ExitReason
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
 
-GATHERING_SECONDS = 1800.0  # large images are pulled for many minutes
-VERDICT_SECONDS = 45.0  # for the other nodes to end by themselves, and for pod 0 to say what follows
-_VOLUME_SECONDS = 60.0  # for what pod 0 has written to be seen elsewhere: file systems cache what is not there
+RENDEZVOUS_SECONDS = 1800.0  # pulling a large image takes many minutes
+DECISION_SECONDS = 45.0  # for the other nodes to end by themselves, and for pod 0 to decide
+_VOLUME_SECONDS = 60.0  # until other nodes see what pod 0 wrote: file systems cache missing files
 _POLL_SECONDS = 0.5
-_MOST_GANGS = 3  # that may find the volume unfit: the third is on other nodes, too
+_MOST_GANGS = 3  # that may fail on the volume: the third is on other nodes too
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _BROKEN = (errno.EIO, errno.ESTALE)
 ONLY = "SCALETRAIN_ONLY"  # the variable by which a run measures its nodes and trains nothing
@@ -47,7 +47,7 @@ ONLY = "SCALETRAIN_ONLY"  # the variable by which a run measures its nodes and t
 
 @dataclass(frozen=True)
 class PodOptions:
-    """What the pod's template says. ``gang`` is this gang's alone: a restarted one has another."""
+    """Options from the pod's template. ``gang`` is unique to this gang: a restarted one has another."""
 
     documents: Path
     runs_root: Path
@@ -58,12 +58,12 @@ class PodOptions:
     pod_name: str
     master_addr: str
     master_port: int
-    meeting_port: int
+    rendezvous_port: int
     engine: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Be this pod's agent; the exit code of the container."""
+    """Run this pod; return the exit code of the container."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     leave_current_folder()
     options = parse_options(arguments, os.environ)
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> PodOptions:
-    """The volume in options, what differs from pod to pod in the environment."""
+    """Return the options: paths are arguments, values that differ between pods are environment variables."""
     parser = argparse.ArgumentParser(prog="pod_agent", description="Run the ranks of one pod.")
     parser.add_argument("--documents", type=Path, required=True, help="folder with run.json")
     parser.add_argument("--runs-root", type=Path, required=True)
@@ -96,15 +96,15 @@ def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str
             pod_name=environment["SCALETRAIN_POD"],
             master_addr=environment["MASTER_ADDR"],
             master_port=port,
-            meeting_port=port + 1,
+            rendezvous_port=port + 1,
             engine=given.engine,
         )
     except (KeyError, ValueError) as error:
-        parser.error(f"the pod's environment lacks or garbles {error}")
+        parser.error(f"missing or invalid in the pod's environment: {error}")
 
 
 def run_pod(options: PodOptions) -> int:
-    """From the meeting to the verdict. Raises ScaletrainError for what no attempt could be begun for."""
+    """Run from the rendezvous to the decision. Raises ScaletrainError if no attempt could begin."""
     from scaletrain_cli.launch.backends.kubernetes.pod_output import PodOutput, attempt_start_line
     from scaletrain_cli.launch.node.attempt import run_node
     from scaletrain_cli.rundir.record import read_record
@@ -134,22 +134,22 @@ def run_pod(options: PodOptions) -> int:
         names = [f"{options.node_name}-{rank:05d}.log" for rank in range(first, first + count)]
         with PodOutput([run.attempt(number) / "logs" / name for name in names]):
             code = run_node(agent)
-    except Exception as failure:  # pod 0 must judge whatever happened here
+    except Exception as failure:  # pod 0 must decide on every failure
         of_volume = isinstance(failure, OSError) and failure.errno in (*FULL_DISK_ERRORS, *_FORBIDDEN, *_BROKEN)
         error = volume_error(options, failure) if isinstance(failure, OSError) and of_volume else failure
         code = _code_of(error)
         print(f"{options.pod_name} on {options.node_name}: {error}", file=sys.stderr, flush=True)
     if options.node_rank != 0:
-        return _verdict(run, number, code)
+        return _decision(run, number, code)
     record = read_record(run)
-    code = _judge(options, run, record, number, code)
+    code = _decide(options, run, record, number, code)
     if code == 0 and not shared and record.spec.env.get(ONLY) == "preflight":
-        shutil.rmtree(run.path, ignore_errors=True)  # nobody else can: whoever asked does not see this volume
+        shutil.rmtree(run.path, ignore_errors=True)  # the submitting machine does not mount this volume
     return code
 
 
 def _begin(options: PodOptions) -> tuple[RunDir, int] | int:
-    """Pod 0: the run and its new attempt once all are there; else the exit code with which all must end."""
+    """Return, in pod 0, the run and its new attempt once all pods have joined; else the exit code for all pods."""
     from scaletrain_cli.errors import ScaletrainError
     from scaletrain_cli.launch.attempts import begin_attempt
     from scaletrain_cli.launch.backends.kubernetes.rendezvous import RendezvousServer
@@ -158,44 +158,44 @@ def _begin(options: PodOptions) -> tuple[RunDir, int] | int:
 
     with _volume_in_use(options):
         run, record = place_documents(options.documents, options.runs_root)
-    host = RendezvousServer(options.meeting_port, _seal(options), record.spec.cluster.nodes - 1)
+    host = RendezvousServer(options.rendezvous_port, _gang_key(options), record.spec.cluster.nodes - 1)
     try:
-        said = host.gather(GATHERING_SECONDS, _told_to_leave)
+        said = host.gather(RENDEZVOUS_SECONDS, _is_terminating)
         with _volume_in_use(options):
             conclude_abandoned(run, record)  # of an earlier gang whose pod 0 was lost
             refusal = why_not_begin(run, record, options.workload)
             if refusal is not None:
                 print(refusal.why, file=sys.stderr, flush=True)
                 conclude_run(run, refusal)
-                host.tell({"exit_code": (code := exit_code_for(refusal)), "why": refusal.why})
+                host.broadcast({"exit_code": (code := exit_code_for(refusal)), "why": refusal.why})
                 return code
             nodes = (options.node_name, *(str(word["node"]) for word in said.values()))
             number = begin_attempt(run, record.spec, scheduler="kubernetes", job_id=options.workload, nodes=nodes)
-        host.tell({"attempt": number, "run_id": run.run_id})
+        host.broadcast({"attempt": number, "run_id": run.run_id})
         return run, number
     except ScaletrainError as error:
-        host.tell({"exit_code": error.exit_code, "why": str(error)})
+        host.broadcast({"exit_code": error.exit_code, "why": str(error)})
         raise
     finally:
         host.close()
 
 
-def _seal(options: PodOptions) -> Seal:
-    """Return what marks this gang's words: the key comes from the documents of the run, which all its pods mount."""
-    from scaletrain_cli.launch.backends.kubernetes.rendezvous import Seal
+def _gang_key(options: PodOptions) -> GangKey:
+    """Return the key of this gang's messages, made from the run's documents, which all its pods mount."""
+    from scaletrain_cli.launch.backends.kubernetes.rendezvous import GangKey
 
-    return Seal(options.gang, hashlib.sha256((options.documents / "run.json").read_bytes()).digest())
+    return GangKey(options.gang, hashlib.sha256((options.documents / "run.json").read_bytes()).digest())
 
 
 def _join(options: PodOptions) -> tuple[RunDir, int] | int:
-    """The other pods: what pod 0 says of the run and its new attempt."""
+    """Return, in the other pods, the run and its new attempt as pod 0 sends them, or the exit code for all pods."""
     from scaletrain_cli.errors import WrongNodesError
     from scaletrain_cli.launch.backends.kubernetes.rendezvous import join
     from scaletrain_cli.rundir.paths import RunDir
 
     said = {"node": options.node_name, "pod": options.pod_name}
-    place = (options.master_addr, options.meeting_port, _seal(options), options.node_rank)
-    word = join(*place, said, GATHERING_SECONDS, _told_to_leave)
+    place = (options.master_addr, options.rendezvous_port, _gang_key(options), options.node_rank)
+    word = join(*place, said, RENDEZVOUS_SECONDS, _is_terminating)
     if "exit_code" in word:
         print(word["why"], file=sys.stderr, flush=True)
         return int(word["exit_code"])
@@ -204,28 +204,28 @@ def _join(options: PodOptions) -> tuple[RunDir, int] | int:
     while not (run.attempt(word["attempt"]) / "attempt.json").is_file():
         if time.monotonic() > deadline:
             raise WrongNodesError(
-                f"{run.attempt(word['attempt'])} does not appear on {options.node_name} although pod 0 has made it: "
-                "is the claim of cluster.kubernetes.runs one that all pods can mount at once (ReadWriteMany)?"
+                f"{run.attempt(word['attempt'])} does not appear on {options.node_name} although pod 0 has created it: "
+                "can all pods mount the claim of cluster.kubernetes.runs at once (ReadWriteMany)?"
             )
         time.sleep(_POLL_SECONDS)
     return run, int(word["attempt"])
 
 
-def _judge(options: PodOptions, run: RunDir, record: RunRecord, number: int, code: int) -> int:
-    """Pod 0's last word, once the other nodes have ended or had time to."""
+def _decide(options: PodOptions, run: RunDir, record: RunRecord, number: int, code: int) -> int:
+    """Return pod 0's exit code: its decision on the attempt, once the other nodes have ended or had time to."""
     from scaletrain_cli.launch.attempts import read_attempt
     from scaletrain_cli.launch.backends.kubernetes.pod_output import attempt_end_line
     from scaletrain_cli.launch.node.record import read_node_records
     from scaletrain_cli.launch.restart import conclude_attempt, conclude_run, first_attempt_of_job
 
-    deadline = time.monotonic() + VERDICT_SECONDS - 15
+    deadline = time.monotonic() + DECISION_SECONDS - 15
     while time.monotonic() < deadline:
         nodes = read_node_records(run, number)
         if len(nodes) == record.spec.cluster.nodes and all(node.ended is not None for node in nodes):
             break
         time.sleep(_POLL_SECONDS)
     if number < max(run.attempts(), default=number):
-        print(f"attempt {number} was followed by another one already; this is not the run's end", file=sys.stderr)
+        print(f"another attempt already follows attempt {number}; the run has not ended", file=sys.stderr)
         return code
     first = first_attempt_of_job(run, options.workload, number)
     decision = conclude_attempt(run, record, number, first_attempt=first, launcher_exit_code=code)
@@ -239,21 +239,21 @@ def _judge(options: PodOptions, run: RunDir, record: RunRecord, number: int, cod
     return code
 
 
-def _verdict(run: RunDir, number: int, code: int) -> int:
-    """Pod 0's decision on the attempt; this pod's own code where it says nothing.
+def _decision(run: RunDir, number: int, code: int) -> int:
+    """Return the exit code of pod 0's decision on the attempt, or this pod's own code if pod 0 makes none.
 
-    Where pod 0 was lost with its node, what happened here is a consequence of that, which costs the run nothing.
+    If pod 0 was lost with its node, a crash here is a consequence of that and is not charged to the run.
     """
     from scaletrain_cli.errors import ExitCode
     from scaletrain_cli.launch.attempts import read_attempt
     from scaletrain_cli.launch.node.record import read_node_records
 
-    deadline = time.monotonic() + VERDICT_SECONDS
+    deadline = time.monotonic() + DECISION_SECONDS
     while time.monotonic() < deadline:
         attempt = read_attempt(run, number)
         if attempt is not None and attempt.decision is not None:
             return exit_code_for(attempt.decision, attempt.reason, free=attempt.free_of_charge)
-        if not run.path.is_dir():  # pod 0 has removed what a preflight alone leaves
+        if not run.path.is_dir():  # pod 0 has deleted the directory of a preflight
             return code
         time.sleep(_POLL_SECONDS)
     first = [node for node in read_node_records(run, number) if node.node_rank == 0]
@@ -262,7 +262,7 @@ def _verdict(run: RunDir, number: int, code: int) -> int:
 
 
 def exit_code_for(decision: Decision, reason: ExitReason | None = None, *, free: bool = False) -> int:
-    """What a container ends with so that Kubernetes does what was decided, whose policies see nothing but this code."""
+    """Return the container's exit code for a decision: the only thing that the policies of Kubernetes see."""
     from scaletrain_cli.errors import ExitCode
     from scaletrain_cli.launch.restart import is_preemption
 
@@ -270,27 +270,27 @@ def exit_code_for(decision: Decision, reason: ExitReason | None = None, *, free:
     if code == ExitCode.DONE or code in (ExitCode.USAGE, ExitCode.INFEASIBLE):
         return code
     if not decision.requeue:
-        return ExitCode.DO_NOT_REQUEUE  # whatever ended it: 1 and 75 would bring it back
+        return ExitCode.DO_NOT_REQUEUE  # for every cause: 1 and 75 would restart it
     if free or (reason is not None and is_preemption(reason)):
-        return ExitCode.PREEMPTED  # also where its state could not be saved in time: it is not the run's fault
+        return ExitCode.PREEMPTED  # also if its state could not be saved in time: not charged to the run
     return code if code in (ExitCode.PREEMPTED, ExitCode.WRONG_NODES) else ExitCode.CRASHED
 
 
 @contextlib.contextmanager
 def _volume_in_use(options: PodOptions) -> Iterator[None]:
-    """Turn what the volume refuses into an error that names the cause; leave other errors as they are."""
+    """Turn an error of the volume into one that names the cause; leave other errors as they are."""
     try:
         yield
     except OSError as error:
         if error.filename is None and error.errno not in (*FULL_DISK_ERRORS, *_FORBIDDEN, *_BROKEN):
-            raise  # of a socket, for one
+            raise  # such as that of a socket
         raise volume_error(options, error) from error
 
 
 def volume_error(options: PodOptions, error: OSError) -> ScaletrainError:
-    """Return the error for what the volume refuses.
+    """Return the error for a failure of the volume.
 
-    Its exit code is 5, as another node may have mounted it well; 93 from the third gang on, and where it is full.
+    Its exit code is 5, as the volume may work on another node; 93 from the third gang on, and if it is full.
     """
     from scaletrain_cli.errors import DoNotRequeueError, WrongNodesError
 
@@ -304,7 +304,7 @@ def volume_error(options: PodOptions, error: OSError) -> ScaletrainError:
     kind = DoNotRequeueError if again else WrongNodesError
     if error.errno not in _FORBIDDEN:
         return kind(f"{options.runs_root} cannot be used: {error}. Is the file system of the volume in order?")
-    folder, groups = _folder_in_question(options), ", ".join(map(str, sorted(os.getgroups()))) or "none"
+    folder, groups = _unwritable_folder(options), ", ".join(map(str, sorted(os.getgroups()))) or "none"
     ours = f"uid {os.geteuid()}, gid {os.getegid()}, groups {groups}"
     if os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         return kind(f"{error.filename or folder} cannot be written by the pods ({ours}): {error.strerror or error}")
@@ -322,8 +322,8 @@ def volume_error(options: PodOptions, error: OSError) -> ScaletrainError:
     )
 
 
-def _folder_in_question(options: PodOptions) -> Path:
-    """The first folder of the run that this process cannot write to; the volume itself where there is none yet."""
+def _unwritable_folder(options: PodOptions) -> Path:
+    """Return the first folder of the run that this process cannot write to, or the volume itself if there is none."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         run = options.runs_root / str(json.loads((options.documents / "run.json").read_bytes())["run_id"])
         for folder in (run, *(run / name for name in ("attempts", "checkpoints", "code", "revisions"))):
@@ -332,8 +332,8 @@ def _folder_in_question(options: PodOptions) -> Path:
     return options.runs_root
 
 
-def _told_to_leave() -> bool:
-    """Whether SIGTERM or SIGINT has come. They stay pending: nobody has to remember them."""
+def _is_terminating() -> bool:
+    """Return whether SIGTERM or SIGINT has arrived. They are blocked and stay pending."""
     return bool(signal.sigpending() & {signal.SIGTERM, signal.SIGINT})
 
 

@@ -1,7 +1,7 @@
-"""Brings what the pods print into the run directory, where it outlives them: a gang that restarts takes its logs along.
+"""Fetch what the pods print into the run directory, where it outlives them: a restart deletes the logs of a gang.
 
-Only where the pods write to a volume that is not seen here; where it is seen, their files are better. A line belongs to
-the attempt that its pod has named, and before that to a file of the pod's own in pods/.
+Only for pods whose volume is not mounted here; otherwise their files are used. A line belongs to the attempt that its
+pod has named, and before that to a file of the pod in pods/.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from scaletrain_cli.safe_files import locked, make_folder, open_to_append
 _LINES_READ = 200  # of pod 0's log, for the newest progress
 _LOOK_EVERY_SECONDS = 3.0
 _SAVE_EVERY_SECONDS = 1.0
-_LAST_WORDS_SECONDS = 2.0
+_LAST_LINES_SECONDS = 2.0
 _MOST_STREAMS = 256  # each is a thread here and a connection to the API server
 
 
 @dataclass(frozen=True)
 class _Source:
-    """One pod's log: how far it was read, by the time of its last line, and what it has said of itself."""
+    """One pod's log: ``since`` is the time of the last line that was read, ``attempt`` the one that the pod named."""
 
     name: str
     node: str
@@ -45,15 +45,15 @@ class _Source:
 
 
 class PodLogs:
-    """Reads the logs of a job's pods, each line once, whoever read before and however often."""
+    """Reads the logs of a job's pods, each line once over all commands that read them."""
 
     def __init__(self, run: RunDir, cluster: Cluster, place: JobRef, ranks_per_pod: int) -> None:
         self._run, self._cluster, self._place = run, cluster, place
         self._ranks_per_pod = ranks_per_pod
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._streams: dict[str, threading.Thread] = {}
 
-    def bring(self) -> None:
+    def fetch(self) -> None:
         """Fetch what is new in every pod that the API server still has. Raises SchedulerError, after the last pod."""
         trouble: RefusedError | None = None
         with self._alone() as alone:
@@ -68,7 +68,7 @@ class PodLogs:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Fetch while this is entered, as the pods print: pods of later gangs, too."""
+        """Fetch while this context is open, also from pods of later gangs."""
         with self._alone() as alone:
             if not alone:
                 yield
@@ -78,32 +78,32 @@ class PodLogs:
             try:
                 yield
             finally:
-                self._over.set()
+                self._stopped.set()
                 looker.join(2 * _LOOK_EVERY_SECONDS)
-                deadline = time.monotonic() + _LAST_WORDS_SECONDS
+                deadline = time.monotonic() + _LAST_LINES_SECONDS
                 for stream in self._streams.values():  # of pods that have ended: they come to an end, too
                     stream.join(max(0.0, deadline - time.monotonic()))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[bool]:
-        """Whether no other command brings this run's logs now: each would write every line."""
+        """Yield whether this is the only command that fetches this run's logs: two would write every line twice."""
         folder = self._run.path / "pods"
         make_folder(folder)
         with locked(folder / "lock", wait_seconds=0) as alone:
             yield alone and not shares_volume(self._run)
 
     def _look(self) -> None:
-        """Start a reader for every pod that is new, or whose stream broke off."""
+        """Start a reader for every pod that is new or whose stream was closed."""
         streams = self._streams
         while not shares_volume(self._run):
-            with contextlib.suppress(SchedulerError):  # it may be back at the next look
+            with contextlib.suppress(SchedulerError):  # the server may answer at the next look
                 for pod in self._pods():
                     uid = pod["metadata"]["uid"]
                     living = sum(thread.is_alive() for thread in streams.values())
                     if (uid not in streams or not streams[uid].is_alive()) and living < _MOST_STREAMS:
                         streams[uid] = threading.Thread(target=self._stream, args=(pod,), name=uid, daemon=True)
                         streams[uid].start()
-            if self._over.wait(_LOOK_EVERY_SECONDS):
+            if self._stopped.wait(_LOOK_EVERY_SECONDS):
                 return
 
     def _stream(self, pod: Object) -> None:
@@ -111,7 +111,7 @@ class PodLogs:
             self._read(pod, follow=True)
 
     def _pods(self) -> list[Object]:
-        """Those whose container has begun, in the order of their making."""
+        """Return the pods whose container has started, the oldest first."""
         labels = f"app.kubernetes.io/instance={self._place.name}"
         pods = self._cluster.find(POD, self._place.namespace, labels=labels)
         begun = [pod for pod in pods if _has_begun(pod)]
@@ -139,7 +139,7 @@ class PodLogs:
                 if time.monotonic() - saved > _SAVE_EVERY_SECONDS:
                     write_document(state, asdict(source))
                     saved = time.monotonic()
-                if self._over.is_set():
+                if self._stopped.is_set():
                     return
         finally:
             write_document(state, asdict(source))
@@ -152,7 +152,7 @@ class PodLogs:
         return _Source(name, node, index_of(pod) * self._ranks_per_pod)
 
     def _write(self, source: _Source, text: str) -> None:
-        """A line of a rank goes to its file as it would on a shared volume; the agent's to that of its first rank."""
+        """Append a rank's line to its file as on a shared volume, an agent's to the file of its first rank."""
         rank, line = rank_of(text)
         if source.attempt is None:
             path = self._run.path / "pods" / f"{source.name}.log"
@@ -165,7 +165,7 @@ class PodLogs:
 
 
 def _has_begun(pod: Object) -> bool:
-    """Whether there is a log: asked of one that waits, the server refuses."""
+    """Return whether there is a log: the server refuses to return that of a container that waits."""
     state = own_container(pod).get("state", {})
     return "running" in state or "terminated" in state
 

@@ -1,7 +1,7 @@
-"""What would keep a job from starting, asked before anything is made: all problems at once, and nothing left behind.
+"""Checks before a submission: everything that would keep the job from starting, reported at once; nothing is created.
 
-Many of these the API server would accept in silence, and the job would wait for ever. Where the user may not look, that
-is told and passed over: the server judges in the end.
+The API server accepts many of these without a message, and the job would wait indefinitely. What the user may not read
+is skipped with a note.
 """
 
 from __future__ import annotations
@@ -48,28 +48,29 @@ from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.safe_files import FOLDER_MODE
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
-from scaletrain_cli.text import listed
-
-# Whether what the job names is there: priority classes, claims, the service account, secrets and their keys.
+from scaletrain_cli.text import counted, listed
 
 
 def priority(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
+    """Yield a problem if the priority class of the queue does not exist."""
     kubernetes = spec.cluster.kubernetes
     if kubernetes.priority is None:
         return
     kind = WORKLOAD_PRIORITY if kubernetes.kueue else PRIORITY_CLASS
     if cluster.get(kind, "", kubernetes.priority) is None:
-        what = f"{kind.name}, and the job would wait in silence"
+        what = f"{kind.name}, and the job would wait without a message"
         yield missing(spec, "priority", kubernetes.priority, what, cluster.find(kind, ""))
 
 
 def pod_priority(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
+    """Yield a problem if the PriorityClass of the pods does not exist."""
     name = spec.cluster.kubernetes.pod_priority
     if name is not None and cluster.get(PRIORITY_CLASS, "", name) is None:
         yield missing(spec, "pod_priority", name, "PriorityClass", cluster.find(PRIORITY_CLASS, ""))
 
 
 def claims(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
+    """Yield claims that do not exist, are not bound, or cannot be mounted by all pods."""
     kubernetes = spec.cluster.kubernetes
     wanted = {volume.claim: f"volumes.{index}.claim" for index, volume in enumerate(kubernetes.volumes)}
     if kubernetes.runs.claim is not None:
@@ -84,7 +85,7 @@ def claims(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
         if phase == "Pending":
             yield _pending_claim(cluster, spec, key, name)
         elif phase != "Bound":
-            yield problem(spec, key, f"the claim is {phase}; the pods could not start.", name)
+            yield problem(spec, key, f"the claim is {phase}; the pods cannot start.", name)
         modes = claim["spec"].get("accessModes", ())
         if key == "runs.claim" and spec.cluster.nodes > 1 and "ReadWriteMany" not in modes:
             allowed = ", ".join(modes) or "none"
@@ -100,6 +101,7 @@ def _pending_claim(cluster: Cluster, spec: RunSpec, key: str, name: str) -> Foun
 
 
 def service_account(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
+    """Yield a problem if the service account does not exist."""
     kubernetes = spec.cluster.kubernetes
     name = kubernetes.service_account
     if name is not None and cluster.get(SERVICE_ACCOUNT, kubernetes.namespace, name) is None:
@@ -108,7 +110,7 @@ def service_account(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
 
 
 def secrets(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
-    """Names and keys alone; no value is kept. Most users may not read Secrets, and should not."""
+    """Yield Secrets and keys that do not exist. No value is kept. Most users may not read Secrets, and should not."""
     kubernetes = spec.cluster.kubernetes
     wanted: list[tuple[str, str, str | None]] = [
         (f"pull_secrets.{index}", name, None) for index, name in enumerate(kubernetes.pull_secrets)
@@ -127,9 +129,6 @@ def secrets(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
         elif entry is not None and entry not in secret.get("data", {}):
             there = listed(sorted(secret.get("data", {})), NAMES_SHOWN) or "none"
             yield problem(spec, key, f"Secret {name} has no key {entry}; its keys are: {there}.", entry)
-
-
-# Checks that the pods can write to the volume of run directories: its owner, where that is seen, and its driver.
 
 
 # Volumes of Kubernetes itself to which the kubelet applies no fsGroup.
@@ -171,7 +170,7 @@ def volume_rights(cluster: Cluster, spec: RunSpec, run: RunDir | None) -> Iterat
 
 
 def _folder_seen_here(spec: RunSpec, run: RunDir | None) -> tuple[Path, int, int, int] | None:
-    """The folder that pods will write to with its owner and mode, where this machine sees the same volume."""
+    """Return the folder that pods will write to, its uid, gid and mode; None unless this machine mounts the volume."""
     if run is not None:
         found = run.path.stat()
         return run.path, found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)
@@ -207,16 +206,17 @@ def _applies_group(cluster: Cluster, claim: Object) -> tuple[bool | None, str]:
             raise
         return None, "you may not look at its volume"
     why = f"driver {driver} has fsGroupPolicy {policy}"
-    if policy == "ReadWriteOnceWithFSType":  # what a driver that says nothing has
+    if policy == "ReadWriteOnceWithFSType":  # the default of a driver
         modes = claim.get("spec", {}).get("accessModes", ())
         return "ReadWriteOnce" in modes and len(modes) == 1 and "fsType" in volume["csi"], why
     return {"File": True, "None": False}.get(str(policy)), why
 
 
 def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | None = None) -> PreflightResult:
-    """Return what is worth telling. ``run``: one that is to go on, on the volume that is seen here as its pods see it.
+    """Return the notes and the start. ``run``: a run to resume whose directory this machine and its pods share.
 
-    Raises SchedulerError that lists every problem, or that says why the server cannot be asked."""
+    Raises SchedulerError with every problem, or with the reason why the server cannot be asked.
+    """
     version = cluster.version()
     namespace = spec.cluster.kubernetes.namespace
     _require_namespace(cluster, namespace, spec)
@@ -238,7 +238,7 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | Non
     found = [finding for one in checks for finding in _asked(one, spec)]
     problems = tuple(dict.fromkeys(finding for finding in found if isinstance(finding, Problem)))
     if problems:
-        count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
+        count = counted(len(problems), "problem")
         raise SchedulerError(f"{cluster.where}, {version}: {count} would keep the job from starting", problems)
     reasons = (*rendered.notes, *(finding for finding in found if isinstance(finding, Reason)))
     notes = {str(note): note for note in reasons}
@@ -248,7 +248,7 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | Non
 
 
 def pod_spec(objects: Iterable[Object]) -> Object:
-    """The spec of the pods, wherever a backend has put it."""
+    """Return the spec of the pods of any kind of workload."""
     for body in objects:
         spec = body.get("spec", {})
         inner = spec.get("template", {}).get("spec", spec)  # a TrainJob's runtime has a JobSet's spec in it
@@ -270,7 +270,7 @@ def _unplanned(spec: RunSpec) -> Start:
 
 
 def _asked(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Found]:
-    """A check whose question is refused: for want of a right it is passed over, for want of the kind it has failed."""
+    """Run a check. A missing right makes it a note, a kind that the cluster lacks a problem."""
     try:
         yield from one()
     except NotServedError as error:
@@ -283,13 +283,13 @@ def _asked(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Found]
 
 
 def _require_namespace(cluster: Cluster, namespace: str, spec: RunSpec) -> None:
-    """Every other question would be answered with this one's answer."""
+    """Raise SchedulerError if the namespace does not exist: every other request would fail for that reason."""
     try:
         found = cluster.get(NAMESPACE, "", namespace)
     except RefusedError as error:
         if not error.is_rights:
             raise
-        return  # a dry run will tell
+        return  # a dry run shows it
     if found is None:
         absent = problem(spec, "namespace", "there is no such namespace.", namespace)
         raise SchedulerError(f"{cluster.where}: the namespace is missing", (absent,))
@@ -303,17 +303,17 @@ def _served(cluster: Cluster, spec: RunSpec, kind: Kind) -> Iterator[Found]:
 
 
 def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Found]:
-    """The server's own judgement, admission webhooks included, of an object that is then not made."""
+    """Yield what the server and its admission webhooks refuse of an object, which is not created."""
     try:
         cluster.apply(body, dry_run=True)
     except NotServedError:
-        return  # is told where the kind itself is looked for
+        return  # reported by the check of the kind
     except RefusedError as error:
         if error.status == 0 or error.status >= 500:
             raise
         if body["kind"] == "TrainJob" and is_runtime_missing(error.said):
-            return  # a dry run makes none; what becomes of the two is judged below
-        what = f"{body['kind']} as it would be sent"
+            return  # a dry run creates none; the objects of the two are checked below
+        what = f"{body['kind']} as it would be created"
         if not error.problems:
             yield problem(spec, "", f"{what}: {error.message}")
         for cause in error.problems:
@@ -321,7 +321,7 @@ def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Found]:
 
 
 def _dry_run_child(cluster: Cluster, spec: RunSpec, child: Object) -> Iterator[Found]:
-    """A JobSet with a template that no Job may have is accepted, and then nothing ever happens."""
+    """Yield what the server refuses of an object that a controller would create, as of a JobSet's pods."""
     try:
         cluster.apply(child, dry_run=True)
     except NotServedError:

@@ -16,8 +16,8 @@ from scaletrain_cli.launch.backends.kubernetes.nodes import parse_quantity, quan
 from scaletrain_cli.reasons import Reason
 
 Amounts = Mapping[str, Fraction]
-# What every quota of a training cluster is of. Anything else a site may have told Kueue to leave out of all quotas
-# (resources.excludeResourcePrefixes), which nobody can see.
+# Resources of every quota. A site may configure Kueue to exclude others from all quotas
+# (resources.excludeResourcePrefixes), which users cannot read.
 _NEVER_EXCLUDED = ("cpu", "memory")
 _COUNT = "pods"  # a resource that Kueue counts where a queue covers it
 
@@ -33,8 +33,8 @@ class QuotaAnswer:
 
 @dataclass(frozen=True)
 class TopologyRequest:
-    """What the pods ask of Kueue's placement. ``level`` is a node label, None for any; ``known`` the levels of each
-    Topology by name, as far as the user may look.
+    """The topology that the pods ask for. ``level`` is a node label, None for any; ``known`` has the levels of each
+    Topology by name, as far as the user may read them.
     """
 
     level: str | None
@@ -43,7 +43,7 @@ class TopologyRequest:
 
 @dataclass(frozen=True)
 class Cohort:
-    """Whom the queue can borrow from. ``bounded`` is False where a parent cohort may lend, too."""
+    """The queues that a queue can borrow from. ``bounded`` is False if a parent cohort may lend too."""
 
     queues: Sequence[Object] = ()
     own: Object | None = None
@@ -72,7 +72,7 @@ def check_quota(
     pod: Object,
     near: TopologyRequest | None = None,
 ) -> QuotaAnswer:
-    """``needed`` is of the whole gang, ``pods`` among it; ``pod`` is the spec of one of its pods."""
+    """Return whether the queue can hold the gang. ``needed``: of the whole gang; ``pod``: the spec of one pod."""
     groups = queue["spec"].get("resourceGroups", ())
     covered = {resource for group in groups for resource in group["coveredResources"]}
     missing = [resource for resource in needed if resource not in covered and resource != _COUNT]
@@ -170,7 +170,7 @@ def _busy(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Amounts)
 
 
 def _most(queue: Object, flavor: Object, cohort: Cohort | None, resource: str) -> Fraction | None:
-    """The queue's own quota and what it may borrow at the most; None without a bound."""
+    """Return the queue's own quota and the most that it may borrow; None without a bound."""
     own = _resource(flavor, resource)
     if own is None:
         return Fraction(0)

@@ -1,4 +1,4 @@
-"""A run as a Volcano Job: one task, one pod per node, all or none. Pure.
+"""A run as a JobSet, a TrainJob with its TrainingRuntime, or a Volcano Job: one gang, one pod per node. Pure.
 
 Volcano counts every restart of a job against maxRetry, evictions included, and has no rule that leaves them out. So
 where the run may be preempted without limit its retries have none either, and pod 0 keeps the budgets.
@@ -14,9 +14,6 @@ from scaletrain_cli.launch.backends.kubernetes.names import NODE, Workload
 from scaletrain_cli.launch.backends.kubernetes.pod import exclusive_annotation
 from scaletrain_cli.spec import RunSpec
 
-# A run as a JobSet of one Indexed Job, one pod per node.
-
-
 MOST_RESTARTS = 1_000_000  # far from what 32 bits hold
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
@@ -25,7 +22,7 @@ FINAL_CODES = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.DO_NOT_REQUEUE)
 
 
 def jobset(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> dict[str, Any]:
-    """The workload object around a pod template."""
+    """Return the workload object around a pod template."""
     return {
         "apiVersion": workload.api_version,
         "kind": workload.kind,
@@ -40,7 +37,7 @@ def jobset(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> dict[
 
 
 def jobset_spec(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> dict[str, Any]:
-    """What a JobSet and Trainer's runtime have in common."""
+    """Return the spec that a JobSet and Trainer's runtime share."""
     ttl = spec.cluster.kubernetes.ttl_seconds_after_finished
     return {
         # The Service is named as the JobSet; a pod must be found before it is ready, or none would ever be.
@@ -62,7 +59,7 @@ def jobset_spec(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> 
 
 
 def queue_labels(spec: RunSpec) -> dict[str, str]:
-    """How Kueue knows whose job this is."""
+    """Return the labels that name Kueue's queue and priority class."""
     kubernetes = spec.cluster.kubernetes
     if not kubernetes.kueue or kubernetes.queue is None:
         return {}
@@ -70,13 +67,13 @@ def queue_labels(spec: RunSpec) -> dict[str, str]:
 
 
 def charged_restarts(spec: RunSpec) -> int:
-    """How often in all a gang may fail; which budget an end is charged to, the agent of pod 0 knows."""
+    """Return how often a gang may fail in total; the agent of pod 0 decides which budget a failure is charged to."""
     restarts = spec.restarts
     return min(restarts.node + restarts.crash + restarts.oom, MOST_RESTARTS)
 
 
 def failure_policy(spec: RunSpec) -> dict[str, Any]:
-    """The JobSet's rules, of which the first that matches decides; what matches none is charged."""
+    """Return the JobSet's rules: the first that matches decides, and a failure that matches none is charged."""
     final = "|".join(str(int(code)) for code in FINAL_CODES)
     free = "FailJobSet" if spec.restarts.preemption == 0 else "RestartJobSetAndIgnoreMaxRestarts"
     return {
@@ -133,9 +130,6 @@ def _on_codes(codes: list[int]) -> dict[str, Any]:
     }
 
 
-# A run as a TrainJob of Kubeflow Trainer with a TrainingRuntime of its own.
-
-
 RUNTIME_API_VERSION = "trainer.kubeflow.org/v1alpha1"
 RUNTIME_KIND = "TrainingRuntime"
 # By this label on a replicated job Trainer knows the one that has the nodes.
@@ -143,7 +137,7 @@ _ANCESTOR = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 
 
 def training_runtime(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> dict[str, Any]:
-    """The runtime, of the same name as its only TrainJob; must be there first."""
+    """Return the runtime, which has the name of its only TrainJob and must exist first."""
     inner = jobset_spec(spec, workload, template)
     metadata = inner["replicatedJobs"][0]["template"]["metadata"]
     metadata["labels"] = metadata["labels"] | _ANCESTOR
@@ -162,7 +156,7 @@ def training_runtime(spec: RunSpec, workload: Workload, template: dict[str, Any]
 
 
 def trainjob(spec: RunSpec, workload: Workload) -> dict[str, Any]:
-    """The workload object. Kueue reads its labels, not the JobSet's that Trainer makes of it."""
+    """Return the TrainJob. Kueue reads its labels, not those of the JobSet that Trainer creates."""
     metadata = _metadata(spec, workload)
     return {
         "apiVersion": workload.api_version,
@@ -188,7 +182,7 @@ _MODES = {"required": "hard", "preferred": "soft"}
 
 
 def volcano_job(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> dict[str, Any]:
-    """The workload object around a pod template."""
+    """Return the workload object around a pod template."""
     kubernetes, nodes = spec.cluster.kubernetes, spec.cluster.nodes
     job: dict[str, Any] = {
         "schedulerName": "volcano",
@@ -227,6 +221,6 @@ def volcano_job(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> 
 
 
 def max_retry(spec: RunSpec) -> int:
-    """Restarts after which Volcano gives up, and one more: it fails the job when it counts as many. 0 would mean 3."""
+    """Return maxRetry: the allowed restarts and one more, as Volcano fails the job at this count. 0 would mean 3."""
     preemptions = spec.restarts.preemption
     return MOST_RESTARTS if preemptions == "unlimited" else min(charged_restarts(spec) + preemptions + 1, MOST_RESTARTS)

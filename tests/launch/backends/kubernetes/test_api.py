@@ -103,7 +103,7 @@ def test_every_field_that_is_wrong_is_told(cluster: Cluster, api: FakeApi) -> No
 
 @pytest.mark.parametrize(
     ("code", "reason", "words"),
-    [(401, "Unauthorized", "does not know you"), (409, "Conflict", r"is refused \(409\)"), (500, "Internal", "500")],
+    [(401, "Unauthorized", "not authenticated"), (409, "Conflict", r"is refused \(409\)"), (500, "Internal", "500")],
 )
 def test_other_refusals_keep_the_servers_words(
     cluster: Cluster, api: FakeApi, code: int, reason: str, words: str
@@ -139,7 +139,7 @@ def test_a_login_page_is_not_taken_for_an_answer(cluster: Cluster, monkeypatch: 
     page = SimpleNamespace(data=b"<html>log in</html>")
     monkeypatch.setattr(cluster._client, "request", lambda *args, **options: page)
     for ask in (cluster.version, lambda: cluster.find(POD, "ml")):
-        with pytest.raises(RefusedError, match="not as Kubernetes does: '<html>log in"):
+        with pytest.raises(RefusedError, match="did not return a Kubernetes object: '<html>log in"):
             ask()
 
 
@@ -149,13 +149,13 @@ def test_a_server_that_is_not_there_is_said_to_be_silent(tmp_path: Path, monkeyp
     with pytest.raises(SchedulerError, match=r"context far, http://127.0.0.1:9, .* does not answer") as caught:
         cluster.version()
     assert not isinstance(caught.value, SchedulerSilentError)
-    with pytest.raises(SchedulerError, match="did not answer just now"):
+    with pytest.raises(SchedulerError, match="did not answer a moment ago"):
         cluster.version()  # who asks for many runs waits once
 
 
 def test_a_change_that_is_not_answered_may_have_happened(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster._client, "request", _never(cluster._client.request))
-    with pytest.raises(SchedulerSilentError, match="Whether it did what was asked is not known"):
+    with pytest.raises(SchedulerSilentError, match="The request may have been applied"):
         cluster.apply(config_map())
 
 

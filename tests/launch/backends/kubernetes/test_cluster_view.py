@@ -105,7 +105,7 @@ def test_gpus_are_counted_by_product_less_what_living_pods_hold() -> None:
     shown = view(nodes=nodes, pods=(holding(pod("x", node="a")), holding(pod("y", node=None)), pod("z", node="b")))
     assert shown.gpus == (GpuRow(H100, total=40, used=8, free=15, out_of_order=17, nodes=5, free_nodes=1),)
     assert shown.nodes == (NodesRow("Ready", 3), NodesRow("NotReady", 1), NodesRow("Ready,SchedulingDisabled", 1))
-    assert shown.notes == ("out of order: c NotReady, d Ready,SchedulingDisabled",)
+    assert shown.notes == ("not ready: c NotReady, d Ready,SchedulingDisabled",)
 
 
 def test_an_init_container_counts_where_it_asks_for_more_than_the_others_together() -> None:
@@ -117,7 +117,7 @@ def test_an_init_container_counts_where_it_asks_for_more_than_the_others_togethe
 def test_without_a_look_at_all_pods_no_gpu_is_called_free() -> None:
     shown = view(nodes=(node("a"),), pods=None, forbidden=("pods",))
     assert (shown.gpus, shown.nodes) == ((), (NodesRow("Ready", 1),))
-    assert shown.notes[0].endswith("it takes the right to list pods in all namespaces")
+    assert shown.notes[0].endswith("you need the right to list pods in all namespaces")
 
 
 def test_quotas_are_those_of_the_queues_of_the_namespace_and_say_what_may_be_borrowed() -> None:
@@ -158,7 +158,7 @@ def test_runs_stand_in_the_order_of_the_queue_with_kueues_reason_and_how_many_ar
     assert (row.job_id, row.state, row.queue, row.nodes, row.gpus) == ("jobset/late-s1", "queued", "team-a", 2, 16)
     assert row.reason == f"waits in queue team-a: {NO_QUOTA}"
     assert shown.others_queued == 6
-    assert shown.notes == ("ahead counts namespace ml alone, of the 9 that wait for the same quota",)
+    assert shown.notes == ("ahead counts only namespace ml; 9 jobs wait for the same quota",)
 
 
 def test_a_run_that_runs_says_since_when_and_one_that_is_over_is_left_out() -> None:
@@ -238,8 +238,8 @@ def test_a_right_that_is_missing_leaves_its_part_out_and_is_named(filled: FakeAp
     del filled.installed["trainer.kubeflow.org/v1alpha1"]  # a server forbids what it does not have, too
     data = ask()
     assert data["quotas"] == []
-    assert "you may not see" in data["queue"][0]["reason"]
-    assert [note.partition("; it takes the right to ")[2] for note in data["notes"]] == [
+    assert "why is unknown" in data["queue"][0]["reason"]
+    assert [note.partition("; you need the right to ")[2] for note in data["notes"]] == [
         "list workloads.kueue.x-k8s.io",
         "list clusterqueues.kueue.x-k8s.io",
     ]
@@ -264,4 +264,4 @@ def test_without_a_namespace_in_the_settings_the_cluster_is_shown_where_the_user
         os.utime(run.record, (number, number))
     view = shown()
     assert view.cluster == "current context, vision"
-    assert "runs of yours are in ml, too" in view.notes[-1]
+    assert "you also have runs in ml" in view.notes[-1]

@@ -10,7 +10,7 @@ import pytest
 
 from scaletrain_cli.launch.attempts import Decision
 from scaletrain_cli.launch.backends.kubernetes.pod import AGENT_SECONDS
-from scaletrain_cli.launch.backends.kubernetes.pod_agent import VERDICT_SECONDS, exit_code_for
+from scaletrain_cli.launch.backends.kubernetes.pod_agent import DECISION_SECONDS, exit_code_for
 from scaletrain_cli.launch.node.watch import UNKILLABLE_SECONDS
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.record import add_revision, documents_of, place_documents, read_record
@@ -169,4 +169,4 @@ def test_nodes_that_are_taken_away_cost_nothing_even_where_no_time_was_left_to_s
 
 
 def test_kubernetes_leaves_the_pods_the_time_that_their_agents_take() -> None:
-    assert AGENT_SECONDS >= UNKILLABLE_SECONDS + VERDICT_SECONDS
+    assert AGENT_SECONDS >= UNKILLABLE_SECONDS + DECISION_SECONDS

@@ -46,7 +46,7 @@ def printed(api: FakeApi, one: dict[str, Any], *lines: str, second: int = 0) -> 
 def bring(made: MadeRun) -> None:
     logs = KubernetesBackend().logs(made.run, made.record)
     assert logs is not None
-    logs.bring()
+    logs.fetch()
 
 
 def lines(made: MadeRun, attempt: int, rank: int) -> list[str]:
@@ -140,7 +140,7 @@ def test_who_follows_sees_pods_that_come_later(
         wait_until(lambda: _text(made, 2, 0).endswith("three\n"), "what a later gang prints")
         other = KubernetesBackend().logs(made.run, made.record)
         assert other is not None
-        other.bring()  # leaves it to the one that follows
+        other.fetch()  # leaves it to the one that follows
     assert _text(made, 1, 0) == "one\ntwo\n"
 
 

@@ -50,7 +50,7 @@ def options(volume: Path, *, gang: int = 0, rank: int = 0, workload: str = "jobs
         pod_name=f"fake-s1-node-0-{rank}",
         master_addr="127.0.0.1",
         master_port=29500,
-        meeting_port=29501,
+        rendezvous_port=29501,
         engine="tests.launch.fake_engine",
     )
 
@@ -158,7 +158,7 @@ def begin(made: MadeRun, workload: str) -> int:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pod waits for a word that does not come."""
-    monkeypatch.setattr(pod_agent, "VERDICT_SECONDS", 0.05)
+    monkeypatch.setattr(pod_agent, "DECISION_SECONDS", 0.05)
     monkeypatch.setattr(pod_agent, "_POLL_SECONDS", 0.01)
 
 
@@ -169,8 +169,8 @@ def test_a_lost_node_is_not_charged_however_often_it_happens(make_run: MakeRun) 
     for _ in range(4):
         number = begin(made, "jobset/fake-s1")
         lose_a_node(made, number, lost=1)
-        assert pod_agent._judge(options(made.run.path.parent), made.run, made.record, number, 1) == 75
-        assert pod_agent._verdict(made.run, number, 1) == 75
+        assert pod_agent._decide(options(made.run.path.parent), made.run, made.record, number, 1) == 75
+        assert pod_agent._decision(made.run, number, 1) == 75
     last = read_attempts(made.run)[-1]
     assert (last.reason, last.free_of_charge) == ("node", True)
     assert last.decision is not None
@@ -183,7 +183,7 @@ def test_nodes_that_are_lost_before_any_step_is_saved_end_the_run_at_last(make_r
     for _ in range(10):
         number = begin(made, "jobset/fake-s1")
         lose_a_node(made, number, lost=1)
-        codes.append(pod_agent._judge(options(made.run.path.parent), made.run, made.record, number, 1))
+        codes.append(pod_agent._decide(options(made.run.path.parent), made.run, made.record, number, 1))
     assert codes == [75] * 9 + [93]
 
 
@@ -194,7 +194,7 @@ def test_volcano_counts_every_restart_so_a_lost_node_is_charged_there(make_run: 
         number = begin(made, workload)
         lose_a_node(made, number, lost=1)
         place_of = options(made.run.path.parent, workload=workload)
-        assert pod_agent._judge(place_of, made.run, made.record, number, 1) == code
+        assert pod_agent._decide(place_of, made.run, made.record, number, 1) == code
 
 
 @pytest.mark.usefixtures("at_once")
@@ -202,11 +202,11 @@ def test_who_is_left_when_pod_0_is_lost_ends_with_75_and_keeps_a_verdict_of_its_
     made = make_run(*TWO_NODES)
     number = begin(made, "jobset/fake-s1")
     lose_a_node(made, number, lost=0)
-    assert [pod_agent._verdict(made.run, number, code) for code in (1, 0, 5, 93)] == [75, 0, 5, 93]
+    assert [pod_agent._decision(made.run, number, code) for code in (1, 0, 5, 93)] == [75, 0, 5, 93]
     restart.conclude_abandoned(made.run, made.record)  # by the next gang's pod 0
     ended = read_attempt(made.run, number)
     assert ended is not None
     assert ended.free_of_charge
     other = begin(made, "jobset/fake-s1")
     lose_a_node(made, other, lost=2)
-    assert pod_agent._verdict(made.run, other, 1) == 1, "pod 0 has ended, so nothing was lost"
+    assert pod_agent._decision(made.run, other, 1) == 1, "pod 0 has ended, so nothing was lost"

@@ -107,7 +107,7 @@ def test_all_problems_come_at_once(preflight: Callable[..., list[str]], api: Fak
     )
     assert "v1.36.2: 6 problems would keep the job from starting" in text
     assert "queue = team-a: there is no such LocalQueue in namespace ml. There are: team-b." in text
-    assert "priority = urgent: there is no such WorkloadPriorityClass, and the job would wait in silence" in text
+    assert "priority = urgent: there is no such WorkloadPriorityClass, and the job would wait without a message" in text
     assert "pod_priority = high" in text
     assert "service_account = runner" in text
     assert "runs.claim = nowhere" in text
@@ -145,14 +145,14 @@ def test_the_start_is_now_where_quota_is_free_and_else_not_known_and_why(
     assert "queue team-a has quota free and no job waits for it" in start.why
     whole["status"]["pendingWorkloads"] = 3
     start = outlook(*QUEUE).start
-    assert (start.at, "quota free, with 3 jobs before it at the most" in start.why) == (None, True)
+    assert (start.at, "quota free, with at most 3 jobs before it" in start.why) == (None, True)
     taken = [{"name": "h100", "resources": [{"name": "nvidia.com/gpu", "total": "8"}]}]
     whole["status"]["flavorsReservation"] = taken
-    assert "team-a has to get quota back first, with 3 jobs before it at the most" in outlook(*QUEUE).start.why
+    assert "team-a must get quota back first, with at most 3 jobs before it" in outlook(*QUEUE).start.why
     whole["spec"]["stopPolicy"] = "Hold"
     assert outlook(*QUEUE).start.why == "ClusterQueue training is held"
     api.forbid("get", "clusterqueues", KUEUE)
-    assert outlook(*QUEUE).start.why == "the quota of queue team-a cannot be looked at"
+    assert outlook(*QUEUE).start.why == "the quota of queue team-a cannot be read"
 
 
 def test_what_can_be_borrowed_counts(preflight: Callable[..., list[str]], api: FakeApi) -> None:
@@ -275,7 +275,7 @@ def test_an_object_that_the_server_would_refuse_is_a_problem_in_its_words(
 ) -> None:
     causes = [{"field": "spec.failurePolicy.rules[0].name", "message": "Invalid value"}]
     api.refusals[("create", "jobsets")] = (422, status(422, "Invalid", "invalid", name="j", causes=causes))
-    assert "JobSet as it would be sent: spec.failurePolicy.rules[0].name: Invalid value" in problems(preflight, *GPU)
+    assert "JobSet as it would be created: spec.failurePolicy.rules[0].name: Invalid value" in problems(preflight, *GPU)
 
 
 def test_a_template_that_no_job_may_have_is_a_problem(preflight: Callable[..., list[str]], api: FakeApi) -> None:
@@ -293,7 +293,7 @@ def test_who_may_not_make_jobs_is_told_that_the_child_was_not_checked(
     api.forbid("create", "jobs", "batch")
     assert any("not checked whether the Job" in note for note in preflight(*GPU))
     api.forbid("create", "jobsets", "jobset.x-k8s.io")
-    with pytest.raises(SchedulerError, match="JobSet as it would be sent"):
+    with pytest.raises(SchedulerError, match="JobSet as it would be created"):
         preflight(*GPU)
 
 

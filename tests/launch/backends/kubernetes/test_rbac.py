@@ -70,7 +70,7 @@ def live(api: FakeApi, made: MadeRun) -> None:
     api.put("pods", ended(workload, 0, 0))
     logs = scheduler.logs(made.run, made.record)
     assert logs is not None
-    logs.bring()
+    logs.fetch()
     scheduler.cancel(made.run, made.record)
 
 

@@ -13,16 +13,16 @@ import pytest
 
 from scaletrain_cli.launch.backends.kubernetes import rendezvous
 from scaletrain_cli.launch.backends.kubernetes.rendezvous import (
-    InterruptedMeetingError,
-    NoMeetingError,
+    GangKey,
+    RendezvousError,
+    RendezvousInterruptedError,
     RendezvousServer,
-    Seal,
     join,
 )
 from scaletrain_cli.launch.node.ranks import free_port
 
 PORT = free_port("127.0.0.1")
-SEAL = Seal("gang", b"of the run")
+SEAL = GangKey("gang", b"of the run")
 
 
 @pytest.fixture
@@ -36,11 +36,11 @@ def never() -> bool:
     return False
 
 
-def attending(number: int, words: dict[int, Any], seal: Seal = SEAL, seconds: float = 20) -> threading.Thread:
+def attending(number: int, words: dict[int, Any], seal: GangKey = SEAL, seconds: float = 20) -> threading.Thread:
     def be_there() -> None:
         try:
             words[number] = join("127.0.0.1", PORT, seal, number, {"node": f"n{number}"}, seconds, never)
-        except NoMeetingError as error:
+        except RendezvousError as error:
             words[number] = error
 
     thread = threading.Thread(target=be_there)
@@ -52,7 +52,7 @@ def test_all_hear_the_same_word_and_the_first_learns_who_is_there(host: Rendezvo
     words: dict[int, Any] = {}
     threads = [attending(number, words) for number in (2, 1)]
     said = host.gather(20, never)
-    host.tell({"attempt": 3})
+    host.broadcast({"attempt": 3})
     for thread in threads:
         thread.join()
     assert {number: word["node"] for number, word in said.items()} == {1: "n1", 2: "n2"}
@@ -61,14 +61,14 @@ def test_all_hear_the_same_word_and_the_first_learns_who_is_there(host: Rendezvo
 
 def test_strangers_are_not_counted(host: RendezvousServer) -> None:
     words: dict[int, Any] = {}
-    threads = [attending(1, words, Seal("an older gang", SEAL.key), seconds=1), attending(7, words, seconds=1)]
+    threads = [attending(1, words, GangKey("an older gang", SEAL.key), seconds=1), attending(7, words, seconds=1)]
     with socket.create_connection(("127.0.0.1", PORT)) as scan:
         scan.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        with pytest.raises(NoMeetingError, match="pods 1, 2 did not come"):
+        with pytest.raises(RendezvousError, match="pods 1, 2 did not join"):
             host.gather(2, never)
     for thread in threads:
         thread.join()
-    assert "gave no word within 1 s" in str(words[1])
+    assert "timed out after 1 s" in str(words[1])
 
 
 def test_a_pod_that_went_and_came_again_counts_once(host: RendezvousServer) -> None:
@@ -76,37 +76,37 @@ def test_a_pod_that_went_and_came_again_counts_once(host: RendezvousServer) -> N
     with socket.create_connection(("127.0.0.1", PORT)) as gone:
         gone.sendall(SEAL.line({"number": 1, "node": "old"}))
         threads = [attending(1, words)]
-        with pytest.raises(NoMeetingError, match="pods 2 did not come"):
+        with pytest.raises(RendezvousError, match="pods 2 did not join"):
             host.gather(2, never)
     threads.append(attending(2, words))
     assert host.gather(20, never)[1]["node"] == "n1"
-    host.tell({})
+    host.broadcast({})
     for thread in threads:
         thread.join(timeout=5)
 
 
 def test_who_is_told_to_leave_does_not_wait(host: RendezvousServer) -> None:
-    with pytest.raises(InterruptedMeetingError):
+    with pytest.raises(RendezvousInterruptedError):
         host.gather(20, lambda: True)
-    with pytest.raises(InterruptedMeetingError):
+    with pytest.raises(RendezvousInterruptedError):
         join("127.0.0.1", PORT, SEAL, 1, {}, 20, lambda: True)
 
 
 def test_who_knows_the_name_of_the_gang_and_not_its_key_can_neither_come_nor_answer(host: RendezvousServer) -> None:
     words: dict[int, Any] = {}
-    threads = [attending(number, words, Seal("gang", b"guessed"), seconds=1) for number in (1, 2)]
+    threads = [attending(number, words, GangKey("gang", b"guessed"), seconds=1) for number in (1, 2)]
     with socket.create_connection(("127.0.0.1", PORT)) as stranger:
         stranger.sendall(b'{"gang": "gang", "number": 1, "node": "old"}\n')
-        with pytest.raises(NoMeetingError, match="pods 1, 2 did not come"):
+        with pytest.raises(RendezvousError, match="pods 1, 2 did not join"):
             host.gather(2, never)
     for thread in threads:
         thread.join()
-    assert [str(words[number]).count("gave no word") for number in (1, 2)] == [1, 1]
-    assert SEAL.word(SEAL.line({"attempt": 3})) == {"attempt": 3}
-    assert SEAL.word(Seal("gang", b"guessed").line({"attempt": 3})) is None
-    assert SEAL.word(SEAL.line({"attempt": 3}).replace(b"3", b"4")) is None
+    assert [str(words[number]).count("timed out") for number in (1, 2)] == [1, 1]
+    assert SEAL.message(SEAL.line({"attempt": 3})) == {"attempt": 3}
+    assert SEAL.message(GangKey("gang", b"guessed").line({"attempt": 3})) is None
+    assert SEAL.message(SEAL.line({"attempt": 3}).replace(b"3", b"4")) is None
     for odd in (b"", b"[]", b"{}", b"null", b'{"body": 1, "code": 1}', b'{"body": "a", "code": null}', b"[" * 60000):
-        assert SEAL.word(odd) is None
+        assert SEAL.message(odd) is None
 
 
 def test_a_connection_that_sends_a_byte_at_a_time_holds_nobody_up(host: RendezvousServer) -> None:
@@ -127,7 +127,7 @@ def test_a_connection_that_sends_a_byte_at_a_time_holds_nobody_up(host: Rendezvo
         began = time.monotonic()
         assert host.gather(20, never).keys() == {1, 2}
         assert time.monotonic() - began < 5
-        host.tell({"attempt": 1})
+        host.broadcast({"attempt": 1})
         for thread in threads:
             thread.join()
     finally:
@@ -144,7 +144,7 @@ def test_a_pod_is_heard_leaving_while_another_one_sends_a_byte_at_a_time(host: R
         slow.send(b"{")
         threading.Timer(0.3, told.set).start()
         began = time.monotonic()
-        with pytest.raises(InterruptedMeetingError):
+        with pytest.raises(RendezvousInterruptedError):
             host.gather(60, told.is_set)
     assert time.monotonic() - began < 3
 
@@ -158,9 +158,9 @@ def test_slow_large_and_many_connections_are_hung_up_on(
     large = many.pop()
     with contextlib.suppress(OSError):
         large.sendall(b"x" * 100_000)
-    with pytest.raises(NoMeetingError):
+    with pytest.raises(RendezvousError):
         host.gather(2, never)
-    assert not host._silent
+    assert not host._pending
     for one in (slow, large, *many):
         one.settimeout(2)
         with contextlib.suppress(ConnectionError):
@@ -185,7 +185,7 @@ def test_a_pod_that_is_answered_a_byte_at_a_time_leaves_when_it_is_told_to() -> 
         answering.start()
         threading.Timer(0.4, told.set).start()
         began = time.monotonic()
-        with pytest.raises(InterruptedMeetingError):
+        with pytest.raises(RendezvousInterruptedError):
             join("127.0.0.1", port, SEAL, 1, {}, 60, told.is_set)
         answering.join()
     assert time.monotonic() - began < 3
