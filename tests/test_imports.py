@@ -70,6 +70,7 @@ LIBRARIES_ALLOWED = {
         "kubernetes",
         "psutil",
         "pynvml",
+        "ruamel",  # writes Kubernetes objects
         "submitit",
         "urllib3",
     },  # the errors of the Kubernetes client are urllib3's
@@ -249,7 +250,7 @@ def test_every_folder_is_in_the_table() -> None:
         (
             "launch/backends/local/backend.py",
             "import rich.table",
-            "launch may use kubernetes, psutil, pynvml, submitit, urllib3",
+            "launch may use kubernetes, psutil, pynvml, ruamel, submitit, urllib3",
         ),
         (
             "launch/backends/local/backend.py",

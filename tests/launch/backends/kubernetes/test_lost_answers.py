@@ -293,7 +293,7 @@ def test_the_job_of_another_run_with_the_same_id_is_neither_taken_over_nor_delet
         make_run(*SETTINGS, run_id="elsewhere").run,
         dataclasses.replace(make_run(*SETTINGS, run_id="third").record, run_id=made.run.run_id),
     )
-    with pytest.raises(SchedulerError, match="may be somebody else's") as caught:
+    with pytest.raises(SchedulerError, match="perhaps of another user") as caught:
         submit(theirs)
     assert "delete" not in caught.value.message
     theirs.run.path.joinpath("kubernetes.json").write_bytes((made.run.path / "kubernetes.json").read_bytes())

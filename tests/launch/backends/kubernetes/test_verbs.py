@@ -143,7 +143,7 @@ def test_what_a_pod_said_before_any_attempt_is_shown(ready: FakeApi) -> None:
     ready.logs["r1-s1-node-0-0-abcde"] = ["2026-11-21T10:00:00Z No module named scaletrain_cli"]
     shown = scaletrain("logs", "r1")
     assert "No module named scaletrain_cli" in shown.out
-    assert "before its attempt began" in shown.err
+    assert "before the attempt started" in shown.err
     scaletrain("status", "r1")
     assert "No module" in scaletrain("logs", "r1").out
 
