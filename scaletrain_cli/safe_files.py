@@ -1,9 +1,9 @@
 """Files and folders at names that another user can predict, in folders that another user may write to.
 
-A runs root is often shared: setgid and writable by a group. Whoever can write there can plant a symbolic link, a hard
-link, a FIFO or a folder where a process of somebody else will write. These functions open nothing through a link of
-another user, truncate no existing file, wait on no FIFO and hold no other user's lock. All packages write through this
-file. Standard library only.
+A runs root is often shared: setgid and writable by a group. A user who can write there can create a symbolic link,
+a hard link, a FIFO or a folder at a name to which another user's process will write. These functions open nothing
+through a link of another user, truncate no existing file, wait on no FIFO and hold no other user's lock. All packages
+write through this file. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import BinaryIO, NoReturn
 
 from scaletrain_cli.errors import UsageError
 
-FOLDER_MODE = 0o750  # nobody but the owner changes a run; its group may read it
+FOLDER_MODE = 0o750  # only the owner changes a run; its group may read it
 _MOST_LINKS = 40  # as the kernel counts
 _PATH_ONLY = getattr(os, "O_PATH", os.O_RDONLY)
 _QUIET = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a planted FIFO must not hold the process up
@@ -127,11 +127,11 @@ def touch(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait_seconds: float | None = None, shared: bool = False) -> Iterator[bool]:
-    """Hold an exclusive lock on the file; yield whether it was got within ``wait_seconds`` (None: wait for ever).
+    """Hold an exclusive lock on the file; yield whether it was acquired within ``wait_seconds`` (None: no limit).
 
-    Only the owner can open the file of a lock that is not ``shared``, so nobody else can keep it. A file system without
-    locks counts as got: what the lock protects is replaced in one step there. Raises OSError where the file cannot be
-    opened.
+    Only the owner can open the file of a lock that is not ``shared``, so no other user can hold it. On a file system
+    without locks it counts as acquired: what the lock protects is replaced in one step there. Raises OSError where the
+    file cannot be opened.
     """
     descriptor = _open(path, os.O_RDWR, create=True, private=not shared, shared=shared)
     try:
@@ -238,7 +238,7 @@ def _open(path: Path, flags: int, *, create: bool, private: bool = False, shared
             found = os.fstat(descriptor)
             linked = found.st_nlink > 1 and os.fstat(folder).st_mode & 0o022  # or only its owner can have linked it
             device = stat.S_ISCHR(found.st_mode)  # /dev/null, which only root makes
-            # A private file of somebody else would be a lock that they hold for ever.
+            # A private file of somebody else would be a lock that they can hold for any time.
             foreign = private and found.st_uid not in (os.geteuid(), 0, os.fstat(folder).st_uid)
             if not (stat.S_ISREG(found.st_mode) or device) or (linked and not device) or foreign:
                 os.close(descriptor)
@@ -367,7 +367,7 @@ def other_owner(path: Path) -> int | None:
 
 
 def require_own(path: Path, what: str, *, trust: bool, remedy: str) -> None:
-    """Raise UsageError where somebody else than this user or root owns ``path``, unless that is to be trusted."""
+    """Raise UsageError where another user than this one or root owns ``path``, unless that is to be trusted."""
     uid = other_owner(path)
     if uid is not None and not trust:
         raise UsageError(

@@ -133,8 +133,8 @@ class Heartbeat:
         self._write(phase, allowed_seconds)
 
     def meet(self) -> None:
-        """Report that the rank waits for the others at the agreement between two steps."""
-        self._write(f"{self._phase}, at the agreement", self._usual(self._phase))
+        """Report that the rank waits for the others between two steps."""
+        self._write(f"{self._phase}, waiting for the other ranks", self._usual(self._phase))
 
     def _usual(self, phase: str) -> float:
         times = self._times.get(phase, ())

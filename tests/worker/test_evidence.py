@@ -100,13 +100,13 @@ def test_the_cause_counts_wherever_it_is_in_the_chain() -> None:
     assert failure_reason_of(broken) == "oom"
 
 
-def test_a_chain_that_bites_its_tail_has_an_end() -> None:
+def test_a_chain_of_causes_with_a_loop_ends() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__context__, second.__context__ = second, first
     assert failure_reason_of(first) == "crash"
 
 
-def test_no_retry_makes_room_on_a_disk() -> None:
+def test_a_full_disk_is_not_retried() -> None:
     assert exit_code_of(OSError(errno.ENOSPC, "full"), "disk-full") == 93
     assert exit_code_of(RuntimeError(GLOO), "communication") == 1
     assert exit_code_of(UsageError("x"), "usage") == 2
@@ -123,7 +123,7 @@ def test_a_failure_keeps_the_code_of_its_exception_and_records_of_earlier_versio
     assert read_failures(run, 1) == [Failure(1, "oom", "CUDA out of memory", 1), failure]
 
 
-def test_ordinary_words_point_to_nothing() -> None:
+def test_ordinary_text_has_no_failure_reason() -> None:
     for text in ("", "using gloo backend", "step 5 took 30 ms", "TypeError: xid() missing 1 argument"):
         assert reason_in(text) is None, text
 
@@ -232,7 +232,7 @@ def test_an_agent_whose_record_has_no_space_is_a_full_disk_and_no_lost_node() ->
     assert classify_exit(silent, [], 2, cancelled=False, launcher_exit_code=1).reason == "node"
 
 
-def test_a_folder_has_space_until_its_file_system_says_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_file_system_is_recognized_by_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert no_space(tmp_path) == ""
     assert not list(tmp_path.iterdir())
     assert no_space(tmp_path / "missing") == ""

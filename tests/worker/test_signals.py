@@ -36,7 +36,7 @@ def ended(process: subprocess.Popen[str]) -> int:
     return process.returncode
 
 
-def test_a_storm_of_signals_stops_nothing() -> None:
+def test_many_signals_at_once_stop_nothing() -> None:
     """Each interrupts the handling of the one before."""
     process = start("while not flag.raised or time.monotonic() < flag.raised_at + 1: pass\nos._exit(7)")
     for _ in range(2000):

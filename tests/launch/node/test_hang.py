@@ -1,4 +1,4 @@
-"""Ranks that come to a stand: found by what they said of themselves, dumped, the suspect named, the attempt ended."""
+"""Hung ranks: found by their heartbeats, their stacks written, the suspect named, the attempt ended."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ def test_a_collective_outwaits_every_silence_in_training() -> None:
     assert collective_seconds(7200.0) > 7200.0
 
 
-def test_a_line_that_nobody_reads_never_stops_a_rank(line: Line) -> None:
+def test_a_pipe_that_no_agent_reads_never_blocks_a_rank(line: Line) -> None:
     for step in range(10_000):
         line.heart.beat(step, "step")
     Heartbeat(None).beat(1, "step")
 
 
-def test_a_descriptor_is_the_ranks_alone() -> None:
+def test_child_processes_of_a_rank_do_not_inherit_its_descriptors() -> None:
     channel = Channel()
     program = (
         "import os, subprocess\n"
@@ -120,7 +120,7 @@ def test_a_descriptor_is_the_ranks_alone() -> None:
     channel.close()
 
 
-def test_ranks_that_wait_for_one_that_may_be_slow_have_not_come_to_a_stand() -> None:
+def test_ranks_that_wait_for_one_that_may_be_slow_are_not_hung() -> None:
     saving, waiting = LastBeat(10, "save", 1800.0, heard=0.0), LastBeat(11, "step", 30.0, heard=1.0)
     assert hung_rank({0: waiting, 1: saving}, now=100.0) is None
     assert hung_rank({0: waiting, 1: saving}, now=2000.0) == 1
@@ -137,7 +137,7 @@ def test_a_rank_that_was_rolled_back_first_is_ahead_of_those_that_still_are(line
     assert hung_rank({0: rolled_back, 1: restoring}, now=100.0) is None
 
 
-def test_time_in_which_the_agent_was_stopped_itself_counts_for_nobody() -> None:
+def test_time_in_which_the_agent_was_stopped_does_not_count_as_silence() -> None:
     channel = Channel()
     before = channel.beat.heard
     channel.extend(3600.0)
@@ -150,7 +150,7 @@ def view(
     return RankView(rank, LastBeat(step, phase, 30.0, heard=at), 40.0 - at, dumped, state)
 
 
-def test_a_rank_that_does_not_answer_is_the_suspect_with_what_the_kernel_says() -> None:
+def test_a_rank_that_does_not_respond_is_the_suspect_with_its_kernel_state() -> None:
     found = find_suspect([view(0, 5), view(1, 6, dumped=False, state="T")], several_nodes=True)
     assert (found.rank, str(found.why)) == (
         1,
@@ -161,10 +161,12 @@ def test_a_rank_that_does_not_answer_is_the_suspect_with_what_the_kernel_says() 
 
 
 def test_else_the_rank_that_is_behind_is_the_suspect() -> None:
-    views = [view(0, 7, "step, at the agreement", at=3.0), view(1, 7, at=1.0)]
+    views = [view(0, 7, "step, waiting for the other ranks", at=3.0), view(1, 7, at=1.0)]
     found = find_suspect(views, several_nodes=False)
     assert found.rank == 1
-    assert "rank 1 is behind: in step 7 (step) while rank 0 is in step 7 (step, at the agreement)" in str(found.why)
+    assert "rank 1 is behind: in step 7 (step) while rank 0 is in step 7 (step, waiting for the other ranks)" in str(
+        found.why
+    )
 
 
 def test_ranks_at_the_same_place_wait_for_another_node_if_there_is_one() -> None:
@@ -228,7 +230,7 @@ def test_a_rank_that_is_stopped_before_its_first_beat_is_found(make_run: MakeRun
     assert "stopped by a signal (state T), since step 0 (start)" in failure.message
 
 
-def test_a_node_agent_that_is_stopped_is_ended_and_the_run_goes_on(make_run: MakeRun) -> None:
+def test_a_node_agent_that_is_stopped_is_killed_and_the_run_continues(make_run: MakeRun) -> None:
     made = make_run("guard.hang=2s", "restarts.node=1", steps=60, step_seconds=0.05)
     submit_run(made.run, made.record, LOCAL)
     wait_until(lambda: "up" in made.log(1, 0), "the ranks are up")
@@ -278,7 +280,7 @@ def test_the_limits_of_set_up_and_first_steps_follow_from_the_size_of_the_run(li
     assert collective_seconds(line.heart.longest_seconds) > max(line.heart.longest_seconds, LONG_SECONDS)
 
 
-def test_what_is_no_beat_is_passed_over() -> None:
+def test_lines_that_are_no_beats_are_ignored() -> None:
     channel = Channel()
     with channel.inherited() as variables:
         writes = os.dup(int(variables["SCALETRAIN_HEARTBEAT_FD"]))
