@@ -5,8 +5,8 @@ the engine: ``blocks_per_stage`` is how a pipeline is cut, ``zero_buffers`` give
 counted, and ``rank_model_states`` what a rank must hold.
 
 planning puts the parts together: architecture (exact sizes), stages (what a rank holds), memory and speed of one layout
-(estimate picks those of vision networks), search over layouts and clusters, catalogue (devices, networks, prices,
-recipes), reliability (checkpoints, goodput, dollars), and advice (reasons, warnings, pictures).
+(workloads has an object per kind of network, frameworks one per training framework), search over layouts and clusters,
+catalogue (devices, networks, prices, recipes), reliability (checkpoints, goodput, cost), and advice (warnings, checks).
 """
 
 from importlib import import_module

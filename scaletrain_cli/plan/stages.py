@@ -18,7 +18,8 @@ from scaletrain_cli.plan.architecture import (
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
-# More blocks are spread by number, never by cost: nobody trains them, and a typing slip must end soon.
+# More blocks are spread by number, never by cost: no published model has them, and a typing error in a spec must not
+# run for minutes.
 MOST_BLOCKS = 4096
 
 
@@ -56,7 +57,8 @@ def blocks_by_number(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(layers // stages + (1 if index < layers % stages else 0) for index in range(stages))
 
 
-# Stages beyond these are sized by the first, second and last alone: nobody runs them, and a typing slip must end soon.
+# Beyond these stages only the first, second and last are sized: no published run has them, and a typing error
+# in a spec must not run for minutes.
 MOST_STAGES = 64
 
 

@@ -1,1 +1,1 @@
-"""What a plan says about itself: reasons, warnings, assumptions, the recipe, comparisons and pictures."""
+"""What a plan reports beside its numbers: warnings, assumptions, recipe checks, explanations and comparisons."""

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: the decision walked again with the numbers of this run. Sizes layouts, chooses none.
+"""Why a plan has its layout: the decision step by step, with the numbers of this run.
 
 The order is the one that people reason in: one GPU, then data parallelism with ZeRO, then tensor parallelism within a
 node, then pipeline stages across nodes; then batch, bubble and communication, and what the runners-up lacked.
@@ -207,7 +207,7 @@ def _pipeline(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -
 
 
 def _not_yet(spec: RunSpec, axis: str) -> Iterator[Reason]:
-    """Yield that this project's engine cannot run an axis, so that nobody takes the arithmetic for an offer."""
+    """Yield that this project's engine cannot run an axis, so that the arithmetic is not read as an offer."""
     if framework_of(spec).is_engine and axis not in ENGINE.axes:
         yield Reason("plan.not-in-this-engine")
 

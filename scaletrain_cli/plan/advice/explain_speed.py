@@ -1,6 +1,6 @@
-"""Why the chosen layout is fast: what each axis buys, batch, recomputation, bubble, communication, the runners-up.
+"""Why the chosen layout is fast: what each axis gains, batch, recomputation, bubble, communication, the runners-up.
 
-The second half of ``explain``; knows layouts that fit, and sizes their neighbors.
+The second half of ``explain``, for layouts that fit: it sizes the layouts next to the chosen one.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.text import did_you_mean
 
-# Below these the rate is a slip of the pen, and dividing by it overflows.
+# A rate below this is a typing error, and dividing by it overflows.
 _SLOWEST = 1.0
 # For a device that the user describes: the host link that most servers of the last five years have (PCIe 4.0 x16), and
 # the network of the catalogue's plainer servers.

@@ -1,4 +1,4 @@
-"""What links reach: the network catalogue, and how long one collective takes on it.
+"""The network catalogue: bandwidth and latency of links, and the time of one collective on them.
 
 Rates are per GPU and direction, in bytes/s, and so are those that a spec gives. Bus bandwidths and their sources are in
 networks.json. A collective takes its latency, and the bytes that each rank sends over the bus bandwidth (nccl-tests,
@@ -19,7 +19,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.text import did_you_mean
 
-# Below this a rate is a slip of the pen, and dividing by it overflows.
+# A rate below this is a typing error, and dividing by it overflows.
 _SLOWEST = 1.0
 
 

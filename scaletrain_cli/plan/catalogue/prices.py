@@ -1,4 +1,4 @@
-"""What an hour of a GPU costs: list prices with date and source (prices.json), and one figure for ``auto``."""
+"""Prices per GPU hour: list prices with date and source (prices.json), and one figure for ``auto``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Quote:
 def catalogue_price(gpu: str, spot: bool) -> Quote | None:
     """Return the one figure for a catalogue GPU; None where the catalogue has none.
 
-    On demand the median of the list prices, because the dearest offer is up to four times the cheapest and either end
-    would mislead. On spot that median times the median of spot over on demand among offers that list both: few do, and
+    On demand the median of the list prices, because the highest is up to four times the lowest and either end would
+    mislead. On spot that median times the median of spot over on demand among offers that list both: few do, and
     not the cheap ones, so that a median of their spot prices alone could exceed the one on demand.
     """
     row = _catalogue()["gpus"].get(gpu, {"on_demand": [], "spot": []})

@@ -1,1 +1,1 @@
-"""What a rank keeps: states, activations, buffers, and the chance that they do not fit."""
+"""Memory of a rank: states, activations, buffers, and the probability that they do not fit."""

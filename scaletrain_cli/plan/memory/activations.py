@@ -1,4 +1,4 @@
-"""Bytes of activations and of the loss that the backward pass needs, per operation of our own engine.
+"""Bytes of activations and of the loss that the backward pass needs, per operation of this project's engine.
 
 Counted like Korthikanti et al. (arXiv:2205.05198, section 4). Attention is fused where it has no dropout: it saves its
 inputs, its output and one log-sum-exp per query and head, no matrix of scores. For a GPT block in 16 bits that is 32

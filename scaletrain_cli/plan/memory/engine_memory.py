@@ -1,4 +1,4 @@
-"""Bytes of a pipeline stage as our own engine runs it, on DeepSpeed."""
+"""Bytes of a pipeline stage as this project's engine runs it, on DeepSpeed."""
 
 from __future__ import annotations
 

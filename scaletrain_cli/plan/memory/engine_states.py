@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer states that one rank of our engine holds, exactly.
+"""Bytes of weights, gradients and optimizer states that one rank of this project's engine holds, exactly.
 
 As DeepSpeed 0.19 keeps them, read in its source and counted from live tensors; states.py has the ways in outline, this
 file what they are rounded to:
@@ -188,7 +188,7 @@ def _mlp_bias(model: ModelSpec, inner: int) -> list[int]:
     return [*[inner] * (2 if model.has_gated_mlp else 1), model.hidden_size] if model.has_bias else []
 
 
-# Of more replicas than these, so many are looked at for the fullest: they differ by less than a parameter.
+# Of more replicas than these, only this many are compared for the fullest: they differ by less than a parameter.
 _MOST_REPLICAS = 256
 
 

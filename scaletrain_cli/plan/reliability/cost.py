@@ -1,4 +1,4 @@
-"""US dollars and days of a run, on demand and on spot. Invents no price: without one, the dollars are unknown."""
+"""US dollars and days of a run, on demand and on spot. Without a price the dollars are None."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large a checkpoint is, how often to take one, and what interruptions leave of the time.
+"""Checkpoint size and interval, and the share of time that interruptions leave (goodput).
 
 Goodput by the full formula of Daly (Future Generation Computer Systems 22, 2006, eq. 20), of which the one that Kokolis
 et al. use (arXiv:2410.21680: 1 - (R + interval / 2) / M, over 1 + save / interval) is the first order.
@@ -33,7 +33,7 @@ _GPU_HOURS_BETWEEN_FAILURES_BEFORE_HOPPER = 12 * 992
 # (skypilot-org/spot-traces, 2022 and 2023). Capacity goes by zone more than by node, so this is per job, of any size.
 SPOT_HOURS_BETWEEN_PREEMPTIONS = 2.4
 # Beyond this many expected interruptions per interval nothing is ever finished, and exp() overflows.
-_HOPELESS = 700.0
+_MOST_INTERRUPTIONS = 700.0
 
 
 def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
@@ -151,7 +151,7 @@ def _storage_rate(spec: RunSpec) -> float:
 def _share_after_losses(interval: float, blocked: float, restart: float, rate: float) -> float:
     """Return the share of the time that is progress: tau / (M e^(R/M) (e^((tau + delta)/M) - 1)), Daly 2006, eq. 20."""
     expected = (interval + blocked) * rate
-    if expected + restart * rate > _HOPELESS:
+    if expected + restart * rate > _MOST_INTERRUPTIONS:
         return 0.0
     if expected < 1e-12:
         return interval / (interval + blocked)
@@ -167,4 +167,4 @@ def _lost_seconds(segment: float, rate: float) -> float:
     expected = segment * rate
     if expected < 1e-6:
         return segment / 2
-    return 1 / rate - (segment / math.expm1(expected) if expected < _HOPELESS else 0.0)
+    return 1 / rate - (segment / math.expm1(expected) if expected < _MOST_INTERRUPTIONS else 0.0)

@@ -14,7 +14,7 @@ from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import RunSpec
 
-_LONGEST_SECONDS = 1e10  # keeps a slip of the pen finite, and takes the seconds of Unix time
+_LONGEST_SECONDS = 1e10  # keeps typing errors finite, and admits the seconds of Unix time
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Which layouts there are, which are legal, and which to take; for a cluster, or the cluster itself."""
+"""The search for a layout, and for the cluster: the space, its rules, bounds, and the choice."""

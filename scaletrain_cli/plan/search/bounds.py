@@ -1,4 +1,4 @@
-"""What layouts need at least, in time and memory, from a few of them sized in full.
+"""Lower bounds on the time and memory of layouts, from a few of them sized in full.
 
 A search over a large cluster cannot size every layout. The bounds follow from the models themselves: a larger
 micro-batch is no slower per sequence, more ranks per expert are no slower to compute, what comes once per step comes

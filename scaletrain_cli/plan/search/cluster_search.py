@@ -75,7 +75,7 @@ def least_step_seconds(spec: RunSpec) -> float:
     return min((min(seconds) for seconds in found), default=math.inf)
 
 
-# So many more clusters are planned at most, after the first pass.
+# Maximum number of clusters that are planned after the first pass.
 _MOST_REFINED = 12
 # None is more efficient per GPU, or closer to its bound, than one of the first pass by more than this.
 _BETTER = 0.95
@@ -108,7 +108,7 @@ def on_cluster(spec: RunSpec, nodes: int, gpu: str | None = None) -> RunSpec:
 
 
 def try_cluster(whole: RunSpec, nodes: int, gpu: str | None) -> Tried:
-    """Return the run planned on so many nodes of that GPU, or the reason why it cannot be."""
+    """Return the run planned on ``nodes`` nodes of a GPU, or the reason why it has no plan."""
     spec = on_cluster(whole, nodes, gpu)
     name = find_accelerator(spec.cluster).name
     row = Considered(name, spec.cluster.nodes, spec.world_size, None, None, None, None, None, False, None)
@@ -133,7 +133,7 @@ def first_pass(spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None]
     """Return the planned clusters of a coarse grid of node counts, and how many of the grid were left out.
 
     One kind of GPU is planned at every count. Of several kinds each is planned at its smallest cluster that fits, at a
-    middle one and at its largest; further counts only where one with 95 % of the GPU seconds of the thriftiest of these
+    middle one and at its largest; further counts only where one with 95 % of the GPU seconds of the cheapest of these
     three could still be the best. If no planned cluster keeps the limits, the rest is planned too.
     """
     counts = node_counts(spec, limits.max_gpus)
@@ -202,7 +202,7 @@ def _chances(
 ) -> tuple[list[_Chance], int]:
     """Return the node counts of one kind of GPU that may beat the best, and of how many.
 
-    Judged twice: by the GPU seconds of the thriftiest cluster tried, then by the lower bound on their own step,
+    Checked twice: by the GPU seconds of the cheapest cluster tried, then by the lower bound on their own step,
     stretched as far as the bound of the cluster nearest to the best falls short of its plan.
     """
     known = [each for each in tried if each.row.seconds and each.row.step_seconds]
@@ -210,12 +210,12 @@ def _chances(
         return [], 0
     most = most_nodes(spec, limits.max_gpus)
     aim = best.gpus if best else limits.max_gpus
-    thriftiest = min(known, key=lambda each: (each.row.seconds or 0.0) * each.row.gpus).row
+    cheapest = min(known, key=lambda each: (each.row.seconds or 0.0) * each.row.gpus).row
     nearest = min(known, key=lambda each: abs(each.row.gpus - aim))
     done = {each.row.nodes for each in tried}
     hopeful = []
     for nodes in range(fewest_nodes, most + 1):
-        row = _scaled(thriftiest, nodes, _BETTER * thriftiest.nodes / nodes)
+        row = _scaled(cheapest, nodes, _BETTER * cheapest.nodes / nodes)
         if nodes not in done and _could_win(limits, row, best):
             hopeful.append(nodes)
     stretch = _BETTER / least_step_seconds(nearest.spec) if hopeful else 0.0

@@ -22,7 +22,7 @@ from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import bytes_text
 
 _MOST_GPUS = 100_000
-# Of the layouts that a bound calls small, so many are sized to find the smallest.
+# Number of layouts, smallest by the bound, that are sized to find the smallest.
 _MOST_SIZED = 24
 
 
@@ -189,7 +189,7 @@ def does_not_divide(spec: RunSpec, problems: list[Problem]) -> PlanInfeasibleErr
 def does_not_fit(
     spec: RunSpec, device: Accelerator, plan: RunPlan, changes: Sequence[Problem] = ()
 ) -> PlanInfeasibleError:
-    """Return the error for a smallest layout that is too large: its parts against the device, and the ways out."""
+    """Return the error for a smallest layout that is too large: its parts against the device, and what would fit."""
     memory, layout = plan.memory, plan.layout
     parts = (
         ("weights", memory.parameters),

@@ -130,10 +130,10 @@ def _counted(found: Reason) -> Reason:
 
 # Layouts sized even where bounds say that they cannot win, so that there is something to compare with.
 _FEWEST_SIZED = 100
-# An end for clusters and models that nobody has: with this many sized, the best of them is taken.
+# A limit for extreme clusters and models: with this many sized, the best of them is chosen.
 _MOST_SIZED = 3000
-# Where nothing fits, the most frugal layouts among which the smallest is looked for.
-_MOST_HOPELESS = 50
+# Where nothing fits, the smallest layouts among which the smallest is looked for.
+_MOST_TOO_LARGE = 50
 
 
 class _Bounded(NamedTuple):
@@ -223,7 +223,7 @@ class _Search:
         self._ruled_out = 0  # of those considered: known not to fit
         self._best = float("inf")
         self._marks: dict[tuple[Axes, int], list[_Point]] = {}  # layouts that do not fit, by group
-        self._hopeless: list[tuple[int, _Point]] = []  # the most frugal layouts of groups that a bound rules out
+        self._bounded_out: list[tuple[int, _Point]] = []  # the smallest layouts of groups that a bound rules out
 
     def go(self, all_axes: list[Axes]) -> None:
         for group in groups(self.spec, all_axes):
@@ -243,7 +243,7 @@ class _Search:
             else:
                 self._look_at(item, floor)
         if not self.fitting:
-            for _, point in sorted(self._hopeless, key=lambda pair: pair[0])[:_MOST_HOPELESS]:
+            for _, point in sorted(self._bounded_out, key=lambda pair: pair[0])[:_MOST_TOO_LARGE]:
                 self.too_large.append(Sized(self._layout(point), self._memory(point)))
 
     def _count(self, group: Group) -> int:
@@ -254,12 +254,12 @@ class _Search:
         heapq.heappush(self._queue, (floor, self._pushed, item))
 
     def _open(self, group: Group, floors: list[float]) -> None:
-        """Queue the micro-batches of a group under closer bounds, unless not even its most frugal layout can fit."""
+        """Queue the micro-batches of a group under closer bounds, unless not even its smallest layout can fit."""
         axes, stage, sizes = group.axes, group.zero_stage, group.micro_batches
         least = self.bounds.peak_bytes(axes, stage, sizes[0], self.modes[-1], group.offload[-1])
         if least > self.device.memory_bytes:
-            self._hopeless.append((least, _Point(group, 0, len(self.modes) - 1, len(group.offload) - 1)))
-            self._no_room(group, *self._hopeless[-1])
+            self._bounded_out.append((least, _Point(group, 0, len(self.modes) - 1, len(group.offload) - 1)))
+            self._rule_out_group(group, *self._bounded_out[-1])
             return
         closer = self.bounds.group_seconds(axes, stage, group.offload[0], sizes, floors)
         for index, floor in enumerate(closer):
@@ -333,7 +333,7 @@ class _Search:
             group.offload[point.offload],
         )
 
-    def _no_room(self, group: Group, needed: int, point: _Point) -> None:
+    def _rule_out_group(self, group: Group, needed: int, point: _Point) -> None:
         have, count = self.device.memory_bytes, self._count(group)
         self._ruled_out += count
         example = f"{describe(self._layout(point))}: needs {bytes_text(needed)} of {bytes_text(have)}"

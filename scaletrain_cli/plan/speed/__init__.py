@@ -1,1 +1,1 @@
-"""How long a step takes: kernels, links, pipelines, and how frameworks spend their time."""
+"""Time of a step: kernels, links, pipelines and the work of the framework."""

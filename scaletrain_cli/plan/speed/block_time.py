@@ -1,4 +1,4 @@
-"""How long one transformer block, the embedding and the head take on one rank, from their kernels.
+"""Time of one transformer block, the embedding and the head on one rank, from their kernels.
 
 Per micro-batch and without communication.
 """

@@ -1,4 +1,4 @@
-"""How long a kernel runs on a device: matrix products by size, attention, and kernels that only move memory.
+"""Time of a kernel on a device: matrix products by size, attention, and kernels that only move memory.
 
 Rates by GPU generation, with sources, are in kernel_rates.json.
 """

@@ -1,4 +1,4 @@
-"""How long a pipeline of unequal stages takes."""
+"""Time of a pipeline of unequal stages, and its timeline: 1F1B, and interleaved with virtual stages."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from scaletrain_cli.plan.speed.stage_time import Stage, offload_seconds, stage_p
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
-# A plan shows this many stages one by one; nobody runs more, and a typing slip must end soon.
+# A plan lists at most this many stages; no published run has more.
 _MOST_STAGES = 64
 # Tokens on disk: 16 bits up to this vocabulary, 32 above; storage that a node reads from, unless the spec says.
 _SMALL_VOCABULARY = 65536

@@ -13,7 +13,7 @@ _TEXT = TextWorkload()
 
 
 def workload_of(model: AnyModel) -> Workload:
-    """Return what the planner knows of this kind of model."""
+    """Return the workload object for this kind of model."""
     return _TEXT if isinstance(model, ModelSpec) else _vision()
 
 
