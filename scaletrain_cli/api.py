@@ -30,7 +30,7 @@ from scaletrain_cli.errors import (
 )
 from scaletrain_cli.launch.backends.base import Backend, SubmissionSummary
 from scaletrain_cli.launch.backends.registry import backend_for
-from scaletrain_cli.launch.code.snapshot import Snapshot, take_snapshot
+from scaletrain_cli.launch.code import Snapshot, take_snapshot
 from scaletrain_cli.launch.explain import explain as explain_run
 from scaletrain_cli.launch.finding import Explanation
 from scaletrain_cli.launch.logs import LogLine, logs_brought, read_logs

@@ -16,8 +16,8 @@ HOME = "scaletrain_cli/safe_files.py"  # opens for all others
 MAY_WRITE = {
     ("scaletrain_cli/cli/init.py", "shutil.copytree"): "into a folder that the user named and that is made anew",
     ("scaletrain_cli/unexpected.py", "open(number, ...)"): "a descriptor of mkstemp, which opens exclusively",
-    ("scaletrain_cli/launch/code/working_tree.py", "shutil.copy2"): "into a folder of TemporaryDirectory, mode 0700",
-    ("scaletrain_cli/launch/code/working_tree.py", "Path(scratch, 'info').mkdir"): "within the same folder",
+    ("scaletrain_cli/launch/code.py", "shutil.copy2"): "into a folder of TemporaryDirectory, mode 0700",
+    ("scaletrain_cli/launch/code.py", "Path(scratch, 'info').mkdir"): "within the same folder",
     (
         "scaletrain_cli/engine/checkpoint/export.py",
         "save_file",

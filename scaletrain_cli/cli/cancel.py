@@ -105,7 +105,7 @@ def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as
     """
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.registry import backend_for
-    from scaletrain_cli.launch.sweep_status import OVER, cancel_members, look_at
+    from scaletrain_cli.launch.sweep import OVER, cancel_members, look_at
     from scaletrain_cli.ui.console import say
 
     status = look_at(sweep)

@@ -13,7 +13,7 @@ from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.sweep_status import SweepStatus
+    from scaletrain_cli.launch.sweep import SweepStatus
     from scaletrain_cli.rundir.sweeps import Sweep
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ _POLL_SECONDS_PER_RUN = 0.2  # of hundreds, each of which is a question to the c
 
 def _show_sweep(sweep: Sweep, wait_seconds: float | None, as_json: bool) -> int:
     """Show a sweep and return the exit code: with a wait 0 if all runs finished, 124 on timeout."""
-    from scaletrain_cli.launch.sweep_status import exit_code_of_all, look_at
+    from scaletrain_cli.launch.sweep import exit_code_of_all, look_at
 
     if wait_seconds is None:
         status, code = look_at(sweep), int(ExitCode.DONE)
@@ -184,7 +184,7 @@ def _show_sweep(sweep: Sweep, wait_seconds: float | None, as_json: bool) -> int:
 
 def _wait_for_sweep(sweep: Sweep, seconds: float) -> tuple[SweepStatus, bool]:
     """Return the last status of the sweep, and whether all its runs ended within ``seconds``."""
-    from scaletrain_cli.launch.sweep_status import look_again, look_at
+    from scaletrain_cli.launch.sweep import look_again, look_at
     from scaletrain_cli.ui.live import StatusLine
 
     deadline, status = time.monotonic() + seconds, look_at(sweep)

@@ -38,7 +38,7 @@ def command(
     `scaletrain resume` continues the run. Prints the run id to stdout.
     """
     from scaletrain_cli.launch.backends.registry import backend_for
-    from scaletrain_cli.launch.code.snapshot import take_snapshot
+    from scaletrain_cli.launch.code import take_snapshot
     from scaletrain_cli.launch.resource_checks.checks import require_external
     from scaletrain_cli.launch.submit import create_run, plan_for_engine
     from scaletrain_cli.rundir.paths import runs_root

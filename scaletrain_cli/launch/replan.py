@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
-from scaletrain_cli.launch.code.snapshot import Snapshot, take_snapshot
+from scaletrain_cli.launch.code import Snapshot, take_snapshot
 from scaletrain_cli.launch.submit import plan_for_engine
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason

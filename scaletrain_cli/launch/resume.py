@@ -16,7 +16,7 @@ from scaletrain_cli.errors import ScaletrainError, SchedulerSilentError, UsageEr
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
 from scaletrain_cli.launch.backends.base import Backend, Job
 from scaletrain_cli.launch.backends.registry import backend_for
-from scaletrain_cli.launch.code.snapshot import write_snapshot
+from scaletrain_cli.launch.code import write_snapshot
 from scaletrain_cli.launch.replan import Resize
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.status import why_ended

@@ -33,7 +33,7 @@ from scaletrain_cli.errors import ScaletrainError, SchedulerSilentError, UsageEr
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for
-from scaletrain_cli.launch.code.snapshot import Snapshot, code_hash, take_snapshot, write_snapshot
+from scaletrain_cli.launch.code import Snapshot, code_hash, take_snapshot, write_snapshot
 from scaletrain_cli.launch.rendered_job import keep_sent
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from scaletrain_cli.launch.attempts import AttemptRecord
 from scaletrain_cli.launch.status import RunStatus
-from scaletrain_cli.launch.sweep_status import SweepStatus
+from scaletrain_cli.launch.sweep import SweepStatus
 from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.measured import Figure, Measured
 from scaletrain_cli.text import bytes_text, count_text, percent_text, seconds_text

@@ -285,7 +285,7 @@ def test_every_verb_that_starts_a_run_asks_and_validate_warns(things: Path) -> N
     assert not runs_root().exists()
     warned = scaletrain("validate", "run.yaml")
     assert warned.code == 0
-    assert "submit would refuse this from here: run.yaml:15 data.source = nowhere" in " ".join(warned.err.split())
+    assert "submit would reject this: run.yaml:15 data.source = nowhere" in " ".join(warned.err.split())
     (missing,) = scaletrain("validate", "run.yaml", "--json").data["missing"]
     assert (missing["key"], missing["where"]) == ("data.source", "run.yaml:15")
 

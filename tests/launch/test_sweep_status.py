@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from scaletrain_cli.errors import ExitCode, SchedulerError
-from scaletrain_cli.launch import status, sweep_status
+from scaletrain_cli.launch import status, sweep
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.submit import submit_run
-from scaletrain_cli.launch.sweep_status import Stopped, cancel_members, exit_code_of_all, look_again, look_at
+from scaletrain_cli.launch.sweep import Stopped, cancel_members, exit_code_of_all, look_again, look_at
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -42,7 +42,7 @@ class Queue(CountingScheduler):
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     queue = Queue()
-    for module in (status, sweep_status):
+    for module in (status, sweep):
         monkeypatch.setattr(module, "backend_for", lambda name: queue)
     return queue
 

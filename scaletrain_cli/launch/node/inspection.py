@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaletrain_cli.launch.code.snapshot import code_hash
+from scaletrain_cli.launch.code import code_hash
 from scaletrain_cli.launch.node.gpu_health import (
     GpuHealth,
     NodeHealth,

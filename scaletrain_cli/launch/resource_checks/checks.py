@@ -20,13 +20,14 @@ from scaletrain_cli.errors import Problem, UsageError, WrongNodesError
 from scaletrain_cli.extras import EXTRAS, install_command
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.resource_checks.files import (
+    CheckResults,
+    View,
     not_checked,
     not_read,
     source_problems,
     tokenizer_problems,
     weights_problems,
 )
-from scaletrain_cli.launch.resource_checks.view import CheckResults, View
 from scaletrain_cli.rundir.code import code_file, paths_in
 from scaletrain_cli.rundir.journal import has_committed
 from scaletrain_cli.rundir.paths import RunDir
@@ -35,7 +36,7 @@ from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.code.snapshot import Snapshot
+    from scaletrain_cli.launch.code import Snapshot
 
 # Find out whether a run will have a key of Weights & Biases, in the places where wandb looks.
 

@@ -1,20 +1,81 @@
-"""Check data sources, tokenizers and weights: there, readable, of a known format, and fit for the model."""
+"""Check the files that a run spec names: training data, tokenizer, weights, and where each is visible."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from scaletrain_cli.errors import Problem, UsageError
-from scaletrain_cli.launch.resource_checks.view import View, parent_of_glob
+from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, SOURCES, NoCorpusError, find_files, kind_of, problems_of
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
+
+# From where a run spec is looked at, what is seen from there, and what was found.
+
+
+@dataclass(frozen=True)
+class CheckResults:
+    """``problems`` keep the run from starting; ``notes`` name what could not be checked from here."""
+
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """From where a spec is looked at.
+
+    ``folder``: what its relative paths are relative to. ``code``: the files kept of code.path, None where they were not
+    taken. ``begun``: a checkpoint was committed, so that no first weights are read. ``on_node``: as the ranks see it.
+    ``secrets``: names whose values the run directory holds.
+    """
+
+    spec: RunSpec
+    folder: Path
+    environment: Mapping[str, str]
+    code: Collection[str] | None = None
+    begun: bool = False
+    on_node: bool = False
+    secrets: Collection[str] = ()
+
+    def problem(self, key: str, message: str, given: object, hint: str) -> Problem:
+        return Problem(self.spec.where(key), key, message, str(given), hint)
+
+    def unseen(self, path: str) -> str:
+        """Where the ranks look for ``path``, if this machine cannot see that place; empty if it can."""
+        return "" if self.on_node else backend_for(self.spec.cluster.scheduler).unseen_place(self, path)
+
+
+def parent_of_glob(source: str) -> str:
+    """The part of a path before the first component with a wildcard."""
+    if os.path.lexists(source):
+        return source
+    parts: list[str] = []
+    for part in PurePosixPath(source).parts:
+        if set(part) & set("*?["):
+            break
+        parts.append(part)
+    return str(PurePosixPath(*parts)) if parts else "."
+
+
+def is_missing(path: str) -> bool:
+    return not os.path.lexists(path) and is_shared(PurePosixPath(path))
+
+
+def is_shared(path: PurePosixPath) -> bool:
+    """Return whether nodes are taken to see at ``path`` what this machine does: not below folders of each host alone,
+    nor below a top-level folder that is missing here."""
+    own = ("/tmp", "/var", "/run", "/dev", "/proc", "/scratch", "/local", "/localscratch", "/opt", "/usr", "/etc")
+    if any(path.is_relative_to(folder) for folder in own):
+        return False
+    return len(path.parts) < 2 or os.path.isdir(os.path.join("/", path.parts[1]))
 
 
 def source_problems(view: View) -> Iterator[Problem]:

@@ -83,7 +83,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         "a folder of a git working tree",
         "there, a git tree, within max_size, no submodules",
         _SUBMIT,
-        "scaletrain_cli.launch.code.snapshot:take_snapshot",
+        "scaletrain_cli.launch.code:take_snapshot",
         "validate does not read the tree; on the nodes every file is compared (launch/node/code.py)",
     ),
     _row(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.launch.code.working_tree import WorkingTree as ReadTree
+from scaletrain_cli.launch.code import WorkingTree as ReadTree
 from tests.launch.code.test_snapshot import files_in, snapshot
 from tests.launch.working_tree import WorkingTree
 

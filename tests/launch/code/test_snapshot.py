@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.launch.code.snapshot import Snapshot, take_snapshot
+from scaletrain_cli.launch.code import Snapshot, take_snapshot
 from scaletrain_cli.rundir.code import differences, hash_of
 from tests.launch.conftest import make_spec
 from tests.launch.working_tree import WorkingTree

@@ -51,7 +51,7 @@ from scaletrain_cli.launch.backends.kubernetes.objects import (
 from scaletrain_cli.launch.backends.kubernetes.observation import Observation, observe
 from scaletrain_cli.launch.backends.kubernetes.pod_logs import PodLogs, newest_progress
 from scaletrain_cli.launch.backends.kubernetes.watchdog import StuckJob, force_delete, stuck_jobs
-from scaletrain_cli.launch.code.snapshot import take_snapshot
+from scaletrain_cli.launch.code import take_snapshot
 from scaletrain_cli.launch.node_exclusion import Exclusion
 from scaletrain_cli.launch.submit import make_record
 from scaletrain_cli.plan.result import RunPlan
@@ -66,7 +66,7 @@ from scaletrain_cli.spec import ClusterSpec, RunSpec
 if TYPE_CHECKING:
     from scaletrain_cli.launch.attempts import AttemptRecord
     from scaletrain_cli.launch.finding import Finding
-    from scaletrain_cli.launch.resource_checks.view import View
+    from scaletrain_cli.launch.resource_checks.files import View
     from scaletrain_cli.launch.status import RunStatus
 
 _CHECK_SECONDS = 10  # of `scaletrain doctor`, which must not hang

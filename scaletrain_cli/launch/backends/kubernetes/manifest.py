@@ -24,7 +24,7 @@ from scaletrain_cli.launch.backends.kubernetes.names import (
 )
 from scaletrain_cli.launch.backends.kubernetes.pod import OWN_VARIABLES, pod_template
 from scaletrain_cli.launch.backends.kubernetes.workloads import jobset, training_runtime, trainjob, volcano_job
-from scaletrain_cli.launch.code.snapshot import take_snapshot
+from scaletrain_cli.launch.code import take_snapshot
 from scaletrain_cli.project_files import project_file
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import code_file

@@ -37,7 +37,7 @@ from scaletrain_cli.launch.backends.slurm.site import Site, ask_site, user_name
 from scaletrain_cli.launch.backends.slurm.tables import moment
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.node_exclusion import Exclusion
-from scaletrain_cli.launch.resource_checks.view import is_missing, is_shared
+from scaletrain_cli.launch.resource_checks.files import is_missing, is_shared
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.shared_folder import unshared_notes
 from scaletrain_cli.launch.submit import Request, open_request, read_submission
@@ -53,7 +53,7 @@ from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.node.probe import NodeFacts
-    from scaletrain_cli.launch.resource_checks.view import View
+    from scaletrain_cli.launch.resource_checks.files import View
     from scaletrain_cli.launch.status import RunStatus
 
 # When Slurm says that a job would start: what `sbatch --test-only` prints, read as data.
