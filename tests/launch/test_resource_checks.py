@@ -68,17 +68,18 @@ HELD_BY = {
     },
     **{
         f"cluster.kubernetes.{key}": f"{KUBERNETES}/test_preflight.py::"
-        "test_secrets_and_their_keys_are_looked_for_and_need_not_be_readable"
+        "test_secrets_and_their_keys_are_checked_and_need_not_be_readable"
         for key in ("secrets.*.secret", "secrets.*.key", "pull_secrets.*")
     },
     "cluster.kubernetes.namespace": f"{KUBERNETES}/test_preflight.py::"
-    "test_a_missing_namespace_is_the_only_problem_told",
+    "test_a_missing_namespace_is_the_only_problem_reported",
     "cluster.kubernetes.context": f"{KUBERNETES}/test_api.py::test_a_context_that_is_not_there_names_the_file",
     "cluster.kubernetes.image": "tests/cli/test_before_a_run.py::"
     "test_init_for_kubernetes_waits_only_for_a_namespace_a_queue_and_an_image",
     "cluster.kubernetes.volumes.*.claim": f"{KUBERNETES}/test_preflight.py::"
     "test_a_claim_that_waits_for_its_first_pod_is_a_note",
-    "cluster.kubernetes.topology.key": f"{KUBERNETES}/test_preflight.py::test_a_topology_that_no_flavor_has_is_told",
+    "cluster.kubernetes.topology.key": f"{KUBERNETES}/test_preflight.py::"
+    "test_a_topology_that_no_flavor_has_is_reported",
     "cluster.kubernetes.runs.path": "tests/spec/test_kubernetes_section.py",
     "cluster.kubernetes.runs.sub_path": f"{KUBERNETES}/test_pod_agent.py",
     "cluster.kubernetes.volumes.*.path": "tests/spec/test_kubernetes_section.py",

@@ -91,7 +91,7 @@ def test_a_quota_or_a_policy_is_not_taken_for_a_missing_right(cluster: Cluster, 
     assert not caught.value.is_rights
 
 
-def test_every_field_that_is_wrong_is_told(cluster: Cluster, api: FakeApi) -> None:
+def test_every_field_that_is_wrong_is_reported(cluster: Cluster, api: FakeApi) -> None:
     causes = [{"field": "spec.a", "message": "Invalid value: 1"}, {"field": "spec.b", "message": "Required value"}]
     refusal = status(422, "Invalid", "ConfigMap c is invalid", name="c", causes=causes)
     api.refusals[("create", "configmaps")] = (422, refusal)
@@ -105,7 +105,7 @@ def test_every_field_that_is_wrong_is_told(cluster: Cluster, api: FakeApi) -> No
     ("code", "reason", "words"),
     [(401, "Unauthorized", "not authenticated"), (409, "Conflict", r"is refused \(409\)"), (500, "Internal", "500")],
 )
-def test_other_refusals_keep_the_servers_words(
+def test_other_refusals_keep_the_servers_message(
     cluster: Cluster, api: FakeApi, code: int, reason: str, words: str
 ) -> None:
     api.refusals[("create", "configmaps")] = (code, status(code, reason, "the server's words"))
@@ -143,7 +143,7 @@ def test_a_login_page_is_not_taken_for_an_answer(cluster: Cluster, monkeypatch: 
             ask()
 
 
-def test_a_server_that_is_not_there_is_said_to_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_there_is_reported_as_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "k", "http://127.0.0.1:9", "far")))
     cluster = connect("far", "ml")
     with pytest.raises(SchedulerError, match=r"context far, http://127.0.0.1:9, .* does not answer") as caught:

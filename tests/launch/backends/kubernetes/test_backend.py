@@ -61,7 +61,7 @@ def test_a_submission_sends_the_record_and_then_the_workload_that_owns_it(made: 
     assert read_submission(made.run).job_id == f"jobset/{name}"  # type: ignore[union-attr]
 
 
-def test_what_is_rendered_is_what_is_sent_and_rendering_asks_nobody(made: MadeRun, api: FakeApi) -> None:
+def test_what_is_rendered_is_what_is_sent_and_rendering_sends_no_request(made: MadeRun, api: FakeApi) -> None:
     from ruamel.yaml import YAML
 
     text = KubernetesBackend().render(made.run, made.record)
@@ -163,7 +163,7 @@ def test_a_finished_run_says_how_far_it_was_after_its_pods_are_gone(made: MadeRu
     assert (run_status(made.run).state, run_status(made.run).step) == ("finished", 20)
 
 
-def test_a_finished_run_whose_output_nobody_saw_has_taken_all_its_steps(made: MadeRun, api: FakeApi) -> None:
+def test_a_finished_run_whose_output_was_not_read_has_taken_all_its_steps(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     finish(api, name, "Completed")
     assert (run_status(made.run).state, run_status(made.run).step) == ("finished", 20)
@@ -217,7 +217,7 @@ def test_a_server_that_does_not_answer_leaves_the_state_unknown(made: MadeRun, a
     assert "forbids it" in found.why
 
 
-def test_a_queued_run_has_kueues_words_on_its_own_workload(made: MadeRun, api: FakeApi) -> None:
+def test_a_queued_run_shows_kueues_message_on_its_own_workload(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     whole = workload(api, name)
     whole["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "q"

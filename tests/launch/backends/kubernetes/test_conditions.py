@@ -121,7 +121,7 @@ def test_a_job_is_not_over_before_its_last_pod_is() -> None:
     assert judged(failed, ended(NAME, 0, 1)).state == "ended"
 
 
-def test_a_job_that_waits_for_quota_has_kueues_words() -> None:
+def test_a_job_that_waits_for_quota_shows_kueues_message() -> None:
     said = (
         "couldn't assign flavors to pod set node: insufficient unused quota for nvidia.com/gpu in flavor h100, 8 more"
     )
@@ -180,12 +180,12 @@ def test_an_unknown_priority_class_is_recognised_by_the_silence_that_follows() -
     assert "priority class urgent is unknown" in job.detail
 
 
-def test_who_may_not_look_at_the_queue_is_not_told_that_there_is_nothing_in_it() -> None:
+def test_a_user_who_may_not_read_the_queue_is_not_shown_that_there_is_nothing_in_it() -> None:
     job = judged(jobset(queue="q", suspend=True), queue_known=False)
     assert "right to list workloads.kueue.x-k8s.io" in job.detail
 
 
-def test_a_queue_that_is_not_there_and_a_job_that_is_held_are_told() -> None:
+def test_a_queue_that_is_not_there_and_a_job_that_is_held_are_reported() -> None:
     nope = workload(condition("QuotaReserved", "False", "Inadmissible", "LocalQueue nope doesn't exist"))
     assert "LocalQueue nope doesn't exist" in judged(jobset(queue="nope", suspend=True), queued=nope).detail
     held = workload(spec={"active": False})
@@ -193,13 +193,13 @@ def test_a_queue_that_is_not_there_and_a_job_that_is_held_are_told() -> None:
     assert "set spec.suspend to false" in judged(jobset(suspend=True)).detail
 
 
-def test_an_admission_check_that_is_not_ready_is_told() -> None:
+def test_an_admission_check_that_is_not_ready_is_reported() -> None:
     checks = [{"name": "provision", "state": "Pending", "message": "waiting for capacity"}]
     reserved = workload(condition("QuotaReserved"), admissionChecks=checks)
     assert "provision reports: waiting for capacity" in judged(jobset(queue="q", suspend=True), queued=reserved).detail
 
 
-def test_pods_without_room_have_the_schedulers_words() -> None:
+def test_unschedulable_pods_show_the_schedulers_message() -> None:
     said = "0/4 nodes are available: 4 Insufficient nvidia.com/gpu."
     waiting = pod(NAME, 1, phase="Pending", node=None, conditions=[condition("PodScheduled", "False", "X", said)])
     job = judged(jobset(), pod(NAME, 0), waiting)
@@ -216,7 +216,7 @@ def test_a_container_that_cannot_start_is_named_with_its_cause(reason: str) -> N
     assert stuck["metadata"]["name"] in job.detail
 
 
-def test_a_volume_that_cannot_be_mounted_and_a_pod_that_is_refused_are_told() -> None:
+def test_a_volume_that_cannot_be_mounted_and_a_pod_that_is_refused_are_reported() -> None:
     mount = event("FailedMount", "MountVolume.SetUp failed for volume runs: stale handle", "Pod", "llama-s1-node-0-0")
     job = judged(jobset(), pod(NAME, 0, phase="Pending"), events=(mount,))
     assert "pod llama-s1-node-0-0: FailedMount: MountVolume.SetUp failed" in job.detail
@@ -265,7 +265,7 @@ def test_a_volcano_job_that_is_being_ended_is_not_called_queued() -> None:
     assert (job.state, "1 pod still ending" in job.detail) == ("ending", True)
 
 
-def test_a_volcano_gang_that_waits_has_its_schedulers_words() -> None:
+def test_a_volcano_gang_that_waits_shows_its_schedulers_message() -> None:
     said = "4/4 tasks in gang unschedulable: pod group is not ready, 4 Pending, 4 minAvailable"
     group = {"status": {"phase": "Pending", "conditions": [condition("Unschedulable", message=said)]}}
     waiting = pod(NAME, 0, phase="Pending", node=None, conditions=[condition("PodScheduled", "False", "X", "")])
@@ -355,7 +355,7 @@ def test_times_are_read_as_the_server_writes_them() -> None:
     assert unix_time("2026-11-21T12:00:00.000000Z") == NOW
 
 
-def test_the_cause_of_an_end_is_told_from_the_job_and_from_what_the_pod_printed_last() -> None:
+def test_the_cause_of_an_end_is_distinguished_from_the_job_and_from_what_the_pod_printed_last() -> None:
     failed = condition("Failed", reason="FailJobSetFailurePolicyAction", message="applying FailJobSet")
     late = condition("Failed", reason="DeadlineExceeded", message="Job was active longer than specified deadline")
     job = {"metadata": {"name": "j"}, "status": {"conditions": [late]}}
@@ -399,7 +399,7 @@ def test_pods_that_kueue_has_removed_say_why_they_did_not_come_up(reason: str, m
     assert f"; pod {NAME}-node-0-0-abcde: {reason}: {message}" in job.detail
 
 
-def test_pods_on_a_node_that_does_not_report_are_not_said_to_save_or_to_pull() -> None:
+def test_pods_on_a_node_that_does_not_report_are_not_reported_as_saving_or_pulling() -> None:
     nodes = (node("n1", "True"), node("n2", "Unknown"))
     mark = {"deletionTimestamp": "2026-11-21T11:59:00Z", "annotations": {CANCELLED: "2026-11-21T11:59:00Z"}}
     late = {"deletionTimestamp": "2026-11-21T12:10:00Z"}

@@ -118,7 +118,7 @@ DRILLS = {
 
 
 @pytest.mark.parametrize("drill", DRILLS)
-def test_a_run_that_is_disrupted_is_said_to_go_on_at_every_step(drill: str) -> None:
+def test_a_run_that_is_disrupted_is_reported_as_continuing_at_every_step(drill: str) -> None:
     for step in DRILLS[drill]:
         job = job_of(Observation(step.workload, step.pods, **(step.more or {})), f"jobset/{NAME}", NOW)
         assert (job.state, step.words in job.detail) == (step.state, True), job.detail

@@ -50,7 +50,7 @@ def put_pod(api: FakeApi, made: MadeRun, one: dict[str, Any]) -> None:
     api.put("pods", one)
 
 
-def test_a_job_that_kueue_does_not_know_waits_for_ever(made: MadeRun, whole: dict[str, Any]) -> None:
+def test_a_job_that_kueue_does_not_know_waits_indefinitely(made: MadeRun, whole: dict[str, Any]) -> None:
     whole["metadata"]["labels"] |= {"kueue.x-k8s.io/queue-name": "q", "kueue.x-k8s.io/priority-class": "urgent"}
     whole["spec"]["suspend"] = True
     found = explained(made)
@@ -59,7 +59,7 @@ def test_a_job_that_kueue_does_not_know_waits_for_ever(made: MadeRun, whole: dic
     assert f"scaletrain cancel {made.run.run_id}" in found.actions[0]
 
 
-def test_a_child_that_is_refused_and_a_dead_node_are_told_first(
+def test_a_child_that_is_refused_and_a_dead_node_are_reported_first(
     made: MadeRun, api: FakeApi, whole: dict[str, Any]
 ) -> None:
     name = whole["metadata"]["name"]
@@ -74,7 +74,7 @@ def test_a_child_that_is_refused_and_a_dead_node_are_told_first(
     assert "kubectl delete node n" in found.actions[0]
 
 
-def test_a_run_that_runs_says_how_far_it_is_and_one_that_ended_has_the_clusters_words(
+def test_a_run_that_runs_says_how_far_it_is_and_one_that_ended_shows_the_clusters_message(
     made: MadeRun, api: FakeApi, whole: dict[str, Any]
 ) -> None:
     name = whole["metadata"]["name"]
@@ -113,7 +113,7 @@ def test_after_an_end_only_that_is_advised_which_helps(
     assert bool(found.actions) == bool(code)
 
 
-def test_a_job_that_is_gone_without_a_trace_is_not_said_to_have_failed(
+def test_a_job_that_is_gone_without_a_trace_is_not_reported_as_failed(
     made: MadeRun, api: FakeApi, whole: dict[str, Any]
 ) -> None:
     api.objects.clear()
@@ -130,7 +130,7 @@ def test_a_server_that_is_down_ends_no_job_of_which_it_has_not_answered(made: Ma
     assert (found.cause, "is not known" in found.headline) == ("unknown", True)
 
 
-def test_a_cluster_that_is_silent_is_told(made: MadeRun, api: FakeApi, whole: dict[str, Any]) -> None:
+def test_a_cluster_that_is_silent_is_reported(made: MadeRun, api: FakeApi, whole: dict[str, Any]) -> None:
     api.forbid("list", "jobsets", GROUP)
     assert "forbids it" in explained(made).evidence[0].text
 

@@ -313,7 +313,7 @@ def test_the_native_gang_is_rendered_only_when_asked_for() -> None:
     assert template_of(made)["spec"]["schedulingGroup"] == {"podGroupName": group["metadata"]["name"]}
 
 
-def test_without_a_queue_a_run_of_several_nodes_is_told_that_it_is_no_gang() -> None:
+def test_without_a_queue_a_run_of_several_nodes_is_warned_that_it_is_no_gang() -> None:
     assert any("nothing schedules 16 pods together" in note for note in map(str, rendered_recipe(SPOT).notes))
     for option in ("queue=team-a", "backend=volcano", "native_gang=v1alpha2"):
         assert not any(
@@ -349,7 +349,7 @@ def test_the_record_reaches_the_pods_in_an_object_that_cannot_change() -> None:
     assert other.objects[0]["metadata"]["annotations"][key] != config_map["metadata"]["annotations"][key]
 
 
-def test_a_record_that_no_object_can_hold_is_refused_in_words() -> None:
+def test_a_record_that_no_object_can_hold_is_refused_with_a_message() -> None:
     with pytest.raises(UsageError, match="ConfigMap"):
         rendered_recipe(SPOT, documents={"run.json": "x" * 1_000_001})
 
@@ -427,7 +427,7 @@ def test_a_secret_under_the_name_of_a_variable_that_the_launcher_sets_is_refused
         ("checkpoint.dir=/runs/checkpoints", ""),
     ],
 )
-def test_a_path_that_pods_do_not_see_is_told(setting: str, words: str) -> None:
+def test_a_path_that_pods_do_not_see_is_reported(setting: str, words: str) -> None:
     volumes = "cluster.kubernetes.volumes=[{claim: text, path: /data}]"
     told = [
         note

@@ -88,7 +88,7 @@ def test_a_gang_that_must_not_begin_again_ends_with_the_verdict(make_run: MakeRu
     assert len(gang.attempts) == 1
 
 
-def test_a_pod_that_is_told_to_leave_before_all_have_come_ends_with_75_and_begins_nothing(
+def test_a_pod_that_is_terminated_before_all_have_joined_ends_with_75_and_begins_nothing(
     make_run: MakeRun, start_gang: StartGang
 ) -> None:
     for number in (0, 1):

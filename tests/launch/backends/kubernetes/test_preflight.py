@@ -84,7 +84,7 @@ def problems(preflight: Callable[..., list[str]], *settings: str) -> str:
     return str(caught.value)
 
 
-def test_a_job_that_can_run_has_no_problem_and_every_object_was_judged(
+def test_a_job_that_can_run_has_no_problem_and_every_object_was_validated(
     preflight: Callable[..., list[str]], api: FakeApi
 ) -> None:
     assert not [note for note in preflight(*GPU) if "not checked" in note]
@@ -114,13 +114,13 @@ def test_all_problems_come_at_once(preflight: Callable[..., list[str]], api: Fak
     assert "no JobSet of jobset.x-k8s.io/v1alpha2" in text
 
 
-def test_a_missing_namespace_is_the_only_problem_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_a_missing_namespace_is_the_only_problem_reported(preflight: Callable[..., list[str]], api: FakeApi) -> None:
     text = problems(preflight, "cluster.kubernetes.namespace=nope", "cluster.kubernetes.priority=x", *QUEUE)
     assert "namespace = nope: there is no such namespace" in text
     assert "urgent" not in text
 
 
-def test_a_quota_that_can_never_fit_is_told_apart_from_one_that_is_busy(
+def test_a_quota_that_can_never_fit_is_distinguished_from_one_that_is_busy(
     preflight: Callable[..., list[str]], api: FakeApi
 ) -> None:
     whole = put_queue(api, gpus=8)
@@ -164,7 +164,7 @@ def test_what_can_be_borrowed_counts(preflight: Callable[..., list[str]], api: F
     assert "there are at most 12" in problems(preflight, *QUEUE)
 
 
-def test_a_resource_that_no_flavor_covers_waits_for_ever(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_a_resource_that_no_flavor_covers_waits_indefinitely(preflight: Callable[..., list[str]], api: FakeApi) -> None:
     whole = put_queue(api)
     group = whole["spec"]["resourceGroups"][0]
     group["coveredResources"].remove("memory")
@@ -186,7 +186,7 @@ def test_a_flavor_whose_taint_is_not_tolerated_does_not_count(
     preflight(*QUEUE, "cluster.spot=true")
 
 
-def test_queues_that_are_held_or_broken_are_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_queues_that_are_held_or_broken_are_reported(preflight: Callable[..., list[str]], api: FakeApi) -> None:
     whole = put_queue(api, stopPolicy="Hold")
     assert any("ClusterQueue training is held" in note for note in preflight(*QUEUE))
     whole["spec"]["stopPolicy"] = "None"
@@ -199,7 +199,9 @@ def test_queues_that_are_held_or_broken_are_told(preflight: Callable[..., list[s
     assert "has no LocalQueue of kueue.x-k8s.io/v1beta2. Install it" in problems(preflight, *QUEUE)
 
 
-def test_a_queue_that_takes_no_jobs_of_the_namespace_is_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_a_queue_that_admits_no_jobs_of_the_namespace_is_reported(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
     whole = put_queue(api, namespaceSelector=None)
     refused = "admits no jobs of namespace ml (its namespaceSelector)"
     assert refused in problems(preflight, *QUEUE)
@@ -229,7 +231,7 @@ def test_a_claim_that_waits_for_its_first_pod_is_a_note(preflight: Callable[...,
     assert "the claim is Lost" in problems(preflight, *GPU)
 
 
-def test_secrets_and_their_keys_are_looked_for_and_need_not_be_readable(
+def test_secrets_and_their_keys_are_checked_and_need_not_be_readable(
     preflight: Callable[..., list[str]], api: FakeApi
 ) -> None:
     wanted = ("cluster.kubernetes.secrets.TOKEN={secret: hub, key: token}", *GPU)
@@ -262,7 +264,7 @@ def test_without_a_queue_nodes_that_could_ever_do_are_counted(
     assert any("not checked" in note and "list nodes" in note for note in preflight(*GPU))
 
 
-def test_a_namespaces_own_limit_is_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_a_namespaces_own_limit_is_reported(preflight: Callable[..., list[str]], api: FakeApi) -> None:
     quota = {"metadata": {"name": "q"}, "spec": {}, "status": {"hard": {"requests.nvidia.com/gpu": "8"}, "used": {}}}
     api.put("resourcequotas", quota)
     assert "ResourceQuota q of the namespace allows 8 requests.nvidia.com/gpu" in problems(preflight, *GPU)
@@ -270,7 +272,7 @@ def test_a_namespaces_own_limit_is_told(preflight: Callable[..., list[str]], api
     assert any("the job waits for the rest" in note for note in preflight(*GPU))
 
 
-def test_an_object_that_the_server_would_refuse_is_a_problem_in_its_words(
+def test_an_object_that_the_server_would_refuse_is_a_problem_with_its_message(
     preflight: Callable[..., list[str]], api: FakeApi
 ) -> None:
     causes = [{"field": "spec.failurePolicy.rules[0].name", "message": "Invalid value"}]
@@ -287,7 +289,7 @@ def test_a_template_that_no_job_may_have_is_a_problem(preflight: Callable[..., l
     )
 
 
-def test_who_may_not_make_jobs_is_told_that_the_child_was_not_checked(
+def test_a_user_who_may_not_create_jobs_is_warned_that_the_child_was_not_checked(
     preflight: Callable[..., list[str]], api: FakeApi
 ) -> None:
     api.forbid("create", "jobs", "batch")
@@ -298,7 +300,7 @@ def test_who_may_not_make_jobs_is_told_that_the_child_was_not_checked(
 
 
 @pytest.mark.parametrize("backend", ["volcano", "trainjob"])
-def test_every_backend_is_judged(preflight: Callable[..., list[str]], api: FakeApi, backend: str) -> None:
+def test_every_backend_is_validated(preflight: Callable[..., list[str]], api: FakeApi, backend: str) -> None:
     preflight(*GPU, f"cluster.kubernetes.backend={backend}")
     text = problems(preflight, *GPU, f"cluster.kubernetes.backend={backend}", "cluster.kubernetes.pod_priority=no")
     assert "pod_priority = no" in text
@@ -354,7 +356,7 @@ def put_topology(api: FakeApi) -> None:
     api.put("topologies", {"metadata": {"name": "racks"}, "spec": {"levels": levels}}, KUEUE, "")
 
 
-def test_a_topology_that_no_flavor_has_is_told(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_a_topology_that_no_flavor_has_is_reported(preflight: Callable[..., list[str]], api: FakeApi) -> None:
     """Kueue never admits such a job, and its message may name only another flavor's quota."""
     put_queue(api)
     put_topology(api)
@@ -399,7 +401,7 @@ def test_a_volcano_queue_must_be_open(preflight: Callable[..., list[str]], api: 
     assert "is Closed, and admits no jobs" in problems(preflight, *volcano)
 
 
-def test_a_volcano_queue_that_can_never_hold_the_gang_is_told_from_one_that_is_busy(
+def test_a_volcano_queue_that_can_never_hold_the_gang_is_distinguished_from_one_that_is_busy(
     preflight: Callable[..., list[str]], api: FakeApi
 ) -> None:
     volcano = (*GPU, "cluster.kubernetes.backend=volcano", "cluster.kubernetes.queue=q")
@@ -428,7 +430,7 @@ def put_volume(
 @pytest.mark.parametrize(
     "volume", [{"policy": "None"}, {"policy": "ReadWriteOnceWithFSType"}, {"nfs": {"server": "x"}}]
 )
-def test_a_volume_to_which_no_fs_group_is_applied_is_told(
+def test_a_volume_to_which_no_fs_group_is_applied_is_reported(
     preflight: Callable[..., list[str]], api: FakeApi, volume: dict[str, Any]
 ) -> None:
     put_volume(api, **volume)

@@ -85,14 +85,16 @@ def test_a_pod_that_went_and_came_again_counts_once(host: RendezvousServer) -> N
         thread.join(timeout=5)
 
 
-def test_who_is_told_to_leave_does_not_wait(host: RendezvousServer) -> None:
+def test_a_pod_that_is_terminated_does_not_wait(host: RendezvousServer) -> None:
     with pytest.raises(RendezvousInterruptedError):
         host.gather(20, lambda: True)
     with pytest.raises(RendezvousInterruptedError):
         join("127.0.0.1", PORT, SEAL, 1, {}, 20, lambda: True)
 
 
-def test_who_knows_the_name_of_the_gang_and_not_its_key_can_neither_come_nor_answer(host: RendezvousServer) -> None:
+def test_a_process_that_knows_the_name_of_the_gang_and_not_its_key_can_neither_join_nor_answer(
+    host: RendezvousServer,
+) -> None:
     words: dict[int, Any] = {}
     threads = [attending(number, words, GangKey("gang", b"guessed"), seconds=1) for number in (1, 2)]
     with socket.create_connection(("127.0.0.1", PORT)) as stranger:
@@ -109,7 +111,7 @@ def test_who_knows_the_name_of_the_gang_and_not_its_key_can_neither_come_nor_ans
         assert SEAL.message(odd) is None
 
 
-def test_a_connection_that_sends_a_byte_at_a_time_holds_nobody_up(host: RendezvousServer) -> None:
+def test_a_connection_that_sends_a_byte_at_a_time_delays_no_other(host: RendezvousServer) -> None:
     words: dict[int, Any] = {}
     slow = [socket.create_connection(("127.0.0.1", PORT)) for _ in range(20)]
     over = threading.Event()
@@ -149,9 +151,7 @@ def test_a_pod_is_heard_leaving_while_another_one_sends_a_byte_at_a_time(host: R
     assert time.monotonic() - began < 3
 
 
-def test_slow_large_and_many_connections_are_hung_up_on(
-    host: RendezvousServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_large_and_many_connections_are_closed(host: RendezvousServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_LINE_SECONDS", 0.5)
     monkeypatch.setattr(rendezvous, "_STRANGERS", 1)
     slow, *many = [socket.create_connection(("127.0.0.1", PORT)) for _ in range(6)]
@@ -168,7 +168,7 @@ def test_slow_large_and_many_connections_are_hung_up_on(
         one.close()
 
 
-def test_a_pod_that_is_answered_a_byte_at_a_time_leaves_when_it_is_told_to() -> None:
+def test_a_pod_that_is_answered_a_byte_at_a_time_leaves_when_it_is_terminated() -> None:
     port = free_port("127.0.0.1")
     told = threading.Event()
     with socket.create_server(("127.0.0.1", port)) as impostor:

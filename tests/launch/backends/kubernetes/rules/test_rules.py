@@ -168,7 +168,7 @@ def test_a_volcano_job_with(case: str) -> None:
     assert any(message in one for one in found), found
 
 
-def test_a_trainjob_is_judged_by_what_its_runtime_makes_of_it() -> None:
+def test_a_trainjob_is_validated_by_what_its_runtime_makes_of_it() -> None:
     config_map, runtime, trainjob = rendered_recipe("llama-70b-spot", "cluster.kubernetes.backend=trainjob").objects
     assert problems([config_map, runtime, trainjob]) == ()
     alone = problems([config_map, trainjob])
