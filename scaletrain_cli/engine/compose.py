@@ -25,8 +25,8 @@ from scaletrain_cli.engine.deepspeed_engine import (
     start_deepspeed,
 )
 from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.attention import assign_dropout_keys
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.dropout import assign_dropout_keys
 from scaletrain_cli.engine.model.linear import use_fp8_linears
 from scaletrain_cli.engine.model.loss import choose_cross_entropy
 from scaletrain_cli.engine.model.materialization import ScaledInitialization, WeightSource, materialize, zero3_partition

@@ -3,8 +3,8 @@
 import torch
 
 from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.attention import assign_dropout_keys
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.dropout import assign_dropout_keys
 from scaletrain_cli.engine.model.materialization import ScaledInitialization, materialize
 from scaletrain_cli.spec import ModelSpec
 

@@ -170,8 +170,8 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     spec = RunSpec.model_validate_json(options.spec.read_text(encoding="utf-8"))
     text, dtype = text_files(spec, options.runs_root), _DTYPES[options.dtype]
-    told = export(options.checkpoint, spec, options.output, dtype, text, averaged=options.averaged)
-    return {**told, "tokenizer": str(options.output / "tokenizer.json") if text.has_tokenizer else None}
+    written = export(options.checkpoint, spec, options.output, dtype, text, averaged=options.averaged)
+    return {**written, "tokenizer": str(options.output / "tokenizer.json") if text.has_tokenizer else None}
 
 
 def export(

@@ -90,18 +90,18 @@ def overlaps(first: Slice, second: Slice) -> Iterator[Overlap]:
                 yield Overlap(here + start - whole, there + start - other, stop - start)
 
 
-def _runs(piece: Slice) -> npt.NDArray[np.int64]:
+def _runs(part: Slice) -> npt.NDArray[np.int64]:
     """Return [n, 3]: position in the flattened matrix, position in the slice, length; ordered by the first."""
-    if piece.shard_spec is None:
-        return np.array([[piece.start, 0, piece.numel]], dtype=np.int64)
-    spec, shape = piece.shard_spec, piece.whole_shape
+    if part.shard_spec is None:
+        return np.array([[part.start, 0, part.numel]], dtype=np.int64)
+    spec, shape = part.shard_spec, part.whole_shape
     inner, outer = math.prod(shape[spec.dim + 1 :]), math.prod(shape[: spec.dim])
-    part = shape[spec.dim] // spec.parts * inner
-    length = part // spec.ranks
+    elements = shape[spec.dim] // spec.parts * inner
+    length = elements // spec.ranks
     number = np.arange(outer * spec.parts, dtype=np.int64)
-    whole, local = number * part + spec.rank * length, number * length
-    start, stop = np.maximum(local, piece.start), np.minimum(local + length, piece.stop)
-    runs = np.stack([whole + start - local, start - piece.start, stop - start], axis=1)
+    whole, local = number * elements + spec.rank * length, number * length
+    start, stop = np.maximum(local, part.start), np.minimum(local + length, part.stop)
+    runs = np.stack([whole + start - local, start - part.start, stop - start], axis=1)
     kept: npt.NDArray[np.int64] = runs[runs[:, 2] > 0]
     return kept
 
@@ -132,7 +132,7 @@ class ShardHeader:
 
     def to_metadata(self) -> dict[str, str]:
         """Return the header as strings, which is what safetensors allows."""
-        slices = {name: piece.to_json() for name, piece in self.slices.items()}
+        slices = {name: part.to_json() for name, part in self.slices.items()}
         plain = {"schema": SCHEMA, "rank": self.rank, "pieces": slices, "counts": dict(self.counts)}
         return {key: value if isinstance(value, str) else json.dumps(value) for key, value in plain.items()}
 
@@ -236,7 +236,7 @@ class StateReader:
         self._shards = sorted(name for name in files if _SHARD.fullmatch(name))
         if shard_name(rank) in self._shards:
             own = ShardFile(folder / shard_name(rank))
-            self._own = own if own.header.slices == {piece.name: piece for piece in owned} else None
+            self._own = own if own.header.slices == {part.name: part for part in owned} else None
         self.counts = dict((self._own or self._files[0]).header.counts)
 
     def random_state(self) -> Tensor | None:
@@ -254,11 +254,11 @@ class StateReader:
         """Whole shape of every matrix in the checkpoint."""
         return {name: torch.Size(slices[0][1].whole_shape) for name, slices in sorted(self._index.items())}
 
-    def read(self, kind: str, piece: Slice) -> Tensor:
+    def read(self, kind: str, part: Slice) -> Tensor:
         """Return the values of a slice, flat. Raises ScaletrainError if the files do not have all of it."""
-        key, found, values = f"{kind}/{piece.name}", 0, torch.zeros(piece.numel)
-        for file, saved in self._sources(piece):
-            shared = list(overlaps(saved, piece))
+        key, found, values = f"{kind}/{part.name}", 0, torch.zeros(part.numel)
+        for file, saved in self._sources(part):
+            shared = list(overlaps(saved, part))
             if not shared:
                 continue
             first = min(overlap.at_first for overlap in shared)
@@ -267,8 +267,8 @@ class StateReader:
             for there, here, length in shared:
                 values[here : here + length] = stored[there - first : there - first + length]
                 found += length
-        if found != piece.numel:
-            raise ScaletrainError(f"{self._folder.name} has {found} of {piece.numel} values of {key}")
+        if found != part.numel:
+            raise ScaletrainError(f"{self._folder.name} has {found} of {part.numel} values of {key}")
         return values
 
     def opaque(self, shard: int) -> dict[str, Tensor]:
@@ -280,13 +280,13 @@ class StateReader:
             raise UsageError(Reason("engine.layout-bound-states", {"checkpoint": self._folder.name}))
         return {}
 
-    def _sources(self, piece: Slice) -> Iterator[tuple[ShardFile, Slice]]:
+    def _sources(self, part: Slice) -> Iterator[tuple[ShardFile, Slice]]:
         """Yield the files to read from: the rank's own if it has the whole slice, else all that have parts of it."""
-        own = None if self._own is None else self._own.header.slices.get(piece.name)
-        if self._own is not None and own is not None and own.contains(piece):
+        own = None if self._own is None else self._own.header.slices.get(part.name)
+        if self._own is not None and own is not None and own.contains(part):
             yield self._own, own
         else:
-            yield from self._index.get(piece.name, [])
+            yield from self._index.get(part.name, [])
 
     @cached_property
     def _files(self) -> list[ShardFile]:
@@ -296,6 +296,6 @@ class StateReader:
     def _index(self) -> dict[str, list[tuple[ShardFile, Slice]]]:
         index: dict[str, list[tuple[ShardFile, Slice]]] = {}
         for file in self._files:
-            for name, piece in file.header.slices.items():
-                index.setdefault(name, []).append((file, piece))
+            for name, part in file.header.slices.items():
+                index.setdefault(name, []).append((file, part))
         return index

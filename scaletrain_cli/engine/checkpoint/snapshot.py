@@ -144,8 +144,8 @@ def _slices_of(matrices: list[Matrix], segment: _Segment) -> Iterator[PlacedSlic
     for matrix in matrices:
         start, stop = max(matrix.start, segment.start), min(matrix.stop, segment.stop)
         if start < stop:
-            piece = Slice(matrix.name, matrix.whole_shape, matrix.shard_spec, start - matrix.start, stop - matrix.start)
-            yield PlacedSlice(piece, segment.offset + start - segment.start)
+            part = Slice(matrix.name, matrix.whole_shape, matrix.shard_spec, start - matrix.start, stop - matrix.start)
+            yield PlacedSlice(part, segment.offset + start - segment.start)
 
 
 def _owned(found: list[PlacedSlice], parameter: nn.Parameter, mesh: Mesh, *, sharded: bool) -> list[PlacedSlice]:
@@ -296,8 +296,8 @@ class Snapshot:
             last = max(placed.offset + placed.slice.numel for placed in shard.owned)
             buffer = self._buffer(f"{kind}/{shard.index}", flat[first:last])
             buffer.copy_(flat[first:last], non_blocking=True)
-            for piece, offset in shard.owned:
-                yield Entry(f"{kind}/{piece.name}", buffer[offset - first : offset - first + piece.numel])
+            for part, offset in shard.owned:
+                yield Entry(f"{kind}/{part.name}", buffer[offset - first : offset - first + part.numel])
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
         found = self._buffers.get(name)
@@ -335,8 +335,8 @@ def put_back(reader: StateReader, states: ShardedState, average: WeightAverage |
 def _whole(shard: FlatShard, kind: str, reader: StateReader) -> Tensor:
     """Return the values of a whole shard, with zeros as padding."""
     values = torch.zeros(shard.numel)
-    for piece, offset in shard.slices:
-        values[offset : offset + piece.numel] = reader.read(kind, piece)
+    for part, offset in shard.slices:
+        values[offset : offset + part.numel] = reader.read(kind, part)
     return values
 
 

@@ -75,10 +75,10 @@ def _mix_bits(value: int) -> int:
 SkipRange = tuple[int, int]
 
 
-def merged_skip_ranges(windows: Iterable[SkipRange]) -> tuple[SkipRange, ...]:
+def merged_skip_ranges(skip_ranges: Iterable[SkipRange]) -> tuple[SkipRange, ...]:
     """Return the same batches as disjoint ranges in ascending order, with adjacent ranges merged."""
     found: list[SkipRange] = []
-    for first, last in sorted(windows):
+    for first, last in sorted(skip_ranges):
         if found and first <= found[-1][1] + 1:
             found[-1] = (found[-1][0], max(last, found[-1][1]))
         else:
@@ -86,10 +86,10 @@ def merged_skip_ranges(windows: Iterable[SkipRange]) -> tuple[SkipRange, ...]:
     return tuple(found)
 
 
-def batch_number(step: int, windows: Iterable[SkipRange]) -> int:
-    """Return the ``step``-th batch (1-based) outside ``windows``, which are as ``merged_skip_ranges`` returns them."""
+def batch_number(step: int, skip_ranges: Iterable[SkipRange]) -> int:
+    """Return the ``step``-th batch (1-based) outside ``skip_ranges``, merged by ``merged_skip_ranges``."""
     number = step
-    for first, last in windows:
+    for first, last in skip_ranges:
         if first > number:
             break
         number += last - first + 1

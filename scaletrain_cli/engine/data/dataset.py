@@ -1,4 +1,4 @@
-"""The tokens on disk: built once from a corpus, then read as memory-mapped sequences."""
+"""The tokens on disk: built once from a corpus, then read as memory-mapped sequences; and the command ``prepare``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
@@ -19,11 +21,11 @@ import numpy.typing as npt
 
 from scaletrain_cli.engine.data.chunk_hashes import CheckedFile, CorruptDataError, HashedFile
 from scaletrain_cli.engine.data.corpus import Tally, corpus_identity, corpus_state, documents
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.rundir.documents import write_document
-from scaletrain_cli.rundir.shared_datasets import building, dataset_place
+from scaletrain_cli.rundir.shared_datasets import building, dataset_place, owner_of_dataset
 from scaletrain_cli.safe_files import create_file, expand_home, replace_file
-from scaletrain_cli.spec import DataSpec
+from scaletrain_cli.spec import DataSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import END_OF_TEXT, ENDS_OF_TEXT
 
 _SCHEMA = "scaletrain.dataset/v3"
@@ -314,3 +316,31 @@ def _draw(text: str) -> float:
 def _batched(items: Iterator[str], size: int) -> Iterator[list[str]]:
     while batch := list(islice(items, size)):
         yield batch
+
+
+def run_command(arguments: Sequence[str]) -> dict[str, Any]:
+    """Build, open and describe the dataset, given SPEC_JSON RUNS_ROOT. Raises ScaletrainError and OSError."""
+    spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
+    print(f"preparing {spec.data.source} ({spec.data.tokenizer.kind} tokenizer)", file=sys.stderr)
+    started = time.monotonic()
+    try:
+        folder = prepare_dataset(spec.data, Path(arguments[1]))
+        info, train, validation = open_dataset(folder, spec.transformer.seq_len)
+    except CorruptDataError as error:  # the exit code 93 is for runs
+        raise ScaletrainError(str(error)) from error
+    if (owner := owner_of_dataset(folder)) is not None:
+        print(f"{folder} was prepared by {owner}; using it as it is", file=sys.stderr)
+    if info.replaced:
+        print(f"{info.replaced} bytes of the text are not UTF-8 and were replaced by U+FFFD", file=sys.stderr)
+    print(f"ready in {time.monotonic() - started:.1f} s", file=sys.stderr)
+    return {
+        "path": str(folder),
+        "documents": info.documents,
+        "train_tokens": info.train_tokens,
+        "validation_tokens": info.validation_tokens,
+        "train_sequences": len(train),
+        "validation_sequences": len(validation),
+        "vocab_size": info.vocab_size,
+        "replaced": info.replaced,
+        "dtype": info.dtype,
+    }

@@ -172,7 +172,7 @@ class LossScaleCollapse:
 
     def __init__(self) -> None:
         self._scales: deque[float] = deque(maxlen=_SCALE_WINDOW_STEPS)
-        self._settled = self._told = False
+        self._settled = self._reported = False
 
     def observe(self, scale: float, *, skipped: bool) -> dict[str, Any] | None:
         """Return the details when it is first detected, else None."""
@@ -181,26 +181,26 @@ class LossScaleCollapse:
             return None
         self._scales.append(scale)
         largest = max(self._scales)
-        if self._told or scale <= 0 or math.log2(largest / scale) < _HALVINGS:
+        if self._reported or scale <= 0 or math.log2(largest / scale) < _HALVINGS:
             return None
-        self._told = True
+        self._reported = True
         return {"loss_scale": scale, "fell_from": largest, "within_steps": len(self._scales)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values, for a checkpoint."""
-        return {"scales": list(self._scales), "settled": self._settled, "told": self._told}
+        return {"scales": list(self._scales), "settled": self._settled, "told": self._reported}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
         self._scales = deque(state["scales"], maxlen=_SCALE_WINDOW_STEPS)
-        self._settled, self._told = state["settled"], state["told"]
+        self._settled, self._reported = state["settled"], state["told"]
 
 
 class DeadGradients:
     """Detects gradient norms of zero or a millionth of the median, for ``patience`` steps in a row."""
 
     def __init__(self, patience: int) -> None:
-        self._patience, self._norms, self._told = patience, list[float](), False
+        self._patience, self._norms, self._reported = patience, list[float](), False
 
     @staticmethod
     def is_dead(norm: float, median: float | None) -> bool:
@@ -209,19 +209,19 @@ class DeadGradients:
 
     def observe(self, norm: float, *, dead: bool) -> dict[str, Any] | None:
         """Evidence when it has just shown, else None."""
-        self._norms = [*self._norms, norm] if dead and not self._told else []
+        self._norms = [*self._norms, norm] if dead and not self._reported else []
         if len(self._norms) < self._patience:
             return None
-        norms, self._norms, self._told = self._norms, [], True
+        norms, self._norms, self._reported = self._norms, [], True
         return {"norms": norms}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint."""
-        return {"norms": list(self._norms), "told": self._told}
+        return {"norms": list(self._norms), "told": self._reported}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from that."""
-        self._norms, self._told = list(state["norms"]), state["told"]
+        self._norms, self._reported = list(state["norms"]), state["told"]
 
 
 class FlatLoss:

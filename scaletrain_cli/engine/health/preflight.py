@@ -238,9 +238,9 @@ def _slow_links(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
 
 def _different_versions(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
     for name in sorted({name for one in measures for name in one.versions}):
-        told = [one.versions.get(name, "none") for one in measures]
-        usual = max(sorted(set(told)), key=told.count)
-        for one, version in zip(measures, told, strict=True):
+        versions = [one.versions.get(name, "none") for one in measures]
+        usual = max(sorted(set(versions)), key=versions.count)
+        for one, version in zip(measures, versions, strict=True):
             if version != usual:
                 reason = Reason("engine.version-differs", {"library": name, "version": version, "usual": usual})
                 yield PreflightFinding(one.rank, one.node, reason, keeps_off=False)

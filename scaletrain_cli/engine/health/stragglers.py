@@ -52,15 +52,15 @@ class StragglerConfirmation:
     """Confirms a straggler after two windows in a row, and clears it after one."""
 
     _before: int | None = None
-    _told: int | None = None
+    _reported: int | None = None
 
     def news(self, found: Straggler | None) -> bool:
         """Return True if this window changes what is known: a new straggler, or none any more."""
         rank = found.rank if found is not None else None
         confirmed, self._before = rank == self._before, rank
-        if not confirmed or rank == self._told:
+        if not confirmed or rank == self._reported:
             return False
-        self._told = rank
+        self._reported = rank
         return True
 
 
@@ -118,5 +118,5 @@ class Stragglers:
         own = median(seconds() for seconds in self._seconds) if self._seconds else 0.0
         found = slowest(self.consensus.share(own), step_seconds)
         if self._confirmation.news(found) and self.rank == 0:
-            told = {"rank": None} if found is None else vars(found)
-            record_event(self.run, "stragglers", step=step, **told)
+            details = {"rank": None} if found is None else vars(found)
+            record_event(self.run, "stragglers", step=step, **details)

@@ -1,10 +1,19 @@
-"""Causal attention, and the kernel that torch selects for it."""
+"""Causal attention and the kernel that torch selects for it, and dropout with masks that are the same in every layout.
+
+Each dropout decision is a few bits of a counter-based generator, a pure function of (seed, site, sample, position or
+head and query, channel or key), so that any part of a mask can be computed anywhere, and again in the backward pass.
+The generator is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014)
+with Stafford's mixer, variant 13. A rank with some of the heads has the number of its first one.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
@@ -69,3 +78,110 @@ def attention_kernel(
     # as scaled_dot_product_attention does; torch has no public name for it
     choice = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=heads != kv_heads)
     return _NAMES[SDPBackend(choice)]
+
+
+_LANES = 4  # decisions per 64-bit word; 16 bits state a probability to within 1/131072
+_LANE_VALUES = 2**16
+
+
+class _Keyed(nn.Module):
+    """``p``: the probability of dropping; 0 in evaluation. ``key``: scalar int64, see ``assign_dropout_keys``.
+
+    The key is a tensor, because torch.compile would compile again for each number.
+    """
+
+    key: Tensor
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+        key = torch.zeros((), dtype=torch.int64, device="cpu")  # has a value even in a model on the meta device
+        self.register_buffer("key", key, persistent=False)
+
+
+class KeyedDropout(_Keyed):
+    """Drops channels of hidden states."""
+
+    def forward(self, x: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
+        """Return x [batch, length, channels] with dropped channels; positions [length] in the whole sequence.
+
+        samples [batch]: unique numbers of the sequences in the run; equal numbers drop equal channels.
+        """
+        if not self.training or self.p == 0:
+            return x
+        rows = _split(_split(self.key, samples).unsqueeze(1), positions)
+        return _drop(x, rows, self.p)
+
+
+class AttentionWithDropout(_Keyed):
+    """Causal attention, [batch, heads, length, head_dim], with dropout of the weights; no fused kernel has these masks.
+
+    ``first_head``: number of this rank's first query head in the whole model. Fused in evaluation.
+    """
+
+    def __init__(self, p: float, first_head: int = 0) -> None:
+        super().__init__(p)
+        self.first_head = first_head
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, samples: Tensor) -> Tensor:
+        """Return attention over whole sequences; key and value may have fewer heads."""
+        if not self.training or self.p == 0:
+            return causal_attention(query, key, value)
+        batch, heads, length, head_dim = query.shape
+        grouped = query.view(batch, key.shape[1], -1, length, head_dim)
+        scores = grouped @ key.unsqueeze(2).transpose(-1, -2) * head_dim**-0.5
+        later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
+        numbers = torch.arange(self.first_head, self.first_head + heads, device=query.device)
+        rows = _split(_split(self.key, samples).unsqueeze(1), numbers)
+        rows = _split(rows.unsqueeze(2), torch.arange(length, device=query.device))
+        dropped = _drop(weights, rows.view(weights.shape[:-1]), self.p)
+        return (dropped @ value.unsqueeze(2)).view(query.shape)
+
+
+def attention_core(p: float) -> Callable[..., Tensor]:
+    """Return what an attention module calls with query, key, value and samples."""
+    return AttentionWithDropout(p) if p else causal_attention
+
+
+def assign_dropout_keys(model: nn.Module, seed: int) -> None:
+    """Key each dropout module by the seed and its name in the model. Call it before modules are wrapped."""
+    for name, module in model.named_modules():
+        if isinstance(module, _Keyed):
+            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+            module.key = torch.tensor(int.from_bytes(digest, "big", signed=True), device="cpu")
+
+
+def _drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
+    """Zero a share ``p`` of the last dimension, by the keys ``rows`` of all other dimensions, and rescale the rest."""
+    threshold = round(p * _LANE_VALUES)
+    count = x.shape[-1]
+    words = _split(rows.unsqueeze(-1), torch.arange(-(-count // _LANES), device=x.device))
+    keep = words.view(torch.int16)[..., :count] >= threshold - _LANE_VALUES // 2  # signed, hence the half
+    return torch.where(keep, x, 0.0) * (_LANE_VALUES / (_LANE_VALUES - threshold))
+
+
+def _split(key: Tensor, index: Tensor) -> Tensor:
+    """Return outputs number ``index`` of the generator that starts from ``key``, as keys; int64, wraps around."""
+    return _mix(key + (index + 1) * _GAMMA)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Return a bijection in which each input bit flips half of the output bits on average."""
+    x = (x ^ _shift(x, 30)) * _FIRST
+    x = (x ^ _shift(x, 27)) * _SECOND
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Return a logical shift to the right; torch has none for signed integers."""
+    return (x >> bits) & ((1 << 64 - bits) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scaletrain_cli.engine.model.attention import KeyedDropout, attention_core
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.dropout import KeyedDropout, attention_core
 from scaletrain_cli.engine.model.linear import Product, linear_product
 from scaletrain_cli.spec import ModelSpec
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scaletrain_cli.engine.model.attention import KeyedDropout, attention_core
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.dropout import KeyedDropout, attention_core
-from scaletrain_cli.engine.model.moe import MixtureMLP
+from scaletrain_cli.engine.model.moe import MoELayer
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.model import RopeScalingSpec
 
@@ -167,7 +167,7 @@ def feed_forward(spec: ModelSpec, index: int) -> nn.Module:
     if index < spec.num_hidden_layers - spec.moe_layers:
         return MLP(spec.hidden_size, spec.intermediate_size)
     shared = spec.shared_expert_intermediate_size
-    return MixtureMLP(spec, MLP(spec.hidden_size, shared) if shared else None)
+    return MoELayer(spec, MLP(spec.hidden_size, shared) if shared else None)
 
 
 class DecoderLayer(nn.Module):

@@ -157,10 +157,10 @@ class Matrix(NamedTuple):
 
 
 def _fill(place: Tensor, matrix: Matrix, source: WeightSource) -> None:
-    piece = source.read(matrix.name, matrix.whole_shape, matrix.shard_spec)
-    if piece.shape != matrix.shape:
-        raise ValueError(f"{matrix.name}: {tuple(piece.shape)} values for {matrix.shape}")
-    place.copy_(piece.reshape(-1))
+    shard = source.read(matrix.name, matrix.whole_shape, matrix.shard_spec)
+    if shard.shape != matrix.shape:
+        raise ValueError(f"{matrix.name}: {tuple(shard.shape)} values for {matrix.shape}")
+    place.copy_(shard.reshape(-1))
 
 
 def matrices_in(module: nn.Module, prefix: str, name: str, parameter: nn.Parameter) -> Iterator[Matrix]:

@@ -76,7 +76,7 @@ Dispatch = Callable[[Experts, Tensor, Routing], Tensor]
 Tally = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-class MixtureMLP(nn.Module):
+class MoELayer(nn.Module):
     """Replaces a block's MLP, [batch, length, hidden] in and out; ``shared`` is an MLP for every token.
 
     The router losses reach the gradient without passing through the model's own loss, see ``_WithLoss``.
@@ -87,7 +87,7 @@ class MixtureMLP(nn.Module):
         self.gate = Router(spec.hidden_size, spec.num_experts)
         self.experts = Experts(spec.num_experts, spec.hidden_size, spec.expert_size)
         self.shared_experts = shared
-        self.num_experts, self.top_k, self.renormalise = spec.num_experts, spec.num_experts_per_tok, spec.norm_topk_prob
+        self.num_experts, self.top_k, self.renormalize = spec.num_experts, spec.num_experts_per_tok, spec.norm_topk_prob
         self.capacity_factor = spec.capacity_factor
         self.balance_coefficient, self.z_coefficient = spec.router_aux_loss_coef, spec.router_z_loss_coef
         self.loss_scale = 1.0
@@ -104,7 +104,7 @@ class MixtureMLP(nn.Module):
         logits = self.gate(x)
         probabilities = logits.softmax(dim=-1)
         weights, chosen = probabilities.topk(self.top_k, dim=-1)
-        if self.renormalise:
+        if self.renormalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         load = count(chosen.flatten(1), self.num_experts)
         earlier, total = self.tally(load)
@@ -199,20 +199,20 @@ def combine(rows: Tensor, order: Tensor, routing: Routing) -> Tensor:
     return torch.bmm(routing.weights.to(rows.dtype).unsqueeze(1), spread).squeeze(1)
 
 
-def moe_layers_of(model: nn.Module) -> Iterator[MixtureMLP]:
+def moe_layers_of(model: nn.Module) -> Iterator[MoELayer]:
     """Yield the MoE layers of a model, in order."""
-    return (module for module in model.modules() if isinstance(module, MixtureMLP))
+    return (module for module in model.modules() if isinstance(module, MoELayer))
 
 
 def scale_router_losses(model: nn.Module, scale: float) -> None:
     """Set the factor of a micro-batch's router losses in the gradient: 1 / accumulation, times the fp16 loss scale."""
-    for mixture in moe_layers_of(model):
-        mixture.loss_scale = scale
+    for layer in moe_layers_of(model):
+        layer.loss_scale = scale
 
 
 def routing_measures(model: nn.Module) -> RoutingMeasures | None:
     """Return the means over layers for the latest micro-batch on this rank; None without experts."""
-    found = [mixture.measures for mixture in moe_layers_of(model) if mixture.measures is not None]
+    found = [layer.measures for layer in moe_layers_of(model) if layer.measures is not None]
     return RoutingMeasures(*(torch.stack(values).mean() for values in zip(*found, strict=True))) if found else None
 
 

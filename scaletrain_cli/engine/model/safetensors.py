@@ -64,11 +64,11 @@ class HuggingFaceFolder:
             return values[:]  # type: ignore[no-any-return]
         size = whole_shape[spec.dim] // spec.parts
         length = size // spec.ranks
-        pieces = []
+        parts = []
         for part in range(spec.parts):
             first = part * size + spec.rank * length
-            pieces.append(values[(slice(None),) * spec.dim + (slice(first, first + length),)])
-        return torch.cat(pieces, spec.dim)
+            parts.append(values[(slice(None),) * spec.dim + (slice(first, first + length),)])
+        return torch.cat(parts, spec.dim)
 
     def _stored(self, name: str) -> str | None:
         """Return the name of a parameter in the files; None if they do not have it."""

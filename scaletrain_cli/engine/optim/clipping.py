@@ -18,14 +18,14 @@ from scaletrain_cli.engine.parallel.mesh import Mesh, shard_spec_of
 
 def gradient_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     """Return the Euclidean norm of the gradient of the whole model, a scalar on the parameters' device. Collective."""
-    pieces: dict[tuple[bool, bool], list[Tensor]] = {}
+    shards: dict[tuple[bool, bool], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             place = (shard_spec_of(parameter) is not None, is_sharded_over_experts(parameter))
-            pieces.setdefault(place, []).append(parameter.grad)
-    device = next(iter(pieces.values()))[0].device
+            shards.setdefault(place, []).append(parameter.grad)
+    device = next(iter(shards.values()))[0].device
     squared = torch.zeros(2, 2, device=device)  # by whether tensor ranks and expert ranks hold different shards
-    for (over_tensor, over_experts), gradients in pieces.items():
+    for (over_tensor, over_experts), gradients in shards.items():
         squared[int(over_tensor), int(over_experts)] = torch.nn.utils.get_total_norm(gradients) ** 2
     if mesh.tensor.group is not None:
         dist.all_reduce(squared[1], group=mesh.tensor.group)

@@ -27,21 +27,21 @@ from scaletrain_cli.engine.parallel.mesh import (
 def shard_experts(model: nn.Module, mesh: Mesh) -> None:
     """Keep this rank's experts of a model on the meta device, and its share of their channels. Collective."""
     shards = None if mesh.expert.group is None else _replica_group(mesh)
-    for mixture in moe_layers_of(model):
-        _cut(mixture.experts, mesh, shards)
-        mixture.dispatch = DispatchOverRanks(mesh.expert, mesh.tensor)
+    for layer in moe_layers_of(model):
+        _shard_layer(layer.experts, mesh, shards)
+        layer.dispatch = DispatchOverRanks(mesh.expert, mesh.tensor)
         if mesh.sequence.group is not None:
-            mixture.tally = TallyOverRanks(mesh.sequence)
+            layer.tally = TallyOverRanks(mesh.sequence)
 
 
-def _cut(experts: Experts, mesh: Mesh, shards: dist.ProcessGroup | None) -> None:
+def _shard_layer(experts: Experts, mesh: Mesh, shards: dist.ProcessGroup | None) -> None:
     expert, tensor = mesh.expert, mesh.tensor
     held = len(experts.members) // expert.size
     experts.members = experts.members[expert.rank * held : (expert.rank + 1) * held]
     for name, dim in (("gate_up_proj", 1), ("down_proj", 2)):
-        piece = getattr(experts, name)[experts.members.start : experts.members.stop]
+        shard = getattr(experts, name)[experts.members.start : experts.members.stop]
         spec = ShardSpec(dim, tensor.size, tensor.rank, parts=len(experts.joined[name]) if dim == 1 else 1)
-        parameter = nn.Parameter(spec.take(piece))
+        parameter = nn.Parameter(spec.take(shard))
         if tensor.group is not None:
             mark_sharded(parameter, spec)
         if shards is not None:
@@ -161,10 +161,10 @@ def mark_experts_for_deepspeed(model: nn.Module, mesh: Mesh) -> None:
     model.add_module("deepspeed_expert_parallel", Sign())
 
 
-def _mark_for_deepspeed(piece: nn.Parameter, expert: Axis, shards: dist.ProcessGroup) -> None:
+def _mark_for_deepspeed(shard: nn.Parameter, expert: Axis, shards: dist.ProcessGroup) -> None:
     """Set DeepSpeed's attributes: the first two for stages 0 to 2, the others for stage 3."""
     name = _group_name(expert)
-    piece.__dict__.update(
+    shard.__dict__.update(
         allreduce=False,
         group_name=name,
         ds_zero_placement_family="autoep_expert",

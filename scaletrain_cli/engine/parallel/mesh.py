@@ -32,8 +32,8 @@ class ShardSpec:
 
     def take(self, whole: Tensor) -> Tensor:
         """Return this rank's shard, a copy."""
-        pieces = [part.chunk(self.ranks, self.dim)[self.rank] for part in whole.chunk(self.parts, self.dim)]
-        return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].clone()
+        shards = [part.chunk(self.ranks, self.dim)[self.rank] for part in whole.chunk(self.parts, self.dim)]
+        return torch.cat(shards, self.dim) if len(shards) > 1 else shards[0].clone()
 
     def whole_shape(self, local: torch.Size) -> tuple[int, ...]:
         """Return the shape before sharding."""

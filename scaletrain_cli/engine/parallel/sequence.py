@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scaletrain_cli.engine.model.attention import AttentionWithDropout
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.dropout import AttentionWithDropout
 from scaletrain_cli.engine.parallel.mesh import Axis, exchange
 
 _HEADS, _LENGTH = 1, 2

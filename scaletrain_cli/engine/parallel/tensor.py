@@ -82,17 +82,17 @@ def shard_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
     for path, module in list(model.named_modules()):
         parent, _, name = path.rpartition(".")
         if name in _COLUMNS:
-            piece: nn.Module = ColumnParallelLinear(module, axis, _COLUMNS[name])
+            shard: nn.Module = ColumnParallelLinear(module, axis, _COLUMNS[name])
             readers[parent] = model.get_submodule(parent)
         elif name in _ROWS:
-            piece = RowParallelLinear(module, axis)
+            shard = RowParallelLinear(module, axis)
         elif name in _VOCABULARY:
-            piece = VocabularyParallelEmbedding(module, axis)
+            shard = VocabularyParallelEmbedding(module, axis)
         elif name in _OVER_HEADS:
-            piece = NormOverHeads(module, axis)
+            shard = NormOverHeads(module, axis)
         else:
             continue
-        setattr(model.get_submodule(parent), name, piece)
+        setattr(model.get_submodule(parent), name, shard)
     for reader in readers.values():
         _copy_input(reader, axis)
     if model.lm_head is not None:
@@ -170,6 +170,6 @@ def _shard_head(model: CausalLM, axis: Axis) -> None:
 
 
 def _shard(whole: Tensor, spec: ShardSpec) -> nn.Parameter:
-    piece = nn.Parameter(spec.take(whole))
-    mark_sharded(piece, spec)
-    return piece
+    shard = nn.Parameter(spec.take(whole))
+    mark_sharded(shard, spec)
+    return shard

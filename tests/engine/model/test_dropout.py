@@ -12,9 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scaletrain_cli.engine.model import dropout
-from scaletrain_cli.engine.model.attention import causal_attention
-from scaletrain_cli.engine.model.dropout import AttentionWithDropout, KeyedDropout, assign_dropout_keys
+from scaletrain_cli.engine.model import attention as dropout
+from scaletrain_cli.engine.model.attention import (
+    AttentionWithDropout,
+    KeyedDropout,
+    assign_dropout_keys,
+    causal_attention,
+)
 
 LENGTH, CHANNELS = 64, 126
 POSITIONS, SAMPLES = torch.arange(LENGTH), torch.arange(8)

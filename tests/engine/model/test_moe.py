@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from scaletrain_cli.engine.model.moe import MixtureMLP, routing_measures, scale_router_losses
+from scaletrain_cli.engine.model.moe import MoELayer, routing_measures, scale_router_losses
 from scaletrain_cli.spec import ModelSpec
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP = 16, 8, 4, 2
 
 
-def mixture(shared: nn.Module | None = None, **settings: float | bool) -> MixtureMLP:
+def mixture(shared: nn.Module | None = None, **settings: float | bool) -> MoELayer:
     spec = ModelSpec(
         family="llama",
         hidden_size=HIDDEN,
@@ -31,7 +31,7 @@ def mixture(shared: nn.Module | None = None, **settings: float | bool) -> Mixtur
         num_experts_per_tok=TOP,
         **{"router_aux_loss_coef": 0.0, **settings},
     )
-    made = MixtureMLP(spec, shared)
+    made = MoELayer(spec, shared)
     generator = torch.Generator().manual_seed(1)
     for parameter in made.parameters():
         nn.init.normal_(parameter, 0.0, 0.5, generator=generator)
@@ -42,7 +42,7 @@ def batch(sequences: int = 3, length: int = 12) -> Tensor:
     return torch.randn(sequences, length, HIDDEN, generator=torch.Generator().manual_seed(2), requires_grad=True)
 
 
-def one_by_one(made: MixtureMLP, x: Tensor, renormalise: bool, capacity: int) -> Tensor:
+def one_by_one(made: MoELayer, x: Tensor, renormalise: bool, capacity: int) -> Tensor:
     """Each token in turn, as one would explain it; capacity 0 is without bound."""
     rows = []
     for sequence in x:
@@ -111,7 +111,7 @@ def test_shared_experts_see_every_token() -> None:
     torch.testing.assert_close(made(x), routed + shared(x))
 
 
-def losses_by_formula(made: MixtureMLP, x: Tensor) -> tuple[Tensor, Tensor]:
+def losses_by_formula(made: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """DeepSeek-V2 (arXiv:2405.04434), equations 23 to 25, and ST-MoE (arXiv:2202.08906), equation 5, over sequences."""
     balance, z = [], []
     for sequence in x:

@@ -16,8 +16,8 @@ from torch import Tensor
 from scaletrain_cli.engine.data.batches import sample_at
 from scaletrain_cli.engine.data.dataset import open_dataset
 from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.attention import assign_dropout_keys
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.dropout import assign_dropout_keys
 from scaletrain_cli.engine.model.materialization import ScaledInitialization, materialize
 from scaletrain_cli.engine.optim.schedules import learning_rate
 from scaletrain_cli.spec import RunSpec
