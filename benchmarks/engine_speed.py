@@ -1,6 +1,6 @@
-"""How fast the engine trains: its loop beside the barest DeepSpeed and DDP loops, and a GPU's use beside its plan.
+"""Speed of the engine: its loop beside minimal DeepSpeed and DDP loops, and the use of a GPU beside the plan.
 
-``make bench-engine`` runs both parts, the second where there is a GPU (``--tiny`` tries it out on the CPU).
+``make bench-engine`` runs both parts, the second if there is a GPU (``--tiny`` runs a trial on the CPU).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from engine_loops.start import made_run, on_ranks
 from scaletrain_cli import __version__
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "llama-10m-cpu.yaml"
-BLOCK = 4  # steps that a loop trains before it is the next one's turn
-# So small that what is left is mostly what a loop costs the host.
+BLOCK = 4  # steps that a loop trains in its turn
+# So small that the time is mostly the overhead of the loop on the host.
 TINY = (
     *("model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=4"),
     *("model.num_key_value_heads=2", "model.intermediate_size=64", "model.seq_len=32"),
@@ -39,7 +39,9 @@ QUIET = ("evaluation.every=1000000", "checkpoint.every=1000000", "checkpoint.kee
 
 
 def paired(rounds: int, zero_stage: int, overrides: list[str], *, tiny: bool = False) -> Iterator[str]:
-    """A table: per loop the median step, and the median over rounds of the engine's time over the loop's."""
+    """Return a table with the median step of each loop, and the median over rounds of the engine's time over the
+    loop's.
+    """
     block = TINY_BLOCK if tiny else BLOCK
     size = [*SMALL, *(TINY if tiny else ())]
     settings = [*size, *QUIET, f"layout.zero_stage={zero_stage}", f"training.steps={block * rounds + 1}"]
@@ -66,13 +68,15 @@ def paired(rounds: int, zero_stage: int, overrides: list[str], *, tiny: bool = F
 
 
 def ratios(ours: list[list[float]], theirs: list[list[float]], clock: int) -> list[float]:
-    """Each of our blocks over the mean of the rival's before and after it, which cancels a steady drift."""
+    """Return the ratio of each of the engine's blocks to the mean of the rival's before and after it, which cancels
+    drift.
+    """
     means = [(before[clock] + after[clock]) / 2 for before, after in itertools.pairwise(theirs)]
     return [mine[clock] / mean for mine, mean in zip(ours, means, strict=False)]
 
 
 def lines(options: argparse.Namespace, folder: Path) -> Iterator[str]:
-    """The whole answer in Markdown, as it comes."""
+    """Yield the results in Markdown."""
     gpu = options.gpu or gpu_of_this_machine()
     yield "# Speed of the engine"
     yield ""

@@ -1,1 +1,1 @@
-"""The engine's training loop beside others, and beside its plan: what runs on the ranks, and what starts them."""
+"""The engine's training loop beside other loops, and beside its plan."""

@@ -1,7 +1,6 @@
 """Llamas of several sizes trained on one GPU for a few steps: speed and memory, measured beside planned.
 
-Each row is a run of its own through ``scaletrain train``. It is ended by a fault before its last checkpoint, which for
-the larger ones would not fit every disk.
+Each row is a run of ``scaletrain train``, ended by a fault before its last checkpoint, which would not fit every disk.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.spec import load_spec
 
 STEPS = 16
-WARM_UP = 6  # compilation, the allocator's and the libraries' first choices
+WARM_UP = 6  # compilation, and the first choices of the allocator and the libraries
 _RECIPE = """
 schema: scaletrain/v1
 name: {name}
@@ -56,7 +55,7 @@ _TINY = (
     "num_key_value_heads: 2, intermediate_size: 128, vocab_size: 512, tie_word_embeddings: true}"
 )
 _PAIRS = ("step ms: plan", "run", "MFU: plan", "run", "peak GB: plan", "run", "off by")
-# Tried in this order, until one fits.
+# in this order, until one fits
 _WAYS = {
     "fp32 gradients": ("training.grad_dtype=fp32",),
     "bf16 gradients": ("training.grad_dtype=bf16",),
@@ -66,7 +65,7 @@ _WAYS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One row: which model, and how it is run."""
+    """One row: the model, and how it is run."""
 
     model: str
     compiled: bool
@@ -81,12 +80,12 @@ class Case:
 
 
 def cases(models: list[str], compiled: list[bool], checkpointing: list[str]) -> Iterator[Case]:
-    """Every combination."""
+    """Return every combination."""
     return (Case(*combination) for combination in product(models, compiled, checkpointing))
 
 
 def rows(chosen: Iterator[Case], gpu: str | None, folder: Path) -> Iterator[str]:
-    """A table in Markdown, line by line as it is measured. ``gpu``: its name in the catalogue; None for a trial run."""
+    """Yield a Markdown table line by line. ``gpu``: its name in the catalogue; None for a trial run."""
     titles = ("model", "compile", "recomputed", "states", "batch", *_PAIRS)
     yield f"| {' | '.join(titles)} |"
     yield "|" + "---|" * 5 + "---:|" * len(_PAIRS)
@@ -95,7 +94,7 @@ def rows(chosen: Iterator[Case], gpu: str | None, folder: Path) -> Iterator[str]
 
 
 def gpu_of_this_machine() -> str | None:
-    """The catalogue's name of the GPU here; None without one. Raises UsageError for one that it does not know."""
+    """Return the catalogue's name of this machine's GPU; None without one. Raises UsageError for an unknown one."""
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
@@ -103,9 +102,9 @@ def gpu_of_this_machine() -> str | None:
 
 
 def catalogue_name(product: str, memory_bytes: int) -> str:
-    """Of a GPU that its driver calls so: of those it may be by its model, the nearest in memory (in the name, in GB).
+    """Return the catalogue's name of a GPU by its driver's name: the nearest in memory of those with its model.
 
-    Raises UsageError for one that the catalogue does not know.
+    Raises UsageError for a GPU that is not in the catalogue.
     """
     words = product.lower().replace("-", " ").split()
     known = [name for name in accelerator_names() if name.split("-")[0] in words]
@@ -115,7 +114,7 @@ def catalogue_name(product: str, memory_bytes: int) -> str:
 
 
 def recipe_of(model: str, gpu: str | None, folder: Path) -> Path:
-    """A file with the spec of a model on this GPU, or of a small one on the CPU under its name."""
+    """Return a file with the spec of a model on this GPU, or of a small model on the CPU under its name."""
     described = _TINY if gpu is None else f"{{family: llama, seq_len: 4096, {MODELS[model]}}}"
     path = folder / f"{model}.yaml"
     name = f"speed-{model.lower().replace('.', '')}"

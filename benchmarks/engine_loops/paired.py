@@ -1,7 +1,7 @@
 """One rank of a paired measurement: ``python -m engine_loops.paired RUN_DIR BLOCK``; rank 0 prints a line of JSON.
 
-The engine trains a real run through its own loop. Every BLOCK steps, at the moment in a step at which faults strike, it
-is held up, and each rival loop trains as many steps in the same process. So the loops take turns all the way.
+The engine trains a real run with its own loop. Every BLOCK steps, at the point of a step where faults are injected, it
+is paused, and each rival loop trains as many steps in the same process, so that the loops alternate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
 
 
 class Moment(NamedTuple):
-    """Seconds: of the clock on the wall, and of this process on the processor."""
+    """Seconds of the wall clock, and of this process on the processor."""
 
     wall: float
     processor: float
@@ -43,7 +43,7 @@ class Moment(NamedTuple):
 
 @dataclass
 class TakingTurns(Faults):
-    """Takes the place of the faults on purpose, of which there are none."""
+    """Replaces fault injection, which is not used here."""
 
     block: int
     rivals: Mapping[str, Loop]
@@ -54,13 +54,13 @@ class TakingTurns(Faults):
     save_delay_seconds = 0.0
 
     def before_step(self, step: int) -> None:
-        """The engine's block ends, the rivals have theirs, the engine's next one begins."""
+        """End the engine's block, run the rivals' blocks, and start the engine's next one."""
         if (step - 1) % self.block:
             return
         if self._began is not None:
             self._add("engine", self._began)
         for name, loop in self.rivals.items():
-            gc.enable()  # as a loop that knows nothing of it would have it
+            gc.enable()  # as in a loop without alternation
             began = self._start()
             loop.train(self.block)
             self._add(name, began)
@@ -87,7 +87,7 @@ class TakingTurns(Faults):
 
 
 def _check_same_data(trainer: Trainer, rivals: Mapping[str, Loop]) -> None:
-    """The engine's loss of step 1 is the mean over ranks and micro-batches, so that the rivals' are near it."""
+    """Check that the rivals' first loss is near the engine's, which is a mean over ranks and micro-batches."""
     first = read_metrics(trainer.run)[0]["loss"]
     for name, loop in rivals.items():
         assert loop.first_loss is not None
@@ -96,7 +96,7 @@ def _check_same_data(trainer: Trainer, rivals: Mapping[str, Loop]) -> None:
 
 
 def main() -> None:
-    """Train to the end of the run; print what each block took."""
+    """Train to the end of the run, and print the seconds of each block."""
     die_with_agent()
     run, block = RunDir(Path(sys.argv[1])), int(sys.argv[2])
     record, ranks = read_record(run), Ranks.from_environment()

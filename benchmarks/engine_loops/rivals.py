@@ -1,7 +1,7 @@
-"""The barest loops that train the same model: on DeepSpeed with the engine's own configuration, and on plain torch DDP.
+"""Minimal loops that train the same model: on DeepSpeed with the engine's configuration, and on plain torch DDP.
 
-The same weights and the same batches as the engine's, in the same order; the batches are in memory before the first
-step. No schedule, no metrics, no checks, nothing decided between steps: what any real loop must add to.
+They use the same weights and batches in the same order; batches are in memory before the first step. No schedule, no
+metrics, no checks, nothing between steps: a lower bound for any real loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Batches = Sequence[Sequence[tuple[Tensor, Tensor]]]  # by step and micro-batch: 
 
 @dataclass
 class Loop:
-    """A rival: trains one step after the other. ``first_loss``: of its first micro-batch, before any update."""
+    """A rival, which trains one step after the other. ``first_loss``: of its first micro-batch, before any update."""
 
     batches: Batches
     train_step: Callable[[Sequence[tuple[Tensor, Tensor]]], Tensor]
@@ -34,16 +34,16 @@ class Loop:
     _step: int = 0
 
     def train(self, steps: int) -> None:
-        """Train that many steps."""
+        """Train ``steps`` steps."""
         for _ in range(steps):
-            loss = self.train_step(self.batches[self._step % len(self.batches)])  # it has one block more than the run
+            loss = self.train_step(self.batches[self._step % len(self.batches)])  # one block more than the run has
             self._step += 1
             if self.first_loss is None:
                 self.first_loss = loss.item()
 
 
 def bare_deepspeed(trainer: Trainer) -> Loop:
-    """``deepspeed.initialize`` and its three calls, with the very configuration of the engine's own."""
+    """Return a loop of ``deepspeed.initialize`` and its three calls, with the engine's configuration."""
     import deepspeed
 
     spec, engine = trainer.record.spec, trainer.plan_check.composed.engine
@@ -63,7 +63,7 @@ def bare_deepspeed(trainer: Trainer) -> Loop:
 
 
 def plain_ddp(trainer: Trainer) -> Loop:
-    """torch's DistributedDataParallel in fp32 or, whole, in bf16; clipping as configured."""
+    """Return a loop of DistributedDataParallel in fp32 or bf16, with clipping as configured."""
     spec, device = trainer.record.spec, trainer.device
     model = _model(trainer).to(torch.bfloat16 if spec.training.precision == "bf16" else torch.float32)
     alone = dist.get_world_size() == 1
@@ -87,9 +87,9 @@ def plain_ddp(trainer: Trainer) -> Loop:
 
 
 def _model(trainer: Trainer) -> CausalLM:
-    """A copy in fp32 of the engine's model, whose weights are whole on each rank below ZeRO-3."""
+    """Return an fp32 copy of the engine's model, whose weights are whole on each rank below ZeRO-3."""
     model = outline(trainer.record.spec.transformer).to_empty(device=trainer.device)
-    own = dict(trainer.model.named_parameters(remove_duplicate=False))  # tied ones under both names
+    own = dict(trainer.model.named_parameters(remove_duplicate=False))  # tied weights under both names
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(own[name])
@@ -107,7 +107,7 @@ def _optimizer(spec: RunSpec, model: nn.Module, device: torch.device) -> torch.o
 
 
 def _batches(trainer: Trainer) -> Batches:
-    """This rank's part of every batch of the run, as the engine reads it."""
+    """Return this rank's part of every batch of the run, as the engine reads it."""
     read = trainer.prefetcher._read
     steps = range(1, trainer.record.spec.total_steps + 1)
     read_ahead = ([batch.to(trainer.device) for batch in read(step).micro_batches()] for step in steps)

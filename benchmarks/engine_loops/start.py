@@ -1,4 +1,4 @@
-"""Start the ranks of a measurement on this machine, as a node agent would, and read what rank 0 says."""
+"""Start the ranks of a measurement on this machine, as a node agent would, and read the output of rank 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BENCHMARKS = Path(__file__).parents[1]
 
 
 def made_run(recipe: Path, overrides: list[str]) -> tuple[RunDir, RunSpec]:
-    """A run directory under $SCALETRAIN_RUNS with its first attempt claimed."""
+    """Return a run directory under $SCALETRAIN_RUNS with its first attempt claimed."""
     spec = load_spec(recipe, overrides)
     run = create_run(spec, make_plan(spec)).run
     open_attempt(run.checkpoints, run.new_attempt())
@@ -29,7 +29,7 @@ def made_run(recipe: Path, overrides: list[str]) -> tuple[RunDir, RunSpec]:
 
 
 def on_ranks(module: str, run: RunDir, world_size: int, *arguments: str) -> Any:
-    """The JSON in the last line of rank 0's output. Raises RuntimeError with the end of a failed rank's log."""
+    """Return the JSON of the last line of rank 0's output. Raises RuntimeError with the end of a failed rank's log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

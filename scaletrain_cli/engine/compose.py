@@ -110,7 +110,7 @@ def _on_host(block: nn.Module, pin_memory: bool) -> Forward:
 
 @dataclass(frozen=True)
 class Composed:
-    """What is trained: this rank's part of the model, DeepSpeed's engine around it, and the optimizer inside that."""
+    """This rank's part of the model, DeepSpeed's engine around it, and the optimizer inside that."""
 
     model: CausalLM
     engine: Any

@@ -91,7 +91,7 @@ _LEAST_INTEGER = -(1 << 63)
 
 
 class StepDecision(IntEnum):
-    """What a rank requests at a step boundary; the largest request of all ranks wins."""
+    """The request of a rank at a step boundary; the largest request of all ranks wins."""
 
     CONTINUE = 0
     SAVE = 1

@@ -66,7 +66,7 @@ class GarbageCollection:
 
 @dataclass
 class LoopState:
-    """What the loop knows between two steps; the same on every rank."""
+    """The state of the loop between two steps; the same on every rank."""
 
     step: int  # optimizer steps trained
     last_step: int  # the step after which training ends; early stopping lowers it
@@ -86,7 +86,7 @@ class LoopState:
 
 
 class NextAction(Enum):
-    """What follows a step boundary."""
+    """The action after a step boundary."""
 
     TRAIN = "train a step"
     REPEAT = "repeat the boundary: the run was rolled back, or an evaluation was interrupted"

@@ -1,4 +1,4 @@
-"""Run a function on several ranks, each a process of its own, at the price of a fork. Knows no engine.
+"""Run a function on several ranks, each a process of its own, at the price of a fork.
 
 A server process imports torch, DeepSpeed and the engine once (see preloaded.py) and forks every rank. It and its ranks
 end when the test process does, however that ends, and they share no memory by name, so nothing is left in /dev/shm.

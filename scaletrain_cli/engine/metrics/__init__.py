@@ -1,1 +1,1 @@
-"""What a run measures: per-step metrics, goodput, and memory beside the plan's."""
+"""Per-step metrics, goodput, and memory measured beside the plan."""
