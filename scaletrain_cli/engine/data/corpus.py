@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,20 +109,31 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _documents_of(path: Path, tally: Tally) -> Iterator[str]:
-    kind = kind_of(path)
-    if kind == "parquet":
-        yield from _parquet(path)
-        return
-    # Bytes that are not UTF-8 become lone surrogates, which _clean() counts.
+    return READERS.get(kind_of(path), _code)(path, tally)
+
+
+def _jsonl(path: Path, tally: Tally) -> Iterator[str]:
+    with _open_text(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _text_field(path, number, _clean(line, tally))
+
+
+def _prose(path: Path, tally: Tally) -> Iterator[str]:
+    with _open_text(path) as file:
+        yield from _paragraphs(_blocks(file, tally))
+
+
+def _code(path: Path, tally: Tally) -> Iterator[str]:
+    with _open_text(path) as file:
+        yield from (block for block in _blocks(file, tally) if block.strip())
+
+
+@contextmanager
+def _open_text(path: Path) -> Iterator[io.TextIOWrapper]:
+    """Open a file as text; bytes that are not UTF-8 become lone surrogates, which ``_clean`` counts."""
     with open_bytes(path) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig", errors="surrogateescape") as file:
-        if kind == "jsonl":
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _text_field(path, number, _clean(line, tally))
-        elif kind in ("txt", "md"):
-            yield from _paragraphs(_blocks(file, tally))
-        else:
-            yield from (block for block in _blocks(file, tally) if block.strip())
+        yield file
 
 
 def _blocks(file: io.TextIOWrapper, tally: Tally) -> Iterator[str]:
@@ -165,7 +176,7 @@ def _text_field(path: Path, number: int, line: str) -> str:
     return text.encode("utf-8", "replace").decode()  # JSON can contain lone surrogates
 
 
-def _parquet(path: Path) -> Iterator[str]:
+def _parquet(path: Path, tally: Tally) -> Iterator[str]:
     try:
         arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError as error:
@@ -196,3 +207,13 @@ def _content_hash(path: Path) -> str:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+# By file format: yields the documents of a file. ``spec.corpus_files.FORMATS`` names the formats for the run spec.
+READERS: dict[str, Callable[[Path, Tally], Iterator[str]]] = {
+    "txt": _prose,
+    "md": _prose,
+    "py": _code,
+    "jsonl": _jsonl,
+    "parquet": _parquet,
+}

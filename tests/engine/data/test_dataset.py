@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 
 from scaletrain_cli.engine.data import dataset
 from scaletrain_cli.engine.data.chunk_hashes import CHUNK_BYTES, CheckedFile, CorruptDataError, HashedFile
-from scaletrain_cli.engine.data.corpus import Tally, documents, source_files
+from scaletrain_cli.engine.data.corpus import READERS, Tally, documents, source_files
 from scaletrain_cli.engine.data.dataset import dataset_folder, open_dataset, prepare_dataset
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import DataSpec
-from scaletrain_cli.spec.corpus_files import find_files, problems_of
+from scaletrain_cli.spec.corpus_files import FORMATS, find_files, problems_of
 
 
 @pytest.fixture
@@ -425,3 +425,7 @@ def test_a_part_of_the_sequences_is_read_as_they_are(texts: Path, tmp_path: Path
     assert held_back.document_ends_within(1, 3).tolist() == (
         train.document_ends_within(len(train) - 2, len(train)).tolist()
     )
+
+
+def test_every_format_that_the_spec_accepts_has_a_reader() -> None:
+    assert set(READERS) == set(FORMATS)
