@@ -35,24 +35,34 @@ def command(
         int | None, typer.Option("--tail", "-n", metavar="N", min=0, help="Show only the last N lines of each rank.")
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also show log lines of libraries that are not errors.")
+        bool,
+        typer.Option(
+            "--all", help="Also show lines of libraries that are not errors, and progress lines for programs."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the output of the ranks of a run. With more than one rank, each line is prefixed with its rank.
 
     Terminal control sequences (colors, cursor movements) are escaped; the files in attempts/N/logs have the raw bytes.
-    Log lines of libraries (DeepSpeed, torch) that are not errors are omitted without --all; --json has all lines.
+    Lines of libraries (DeepSpeed, torch) that are not errors are omitted without --all; --json has all lines.
     With --json the lines are {"attempt", "node", "rank", "text"}; with --follow, one JSON object per line.
     """
-    from scaletrain_cli.launch.logs import FirstWords, LogFollower, first_words, log_files, logs_brought, read_logs
-    from scaletrain_cli.log_setup import is_library_noise
+    from scaletrain_cli.launch.logs import (
+        FirstWords,
+        LogFollower,
+        first_words,
+        is_for_people,
+        log_files,
+        logs_brought,
+        read_logs,
+    )
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.ui.console import say, warn
     from scaletrain_cli.ui.json import print_json
 
     def shown(lines: list[LogLine]) -> list[LogLine]:
-        return [line for line in lines if everything or as_json or not is_library_noise(line.text)]
+        return [line for line in lines if everything or as_json or is_for_people(line.text)]
 
     found = find_run(run)
     with logs_brought(found, follow=follow) as trouble:
@@ -83,7 +93,7 @@ def command(
         lines = [_line_json(line) for line in read_logs(found, attempt, rank, tail)]
         print_json({"run_id": found.run_id, "lines": lines, "before_attempt": before})
         return
-    _print(read_logs(found, attempt, rank, tail, library_noise=everything), label=len(files) > 1)
+    _print(read_logs(found, attempt, rank, tail, everything=everything), label=len(files) > 1)
     for path in words:
         say(f"{path.stem}, before the attempt started:")
         typer.echo(visible(path.read_text(encoding="utf-8", errors="replace")), nl=False)

@@ -15,6 +15,7 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.log_setup import is_library_noise
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.worker.progress import read_progress
 
 # The ranks' logs of an attempt: where they are, their last lines, and new lines as they are written.
 
@@ -59,21 +60,26 @@ def log_files(run: RunDir, attempt: int | None = None, rank: int | None = None) 
     return chosen
 
 
+def is_for_people(line: str) -> bool:
+    """Return False for a line of a library below the level error, and for a progress line that programs read."""
+    return not is_library_noise(line) and read_progress(line) is None
+
+
 def read_logs(
     run: RunDir,
     attempt: int | None = None,
     rank: int | None = None,
     last_lines: int | None = None,
     *,
-    library_noise: bool = True,
+    everything: bool = True,
 ) -> Iterator[LogLine]:
     """Yield the lines of each rank in turn; only the last ones of each with ``last_lines``.
 
-    Without ``library_noise`` lines of libraries below the level error are omitted.
+    Without ``everything`` only the lines for people (``is_for_people``).
     """
     for file in log_files(run, attempt, rank):
         with file.path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-            shown = (line for line in lines if library_noise or not is_library_noise(line))
+            shown = (line for line in lines if everything or is_for_people(line))
             for line in deque(shown, maxlen=last_lines):
                 yield LogLine(file, line.rstrip("\r\n"))
 

@@ -80,3 +80,20 @@ def test_a_fifo_or_a_device_in_the_place_of_a_log_is_not_read(make_run: Callable
     assert list(read_logs(made.run)) == []
     assert LogFollower(made.run).new_lines(to_the_end=True) == []
     assert end_of(folder / "n-00000.log") == ""
+
+
+def test_lines_of_libraries_and_progress_lines_are_not_for_people(make_run: Callable[..., MadeRun]) -> None:
+    made = make_run()
+    lines = [
+        "2026-03-01T12:00:03.512Z INFO rank 0: step 1/20",
+        '{"scaletrain": "progress", "step": 1, "total_steps": 20, "loss": 1.5}',
+        "2026-03-01T12:00:03.512Z WARNING rank 0 [py.warnings]: deprecated",
+        "2026-03-01T12:00:03.512Z ERROR rank 0 [DeepSpeed]: broken",
+        "NCCL WARN what a library prints itself",
+    ]
+    folder = made.run.attempt(1) / "logs"
+    folder.mkdir(parents=True)
+    (folder / "n0-00000.log").write_text("\n".join(lines) + "\n")
+    assert [line.text for line in read_logs(made.run)] == lines
+    assert [line.text for line in read_logs(made.run, everything=False)] == [lines[0], *lines[3:]]
+    assert [line.text for line in read_logs(made.run, last_lines=3, everything=False)] == [lines[0], *lines[3:]]

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from scaletrain_cli.full_disk import FULL_DISK_ERRORS
 from scaletrain_cli.launch.node.options import HEARD, AgentOptions
+from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import leave_current_folder
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ _POLL_SECONDS = 0.5
 _MOST_GANGS = 3  # that may fail on the volume: the third is on other nodes too
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _BROKEN = (errno.EIO, errno.ESTALE)
+logger = logging.getLogger(__name__)
 ONLY = "SCALETRAIN_ONLY"  # the variable by which a run measures its nodes and trains nothing
 
 
@@ -67,13 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     leave_current_folder()
     options = parse_options(arguments, os.environ)
+    set_up_logging(f"pod {options.pod_name} on {options.node_name}")
     from scaletrain_cli.errors import ScaletrainError
 
     try:
         with _volume_in_use(options):
             return run_pod(options)
     except ScaletrainError as error:
-        print(f"{options.pod_name} on {options.node_name}: {error}", file=sys.stderr, flush=True)
+        logger.error("%s", error)
         return error.exit_code
 
 
@@ -117,7 +121,7 @@ def run_pod(options: PodOptions) -> int:
     shared = (run.path / "submit.lock").exists()
     print(attempt_start_line(number, shared=shared), flush=True)
     directory = "the submitter's run directory" if shared else "a run directory of the pods' own"
-    print(f"attempt {number} begins in {directory}", flush=True)
+    logger.info("attempt %d begins in %s", number, directory)
     agent = AgentOptions(
         run_folder=run.path,
         attempt=number,
@@ -138,7 +142,7 @@ def run_pod(options: PodOptions) -> int:
         of_volume = isinstance(failure, OSError) and failure.errno in (*FULL_DISK_ERRORS, *_FORBIDDEN, *_BROKEN)
         error = volume_error(options, failure) if isinstance(failure, OSError) and of_volume else failure
         code = _code_of(error)
-        print(f"{options.pod_name} on {options.node_name}: {error}", file=sys.stderr, flush=True)
+        logger.error("%s", error)
     if options.node_rank != 0:
         return _decision(run, number, code)
     record = read_record(run)
@@ -165,7 +169,7 @@ def _begin(options: PodOptions) -> tuple[RunDir, int] | int:
             conclude_abandoned(run, record)  # of an earlier gang whose pod 0 was lost
             refusal = why_not_begin(run, record, options.workload)
             if refusal is not None:
-                print(refusal.why, file=sys.stderr, flush=True)
+                logger.error("%s", refusal.why)
                 conclude_run(run, refusal)
                 host.broadcast({"exit_code": (code := exit_code_for(refusal)), "why": refusal.why})
                 return code
@@ -197,7 +201,7 @@ def _join(options: PodOptions) -> tuple[RunDir, int] | int:
     place = (options.master_addr, options.rendezvous_port, _gang_key(options), options.node_rank)
     word = join(*place, said, RENDEZVOUS_SECONDS, _is_terminating)
     if "exit_code" in word:
-        print(word["why"], file=sys.stderr, flush=True)
+        logger.error("%s", word["why"])
         return int(word["exit_code"])
     run = RunDir(options.runs_root / str(word["run_id"]))
     deadline = time.monotonic() + _VOLUME_SECONDS
@@ -225,14 +229,14 @@ def _decide(options: PodOptions, run: RunDir, record: RunRecord, number: int, co
             break
         time.sleep(_POLL_SECONDS)
     if number < max(run.attempts(), default=number):
-        print(f"another attempt already follows attempt {number}; the run has not ended", file=sys.stderr)
+        logger.warning("another attempt already follows attempt %d; the run has not ended", number)
         return code
     first = first_attempt_of_job(run, options.workload, number)
     decision = conclude_attempt(run, record, number, first_attempt=first, launcher_exit_code=code)
     ended = read_attempt(run, number)
     if not decision.requeue:
         conclude_run(run, decision)
-    print(f"attempt {number} ended: {decision.why}", flush=True)
+    logger.info("attempt %d ended: %s", number, decision.why)
     ended_for, free = (ended.reason, ended.free_of_charge) if ended is not None else (None, False)
     code = exit_code_for(decision, ended_for, free=free)
     print(attempt_end_line(number, code, requeue=decision.requeue, reason=decision.reason), flush=True)

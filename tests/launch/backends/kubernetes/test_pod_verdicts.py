@@ -79,7 +79,8 @@ def ended_as(uid: int, volume: Path, gang: int) -> tuple[int, str]:
             os.setgroups([])
             os.setgid(uid)
             os.setuid(uid)
-            sys.stderr = os.fdopen(writer, "w", encoding="utf-8")
+            os.dup2(writer, 2)
+            sys.stderr = os.fdopen(2, "w", encoding="utf-8")
             environment = {
                 "SCALETRAIN_WORKLOAD": "jobset/fake-s1",
                 "SCALETRAIN_GANG": str(gang),
