@@ -65,7 +65,7 @@ def data_text(spec: RunSpec) -> str:
 def training_text(spec: RunSpec) -> str:
     training = spec.training
     seen = spec.total_steps * training.global_batch_size * spec.units_per_sample
-    samples = "sequences" if spec.unit == "tokens" else spec.unit
+    samples = spec.samples
     return (
         f"{whole_text(spec.total_steps)} steps of {whole_text(training.global_batch_size)} {samples}, "
         f"{count_text(seen)} {spec.unit}, {training.precision}, {training.optimizer.name} "
