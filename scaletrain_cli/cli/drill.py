@@ -60,15 +60,16 @@ def command(
     Runs one run per kind, one after another, each with the same model and data. A run passes if it reacts as required,
     finishes, and matches the undisturbed run: bit for bit on CPUs, within 1e-4 of the final loss on GPUs.
     """
-    from scaletrain_cli.launch.drill import KINDS
+    from scaletrain_cli.launch.drill import drill_kinds
 
+    known = drill_kinds()
     if list_kinds:
         _list(as_json)
         return
-    unknown = [kind for kind in kinds or () if kind not in KINDS]
+    unknown = [kind for kind in kinds or () if kind not in known]
     if unknown:
-        raise UsageError(f"unknown drill: {', '.join(unknown)}. Available drills: {', '.join(KINDS)}.")
-    chosen = [kind for name, kind in KINDS.items() if name in (kinds or KINDS)]
+        raise UsageError(f"unknown drill: {', '.join(unknown)}. Available drills: {', '.join(known)}.")
+    chosen = [kind for name, kind in known.items() if name in (kinds or known)]
     sizes = {
         "cluster.scheduler": scheduler,
         "cluster.nodes": nodes,
@@ -144,17 +145,18 @@ def _spec(path: Path | None, overrides: list[str], cluster: str | None) -> RunSp
 
 
 def _list(as_json: bool) -> None:
-    from scaletrain_cli.launch.drill import KINDS
+    from scaletrain_cli.launch.drill import drill_kinds
 
+    known = drill_kinds()
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
         print_json(
-            {"schema": "scaletrain.drill-list/v1", "kinds": {kind.name: kind.summary for kind in KINDS.values()}}
+            {"schema": "scaletrain.drill-list/v1", "kinds": {kind.name: kind.summary for kind in known.values()}}
         )
         return
-    width = max(map(len, KINDS))
-    for kind in KINDS.values():
+    width = max(map(len, known))
+    for kind in known.values():
         typer.echo(visible(f"{kind.name:<{width}}  {kind.summary}"))
 
 

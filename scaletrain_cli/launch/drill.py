@@ -1,7 +1,4 @@
-"""Carrying drills out: the spec made small, submitted as any run is, waited for, resumed where that is part of it.
-
-Knows schedulers only through launch/; what to think of the outcome is in verdict.
-"""
+"""`scaletrain drill`: inject a fault into a small run, wait for its end, and compare it with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -22,27 +19,28 @@ from scaletrain_cli.launch.status import RunStatus, exit_code_of
 from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.journal import read_events, read_metrics
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.spec import RunSpec, override_spec
 
-# The kinds of drill: what is done to the run, by a rank itself so that it works under every scheduler, and what of it.
-
-
 VARIABLE = "SCALETRAIN_FAULT"
+ENTRY_POINTS = "scaletrain.drills"
 
-# What a run must do by itself: start again and lose the steps since its newest checkpoint; start again and lose none;
-# start again from the checkpoint before the newest; go on as if nothing were; go back in process; or stop for good, and
-# go on once it is resumed.
+# What a run must do without help: restart, and lose the steps since its latest checkpoint; restart and lose none;
+# restart from the checkpoint before the latest; continue unharmed; roll back in the same process; or stop, and continue
+# once it is resumed.
 Ending = Literal["restarted", "preempted", "older", "unharmed", "rolled-back", "stopped"]
 
 
 @dataclass(frozen=True)
 class DrillKind:
-    """``fault`` in the words of engine/faults.py, with {rank} for the last rank, {step}, and {last}, three steps on.
+    """One kind of drill: the fault, and how a run must react to it.
 
-    ``in_save``: the step is the one after a save began, else the middle between two.
+    ``fault`` is in the notation of engine/faults.py, with {rank} for the last rank, {step}, and {last} for three steps
+    later; a rank injects it into itself, so that it works under every scheduler. ``overrides`` change the spec.
+    ``in_save``: the step is the one after a save began, else the middle between two saves.
     """
 
     name: str
@@ -53,7 +51,7 @@ class DrillKind:
     in_save: bool = False
 
     def settings(self, *, step: int, world_size: int) -> list[str]:
-        """Overrides for the spec of a run that is hit before ``step``, in its first attempt."""
+        """Return overrides for the spec of a run with the fault before ``step``, in its first attempt."""
         fault = self.fault.format(rank=world_size - 1, step=step, last=step + 3)
         return [*self.overrides, f"env.{VARIABLE}={json.dumps(fault)}"] if fault else [*self.overrides]
 
@@ -65,7 +63,7 @@ KINDS: dict[str, DrillKind] = {
     kind.name: kind
     for kind in (
         DrillKind("exception", "a rank raises an exception", f"exception {_HIT}", "restarted"),
-        DrillKind("sigterm", "a rank is told to leave, as by a preemption", f"sigterm {_HIT}", "preempted"),
+        DrillKind("sigterm", "a rank gets SIGTERM, as in a preemption", f"sigterm {_HIT}", "preempted"),
         DrillKind("sigkill", "a rank is killed", f"sigkill {_HIT}", "restarted"),
         DrillKind(
             "sigkill-in-save",
@@ -76,24 +74,24 @@ KINDS: dict[str, DrillKind] = {
         ),
         DrillKind("sigkill-agent", "the node agent is killed", f"sigkill-agent {_HIT}", "restarted"),
         DrillKind("node", "the agent and all ranks of a node are killed at once", f"node {_HIT}", "restarted"),
-        DrillKind("sigstop", "a rank stands still and says nothing", f"sigstop {_HIT}", "restarted"),
+        DrillKind("sigstop", "a rank is stopped (SIGSTOP), so that training hangs", f"sigstop {_HIT}", "restarted"),
         DrillKind(
             "slow-rank",
-            "a rank takes a fifth of a second longer for each step",
+            "a rank takes 0.2 s longer for each step",
             "slow-rank rank={rank} step={step} seconds=0.2 attempt=1",
             "unharmed",
         ),
         DrillKind("disk-full", "the disk is full during a save", f"disk-full write=3 {_HIT}", "stopped"),
         DrillKind(
             "stale-attempt",
-            "the run is given up for dead and its checkpoints opened to the next attempt, and it goes on",
+            "the attempt is superseded: its checkpoints are opened to a later attempt, and it continues",
             "stale-attempt rank=0 step={step} attempt=1",
             "stopped",
         ),
         DrillKind("nan", "a rank's gradient becomes NaN", f"nan {_HIT}", "stopped", ("guard.nan=stop",)),
         DrillKind(
             "spike",
-            "four batches have a loss of twenty times what it should be",
+            "the loss of four batches is multiplied by 20",
             "spike step={step}-{last} factor=20",
             "rolled-back",
             ("guard.spike.action=rollback",),
@@ -101,12 +99,12 @@ KINDS: dict[str, DrillKind] = {
         *(
             DrillKind(
                 kind,
-                f"{what} in the newest checkpoint, and a rank is killed",
+                f"{what} in the latest checkpoint, and a rank is killed",
                 f"{kind} rank=0 step={{step}} attempt=1",
                 "older",
             )
             for kind, what in (
-                ("truncate", "a file is cut short"),
+                ("truncate", "a file is truncated"),
                 ("flip", "one bit is flipped"),
                 ("delete", "a file is deleted"),
             )
@@ -115,19 +113,35 @@ KINDS: dict[str, DrillKind] = {
 }
 
 
-# Did the run survive, and is it the run that it would have been? Judged by run directories alone.
+def drill_kinds() -> dict[str, DrillKind]:
+    """Return every kind by its name: those of this package, then those of others (entry points ``scaletrain.drills``).
+
+    Raises UsageError where an entry point cannot be loaded, or is no DrillKind of another name than these.
+    """
+    from importlib.metadata import entry_points
+
+    kinds = dict(KINDS)
+    for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
+        try:
+            kind = entry.load()
+        except Exception as error:  # the code of another package may raise anything
+            raise UsageError(Reason("launch.drill-not-loaded", {"entry": entry.value, "said": str(error)})) from error
+        if not isinstance(kind, DrillKind) or kind.name in kinds:
+            raise UsageError(Reason("launch.drill-invalid", {"entry": entry.value, "names": list(kinds)}))
+        kinds[kind.name] = kind
+    return kinds
 
 
-# Of the final loss, where the arithmetic itself is not the same twice: GPUs add in no fixed order.
+# Relative, of the final loss on GPUs, where additions have no fixed order, so that no two runs are equal.
 LOSS_TOLERANCE = 1e-4
-# A run that leaves batches out is another run; it must have learnt as much.
+# Relative, of the final loss of a run that skipped batches: it is another run, which must have learnt as much.
 ROLLED_BACK_TOLERANCE = 0.1
 _COMPARED = ("step", "loss", "grad_norm", "validation_loss")
 
 
 @dataclass(frozen=True)
 class Course:
-    """What a run left behind. ``seconds`` from its first step on, so without preparing data and the first queue."""
+    """What a run left. ``seconds``: from its first step on, without preparing data and the first wait in the queue."""
 
     state: str
     why: str
@@ -140,12 +154,12 @@ class Course:
     rolled_back: bool
     seconds: float
     final_files: Mapping[str, str]
-    resumed_by_hand: bool = False
+    resumed: bool = False
 
 
 @dataclass(frozen=True)
 class DrillResult:
-    """One line of the table. ``complaints`` is empty when it survived as it must."""
+    """One line of the table. ``failures`` says what the run did not do as required; empty where it survived."""
 
     kind: str
     run_dir: str
@@ -153,15 +167,21 @@ class DrillResult:
     steps_lost: int
     seconds_lost: float
     sameness: str
-    complaints: tuple[str, ...]
+    failures: tuple[Reason, ...]
 
     @property
     def survived(self) -> bool:
-        return not self.complaints
+        """Return whether the run did all that its kind requires."""
+        return not self.failures
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """The texts of ``failures``."""
+        return tuple(map(str, self.failures))
 
 
-def course_of(run: RunDir, status: RunStatus, *, resumed_by_hand: bool = False) -> Course:
-    """Read what happened to a run."""
+def course_of(run: RunDir, status: RunStatus, *, resumed: bool = False) -> Course:
+    """Return what happened to a run, from its directory."""
     events, attempts = read_events(run), read_attempts(run)
     times = {event["event"]: event["time"] for event in reversed(events)}  # of each kind the first
     last = events[-1]["time"] if events else 0.0
@@ -178,18 +198,18 @@ def course_of(run: RunDir, status: RunStatus, *, resumed_by_hand: bool = False) 
         rolled_back="rolled-back" in times,
         seconds=times.get("finished", last) - times.get("started", times.get("submitted", last)),
         final_files={name: digest.sha256 for name, digest in committed[-1].files.items()} if committed else {},
-        resumed_by_hand=resumed_by_hand,
+        resumed=resumed,
     )
 
 
 def compare_runs(kind: DrillKind, run_dir: str, hurt: Course, undisturbed: Course, *, exact: bool) -> DrillResult:
-    """Hold a run against the undisturbed one; ``exact`` where the same steps give the same bits, as on CPUs."""
+    """Compare a run with the undisturbed one; ``exact`` where the same steps give the same bits, as on CPUs."""
     sameness, differs = _compare(kind, hurt.steps, undisturbed.steps, exact)
     if not differs and hurt.final_files == undisturbed.final_files:
         sameness = f"{sameness}, checkpoint files too"
-    complaints = list(_behaviour(kind, hurt))
+    failures = _failures(kind, hurt)
     if hurt.state == "finished" and differs:
-        complaints.append(f"it is another run: {sameness}")
+        failures.append(Reason("launch.drill-differs", {"difference": sameness}))
     return DrillResult(
         kind=kind.name,
         run_dir=run_dir,
@@ -197,36 +217,37 @@ def compare_runs(kind: DrillKind, run_dir: str, hurt: Course, undisturbed: Cours
         steps_lost=hurt.steps_lost,
         seconds_lost=hurt.seconds - undisturbed.seconds,
         sameness=sameness,
-        complaints=tuple(complaints),
+        failures=tuple(failures),
     )
 
 
-def _behaviour(kind: DrillKind, hurt: Course) -> list[str]:
-    """What the run did otherwise than it must."""
-    complaints = []
+def _failures(kind: DrillKind, hurt: Course) -> list[Reason]:
+    """Return what the run did not do as its kind requires."""
+    found = []
     if hurt.state != "finished":
-        complaints.append(f"it did not finish but {hurt.state}: {hurt.why}")
+        found.append(Reason("launch.drill-not-finished", {"state": hurt.state, "why": hurt.why}))
     expected = 1 if kind.ending in ("unharmed", "rolled-back") else 2
     if hurt.attempts != expected:
-        ends = ", ".join(hurt.ends) or "none"
-        complaints.append(f"it took {hurt.attempts} attempts instead of {expected} ({ends})")
+        params = {"attempts": hurt.attempts, "expected": expected, "ends": list(hurt.ends) or ["none"]}
+        found.append(Reason("launch.drill-attempts", params))
     if kind.ending == "preempted" and hurt.steps_lost:
-        complaints.append(f"{hurt.steps_lost} steps were lost in spite of the warning")
+        found.append(Reason("launch.drill-steps-lost", {"steps": hurt.steps_lost}))
     if kind.ending == "older" and not hurt.passed_over:
-        complaints.append("the damaged file was not reported")
+        found.append(Reason("launch.drill-damage-not-reported"))
     if kind.ending == "rolled-back" and not hurt.rolled_back:
-        complaints.append("it did not go back to before the spike")
-    if hurt.resumed_by_hand and kind.ending != "stopped":
-        complaints.append("it had to be resumed by hand")
-    if kind.ending == "stopped" and hurt.resumed_by_hand and hurt.exit_codes[0] != ExitCode.DO_NOT_REQUEUE:
-        complaints.append(f"it stopped with exit code {hurt.exit_codes[0]} instead of {ExitCode.DO_NOT_REQUEUE}")
-    return complaints
+        found.append(Reason("launch.drill-not-rolled-back"))
+    if hurt.resumed and kind.ending != "stopped":
+        found.append(Reason("launch.drill-resumed"))
+    if kind.ending == "stopped" and hurt.resumed and hurt.exit_codes[0] != ExitCode.DO_NOT_REQUEUE:
+        params = {"exit_code": hurt.exit_codes[0], "expected": int(ExitCode.DO_NOT_REQUEUE)}
+        found.append(Reason("launch.drill-exit-code", params))
+    return found
 
 
 def _compare(
     kind: DrillKind, hurt: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[str, Any]], exact: bool
 ) -> tuple[str, bool]:
-    """In words how alike the two are, and whether that is not enough."""
+    """Return how equal the two runs are, as a text, and whether they differ too much."""
     if not hurt or not undisturbed:
         return "nothing was logged", True
     ours, theirs = (
@@ -249,7 +270,7 @@ FEWEST_STEPS = 12
 
 @dataclass(frozen=True)
 class Range:
-    """Where the drills of one call take place: every run of it in one folder, with one plan."""
+    """What all drills of one call share: the folder of their runs, the spec and the plan."""
 
     folder: Path
     spec: RunSpec
@@ -258,18 +279,18 @@ class Range:
     timeout_seconds: float
 
     def strike(self, kind: DrillKind) -> int:
-        """The step that is hit: two checkpoints are there or, ``in_save``, the second is being written."""
+        """Return the step of the fault: two checkpoints exist or, with ``in_save``, the second is being written."""
         every = checkpoint_interval(self.spec.total_steps)
         return 2 * every + 1 + (0 if kind.in_save else every // 2)
 
 
 def checkpoint_interval(steps: int) -> int:
-    """Steps between checkpoints in a drill."""
+    """Return the number of steps between checkpoints in a drill."""
     return steps // 4
 
 
 def drill_spec(spec: RunSpec, steps: int) -> RunSpec:
-    """The spec cut down to ``steps``, with four checkpoints and one validation. Raises SpecError where that is none."""
+    """Return the spec cut down to ``steps``, with four checkpoints and one validation. Raises SpecError."""
     if steps < FEWEST_STEPS:
         raise UsageError(f"--steps {steps}: a drill needs at least {FEWEST_STEPS}, for four checkpoints.")
     schedule, every = spec.training.schedule, checkpoint_interval(steps)
@@ -294,29 +315,29 @@ def drill_spec(spec: RunSpec, steps: int) -> RunSpec:
 
 
 def make_folder() -> Path:
-    """``drills-<time>`` below the runs root. Raises UsageError where it cannot be made."""
+    """Return the new folder ``drills-<time>`` below the runs root. Raises UsageError where it cannot be created."""
     root = runs_root()
     folder, datasets = root / f"drills-{time.strftime('%Y%m%d-%H%M%S')}", root / "datasets"
     try:
         safe_files.make_folder(root, mode=0o777)
         safe_files.make_folder(folder, exist_ok=False)
         safe_files.make_shared_folder(datasets)
-        (folder / "datasets").symlink_to(datasets)  # runs look beside themselves; one corpus does for all of them
+        (folder / "datasets").symlink_to(datasets)  # runs look for datasets beside their folder; all share one
     except OSError as error:
         raise UsageError(f"{folder} cannot be made: {error.strerror or error}. $SCALETRAIN_RUNS moves it.") from error
     return folder
 
 
 def run_drill(place: Range, kind: DrillKind, on_look: Callable[[RunStatus], None]) -> tuple[RunDir, Course]:
-    """One run from its submission to its end; ``on_look`` is told of every look at it. Cancelled when out of time."""
+    """Run one drill to its end and return what happened. ``on_look`` gets every status; a late run is cancelled."""
     settings = kind.settings(step=place.strike(kind), world_size=place.spec.world_size)
     spec = override_spec(place.spec, settings, file="the drills' spec")
     made = create_run(spec, place.plan, kind.name, root=place.folder)
     submit_run(made.run, made.record, place.scheduler)
     status = wait_for_end(made.run, place.scheduler, place.timeout_seconds, on_look)
     stopped = status.state == "failed" and exit_code_of(made.run, status) == ExitCode.DO_NOT_REQUEUE
-    by_hand = stopped and kind.ending == "stopped"
-    if by_hand:
+    resumed = stopped and kind.ending == "stopped"
+    if resumed:
         resume(made.run, scheduler=place.scheduler)
         status = wait_for_end(made.run, place.scheduler, place.timeout_seconds, on_look)
-    return made.run, course_of(made.run, status, resumed_by_hand=by_hand)
+    return made.run, course_of(made.run, status, resumed=resumed)

@@ -247,7 +247,7 @@ TEXTS: dict[str, Text] = {
     # ---- explain: evidence -----------------------------------------------------------------------------------------
     "steps-logged": Text("step {step} of {total}"),
     "last-line-age": Text("the last line was written {age:seconds} ago"),
-    "no-checkpoint": Text("no checkpoint was committed; {logged:of step/steps} logged"),
+    "no-checkpoint": Text("no checkpoint was committed; {logged:of step} logged"),
     "newest-checkpoint": Text("the newest checkpoint is of step {step}; {logged:of step} logged"),
     "failure-of": Text("{who}: {failure}"),
     "more-failures": Text("and {count} more"),
@@ -298,4 +298,17 @@ TEXTS: dict[str, Text] = {
     ),
     # ---- excluded nodes --------------------------------------------------------------------------------------------
     "nodes-not-excluded": Text("the job needs {needed} of {usable:of usable node}, or names these nodes itself"),
+    # ---- drills ----------------------------------------------------------------------------------------------------
+    "drill-not-loaded": Text("the drill {entry} of another package cannot be loaded: {said}"),
+    "drill-invalid": Text(
+        "the drill {entry} of another package must be a DrillKind whose name is none of {names:list}"
+    ),
+    "drill-not-finished": Text("the run did not finish; its state is {state}: {why}"),
+    "drill-attempts": Text("it took {attempts:of attempt} instead of {expected} ({ends:list})"),
+    "drill-steps-lost": Text("{steps:of step} lost despite the warning"),
+    "drill-damage-not-reported": Text("the damaged file was not reported"),
+    "drill-not-rolled-back": Text("it did not roll back to before the spike"),
+    "drill-resumed": Text("it did not restart without a resume"),
+    "drill-exit-code": Text("it stopped with exit code {exit_code} instead of {expected}"),
+    "drill-differs": Text("it is another run: {difference}"),
 }

@@ -53,6 +53,7 @@ def verdicts_json(folder: Path, undisturbed: Course, verdicts: Sequence[DrillRes
                 "seconds_lost": verdict.seconds_lost,
                 "sameness": verdict.sameness,
                 "complaints": list(verdict.complaints),
+                "failures": [failure.to_document() for failure in verdict.failures],
                 "run_dir": verdict.run_dir,
             }
             for verdict in verdicts

@@ -23,7 +23,7 @@ UNDISTURBED = Course(
     final_files={"shard": "abc"},
 )
 RESTARTED = replace(UNDISTURBED, attempts=2, ends=("crash", "done"), exit_codes=(1, 0), steps_lost=6, seconds=17.0)
-STOPPED = replace(RESTARTED, exit_codes=(93, 0), resumed_by_hand=True)
+STOPPED = replace(RESTARTED, exit_codes=(93, 0), resumed=True)
 
 
 def complaints(kind: str, hurt: Course, *, exact: bool = True) -> str:
@@ -44,13 +44,17 @@ def test_a_run_that_started_again_and_is_the_same_to_the_bit_has_survived() -> N
 @pytest.mark.parametrize(
     ("kind", "hurt", "expected"),
     [
-        ("sigkill", UNDISTURBED, "it took 1 attempts instead of 2 (done)"),
-        ("sigkill", replace(RESTARTED, state="failed", why="no room"), "it did not finish but failed: no room"),
-        ("sigterm", RESTARTED, "6 steps were lost in spite of the warning"),
+        ("sigkill", UNDISTURBED, "it took 1 attempt instead of 2 (done)"),
+        (
+            "sigkill",
+            replace(RESTARTED, state="failed", why="no room"),
+            "the run did not finish; its state is failed: no room",
+        ),
+        ("sigterm", RESTARTED, "6 steps lost despite the warning"),
         ("truncate", RESTARTED, "the damaged file was not reported"),
-        ("spike", UNDISTURBED, "it did not go back to before the spike"),
+        ("spike", UNDISTURBED, "it did not roll back to before the spike"),
         ("slow-rank", RESTARTED, "it took 2 attempts instead of 1 (crash, done)"),
-        ("sigkill", STOPPED, "it had to be resumed by hand"),
+        ("sigkill", STOPPED, "it did not restart without a resume"),
         ("nan", replace(STOPPED, exit_codes=(1, 0)), "it stopped with exit code 1 instead of 93"),
         (
             "sigkill",
