@@ -17,9 +17,6 @@ from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder, replace_file
 from scaletrain_cli.spec import RunSpec
 
-# What of a folder of a git working tree belongs to a snapshot, and what of it is not committed.
-
-
 # git as a reader of repositories that somebody else may have configured: it starts no program that they name.
 
 
@@ -55,7 +52,7 @@ _MOST_SECONDS = 600.0  # a .gitignore that is a FIFO or on a dead file system ne
 
 
 class GitError(Exception):
-    """git ended with an error, or did not end; the text is what it said."""
+    """git failed or timed out; the message is its output."""
 
 
 class Git:
@@ -144,7 +141,7 @@ class WorkingTree:
         return self._git("rev-parse", "--verify", "HEAD").decode().strip()
 
     def changed(self) -> set[str]:
-        """Paths below the folder that differ from HEAD, are new, or are gone."""
+        """Return the paths below the folder that differ from HEAD, are new, or are deleted."""
         named = (
             "--name-only",
             "--relative",
@@ -176,7 +173,7 @@ class WorkingTree:
         return same
 
     def kept(self, *, but: Path) -> set[str]:
-        """Paths below the folder that belong to the snapshot. Raises UsageError for what no archive could hold."""
+        """Return the paths that belong to the snapshot. Raises UsageError for files that an archive cannot hold."""
         known = self._paths("ls-files", "--cached") | self._paths("ls-files", "--others", "--exclude-standard")
         for kind in ("--cached", "--others"):
             known -= self._paths("ls-files", kind, "--ignored", f"--exclude-per-directory={IGNORE_FILE}")
@@ -199,7 +196,7 @@ class WorkingTree:
         return os.path.lexists(place) and (place.is_symlink() or not place.is_dir() or (place / ".git").exists())
 
     def _without_runs(self, paths: set[str], inside: Path, runs: Path) -> set[str]:
-        """Runs hold secrets and checkpoints: none is code, nor a link to where they are."""
+        """Return the paths outside run directories, also behind links: runs hold secrets and checkpoints, not code."""
         out = runs.resolve()
         folders = {path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] == "run.json"}
         known = [self.folder / folder for folder in folders if folder and _is_run(self.folder / folder / "run.json")]
@@ -226,7 +223,7 @@ class WorkingTree:
         return {path: (self.folder / path).stat().st_size for path in paths}
 
     def patch(self, paths: Sequence[str]) -> bytes:
-        """What makes of HEAD these files as they are, for ``git apply``; new ones too."""
+        """Return the patch for ``git apply`` that turns HEAD into these files, new ones included."""
         if not paths:
             return b""
         import tempfile
@@ -269,7 +266,7 @@ class WorkingTree:
 
 
 def _is_run(record: Path) -> bool:
-    """Whether a file called run.json is a run's record."""
+    """Return whether a file called run.json is the record of a run."""
     try:
         with record.open("rb") as file:
             return b'"scaletrain.run/' in file.read(200)
@@ -278,18 +275,18 @@ def _is_run(record: Path) -> bool:
 
 
 def refusal(where: str, message: str, given: Path | None, hint: str | None, *, key: str = "code.path") -> UsageError:
-    """One error about a key of the code section."""
+    """Return an error about one key of the code section."""
     problem = Problem(where, key, message, None if given is None else str(given), hint)
     return UsageError("the code cannot be kept with the run", (problem,))
 
 
 def count(paths: Collection[str]) -> str:
-    """``3 files``."""
+    """Return ``3 files``."""
     return "1 file" if len(paths) == 1 else f"{len(paths)} files"
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """Return the first names, and how many more there are."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
@@ -298,7 +295,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def code_hash() -> str:
-    """SHA-256 over the source of this package: names and contents of its Python files."""
+    """Return the SHA-256 over the names and contents of the Python files of this package."""
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -309,7 +306,7 @@ def code_hash() -> str:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is recorded of the tree, and the files that go into the run directory."""
+    """The record of a working tree, and the files to store in the run directory."""
 
     record: CodeRecord
     listing: str
@@ -363,7 +360,7 @@ def _require_size(spec: RunSpec, sizes: Mapping[str, int]) -> None:
 
 
 def write_snapshot(run: RunDir, snapshot: Snapshot) -> list[Path]:
-    """Put its files into the run directory; returns those that were not there. Raises OSError."""
+    """Store the files in the run directory; return those that are new. Raises OSError."""
     record, made = snapshot.record, []
     contents = {"sha256": snapshot.listing.encode("utf-8", "surrogateescape"), "tar.gz": snapshot.archive}
     for suffix, content in (contents | ({"patch": snapshot.patch} if snapshot.patch else {})).items():

@@ -1,4 +1,4 @@
-"""Logs that are elsewhere, brought into the run directory: who reads them there needs to know no scheduler."""
+"""The logs of ranks in the run directory: find, read, follow, and fetch them from nodes that write elsewhere."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.worker.progress import read_progress
 
-# The ranks' logs of an attempt: where they are, their last lines, and new lines as they are written.
-
-
 _END_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class LogFile:
-    """One rank's output of one attempt."""
+    """The log file of one rank in one attempt."""
 
     attempt: int
     node: str
@@ -42,7 +39,7 @@ class LogLine:
 
 
 def log_files(run: RunDir, attempt: int | None = None, rank: int | None = None) -> list[LogFile]:
-    """The logs of an attempt (default: the last) by rank. Raises UsageError when there is no such attempt or rank."""
+    """Return the logs of an attempt (default: the last) by rank. Raises UsageError for an unknown attempt or rank."""
     numbers = run.attempts()
     if attempt is not None and attempt not in numbers:
         known = f"its attempts are 1 to {numbers[-1]}" if numbers else "it has none yet"
@@ -85,7 +82,7 @@ def read_logs(
 
 
 def end_of(path: Path) -> str:
-    """The last 64 KiB of a log, in which whoever ended badly has said why; empty where there is none."""
+    """Return the last 64 KiB of a log, where a failed process reports its error; empty where there is no log."""
     if not path.is_file():
         return ""
     try:
@@ -97,7 +94,7 @@ def end_of(path: Path) -> str:
 
 
 class LogFollower:
-    """Hands out what was written since the last look, in every attempt from the current one on."""
+    """Returns the lines that are new since the last call, in every attempt from the current one on."""
 
     def __init__(self, run: RunDir, rank: int | None = None, from_attempt: int | None = None) -> None:
         self._run, self._rank = run, rank
@@ -105,7 +102,7 @@ class LogFollower:
         self._positions: dict[Path, int] = {}
 
     def new_lines(self, *, to_the_end: bool = False) -> list[LogLine]:
-        """Whole lines only, as a rank may be in the middle of one; with ``to_the_end`` whatever there is."""
+        """Return complete lines; with ``to_the_end`` also the last incomplete one."""
         found = []
         for number in self._run.attempts():
             if number >= self._first:
@@ -136,7 +133,7 @@ def _files_of(run: RunDir, attempt: int) -> list[LogFile]:
 
 @contextlib.contextmanager
 def logs_brought(run: RunDir, *, follow: bool = False) -> Iterator[str]:
-    """What there is of them is here once this is entered; with ``follow``, what is printed meanwhile comes, too.
+    """Fetch the logs into the run directory on entry; with ``follow``, keep fetching until exit.
 
     Yields why they could not be had: what was brought before can be read all the same.
     """
@@ -155,10 +152,10 @@ def logs_brought(run: RunDir, *, follow: bool = False) -> Iterator[str]:
 
 
 class FirstWords:
-    """Hands out what pods say before their attempt begins, as it is brought: some end before any attempt does."""
+    """Returns new lines that pods printed before their attempt began; some pods end before that."""
 
     def __init__(self, run: RunDir, since: Sequence[LogFile]) -> None:
-        """Leave out what is older than the logs of an attempt, ``since``."""
+        """Skip output older than the logs of an attempt, ``since``."""
         self._folder = run.path / "pods"
         news = first_words(run, since)
         self._read = {path: path.stat().st_size for path in self._folder.glob("*.log") if path not in news}
@@ -177,7 +174,7 @@ class FirstWords:
 
 
 def first_words(run: RunDir, since: Sequence[LogFile]) -> list[Path]:
-    """What pods said before their attempt began, if it is news: of an image without the package, of a full volume."""
+    """Return the files with what pods printed before their attempt began, if newer than the logs ``since``."""
     newest = max((file.path.stat().st_mtime for file in since), default=0.0)
     return [path for path in sorted((run.path / "pods").glob("*.log")) if path.stat().st_mtime > newest]
 

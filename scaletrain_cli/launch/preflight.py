@@ -1,4 +1,4 @@
-"""The preflight without a training run: a job of the planned size whose ranks measure their devices and links, and go.
+"""The preflight as a job of its own: its ranks measure their devices and links, and end.
 
 A run like any other as far as schedulers know, in a hidden folder of the runs root that goes with it.
 """
@@ -34,7 +34,7 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class Preflight:
-    """What came of it: the exit code of the run, its reason, and the documents of its one attempt."""
+    """The result: the exit code of the run, the reason, and the documents of its only attempt."""
 
     exit_code: int
     why: str
@@ -46,7 +46,7 @@ class Preflight:
     folder: Path | None  # where it failed: left for who wants to look
 
     def to_json(self) -> dict[str, Any]:
-        """The stable JSON object."""
+        """Return the stable JSON object."""
         told = {**vars(self), "folder": None if self.folder is None else str(self.folder)}
         return {"schema": "scaletrain.preflight-report/v1", **told}
 
@@ -54,7 +54,7 @@ class Preflight:
 def run_preflight(
     spec: RunSpec, plan: RunPlan, scheduler: Backend, timeout_seconds: float, on_look: Callable[[RunStatus], None]
 ) -> Preflight:
-    """Wait for it. Raises SchedulerError when the job is refused, UsageError where the runs root cannot be written."""
+    """Submit the job and wait for it. Raises SchedulerError if refused, UsageError for an unwritable runs root."""
     name = f"preflight-{secrets.token_hex(4)}"
     # Nodes with another run directory know the run by the runs root and its name; else a dot hides it from `list`.
     folder = runs_root() / f".{name}" if spec.cluster.traits.shared_run_directory else runs_root()

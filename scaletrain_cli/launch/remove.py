@@ -1,4 +1,4 @@
-"""Deleting runs that are over: what goes, what stays, and in which order, so that a failure leaves no half of a run.
+"""Delete runs that have ended, in an order that leaves a complete run or none if it is interrupted.
 
 What is left in the cluster goes first, then checkpoints in a folder of their own, one by one. The run directory is
 renamed to a hidden name, in one step, and only then emptied: a run is listed and whole, or it is gone.
@@ -28,14 +28,12 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record, require_own_run
 from scaletrain_cli.worker.checkpoint_commit import delete_checkpoint
 
-# Deleting checkpoints by hand: only of a run that nothing trains, and never what it would go on from.
-
 
 @contextmanager
 def pruning(
     run: RunDir, keep: int | None, keep_every: int | None, scheduler: Backend | None = None
 ) -> Iterator[Pruning]:
-    """What may be deleted, while nobody can resume the run. None in either argument: as the run's spec has it.
+    """Yield the checkpoints that may be deleted, while no process can resume the run. None: the setting of the spec.
 
     Raises UsageError for a run that may be active, ScaletrainError where no checkpoint verifies.
     """
@@ -59,7 +57,7 @@ def pruning(
 
 
 def carry_out(found: Pruning) -> None:
-    """Delete what pruning() has found, within it."""
+    """Delete what pruning() yielded, inside its context."""
     for checkpoint in found.doomed:
         delete_checkpoint(checkpoint.path)
 
@@ -127,7 +125,7 @@ def remove(found: Removal, *, with_checkpoints: bool) -> list[str]:
         run.path.rename(doomed)
         if _identity(doomed) != found.identity:
             doomed.rename(run.path)
-            raise UsageError(f"{run.path} is another folder than a moment ago: nothing of it was deleted.")
+            raise UsageError(f"{run.path} was replaced by another folder; nothing was deleted.")
     _empty(doomed, run.run_id)
     return objects
 
@@ -173,7 +171,7 @@ def _require_over(run: RunDir, record: RunRecord) -> None:
     except SchedulerError as error:
         raise SchedulerError(
             f"{run.run_id} is not deleted, as it may be active: {error.message.rstrip('.')}.",
-            remedy=f"Once you know that its job is gone, delete the folder {run.path} by hand.",
+            remedy=f"Once you know that its job is gone, delete the folder {run.path} yourself.",
         ) from error
     if job.is_active:
         raise UsageError(f"{run.run_id} is {job.state}. Stop it first: scaletrain cancel {run.run_id}.")

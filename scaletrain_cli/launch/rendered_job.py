@@ -1,4 +1,4 @@
-"""What a scheduler was sent last for a run, kept beside it, and how the next text differs; forms for other programs.
+"""The last job text that was submitted for a run, how the next one differs, and its output formats.
 
 Knows no scheduler: it compares texts.
 """
@@ -16,17 +16,17 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.spec.source import read_documents
 
-# A workload on Kubernetes is numbered by submission; that alone is no change.
+# Names of Kubernetes workloads contain the number of the submission, which is not a change of the job.
 _NUMBERED = re.compile(r"(-s|submission: \"?)\d+")
 
 
 def keep_sent(run: RunDir, text: str) -> None:
-    """Remember the text of a submission. Raises OSError."""
+    """Store the text of a submission in the run directory. Raises OSError."""
     replace_file(run.sent, text)
 
 
 def changes_since_sent(run: RunDir, text: str) -> list[str] | None:
-    """Lines that went and came, as diff shows them; None where nothing was sent yet."""
+    """Return removed and added lines in the form of diff; None before the first submission."""
     try:
         before = run.sent.read_text(encoding="utf-8")
     except OSError:

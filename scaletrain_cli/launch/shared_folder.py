@@ -1,4 +1,4 @@
-"""Whether other machines can see a folder, and whether it has room for a run's checkpoints, as far as it shows here.
+"""Check whether a folder is on a shared file system, and whether the checkpoints of a run fit on it.
 
 Looks at this machine's mounts and free space alone; the nodes themselves are asked by the probe.
 """
@@ -14,13 +14,13 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 
-# Of the file systems that people keep runs on, these are on drives or in memory of one machine.
+# File systems on a drive or in the memory of one machine.
 _LOCAL = frozenset("ext2 ext3 ext4 xfs btrfs zfs tmpfs ramfs overlay f2fs jfs reiserfs apfs vfat exfat".split())
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 def unshared_notes(folder: Path, nodes: int, mounts: str | None = None) -> list[str]:
-    """A warning where the folder's file system is one that only this machine has, by its type."""
+    """Return a warning if the file system of the folder is local to this machine, by its type."""
     kind = file_system(folder, _mounts() if mounts is None else mounts)
     if nodes < 2 or kind not in _LOCAL:
         return []
@@ -31,7 +31,7 @@ def unshared_notes(folder: Path, nodes: int, mounts: str | None = None) -> list[
 
 
 def file_system(folder: Path, mounts: str) -> str:
-    """The type of the file system that holds the folder; ``mounts`` as in /proc/self/mounts."""
+    """Return the type of the file system that holds the folder; ``mounts`` is the text of /proc/self/mounts."""
     found, longest = "", -1
     for line in mounts.splitlines():
         fields = line.split(" ")
@@ -44,7 +44,7 @@ def file_system(folder: Path, mounts: str) -> str:
 
 
 def room_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1, there: int = 0) -> list[str]:
-    """A warning where the checkpoints that are kept do not fit. Raises SchedulerError where not even one does.
+    """Return a warning if the checkpoints to keep do not fit. Raises SchedulerError if not even one fits.
 
     ``runs``: so many like this one; ``there``: so many checkpoints of it have been saved.
     """
@@ -52,7 +52,7 @@ def room_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1, there:
         return []  # the nodes save on a volume of theirs, which need not be this one
     if spec.checkpoint.dir != "auto":
         folder = expand_home(spec.checkpoint.dir)
-    # The next one comes before the last of those kept goes.
+    # The next checkpoint is written before the oldest is deleted.
     one, kept = plan.durability.checkpoint_bytes * runs, max(1, spec.checkpoint.keep + 1 - there)
     free = _free_bytes(folder)
     if free is None or free >= one * kept:
@@ -72,7 +72,7 @@ def room_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1, there:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Of the nearest parent that is there; None where it cannot be told."""
+    """Return the free bytes at the nearest existing parent; None if they cannot be read."""
     there = next((path for path in (folder, *folder.parents) if path.exists()), None)
     try:
         usage = os.statvfs(there) if there is not None else None

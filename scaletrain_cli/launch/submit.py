@@ -1,4 +1,4 @@
-"""Making a run directory and handing its job over, once: by run id, whoever tries and however often.
+"""Create run directories and submit jobs; a second submission of the same run id makes no second job.
 
 A run directory appears whole, by one rename, or not at all; a lock keeps two submitters of one run apart.
 """
@@ -50,11 +50,9 @@ from scaletrain_cli.rundir.record import (
 from scaletrain_cli.safe_files import FOLDER_MODE, create_file, locked, make_folder, replace_file, require_writable
 from scaletrain_cli.spec import RunSpec, changed_keys
 
-# The plan of a run that this engine can really run, or the reasons why it cannot (exit 3).
-
 
 def plan_for_engine(spec: RunSpec, file: Path | str) -> RunPlan:
-    """Plan, and refuse what can be planned but not run. Raises InfeasibleError."""
+    """Return the plan. Raises InfeasibleError for a run that can be planned but not run by this engine."""
     from scaletrain_cli.plan import make_plan, submittable
 
     plan = make_plan(spec)
@@ -71,7 +69,7 @@ _RECORDED_PACKAGES = ("torch", "deepspeed")
 
 @dataclass(frozen=True)
 class CreatedRun:
-    """A run directory with its record. ``created`` is False when an equal run stood there already."""
+    """A run directory with its record. ``created`` is False where the same run existed already."""
 
     run: RunDir
     record: RunRecord
@@ -80,7 +78,7 @@ class CreatedRun:
 
 @dataclass(frozen=True)
 class Submission:
-    """The latest hand-over to a scheduler. Restart budgets count from ``first_attempt`` on, which run ``revision``."""
+    """The latest submission. Restart budgets count from ``first_attempt`` on; its attempts run ``revision``."""
 
     scheduler: str
     job_id: str
@@ -91,7 +89,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class Request:
-    """A hand-over whose answer is not known: the scheduler was, or was about to be, asked at ``asked`` (Unix time).
+    """A submission without an answer so far: the scheduler was, or was about to be, asked at ``asked`` (Unix time).
 
     ``before`` is the submission that it was to replace, ``earlier`` when the request before it was made, where that
     went without an answer, too.
@@ -106,13 +104,13 @@ class Request:
 
 
 def new_run_id(name: str, now: float) -> str:
-    """A readable id that is unique, sorts by time and is safe in every path and command line."""
+    """Return a readable id that is unique, sorts by time, and is safe in every path and command line."""
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:48].strip("-") or "run"
     return f"{slug}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(2)}"
 
 
 def make_record(spec: RunSpec, plan: RunPlan, run_id: str | None = None, snapshot: Snapshot | None = None) -> RunRecord:
-    """The record that create_run would write. Raises UsageError for an id that is no file name."""
+    """Return the record that create_run would write. Raises UsageError for an invalid run id."""
     now = time.time()
     run_id = run_id if run_id is not None else new_run_id(spec.name, now)
     if not _RUN_ID.fullmatch(run_id):
@@ -139,7 +137,7 @@ def create_run(
     snapshot: Snapshot | None = None,
     trust_owner: bool = False,
 ) -> CreatedRun:
-    """Make the run directory, or return the one that holds the same spec and code under this id.
+    """Create the run directory, or return the one with the same spec and code under this id.
 
     The user's code is taken as it is now, unless a ``snapshot`` of it is given. Raises UsageError, also for a directory
     of another user unless ``trust_owner``.
@@ -153,7 +151,7 @@ def create_run(
     if run.record.exists():
         return _existing(run, record)
     values = _secret_values(spec)
-    require_writable(run.path.parent, f"the run directory {run.path} cannot be made")
+    require_writable(run.path.parent, f"the run directory {run.path} cannot be created")
     make_folder(run.path.parent, mode=0o777)
     draft = RunDir(run.path.with_name(f".{record.run_id}.{secrets.token_hex(4)}"))
     mode = backend_for(spec.cluster.scheduler).run_directory_mode()
@@ -164,19 +162,19 @@ def create_run(
         if snapshot is not None:
             write_snapshot(draft, snapshot)
         write_record(draft, record)
-        # A folder takes the place of an empty one only, so of two submitters one fails here.
+        # rename() replaces only an empty folder, so one of two concurrent submitters fails here.
         draft.path.rename(run.path)
     except OSError as error:
         shutil.rmtree(draft.path)
         if run.record.exists():
             require_own_run(run, trust_owner=trust_owner, remedy="Use another --run-id")
             return _existing(run, record)
-        raise UsageError(f"the run directory {run.path} cannot be made: {error}") from error
+        raise UsageError(f"the run directory {run.path} cannot be created: {error}") from error
     return CreatedRun(run, record, created=True)
 
 
 def submit_run(run: RunDir, record: RunRecord, scheduler: Backend) -> Submission:
-    """Hand the job over unless that was done before; the earlier submission is returned then."""
+    """Submit the job, or return the earlier submission of this run."""
     with submit_lock(run):
         earlier, request = read_submission(run), open_request(run)
         if request is None and earlier is not None:
@@ -187,7 +185,7 @@ def submit_run(run: RunDir, record: RunRecord, scheduler: Backend) -> Submission
 
 
 def _begun_since(run: RunDir, request: Request) -> Submission | None:
-    """Return the submission whose answer was lost, where an attempt of its job shows that the scheduler took it."""
+    """Return a submission whose answer was lost, if an attempt of its job shows that the scheduler accepted it."""
     begun = [attempt for attempt in read_attempts(run) if attempt.number >= request.first_attempt]
     if not begun:
         return None
@@ -195,7 +193,7 @@ def _begun_since(run: RunDir, request: Request) -> Submission | None:
 
 
 def hand_over(run: RunDir, record: RunRecord, scheduler: Backend) -> Submission:
-    """Submit now, whatever was before. For holders of submit_lock().
+    """Submit the job even if the run was submitted before. The caller holds submit_lock().
 
     The intent is on disk before the scheduler is asked, and stays there unless it refuses: an answer may be lost.
     """
@@ -223,7 +221,7 @@ def hand_over(run: RunDir, record: RunRecord, scheduler: Backend) -> Submission:
 
 
 def _submitted(run: RunDir, submission: Submission, **more: str) -> Submission:
-    """Record that the scheduler has taken the job."""
+    """Record that the scheduler accepted the job."""
     data = dataclasses.asdict(submission)
     _write_submission(run, {"state": "submitted", **data})
     record_event(run, "submitted", **{key: value for key, value in data.items() if key != "submitted"}, **more)
@@ -239,7 +237,7 @@ def read_submission(run: RunDir) -> Submission | None:
 
 
 def open_request(run: RunDir) -> Request | None:
-    """Return the hand-over whose answer was lost, None where the latest one was answered."""
+    """Return the submission without an answer; None where the latest one was answered."""
     data = read_document(_submission_path(run))
     if data is None or data.get("state") != "asked":
         return None
@@ -255,7 +253,7 @@ def _submission(run: RunDir, data: dict[str, Any]) -> Submission:
 
 @contextlib.contextmanager
 def submit_lock(run: RunDir) -> Iterator[None]:
-    """Wait for, then hold, the right to submit this run."""
+    """Hold the lock that lets one process at a time submit this run; wait for it."""
     with locked(run.path / "submit.lock"):
         yield
 
@@ -275,7 +273,7 @@ def _existing(run: RunDir, wanted: RunRecord) -> CreatedRun:
 
 
 def keep_secrets(run: RunDir, spec: RunSpec) -> None:
-    """Write the values of ``secret_env`` as they are here; those that are not set here stay as they are in the run.
+    """Store the values of ``secret_env`` from this environment; names that are not set here keep their stored value.
 
     Raises UsageError for names without a value in either place.
     """

@@ -22,16 +22,13 @@ from scaletrain_cli.rundir.sweeps import Sweep, SweepPlace, read_sweep_place, wr
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.sections import CodeSpec
 
-# A sweep: one run per combination of values, all of them handed over or none.
-
-
 MOST_POINTS = 500
 _LONGEST_ID = 100
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run to be: its id, what of the sweep made it, and its spec and plan."""
+    """One run to submit: its id, its overrides, its spec and its plan."""
 
     run_id: str
     overrides: tuple[str, ...]
@@ -41,7 +38,7 @@ class Point:
 
 @dataclass(frozen=True)
 class SubmittedPoint:
-    """What became of a point. ``created`` is False where an equal run stood there already."""
+    """A submitted point. ``created`` is False where the same run existed already."""
 
     run: RunDir
     submission: Submission
@@ -49,7 +46,7 @@ class SubmittedPoint:
 
 
 def point_ids(sweep: str, variants: Sequence[tuple[str, ...]]) -> list[str]:
-    """``SWEEP-lr-1e-4_seed-2``: named after the values, by number where that is too long or not unique."""
+    """Return ids such as ``SWEEP-lr-1e-4_seed-2``; numbered where the values make them too long or not unique."""
     named = [f"{sweep}-{'_'.join(map(_slug, overrides))}" for overrides in variants]
     if len(set(named)) == len(named) and all(len(name) <= _LONGEST_ID for name in named):
         return named
@@ -69,7 +66,7 @@ def submit_sweep(
     cap: int,
     snapshots: Mapping[CodeSpec, Snapshot | None] | None = None,
 ) -> list[SubmittedPoint]:
-    """Hand over every point, or take back those that were. Raises what the scheduler or the file system refused.
+    """Submit every point, or cancel those that were submitted. Raises the error of the point that failed.
 
     ``snapshots``: of take_snapshots(), where the code was looked at before; else it is taken as it is now.
     """
@@ -98,7 +95,7 @@ def submit_sweep(
 
 
 def _take_back(made: Sequence[CreatedRun], scheduler: Backend) -> list[str]:
-    """Cancel what was handed over just now, the last first: none of a lane may start meanwhile. Who resisted."""
+    """Cancel the points just submitted, the last first, so that none starts; return the ids that remain."""
     left = []
     for one in reversed([one for one in made if one.created]):
         try:
@@ -111,7 +108,7 @@ def _take_back(made: Sequence[CreatedRun], scheduler: Backend) -> list[str]:
 
 
 def _slug(override: str) -> str:
-    """``training.optimizer.lr=1e-4`` as ``lr-1e-4``."""
+    """Return ``lr-1e-4`` for ``training.optimizer.lr=1e-4``."""
     key, _, value = override.partition("=")
     return f"{key.rpartition('.')[2]}-{re.sub(r'[^A-Za-z0-9.+-]+', '-', value).strip('-') or 'empty'}".replace("+", "")
 
@@ -133,11 +130,11 @@ class Member:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will happen to it by itself."""
+        """Return whether the run has ended and will not restart by itself."""
         return self.status is not None and is_over(self.run, self.status)
 
     def to_json(self) -> dict[str, Any]:
-        """As `scaletrain status` has it."""
+        """Return the object of `scaletrain status --json`."""
         if self.status is None:
             return {"run_id": self.run.run_id, "state": self.state, "error": UsageError(self.error).to_json()}
         return self.status.to_json()
@@ -145,30 +142,30 @@ class Member:
 
 @dataclass(frozen=True)
 class SweepStatus:
-    """All runs of a sweep that are there, in order."""
+    """All existing runs of a sweep, in order."""
 
     sweep: Sweep
     members: tuple[Member, ...]
 
     @property
     def states(self) -> dict[str, int]:
-        """How many are in each state, the most frequent first."""
+        """Return the number of runs in each state, the most frequent first."""
         return dict(Counter(member.state for member in self.members).most_common())
 
     @property
     def states_in_words(self) -> str:
-        """``2 queued, 1 running``."""
+        """Return ``2 queued, 1 running``."""
         return ", ".join(f"{count} {state}" for state, count in self.states.items())
 
     def to_json(self) -> dict[str, Any]:
-        """The stable JSON object."""
+        """Return the stable JSON object."""
         head = {"schema": "scaletrain.sweep-status/v1", "sweep": self.sweep.name, "points": self.sweep.points}
         return head | {"states": self.states, "runs": [member.to_json() for member in self.members]}
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """Run ids: of those that were told to stop, of those that were over before, and why others could not be told."""
+    """Run ids: cancelled, ended before, and refused with the reason."""
 
     cancelled: tuple[str, ...] = ()
     over: tuple[str, ...] = ()
@@ -176,19 +173,19 @@ class Stopped:
 
 
 def look_at(sweep: Sweep) -> SweepStatus:
-    """One damaged run does not hide the others."""
+    """Return the status of every run; a damaged record is reported in its own row."""
     return SweepStatus(sweep, tuple(_look(sweep.runs)))
 
 
 def look_again(before: SweepStatus) -> SweepStatus:
-    """Look only at those that may have changed: each look is a question to the scheduler."""
+    """Return the new status, asking the scheduler only about runs that may have changed."""
     changing = [member.run for member in before.members if member.state not in (*OVER, "damaged")]
     found = {member.run: member for member in _look(changing)}
     return SweepStatus(before.sweep, tuple(found.get(member.run, member) for member in before.members))
 
 
 def exit_code_of_all(members: Sequence[Member]) -> int:
-    """0 where all have finished; else that of the first, in order, which has not."""
+    """Return 0 if all have finished, else the exit code of the first that has not."""
     for member in members:
         code = ExitCode.CRASHED if member.status is None else exit_code_of(member.run, member.status)
         if code != ExitCode.DONE:
@@ -197,7 +194,7 @@ def exit_code_of_all(members: Sequence[Member]) -> int:
 
 
 def cancel_members(members: Sequence[Member], *, force: bool = False, trust_owner: bool = False) -> Stopped:
-    """The last first: none of a lane may start because the one before it is gone. Goes on where one is refused."""
+    """Cancel the runs, the last first, so that none starts in place of another. Continues after a refusal."""
     done = Stopped()
     for member in reversed(members):
         name = member.run.run_id

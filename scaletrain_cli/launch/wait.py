@@ -1,4 +1,4 @@
-"""Waiting for a run that this process has submitted, looked at now and then; cancelled when its time is over."""
+"""Wait for a run that this process has submitted, and cancel it at the timeout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AFTER_CANCEL_SECONDS = 60.0
 def wait_for_end(
     run: RunDir, scheduler: Backend, timeout_seconds: float, on_look: Callable[[RunStatus], None]
 ) -> RunStatus:
-    """How it ended; ``on_look`` is told of every look at it. Ctrl-C cancels it too."""
+    """Return the status at the end; cancel at the timeout or on Ctrl-C. ``on_look`` gets each status."""
     record = read_record(run)
     deadline, cancelled = time.monotonic() + timeout_seconds, False
     try:

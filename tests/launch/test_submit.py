@@ -143,7 +143,7 @@ def test_a_folder_that_is_no_run_is_left_alone() -> None:
     stranger.mkdir(parents=True)
     (stranger / "thesis.tex").touch()
     spec = make_spec()
-    with pytest.raises(UsageError, match="cannot be made"):
+    with pytest.raises(UsageError, match="cannot be created"):
         create_run(spec, make_plan(spec), "mine")
     assert [entry.name for entry in stranger.iterdir()] == ["thesis.tex"]
     assert [entry.name for entry in runs_root().iterdir()] == ["mine"]

@@ -41,7 +41,7 @@ class Start:
 
 @dataclass(frozen=True)
 class PreflightResult:
-    """Of a job that can run: ``notes`` are worth telling, and none of them keeps it from running."""
+    """The result for a job that can run: its start, and warnings."""
 
     start: Start
     notes: tuple[str, ...] = ()
@@ -50,14 +50,14 @@ class PreflightResult:
 
 @dataclass(frozen=True)
 class SubmissionSummary:
-    """A job that is about to be queued. ``step`` is the one that it goes on after; 0 begins at the beginning."""
+    """A job that is about to be submitted. ``step`` is the last step done; 0 for a new run."""
 
     spec: RunSpec
     plan: RunPlan
     start: Start
     step: int = 0
     notes: tuple[str, ...] = ()
-    code: CodeRecord | None = None  # the user's own, where there is any
+    code: CodeRecord | None = None  # the user's code, if the spec names any
 
     @property
     def steps_left(self) -> int:
@@ -65,25 +65,25 @@ class SubmissionSummary:
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Of all its devices; None where no price is known."""
+        """Return the price of all devices; None where no price is known."""
         price = self.plan.cost.price_per_gpu_hour
         return None if price is None else price * self.plan.layout.world_size
 
     @property
     def expected_usd(self) -> float | None:
-        """Of the steps that are left, with interruptions: each step costs the same. None where it is not known."""
+        """Return the cost of the remaining steps, including interruptions; None where it is not known."""
         whole = self.plan.cost.expected_usd
         return None if whole is None else whole * self.steps_left / max(1, self.spec.total_steps)
 
     def to_json(self) -> dict[str, Any]:
-        """The stable part of the answers of submit and resume."""
+        """Return the part of the JSON object that submit and resume share."""
         cost = {"expected_usd": self.expected_usd, "usd_per_hour": self.usd_per_hour, "steps": self.steps_left}
         return {"start": dataclasses.asdict(self.start), "cost": cost, "notes": list(self.notes)}
 
 
-# "suspended" keeps its nodes and does not run; "ending" waits for its last processes. Neither is over.
+# "suspended" keeps its nodes and does not run; "ending" waits for its last processes. Neither has ended.
 JobState = Literal["queued", "running", "suspended", "ending", "ended", "unknown"]
-# What a scheduler can name as the cause of the end of a whole job.
+# Causes that a scheduler reports for the end of a whole job.
 JobCause = Literal["cancelled", "preempted", "time-limit", "host-oom", "node"]
 
 
@@ -117,12 +117,12 @@ class Job:
 
     @property
     def is_active(self) -> bool:
-        """Whether it is not over, as the scheduler says. Unknown counts as not: who asks decides what that means."""
+        """Return whether the scheduler reports that the job has not ended. False for an unknown state."""
         return self.state in ("queued", "running", "suspended", "ending")
 
     @property
     def may_be_active(self) -> bool:
-        """Also true of one that cannot be asked, as a local one of another host: two gangs must never meet."""
+        """Return whether the job may still run: also True where the state is unknown, so that no second gang starts."""
         return self.is_active or (self.state == "unknown" and (self.id != "" or self.unsettled))
 
 

@@ -11,7 +11,7 @@ SCHEMA = "scaletrain.cluster/v1"
 
 @dataclass(frozen=True)
 class GpuRow:
-    """GPUs of one type; ``out_of_order`` are on nodes that run nothing now and count as neither free nor used."""
+    """GPUs of one type; ``out_of_order`` are on nodes that accept no job, and are neither free nor used."""
 
     type: str
     total: int
@@ -24,7 +24,7 @@ class GpuRow:
 
 @dataclass(frozen=True)
 class NodesRow:
-    """Nodes in one state, in the scheduler's own word."""
+    """Nodes in one state, as the scheduler calls it."""
 
     state: str
     count: int
@@ -32,10 +32,10 @@ class NodesRow:
 
 @dataclass(frozen=True)
 class QuotaRow:
-    """What may be held at once, or in one job where ``used`` is None."""
+    """The limit for all jobs together, or for one job where ``used`` is None."""
 
     owner: str
-    limit: str  # the scheduler's own name of it
+    limit: str  # as the scheduler calls it
     resource: str
     allowed: float
     used: float | None
@@ -61,7 +61,7 @@ class QueueRow:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """``others_*``: jobs of other people."""
+    """The whole view; ``others_*`` count jobs of other users."""
 
     scheduler: str
     cluster: str
@@ -75,5 +75,5 @@ class ClusterView:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The stable JSON object."""
+        """Return the stable JSON object."""
         return {"schema": SCHEMA, **dataclasses.asdict(self)}

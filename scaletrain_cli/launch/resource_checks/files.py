@@ -17,8 +17,6 @@ from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, SOURCES, NoCorpusError, find_files, kind_of, problems_of
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 
-# From where a run spec is looked at, what is seen from there, and what was found.
-
 
 @dataclass(frozen=True)
 class CheckResults:
@@ -30,7 +28,7 @@ class CheckResults:
 
 @dataclass(frozen=True)
 class View:
-    """From where a spec is looked at.
+    """The machine and folder from which a spec is checked.
 
     ``folder``: what its relative paths are relative to. ``code``: the files kept of code.path, None where they were not
     taken. ``begun``: a checkpoint was committed, so that no first weights are read. ``on_node``: as the ranks see it.
@@ -49,12 +47,12 @@ class View:
         return Problem(self.spec.where(key), key, message, str(given), hint)
 
     def unseen(self, path: str) -> str:
-        """Where the ranks look for ``path``, if this machine cannot see that place; empty if it can."""
+        """Return where the ranks look for ``path`` if that is not visible from here; empty if it is."""
         return "" if self.on_node else backend_for(self.spec.cluster.scheduler).unseen_place(self, path)
 
 
 def parent_of_glob(source: str) -> str:
-    """The part of a path before the first component with a wildcard."""
+    """Return the part of a path before the first component with a wildcard."""
     if os.path.lexists(source):
         return source
     parts: list[str] = []

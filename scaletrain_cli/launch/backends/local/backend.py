@@ -47,7 +47,7 @@ _TICK_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Supervisor:
-    """Who supervises, or last supervised, a run; from supervisor.json."""
+    """The process that supervises, or last supervised, a run; from supervisor.json."""
 
     hostname: str
     process: ProcessIdentity
@@ -186,13 +186,13 @@ def run_in_foreground(
 
 
 def supervisor_command(run: RunDir, engine: str = ENGINE_MODULE) -> list[str]:
-    """The command of a run's supervisor."""
+    """Return the command of the supervisor of a run."""
     command = python_command("scaletrain_cli.launch.backends.local.supervisor", str(run.path))
     return command if engine == ENGINE_MODULE else [*command, "--engine", engine]
 
 
 def read_supervisor(run: RunDir) -> Supervisor | None:
-    """The run's latest supervisor, None before the first."""
+    """Return the latest supervisor of the run; None before the first."""
     path = run.path / "supervisor.json"
     data = read_document(path)
     if data is None:
@@ -203,14 +203,14 @@ def read_supervisor(run: RunDir) -> Supervisor | None:
 
 
 def write_supervisor(run: RunDir, process: ProcessIdentity, *, at_work: bool = False) -> None:
-    """Make this process known as the run's supervisor; ``at_work`` once it has begun an attempt, or waits to."""
+    """Record this process as the supervisor; ``at_work`` once it has begun an attempt or waits for its turn."""
     data = {"hostname": socket.gethostname(), "pid": process.pid, "start_ticks": process.start_ticks}
     data |= {"at_work": at_work}
     write_document(run.path / "supervisor.json", data)
 
 
 def run_to_wait_for(run: RunDir) -> RunDir | None:
-    """The run before this one in its lane of a sweep, as long as that is active and this one has not begun."""
+    """Return the run of the sweep that must end first; None if there is none or this run has begun."""
     place = read_sweep_place(run)
     if place is None or place.after is None or run.attempts():
         return None
@@ -220,7 +220,7 @@ def run_to_wait_for(run: RunDir) -> RunDir | None:
 
 
 def _stop(process: ProcessIdentity, run: RunDir) -> bool:
-    """Send SIGTERM to a process of this run; False when it has gone.
+    """Send SIGTERM to a process of this run; return False if it has ended.
 
     Its pid was read from a file that others of the team may be able to write, so a process that was not started for
     this run directory is none of its processes, whatever the file says.
@@ -232,14 +232,14 @@ def _stop(process: ProcessIdentity, run: RunDir) -> bool:
 
 
 def living_agents(run: RunDir) -> list[ProcessIdentity]:
-    """Node agents of the latest attempt that still run on this machine."""
+    """Return the node agents of the latest attempt that still run on this machine."""
     latest = max(run.attempts(), default=0)
     here = [node for node in read_node_records(run, latest) if node.hostname == socket.gethostname()]
     return [node.agent for node in here if node.agent.is_alive()]
 
 
 def _spawn(command: list[str], log: Path) -> int:
-    """Start a process that outlives the terminal: own session, no input, output appended to ``log``."""
+    """Start a process in a session of its own, without input, its output appended to ``log``; return its pid."""
     output = open_to_append(log)
     try:
         return os.posix_spawn(
@@ -258,7 +258,7 @@ def _spawn(command: list[str], log: Path) -> int:
 
 
 def _wait_for_start(run: RunDir, pid: int, said_before: int) -> int | None:
-    """Return once the supervisor is at work; its exit code if it has ended since.
+    """Wait until the supervisor is at work; return its exit code if it has ended since, else None.
 
     ``said_before``: the bytes of its log that earlier ones wrote. Raises SchedulerError when it ended before that.
     """
@@ -279,7 +279,7 @@ def _wait_for_start(run: RunDir, pid: int, said_before: int) -> int | None:
         return None
     os.kill(pid, signal.SIGKILL)  # or it might start after all, unknown to anyone
     os.waitpid(pid, 0)
-    raise SchedulerError(f"the supervisor {pid} gave no sign of life for {_START_SECONDS:.0f} s; see {run.path}.")
+    raise SchedulerError(f"the supervisor {pid} did not start within {_START_SECONDS:.0f} s; see {run.path}.")
 
 
 def _failure(run: RunDir) -> str | None:
@@ -290,6 +290,6 @@ def _failure(run: RunDir) -> str | None:
 
 
 def _exit_code(pid: int) -> int | None:
-    """The child's exit code once it has ended, which can be asked for only once."""
+    """Return the exit code of a child that has ended, once; None while it runs."""
     ended, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None

@@ -1,4 +1,4 @@
-"""This machine at a glance: its GPUs, or its cores where it has none, and the local runs that hold or wait for them."""
+"""The view of this machine: its GPUs, or its cores where it has none, and the local runs that use or wait for them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _row(run: RunDir, job_of: Callable[[RunDir, RunRecord], Job | None]) -> Queu
 
 
 def _type(drivers: Path) -> str:
-    """As the driver calls them."""
+    """Return the name of the GPUs as the driver reports it."""
     for information in sorted(drivers.glob("*/information")):
         if match := _MODEL.search(information.read_text(encoding="utf-8", errors="replace")):
             return match[1].strip()

@@ -1,7 +1,7 @@
 """The supervisor of a local run; ``python -m scaletrain_cli.launch.backends.local.supervisor RUN_DIR``.
 
-Attempt after attempt until the run is done, cancelled or beyond help. A process of its own, so that it survives the
-terminal and owns its signals: SIGTERM means that the machine goes down or the run is cancelled, so no attempt follows.
+It runs attempt after attempt until the run is done, cancelled or must not be retried. It is a process of its own, which
+outlives the terminal. SIGTERM means that the machine shuts down or the run is cancelled: no attempt follows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Supervise a run; returns the run's exit code."""
+    """Supervise a run; return its exit code."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     parser = argparse.ArgumentParser(prog="local_supervisor", description="Run a job's attempts on this machine.")
     parser.add_argument("run_folder", type=Path)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def supervisor_lock(run: RunDir) -> Iterator[None]:
-    """Be the run's only supervisor. Raises SchedulerError at once if another one is."""
+    """Hold the lock of the only supervisor of the run. Raises SchedulerError if another process holds it."""
     with locked(run.path / "supervisor.lock", wait_seconds=0) as alone:
         if not alone:
             raise SchedulerError(f"{run.run_id} has a supervisor already.")
