@@ -123,6 +123,8 @@ TEXTS: dict[str, Text] = {
     "flavor-without-level": Text("flavor {flavor}: its Topology {topology} has no level {level}; it has {levels:list}"),
     "flavor-too-small": Text("flavor {flavor}: the job needs {needed} {resource}, and there are at most {total}"),
     "flavor-busy": Text("flavor {flavor}: {used} of {total} {resource} are used, and the job needs {needed}"),
+    "queue-never": Text("ClusterQueue {queue} can never admit it: {why}"),
+    "object-missing": Text("there is no such {kind}. There are: {names}"),
     # When a job could start.
     "start-quota-free": Text(
         "queue {queue} has quota free and no job waits for it (Kueue); scheduling pods and pulling the image take more"
@@ -296,6 +298,7 @@ TEXTS: dict[str, Text] = {
     "explain-child-refused": Text("no Job can be created from it", (_RESUBMIT,)),
     "explain-dead-node": Text("a node is dead, and Kubernetes waits for it", (_FIX_NODE,)),
     # What explain says of an end.
+    "last-step": Text("step {step} of {total_steps} was the last that they printed"),
     "ended-never-submitted": Text("its job was never submitted", ("scaletrain resume {run} submits it",)),
     "ended-unknown": Text(
         "its job is gone, and how it ended is not known",

@@ -50,12 +50,14 @@ NAMES_SHOWN = 8
 def missing(spec: RunSpec, key: str, given: str, what: str, there: Sequence[Object]) -> Problem:
     """Return that ``given`` names nothing, with the names of what exists."""
     names = listed(sorted(str(item["metadata"]["name"]) for item in there), NAMES_SHOWN) or "none"
-    return problem(spec, key, f"there is no such {what}. There are: {names}.", given)
+    return problem(spec, key, reason("object-missing", kind=what, names=names), given)
 
 
-def problem(spec: RunSpec, key: str, message: str, given: str | None = None) -> Problem:
+def problem(spec: RunSpec, key: str, message: str | Reason, given: str | None = None) -> Problem:
     """Return a problem of a key below cluster.kubernetes, or of the whole section."""
     dotted = f"{_SECTION}.{key}" if key else _SECTION
+    if isinstance(message, Reason):
+        return Problem.because(spec.where(dotted), dotted, message, given)
     return Problem(spec.where(dotted), dotted, message, given)
 
 
@@ -153,7 +155,7 @@ def _quota(cluster: Cluster, spec: RunSpec, queue: Object, pod: Object) -> Itera
     answer = check_quota(queue, flavors, cohort, needed, pod, _nearness(cluster, spec))
     given = spec.cluster.kubernetes.queue
     for never in answer.never:
-        yield problem(spec, "queue", f"ClusterQueue {queue['metadata']['name']} can never admit it: {never}.", given)
+        yield problem(spec, "queue", reason("queue-never", queue=queue["metadata"]["name"], why=never), given)
     if answer.busy and not answer.never:
         yield reason("queue-busy", queue=given, why="; ".join(map(str, answer.busy)))
     yield _start(queue, str(given), busy=bool(answer.busy))
@@ -239,8 +241,8 @@ def node_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Foun
         yield reason("nodes-until-pools-grow" if pools else "nodes-until-admission-check", **numbers)
         yield unknown_start(reason("start-too-few-nodes"))
     else:
-        text = str(reason("too-few-nodes", **numbers)) + "."
-        yield Problem(spec.where("cluster.nodes"), "cluster.nodes", text, str(spec.cluster.nodes))
+        why = reason("too-few-nodes", **numbers)
+        yield Problem.because(spec.where("cluster.nodes"), "cluster.nodes", why, spec.cluster.nodes)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from scaletrain_cli.launch.backends.kubernetes.watchdog import StuckJob, is_read
 from scaletrain_cli.reasons import Reason
 
 CANCELLED = "scaletrain.dev/cancelled"  # an annotation: when, by `scaletrain cancel`
-# States of a container that does not start until somebody fixes something.
+# States of a container that does not start until its cause is fixed.
 _STUCK = {
     "ErrImagePull": "image-not-pulled",
     "ImagePullBackOff": "image-not-pulled",
@@ -198,7 +198,7 @@ def _is_suspended(workload: Object) -> bool:
 
 
 def _why_suspended(workload: Object, seen: Observation) -> Explanation:
-    """Return why Kueue, or nobody, lets the workload continue."""
+    """Return why a suspended workload waits: in a queue of Kueue, or in none."""
     queued, labels = seen.queued, workload["metadata"].get("labels", {})
     queue = labels.get(QUEUE_LABEL)
     if not queue:

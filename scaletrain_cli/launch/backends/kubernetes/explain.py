@@ -11,7 +11,6 @@ from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.watchdog import StuckJob
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.status import RunStatus
-from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 
@@ -86,24 +85,26 @@ def why_it_waits(run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
     code = "" if status.job.reason is None else status.job.reason.code.removeprefix("kubernetes.")
     meaning = _MEANINGS.get(code, _UNKNOWN)
     headline = reason(meaning.headline, **_names(run, record))
-    return _finding(meaning.cause, headline, (Evidence("the cluster", status.why),), meaning.waits_for_ever)
+    evidence = (Evidence.because("the cluster", status.reason),)
+    return Finding.because(meaning.cause, headline, evidence, waits_for_ever=meaning.waits_for_ever)
 
 
 def what_never_ends(run: RunDir, record: RunRecord, found: Sequence[StuckJob]) -> Iterator[Finding]:
     """Yield a finding for each case in which Kubernetes never ends a job by itself."""
     for stuck in found:
         headline = reason(f"explain-{stuck.kind}", **stuck.reason.params, **_names(run, record))
-        yield _finding(stuck.kind, headline, (Evidence("the cluster", str(stuck.reason)),), True)
+        evidence = (Evidence.because("the cluster", stuck.reason),)
+        yield Finding.because(stuck.kind, headline, evidence, waits_for_ever=True)
 
 
 def how_it_ended(run: RunDir, status: RunStatus) -> Finding:
     """Return how a job ended whose attempts are not visible here, and what helps after such an end."""
-    evidence = [Evidence("the cluster", status.why)] if status.why else []
+    evidence = [Evidence.because("the cluster", status.reason)] if status.why else []
     if status.step:
-        text = f"step {status.step} of {status.total_steps} was the last that they printed"
-        evidence.append(Evidence("its pods", text))
+        last_step = reason("last-step", step=status.step, total_steps=status.total_steps)
+        evidence.append(Evidence.because("its pods", last_step))
     headline = reason(_ended_code(status), run=run.run_id, state=status.state, exit_code=status.job.exit_code)
-    return _finding(status.state, headline, tuple(evidence))
+    return Finding.because(status.state, headline, tuple(evidence))
 
 
 def _ended_code(status: RunStatus) -> str:
@@ -114,10 +115,6 @@ def _ended_code(status: RunStatus) -> str:
     if status.state in ("finished", "cancelled"):
         return f"ended-{status.state}"
     return _ENDED_CODES.get(status.job.exit_code, "ended")
-
-
-def _finding(cause: str, headline: Reason, evidence: tuple[Evidence, ...], waits_for_ever: bool = False) -> Finding:
-    return Finding(cause, str(headline), evidence, headline.remedies, waits_for_ever)
 
 
 def _names(run: RunDir, record: RunRecord) -> dict[str, str]:

@@ -22,7 +22,7 @@ from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.finding import Finding
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import submit_run
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.worker.progress import progress_line
 from tests.launch.backends.kubernetes.conftest import condition, ended, pod
 from tests.launch.backends.kubernetes.fake_api import FakeApi
@@ -171,8 +171,9 @@ def test_every_wait_has_a_cause(
     made: MadeRun, whole: dict[str, Any], reason: Reason | None, cause: str, for_ever: bool
 ) -> None:
     status = run_status(made.run)
-    status = dataclasses.replace(status, job=dataclasses.replace(status.job, reason=reason), reason=reason)
+    job = dataclasses.replace(status.job, reason=reason)
+    status = dataclasses.replace(status, job=job, reason=reason or recorded("unknown"))
     found = why_it_waits(made.run, made.record, status)
     assert (found.cause, found.waits_for_ever) == (cause, for_ever)
-    assert found.evidence[0].text == str(reason)
+    assert found.evidence[0].text == str(reason or "unknown")
     assert "{" not in "".join(found.actions)
