@@ -11,11 +11,18 @@ ARGS ?=
 # Tests at a time, by files. Some start several ranks, and some wait for Slurm, so it need not be the number of cores.
 WORKERS ?= 2
 
+# Where unit tests are; tests/unit.py leaves out of these what needs torch or a process.
+UNIT := tests/plan tests/rundir tests/spec tests/tracking tests/worker tests/test_extras.py tests/test_packaging.py \
+	tests/test_reasons.py tests/test_safe_files.py
+
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/setup-done-$(TORCH)
 
-.PHONY: help setup demo check test test-long drills slurm-packages parity bench bench-planner bench-engine clean
+# What `make setup` installs and `make lock` pins.
+EXTRAS := train,optimizers,fp8,parquet,slurm,k8s,wandb,tensorboard,mlflow,plot,docs,dev
+
+.PHONY: help setup lock docs demo check unit test test-long test-oldest test-newest drills slurm-packages parity bench bench-planner bench-engine clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,13 +32,21 @@ help: ## List the targets
 
 setup: $(STAMP) ## Create .venv and install everything
 
-$(STAMP): pyproject.toml .ci/install_torch.sh
+$(STAMP): pyproject.toml constraints.txt .ci/install_torch.sh
 	[[ -x $(BIN)/python ]] || $(PYTHON) -m venv $(VENV)
 	@# install_torch.sh asks pip for a dry run; an older pip downloads the whole wheel to answer one.
-	$(BIN)/python -m pip install --quiet 'pip>=24'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'pip>=24' hatchling
 	.ci/install_torch.sh $(BIN)/python $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[train,optimizers,fp8,parquet,slurm,k8s,wandb,tensorboard,mlflow,plot,dev]'
+	@# Not isolated: the build uses the hatchling of the constraints too.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt editables
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
+
+lock: setup ## Write constraints.txt anew, with the newest versions that pyproject.toml admits
+	$(BIN)/python .ci/lock.py '$(EXTRAS)'
+
+docs: setup ## Build the documentation site into build/site, with all links checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 demo: setup ## Plan, submit, preempt and resume a real small run on this machine
 	$(BIN)/python recipes/demo.py
@@ -40,6 +55,15 @@ check: setup ## Lint, format and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+unit: setup ## Run the tests that need neither torch nor a process, in less than a minute
+	$(BIN)/python -m pytest -p tests.unit -n $(WORKERS) $(UNIT) $(ARGS)
+
+test-oldest: ## Run the unit tests with the oldest Python found and the oldest libraries that pyproject.toml admits
+	@PYTHON='$(PYTHON)' .ci/unit_elsewhere.sh oldest $(UNIT)
+
+test-newest: ## Run the unit tests with the newest Python found and the libraries of constraints.txt
+	@PYTHON='$(PYTHON)' .ci/unit_elsewhere.sh newest $(UNIT)
 
 test: setup slurm-packages ## Run the tests, with a real Slurm where the machine can have one, and the drills' short form
 	$(BIN)/python -m pytest -m 'not long' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Run the unit tests, which need no torch, on another Python with other versions of the core's libraries.
+# usage: unit_elsewhere.sh oldest|newest PATH...
+#
+# oldest: the lowest version of each library of the core that pyproject.toml admits, on the lowest Python that is found.
+# newest: the highest Python that is found, with the newest versions. pyproject.toml claims Python 3.10 to 3.13.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly which=${1:?usage: unit_elsewhere.sh oldest|newest PATH...}
+shift
+
+candidates=(3.10 3.11 3.12 3.13)
+if [[ $which == newest ]]; then candidates=(3.13 3.12 3.11 3.10); fi
+interpreter=
+for version in "${candidates[@]}"; do
+    for found in "python$version" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$version".*/bin/python; do
+        if command -v "$found" >/dev/null && "$found" -c 'import venv, sys; sys.exit(sys.version_info < (3, 10))'; then
+            interpreter=$found
+            break 2
+        fi
+    done
+done
+readonly venv=build/unit-$which
+"${interpreter:-${PYTHON:-python3}}" -m venv --clear "$venv"
+readonly python=$venv/bin/python
+echo "$("$python" --version), $which versions"
+
+# What unit tests use beside the core.
+tools=(hypothesis jsonschema kubernetes-validate packaging pytest pytest-xdist pyyaml)
+oldest=()
+if [[ $which == oldest ]]; then
+    mapfile -t oldest < <(sed -n '/^dependencies = \[/,/^\]/s/^ *"\([^">]*\)>=\([^",]*\)".*/\1==\2/p' pyproject.toml)
+    echo "${oldest[*]}"
+fi
+"$python" -m pip install --quiet --disable-pip-version-check hatchling
+"$python" -m pip install --quiet --disable-pip-version-check --editable . "${oldest[@]}" "${tools[@]}"
+"$python" -m pytest -p tests.unit -q -n "${WORKERS:-2}" "$@"
