@@ -12,7 +12,7 @@ ARGS ?=
 WORKERS ?= 2
 
 # Where unit tests are; tests/unit.py leaves out of these what needs torch or a process.
-UNIT := tests/plan tests/rundir tests/spec tests/tracking tests/worker tests/test_extras.py tests/test_packaging.py \
+UNIT := tests/launch tests/plan tests/rundir tests/spec tests/tracking tests/worker tests/test_extras.py tests/test_packaging.py \
 	tests/test_reasons.py tests/test_safe_files.py
 
 VENV := .venv

@@ -140,6 +140,7 @@ def test_the_runs_are_where_the_file_says_unless_the_environment_does(
     assert runs_root() == Path.cwd() / "runs"
 
 
+@pytest.mark.process
 def test_verbs_take_the_name_of_a_cluster(configured: Path, tmp_path: Path) -> None:
     load(tmp_path)
     path = tmp_path / "a.yaml"

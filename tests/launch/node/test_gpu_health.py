@@ -23,6 +23,7 @@ from scaletrain_cli.launch.node.gpu_health import (
     visible_gpus,
 )
 
+pytestmark = pytest.mark.process  # the driver is read in a process of its own
 GB = 10**9
 FAKE = Path(__file__).parent / "fake_nvml"
 
