@@ -1,4 +1,4 @@
-"""The exception tree and the exit codes. Every package may import this file; it imports none of them."""
+"""Exceptions and exit codes. Every package may import this module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TWO_STOPS = re.compile(r"(?<=[\w)\]'\"`%])\.\.(?=\s|$)")
 
 
 class ExitCode(IntEnum):
-    """What a process of ours tells the one that started it (documented in docs/exit-codes.md)."""
+    """Exit codes of every ScaleTrain process (docs/exit-codes.md)."""
 
     DONE = 0
     CRASHED = 1
@@ -55,7 +55,7 @@ class Place(str):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with an input: where it stands, what was given, what is allowed and what to do.
+    """One problem with an input: its location, the given value, what is allowed and how to fix it.
 
     ``where`` is a Place, or the name of a command-line option or of an object; ``key`` is the dotted key in the spec.
     """
@@ -112,7 +112,7 @@ def _code_of(reason: Reason | None) -> dict[str, Any] | None:
 
 
 class ScaletrainError(Exception):
-    """Base of every error a user can cause or cure. ``problems`` lists each cause on its own line.
+    """Base class of errors that a user can cause or fix. ``problems`` lists each cause on a line of its own.
 
     ``code`` is the stable word for its kind in ``--json`` (docs/json.md), ``reason`` the code and parameters of this
     one where it was raised with a Reason in place of a message; ``remedy`` is what to do, and ``file`` the file
@@ -184,13 +184,13 @@ class SchedulerError(ScaletrainError):
 
 
 class SchedulerSilentError(SchedulerError):
-    """The scheduler did not answer in time, so whether it took the job is not known (exit 4)."""
+    """The scheduler did not answer in time; the request may have been applied (exit 4)."""
 
     code = "scheduler-silent"
 
 
 class WrongNodesError(ScaletrainError):
-    """The nodes are not what was planned: device count, model, free memory, world size (exit 5)."""
+    """The nodes do not match the plan: device count, model, free memory, world size (exit 5)."""
 
     failure_reason = "wrong-nodes"
     exit_code = ExitCode.WRONG_NODES
@@ -198,21 +198,21 @@ class WrongNodesError(ScaletrainError):
 
 
 class PreemptedError(ScaletrainError):
-    """Asked to leave before there was anything new to save (exit 75)."""
+    """Preempted before there was anything new to save (exit 75)."""
 
     exit_code = ExitCode.PREEMPTED
     code = "preempted"
 
 
 class DoNotRequeueError(ScaletrainError):
-    """A verdict that a retry cannot cure (exit 93)."""
+    """A failure that a retry cannot fix (exit 93)."""
 
     exit_code = ExitCode.DO_NOT_REQUEUE
     code = "do-not-requeue"
 
 
 class MissingPackageError(UsageError):
-    """A package that is installed with an extra of ScaleTrain is not here (exit 2); ``command`` installs it."""
+    """A package of an extra of ScaleTrain is not installed (exit 2); ``command`` installs it."""
 
     code = "missing-package"
 
@@ -226,7 +226,7 @@ class MissingPackageError(UsageError):
 
 
 class DeclinedError(ScaletrainError):
-    """The question before something happens was answered with no (exit 130)."""
+    """The user declined the confirmation (exit 130)."""
 
     exit_code = 130
     code = "declined"

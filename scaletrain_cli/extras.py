@@ -1,4 +1,4 @@
-"""The extras of this package: which optional package each brings, and the command that installs it. Imports little."""
+"""The optional extras of this package: the modules of each, and the command that installs it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 
 
 def extra_of(module: str) -> str | None:
-    """Return the extra that brings a module; None where none does."""
+    """Return the extra that contains a module, or None."""
     return next((extra for extra, modules in EXTRAS.items() if module in modules), None)
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra, and where to run it: in a checkout, as this package is on no index."""
+    """Return the command that installs an extra, and the checkout to run it in (the package is not on PyPI)."""
     from scaletrain_cli.project_files import checkout
 
     found = checkout()

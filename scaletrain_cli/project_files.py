@@ -1,6 +1,6 @@
-"""Files that come with the project beside its code: recipes, slurm/, k8s/, constraints.txt; and where its checkout is.
+"""Files that are distributed with the code: recipes, slurm/, k8s/, constraints.txt; and the location of the checkout.
 
-An installed package has them in ``project/`` below this folder, a checkout beside it.
+An installed package has them in ``project/`` below this folder; a checkout has them beside it.
 """
 
 from __future__ import annotations

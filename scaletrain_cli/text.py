@@ -1,4 +1,4 @@
-"""Text for people: numbers with units, lists, the nearest known name, and what a terminal may be sent."""
+"""Text formatting: numbers with units, lists, suggestions of names, and escaping for terminals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Exceptions that no code of this package raises on purpose, as errors with a remedy, for the borders of processes.
+"""Convert exceptions that are not raised deliberately to errors with a remedy, at the top of each process.
 
-A full disk or a missing package is nobody's bug. What else arrives here is one: its traceback goes to a file of this
-user, or to stderr where SCALETRAIN_TRACEBACK is set.
+Errors of the operating system and missing packages get a remedy. Anything else is a bug: its traceback is written to a
+file of the user, or to stderr if SCALETRAIN_TRACEBACK is set.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _REMEDIES = {
     errno.EACCES: "Check its owner and permissions, or set $SCALETRAIN_RUNS (runs) to a folder that you can write.",
     errno.EPERM: "Check its owner and permissions, or set $SCALETRAIN_RUNS (runs) to a folder that you can write.",
     errno.EROFS: "Set $SCALETRAIN_RUNS (runs) or $TMPDIR to a folder on a file system that can be written.",
-    errno.ENOENT: "It is not there, or was removed meanwhile: check the path and run the command again.",
-    errno.ENOTDIR: "A file stands where a folder is needed: check the path, $SCALETRAIN_RUNS (runs) and $TMPDIR.",
-    errno.EISDIR: "A folder stands where a file is needed: move it away.",
+    errno.ENOENT: "It does not exist or was removed in the meantime: check the path and run the command again.",
+    errno.ENOTDIR: "A part of the path is a file, not a folder: check the path, $SCALETRAIN_RUNS (runs) and $TMPDIR.",
+    errno.EISDIR: "The path is a folder, but a file is expected: rename or remove the folder.",
     errno.EMFILE: "Raise the limit on open files (ulimit -n).",
-    errno.ENFILE: "The machine has no open files left: try again later.",
+    errno.ENFILE: "The machine has reached its limit on open files: try again later.",
     errno.EIO: "The disk or the network file system fails: ask its administrator.",
-    errno.ESTALE: "The network file system has lost it: run the command again.",
+    errno.ESTALE: "Stale file handle of a network file system: run the command again.",
     errno.ENAMETOOLONG: "Give a shorter name.",
-    errno.ENOMEM: "The machine has no memory left: run the command on another one.",
+    errno.ENOMEM: "The machine is out of memory: free memory, or use another machine.",
     errno.EAGAIN: "A limit on processes or memory was reached (ulimit -u): raise it, or try again.",
 }
 
@@ -46,7 +46,7 @@ def known_error(error: Exception, doing: str) -> ScaletrainError:
 
 
 def error_of_system(error: OSError, doing: str) -> ScaletrainError:
-    """Return what the operating system refused, and what to do: it is nobody's bug."""
+    """Return an error of the operating system with a remedy."""
     file = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
     reason = error.strerror or str(error) or type(error).__name__
     place = f"{file}: {reason}" if file else reason

@@ -1,7 +1,4 @@
-"""What every test gets: a clean environment, golden files, and skips that count as failures in CI.
-
-Knows nothing of the package under test, so that collecting the tests costs nothing.
-"""
+"""What every test gets: a clean environment, golden files, and skips that count as failures in CI."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reads tables of measurements and splits each row: what describes the run, and what was measured on it.
 
-The mapping to a run spec is handed the first half alone, so no measured column can reach the planner. Knows no planner.
+The mapping to a run spec is handed the first half alone, so no measured column can reach the planner.
 """
 
 from __future__ import annotations

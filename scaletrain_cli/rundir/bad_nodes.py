@@ -1,6 +1,6 @@
 """<runs root>/bad-nodes.json: nodes that attempts have ended on, by evidence against the node itself, until it expires.
 
-Shared by all runs of a root: a lock keeps writers apart, readers need none. Knows no scheduler.
+Shared by all runs of a root: a lock keeps writers apart, readers need none.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``code/<name>.tar.gz`` is the tree, ``.sha256`` one line per file as sha256sum writes it, ``<name>-<commit>.patch`` what
 was not committed. The name is the first digits of the hash over those lines: a run that is resumed with newer code
-keeps both. Knows nothing of git.
+keeps both.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def verify_files(checkpoint: Checkpoint, on_file: Callable[[str, int], None] = l
 
 
 def plan_pruning(folder: Path, keep: int, keep_every: int | None) -> Pruning | None:
-    """None where no checkpoint verifies: then each may be the one that somebody can still mend."""
+    """Return what pruning deletes; None if no checkpoint is valid, because any of them may still be repaired."""
     sound, _ = latest_valid(folder)
     if sound is None:
         return None

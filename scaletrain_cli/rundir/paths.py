@@ -1,4 +1,4 @@
-"""Names inside a run directory, and where run directories live. Knows nothing of what the files hold."""
+"""Names of the files in a run directory, and the location of run directories."""
 
 from __future__ import annotations
 

@@ -246,6 +246,6 @@ def require_cancellable(run: RunDir, *, trust_owner: bool) -> None:
 
 
 def owner_note(run: RunDir) -> str | None:
-    """Return a sentence that names the owner of somebody else's run; None for one's own."""
+    """Return a sentence that names the owner of another user's run; None for a run of this user."""
     uid = other_owner(run.path)
     return None if uid is None else f"{run.run_id} belongs to {user_name(uid)}"

@@ -107,7 +107,7 @@ def installed_backends() -> list[BackendTraits]:
     for name in backend_names()[len(BUILT_IN) :]:
         try:
             found.append(_load(name))
-        except UsageError:  # whoever names it gets the error
+        except UsageError:  # reported when a spec names it
             continue
     return found
 

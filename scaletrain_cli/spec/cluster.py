@@ -57,7 +57,9 @@ class AcceleratorSpec(Section):
     fp32_flops: FlopsPerSecond
     memory_bandwidth: BytesPerSecond
     intra_node_bandwidth: BytesPerSecond
-    host_bandwidth: BytesPerSecond | None = Field(default=None, description="PCIe 4.0 x16 where it is not given")
+    host_bandwidth: BytesPerSecond | None = Field(
+        default=None, description="between host and device; null: that of PCIe 4.0 x16"
+    )
 
 
 def _name_or_table(value: Any) -> str | None:
@@ -162,7 +164,7 @@ class ClusterSpec(OpenSection):
         return f"on {self.traits.display_name}{self.section.summary}"
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for each setting that contradicts another one."""
+        """Yield (key, message) for each setting that contradicts another one."""
         most = self.traits.max_nodes
         if most is not None and self.nodes > most:
             where = f", which runs on {self.traits.display_name} alone" if most == 1 else ""

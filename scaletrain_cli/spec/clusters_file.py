@@ -7,7 +7,7 @@
       cloud: {scheduler: kubernetes, kubernetes: {context: gke-1, namespace: ml, queue: team-a}}
 
 The default cluster fills in what a spec leaves open; one that was asked for by name stands above the spec, and --set
-above both. Knows no fields of the section: what is wrong with them is found where the spec is validated.
+above both. Its keys are validated with the spec.
 """
 
 from __future__ import annotations

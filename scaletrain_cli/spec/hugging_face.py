@@ -208,16 +208,16 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def from_hugging_face(path: Path) -> dict[str, Any]:
-    """Model keys of the spec from a Hugging Face ``config.json`` (or the folder that holds it).
+    """Return the model keys of a Hugging Face ``config.json``, or of the folder that contains it.
 
-    Raises SourceError when the file is not readable, its architecture is not one we train, or a key of it asks for
-    something that would not be trained.
+    Raises SourceError if the file cannot be read, its architecture is not supported, or one of its keys has a value
+    that is not supported.
     """
     return from_config(read_config(path))
 
 
 def from_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The same of a config that was read before. Raises SourceError."""
+    """Return the model keys of a parsed config.json. Raises SourceError."""
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in VISION:
         _require_known(config, _vision_keys(kind))
@@ -233,13 +233,13 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
     # Where transformers 5 keeps all of the rotary positions; before, rope_scaling stood beside rope_theta.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise SourceError("hf_config", "has rope_scaling or rope_parameters that is no mapping")
+        raise SourceError("hf_config", "has rope_scaling or rope_parameters that is not a mapping")
     if "rope_theta" in rope:
         config = {**config, "rope_theta": rope["rope_theta"]}
     _require_known(config, known_keys(kind, frozenset((*_SAME_NAME, *renamed.values()))))
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list) or set(map(str, kinds)) - {"full_attention", "sliding_attention"}:
-        raise SourceError("hf_config", f"has layer_types = {str(kinds)[:80]}, and only full attention is trained here")
+        raise SourceError("hf_config", f"has layer_types = {str(kinds)[:80]}, but only full attention is supported")
     found = {key: config[key] for key in _SAME_NAME if key in config}
     found |= {key: config[theirs] for key, theirs in renamed.items() if theirs in config}
     shared, width = config.get("n_shared_experts"), config.get("moe_intermediate_size")
@@ -262,16 +262,16 @@ def _require_known(config: dict[str, Any], known: KnownKeys, where: str = "") ->
 
 
 def _rope_scaling(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any] | None:
-    """Our section of the same name. Raises SourceError for a kind that the engine does not have."""
+    """Return the rope_scaling section of the spec. Raises SourceError for an unsupported kind."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in ("default", None):
         return None
     if kind not in ("linear", "llama3", "yarn"):
         raise SourceError(
-            "hf_config", f"has rope_scaling of type {str(kind)[:80]}, and only linear, llama3 and yarn are trained"
+            "hf_config", f"has rope_scaling of type {str(kind)[:80]}, but only linear, llama3 and yarn are supported"
         )
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise SourceError("hf_config", "has partial_rotary_factor, and all channels are rotated here")
+        raise SourceError("hf_config", "has partial_rotary_factor, which is not supported")
     apart = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
     scaling = {key: value for key, value in rope.items() if key not in apart and value is not None}
     original = config.get("original_max_position_embeddings")
@@ -290,17 +290,19 @@ def _dropouts(config: dict[str, Any], family: str) -> dict[str, Any]:
 
 
 def _sparse_layers(config: dict[str, Any]) -> dict[str, Any]:
-    """Which blocks of a Qwen3-MoE are dense: leading ones alone. Raises SourceError for any other choice."""
+    """Return the number of dense leading blocks of a Qwen3-MoE. Raises SourceError for other patterns."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if step not in (None, 1):
-        raise SourceError("hf_config", f"has decoder_sparse_step = {str(step)[:80]}, and only 1 is trained here")
+        raise SourceError("hf_config", f"has decoder_sparse_step = {str(step)[:80]}, but only 1 is supported")
     if not isinstance(dense, list) or sorted(map(str, dense)) != sorted(map(str, range(len(dense)))):
-        raise SourceError("hf_config", f"has mlp_only_layers = {str(dense)[:80]}, and only leading ones are dense here")
+        raise SourceError(
+            "hf_config", f"has mlp_only_layers = {str(dense)[:80]}, but only leading dense layers are supported"
+        )
     return {"first_k_dense_replace": len(dense)} if dense else {}
 
 
 def sliding_window(config: dict[str, Any]) -> int | None:
-    """The tokens that some layer attends to, where that is less than all of them."""
+    """Return the sliding window in tokens, or None if every layer uses full attention."""
     window = config.get("sliding_window")
     used = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))  # as transformers
     if config.get("layer_types"):
@@ -309,7 +311,7 @@ def sliding_window(config: dict[str, Any]) -> int | None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of a config.json, or of that in a folder. Raises SourceError."""
+    """Return the parsed config.json at ``path``, a file or a folder. Raises SourceError."""
     try:
         if path.is_dir():
             path = path / "config.json"
@@ -335,7 +337,7 @@ _VISION_DEFAULTS = {
 
 
 def vision_from_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Model keys of the spec from a config.json whose ``model_type`` is one of VISION."""
+    """Return the model keys of a config.json whose ``model_type`` is one of VISION."""
     family = config["model_type"]
     fields = VISION[family].model_fields
     found = {key: value for key, value in config.items() if key in fields and value is not None}

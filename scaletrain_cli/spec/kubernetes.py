@@ -158,7 +158,7 @@ class TolerationSpec(Section):
     seconds: Seconds | None = None
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for each setting that contradicts another one."""
+        """Yield (key, message) for each setting that contradicts another one."""
         if (self.operator == "Equal") != (self.value is not None):
             yield "value", "is needed with operator: Equal, and only there."
         if self.key is None and self.operator == "Equal":
@@ -243,7 +243,7 @@ class KubernetesSpec(BackendSection):
     host_network: bool = False
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for each setting that contradicts another one."""
+        """Yield (key, message) for each setting that contradicts another one."""
         if self.priority is not None and self.queue is None and self.backend != "volcano":
             yield "priority", "orders the jobs of a queue of Kueue. Set queue, or use pod_priority."
         if self.gpu_product is not None and self.kueue:
@@ -253,7 +253,7 @@ class KubernetesSpec(BackendSection):
         if self.rdma_resource == self.gpu_resource:
             yield "rdma_resource", "is gpu_resource; name the resource of the network's device plugin."
         if self.ttl_seconds_after_finished is not None and self.ttl_seconds_after_finished > _LONGEST_TTL_SECONDS:
-            yield "ttl_seconds_after_finished", "must be at most 3650d. Write null to keep the objects for ever."
+            yield "ttl_seconds_after_finished", "must be at most 3650d. Write null to keep the objects."
         if self.native_gang != "none" and (self.backend != "jobset" or self.queue is not None):
             yield "native_gang", "is for backend: jobset without a queue; Kueue and Volcano have gangs of their own."
         if self.active_deadline is not None and self.backend == "volcano":
@@ -286,7 +286,10 @@ class KubernetesSpec(BackendSection):
                 f"objects alone. Write cluster.kubernetes.secrets.{unknown[0]}: {{secret: NAME, key: KEY}}.",
             )
         if both := sorted(set(env) & self.secrets.keys()):
-            yield "cluster.kubernetes.secrets", f"{', '.join(both)} also stands in env, in clear; remove it there."
+            yield (
+                "cluster.kubernetes.secrets",
+                f"{', '.join(both)} is also in env, where its value is visible; remove it from env.",
+            )
 
     @property
     def kueue(self) -> bool:

@@ -1,4 +1,4 @@
-"""From a YAML file and ``--set`` overrides to a RunSpec, or to one error that lists every problem with its line."""
+"""Load a RunSpec from YAML and ``--set`` overrides; an error lists every problem with its line."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _LARGEST_FILE_BYTES = 1_000_000  # a spec has two thousand; whatever is larger w
 
 
 def load_spec(path: str | PathLike[str], overrides: Sequence[str] = (), *, cluster: str | None = None) -> RunSpec:
-    """Read, complete and validate a run spec; ``-`` is standard input. Raises SpecError with all problems at once.
+    """Read, complete and validate a run spec; ``-`` is standard input. Raises SpecError with all problems.
 
-    ``cluster`` names one of the user's clusters, which stands above what the spec says; without it the user's default
-    one, if there is one, fills in what the spec leaves open.
+    ``cluster`` names a cluster of clusters.yaml, which overrides the cluster section of the spec. Without it, the
+    default cluster, if any, supplies keys that the spec leaves out.
     """
     path = Path(path)
     name = STDIN if str(path) == "-" else str(path)
     try:
         data = _read_stdin(sys.stdin) if name == STDIN else _read_file(path)
         if len(data) > _LARGEST_FILE_BYTES:
-            raise SpecError(f"{shown(name)} is larger than a megabyte; that is not a run spec.")
+            raise SpecError(f"{shown(name)} is larger than 1 MB and is not a run spec.")
         text = data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else _reason(error)
@@ -186,7 +186,7 @@ def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list
 
 
 def _validate(raw: dict[str, Any], source: Source, *, model_is_known: bool) -> tuple[RunSpec | None, list[Problem]]:
-    """Field errors of every section; then contradictions within the sections, and between them, that are sound."""
+    """Return the field errors of every section, then contradictions within and between valid sections."""
     try:
         spec = RunSpec.model_validate(raw)
     except ValidationError as error:
@@ -223,9 +223,9 @@ def _reason(error: Exception) -> str:
 
 
 def complete(model: dict[str, Any], base_dir: Path) -> dict[str, Any]:
-    """The mapping with preset or config.json under the user's keys, and derived dimensions filled in.
+    """Return the model section merged over its preset or config.json, with derived dimensions added.
 
-    Raises SourceError. Leaves anything that it does not understand for validation to report.
+    Raises SourceError. Unknown keys and values are left to validation.
     """
     given = {key: value for key, value in model.items() if key != "hf_config"}
     if "hf_config" in model:
@@ -244,14 +244,14 @@ def complete(model: dict[str, Any], base_dir: Path) -> dict[str, Any]:
 
 
 def _within_window(config: dict[str, Any], found: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """With a ``seq_len`` at which a sliding window is full attention. Raises SourceError for a longer one."""
+    """Return ``found`` with a ``seq_len`` within the sliding window. Raises SourceError if the given one exceeds it."""
     window, length = sliding_window(config), given.get("seq_len")
     if window is None or found.get("family") in VISION:
         return found
     if isinstance(length, int) and length > window:
         raise SourceError(
             "hf_config",
-            f"has sliding_window = {window}, and model.seq_len is {length}: each token attends to all of seq_len here. "
+            f"has sliding_window = {window}, and model.seq_len is {length}: only full attention is supported. "
             f"Set model.seq_len to at most {window}",
         )
     longest = found.get("max_position_embeddings")

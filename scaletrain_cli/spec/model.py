@@ -33,16 +33,16 @@ class RopeScalingSpec(Section):
     rope_type: Literal["linear", "llama3", "yarn"]
     factor: Annotated[float, Field(ge=1, le=1e6)]
     original_max_position_embeddings: Whole | None = Field(
-        default=None, description="the context before stretching; null: model.max_position_embeddings"
+        default=None, description="context length before scaling; null: model.max_position_embeddings"
     )
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
-    attention_factor: Positive | None = Field(default=None, description="yarn: null follows factor and mscale")
-    beta_fast: Positive | None = Field(default=None, description="yarn: null is 32")
-    beta_slow: Positive | None = Field(default=None, description="yarn: null is 1")
+    attention_factor: Positive | None = Field(default=None, description="yarn; null: derived from factor and mscale")
+    beta_fast: Positive | None = Field(default=None, description="yarn; null: 32")
+    beta_slow: Positive | None = Field(default=None, description="yarn; null: 1")
     mscale: Positive | None = None
     mscale_all_dim: Positive | None = None
-    truncate: bool | None = Field(default=None, description="yarn: whether the ramp begins and ends at whole channels")
+    truncate: bool | None = Field(default=None, description="yarn; round the ends of the ramp to whole channels")
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """(key, message) for what the kind needs and is missing, or has no use for."""
@@ -77,7 +77,7 @@ class ResNetSpec(Section):
     depths: Depths
     layer_type: Literal["basic", "bottleneck"] = "bottleneck"
     memory_format: Literal["channels_last", "contiguous_format"] = Field(
-        default="channels_last", description="as torch names them; matrix units need channels_last, or copies"
+        default="channels_last", description="memory format of torch; tensor cores need channels_last"
     )
     num_channels: Whole = 3
     num_labels: Whole = 1000
@@ -98,7 +98,9 @@ class ConvNextSpec(Section):
     hidden_sizes: Widths
     depths: Depths
     patch_size: Whole = 4
-    layer_scale_init_value: NonNegative = Field(default=1.0e-6, description="0: no learned scale per channel")
+    layer_scale_init_value: NonNegative = Field(
+        default=1.0e-6, description="initial value of the learned scale per channel; 0: none"
+    )
     num_channels: Whole = 3
     num_labels: Whole = 1000
     image_size: ImageSize = 224
@@ -229,36 +231,38 @@ class ModelSpec(Section):
     rope_theta: Annotated[
         Positive, used_when(where("model.positions", "rotary", setting="model.position_embedding"))
     ] = 10000.0
-    rope_scaling: RopeScalingSpec | None = Field(default=None, description="null: positions are not stretched")
+    rope_scaling: RopeScalingSpec | None = Field(default=None, description="null: no scaling of rotary positions")
     norm_eps: Positive = 1.0e-5
     initializer_range: Positive = 0.02
     num_experts: WholeOrZero = 0
     num_experts_per_tok: WholeOrZero = 0
-    moe_intermediate_size: WholeOrZero = Field(default=0, description="0: the same as intermediate_size")
-    shared_expert_intermediate_size: WholeOrZero = Field(default=0, description="of the experts that every token meets")
-    first_k_dense_replace: WholeOrZero = Field(default=0, description="leading blocks with a dense MLP instead")
+    moe_intermediate_size: WholeOrZero = Field(default=0, description="0: intermediate_size")
+    shared_expert_intermediate_size: WholeOrZero = Field(default=0, description="total size of the shared experts")
+    first_k_dense_replace: WholeOrZero = Field(default=0, description="number of leading blocks with a dense MLP")
     capacity_factor: NonNegative = Field(
-        default=0.0, description="tokens that an expert takes, over its even share; 0: all that are sent to it"
+        default=0.0, description="capacity of an expert, as a multiple of its even share of tokens; 0: unlimited"
     )
     router_aux_loss_coef: Annotated[NonNegative, used_when(where_not("model.num_experts", 0))] = Field(
-        default=0.001, description="of the load-balancing loss"
+        default=0.001, description="coefficient of the load-balancing loss"
     )
-    router_z_loss_coef: NonNegative = Field(default=0.0, description="of the squared log-sum-exp of router logits")
-    norm_topk_prob: bool = Field(default=False, description="whether the weights of a token's experts sum to 1")
+    router_z_loss_coef: NonNegative = Field(default=0.0, description="coefficient of the router z-loss")
+    norm_topk_prob: bool = Field(default=False, description="normalize the weights of a token's experts to sum to 1")
     kv_lora_rank: WholeOrZero = Field(default=0, description="above 0: multi-head latent attention (DeepSeek-V2)")
-    q_lora_rank: WholeOrZero = Field(default=0, description="0: queries are projected in one product")
-    qk_rope_head_dim: WholeOrZero = Field(default=0, description="rotated channels beside head_dim; latent attention")
-    v_head_dim: WholeOrZero = Field(default=0, description="0: head_dim; latent attention")
+    q_lora_rank: WholeOrZero = Field(default=0, description="0: no low-rank projection of queries")
+    qk_rope_head_dim: WholeOrZero = Field(
+        default=0, description="rotated channels in addition to head_dim; latent attention"
+    )
+    v_head_dim: WholeOrZero = Field(default=0, description="latent attention; 0: head_dim")
     gated_mlp: bool | None = None
     norm: Literal["rmsnorm", "layernorm"] | None = None
     norm_bias: bool | None = None
-    bias: bool | None = Field(default=None, description="of all linear layers but the head")
+    bias: bool | None = Field(default=None, description="bias in all linear layers except the head")
     position_embedding: Literal["rotary", "learned", "alibi", "none"] | None = None
     embedding_norm: bool = False
     hidden_dropout: Fraction = 0.0
     attention_dropout: Fraction = 0.0
     weights: Text | None = Field(
-        default=None, description="folder with Hugging Face *.safetensors to start from, instead of random weights"
+        default=None, description="folder of Hugging Face *.safetensors with initial weights; null: random"
     )
 
     @property

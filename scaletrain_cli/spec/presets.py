@@ -14,13 +14,13 @@ TOWERS = ("vision_config", "text_config")
 
 @cache
 def vision_presets() -> dict[str, dict[str, Any]]:
-    """Dimensions by preset name, as published by each network's authors."""
+    """Return the published dimensions of vision networks by preset name."""
     text = files("scaletrain_cli.spec").joinpath("vision_presets.json").read_text(encoding="utf-8")
     return dict(json.loads(text))
 
 
 def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """``over`` wins key by key, inside the towers of CLIP too."""
+    """Return the union of two model sections; keys of ``over`` take precedence, also inside the towers of CLIP."""
     both = {**under, **over}
     for tower in TOWERS:
         if isinstance(under.get(tower), dict) and isinstance(over.get(tower), dict):
@@ -28,11 +28,11 @@ def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-# Context length that a preset trains at, where the published maximum is a long-context extension.
+# Default training length of presets whose published maximum is a long-context extension.
 LONGEST_DEFAULT_SEQ_LEN = 8192
 
 
-# What a dimension follows from where it is not given; a problem with one of those is not told twice.
+# Keys that a dimension is derived from if it is not given; problems with them are reported once.
 DERIVED_FROM = {
     "num_key_value_heads": ("num_attention_heads",),
     "head_dim": ("hidden_size", "num_attention_heads"),
@@ -42,7 +42,7 @@ DERIVED_FROM = {
 
 
 class SourceError(ValueError):
-    """A preset or config.json that cannot be used; ``key`` is the spec key to blame."""
+    """A preset or config.json that cannot be used; ``key`` is the spec key at fault."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -51,13 +51,13 @@ class SourceError(ValueError):
 
 @cache
 def presets() -> dict[str, dict[str, Any]]:
-    """Dimensions of transformers by preset name, as published by each model's authors."""
+    """Return the published dimensions of transformers by preset name."""
     text = files("scaletrain_cli.spec").joinpath("presets.json").read_text(encoding="utf-8")
     return dict(json.loads(text))
 
 
 def derived_dimensions(given: dict[str, Any]) -> dict[str, Any]:
-    """Fill what follows from other dimensions, as the architectures define it."""
+    """Return ``given`` with dimensions that follow from others, as the architectures define them."""
 
     def whole(key: str) -> int | None:
         value = given.get(key)

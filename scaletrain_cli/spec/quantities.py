@@ -1,4 +1,4 @@
-"""Numbers with units as people write them: ``80GB``, ``30m``, ``300B``. Knows nothing of the spec that uses them.
+"""Numbers with units as people write them: ``80GB``, ``30m``, ``300B``.
 
 Each type checks its whole input itself, so that a wrong value is one problem and not one per branch of a union; its
 JSON Schema is what a file may hold.

@@ -38,13 +38,13 @@ EnvName = Annotated[
 EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=100_000)]
 
 
-# Kinds of model by the name that pydantic gives them in errors; both families of ModelSpec are one kind.
+# Kinds of models by the name in pydantic errors; llama and gpt are one kind.
 MODELS: dict[str, type[Section]] = {"transformer": ModelSpec, **VISION}
 FAMILIES = ["llama", "gpt", *VISION]
 
 
 def model_kind(model: Any) -> str:
-    """The key in MODELS of a model section, raw or validated; what names no family is read as a transformer."""
+    """Return the key in MODELS of a raw or validated model section; ``transformer`` if it names no vision family."""
     family = model.get("family") if isinstance(model, dict) else getattr(model, "family", None)
     return family if isinstance(family, str) and family in VISION else "transformer"
 
@@ -60,7 +60,7 @@ AnyModel = Annotated[
 
 
 class RunSpec(Section):
-    """One training run, from model to restart policy."""
+    """The complete spec of a training run."""
 
     schema_version: Literal["scaletrain/v1"] = Field(alias="schema")
     name: Annotated[Text, StringConstraints(max_length=200)]
@@ -77,24 +77,26 @@ class RunSpec(Section):
     planner: PlannerSpec = LEFT_OUT
     code: CodeSpec = LEFT_OUT
     env: dict[EnvName, EnvValue] = {}
-    secret_env: list[EnvName] = Field(default=[], description="names only; values come from the submitter's shell")
+    secret_env: list[EnvName] = Field(
+        default=[], description="names only; values are read from the environment at submission"
+    )
     _source: Source | None = PrivateAttr(default=None)
 
     def __eq__(self, other: object) -> bool:
-        """Two runs are the same wherever they are written down."""
+        """Compare the settings, ignoring the files that they were read from."""
         return isinstance(other, RunSpec) and self.__dict__ == other.__dict__
 
     def read_from(self, source: Source) -> None:
-        """Remember where each key stands, for problems that show later."""
+        """Store the source, so that later problems can name the line of a key."""
         self._source = source
 
     def where(self, key: str) -> str:
-        """``file:line`` of a dotted key, or of the section that lacks it; ``run spec`` without a file."""
+        """Return ``file:line`` of a dotted key, or of the section that lacks it; ``run spec`` without a file."""
         return self._source.place(tuple(key.split("."))) if self._source else "run spec"
 
     @property
     def transformer(self) -> ModelSpec:
-        """The model, where only a transformer will do. Raises UsageError for a vision network."""
+        """Return the model of a transformer. Raises UsageError for a vision network."""
         if isinstance(self.model, ModelSpec):
             return self.model
         problem = Problem("run spec", "model.family", "is not a transformer of text.", self.model.family)
@@ -102,7 +104,7 @@ class RunSpec(Section):
 
     @property
     def unit(self) -> str:
-        """What training consumes and rates count: ``tokens``, ``images``, or ``pairs`` of image and text."""
+        """Return the unit of training data and throughput: ``tokens``, ``images``, or ``pairs`` of image and text."""
         return {"transformer": "tokens", "clip": "pairs"}.get(model_kind(self.model), "images")
 
     @property
@@ -112,24 +114,24 @@ class RunSpec(Section):
 
     @property
     def units_per_sample(self) -> int:
-        """Units in one of the samples that ``training.global_batch_size`` counts."""
+        """Return the number of units in one sample of ``training.global_batch_size``."""
         return self.model.seq_len if isinstance(self.model, ModelSpec) else 1
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, one per accelerator."""
+        """Return the number of ranks, one per accelerator."""
         return self.cluster.nodes * self.cluster.gpus_per_node
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps, from ``training.steps`` or rounded up from ``training.tokens``."""
+        """Return the number of optimizer steps: ``training.steps``, or ``training.tokens`` rounded up."""
         if self.training.steps is not None:
             return self.training.steps
         assert self.training.tokens is not None
         return math.ceil(self.training.tokens / (self.training.global_batch_size * self.transformer.seq_len))
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(dotted key, message) for each contradiction between sections."""
+        """Yield (dotted key, message) for each contradiction between sections."""
         yield from (
             self._transformer_inconsistencies() if isinstance(self.model, ModelSpec) else self._vision_inconsistencies()
         )
@@ -137,7 +139,7 @@ class RunSpec(Section):
             yield "training.early_stopping.patience", "needs a validation loss. Set evaluation.every above 0."
         both = sorted(set(self.secret_env) & self.env.keys())
         if both:
-            yield "secret_env", f"{', '.join(both)} also stands in env, in clear; remove it there."
+            yield "secret_env", f"{', '.join(both)} is also in env, where its value is visible; remove it from env."
         yield from self.cluster.section.run_inconsistencies(env=self.env, secret_env=self.secret_env)
 
     def _transformer_inconsistencies(self) -> Iterator[tuple[str, str]]:
@@ -145,13 +147,13 @@ class RunSpec(Section):
         if self.training.tokens is not None:
             ramps = schedule.warmup_steps + (schedule.cooldown_steps if schedule.name == "wsd" else 0)
             if schedule.warmup_steps > self.total_steps:
-                message = f"must not exceed {self.total_steps} steps, which make the tokens."
+                message = f"must not exceed {self.total_steps} steps, derived from training.tokens."
                 yield "training.schedule.warmup_steps", message
             elif ramps > self.total_steps:
                 message = f"must not exceed {self.total_steps} steps together with warmup_steps."
                 yield "training.schedule.cooldown_steps", message
         if self.planner.autocast:
-            yield "planner.autocast", "must be false for a transformer of text, which is planned with 16-bit weights."
+            yield "planner.autocast", "must be false for a language model, which is planned with 16-bit weights."
         if self.data.tokenizer.kind == "bpe" and self.data.tokenizer.vocab_size > model.vocab_size:
             yield "data.tokenizer.vocab_size", f"must not exceed model.vocab_size = {model.vocab_size}."
         for key in ("tensor_parallel", "sequence_parallel"):

@@ -18,6 +18,7 @@ from scaletrain_cli.errors import Place, Problem
 from scaletrain_cli.spec.source import Key, Source
 
 HIDDEN = "(not shown)"
+_SECRET_KEYS = ("secret_env", "cluster.kubernetes.secrets")
 # Sections whose keys are names of the user's own; elsewhere a key says what it is (tokenizer, pad_token, secret).
 _FREE_NAMES = ("env", "labels", "annotations", "extra", "node_selector", "config", "args")
 _BEFORE = r"(?<![A-Za-z0-9])"
@@ -74,9 +75,20 @@ def clear_secrets(raw: Mapping[str, Any]) -> tuple[ClearSecret, ...]:
 def with_secrets(problems: list[Problem], raw: Mapping[str, Any], source: Source) -> list[Problem]:
     """Return the problems of a spec and one for each secret in clear, with no text in them that looks like one."""
     found = clear_secrets(raw)
-    told = " ".join(problem.message for problem in problems if "also stands in env" in problem.message)
-    untold = [each for each in found if each.key[0] != "env" or f"{each.key[-1]}" not in re.findall(r"\w+", told)]
-    return [*(_problem(each, found, source) for each in untold), *_without_secrets(problems, found)]
+    named = _names_of_secrets(raw) if any(problem.key in _SECRET_KEYS for problem in problems) else set()
+    others = [each for each in found if each.key[0] != "env" or each.key[-1] not in named]
+    return [*(_problem(each, found, source) for each in others), *_without_secrets(problems, found)]
+
+
+def _names_of_secrets(raw: Mapping[str, Any]) -> set[object]:
+    """Return the names in secret_env and cluster.kubernetes.secrets, whose values in env are reported there."""
+    names: set[object] = set()
+    for key in _SECRET_KEYS:
+        value: Any = raw
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        names |= {name for name in value if isinstance(name, str)} if isinstance(value, list | Mapping) else set()
+    return names
 
 
 def _problem(secret: ClearSecret, found: tuple[ClearSecret, ...], source: Source) -> Problem:

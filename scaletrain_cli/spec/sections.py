@@ -36,26 +36,30 @@ _WITH_A_FOLDER = used_when(where_not("code.path", None))
 
 
 class CodeSpec(Section):
-    """A folder of a git working tree, kept with the run as it is at submission; ``engine`` runs that, nothing newer.
+    """A folder of a git working tree, copied into the run at submission; ``engine`` runs this copy.
 
-    What git ignores and what ``.scaletrainignore`` in it names (in gitignore's syntax) stays out.
+    Files ignored by git or by ``.scaletrainignore`` (gitignore syntax) are left out.
     """
 
-    path: Text | None = Field(default=None, description="the folder; left out, no code is kept")
+    path: Text | None = Field(default=None, description="folder of a git working tree; null: no code is kept")
     uncommitted: Annotated[Literal["patch", "refuse"], _WITH_A_FOLDER] = Field(
-        default="patch", description="patch: what is not committed goes along and is kept as a patch too"
+        default="patch",
+        description="patch: include uncommitted changes and keep them as a patch too; refuse: reject them",
     )
     max_size: Annotated[PositiveBytes, _WITH_A_FOLDER] = Field(
-        default=50_000_000, description="of all files together, before compression"
+        default=50_000_000, description="maximum total size of the files, before compression"
     )
     on_nodes: AbsoluteFolder | None = Field(
         default=None,
-        description="folder of the image or of a volume that holds the tree already: compared, not sent",
+        description="folder of the image or a volume that already holds the code; compared, not copied",
     )
     engine: ModuleName | None = Field(
-        default=None, description="module that each rank runs in place of this engine: python -P -m MODULE RUN_DIR"
+        default=None,
+        description="module that each rank runs instead of the built-in engine: python -P -m MODULE RUN_DIR",
     )
-    import_root: RelativeFolder = Field(default=".", description="folder below path that imports begin in, as src")
+    import_root: RelativeFolder = Field(
+        default=".", description="folder below path that is added to sys.path, e.g. src"
+    )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """(key, message) for each setting that has nothing to apply to, or leads out of the tree."""
@@ -75,7 +79,7 @@ Budget = Annotated[
 
 
 class TokenizerSpec(Section):
-    """``bpe`` is trained on the corpus itself; ``file`` reads a Hugging Face ``tokenizer.json``."""
+    """``bpe`` is trained on the corpus; ``file`` reads a Hugging Face ``tokenizer.json``."""
 
     kind: Literal["bpe", "file"] = "bpe"
     vocab_size: Annotated[Whole, used_when(where("data.tokenizer.kind", "bpe"))] = 32000
@@ -83,55 +87,55 @@ class TokenizerSpec(Section):
 
 
 class DataSpec(Section):
-    """Text to train on: ``python-stdlib``, a prepared dataset, or text / jsonl / parquet files (path or glob)."""
+    """Training text: ``python-stdlib``, a prepared dataset, or text, jsonl or parquet files (path or glob)."""
 
     source: Text
     tokenizer: TokenizerSpec = LEFT_OUT
     validation_split: Fraction = 0.05
     loss_mask: Literal["none", "document_starts"] = Field(
-        default="none", description="document_starts: no document's first token is predicted from the one before"
+        default="none", description="document_starts: exclude the first token of each document from the loss"
     )
     skip: tuple[tuple[Whole, Whole], ...] = Field(
-        default=(), description="windows of batches that are not trained on: [[first, last], ...], counted from 1"
+        default=(), description="ranges of batches to skip: [[first, last], ...], counted from 1"
     )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for each setting that contradicts another one."""
+        """Yield (key, message) for each setting that contradicts another one."""
         if (self.tokenizer.kind == "file") != (self.tokenizer.path is not None):
-            yield "tokenizer.path", "is needed with kind: file, and only there."
+            yield "tokenizer.path", "is required with kind: file, and not allowed otherwise."
         for first, last in self.skip:
             if first > last:
-                yield "skip", f"[{first}, {last}] begins after it ends. Write [{last}, {first}]."
+                yield "skip", f"[{first}, {last}] has its first batch after its last. Write [{last}, {first}]."
 
 
 class CheckpointSpec(Section):
-    """When the full state is saved and how many are kept. ``dir: auto`` is the run directory."""
+    """How often checkpoints are saved and how many are kept. ``dir: auto`` is the run directory."""
 
     every: AutoWhole = "auto"
     keep: Whole = 3
-    keep_every: Whole | None = Field(default=None, description="also kept, for ever: each whose step is a multiple")
+    keep_every: Whole | None = Field(default=None, description="also keep checkpoints whose step is a multiple of this")
     asynchronous: bool = Field(default=True, alias="async")
     dir: Text = "auto"
 
 
 class SpikeSpec(Section):
-    """Loss above ``factor`` times its median, or loss or gradient norm far beyond its spread, and what to do about it.
+    """Spike detection: loss above ``factor`` times its median, or loss or gradient norm far outside its spread.
 
-    After ``retries`` rollbacks to the same checkpoint the run stops for good.
+    After ``retries`` rollbacks to the same checkpoint the run stops.
     """
 
     factor: Positive = 3.0
-    patience: Whole = Field(default=3, description="steps in a row that make a spike")
+    patience: Whole = Field(default=3, description="consecutive steps above the threshold that count as a spike")
     action: Literal["warn", "rollback"] = "rollback"
     retries: Annotated[
         WholeOrZero, used_when(where("guard.spike.action", "rollback"), where("guard.nan", "rollback"))
-    ] = Field(default=3, description="rollbacks to one checkpoint before the run stops")
+    ] = Field(default=3, description="rollbacks to the same checkpoint before the run stops")
 
 
 class GuardSpec(Section):
-    """What ends or mends a run that goes wrong. ``hang`` is how long a rank may be silent in a step.
+    """Reactions to NaN, spikes and hangs. ``hang`` is the maximum time without a heartbeat in a step.
 
-    ``preflight``: whether ranks measure their devices and links before step 1; ``auto`` does on GPUs.
+    ``preflight``: measure devices and links before step 1; ``auto`` does so on GPUs.
     """
 
     nan: Literal["stop", "rollback"] = "stop"
@@ -141,7 +145,7 @@ class GuardSpec(Section):
 
 
 class RestartsSpec(Section):
-    """How often a run may be restarted, by reason of its end."""
+    """Maximum number of restarts, by the reason of the failure."""
 
     preemption: Budget = "unlimited"
     node: WholeOrZero = 10
@@ -150,11 +154,11 @@ class RestartsSpec(Section):
 
 
 class PlannerSpec(Section):
-    """Whose memory and overlap habits are modelled; only ``deepspeed`` can be submitted.
+    """Framework and search space of the planner; only ``deepspeed`` can be submitted.
 
-    ``attention``: whether the scores are kept as a matrix; ``auto`` follows the framework and the device.
-    ``autocast``: of vision networks, whether torch.autocast computes in 16 bits over fp32 weights.
-    ``search``: what ``auto`` in the layout may become: what this engine runs, or everything that can be modelled.
+    ``attention``: kernel that is modeled; ``auto`` follows the framework and the device.
+    ``autocast``: vision networks compute in 16 bits over fp32 weights (torch.autocast).
+    ``search``: values of ``auto`` in the layout: those the engine runs, or all that can be modeled.
     """
 
     framework: Literal["deepspeed", "fsdp", "megatron", "nanotron"] = "deepspeed"

@@ -49,16 +49,16 @@ class LayoutSpec(Section):
     zero_stage: ZeroStage = "auto"
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     selective_scope: Annotated[Literal["block", "attention"], _SELECTIVE] = Field(
-        default="block", description="what selective checkpointing computes again: whole blocks or their attention"
+        default="block", description="recomputed by selective checkpointing: whole blocks or their attention"
     )
     selective_every: Annotated[Whole, _SELECTIVE] = Field(
-        default=2, description="selective: every n-th block, the first included"
+        default=2, description="selective: every n-th block, starting with the first"
     )
     activation_offload: bool = Field(
-        default=False, description="what the blocks keep for the backward pass waits in the node's memory"
+        default=False, description="keep activations in host memory until the backward pass"
     )
     tensor_sequence_parallel: Annotated[SwitchOrAuto, used_when(where_not("layout.tensor_parallel", 1))] = Field(
-        default="auto", description="norms and dropout cut over the tensor ranks too (Megatron-LM, arXiv:2205.05198)"
+        default="auto", description="split norms and dropout over the tensor ranks (Megatron-LM, arXiv:2205.05198)"
     )
     expert_tensor_parallel: Annotated[AutoWhole, used_when(where_not("model.num_experts", 0, None))] = "auto"
     offload: Literal["auto", "none", "optimizer", "optimizer+params"] = "none"
@@ -82,13 +82,13 @@ class OptimizerSpec(Section):
     eps: Annotated[Positive, used_when(where_not("training.optimizer.name", "sgd", "momentum", "lion"))] = 1.0e-8
     weight_decay: NonNegative = Field(
         default=0.1,
-        description="0.1 where it is decoupled; 0 with adam, sgd and momentum, which add it to the gradient",
+        description="default 0.1 if decoupled; 0 with adam, sgd and momentum, which add it to the gradient",
     )
     decay_embeddings: Annotated[bool, used_when(where_not("training.optimizer.weight_decay", 0.0))] = Field(
-        default=True, description="whether weight decay applies to token and position embeddings, and a tied head"
+        default=True, description="apply weight decay to token and position embeddings and a tied head"
     )
     momentum: Annotated[Fraction, used_when(where("training.optimizer.name", "momentum", "muon"))] = Field(
-        default=0.9, description="of momentum and muon"
+        default=0.9, description="momentum coefficient of momentum and muon"
     )
 
     @model_validator(mode="before")
@@ -107,13 +107,13 @@ class ScheduleSpec(Section):
     warmup_steps: WholeOrZero = 0
     min_lr: Annotated[NonNegative, used_when(where_not("training.schedule.name", "constant"))] = 0.0
     step_size: Annotated[WholeOrZero, used_when(where("training.schedule.name", "step"))] = Field(
-        default=0, description="step: steps from one drop to the next"
+        default=0, description="step: number of steps between drops"
     )
     gamma: Annotated[Fraction, used_when(where("training.schedule.name", "step"))] = Field(
-        default=0.1, description="step: what each drop multiplies the rate by"
+        default=0.1, description="step: factor of each drop"
     )
     cooldown_steps: Annotated[WholeOrZero, used_when(where("training.schedule.name", "wsd"))] = Field(
-        default=0, description="wsd: the last steps, which decay; 0: a tenth of all"
+        default=0, description="wsd: number of final decay steps; 0: a tenth of all steps"
     )
 
 
@@ -121,17 +121,19 @@ class LossScaleSpec(Section):
     """Dynamic loss scaling of fp16 (arXiv:1710.03740): an overflow skips the step and halves the scale."""
 
     initial: Whole = Field(default=65536, description="a power of two")
-    window: Whole = Field(default=1000, description="steps without an overflow that double the scale")
+    window: Whole = Field(default=1000, description="steps without overflow before the scale is doubled")
     minimum: Whole = 1
-    hysteresis: Whole = Field(default=2, description="overflows that the scale survives before it is halved")
+    hysteresis: Whole = Field(default=2, description="overflows before the scale is halved")
 
 
 class EarlyStoppingSpec(Section):
     """Ends the run when the validation loss stops falling; ``patience: 0`` turns it off."""
 
-    patience: WholeOrZero = Field(default=0, description="evaluations without an improvement")
+    patience: WholeOrZero = Field(
+        default=0, description="evaluations without improvement before training stops; 0: off"
+    )
     min_delta: Annotated[NonNegative, used_when(where_not("training.early_stopping.patience", 0))] = Field(
-        default=0.0, description="what counts as an improvement of the loss"
+        default=0.0, description="minimum decrease of the loss that counts as an improvement"
     )
 
 
@@ -140,10 +142,10 @@ class AveragingSpec(Section):
 
     name: Literal["none", "ema", "checkpoints"] = "none"
     decay: Annotated[Fraction, used_when(where("training.averaging.name", "ema"))] = Field(
-        default=0.999, description="ema: what the average keeps of itself each time"
+        default=0.999, description="ema: decay of the average per update"
     )
     every: Annotated[Whole, used_when(where_not("training.averaging.name", "none"))] = Field(
-        default=1, description="steps from one time to the next"
+        default=1, description="steps between updates of the average"
     )
 
 
@@ -159,27 +161,28 @@ class TrainingSpec(Section):
     loss_scale: Annotated[LossScaleSpec, used_when(where("training.precision", "fp16"))] = LEFT_OUT
     optimizer: OptimizerSpec = LEFT_OUT
     schedule: ScheduleSpec = LEFT_OUT
-    gradient_clipping: NonNegative = Field(default=1.0, description="largest gradient norm; 0 turns clipping off")
+    gradient_clipping: NonNegative = Field(default=1.0, description="maximum gradient norm; 0: no clipping")
     gradient_clipping_by: Annotated[
         Literal["norm", "value", "adaptive"],
         used_when(where_not("training.gradient_clipping", 0.0), where("training.gradient_clipping_by", "adaptive")),
     ] = Field(
-        default="norm", description="of all gradients, of each element, or of all against what it has been (ZClip)"
+        default="norm",
+        description="norm: global norm; value: each element; adaptive: global norm against its history (ZClip)",
     )
     label_smoothing: Fraction = 0.0
     cross_entropy: Literal["auto", "whole", "chunked", "liger"] = Field(
-        default="auto", description="whether the logits of a micro-batch exist at once"
+        default="auto", description="whole: all logits of a micro-batch at once; chunked: in parts; liger: fused kernel"
     )
     early_stopping: EarlyStoppingSpec = LEFT_OUT
     averaging: AveragingSpec = LEFT_OUT
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 42
     compile: bool | Literal["auto"] = Field(
         default="auto",
-        description="torch.compile of the blocks; auto: on GPUs, but for experts, fp8 and short runs",
+        description="torch.compile of the blocks; auto: on GPUs, except with experts, fp8 and short runs",
     )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for each setting that contradicts another one."""
+        """Yield (key, message) for each setting that contradicts another one."""
         if (self.steps is None) == (self.tokens is None):
             yield "steps", "give exactly one of steps and tokens; null takes one away."
         if self.micro_batch_size != "auto" and self.global_batch_size % self.micro_batch_size:

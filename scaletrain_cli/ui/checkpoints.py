@@ -1,4 +1,4 @@
-"""Checkpoints in a table, and the line that moves while they are read."""
+"""The screens of `checkpoint`: the table of checkpoints, and the progress of verification."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TITLES = ("step", "age", "size", "ranks", "clean", "attempt", "")
 
 
 def show_entries(entries: Sequence[Entry]) -> None:
-    """Oldest first, as given; the newest that looks sound is marked."""
+    """Print a table of checkpoints in the given order; the latest without a problem is marked."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for title in _TITLES:
         table.add_column(justify="right" if title else "left", no_wrap=bool(title), overflow="fold")
@@ -31,14 +31,14 @@ def show_entries(entries: Sequence[Entry]) -> None:
         if checkpoint is not None:
             clean = "yes" if checkpoint.clean else "no"
             stated = [bytes_text(checkpoint.size_bytes), str(checkpoint.world_size), clean, str(checkpoint.attempt)]
-        note = escaped_text("newest", "bold") if sound and entry is sound[-1] else escaped_text(_unsound(entry), "red")
+        note = escaped_text("latest", "bold") if sound and entry is sound[-1] else escaped_text(_unsound(entry), "red")
         age = seconds_text(max(0, round(time.time() - entry.written)))
         table.add_row(str(entry.step), age, *stated, note)
     show(stdout_console(), table)
 
 
 def entry_json(entry: Entry) -> dict[str, Any]:
-    """The same for programs."""
+    """Return the same as a JSON object."""
     checkpoint = entry.checkpoint
     return {
         "name": entry.path.name,
@@ -53,7 +53,7 @@ def entry_json(entry: Entry) -> dict[str, Any]:
 
 
 class VerifyingLine:
-    """A context with one line on stderr that shows how much has been read; nothing where nobody watches."""
+    """A context manager with a progress line on stderr; it is off if stderr is not a terminal."""
 
     def __init__(self, total_bytes: int) -> None:
         console = stderr_console()
@@ -79,15 +79,15 @@ class VerifyingLine:
         self._progress.stop()
 
     def begin(self, name: str) -> None:
-        """The checkpoint that is read now."""
+        """Show the checkpoint that is being read."""
         self._progress.update(self._task, description=name)
 
     def advance(self, name: str, size: int) -> None:
-        """A file has been read."""
+        """Add the size of a file that has been read."""
         self._read += size
         amount = f"{bytes_text(self._read)} of {bytes_text(self._total)}"
         self._progress.update(self._task, completed=self._read, amount=amount)
 
 
 def _unsound(entry: Entry) -> str:
-    return entry.problem and f"unsound: {entry.problem}"
+    return entry.problem and f"invalid: {entry.problem}"

@@ -1,4 +1,4 @@
-"""A cluster for people, in one table of parts: GPUs, nodes, quota, queue. The same columns for every scheduler."""
+"""The screen of `status --cluster`: GPUs, nodes, quota and queue, in the same columns for every scheduler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATES = {"running": "bold cyan", "queued": "cyan"}
 
 
 def show_cluster(view: ClusterView, now: float | None = None) -> None:
-    """The view on stdout."""
+    """Print the cluster to stdout."""
     console, now = stdout_console(), now or time.time()
     nodes = ", ".join(f"{row.count} {plain(row.state)}" for row in view.nodes)
     line(console, Text.assemble((plain(view.cluster or view.scheduler), "bold"), f"  {view.scheduler}  nodes: {nodes}"))
@@ -25,8 +25,8 @@ def show_cluster(view: ClusterView, now: float | None = None) -> None:
         parts += ["", _quotas(view.quotas)]
     parts += ["", _queue(view, now)] if view.queue else []
     show(console, Group(*parts))
-    others = f"{view.others_running} running and {view.others_queued} queued of others"
-    mine = "" if view.queue else "no job of yours; "
+    others = f"{view.others_running} running and {view.others_queued} queued jobs of other users"
+    mine = "" if view.queue else "no jobs of yours; "
     for note in (
         f"{mine}{others}" if view.has_other_users else mine.removesuffix("; "),
         *view.notes,
@@ -36,7 +36,7 @@ def show_cluster(view: ClusterView, now: float | None = None) -> None:
 
 
 def _gpus(view: ClusterView) -> Table:
-    table = _table("GPUs", "free", "used", "out of order", "total", "nodes", "wholly free")
+    table = _table("GPUs", "free", "used", "unavailable", "total", "nodes", "idle nodes")
     for row in view.gpus:
         figures = (row.used, row.out_of_order, row.total, row.nodes, row.free_nodes)
         free = Text(str(row.free), "bold green" if row.free else "yellow")

@@ -1,4 +1,7 @@
-"""The talk: short notes and useful commands, on stderr."""
+"""The two consoles: stdout for results, stderr for notes, warnings and suggested commands.
+
+Text from users and machines is shown literally, never as markup.
+"""
 
 from __future__ import annotations
 
@@ -11,46 +14,43 @@ from rich.text import Text
 
 from scaletrain_cli.text import visible
 
-# The two consoles, stdout for the answer and stderr for the talk; text of others shown as text, never as markup.
-
-
-_WIDEST = 120  # further apart than this, the eye loses the line
+_WIDEST = 120  # wider tables are hard to read
 _PIPED = 100
-_ASCII = str.maketrans("×→·•–≤", "x>-*-<") | {ord("µ"): "u"}  # each of one column, so that tables stay straight
+_ASCII = str.maketrans("×→·•–≤", "x>-*-<") | {ord("µ"): "u"}  # each one column wide, so that tables stay aligned
 
 
 def stdout_console() -> Console:
-    """Stdout."""
+    """Return the console of stdout, for results."""
     return _console(sys.stdout)
 
 
 def stderr_console() -> Console:
-    """Stderr."""
+    """Return the console of stderr, for notes and questions."""
     return _console(sys.stderr)
 
 
 def plain(text: str) -> str:
-    """``text`` without anything that a terminal obeys; line ends and escapes become visible."""
+    """Return ``text`` with control characters escaped, including line ends."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def document(text: str) -> str:
-    """Return a document for stdout: for a file or a pipe as it is, for a terminal as visible()."""
+    """Return a document for stdout: unchanged for a file or pipe, escaped by visible() for a terminal."""
     return visible(text) if sys.stdout.isatty() else text
 
 
 def escaped_text(text: str, style: str = "") -> Text:
-    """Text of a user or a machine, for any rich renderable."""
+    """Return text from a user or a machine as rich text, with control characters escaped."""
     return Text(plain(text), style=style)
 
 
 def line(console: Console, text: str | Text, style: str = "") -> None:
-    """One line that is never wrapped by us, so that a path or an id in it can be copied."""
+    """Print one line without wrapping, so that paths and ids in it can be copied."""
     console.print(escaped_text(text, style) if isinstance(text, str) else text, soft_wrap=True)
 
 
 def show(console: Console, renderable: RenderableType) -> None:
-    """A table or the like, without the blanks that rich leaves at the ends of lines."""
+    """Print a rich renderable without trailing blanks."""
     with console.capture() as capture:
         console.print(renderable)
     text = capture.get() if speaks_unicode(console) else capture.get().translate(_ASCII)
@@ -59,7 +59,7 @@ def show(console: Console, renderable: RenderableType) -> None:
 
 
 def speaks_unicode(console: Console) -> bool:
-    """Whether the stream can show block characters."""
+    """Return True if the stream can encode block characters."""
     return console.encoding.lower().startswith("utf")
 
 
@@ -73,17 +73,17 @@ def _console(stream: TextIO) -> Console:
 
 
 def say(text: str) -> None:
-    """One line of information."""
+    """Print a note to stderr."""
     line(stderr_console(), text)
 
 
 def warn(text: str) -> None:
-    """One line about something that may matter."""
+    """Print a warning to stderr."""
     line(stderr_console(), Text.assemble(("warning: ", "bold yellow"), plain(text)))
 
 
 def suggest(commands: Mapping[str, str]) -> None:
-    """Commands that come next, by what they are for."""
+    """Print suggested commands with their purposes to stderr."""
     console = stderr_console()
     width = max(map(len, commands.values()))
     for purpose, command in commands.items():

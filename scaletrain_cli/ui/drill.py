@@ -1,4 +1,4 @@
-"""What became of the runs that were hurt, in a table and for programs."""
+"""The screen of `drill`: a row per fault, and the JSON answer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from scaletrain_cli.launch.drill import Course, DrillResult
 from scaletrain_cli.text import seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, show, stdout_console
 
-_TITLES = ("drill", "survived", "attempts", "steps lost", "time lost", "the same run")
+_TITLES = ("drill", "survived", "attempts", "steps lost", "time lost", "matches undisturbed run")
 
 
 def show_verdicts(verdicts: Sequence[DrillResult]) -> None:
-    """A row each, and below the table what is wrong with those that did not survive."""
+    """Print a row per drill to stdout, and below the table the failures."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for title in _TITLES:
-        table.add_column(justify="right" if title in _TITLES[2:5] else "left", no_wrap=title != "the same run")
+        table.add_column(
+            justify="right" if title in _TITLES[2:5] else "left", no_wrap=title != "matches undisturbed run"
+        )
     table.add_row(*(Text(title, "dim") for title in _TITLES))
     for verdict in verdicts:
         table.add_row(
@@ -38,7 +40,7 @@ def show_verdicts(verdicts: Sequence[DrillResult]) -> None:
 
 
 def verdicts_json(folder: Path, undisturbed: Course, verdicts: Sequence[DrillResult]) -> dict[str, Any]:
-    """The stable JSON object."""
+    """Return the JSON answer (scaletrain.drill/v1)."""
     return {
         "schema": "scaletrain.drill/v1",
         "folder": str(folder),

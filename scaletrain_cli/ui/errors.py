@@ -1,4 +1,4 @@
-"""The error panel: what went wrong, each problem with its place, and what to do. On stderr."""
+"""Error messages on stderr: the error, each problem with its location, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One event of events.jsonl in a sentence, for `scaletrain events` and for the terminal of `scaletrain train`."""
+"""Events of events.jsonl as text, for `scaletrain events` and `scaletrain train`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from scaletrain_cli.text import bytes_text, seconds_text
+from scaletrain_cli.text import bytes_text, counted, seconds_text
 from scaletrain_cli.ui.console import line, plain, stdout_console
 
 Event = Mapping[str, Any]
@@ -21,7 +21,7 @@ def event_line(event: Event, *, with_date: bool = False) -> Text:
     form = "%Y-%m-%d %H:%M:%S" if with_date else "%H:%M:%S"
     try:
         when = time.strftime(form, time.localtime(float(moment)))
-    except (TypeError, ValueError, OverflowError, OSError):  # no time, or none that a calendar has
+    except (TypeError, ValueError, OverflowError, OSError):  # missing or invalid time
         when = "no time"
     name = plain(str(event.get("event", "")))
     return Text.assemble((when, "dim"), f"  {name:<14}", (f"  {plain(event_sentence(event))}", "dim"))
@@ -35,7 +35,7 @@ def show_events(events: Iterable[Event]) -> None:
 
 
 def event_sentence(event: Event) -> str:
-    """Return what happened, in words; of an event or a form of it that is not known here, its fields."""
+    """Return the text of an event; for an unknown event or form, its fields."""
     sentence = _SENTENCES.get(str(event.get("event")))
     try:
         return sentence(event) if sentence is not None else _fields(event)
@@ -58,10 +58,6 @@ def _value(value: Any) -> str:
     return str(value)
 
 
-def _steps(count: int) -> str:
-    return f"{count} step" if count == 1 else f"{count} steps"
-
-
 def _submitted(event: Event) -> str:
     code = event.get("code")
     return f"job {event['job_id']} on {event['scheduler']}" + (f", with the code {code}" if code else "")
@@ -69,8 +65,8 @@ def _submitted(event: Event) -> str:
 
 def _resumed(event: Event) -> str:
     lost, passed = event.get("lost_steps", 0), event.get("passed_over") or ()
-    text = f"from step {event['step']}" + (f"; {_steps(lost)} to train again" if lost else "; no step is lost")
-    return text + (f"; checkpoints that cannot be used: {'; '.join(map(str, passed))}" if passed else "")
+    text = f"from step {event['step']}" + (f"; {counted(lost, 'step')} to repeat" if lost else "; no steps lost")
+    return text + (f"; checkpoints skipped: {'; '.join(map(str, passed))}" if passed else "")
 
 
 def _checkpoint(event: Event) -> str:
@@ -79,7 +75,7 @@ def _checkpoint(event: Event) -> str:
 
 
 def _first_loss(event: Event) -> str:
-    fresh = "as a fresh model's should be" if event["plausible"] else "not what a fresh model's should be"
+    fresh = "plausible for an untrained model" if event["plausible"] else "implausible for an untrained model"
     return f"{event['loss']:.4f}, {fresh} (ln of the vocabulary size is {event['ln_vocab_size']:.4f})"
 
 
@@ -90,7 +86,7 @@ def _measured(event: Event) -> str:
 def _left(event: Event) -> str:
     step = f"at step {event['step']}"
     if "saved_step" in event:
-        return f"{step}; the newest checkpoint is of step {event['saved_step']}: {event.get('why', 'no time to save')}"
+        return f"{step}; latest checkpoint at step {event['saved_step']}: {event.get('why', 'no time to save')}"
     return f"{step}, state saved"
 
 
@@ -100,7 +96,7 @@ def _finished(event: Event) -> str:
 
 def _attempt_ended(event: Event) -> str:
     message = f": {event['message']}" if event.get("message") else ""
-    then = "another attempt follows" if event.get("requeue") else "no attempt follows"
+    then = "the run is requeued" if event.get("requeue") else "the run is not requeued"
     why = f" ({event['why']})" if event.get("why") else ""
     return (
         f"attempt {event['attempt']} ended with exit code {event['exit_code']}, {event['reason']}{message}; {then}{why}"
@@ -109,7 +105,7 @@ def _attempt_ended(event: Event) -> str:
 
 def _rolled_back(event: Event) -> str:
     first, last = event["skip"]
-    left_out = f"the batches of steps {first} to {last} are left out"
+    left_out = f"batches {first} to {last} are skipped"
     return f"from step {event['from_step']} to step {event['to_step']}; {left_out}"
 
 
@@ -119,7 +115,7 @@ def _spike(event: Event) -> str:
 
 def _stragglers(event: Event) -> str:
     if event.get("rank") is None:
-        return "no rank is slower than the others any more"
+        return "no rank is slower than the others"
     return f"rank {event['rank']} is slower than the others"
 
 
@@ -128,7 +124,7 @@ def _hang(event: Event) -> str:
 
 
 def _node_agent_stopped(event: Event) -> str:
-    then = "does not stay continued; its ranks save and leave" if event["ends"] else "was continued by its ranks"
+    then = "stopped again; its ranks save and exit" if event["ends"] else "was continued by its ranks"
     return f"the agent of node {event['node']} was stopped by a signal for {event['seconds']} s and {then}"
 
 
@@ -137,9 +133,9 @@ def _signal(event: Event) -> str:
 
 
 def _nodes_excluded(event: Event) -> str:
-    text = f"the job keeps away from {', '.join(event['nodes'])}" if event["nodes"] else "no node is excluded"
+    text = f"the job excludes {', '.join(event['nodes'])}" if event["nodes"] else "no nodes are excluded"
     spared = event.get("spared")
-    return text + (f"; too few others are left to exclude {', '.join(spared)}" if spared else "")
+    return text + (f"; too few other nodes to exclude {', '.join(spared)}" if spared else "")
 
 
 _SENTENCES: dict[str, Callable[[Event], str]] = {
@@ -162,8 +158,8 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "tracker-off": lambda event: str(event["message"]),
     "tracker-on": lambda event: str(event["message"]),
     "wandb-off": lambda event: f"Weights & Biases is off, the run goes on without: {event['message']}",
-    "cancelled": lambda event: "told to stop for good",
-    "stopped": lambda event: f"no attempt follows: {event['why']} (exit code {event['exit_code']})",
-    "from-scratch": lambda event: "training begins again at step 0; no checkpoint is used",
-    "pods-force-deleted": lambda event: f"removed the pods {', '.join(event['pods'])} of dead nodes",
+    "cancelled": lambda event: "canceled by the user",
+    "stopped": lambda event: f"not requeued: {event['why']} (exit code {event['exit_code']})",
+    "from-scratch": lambda event: "training restarts at step 0 without a checkpoint",
+    "pods-force-deleted": lambda event: f"force-deleted the pods {', '.join(event['pods'])} of unreachable nodes",
 }

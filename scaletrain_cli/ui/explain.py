@@ -1,4 +1,4 @@
-"""Why a run is where it is, for people: the headline, the evidence for it, what to do."""
+"""The screen of `explain`: for each finding the headline, the evidence, and what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scaletrain_cli.ui.status import STYLES
 
 
 def show_explanation(explanation: Explanation) -> None:
-    """On stdout."""
+    """Print the explanation to stdout."""
     console = stdout_console()
     line(
         console,
@@ -27,7 +27,7 @@ def show_explanation(explanation: Explanation) -> None:
 
 def _finding(finding: Finding) -> Group:
     style = "bold yellow" if finding.waits_for_ever else "bold"
-    for_ever = " No patience helps: somebody has to change something." if finding.waits_for_ever else ""
+    for_ever = " Waiting will not help; the configuration must change." if finding.waits_for_ever else ""
     return Group(escaped_text(f"{finding.headline}.{for_ever}", style), *_evidence(finding), *_actions(finding))
 
 

@@ -1,7 +1,6 @@
-"""JSON on stdout, the answer of every ``--json``: one document for a command line, UTF-8, and never NaN.
+"""The answer of ``--json``: one JSON document per command line, UTF-8, without NaN.
 
-A verb hands its answer to ``print_json``. It is written once, when the command is over, inside the envelope that says
-whether the command succeeded (docs/json.md).
+A verb passes its answer to ``print_json``. It is written when the command ends, inside the envelope of docs/json.md.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ _form = _INDENTED
 
 
 def print_json(answer: Mapping[str, Any]) -> None:
-    """Make ``answer`` the answer of this command line; its keys stand beside those of the envelope."""
+    """Set the answer of this command line; its keys are added to those of the envelope."""
     _answer.clear()
     _answer.update(answer)
 
 
 def forget_answer() -> None:
-    """Begin a command line without an answer."""
+    """Clear the answer before a command line runs."""
     global _form
     _answer.clear()
     _form = _INDENTED
 
 
 def envelope_text(schema: str, error: ScaletrainError | None) -> str:
-    """Return the envelope with the answer, and with ``error`` where there is one. Raises ValueError for NaN."""
+    """Return the envelope with the answer and, if any, the error. Raises ValueError for NaN."""
     head: dict[str, Any] = {"schema": _answer.get("schema", schema), "ok": error is None}
     if error is not None:
         head["error"] = error.to_json()

@@ -1,4 +1,4 @@
-"""What moves: the progress of a run in one line at the bottom of the terminal. Where nobody watches, nothing moves."""
+"""The live status line of a run on stderr; it is off if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scaletrain_cli.ui.status import measures_text
 
 
 class StatusLine:
-    """A context in which ``update`` redraws the line and ``note`` prints a lasting one above it. On stderr."""
+    """A context manager: ``update`` redraws the line, ``note_event`` prints a permanent line above it."""
 
     def __init__(self) -> None:
         self._console = stderr_console()
@@ -41,14 +41,14 @@ class StatusLine:
         self._progress.stop()
 
     def update(self, status: RunStatus) -> None:
-        """Show where the run stands now."""
+        """Show the state and progress of the run."""
         state = f"{status.state} {status.step}/{status.total_steps}"
         self.show(state, status.step, status.total_steps, measures_text(status))
 
     def show(self, state: str, done: int, total: int, measures: str) -> None:
-        """Show any count of things that are done, of so many."""
+        """Show ``done`` of ``total`` items."""
         self._progress.update(self._task, completed=done, total=total or None, state=state, measures=measures)
 
     def note_event(self, event: Mapping[str, Any]) -> None:
-        """Print a line that stays: one event of the run, in words."""
+        """Print one event of the run above the status line."""
         line(self._console, event_line(event))

@@ -1,4 +1,4 @@
-"""What a preflight has found: a row for each rank, then whatever stood out."""
+"""The screen of `preflight`: a row per rank, then the anomalies."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.launch.preflight import Preflight
-from scaletrain_cli.text import bytes_text, seconds_text
+from scaletrain_cli.text import bytes_text, counted, seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, show, stdout_console
 
 _MOST_ROWS = 64
 
 
 def show_preflight(found: Preflight) -> None:
-    """On stdout."""
+    """Print the result to stdout."""
     console = stdout_console()
     if found.ranks:
         show(console, _ranks(found.ranks[:_MOST_ROWS]))
         if len(found.ranks) > _MOST_ROWS:
-            line(console, f"and {len(found.ranks) - _MOST_ROWS} more; --json has them all", "dim")
+            line(console, f"{counted(len(found.ranks) - _MOST_ROWS, 'more rank')}; --json lists all", "dim")
     if found.all_reduce_seconds is not None:
         planned = found.all_reduce_planned_seconds
-        beside = f", the plan counts {seconds_text(planned)}" if planned else ""
+        beside = f", planned {seconds_text(planned)}" if planned else ""
         line(console, f"all-reduce over all ranks: {seconds_text(found.all_reduce_seconds)}{beside}")
     for node in found.nodes:
         for problem in node["problems"]:
@@ -37,14 +37,18 @@ def show_preflight(found: Preflight) -> None:
     if found.exit_code == 0 and not found.ranks:
         line(
             console,
-            "nothing keeps this plan off the nodes; the figures are on the pods' volume, not seen here",
+            "the nodes match the plan; the measurements are on the pods' volume, which is not visible here",
             "green",
         )
     elif found.exit_code == 0:
-        line(console, f"nodes {len(found.nodes)}, ranks {len(found.ranks)}: nothing keeps this plan off them", "green")
+        line(
+            console,
+            f"{counted(len(found.nodes), 'node')}, {counted(len(found.ranks), 'rank')}: the nodes match the plan",
+            "green",
+        )
     else:
         line(console, found.why, "bold red")
-        line(console, f"the run directory is left in {found.folder}", "dim")
+        line(console, f"the run directory is kept in {found.folder}", "dim")
 
 
 def _ranks(ranks: tuple[dict[str, Any], ...]) -> Table:

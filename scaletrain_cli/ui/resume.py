@@ -1,4 +1,4 @@
-"""What resuming a run means: why it ended, what it goes on from, what is lost, and on what it goes on."""
+"""The screen of `resume`: why the run ended, the checkpoint, the steps lost, and the new layout."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from scaletrain_cli.launch.replan import Resize
 from scaletrain_cli.launch.resume import ResumeReport
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.text import bytes_text, seconds_text, whole_text
+from scaletrain_cli.text import bytes_text, counted, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, show, stderr_console
 
 
 def show_resume(run_id: str, report: ResumeReport) -> None:
-    """The report, on stderr."""
+    """Print the report to stderr."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("run", escaped_text(run_id, "bold"))
     table.add_row("state" if report.active else "ended", escaped_text(str(report.why_ended)))
-    if report.finished or report.active:  # it will not be resumed, so nothing goes on or is lost
+    if report.finished or report.active:  # not resumed: no checkpoint to show
         show(stderr_console(), table)
         return
-    table.add_row("goes on", escaped_text(_from(report)))
+    table.add_row("resumes", escaped_text(_from(report)))
     if report.checkpoint or report.had_checkpoint:
         table.add_row("lost", escaped_text(_lost(report), "yellow" if report.steps_lost else ""))
     for problem in report.passed_over:
@@ -35,11 +35,9 @@ def show_resume(run_id: str, report: ResumeReport) -> None:
 
 
 def show_resize(resize: Resize) -> None:
-    """The layout that it had beside the one that it gets, on stderr."""
+    """Print the old and the new layout side by side to stderr."""
     if not resize.changes:
-        show(
-            stderr_console(), escaped_text("these are the settings that the run has; its layout stays as it is", "dim")
-        )
+        show(stderr_console(), escaped_text("these settings are already in effect; the layout is unchanged", "dim"))
         return
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -57,7 +55,7 @@ def show_resize(resize: Resize) -> None:
 
 
 def resume_json(run: RunDir, report: ResumeReport, resize: Resize | None) -> dict[str, Any]:
-    """The same for programs."""
+    """Return the same as a JSON object."""
     return {
         "run_id": run.run_id,
         "run_dir": str(run.path),
@@ -116,7 +114,7 @@ def _from(report: ResumeReport) -> str:
     checkpoint = report.checkpoint
     if report.unseen:
         reached = f"; its pods had printed step {report.job.progress['step']:.0f}" if report.job.progress else ""
-        return f"from the newest valid checkpoint on the pods' volume, which is not seen here{reached}"
+        return f"from the latest valid checkpoint on the pods' volume, which is not visible here{reached}"
     if checkpoint is None:
         return "from the start; there is no valid checkpoint"
     return f"after step {checkpoint.step}, from {checkpoint.path} ({bytes_text(checkpoint.size_bytes)}, verified)"
@@ -125,5 +123,5 @@ def _from(report: ResumeReport) -> str:
 def _lost(report: ResumeReport) -> str:
     if not report.steps_lost:
         return "nothing"
-    steps = f"{report.steps_lost} step{'s' if report.steps_lost > 1 else ''}"
-    return f"{steps}, up to step {report.last_step_logged}, will be trained again"
+    steps = counted(report.steps_lost, "step")
+    return f"{steps}, up to step {report.last_step_logged}, will be repeated"

@@ -1,4 +1,4 @@
-"""What `validate` understood, in a few lines that a person can compare with what they meant."""
+"""The screen of `validate`: the resolved settings in a few lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console
 
 
 def show_summary(spec: RunSpec, file: str) -> None:
-    """``OK`` and the spec in words."""
+    """Print ``OK`` and a summary of the spec to stdout."""
     console = stdout_console()
     console.print(Text.assemble(("OK ", "bold green"), (plain(file), "bold")), soft_wrap=True)
     table = Table.grid(padding=(0, 2))
@@ -75,14 +75,14 @@ def training_text(spec: RunSpec) -> str:
 
 
 def layout_text(spec: RunSpec) -> str:
-    """What is pinned; the rest is the planner's choice."""
+    """Return the pinned keys of the layout."""
     usual = type(spec.layout)()
     pinned = [
         f"{name} {value}"
         for name, value in ((name, getattr(spec.layout, name)) for name in type(spec.layout).model_fields)
         if value != getattr(usual, name)
     ]
-    return f"{', '.join(pinned)}; the rest is the planner's choice" if pinned else "the planner's choice"
+    return f"{', '.join(pinned)}; the planner chooses the rest" if pinned else "chosen by the planner"
 
 
 def cluster_text(spec: RunSpec) -> str:

@@ -1,4 +1,4 @@
-"""One run for people: where it stands, what it measured last, and how each attempt ended."""
+"""The screens of `status`: one run with its attempts, or the runs of a sweep."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STYLES = {
 
 
 def show_status(status: RunStatus, attempts: Sequence[AttemptRecord], now: float | None = None) -> None:
-    """The status on stdout."""
+    """Print the status of a run to stdout."""
     console = stdout_console()
     share = f" ({percent_text(status.step / status.total_steps)})" if status.total_steps else ""
     headline = Text.assemble(
@@ -94,12 +94,12 @@ def memory_text(measured: Measured) -> str:
     )
 
 
-# By the names of the JSON object; an attempt's set-up is that of its first start as well, which restores nothing.
+# Labels of keys of the JSON object; "restore" includes the set-up of the first attempt.
 _PARTS = {"restore": "set-up", "lost_work": "lost work"}
 
 
 def goodput_text(goodput: Goodput) -> str:
-    """``93.1 % of 2 h 3 min; set-up 3.2 %, lost work 2.1 %``: what took most of the rest first, crumbs left out."""
+    """``93.1 % of 2 h 3 min; set-up 3.2 %, lost work 2.1 %``: largest first, without shares under 0.05 %."""
     rest = {_PARTS.get(name, name): seconds for name, seconds in vars(goodput).items() if name != "productive"}
     shares = {name: seconds / goodput.wall for name, seconds in rest.items() if goodput.wall > 0}
     named = [name for name in sorted(shares, key=lambda name: -shares[name]) if shares[name] >= 0.0005]
@@ -137,14 +137,14 @@ def _attempts(attempts: Sequence[AttemptRecord], now: float) -> Table:
 
 
 def show_sweep(status_of_all: SweepStatus) -> None:
-    """How each of its runs stands, on stdout."""
+    """Print the state of each run of a sweep to stdout."""
     console, sweep, members = stdout_console(), status_of_all.sweep, status_of_all.members
     gone = sweep.points - len(members)
-    missing = f"; {gone} of the {sweep.points} are not here any more" if gone > 0 else ""
+    missing = f"; {gone} of {sweep.points} deleted" if gone > 0 else ""
     counted = f"  {len(members)} runs: {status_of_all.states_in_words}{missing}"
     line(console, Text.assemble((plain(sweep.name), "bold"), counted))
     table = Table.grid(padding=(0, 2, 0, 0))
-    titles = ("  run", "state", "step", "job", "what it measured last, or why it stands so")
+    titles = ("  run", "state", "step", "job", "last measurements, or reason")
     for title in titles:
         justify: Literal["left", "right"] = "right" if title == "step" else "left"
         table.add_column(justify=justify, no_wrap=title != titles[-1], overflow="fold")

@@ -1,4 +1,4 @@
-"""What is about to be queued, in one block before the question: the job, its cost, its start, and what changed."""
+"""The summary before a submission is confirmed: the job, its cost, its expected start, and what changed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ from scaletrain_cli.launch.backends.base import Start, SubmissionSummary
 from scaletrain_cli.launch.sweep import Point
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import ClusterSpec, RunSpec
-from scaletrain_cli.text import dollars_text, seconds_text, whole_text
+from scaletrain_cli.text import counted, dollars_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, stderr_console
 from scaletrain_cli.ui.plan import headline, summary_rows, warning_rows
 from scaletrain_cli.ui.tables import Row, labelled
 
-# What a probe of the nodes found, in one line.
-
 
 def show_probe(nodes: Sequence[NodeFacts]) -> None:
-    """Say the least that every node has, and the versions, which are the same on all."""
+    """Print the minimum over the nodes of each resource, and the package versions."""
     least = min(nodes, key=lambda node: node.free_bytes)
     names = ", ".join(node.hostname for node in nodes[:4]) + (", ..." if len(nodes) > 4 else "")
     each = [
@@ -44,37 +42,37 @@ def show_probe(nodes: Sequence[NodeFacts]) -> None:
     )
 
 
-_NOW_SECONDS = 90.0  # within this, a start is no wait; schedulers look every half minute
+_NOW_SECONDS = 90.0  # schedulers run about every 30 s
 _MOST_LINES, _LONGEST_LINE = 20, 100
 
 
 def show_before_submission(prospect: SubmissionSummary, run_id: str | None) -> None:
-    """The plan in short, and the job; on stderr."""
+    """Print the plan summary and the job to stderr."""
     spec, plan = prospect.spec, prospect.plan
     rows = [*summary_rows(spec, plan), *job_rows(prospect, run_id), *warning_rows(plan)]
     show(stderr_console(), Group(headline(spec, plan), labelled(rows)))
 
 
 def show_before_resuming(prospect: SubmissionSummary, changed: Sequence[str] | None) -> None:
-    """The job, and how it differs from the one before; on stderr."""
+    """Print the job and its differences from the last submission to stderr."""
     show(stderr_console(), labelled([*job_rows(prospect), *change_rows(changed)]))
 
 
 def show_changes(changed: Sequence[str] | None) -> None:
-    """How what would be sent differs from what was; on stderr."""
+    """Print the differences from the last submission to stderr."""
     if changed is not None:
         show(stderr_console(), labelled(change_rows(changed)))
 
 
 def show_start(start: Start) -> None:
-    """The start alone, on stderr."""
+    """Print the expected start to stderr."""
     show(stderr_console(), labelled([("Start", start_view(start))]))
 
 
 def job_rows(prospect: SubmissionSummary, run_id: str | None = None) -> list[Row]:
-    """Job, Cost and Start."""
+    """Return the rows Job, Code, Cost and Start."""
     cluster = prospect.spec.cluster
-    sent = f"sent as {cluster.traits.rendered_as}; --dry-run prints it whole"
+    sent = f"submitted as {cluster.traits.rendered_as}; --dry-run prints it"
     named = f"{run_id}: " if run_id is not None else ""
     return [
         ("Job", Group(escaped_text(f"{named}{size_text(cluster)} {cluster.place}"), escaped_text(sent, "dim"))),
@@ -85,12 +83,12 @@ def job_rows(prospect: SubmissionSummary, run_id: str | None = None) -> list[Row
 
 
 def sweep_rows(points: Sequence[tuple[RunSpec, RunPlan]], start: Start, at_once: int) -> list[Row]:
-    """Jobs, Cost and Start of runs that are queued together, ``at_once`` of which may run at a time."""
+    """Return the rows Jobs, Cost and Start of a sweep of which ``at_once`` runs may run concurrently."""
     cluster = points[0][0].cluster
     sizes = list(dict.fromkeys(size_text(spec.cluster) for spec, _ in points))
     each = f"{sizes[0]} each" if len(sizes) == 1 else f"from {sizes[0]} to {sizes[-1]}"
     pace = "all at once" if at_once == len(points) else f"{at_once} at a time"
-    first = "" if at_once == len(points) else " (of the first; the others follow as these end)"
+    first = "" if at_once == len(points) else " (first runs; the others start as these end)"
     return [
         ("Jobs", escaped_text(f"{len(points)} runs, {pace}, {each} {cluster.place}")),
         ("Cost", escaped_text(_cost_of_all(points, start, at_once))),
@@ -106,22 +104,24 @@ def _cost_of_all(points: Sequence[tuple[RunSpec, RunPlan]], start: Start, at_onc
         return next(plan.cost.price_source for _, plan in points if plan.cost.price_per_gpu_hour is None)
     rate = f"{dollars_text(sum(hourly[:at_once]))} per hour"
     if len(whole) < len(points):
-        return f"without end, interruptions come faster than some of them can load; {rate}"
-    return f"{dollars_text(sum(whole))} expected for all of them, {rate}"
+        return f"some runs never finish: interruptions arrive faster than a restart takes; {rate}"
+    return f"{dollars_text(sum(whole))} expected in total, {rate}"
 
 
 def change_rows(changed: Sequence[str] | None) -> list[Row]:
-    """How what is sent differs from what the scheduler got last; no row where it got nothing yet."""
+    """Return the row of differences from the last submission; no row if there was none."""
     if changed is None:
         return []
     if not changed:
-        return [("Changed", escaped_text("nothing: what is sent is what was sent last"))]
-    lines = [escaped_text("what is sent differs from what was sent last:")]
+        return [("Changed", escaped_text("none (identical to the last submission)"))]
+    lines = [escaped_text("differences from the last submission:")]
     for line in changed[:_MOST_LINES]:
         short = line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}..."
         lines.append(escaped_text(short, "green" if line.startswith("+") else "red"))
     if len(changed) > _MOST_LINES:
-        lines.append(escaped_text(f"and {len(changed) - _MOST_LINES} lines more; --dry-run prints the whole", "dim"))
+        lines.append(
+            escaped_text(f"{counted(len(changed) - _MOST_LINES, 'more line')}; --dry-run prints the whole job", "dim")
+        )
     return [("Changed", Group(*lines))]
 
 
@@ -136,28 +136,28 @@ def size_text(cluster: ClusterSpec) -> str:
 
 
 def cost_text(prospect: SubmissionSummary) -> str:
-    """What the rest of the run is expected to cost, and an hour of it."""
+    """Return the expected cost of the remaining steps, and the cost per hour."""
     cost, hourly = prospect.plan.cost, prospect.usd_per_hour
     if hourly is None or cost.price_per_gpu_hour is None:
         return cost.price_source
-    price = f"{dollars_text(cost.price_per_gpu_hour)} per GPU and hour: {cost.price_source}"
+    price = f"{dollars_text(cost.price_per_gpu_hour)} per GPU-hour: {cost.price_source}"
     rates = f"{dollars_text(hourly)} per hour ({price})"
     if prospect.expected_usd is None:
-        return f"without end, interruptions come faster than it can load; {rates}"
-    steps = f" for the {whole_text(prospect.steps_left)} steps that are left" if prospect.step else " for the whole run"
+        return f"never finishes: interruptions arrive faster than a restart takes; {rates}"
+    steps = f" for the remaining {counted(prospect.steps_left, 'step')}" if prospect.step else " for the whole run"
     return f"{dollars_text(prospect.expected_usd)} expected{steps}, {rates}"
 
 
 def start_view(start: Start, now: float | None = None) -> Text:
-    """``now``, ``14:30 today, in 2 h`` or ``not known``, and who says so."""
+    """Return the expected start and its source: ``now``, ``today 14:30, in 2 h`` or ``unknown``."""
     when = start_text(start, time.time() if now is None else now)
     return Text.assemble((when, "bold" if start.at is not None else "bold yellow"), f": {plain(start.why)}")
 
 
 def start_text(start: Start, now: float) -> str:
-    """The time alone."""
+    """Return the expected start: ``now``, ``today 14:30, in 2 h`` or ``unknown``."""
     if start.at is None:
-        return "not known"
+        return "unknown"
     if start.at - now < _NOW_SECONDS:
         return "now"
     days = _day(start.at) - _day(now)
@@ -172,7 +172,7 @@ def _day(moment: float) -> int:
 
 
 def show_points(points: Sequence[Point], start: Start, at_once: int) -> None:
-    """On stderr: it is about to be asked for. ``start`` is that of the first ones."""
+    """Print the points of a sweep to stderr before confirmation. ``start`` is that of the first runs."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for title in ("point", "step", "to train", "cost"):
         table.add_column(justify="left" if title == "point" else "right", no_wrap=title != "point", overflow="fold")

@@ -1,4 +1,4 @@
-"""All runs in a table, one line each."""
+"""Tables: runs, excluded nodes, checks, and rows with labels."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ from scaletrain_cli.text import seconds_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
 from scaletrain_cli.ui.status import STYLES
 
-# Rows of a label and what it is about: the form of every plan and of every question.
-
-
 LABEL_WIDTH = 11
 Row = tuple[str, RenderableType]
 
 
 def labelled(rows: Iterable[Row]) -> Table:
-    """Labels in a column of their own; text folds within the other."""
+    """Return a table with a column of labels and a column of wrapped text."""
     table = Table.grid(padding=(0, 0, 0, 0), expand=False)
     table.add_column(width=LABEL_WIDTH, style="bold")
     table.add_column(ratio=1, overflow="fold")
@@ -35,14 +32,11 @@ def labelled(rows: Iterable[Row]) -> Table:
     return table
 
 
-# A list of checks, one line each, with what to do under those that are not well.
-
-
 _MARKS = {"ok": ("ok  ", "green"), "warn": ("WARN", "bold yellow"), "none": ("-   ", "dim")}
 
 
 def show_checks(rows: Iterable[tuple[str, str, str, str]]) -> None:
-    """Rows of (name, state, found, advice), each printed as soon as it is known."""
+    """Print rows of (name, state, found, advice) to stdout as they arrive."""
     console = stdout_console()
     for name, state, found, advice in rows:
         line(console, Text.assemble(_MARKS[state], f"  {plain(name):<11}  ", plain(found)))
@@ -50,14 +44,11 @@ def show_checks(rows: Iterable[tuple[str, str, str, str]]) -> None:
             show(console, Padding(Text(plain(advice), "yellow" if state == "warn" else "dim"), (0, 0, 0, 19)))
 
 
-# Nodes that runs keep away from in a table, one line each.
-
-
 _NODE_TITLES = ("node", "why", "since", "expires in", "run", "evidence")
 
 
 def show_nodes(nodes: Sequence[BadNode], now: float) -> None:
-    """Newest evidence first, as given."""
+    """Print a table of excluded nodes in the given order to stdout."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for title in _NODE_TITLES:
         table.add_column(no_wrap=title != "evidence", overflow="fold")
@@ -82,7 +73,7 @@ _RUN_TITLES = ("run", "state", "step", "loss", "attempts", "submitted")
 
 
 def show_runs(rows: Sequence[tuple[RunDir, RunStatus | UsageError]]) -> None:
-    """Newest first, as given. Which point of its sweep a run is stands there where one is; the sweep begins its id."""
+    """Print a table of runs in the given order; with a column for the point if one is part of a sweep."""
     of_sweeps = any(not isinstance(status, UsageError) and status.sweep is not None for _, status in rows)
     titles = (*_RUN_TITLES, "of sweep") if of_sweeps else _RUN_TITLES
     table = Table.grid(padding=(0, 2, 0, 0))

@@ -49,7 +49,7 @@ class ResolvedRun:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps, from ``training.steps`` or rounded up from ``training.tokens``."""
+        """Return the number of optimizer steps: ``training.steps``, or ``training.tokens`` rounded up."""
         training = self.spec["training"]
         if training["steps"] is not None:
             return int(training["steps"])

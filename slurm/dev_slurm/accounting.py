@@ -1,6 +1,6 @@
 """The accounting database of a dev cluster: MariaDB, slurmdbd and one account, all in the cluster's directory.
 
-Starts daemons through processes; knows nothing of what runs on the cluster.
+Starts daemons through processes.
 """
 
 from __future__ import annotations

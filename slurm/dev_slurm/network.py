@@ -1,4 +1,4 @@
-"""A network namespace per node, joined by a bridge. Needs root. Knows no Slurm and starts no daemon."""
+"""A network namespace per node, joined by a bridge. Needs root."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def names(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 
 
-def test_they_are_listed_oldest_first_with_the_newest_marked(folder: Path) -> None:
+def test_they_are_listed_oldest_first_with_the_latest_marked(folder: Path) -> None:
     (folder / "step-00000060" / "manifest.json").unlink()
     listed = scaletrain("checkpoint", "list", "r1")
     assert listed.code == 0, listed.err
@@ -40,8 +40,8 @@ def test_they_are_listed_oldest_first_with_the_newest_marked(folder: Path) -> No
     assert rows[0] == ["step", "age", "size", "ranks", "clean", "attempt"]
     assert [row[0] for row in rows[1:7]] == ["10", "20", "30", "40", "50", "60"]
     assert rows[3][-5:] == ["5.00", "kB", "2", "yes", "3"]
-    assert rows[5][-1] == "newest"
-    assert "unsound: manifest.json: missing" in " ".join(listed.out.split())
+    assert rows[5][-1] == "latest"
+    assert "invalid: manifest.json: missing" in " ".join(listed.out.split())
     found = scaletrain("checkpoint", "list", "r1", "--json").data["checkpoints"]
     assert (found[0]["step"], found[0]["bytes"], found[0]["problem"]) == (10, 5000, None)
 

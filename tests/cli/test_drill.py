@@ -34,7 +34,7 @@ def test_a_killed_rank_is_survived_and_nothing_is_left_behind() -> None:
     ended = drill("sigkill")
     assert ended.code == 0, ended.out + ended.err
     title, row = ended.out.splitlines()
-    assert title.split() == "drill survived attempts steps lost time lost the same run".split()
+    assert title.split() == "drill survived attempts steps lost time lost matches undisturbed run".split()
     assert row.split()[:3] == ["sigkill", "survived", "2"]
     assert row.endswith("to the bit, checkpoint files too") or row.endswith("to the bit")
     assert [path.name for path in runs_root().iterdir()] == ["datasets"]

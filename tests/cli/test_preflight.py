@@ -40,10 +40,10 @@ def test_a_bad_node_is_named_in_the_table_and_in_the_end(capsys: pytest.CaptureF
     assert capsys.readouterr().out.splitlines() == [
         "rank  node  device     free  TFLOP/s  links",
         "   0  n7    H100    80.0 GB      600  2.00 GB/s, 40.0 GB/s",
-        "all-reduce over all ranks: 200 ms, the plan counts 10.0 ms",
+        "all-reduce over all ranks: 200 ms, planned 10.0 ms",
         "bad   node-0000-n7: GPU 1 waits for a reset",
         "note  node-0000-n7: its clock is 40 s behind",
         "bad   rank 0 on n7: its network moves 2 GB/s",
         "attempt 1 ended with 5",
-        "the run directory is left in /runs/.preflight-1",
+        "the run directory is kept in /runs/.preflight-1",
     ]

@@ -35,7 +35,7 @@ def prospect(*overrides: str, cost: Cost | None = None, start: Start | None = No
 @pytest.mark.parametrize(
     ("at", "words"),
     [
-        (None, "not known"),
+        (None, "unknown"),
         (NOW - HOUR, "now"),
         (NOW + 60, "now"),
         (NOW + 2 * HOUR, "today 16:00, in 2 h"),
@@ -54,11 +54,11 @@ def test_a_size_counts_nodes_and_devices() -> None:
 
 def test_a_cost_is_of_what_is_left_and_by_the_hour() -> None:
     cost = Cost(3.0, "list price", 100.0, None, 1200.0)
-    told = "$1,200 expected for the whole run, $6.00 per hour ($3.00 per GPU and hour: list price)"
+    told = "$1,200 expected for the whole run, $6.00 per hour ($3.00 per GPU-hour: list price)"
     assert cost_text(prospect(cost=cost)) == told
-    assert cost_text(prospect(cost=cost, step=15)).startswith("$300 expected for the 5 steps that are left, ")
+    assert cost_text(prospect(cost=cost, step=15)).startswith("$300 expected for the remaining 5 steps, ")
     never = dataclasses.replace(cost, expected_usd=None)
-    assert cost_text(prospect(cost=never)).startswith("without end, ")
+    assert cost_text(prospect(cost=never)).startswith("never finishes: ")
     assert cost_text(prospect(cost=Cost(None, "unknown: set a price", None, None, None))) == "unknown: set a price"
 
 
@@ -68,10 +68,10 @@ def test_a_resume_shows_job_cost_start_and_what_changed(capsys: pytest.CaptureFi
     show_before_resuming(one, ["-#SBATCH --nodes=2", "+#SBATCH --nodes=4"])
     shown = [" ".join(row.split()) for row in capsys.readouterr().err.splitlines()]
     assert shown[0] == "Job 4 nodes × 8 GPUs = 32 on Slurm, partition gpu, QOS high, requeued after 24 h"
-    assert shown[1] == "sent as a batch script for sbatch; --dry-run prints it whole"
-    assert "Start not known: sbatch gave no time" in shown
+    assert shown[1] == "submitted as a batch script for sbatch; --dry-run prints it"
+    assert "Start unknown: sbatch gave no time" in shown
     assert shown[-3:] == [
-        "Changed what is sent differs from what was sent last:",
+        "Changed differences from the last submission:",
         "-#SBATCH --nodes=2",
         "+#SBATCH --nodes=4",
     ]
@@ -90,5 +90,5 @@ def test_of_a_sweep_an_hour_costs_what_may_run_at_once() -> None:
     points = [(one.spec, one.plan) for one in [prospect(cost=cost)] * 3]
     rows = {label: str(content) for label, content in sweep_rows(points, Start(None, "nobody knows"), 2)}
     assert rows["Jobs"] == "3 runs, 2 at a time, 1 node with 2 CPU processes each on this machine"
-    assert rows["Cost"] == "$3,600 expected for all of them, $12.00 per hour"
-    assert rows["Start"] == "not known: nobody knows (of the first; the others follow as these end)"
+    assert rows["Cost"] == "$3,600 expected in total, $12.00 per hour"
+    assert rows["Start"] == "unknown: nobody knows (first runs; the others start as these end)"

@@ -233,7 +233,7 @@ def test_events_are_sentences() -> None:
     assert shown.code == 0
     lines = shown.out.splitlines()
     assert lines[0].endswith("submitted       job 7 on local")
-    assert lines[-1].endswith("attempt 1 ended with exit code 1, crash: it was so; no attempt follows")
+    assert lines[-1].endswith("attempt 1 ended with exit code 1, crash: it was so; the run is not requeued")
     followed = scaletrain("events", "r1", "--follow")
     assert followed.out == shown.out
     assert scaletrain("events", "r1", "--json").data["events"][0]["event"] == "submitted"
@@ -242,7 +242,7 @@ def test_events_are_sentences() -> None:
 @pytest.mark.parametrize(
     ("event", "sentence"),
     [
-        ({"event": "resumed", "step": 40, "lost_steps": 1, "passed_over": []}, "from step 40; 1 step to train again"),
+        ({"event": "resumed", "step": 40, "lost_steps": 1, "passed_over": []}, "from step 40; 1 step to repeat"),
         ({"event": "finished", "step": 9}, "at step 9"),
         ({"event": "spike"}, ""),
         ({"event": "of another version", "a_b": 0.123456789, "none": None, "yes": True}, "a b 0.12346, yes yes"),

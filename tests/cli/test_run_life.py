@@ -205,15 +205,13 @@ def test_what_is_queued_is_shown_in_one_block_with_its_cost_and_start() -> None:
     submitted = submit("submit", "r1", *price, "--set", "restarts.crash=0", steps=9, **dies)
     shown = [" ".join(row.split()) for row in submitted.err.splitlines()]
     assert "Job r1: 1 node with 2 CPU processes on this machine" in shown
-    assert any(row.startswith("Cost $") and "$6.00 per hour ($3.00 per GPU and hour: " in row for row in shown)
+    assert any(row.startswith("Cost $") and "$6.00 per hour ($3.00 per GPU-hour: " in row for row in shown)
     assert "Start now: this machine has no queue" in shown
     ended()
     resumed = scaletrain("resume", "r1", "--yes")
     shown = [" ".join(row.split()) for row in resumed.err.splitlines()]
-    assert any(
-        row.startswith("Cost $") and " expected for the " in row and " steps that are left" in row for row in shown
-    )
-    assert "Changed nothing: what is sent is what was sent last" in shown
+    assert any(row.startswith("Cost $") and " expected for the remaining " in row for row in shown)
+    assert "Changed none (identical to the last submission)" in shown
     ended()
 
 

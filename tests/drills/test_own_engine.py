@@ -1,4 +1,4 @@
-"""The example of a training program of one's own keeps what it promises: nothing lost, and nothing newer run."""
+"""The example of your own training program loses no steps and runs the submitted code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run directories are made whole or not at all, and submitted once, whoever tries."""
+"""Run directories are created completely or not at all, and submitted once."""
 
 from __future__ import annotations
 

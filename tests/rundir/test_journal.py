@@ -1,4 +1,4 @@
-"""Journals: one line is one record, whoever writes and whatever was torn."""
+"""Journals: each line is one record, with concurrent writers and after torn writes."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
             yield cluster
 
 Mark the tests `slurm`. They skip where there can be no Slurm, with the reason, and in CI a skip is a failure. A test
-that starts other programs hands them `cluster.environment`. Knows nothing of ScaleTrain.
+that starts other programs hands them `cluster.environment`.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_the_headline_names_the_file_and_counts() -> None:
         ("training.optimizer.betas=[0.9, 0.9, 0.9]", "must have 2 items."),
         ("data.skip=[[0, 3]]", "data.skip.0.0 = 0: must be at least 1."),
         ("data.skip=[5]", "data.skip.0 = 5: must be a list."),
-        ("data.skip=[[2, 3], [9, 7]]", "data.skip: [9, 7] begins after it ends. Write [7, 9]."),
+        ("data.skip=[[2, 3], [9, 7]]", "data.skip: [9, 7] has its first batch after its last. Write [7, 9]."),
         (
             "model.hidden_size=66",
             "model.head_dim: is missing, and hidden_size = 66 is no multiple of num_attention_heads",
@@ -126,7 +126,7 @@ def test_a_wrong_value_is_said_in_words(override: str, expected: str) -> None:
         ("layout.tensor_parallel=3", "must divide 4 attention heads. Use 1, 2 or 4."),
         ("layout.pipeline_parallel=3", "must not exceed 2 layers."),
         ("data.tokenizer.vocab_size=513", "must not exceed model.vocab_size = 512."),
-        ("data.tokenizer.kind=file", "data.tokenizer.path: is needed with kind: file, and only there."),
+        ("data.tokenizer.kind=file", "data.tokenizer.path: is required with kind: file, and not allowed otherwise."),
         ("cluster.nodes=2", "must be 1 with scheduler: local, which runs on this machine alone."),
     ],
 )
@@ -172,7 +172,7 @@ def test_early_stopping_needs_a_validation_loss() -> None:
 
 def test_a_warm_up_longer_than_the_tokens_last_is_found() -> None:
     changes = ("training.steps=null", "training.tokens=2000", "training.schedule.warmup_steps=9")
-    assert "must not exceed 8 steps, which make the tokens." in problem(SPEC, *changes)
+    assert "must not exceed 8 steps, derived from training.tokens." in problem(SPEC, *changes)
     changes = (*changes[:2], "training.schedule={name: wsd, warmup_steps: 4, cooldown_steps: 5}")
     assert "must not exceed 8 steps together with warmup_steps." in problem(SPEC, *changes)
 
@@ -183,7 +183,9 @@ def test_contradictions_are_found_in_sound_sections_beside_broken_ones() -> None
 
 
 def test_a_secret_in_clear_is_refused() -> None:
-    assert "TOKEN also stands in env, in clear" in problem(SPEC + "env: {TOKEN: x}\nsecret_env: [TOKEN]\n")
+    assert "TOKEN is also in env, where its value is visible" in problem(
+        SPEC + "env: {TOKEN: x}\nsecret_env: [TOKEN]\n"
+    )
 
 
 def test_a_value_far_too_long_is_cut_and_a_huge_number_not_printed() -> None:
@@ -197,7 +199,7 @@ def test_a_value_far_too_long_is_cut_and_a_huge_number_not_printed() -> None:
         (lambda path: None, "No such file or directory"),
         (lambda path: path.mkdir(), "Is a directory"),
         (lambda path: path.write_bytes(bytes(range(256))), "it is not UTF-8 text"),
-        (lambda path: path.write_text("a: 1\n" * 300_000), "is larger than a megabyte"),
+        (lambda path: path.write_text("a: 1\n" * 300_000), "is larger than 1 MB"),
     ],
     ids=["missing", "folder", "binary", "huge"],
 )

@@ -115,7 +115,7 @@ def test_each_secret_must_be_found_in_the_cluster_and_stand_nowhere_in_clear() -
     known = "cluster.kubernetes.secrets={HF_TOKEN: {secret: hub, key: token}}"
     assert load(SPEC, on_kubernetes, "secret_env=[HF_TOKEN]", known).secret_env == ["HF_TOKEN"]
     assert load(SPEC, "secret_env=[HF_TOKEN]").secret_env == ["HF_TOKEN"]  # elsewhere they come from the environment
-    assert "in clear" in problem(SPEC, on_kubernetes, "env={HF_TOKEN: abc}", known)
+    assert "where its value is visible" in problem(SPEC, on_kubernetes, "env={HF_TOKEN: abc}", known)
 
 
 def test_a_plan_needs_neither_image_nor_volume() -> None:

@@ -164,7 +164,7 @@ def test_scaled_positions_are_taken_over_or_refused_by_name(tmp_path: Path) -> N
     for kind in ("dynamic", "longrope", "su"):
         write_config(tmp_path, config | {"rope_scaling": {"type": kind, "factor": 2.0}})
         told = problem(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)
-        assert f"has rope_scaling of type {kind}, and only linear, llama3 and yarn are trained" in told
+        assert f"has rope_scaling of type {kind}, but only linear, llama3 and yarn are supported" in told
     write_config(tmp_path, config | {"rope_scaling": {"type": "yarn", "factor": 2.0, "surprise": 1}})
     assert "rope_scaling.surprise" in problem(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)
     whole = f"{START}model: {{hf_config: llama, rope_scaling: {{rope_type: llama3, factor: 8, low_freq_factor: 4, "

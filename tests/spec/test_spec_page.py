@@ -51,7 +51,8 @@ def test_the_example_of_the_page_that_explains_loads() -> None:
 
 
 def test_every_example_of_every_page_is_part_of_a_spec() -> None:
-    pages = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md")), *sorted(PROJECT.glob("*/README.md"))]
+    docs = sorted(set((PROJECT / "docs").glob("*.md")) - {PROJECT / "docs" / "extending.md"})  # needs its packages
+    pages = [PROJECT / "README.md", *docs, *sorted(PROJECT.glob("*/README.md"))]
     base, tried = parse_yaml(SPEC, Source("base")), 0
     for page in pages:
         for example in re.findall(r"```ya?ml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):

@@ -126,7 +126,7 @@ def test_where_only_text_will_do_a_vision_network_is_refused() -> None:
 def test_autocast_is_planned_for_vision_alone() -> None:
     assert load(VISION, "planner.autocast=true").planner.autocast
     text = VISION.replace("resnet-50", "gpt2").replace("imagenet/", "a, tokenizer: {vocab_size: 512}")
-    assert "must be false for a transformer of text" in problem(text, "planner.autocast=true")
+    assert "must be false for a language model" in problem(text, "planner.autocast=true")
 
 
 def complaints(text: str) -> list[Any]:

@@ -1,7 +1,7 @@
 """Attempts of a real run whose ranks are forks of a process that has imported everything: a start costs no seconds.
 
 The engine's own entry runs in each rank, so kills, signals and faults meet the real thing; only the node agent is left
-out, which other drills have. Knows nothing of what is done to an attempt.
+out, which other drills have.
 """
 
 from __future__ import annotations
