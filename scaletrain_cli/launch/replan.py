@@ -110,14 +110,14 @@ def _objection(key: str, was: str, given: str) -> Problem | None:
 
 
 def _for_a_resume(problem: Problem) -> Problem:
-    """The planner's advice where it is one that a run under way cannot take."""
+    """Return the planner's problem, with another hint where a resumed run cannot follow it."""
     if problem.key != "training.global_batch_size":
         return problem
     return dataclasses.replace(problem, hint="It stays as it is: give so many nodes that it divides.")
 
 
 def _pins_in_the_way(spec: RunSpec) -> Iterator[Problem]:
-    """The pinned degrees without which the run could be planned: one that is enough, else all of them together."""
+    """Yield the pinned fields to release so that the run can be planned: one that suffices, else all together."""
     pins = {key: value for key in _PINS if (value := _value(spec, key)) != "auto"}
     alone = [key for key in pins if _can_be_planned(spec, [key])]
     together = list(pins) if not alone and len(pins) > 1 and _can_be_planned(spec, list(pins)) else []

@@ -1,4 +1,4 @@
-"""What follows from the end of an attempt, the same under every scheduler: classify it, decide, record both.
+"""The restart decision at the end of an attempt, the same under every scheduler: classify, decide, record.
 
 The caller then starts the next attempt, requeues the job, or stops.
 """

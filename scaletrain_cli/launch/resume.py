@@ -51,7 +51,7 @@ class ResumeReport:
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run that was resumed: how it stood, and the new submission."""
+    """A resumed run: its report from before, and the new submission."""
 
     report: ResumeReport
     submission: Submission

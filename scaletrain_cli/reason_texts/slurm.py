@@ -13,6 +13,34 @@ TEXTS: dict[str, Text] = {
     "no-answer": Text("{command} did not answer within {seconds:.0f} s"),
     "answer-lost": Text("{command} got no answer from Slurm: {said}"),
     "command-failed": Text("{command} failed: {said}"),
+    # ---- submit and cancel -----------------------------------------------------------------------------------------
+    "nothing-queued": Text("{failure}. Nothing was queued"),
+    "older-job": Text("job {job} of {run} still exists with an older layout", ("Run scancel {job} first",)),
+    "earlier-submission-open": Text(
+        "the last sbatch for {run} gave no answer, and Slurm may still accept its job. Nothing was queued",
+        ("Submit again in {minutes} min, if `scaletrain status {run}` shows no job until then",),
+    ),
+    "submission-unknown": Text(
+        "{failure}. Whether Slurm accepted the job of {run} is not known",
+        (
+            "`scaletrain status {run}` finds it if it did, `scaletrain cancel {run}` ends it, and the same submit with "
+            "--run-id {run} makes no second one",
+        ),
+    ),
+    "job-of-other-user": Text(
+        "job {job} of {run} belongs to {user}, and may not be cancelled from here: {failure}. Nothing was changed"
+    ),
+    "cannot-resume-suspended": Text(
+        "job {job} of {run} is suspended, so its ranks cannot save, and it cannot be resumed from here: {failure}. "
+        "Nothing was changed",
+        (
+            "Ask an operator for `scontrol resume {job}`, then cancel again; or end it with `scancel {job}`, which "
+            "loses what was trained since its latest checkpoint",
+        ),
+    ),
+    "path-with-patterns": Text(
+        "{path}: Slurm interprets % and \\ in the path of a job's log", ("Move the runs root: $SCALETRAIN_RUNS",)
+    ),
     # ---- restart decisions -----------------------------------------------------------------------------------------
     "job-being-ended": Text("Slurm is ending the job, and it alone decides whether the job is queued again"),
     "job-not-requeued": Text(

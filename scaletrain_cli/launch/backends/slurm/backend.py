@@ -1,6 +1,6 @@
-"""The Slurm scheduler: sbatch, squeue, scancel and scontrol, by their stable text interfaces.
+"""The Slurm back end: sbatch, squeue, scancel and scontrol, by their stable text interfaces.
 
-What runs inside the job is in slurm_script (the text) and slurm_job (its first and last word).
+The batch script is in script.py; what it calls to begin and end an attempt is in job.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.shared_folder import unshared_notes
 from scaletrain_cli.launch.submit import Request, open_request, read_submission
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
@@ -56,9 +56,6 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.resource_checks.files import View
     from scaletrain_cli.launch.status import RunStatus
 
-# When Slurm says that a job would start: what `sbatch --test-only` prints, read as data.
-
-
 # "sbatch: Job 12 to start at 2026-11-22T00:30:00 using 16 processors on nodes n[1-2] in partition main"
 _ESTIMATE = re.compile(
     r"Job \d+ to start at (?P<at>\S+)(?:.*? on (?:nodes )?(?P<nodes>\S+))?(?: in partition (?P<partition>\S+))?"
@@ -66,7 +63,7 @@ _ESTIMATE = re.compile(
 
 
 def start_and_rest(lines: Sequence[str], now: float, *, reservations_hidden: bool = False) -> tuple[Start, list[str]]:
-    """Slurm's estimate, and what else it or a plugin of the site said."""
+    """Return Slurm's estimate of the start, and the other lines that it or a plugin of the site printed."""
     counted = ", reservations that are hidden from you counted" if reservations_hidden else ""
     start: Start | None = None
     rest = []
@@ -83,7 +80,7 @@ def start_and_rest(lines: Sequence[str], now: float, *, reservations_hidden: boo
     return start or Start(None, "sbatch --test-only gave no time"), rest
 
 
-# How long after sbatch went without an answer its job may still appear: the controller works off a backlog.
+# How long after an sbatch without an answer its job may still appear: the controller works through a backlog.
 _SETTLED_SECONDS = 300.0
 _LOOKS_FOR_LOST, _PAUSE_SECONDS = 3, 1.0
 
@@ -124,9 +121,9 @@ class SlurmBackend(Backend):
     def preflight(
         self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
     ) -> PreflightResult:
-        """Whether Slurm can ever run it, what would make it wait, and Slurm's own estimate of its start.
+        """Return what would make the job wait, and Slurm's own estimate of its start.
 
-        Raises SchedulerError with every reason why it can not, or with Slurm's own words where there is no better one.
+        Raises SchedulerError with every problem that keeps the job from ever running, or with Slurm's own message.
         """
         _check_path(runs_root())
         site = self._site(spec)
@@ -145,7 +142,7 @@ class SlurmBackend(Backend):
         said = [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
         start, rest = start_and_rest(said, site.now, reservations_hidden=site.hides_reservations)
         if spec.cluster.slurm.extra.get("hold") is True:
-            start = Start(None, "it is queued on hold (cluster.slurm.extra), until `scontrol release`")
+            start = Start(None, "the job is submitted on hold (cluster.slurm.extra); `scontrol release` starts it")
         notes = (*map(sentence, verdict.notes), *unshared_notes(runs_root(), spec.cluster.nodes), *rest)
         return PreflightResult(start, notes, verdict.notes)
 
@@ -162,9 +159,7 @@ class SlurmBackend(Backend):
                 continue
             if row.comment == comment:
                 return row.job_id
-            raise SchedulerError(
-                f"job {row.job_id} of {record.run_id} is there with an older layout. Run scancel {row.job_id} first."
-            )
+            raise SchedulerError(Reason("slurm.older-job", {"job": row.job_id, "run": record.run_id}))
         _refuse_while_unsettled(run)
         script = run.path / "job.sh"
         excluded = exclusion_for(run, record.spec)
@@ -349,7 +344,7 @@ class SlurmBackend(Backend):
         yield commands_check()
 
     def _rows(self, run: RunDir) -> list[JobRow]:
-        """The jobs of the run by their mark, and the latest by its id: a site may rewrite comments."""
+        """Return the jobs of the run by their mark, and the latest by its id: a site may rewrite comments."""
         rows, job_id = rows_of_run(run), _latest_id(run)
         if job_id and all(row.job_id != job_id for row in rows):
             rows += rows_by_id([job_id]).values()
@@ -384,7 +379,11 @@ def _rows_before(run: RunDir, secrets: Sequence[str]) -> list[JobRow]:
     try:
         return rows_of_run(run, secrets)
     except SchedulerSilentError as error:
-        raise SchedulerError(f"{error.message.rstrip('.')}. Nothing was queued.") from error
+        raise SchedulerError(Reason("slurm.nothing-queued", {"failure": _cause(error)})) from error
+
+
+def _cause(error: SchedulerError) -> Reason:
+    return error.reason or recorded(error.message.rstrip("."))
 
 
 def _refuse_while_unsettled(run: RunDir) -> None:
@@ -393,8 +392,7 @@ def _refuse_while_unsettled(run: RunDir) -> None:
     left = 0.0 if request is None or request.earlier is None else request.earlier + _SETTLED_SECONDS - time.time()
     if left > 0:
         raise SchedulerError(
-            f"the last sbatch for {run.run_id} gave no answer, and Slurm may still accept its job. Nothing was queued. "
-            f"Submit again in {math.ceil(left / 60)} min, if `scaletrain status {run.run_id}` shows no job until then."
+            Reason("slurm.earlier-submission-open", {"run": run.run_id, "minutes": math.ceil(left / 60)})
         )
 
 
@@ -407,9 +405,7 @@ def _found_after_all(run: RunDir, comment: str, error: SchedulerSilentError, sec
                 return found[-1].job_id
         time.sleep(_PAUSE_SECONDS)
     raise SchedulerSilentError(
-        f"{error.message.rstrip('.')}. Whether Slurm took the job of {run.run_id} is not known. "
-        f"`scaletrain status {run.run_id}` finds it if it did, `scaletrain cancel {run.run_id}` ends it, and the same "
-        f"submit with --run-id {run.run_id} makes no second one."
+        Reason("slurm.submission-unknown", {"run": run.run_id, "failure": _cause(error)})
     ) from error
 
 
@@ -419,8 +415,10 @@ def _require_right(row: JobRow, run_id: str) -> None:
         call_slurm(["scancel", "--signal=CONT", row.job_id])
     except SchedulerError as error:
         raise SchedulerError(
-            f"job {row.job_id} of {run_id} belongs to {row.user}, and may not be cancelled from here: "
-            f"{error.message.rstrip('.')}. Nothing was changed."
+            Reason(
+                "slurm.job-of-other-user",
+                {"job": row.job_id, "run": run_id, "user": row.user, "failure": _cause(error)},
+            )
         ) from error
 
 
@@ -430,10 +428,7 @@ def _continue(row: JobRow, record: RunRecord) -> None:
         call_slurm(["scontrol", "resume", row.job_id])
     except SchedulerError as error:
         raise SchedulerError(
-            f"job {row.job_id} of {record.run_id} is suspended, so its ranks cannot save, and it cannot be resumed "
-            f"from here: {error.message.rstrip('.')}. Nothing was changed. Ask an operator for `scontrol resume "
-            f"{row.job_id}`, then cancel again; or end it with `scancel {row.job_id}`, which loses what was trained "
-            "since its newest checkpoint."
+            Reason("slurm.cannot-resume-suspended", {"job": row.job_id, "run": record.run_id, "failure": _cause(error)})
         ) from error
 
 
@@ -464,7 +459,7 @@ def _at_its_key(spec: RunSpec, error: SchedulerError) -> SchedulerError:
 
 
 def _dependency(run: RunDir) -> list[str]:
-    """Of a sweep's run, on the job before it in its lane. Not when it is resumed: its turn has come once."""
+    """Return the dependency of a sweep's run on the job before it in its lane; none once it is resumed."""
     place = read_sweep_place(run)
     if place is None or place.after is None or read_submission(run) is not None:
         return []
@@ -474,6 +469,4 @@ def _dependency(run: RunDir) -> list[str]:
 
 def _check_path(path: Path) -> None:
     if "%" in str(path) or "\\" in str(path):
-        raise SchedulerError(
-            f"{path}: Slurm interprets % and \\ in the path of a job's log. Move the runs root: $SCALETRAIN_RUNS."
-        )
+        raise SchedulerError(Reason("slurm.path-with-patterns", {"path": str(path)}))

@@ -1,4 +1,4 @@
-"""A Slurm cluster at a glance: sinfo, squeue and the quotas of this user, as rows that all schedulers share."""
+"""The view of a Slurm cluster: sinfo, squeue and the quotas of this user, as rows that all back ends share."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING")
 
 
 def slurm_view(cluster: ClusterSpec) -> ClusterView:
-    """With the quotas of the section's account and QOS. Raises SchedulerError when the controller is silent."""
+    """Return the view with the quotas of the section's account and QOS. Raises SchedulerError for no answer."""
     states = "--states=PENDING,RUNNING,SUSPENDED,CONFIGURING,COMPLETING"
     text = call_slurm(["squeue", "--noheader", "--all", states, f"--format={QUEUE}"]).stdout
     return make_view(ask_site(cluster), text)
 
 
 def make_view(site: Site, queue: str) -> ClusterView:
-    """The view of what has been asked."""
+    """Return the view of these answers."""
     rows = [line.split("|", 9) for line in queue.splitlines() if line.count("|") >= 9]
     others = [row for row in rows if row[1] != site.user]
     down = [f"{node.name} {node.state}" for node in site.nodes if not node.is_usable]
@@ -106,11 +106,11 @@ def _mine(rows: Sequence[Sequence[str]], user: str) -> tuple[QueueRow, ...]:
 
 
 def _order(row: Sequence[str]) -> tuple[int, int]:
-    """By priority, the highest first, then by age: as the scheduler looks at them."""
+    """Return the sort key of the scheduler: by priority, the highest first, then by age."""
     return -int(row[4]) if row[4].isdigit() else 0, int(re.sub(r"\D.*", "", row[0]) or 0)
 
 
 def _gpus(per_node: str, nodes: str) -> int | None:
-    """Of ``gres:gpu:h100:8`` on so many nodes; None where the job asked for none that way."""
+    """Return the number of GPUs of ``gres:gpu:h100:8`` on ``nodes``; None where the job requested none that way."""
     counts = gpus(per_node.replace("gres:", "").replace("gres/", ""))
     return sum(counts.values()) * int(nodes) if counts and nodes.isdigit() else None

@@ -1,4 +1,4 @@
-"""How Slurm's commands are called: with what of the environment, for how long, and what becomes of a refusal."""
+"""Call Slurm's commands: with which environment, for how long, and with an error for each failure."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def call_slurm(
 
 
 def passed_on(without: Sequence[str] = ()) -> dict[str, str]:
-    """What a Slurm command, and so the job, gets of this process's environment."""
+    """Return the part of this process's environment that Slurm's commands, and so the job, get."""
     return {
         name: value
         for name, value in os.environ.items()

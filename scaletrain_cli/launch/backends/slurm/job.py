@@ -1,4 +1,4 @@
-"""The first and the last word of a Slurm job; ``python -m scaletrain_cli.launch.backends.slurm.job WORD RUN_DIR``.
+"""Begin and end an attempt inside a Slurm job; ``python -m scaletrain_cli.launch.backends.slurm.job WORD RUN_DIR``.
 
 Runs in the batch script, on the first node. ``begin`` prints ``ATTEMPT MASTER_ADDR MASTER_PORT``, or nothing when the
 run is done; ``end`` prints ``requeue`` (and what the job must avoid) or ``stop`` and exits with the run's code;
@@ -133,7 +133,7 @@ def end(
 
 
 def not_requeued(run: RunDir, number: int, told_to_stop: Reason | None) -> int:
-    """Withdraw the promised requeue; where Slurm is ending the job it may still bring the job back by itself."""
+    """Withdraw the requeue; where Slurm is ending the job, Slurm may still requeue it."""
     if told_to_stop is not None:
         return withdraw_restart(run, number, told_to_stop, left_to_scheduler=True).exit_code
     return conclude_run(run, withdraw_restart(run, number, _NOT_REQUEUED))
@@ -150,7 +150,7 @@ def _exclude_word(run: RunDir, record: RunRecord) -> str:
 
 
 def _own_address(environment: Mapping[str, str]) -> str:
-    """The first of this node's names that resolves: Slurm's, which need not be the host's."""
+    """Return the first of this node's names that resolves; Slurm's name need not be that of the host."""
     names = [environment.get("SLURMD_NODENAME", ""), socket.gethostname()]
     for name in names:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What Slurm says of its nodes and of a job's time: which can run the job, which are down, whether its time is up.
+"""What Slurm reports of nodes and of a job's time limit: which nodes are usable or down, and whether time is up.
 
 Asks sinfo and squeue by their stable text interfaces; decides nothing about runs.
 """
@@ -23,7 +23,7 @@ _EARLY_SECONDS = 60.0  # Slurm may send --signal that much before the lead that 
 
 
 def exclusion_for(run: RunDir, spec: RunSpec) -> Exclusion:
-    """The bad nodes that the run's next attempt is to keep away from. A silent Slurm excludes none, and says so."""
+    """Return the bad nodes that the next attempt excludes; none, with the reason, where Slurm does not answer."""
     bad = read_bad_nodes(run.path.parent, time.time())
     if not bad:
         return Exclusion()
@@ -44,18 +44,18 @@ def record_exclusion(run: RunDir, excluded: Exclusion) -> None:
 
 
 def last_exclusion(run: RunDir) -> tuple[str, ...]:
-    """The nodes that the run's job was told to keep away from, beside the user's own."""
+    """Return the nodes that the run's job excludes, without those of the spec."""
     events = (event for event in reversed(read_events(run)) if event["event"] == "nodes-excluded")
     return tuple(next(events, {"nodes": ()})["nodes"])
 
 
 def exclude_option(spec: RunSpec, excluded: Exclusion) -> str | None:
-    """The user's own exclusion and ours, in one hostlist."""
+    """Return the nodes that the spec excludes and those of ``excluded`` as one hostlist; None for none."""
     return ",".join([*([spec.cluster.slurm.exclude] if spec.cluster.slurm.exclude else []), *excluded.nodes]) or None
 
 
 def usable_nodes(cluster: ClusterSpec) -> set[str]:
-    """The nodes of the job's partition, or of the default one, that Slurm would run something on, busy or not."""
+    """Return the usable nodes of the job's partition, or of the default one, busy or not."""
     partition = cluster.slurm.partition
     chosen = [f"--partition={partition}"] if partition else []
     answer = call_slurm(["sinfo", "--noheader", "--Node", "--format=%N|%t|%P", *chosen])
@@ -64,7 +64,7 @@ def usable_nodes(cluster: ClusterSpec) -> set[str]:
 
 
 def down_nodes(names: tuple[str, ...]) -> frozenset[str]:
-    """Which of these Slurm itself holds to be lost; none if it does not answer."""
+    """Return which of these nodes Slurm reports as lost; none if it does not answer."""
     if not names:
         return frozenset()
     try:
@@ -76,14 +76,14 @@ def down_nodes(names: tuple[str, ...]) -> frozenset[str]:
 
 
 def time_is_up(job_id: str, cluster: ClusterSpec, environment: Mapping[str, str], now: float) -> bool:
-    """Whether the job's time limit is what its ranks were warned of. The variable is there from Slurm 23.02 on."""
+    """Return whether the ranks were warned of the time limit. The variable exists since Slurm 23.02."""
     told = environment.get("SLURM_JOB_END_TIME", "")
     end = float(told) if told.isdigit() else _end_by_limit(job_id)
     return end is not None and now >= end - lead_seconds(cluster) - _EARLY_SECONDS
 
 
 def _end_by_limit(job_id: str) -> float | None:
-    """When the job's time is up. Not squeue's own end time, which is now for a job that is being cancelled."""
+    """Return when the time limit is reached. squeue's own end time is now for a job that is being cancelled."""
     command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%S|%l"]
     try:
         start, _, limit = call_slurm(command, accept=("Invalid job id",)).stdout.strip().partition("|")

@@ -19,8 +19,6 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 from scaletrain_cli.text import nearest_name
 
-# Whether a node of a partition could hold its part of a job at all, and which key of the spec asks too much.
-
 
 def too_small(cluster: ClusterSpec, node: Node) -> Iterator[str]:
     """Keys of the spec that ask for more than the node has; what Slurm does not tell of a node is enough."""
@@ -37,7 +35,7 @@ def too_small(cluster: ClusterSpec, node: Node) -> Iterator[str]:
 
 
 def shortages(spec: RunSpec, partition: str, nodes: Sequence[Node]) -> Iterator[Problem]:
-    """Why none of these nodes will do: what all of them lack, or else what any of them does."""
+    """Yield what all of these nodes lack, or else what any of them lacks."""
     lacking = [set(too_small(spec.cluster, node)) for node in nodes]
     for key in sorted(set.intersection(*lacking) or set.union(*lacking)):
         yield _shortage(spec, partition, nodes, key)
@@ -67,16 +65,13 @@ def _shortage(spec: RunSpec, partition: str, nodes: Sequence[Node], key: str) ->
 
 
 def _gpus(cluster: ClusterSpec, node: Node) -> int:
-    """Those that the job may have of the node."""
+    """Return the number of GPUs of the node that the job may use."""
     kind = cluster.slurm.gres_type
     return node.gpus.get(kind, 0) if kind is not None else sum(node.gpus.values())
 
 
-# Which rule of the site takes a job's nodes away, in words, and what of it the run should know.
-
-
 def preemption_rule(site: Site, cluster: ClusterSpec) -> str:
-    """One paragraph, for the script; empty where Slurm did not tell."""
+    """Return one paragraph for the script; empty where Slurm gave no answer."""
     kind = site.config.get("PreemptType", "")
     if kind in ("preempt/none", "(null)"):
         return "Preemption: none on this cluster (PreemptType=preempt/none)."
@@ -136,7 +131,7 @@ def _by_qos(site: Site) -> str:
 
 
 def _way(site: Site, mode: str, grace_seconds: float) -> str:
-    """What a preempted job gets, and who brings it back."""
+    """Return which signals a preempted job gets, and what requeues it."""
     kill_wait = _kill_wait_seconds(site)
     if grace_seconds:
         when = f"SIGTERM to the agents, GraceTime {grace_seconds:g} s, then KillWait {kill_wait:g} s and SIGKILL."
@@ -275,7 +270,7 @@ class _Judge:
         yield from self._nodes_of(partition, notes)
 
     def _nodes_of(self, partition: Partition, notes: list[Reason]) -> Iterator[Problem]:
-        """Whether so many nodes of that kind are there at all, in whatever state; and how many are out of order."""
+        """Yield that the partition has too few nodes of that kind in any state; note how many are not usable."""
         cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
         here = [node for node in self.site.nodes if partition.name in node.partitions]
         excluded = set(self.expand(slurm.exclude)) if slurm.exclude else set()
@@ -345,7 +340,7 @@ class _Judge:
         return self._problem(keys.get(limit.resource, "cluster.nodes"), f"beyond-quota-{code}", given, **params)
 
     def _reservation(self, notes: list[Reason]) -> Iterator[Problem]:
-        """The one that is asked for. What Slurm does not show may be there: then sbatch --test-only is the judge."""
+        """Check the requested reservation. Where Slurm hides reservations, sbatch --test-only checks it."""
         wanted, site = self.spec.cluster.slurm.reservation, self.site
         if site.qos_says("RequiresReservation") and wanted is None:
             if site.may_rewrite_jobs:

@@ -100,7 +100,7 @@ def _submit(spec: RunSpec, folder: Path) -> Any:
 
 
 def _wait(job_id: str, nodes: int, folder: Path) -> set[int]:
-    """Until every node has answered or none will any more; the tasks without an answer."""
+    """Wait until every node has answered or the job is over; return the tasks without an answer."""
     deadline = time.monotonic() + _QUEUE_SECONDS
     ended: float | None = None
     while True:
@@ -124,7 +124,7 @@ def _has_ended(job_id: str) -> bool:
 
 
 def _names(job_id: str, nodes: int) -> list[str]:
-    """The node of each task."""
+    """Return the node of each task."""
     command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%N"]
     names = node_names(call_slurm(command, accept=("Invalid job id",)).stdout.strip())
     return list(names) if len(names) == nodes else [f"node {index}" for index in range(nodes)]

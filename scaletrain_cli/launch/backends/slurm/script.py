@@ -18,9 +18,6 @@ from scaletrain_cli.launch.backends.slurm.commands import PASSED_ON
 from scaletrain_cli.own_processes import START, absolute_paths
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
-# The lines of the batch script that make the environment of a run's ranks: what goes on, modules, an activation.
-
-
 # Slurm's own and the devices', what sites set for their network, and Kerberos, without which home may be unreadable.
 _FAMILIES = (
     *("SLURM_*", "SLURMD_*", "SRUN_*", "SCALETRAIN_*", "CUDA_*", "NVIDIA_*", "NCCL_*", "UCX_*", "FI_*", "GLOO_*"),
@@ -61,7 +58,7 @@ def module_lines(spec: RunSpec) -> Iterator[str]:
 
 
 def _patterns(spec: RunSpec) -> Iterator[str]:
-    """The allowed names as cases, in lines of a readable length."""
+    """Yield the allowed names as a case pattern, in lines of readable length."""
     names = PASSED_ON - (_NOT_IN_CONTAINERS if spec.cluster.slurm.container is not None else set())
     line = "    "
     for pattern in [*_FAMILIES, *sorted(names)]:
@@ -70,9 +67,6 @@ def _patterns(spec: RunSpec) -> Iterator[str]:
             line = "    "
         line += f"{pattern}|"
     yield f"{line.removesuffix('|')}) continue ;;"
-
-
-# The words around the node agent that put it into a container, as bash reads them.
 
 
 # Over what the image has by these names: of the rest the image's own values win, and the agent sets the ranks'.
@@ -90,7 +84,7 @@ def srun_words(cluster: ClusterSpec, run_folder: Path) -> Iterator[str]:
 
 
 def agent_words(cluster: ClusterSpec, run_folder: Path) -> Iterator[str]:
-    """What srun starts, up to the interpreter."""
+    """Yield the words of srun's command, up to the interpreter."""
     container = cluster.slurm.container
     if container is None:
         yield '"$python"'
@@ -107,7 +101,7 @@ def agent_words(cluster: ClusterSpec, run_folder: Path) -> Iterator[str]:
 
 
 def _mounts(cluster: ClusterSpec, run_folder: Path) -> list[str]:
-    """The runs root first: data sets and the list of bad nodes are beside the run."""
+    """Return the mounts, the runs root first: datasets and the list of bad nodes are beside the run."""
     assert cluster.slurm.container is not None
     root = str(run_folder.parent)
     if set(root) & set(",:\n"):
@@ -135,7 +129,7 @@ def job_script(
     exclude: str | None = None,
     preemption: str = "",
 ) -> str:
-    """What sbatch gets. Slurm runs it on the first node, again from the top after each requeue.
+    """Return the batch script. Slurm runs it on the first node, again from the top after each requeue.
 
     ``exclude`` is a hostlist that takes the place of the spec's own; ``preemption`` says in words which rule of the
     site the run relies on.
@@ -255,7 +249,7 @@ def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None) -> It
 
 
 def lead_seconds(cluster: ClusterSpec) -> int:
-    """How long before its time limit Slurm is to warn the ranks."""
+    """Return how many seconds before the time limit Slurm signals the ranks."""
     return max(_SMALLEST_LEAD_SECONDS, math.ceil(cluster.grace_seconds))
 
 

@@ -1,4 +1,4 @@
-"""A Slurm site as one object: what it has, what it allows this user, by which rule it preempts. Judges nothing.
+"""A Slurm site as data: what it has, what it allows this user, and by which rule it preempts.
 
 Every question may stay without an answer, since sites hide things from users: what is not known is empty, or None.
 """
@@ -29,9 +29,6 @@ from scaletrain_cli.launch.backends.slurm.tables import (
     settings,
 )
 from scaletrain_cli.spec import ClusterSpec
-
-# Quotas of a user's associations and QOS as Slurm's controller enforces them, and whether a job fits.
-
 
 _AMOUNT = re.compile(r"([\w/:.\-]+)=(N|[\d.]+)(?:\(([\d.]+)\))?")
 _SCALAR = re.compile(r"(N|[\d.]+)(?:\(([\d.]+)\))?")
@@ -67,10 +64,10 @@ class Fit:
 def limits_of(
     text: str, *, user: str, uid: int, account: str, qos: Sequence[str], factor: float = 1.0
 ) -> tuple[Limit, ...]:
-    """Those that a job of the user meets. ``qos``: the one that counts first, then the other, where there are two.
+    """Return the limits that apply to a job of the user. ``qos``: the one that counts first, then any other.
 
-    What the first says of a resource sets aside what the next ones, and at last associations, say of it; ``factor`` is
-    what a QOS multiplies the associations' amounts with (LimitFactor).
+    A limit of the first on a resource replaces those of the next ones and of associations; ``factor`` multiplies the
+    limits of associations (LimitFactor of the QOS).
     """
     found: list[Limit] = []
     for limits in (_of_qos(text, name, uid, account) for name in qos):
@@ -219,33 +216,33 @@ class Site:
         return self.config.get("AccountingStorageType", "").endswith("slurmdbd")
 
     def enforces(self, what: str) -> bool:
-        """Whether Slurm holds jobs to ``associations``, ``limits`` or ``qos``."""
+        """Return whether Slurm enforces ``associations``, ``limits`` or ``qos``."""
         told = set(self.config.get("AccountingStorageEnforce", "").lower().split(","))
         implied = {"associations": {"limits", "qos", "safe"}, "limits": {"safe"}, "qos": set[str]()}[what]
         return self.has_accounting and bool(told & ({what, "all"} | implied))
 
     @property
     def may_rewrite_jobs(self) -> bool:
-        """Whether a plugin of the site sees each job first, which may give it another partition, account or QOS."""
+        """Return whether a plugin of the site may change the partition, account or QOS of a job."""
         return self.config.get("JobSubmitPlugins", "(null)") not in ("", "(null)")
 
     @property
     def hides_reservations(self) -> bool:
-        """Whether Slurm shows a user those alone that the user may use, which leaves out most maintenance."""
+        """Return whether Slurm shows only reservations that the user may use, which leaves out most maintenance."""
         private = self.config.get("PrivateData", "").lower().split(",")
         return bool({"reservations", "all"} & set(private)) and self.user != "root"
 
     def qos_says(self, flag: str) -> bool:
-        """Whether the job's own QOS has this flag, as ``NoReserve``. That of a partition's QOS says nothing of jobs."""
+        """Return whether the job's own QOS has this flag, as ``NoReserve``; a partition's QOS does not count."""
         return any(rule.name == self.qos and flag.lower() in rule.flags for rule in self.qos_rules)
 
     def qos_may_lift(self, flag: str) -> bool:
-        """Whether a partition's limit may not count for the job: its QOS has the flag, or is hidden from the user."""
+        """Return whether the job's QOS may lift a partition's limit: it has the flag, or is hidden from the user."""
         hidden = bool(self.qos) and self.has_accounting and all(rule.name != self.qos for rule in self.qos_rules)
         return hidden or self.qos_says(flag)
 
     def partitions_of(self, cluster: ClusterSpec) -> list[Partition]:
-        """Those that the job may run in, of those that are there."""
+        """Return the existing partitions that the job may run in."""
         return _chosen(self.partitions, cluster)
 
 
@@ -258,14 +255,14 @@ def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
     config = settings(call_slurm(["scontrol", "show", "config"], without=without).stdout)
 
     def ask(command: Sequence[str]) -> str | None:
-        """The answer, or None: a site may hide this from its users, or have it switched off."""
+        """Return the answer, or None: a site may hide this from its users, or have it disabled."""
         try:
             return call_slurm(command, without=without).stdout
         except SchedulerError:
             return None
 
     def told(*command: str) -> str:
-        """Where no answer means nothing."""
+        """Return the answer, or an empty text."""
         return ask(command) or ""
 
     associations: tuple[Association, ...] = ()
@@ -312,7 +309,7 @@ def binding_qos(rules: Sequence[QosRule], partitions: Sequence[str], own: str) -
 
 
 def limit_factor(rules: Sequence[QosRule], binding: Sequence[str]) -> float:
-    """What associations' amounts are multiplied with: the factor above 0 of the first of these QOS that has one."""
+    """Return the factor of associations' limits: that above 0 of the first of these QOS that has one."""
     factors = {rule.name: rule.limit_factor for rule in rules}
     return next((factor for name in binding if (factor := factors.get(name))), 1.0)
 

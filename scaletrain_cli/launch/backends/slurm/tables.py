@@ -1,4 +1,4 @@
-"""What Slurm's commands print, as data: partitions, nodes, reservations, settings. Pure; asks nobody.
+"""What Slurm's commands print, as data: partitions, nodes, reservations, settings. Pure functions.
 
 The text forms of 22.05 and later: scontrol has no JSON there.
 """
@@ -67,7 +67,7 @@ class Reservation:
 
 
 def records(text: str) -> Iterator[dict[str, str]]:
-    """One per line of ``scontrol -o show ...``; a value may hold blanks."""
+    """Yield one record per line of ``scontrol -o show ...``; a value may contain blanks."""
     for line in text.splitlines():
         if "=" in line:
             yield {match[1]: match[2] for match in _PAIR.finditer(line)}
@@ -124,7 +124,7 @@ def gpus(gres: str) -> dict[str, int]:
 
 
 def is_usable(state: str) -> bool:
-    """Whether Slurm would run something on a node in this compact state, busy or not."""
+    """Return whether Slurm would run jobs on a node in this compact state, busy or not."""
     return not state.startswith(_UNUSABLE) and not state.endswith("*")  # the star: it does not respond
 
 

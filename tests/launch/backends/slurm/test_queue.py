@@ -164,7 +164,9 @@ def test_a_lost_answer_is_no_refusal_and_a_second_submit_makes_no_second_job(
 ) -> None:
     controller.fails("sbatch", TIMED_OUT, works=True)
     (controller.folder / "then-squeue-fails").touch()
-    with pytest.raises(SchedulerSilentError, match=r"Whether Slurm took the job of life is not known.*--run-id life"):
+    with pytest.raises(
+        SchedulerSilentError, match=r"Whether Slurm accepted the job of life is not known.*--run-id life"
+    ):
         submit_run(made.run, made.record, SLURM)
     silent = run_status(made.run)
     assert (silent.state, silent.job.may_be_active) == ("unknown", True)
