@@ -45,8 +45,8 @@ def quantity_text(amount: Fraction) -> str:
     return f"{float(amount) / 2**30:.1f}Gi" if amount >= 2**30 else f"{float(amount):g}"
 
 
-# Which Kubernetes itself puts on nodes that are not well; the job's own tolerations of them are for its last seconds.
-CORDONED = "being schedulable"  # for now: the last thing that is looked at
+CORDONED = "being schedulable"  # what a cordoned node lacks for now; checked last
+# Taints that Kubernetes sets on unhealthy nodes; the job's tolerations of them are for a limited time.
 _UNWELL = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable", "node.kubernetes.io/unschedulable")
 
 

@@ -96,9 +96,8 @@ class PodOutput:
         self._print_new(whole_lines=False)
 
     def _print_new(self, *, whole_lines: bool) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # the volume is unavailable for a moment, or nobody reads: the files have it all
+        # The volume may be unavailable for a moment, or the output closed: the files have everything.
+        with contextlib.suppress(OSError):
             for path in filter(Path.exists, self._paths):
                 while part := self._next_part(path, whole_lines):
                     self._print(path, part)
