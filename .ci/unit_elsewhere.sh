@@ -15,7 +15,7 @@ if [[ $which == newest ]]; then candidates=(3.13 3.12 3.11 3.10); fi
 interpreter=
 for version in "${candidates[@]}"; do
     for found in "python$version" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$version".*/bin/python; do
-        if command -v "$found" >/dev/null && "$found" -c 'import venv, sys; sys.exit(sys.version_info < (3, 10))'; then
+        if command -v "$found" >/dev/null && "$found" 2>/dev/null -c 'import venv, sys; sys.exit(sys.version_info < (3, 10))'; then
             interpreter=$found
             break 2
         fi
