@@ -32,7 +32,7 @@ class BadNode:
 
 
 def bad_nodes_file(root: Path) -> Path:
-    """Where the nodes of a runs root are remembered."""
+    """Return the path of bad-nodes.json of a runs root."""
     return root / "bad-nodes.json"
 
 

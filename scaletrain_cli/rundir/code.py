@@ -29,7 +29,7 @@ class CodeRecord:
 
     @property
     def name(self) -> str:
-        """Of its files, without their suffixes."""
+        """Return the name of its files without suffixes."""
         return self.sha256[:12]
 
     @property
@@ -51,12 +51,12 @@ def listing(hashes: Mapping[str, str]) -> str:
 
 
 def paths_in(text: str) -> frozenset[str]:
-    """The files of a listing."""
+    """Return the paths in a listing."""
     return frozenset(line.partition("  ")[2] for line in text.split("\n") if line)
 
 
 def hash_of(text: str) -> str:
-    """Of a listing: the hash that names the whole snapshot."""
+    """Return the hash of a listing, which names the snapshot."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 

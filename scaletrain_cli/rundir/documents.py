@@ -25,7 +25,7 @@ def write_document(path: Path, data: dict[str, Any], *, shared: bool = False) ->
 
 
 def read_document(path: Path) -> dict[str, Any] | None:
-    """The object in the file; None when there is no such file or it is not a JSON object (a disk that was full)."""
+    """Return the JSON object in the file; None if the file is missing or is not a JSON object (full disk)."""
     try:
         with open_to_read(path) as file:
             data = parse_json(file.read())

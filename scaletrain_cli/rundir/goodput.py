@@ -32,12 +32,12 @@ class Ledger:
 
 
 def write_ledger(run: RunDir, ledger: Ledger) -> None:
-    """Raises OSError."""
+    """Write the ledger of an attempt. Raises OSError."""
     write_document(run.ledger(ledger.attempt), {"schema": LEDGER_SCHEMA, **dataclasses.asdict(ledger)})
 
 
 def read_ledger(run: RunDir, attempt: int) -> Ledger | None:
-    """None where the attempt did not come to write one."""
+    """Return the ledger of an attempt, or None if it wrote none."""
     data = read_document(run.ledger(attempt))
     if data is None or data.pop("schema", None) != LEDGER_SCHEMA:
         return None
@@ -84,7 +84,7 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Of the time that was productive; the goodput itself."""
+        """Return the productive share of the time: the goodput, from 0 to 1."""
         return self.productive / self.wall if self.wall > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def sum_goodput(attempts: Sequence[AttemptSpan], lost_steps: int) -> Goodput:
 
 
 def run_goodput(run: RunDir) -> Goodput | None:
-    """Of the run so far; None before its first attempt has written anything."""
+    """Return the goodput of the run so far, or None before its first attempt has written anything."""
     events = read_events(run)
     scratch = max((place for place, event in enumerate(events) if event["event"] == "from-scratch"), default=0)
     # By the order of the events, not by their times: clocks are set back, and those of two machines differ.
@@ -136,7 +136,7 @@ def run_goodput(run: RunDir) -> Goodput | None:
 
 
 def _spent(attempt: AttemptSpan) -> dict[Category, float]:
-    """All of an attempt's seconds. What its ledger does not cover is set-up before it, and at a kill a few steps."""
+    """Return all seconds of an attempt; those not in its ledger are set-up, and a few steps before a kill."""
     ledger = attempt.ledger
     if ledger is None:
         return {"restore": attempt.until - attempt.started}

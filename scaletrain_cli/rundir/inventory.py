@@ -90,7 +90,7 @@ def _look_at(path: Path) -> Iterator[Entry]:
 
 
 def _written(path: Path) -> float:
-    """When the manifest was written, else the folder; 0 where neither can be seen."""
+    """Return the modification time of the manifest, else of the folder; 0 if neither is readable."""
     for place in (path / MANIFEST, path):
         with contextlib.suppress(OSError):
             return place.lstat().st_mtime
@@ -104,7 +104,7 @@ _SET_ASIDE = {
 
 
 def _missing(checkpoint: Checkpoint) -> str:
-    """The first file that is not there in the size that the manifest states."""
+    """Return the first file that is missing or does not have the size in the manifest."""
     for name, expected in checkpoint.files.items():
         try:
             size = (checkpoint.path / name).stat().st_size

@@ -51,7 +51,7 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole JSON object in the file, oldest first; nothing if the file is not there."""
+    """Yield every complete JSON object in the file, oldest first; none if the file is missing."""
     try:
         with open_to_read(path) as file:
             text = file.read()
@@ -71,7 +71,7 @@ def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def read_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole JSON object, newest first, reading no more of the file than is asked for."""
+    """Yield every complete JSON object, newest first, reading the file only as far as needed."""
     try:
         file = open_to_read(path)
     except FileNotFoundError:
@@ -119,7 +119,7 @@ def withdraw_event(run: RunDir, event: str) -> None:
 
 
 def read_events(run: RunDir) -> list[dict[str, Any]]:
-    """All events, oldest first."""
+    """Return all events, oldest first."""
     return list(read_lines(run.events))
 
 
@@ -151,7 +151,7 @@ def steps_logged_since_begun(run: RunDir) -> list[int]:
 
 
 def _placed_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every whole JSON object in the file, with the place of its first byte."""
+    """Yield every complete JSON object in the file with the offset of its first byte."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -174,14 +174,14 @@ def _is_before(place: int, record: dict[str, Any], event: dict[str, Any]) -> boo
 
 
 def has_committed(run: RunDir) -> bool:
-    """Whether a checkpoint was committed since the run was last started from scratch."""
+    """Return True if a checkpoint was committed since the run last started from scratch."""
     names = [event.get("event") for event in read_events(run)]
     restarts = [index for index, name in enumerate(names) if name == "from-scratch"]
     return "checkpoint" in names[max(restarts, default=0) :]
 
 
 def last_logged_step(run: RunDir) -> int | None:
-    """The step of the newest line in metrics.jsonl, which after a resume may be below earlier ones."""
+    """Return the step of the newest line in metrics.jsonl; after a resume it may be below earlier ones."""
     return next((line["step"] for line in read_lines_backwards(run.metrics) if isinstance(line.get("step"), int)), None)
 
 

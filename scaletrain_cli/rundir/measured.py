@@ -16,7 +16,7 @@ MODEL_STATES = ("parameters", "gradients", "optimizer_states")
 
 @dataclass(frozen=True)
 class Figure:
-    """Bytes on one rank."""
+    """Measured and planned bytes on one rank."""
 
     planned: int
     measured: int
@@ -53,7 +53,7 @@ class Measured:
 
     @property
     def model_states(self) -> Figure:
-        """The three together, on the worst stage; what is offloaded is none of them."""
+        """Return the sum of the model states on the worst stage, without offloaded bytes."""
         figures = self.stages[self.worst].figures
         known = [figures[name] for name in MODEL_STATES if name in figures]
         return Figure(sum(figure.planned for figure in known), sum(figure.measured for figure in known))
@@ -72,12 +72,12 @@ class Measured:
 
 
 def write_measured(run: RunDir, measured: Measured) -> None:
-    """Raises OSError."""
+    """Write measured.json of an attempt. Raises OSError."""
     write_document(run.measured(measured.attempt), measured.to_json())
 
 
 def read_measured(run: RunDir) -> Measured | None:
-    """Of the newest attempt that got so far."""
+    """Return the measurement of the newest attempt that has one, or None."""
     for attempt in reversed(run.attempts()):
         data = read_document(run.measured(attempt))
         if data is not None and data.get("schema") == SCHEMA:

@@ -56,7 +56,7 @@ class RunDir:
 
     @property
     def sent(self) -> Path:
-        """What the scheduler was sent last: a script, a manifest, a command."""
+        """The job that was submitted last: a script, a manifest or a command."""
         return self.path / "sent.txt"
 
     @property
@@ -76,18 +76,18 @@ class RunDir:
 
     @property
     def is_told_to_stop(self) -> bool:
-        """Whether the run was cancelled, by the command or by hand."""
+        """Return True if the run was canceled, by the command or by a stop file."""
         return self.stop_file.exists() or self.stop_file_by_hand.exists()
 
     def attempt(self, number: int) -> Path:
         return self.path / "attempts" / f"{number:04d}"
 
     def measured(self, attempt: int) -> Path:
-        """What an attempt found its ranks to hold, beside the plan."""
+        """The measured memory of an attempt, compared with the plan."""
         return self.attempt(attempt) / "measured.json"
 
     def ledger(self, attempt: int) -> Path:
-        """Where an attempt's seconds went."""
+        """The time accounting of an attempt."""
         return self.attempt(attempt) / "ledger.json"
 
     def attempts(self) -> list[int]:
@@ -109,7 +109,7 @@ class RunDir:
 
 
 def find_run(name: str) -> RunDir:
-    """The run with this id (or unambiguous prefix, or path of its directory). Raises UsageError."""
+    """Return the run with this id, unique prefix or directory. Raises UsageError."""
     # os.path, unlike Path, answers False for a name that no file can have.
     if name and os.path.isfile(os.path.join(name, "run.json")):
         return RunDir(Path(os.path.abspath(name)))
@@ -135,13 +135,13 @@ def find_run(name: str) -> RunDir:
 
 
 def swap_folder(run_id: str, attempt: int, node_rank: int, environment: Mapping[str, str]) -> Path:
-    """Where NVMe offload of one node writes: in ``$SCALETRAIN_SWAP``, or the node's folder for temporary files."""
+    """Return the folder for NVMe offload of one node, in ``$SCALETRAIN_SWAP`` or the temporary folder."""
     parent = environment.get("SCALETRAIN_SWAP") or environment.get("TMPDIR") or "/tmp"
     return Path(parent).absolute() / f"scaletrain-swap-{run_id}" / f"attempt-{attempt:04d}-node-{node_rank:04d}"
 
 
 def list_runs() -> list[RunDir]:
-    """Every run under the runs root, by name."""
+    """Return the runs under the runs root, sorted by name."""
     root = runs_root()
     if not root.is_dir():
         return []

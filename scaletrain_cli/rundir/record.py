@@ -54,7 +54,7 @@ class RunRecord:
 
 
 def checkpoint_folder(run: RunDir, spec: RunSpec) -> Path:
-    """Where this run's checkpoints are: in the run directory, or under ``checkpoint.dir`` by run id."""
+    """Return the checkpoint folder: in the run directory, or ``checkpoint.dir`` followed by the run id."""
     return run.checkpoints if spec.checkpoint.dir == "auto" else expand_home(spec.checkpoint.dir) / run.run_id
 
 
@@ -107,7 +107,7 @@ def withdraw_revision(run: RunDir, number: int) -> None:
 
 
 def revision_path(run: RunDir, number: int) -> Path:
-    """The file of a revision, 1 the first."""
+    """Return the path of a revision, counted from 1."""
     return run.path / "revisions" / f"{number:04d}.json"
 
 

@@ -116,7 +116,7 @@ def _open_to_readers(staging: Path) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Of this user's builds that were killed; the lock says that none goes on."""
+    """Remove leftovers of killed builds of this user; the caller holds the lock."""
     for path in folder.parent.glob(f".{folder.name}.*.tmp"):
         with contextlib.suppress(OSError):
             if path.lstat().st_uid == os.geteuid():

@@ -44,7 +44,7 @@ def write_sweep_place(run: RunDir, place: SweepPlace) -> None:
 
 
 def read_sweep_place(run: RunDir) -> SweepPlace | None:
-    """None for a run of its own, and where the file does not say whose it is."""
+    """Return the place of a run in its sweep; None if it has none or the file is invalid."""
     data = read_document(run.path / "sweep.json")
     if data is None:
         return None
@@ -55,7 +55,7 @@ def read_sweep_place(run: RunDir) -> SweepPlace | None:
 
 
 def list_sweeps() -> dict[str, Sweep]:
-    """Every sweep with a run under the runs root, by name."""
+    """Return the sweeps with runs under the runs root, by name."""
     found: dict[str, list[tuple[SweepPlace, RunDir]]] = {}
     for run in list_runs():
         place = read_sweep_place(run)
@@ -68,7 +68,7 @@ def list_sweeps() -> dict[str, Sweep]:
 
 
 def find_sweep(name: str) -> Sweep:
-    """The sweep of this name, or the only one that begins so. Raises UsageError."""
+    """Return the sweep with this name or unique prefix. Raises UsageError."""
     sweeps = list_sweeps()
     begun = [sweep for sweep in sweeps if name and sweep.startswith(name)]
     if name in sweeps or len(begun) == 1:

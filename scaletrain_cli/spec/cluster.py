@@ -145,7 +145,7 @@ class ClusterSpec(OpenSection):
 
     @property
     def traits(self) -> BackendTraits:
-        """The traits of the back end; the defaults for one of a recorded run that is not installed here."""
+        """Return the traits of the back end; the defaults if it is not installed here (recorded runs)."""
         try:
             return backend_traits(self.scheduler)
         except UsageError:
@@ -153,14 +153,14 @@ class ClusterSpec(OpenSection):
 
     @property
     def section(self) -> BackendSection:
-        """The options of the back end that runs the job; an empty section where it has none."""
+        """Return the options of the back end that runs the job; an empty section if it has none."""
         own, given = getattr(self, self.scheduler, None), self.plugins.get(self.scheduler)
         found = next((one for one in (own, given) if isinstance(one, BackendSection)), None)
         return self.traits.section() if found is None else found
 
     @property
     def place(self) -> str:
-        """Where the job goes, in words: ``on Slurm, partition gpu``."""
+        """Return the target of the job as text: ``on Slurm, partition gpu``."""
         return f"on {self.traits.display_name}{self.section.summary}"
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:

@@ -72,7 +72,7 @@ def clusters_file() -> Path:
 
 
 def choose_cluster(name: str | None) -> Cluster | None:
-    """The cluster of that name; without a name the default one, if there is one. Raises SpecError or UsageError."""
+    """Return the named cluster; without a name the default one, or None. Raises SpecError or UsageError."""
     file = clusters_file()
     if name is None and not file.exists():
         return None
@@ -97,7 +97,7 @@ def cluster_names() -> list[str]:
 
 
 def configured_runs_root() -> Path | None:
-    """Where the file says that runs are to be; None without such a word. Raises SpecError."""
+    """Return the runs root in the file, or None. Raises SpecError."""
     file = clusters_file()
     if not file.exists():
         return None

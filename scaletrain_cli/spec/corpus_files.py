@@ -66,7 +66,7 @@ class NoCorpusError(UsageError):
 
 
 def find_files(source: str, folder: Path = Path()) -> CorpusFiles:
-    """The files that a source names, seen from ``folder``. Raises NoCorpusError where there are none that are read."""
+    """Return the files of a source, relative to ``folder``. Raises NoCorpusError if there are none to read."""
     if source == PYTHON_STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         found = [p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(p.relative_to(root).parts)]
@@ -98,7 +98,7 @@ def find_files(source: str, folder: Path = Path()) -> CorpusFiles:
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """A file's content, decompressed where its name says that it is compressed."""
+    """Open a file, decompressed if its name ends in .gz."""
     if path.name.lower().endswith(".gz"):
         return cast(IO[bytes], gzip.open(path))
     return path.open("rb")
@@ -117,7 +117,7 @@ def problems_of(files: tuple[Path, ...]) -> Iterator[str]:
 
 
 def unreadable_among(files: tuple[Path, ...]) -> str:
-    """The first file that cannot be opened, and why; empty where all can be."""
+    """Return the first file that cannot be opened, with the reason; empty if there is none."""
     found = [f"{path}: {why}" for path in files if (why := _unreadable(path))]
     return found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "") if found else ""
 
@@ -145,7 +145,7 @@ def problem_of(path: Path) -> str:
 
 
 def text_of_line(line: str) -> str | None:
-    """The document that one line of a jsonl file holds; None where it holds none."""
+    """Return the document in one line of a jsonl file, or None."""
     try:
         text = json.loads(line)["text"]
     except (ValueError, KeyError, TypeError, RecursionError):

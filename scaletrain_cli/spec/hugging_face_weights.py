@@ -70,7 +70,7 @@ def _flow(section: dict[str, object] | None) -> str:
 
 
 def to_hugging_face(model: ModelSpec) -> dict[str, Any]:
-    """The config of the architecture that computes what ``model`` does. Raises UsageError where there is none."""
+    """Return the config.json of the architecture that matches ``model``. Raises UsageError if there is none."""
     problems = _unknown_to_all(model)
     if problems:
         raise UsageError("no Hugging Face architecture computes what this model does", tuple(problems))
@@ -163,7 +163,7 @@ def _gpt2(model: ModelSpec) -> dict[str, Any]:
 
 
 def _unknown_to_all(model: ModelSpec) -> list[Problem]:
-    """What none of the architectures above has, or not together."""
+    """Return the settings that no supported architecture has, or not in this combination."""
     usual = model.model_copy(update=dict.fromkeys(("gated_mlp", "norm", "norm_bias", "bias", "position_embedding")))
     mixtral = model.num_experts > 0 and not model.qk_norm
     gpt = model.base_family == "gpt"

@@ -85,7 +85,7 @@ def _allow_list(tracking: dict[str, Any]) -> None:
 
 
 def _allow_empty(field: dict[str, Any]) -> None:
-    """A section may be left empty (null); its defaults then apply, so they need no copy here."""
+    """Allow an empty section (null), whose defaults then apply."""
     field.pop("default", None)
     whole = dict(field)
     field.clear()

@@ -33,7 +33,7 @@ from scaletrain_cli.spec.run import MODELS, RunSpec, model_kind
 from scaletrain_cli.spec.secrets import with_secrets
 from scaletrain_cli.spec.source import Source, apply_override, parse_yaml, shown
 from scaletrain_cli.spec.tracking import name_trackers
-from scaletrain_cli.text import did_you_mean
+from scaletrain_cli.text import counted, did_you_mean
 
 STDIN = "<stdin>"  # where `-` is given
 _LARGEST_FILE_BYTES = 1_000_000  # a spec has two thousand; whatever is larger was named by mistake
@@ -99,7 +99,7 @@ def load_cluster(name: str | None = None) -> ClusterSpec | None:
 def parse_spec(
     text: str, *, file: str, base_dir: Path, overrides: Sequence[str] = (), cluster: Cluster | None = None
 ) -> RunSpec:
-    """The same for text at hand; ``file`` is the name that errors show. Raises SpecError."""
+    """Parse and validate the text of a run spec; ``file`` is the name in errors. Raises SpecError."""
     source = Source(file)
     # An empty top-level key is as good as none; so are empty sections further down (see Section).
     raw = {key: value for key, value in parse_yaml(text, source).items() if value is not None}
@@ -117,15 +117,13 @@ def parse_spec(
     problems = with_secrets(problems, raw, source)
     if problems or spec is None:
         count = len(problems)
-        raise SpecError(
-            f"{file}: {count} problem{'s' if count != 1 else ''} in the run spec", tuple(problems), file=file
-        )
+        raise SpecError(f"{file}: {counted(count, 'problem')} in the run spec", tuple(problems), file=file)
     spec.read_from(source)
     return spec
 
 
 def override_spec(spec: RunSpec, overrides: Sequence[str], *, file: str) -> RunSpec:
-    """A spec that was read before, with overrides; ``file``, which holds it, is named in errors. Raises SpecError."""
+    """Return a loaded spec with overrides; ``file`` is the name in errors. Raises SpecError."""
     source = Source(file)
     raw = spec.model_dump(mode="json", by_alias=True)
     source.places = {(section,): file for section in raw}
@@ -155,7 +153,7 @@ def _apply(raw: dict[str, Any], overrides: Sequence[str], source: Source) -> lis
 
 
 def changed_keys(old: RunSpec, new: RunSpec) -> dict[str, tuple[str, str]]:
-    """The dotted keys that differ, in order of their names, with both values as JSON; ``null`` where there is none."""
+    """Return the dotted keys that differ, sorted, with both values as JSON (``null`` if missing)."""
     before, after = (_leaves(spec.model_dump(mode="json", by_alias=True)) for spec in (old, new))
     pairs = {key: (before.get(key, "null"), after.get(key, "null")) for key in sorted(before.keys() | after.keys())}
     return {key: (was, given) for key, (was, given) in pairs.items() if was != given}
@@ -209,7 +207,7 @@ def _validate(raw: dict[str, Any], source: Source, *, model_is_known: bool) -> t
 def _follows(
     detail: Any, reported: set[tuple[Any, ...]], wrong_values: set[tuple[Any, ...]], model_is_known: bool
 ) -> bool:
-    """Whether a dimension is missing or unknown only through another problem: of its source, family or origin."""
+    """Return True if a problem with a dimension only follows from another problem: its source, family or origin."""
     section, *key = in_file(detail["loc"])
     if section == "model" and key != ["family"] and ("model", "family") in wrong_values:
         return detail["type"] in ("missing", "extra_forbidden")

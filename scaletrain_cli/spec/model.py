@@ -57,7 +57,7 @@ class RopeScalingSpec(Section):
             yield "low_freq_factor", f"must be below high_freq_factor = {high:g}."
 
     def to_hugging_face(self) -> dict[str, object]:
-        """The same as config.json holds it."""
+        """Return the section as in config.json."""
         return self.model_dump(exclude_none=True)
 
 
@@ -277,17 +277,17 @@ class ModelSpec(Section):
 
     @property
     def norm_kind(self) -> str:
-        """``rmsnorm`` or ``layernorm``."""
+        """Return the norm: ``rmsnorm`` or ``layernorm``."""
         return self.norm or ("rmsnorm" if self.base_family == "llama" else "layernorm")
 
     @property
     def has_norm_bias(self) -> bool:
-        """LayerNorm's, unless switched off."""
+        """Return True if norms have a bias: LayerNorm has, unless switched off."""
         return self.norm_kind == "layernorm" if self.norm_bias is None else self.norm_bias
 
     @property
     def has_bias(self) -> bool:
-        """Whether attention and MLP projections have biases."""
+        """Return True if attention and MLP projections have biases."""
         return self.base_family == "gpt" if self.bias is None else self.bias
 
     @property
@@ -342,6 +342,6 @@ class ModelSpec(Section):
 
 
 def divisors(number: int) -> str:
-    """The whole numbers that divide ``number``, as a phrase: ``1, 2, 4 or 8``."""
+    """Return the divisors of ``number`` as text: ``1, 2, 4 or 8``."""
     found = [str(n) for n in range(1, min(number, 4096) + 1) if number % n == 0]
     return found[0] if len(found) == 1 else ", ".join(found[:-1]) + f" or {found[-1]}"

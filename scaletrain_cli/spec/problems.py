@@ -134,7 +134,7 @@ def field_problem(detail: Any, source: Source) -> Problem:
 
 
 def contradictions(section: Any, key: Key, source: Source) -> Iterator[Problem]:
-    """What ``section`` says against itself, where it stands."""
+    """Yield the contradictions of a section, with their locations."""
     for dotted, message in section.inconsistencies() if hasattr(section, "inconsistencies") else ():
         full = (*key, *dotted.split("."))
         value = section
@@ -145,7 +145,7 @@ def contradictions(section: Any, key: Key, source: Source) -> Iterator[Problem]:
 
 
 def placed(spec: RunSpec, problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
-    """The same problems; those that only name a key of the spec with the line where it stands."""
+    """Return the problems; those with only a key get the location of that key in the spec."""
     return tuple(replace(each, where=spec.where(each.key)) if each.where == "run spec" else each for each in problems)
 
 
@@ -234,7 +234,7 @@ def _hint(kind: str, given: Any, context: dict[str, Any]) -> str | None:
 
 
 def _options(annotation: Any) -> Iterator[Any]:
-    """The members of a union, or the annotation itself; Annotated is looked through."""
+    """Yield the members of a union, or the annotation itself, without Annotated."""
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

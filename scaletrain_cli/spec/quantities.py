@@ -74,7 +74,7 @@ def parse_seconds(value: Any) -> float:
 
 
 def parse_count(value: Any) -> int:
-    """A count from ``1000`` or ``300B`` (10^9). Raises PydanticCustomError."""
+    """Return a count from ``1000`` or ``300B`` (300e9). Raises PydanticCustomError."""
     return round(_parse(value, _COUNT_UNITS, "a count", "1000 or 300B"))
 
 
@@ -89,7 +89,7 @@ def parse_flops(value: Any) -> float:
 
 
 def parse_whole(value: Any, minimum: int = 1) -> int:
-    """A whole number; not ``true``, which Python takes for 1. Raises PydanticCustomError."""
+    """Return an integer; ``true`` is rejected, although Python treats it as 1. Raises PydanticCustomError."""
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= LARGEST_WHOLE:
         raise PydanticCustomError("whole", f"must be a whole number of at least {minimum}")
     return value

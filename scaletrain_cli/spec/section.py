@@ -34,7 +34,7 @@ class Condition:
 
     @property
     def shown_key(self) -> str:
-        """The key that a person sets to change it."""
+        """Return the key to set to change it."""
         return self.setting or self.key
 
     def holds(self, value: object) -> bool:
@@ -83,7 +83,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _empty_is_default(cls, value: Any) -> Any:
-        """A section whose every line is commented out is null in YAML; it means the same as no section."""
+        """Treat null, as for a section whose lines are all commented out, as an empty section."""
         return {} if value is None else value
 
     @classmethod

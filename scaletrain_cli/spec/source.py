@@ -70,7 +70,7 @@ class Source:
         self.values = 0
 
     def place(self, key: Key) -> str:
-        """Where ``key`` stands, or the nearest enclosing key that does."""
+        """Return the location of ``key``, or of the nearest enclosing key."""
         while key and key not in self.places:
             key = key[:-1]
         return self.places.get(key, Place(self.file, 1))
@@ -82,7 +82,7 @@ class Source:
 
 
 def parse_yaml(text: str, source: Source) -> dict[str, Any]:
-    """The mapping that ``text`` holds; lines go into ``source``. Raises SpecError."""
+    """Parse a YAML mapping and record the lines of its keys in ``source``. Raises SpecError."""
     if _looks_bottomless(text):
         raise SpecError(
             f"{source.file} is not a run spec", (Problem(Place(source.file, 1), "", "is nested too deeply."),)
@@ -132,7 +132,7 @@ def apply_override(raw: dict[str, Any], override: str, source: Source) -> Iterat
 
 
 def shown(value: Any) -> str:
-    """A value as an error names it: one line of ASCII, and not the whole of a long one."""
+    """Return a value for an error message: one line of ASCII, shortened if long."""
     if isinstance(value, int) and abs(value) >= 10**80:
         return "a number of more than 80 digits"  # Python refuses to print some of them
     text = value if isinstance(value, str) else "null" if value is None else repr(value)
@@ -142,7 +142,7 @@ def shown(value: Any) -> str:
 
 
 def _looks_bottomless(text: str) -> bool:
-    """Whether brackets or dashes nest so deeply that the YAML parser, quadratic in depth, would take minutes."""
+    """Return True if the nesting is so deep that the YAML parser, quadratic in depth, would take minutes."""
     if re.search(r"(?:[-?] ){100}", text):
         return True
     if text.count("[") + text.count("{") <= 100:

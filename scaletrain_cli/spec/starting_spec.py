@@ -106,7 +106,7 @@ _SECRETS = """\
 def starting_spec(
     *, preset: str | None = None, gpu: str = "cpu", scheduler: str = "local", nodes: int = 1, gpus_per_node: int = 2
 ) -> str:
-    """The text of a spec for this model and hardware; without a preset, a model for a laptop, which is one node."""
+    """Return a spec for this model and hardware; without a preset, a small model for one node."""
     small, on_cpu = preset is None, gpu == "cpu"
     vocabulary = 4096 if preset is None else min(int(presets()[preset]["vocab_size"]), 32000)
     text = _HEAD + (_SMALL_MODEL if small else _PRESET_MODEL) + _TRAINING

@@ -54,7 +54,7 @@ class TrackingSpec(OpenSection):
 
     @property
     def trackers(self) -> dict[str, Any]:
-        """The options of each tracker that is turned on, by its name."""
+        """Return the options of each enabled tracker, by name."""
         return {name: options for name, options in self.plugins.items() if getattr(options, "enabled", True)}
 
 
