@@ -122,7 +122,7 @@ def _end(workload: Object, seen: Observation) -> tuple[int | None, Explanation] 
     more = [words for words in dict.fromkeys(children) if words and words not in own]
     after = (*(reason("child-failed", said=words) for words in more), *_failed_pod(seen.pods))
     return _exit_code(seen.pods, " ".join((_message(failed), *children))), Explanation(
-        reason("failed", said=own), after
+        reason("failed-said", said=own) if own else reason("failed"), after
     )
 
 

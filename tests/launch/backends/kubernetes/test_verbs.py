@@ -133,7 +133,7 @@ def test_a_resume_asks_about_the_code_that_is_kept_and_not_about_the_tree(ready:
 def test_the_question_says_what_is_sent_where_and_when_it_could_start(ready: FakeApi) -> None:
     shown = [" ".join(row.split()) for row in submit("--yes").err.splitlines()]
     assert "Job r1: 2 nodes × 2 CPU processes = 4 on Kubernetes, namespace ml" in shown
-    assert "sent as objects for the API server; --dry-run prints it" in shown
+    assert "submitted as objects for the API server; --dry-run prints it" in shown
     assert any(row.startswith("Start not known: there is no queue: the gang of 2 pods starts once") for row in shown)
 
 
@@ -177,7 +177,7 @@ def test_a_resume_claims_nothing_of_checkpoints_on_a_volume_that_is_not_seen(rea
     shown = scaletrain("resume", "r1", "--dry-run")
     said = " ".join(shown.err.split())
     assert "from the start" not in said
-    assert "on the pods' volume, which is not seen here; its pods had printed step 84" in said
+    assert "on the pods' volume, which is not visible here; its pods had printed step 84" in said
     assert scaletrain("resume", "r1", "--dry-run", "--json").data["checkpoints_unseen"] is True
 
 
