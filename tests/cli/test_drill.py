@@ -45,7 +45,7 @@ def test_a_run_that_was_not_hit_has_proved_nothing() -> None:
     ended = drill("nan", "slow-rank", "--json")
     assert ended.code == ExitCode.CRASHED
     assert {one["kind"]: one["survived"] for one in ended.data["drills"]} == {"nan": False, "slow-rank": True}
-    assert ended.data["drills"][1]["complaints"] == ["it took 1 attempts instead of 2 (done)"]
+    assert ended.data["drills"][1]["complaints"] == ["it took 1 attempt instead of 2 (done)"]
     kept = Path(ended.data["folder"])
     assert {path.name for path in kept.iterdir()} == {"datasets", "undisturbed", "nan", "slow-rank"}
     assert list_runs() == [], "they are not among the runs"
