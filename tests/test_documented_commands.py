@@ -115,6 +115,8 @@ PARSED: dict[str, str] = {
     "scaletrain drill sigkill truncate --spec run.yaml": HURT,
     "scaletrain drill --scheduler slurm --nodes 2 --gpus-per-node 8 --gpu h100-sxm-80gb --set "
     "cluster.slurm.partition=gpu": HURT,
+    "scaletrain drill slow-storage": "tests/extending runs it",
+    "scaletrain plan run.yaml --cluster lab": "tests/extending runs it",
     "scaletrain preflight k8s/smoke.yaml": CLUSTER,
     "scaletrain logs smoke --follow": CLUSTER,
     "scaletrain status --cluster": CLUSTER,
