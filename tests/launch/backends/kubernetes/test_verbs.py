@@ -134,7 +134,7 @@ def test_the_question_says_what_is_sent_where_and_when_it_could_start(ready: Fak
     shown = [" ".join(row.split()) for row in submit("--yes").err.splitlines()]
     assert "Job r1: 2 nodes × 2 CPU processes = 4 on Kubernetes, namespace ml" in shown
     assert "submitted as objects for the API server; --dry-run prints it" in shown
-    assert any(row.startswith("Start not known: there is no queue: the gang of 2 pods starts once") for row in shown)
+    assert any(row.startswith("Start unknown: there is no queue: the gang of 2 pods starts once") for row in shown)
 
 
 def test_what_a_pod_said_before_any_attempt_is_shown(ready: FakeApi) -> None:
