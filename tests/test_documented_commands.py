@@ -251,7 +251,7 @@ def test_every_make_target_that_is_named_exists_and_ci_runs_what_contributing_sa
     told = re.search(r"CI runs `\.ci/run`, which calls (.*?), and nothing else", page, flags=re.DOTALL)
     assert told is not None
     assert set(re.findall(r"`make ([a-z-]+)`", told[1])) == set(in_ci)
-    assert {"demo", "check", "test", "test-long"} == set(in_ci)
+    assert {"demo", "check", "test", "test-long", "docs"} == set(in_ci)
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("pip install")])
