@@ -155,8 +155,8 @@ def test_flags_of_a_qos_count_as_they_do_for_slurm(cluster: DevCluster) -> None:
             ("QOS partcap may hold 8 GPUs in a job", "cluster.nodes=2"),
             ("a job of main may have 2 nodes (MaxNodes)", "cluster.nodes=3", "cluster.slurm.qos=over"),
             ("jobs of main may last 1h (MaxTime)", "cluster.nodes=1", "cluster.slurm.time=2h"),
-            ("a job of QOS big must ask for 16 GPUs", "cluster.nodes=1", "cluster.slurm.qos=big"),
-            ("QOS booked is for jobs in a reservation alone", "cluster.nodes=1", "cluster.slurm.qos=booked"),
+            ("a job of QOS big must request at least 16 GPUs", "cluster.nodes=1", "cluster.slurm.qos=big"),
+            ("QOS booked is only for jobs in a reservation", "cluster.nodes=1", "cluster.slurm.qos=booked"),
         ):
             refused = submit(cluster, SMALL, *ON_GPUS, *sets)
             assert refused.returncode == 4, refused.stderr
