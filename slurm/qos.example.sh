@@ -22,7 +22,7 @@ qos() {
 # spot: whatever nobody else wants, taken back with time to save. prod takes it from spot alone, never from normal work.
 qos spot Priority=1 GraceTime=120 PreemptMode=requeue UsageFactor=0.2
 qos normal Priority=100 PreemptMode=cluster MaxWall=7-00:00:00
-# DenyOnLimit: a job that it could never hold is refused at once instead of waiting for ever.
+# DenyOnLimit: a job that it could never hold is refused at once instead of waiting indefinitely.
 qos prod Priority=1000 PreemptMode=cluster Preempt=spot MaxWall=14-00:00:00 Flags=DenyOnLimit MaxTRESPerJob=gres/gpu=256
 
 # Accounts are teams. GrpTRES: what a team may hold at once; fairshare: who goes first when all want more.
