@@ -39,6 +39,10 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 }
 
 
+# Raised by a template whose parameters are absent or of another type, as in a record of another version.
+_UNFIT = (AttributeError, LookupError, TypeError, ValueError)
+
+
 @dataclass(frozen=True)
 class Reason:
     """Why something is as it is. ``code``: ``<table>.<words-with-hyphens>``.
@@ -56,7 +60,10 @@ class Reason:
     @property
     def remedies(self) -> tuple[str, ...]:
         """What to do about it, as sentences or commands; empty where there is nothing to do."""
-        return tuple(_formatted(remedy, self.params) for remedy in _entry(self.code).remedies)
+        try:
+            return tuple(_formatted(remedy, self.params) for remedy in _entry(self.code).remedies)
+        except _UNFIT:
+            return ()
 
     def to_json(self) -> dict[str, Any]:
         """Return ``{"code", "params", "text", "remedies"}``."""
@@ -111,9 +118,15 @@ def register_texts(table: str, texts: Mapping[str, Text]) -> None:
 def text_of(reason: Reason) -> str:
     """Return the English sentence of a reason, without a full stop.
 
-    A code without a text, as one of a newer version, is shown with its parameters.
+    A code without a text, or without the parameters of its text, as in a record of another version, is shown with the
+    parameters that it has.
     """
-    return _formatted(_entry(reason.code).text, reason.params) if _is_known(reason.code) else _unknown(reason)
+    if not _is_known(reason.code):
+        return _unknown(reason)
+    try:
+        return _formatted(_entry(reason.code).text, reason.params)
+    except _UNFIT:
+        return _unknown(reason)
 
 
 def _is_known(code: str) -> bool:

@@ -36,6 +36,12 @@ def test_a_code_of_a_newer_version_is_shown_and_not_an_error() -> None:
     assert str(Reason("nothing.of-ours")) == "nothing.of-ours"
 
 
+def test_a_reason_without_the_parameters_of_its_text_is_shown_and_not_an_error() -> None:
+    register_texts("partial", {"slow": Text("waits {wait:seconds}")})
+    assert str(Reason("partial.slow", {"wait": "?"})) == "partial.slow wait=?"
+    assert str(Reason("partial.slow")) == "partial.slow"
+
+
 def test_a_sentence_of_an_earlier_version_stays_readable() -> None:
     assert str(reason_from({"text": "lost its node"})) == "lost its node"
     assert recorded("x").to_json()["code"] == "recorded.text"

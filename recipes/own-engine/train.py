@@ -68,12 +68,11 @@ def train() -> int:
 
     # 3. Rank 0 looks for the latest valid checkpoint; all ranks load the same one.
     latest = rank.checkpoints.latest() if PLACE.rank == 0 else None
-    found = [("", 0) if latest is None else (str(latest.path), latest.step)]
-    dist.broadcast_object_list(found, src=0)
-    folder, step = found[0]
-    if step:
+    found = torch.tensor(latest.step if latest is not None else 0, device=DEVICE)
+    dist.broadcast(found, src=0)
+    if step := int(found):
         # weights_only: tensors and plain values. Anything else in a file could run code.
-        state = torch.load(Path(folder) / "state.pt", map_location=DEVICE, weights_only=True)
+        state = torch.load(rank.checkpoints.folder_of(step) / "state.pt", map_location=DEVICE, weights_only=True)
         gpt.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     if PLACE.rank == 0:
@@ -101,7 +100,7 @@ def train() -> int:
             rank.heartbeat.beat(step, "save")
             if PLACE.rank == 0:  # 6. A kill during a save leaves the checkpoint before it.
                 staged = rank.checkpoints.stage(step)
-                with staged.open("state.pt") as file:
+                with staged.file("state.pt") as file:
                     torch.save({"model": gpt.state_dict(), "optimizer": optimizer.state_dict()}, file)
                 rank.checkpoints.commit(step, staged.digests)
             rank.record_event("checkpoint", step=step)

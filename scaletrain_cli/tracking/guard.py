@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.safe_files import replace_file
+from scaletrain_cli.safe_files import make_folder, replace_file
 from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker
 
 # How long the end of training waits for all trackers together; a preemption leaves only a grace period.
@@ -225,7 +225,7 @@ class GuardedTracker:
     def _save_position(self, position: _Position) -> None:
         self._saved = time.monotonic()
         with contextlib.suppress(OSError):
-            self._state.parent.mkdir(exist_ok=True)
+            make_folder(self._state.parent)
             replace_file(self._state, json.dumps(vars(position)))
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
 
-from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.safe_files import expand_home, make_folder, open_new
 from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
 
 _NUMBER = re.compile(r"events\.out\.tfevents\.(\d+)\.")
@@ -45,7 +45,7 @@ class TensorboardTracker(Tracker[TensorboardOptions]):
         self._records: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
         given = self.options.dir
         self._folder = run.folder / "tensorboard" if given == "auto" else _folder(given) / run.run_id
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         self._step = 0
         self._file: Any = None
         self._writer: Any = None
@@ -59,7 +59,7 @@ class TensorboardTracker(Tracker[TensorboardOptions]):
         numbers = [int(found[1]) for path in self._folder.iterdir() if (found := _NUMBER.match(path.name))]
         number = max([int(time.time()), *(number + 1 for number in numbers)])
         path = self._folder / f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}.scaletrain"
-        self._file = path.open("xb")
+        self._file = open_new(path, replace=False)
         self._writer = self._records.RecordWriter(self._file)
         self._write(time.time(), file_version="brain.Event:2")
         start = self._events.SessionLog(status=self._events.SessionLog.START)

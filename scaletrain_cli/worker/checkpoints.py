@@ -6,7 +6,13 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest, checkpoints_to_prune, latest_valid
+from scaletrain_cli.rundir.checkpoints import (
+    Checkpoint,
+    FileDigest,
+    checkpoint_path,
+    checkpoints_to_prune,
+    latest_valid,
+)
 from scaletrain_cli.worker.checkpoint_commit import (
     HashingWriter,
     commit_checkpoint,
@@ -27,7 +33,7 @@ class StagedCheckpoint:
         self.digests: dict[str, FileDigest] = {}
 
     @contextlib.contextmanager
-    def open(self, name: str) -> Iterator[HashingWriter]:
+    def file(self, name: str) -> Iterator[HashingWriter]:
         """Yield a file object for ``torch.save`` and the like: it hashes what passes and is flushed to disk at the end.
 
         Raises OSError.
@@ -56,6 +62,10 @@ class Checkpoints:
     def open(self) -> None:
         """Make this attempt the one that may write. Call on one rank, once, before any save. Raises OSError."""
         open_attempt(self.folder, self.attempt)
+
+    def folder_of(self, step: int) -> Path:
+        """Return where the committed checkpoint of ``step`` is, for the ranks that did not look for it themselves."""
+        return checkpoint_path(self.folder, step)
 
     def stage(self, step: int) -> StagedCheckpoint:
         """Begin the checkpoint of ``step``. Call on every rank that writes a part. Raises OSError."""

@@ -24,6 +24,7 @@ Checkpoint(path, step, world_size, clean, attempt, files)
 Checkpoint.size_bytes
 Checkpoints(folder, attempt, world_size, *, keep, keep_every)
 Checkpoints.commit(step, files, *, clean)
+Checkpoints.folder_of(step)
 Checkpoints.latest()
 Checkpoints.open()
 Checkpoints.stage(step)
@@ -55,7 +56,7 @@ ResolvedRun.total_steps
 RunEnvironment(run, attempt, rank, world_size, local_rank, local_world_size, node_rank)
 RunEnvironment.read(run_dir, environment)
 StagedCheckpoint(folder)
-StagedCheckpoint.open(name)
+StagedCheckpoint.file(name)
 SupersededAttemptError
 WORKER_API_VERSION
 """
@@ -145,7 +146,7 @@ def test_a_checkpoint_is_committed_whole_pruned_and_found_again(tmp_path: Path) 
     assert checkpoints.latest() is None
     for step in (5, 10, 15):
         staged = checkpoints.stage(step)
-        with staged.open("state.bin") as file:
+        with staged.file("state.bin") as file:
             file.write(f"step {step}".encode())
         checkpoints.commit(step, staged.digests)
     latest = checkpoints.latest()
