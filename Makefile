@@ -45,8 +45,9 @@ $(STAMP): pyproject.toml constraints.txt .ci/install_torch.sh
 lock: setup ## Write constraints.txt anew, with the newest versions that pyproject.toml admits
 	$(BIN)/python .ci/lock.py '$(EXTRAS)'
 
+# Not --quiet: mkdocs then counts no warning, and --strict finds none.
 docs: setup ## Build the documentation site into build/site, with all links checked
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 demo: setup ## Plan, submit, preempt and resume a real small run on this machine
 	$(BIN)/python recipes/demo.py
