@@ -134,6 +134,8 @@ def _stated_end(node: NodeRecord, rank: RankRecord | None, failure: Failure) -> 
     why = failure.why
     if rank is not None and not failure.node:
         why = Reason("launch.rank-failed", {"rank": rank.rank, "node": node.node, "failure": why})
+    elif failure.node and failure.code:  # a message without a code names the node
+        why = Reason("launch.node-reported", {"node": failure.node, "failure": why})
     named = reason in _AGAINST_ITS_NODE and failure.sure and (rank is not None or reason == "wrong-nodes")
     outcome = Outcome(code, reason, why, (node.name,) if named else ())
     if reason in _SPECIFIC:

@@ -21,6 +21,7 @@ TEXTS: dict[str, Text] = {
     "all-ranks-finished": Text("every rank finished"),
     "all-ranks-saved": Text("preempted; the ranks stopped with their state saved"),
     "rank-failed": Text("rank {rank} on {node}: {failure}"),
+    "node-reported": Text("{node}: {failure}"),
     "rank-exited": Text("rank {rank} on {node} ended with exit code {exit_code}"),
     "rank-killed": Text("rank {rank} on {node} was ended by {signal}"),
     "rank-not-killed": Text("rank {rank} on {node} could not be killed; the node needs attention"),

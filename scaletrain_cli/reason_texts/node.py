@@ -11,7 +11,9 @@ TEXTS: dict[str, Text] = {
     ),
     "aborted": Text("rank {rank} ended with {signal}; the end of {log} has the cause"),
     "disk-full": Text("rank {rank} failed and {folder} has no space left: {error}"),
-    # Which rank a hang is due to.
+    # A hang, and which rank it is due to.
+    "hung": Text("no progress for {silent_seconds:seconds}: {suspect}. Stacks: {stacks}"),
+    "hung-elsewhere": Text("another node reports a hang: {suspect}. Stacks: {stacks}"),
     "rank-stopped": Text("rank {rank} did not respond: stopped by a signal (state T), since step {step} ({phase})"),
     "rank-traced": Text("rank {rank} did not respond: stopped by a debugger (state t), since step {step} ({phase})"),
     "rank-in-kernel": Text(

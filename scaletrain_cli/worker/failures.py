@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -114,10 +115,19 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
     reason = failure_reason_of(error)
     message = "\n".join([str(error), *getattr(error, "__notes__", [])])[:_MESSAGE_CHARACTERS]
     stated = getattr(error, "reason", None)
-    if not isinstance(stated, Reason):
-        params = {"type": type(error).__name__, "error": str(error)}
+    if not (isinstance(stated, Reason) and _fits_in_json(stated)):
+        params = {"type": type(error).__name__, "error": message}
         stated = Reason(_CODE_OF_FOREIGN.get(reason, "engine.failed"), params)
     return Failure(rank, reason, message, exit_code_of(error, reason), **stated.to_document())
+
+
+def _fits_in_json(reason: Reason) -> bool:
+    """Return whether a record can hold the parameters, which may be those of a user's program."""
+    try:
+        json.dumps(reason.to_document(), allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def failure_reason_of(error: BaseException) -> str:

@@ -123,6 +123,22 @@ def test_a_failure_keeps_the_code_of_its_exception_and_records_of_earlier_versio
     assert read_failures(run, 1) == [Failure(1, "oom", "CUDA out of memory", 1), failure]
 
 
+def test_parameters_that_no_record_can_hold_do_not_lose_the_failure(tmp_path: Path) -> None:
+    for value in (float("nan"), tmp_path, {1, 2}):
+        failure = failure_of(DoNotRequeueError(Reason("own.diverged", {"loss": value})), 0)
+        write_failure(RunDir(tmp_path), 1, "rank-00000", failure)
+        assert read_failures(RunDir(tmp_path), 1) == [failure]
+        assert (failure.code, failure.exit_code) == ("engine.failed", 93)
+
+
+def test_the_message_of_an_attempt_has_the_notes_of_the_error_and_no_endless_text() -> None:
+    error = OutOfMemoryError("CUDA out of memory")
+    error.__notes__ = ["Most of it is activations."]  # type: ignore[attr-defined]
+    message = judged([node(1, rank(0, 1))], failure_of(error, 0))[2]
+    assert message.endswith("CUDA out of memory\nMost of it is activations.")
+    assert len(str(failure_of(ValueError("x" * 10**6), 0).why)) < 10**4
+
+
 def test_ordinary_text_has_no_failure_reason() -> None:
     for text in ("", "using gloo backend", "step 5 took 30 ms", "TypeError: xid() missing 1 argument"):
         assert reason_in(text) is None, text
@@ -161,7 +177,9 @@ def test_a_rank_that_the_kernel_killed_for_memory_says_so_through_its_agent(
     found = diagnosis.failure(killed, "node-0000-n0", tmp_path / "log")
     assert found is not None
     assert (found.rank, found.reason, found.node) == (1, "host-oom", "node-0000-n0")
-    assert judged([node(1, rank(1, -9))], found)[1] == "host-oom"
+    _, reason, message = judged([node(1, rank(1, -9))], found)
+    assert reason == "host-oom"
+    assert message.startswith("node-0000-n0: rank 1 was killed by the kernel")
 
 
 def test_an_abort_is_explained_by_the_end_of_its_log(tmp_path: Path) -> None:

@@ -71,11 +71,16 @@ def _memory_counters(root: Path) -> Iterator[Path]:
 
 
 def observed_failure(
-    reason: str, cause: Reason, node: str, *, rank: int | None = None, exit_code: int = ExitCode.CRASHED
+    reason: str,
+    cause: Reason,
+    node: str,
+    *,
+    rank: int | None = None,
+    exit_code: int = ExitCode.CRASHED,
+    sure: bool = True,
 ) -> Failure:
     """Return what the agent of ``node`` observed, with its English text as the message."""
-    params = dict(cause.params)
-    return Failure(rank, reason, f"{node}: {cause}", int(exit_code), node, code=cause.code, params=params)
+    return Failure(rank, reason, f"{node}: {cause}", int(exit_code), node, sure, **cause.to_document())
 
 
 class ExitDiagnosis:
@@ -243,19 +248,17 @@ class Watch:
         views = collect_stacks(self.local_ranks, self.run.attempt(attempt) / "stacks")
         suspect = find_suspect(views, self.cluster.nodes > 1)
         silent = max((view.silent_seconds for view in views), default=0.0)
-        what = "another node reports a hang" if hung is None else f"no progress for {silent:.0f} s"
-        message = f"{self.node}: {what}: {suspect.why}. Stacks: attempts/{attempt:04d}/stacks"
-        logger.error("%s; ending all ranks", message)
+        params = {"silent_seconds": round(silent), "suspect": suspect.why, "stacks": f"attempts/{attempt:04d}/stacks"}
+        cause = Reason("node.hung-elsewhere" if hung is None else "node.hung", params)
+        failure = observed_failure("hang", cause, self.node, rank=suspect.rank, sure=suspect.sure)
+        logger.error("%s; ending all ranks", failure.message)
         self.local_ranks.first_failure = suspect.rank
         self.local_ranks.kill()
         self.killed, self.deadline = True, time.monotonic() + UNKILLABLE_SECONDS
         with _tolerating_a_bad_disk("the hang could not be recorded"):
-            code, params, crashed = suspect.why.code, dict(suspect.why.params), int(ExitCode.CRASHED)
-            failure = Failure(suspect.rank, "hang", message, crashed, self.node, suspect.sure, code, params)
             write_failure(self.run, attempt, self.node, failure)
-            record_event(
-                self.run, "hang", attempt=attempt, node=self.options.node_name, rank=suspect.rank, message=message
-            )
+            found = {"node": self.options.node_name, "rank": suspect.rank, "message": failure.message}
+            record_event(self.run, "hang", attempt=attempt, **found)
             announce_failure(self.run, attempt)
 
     def _forward(self, signum: int) -> None:

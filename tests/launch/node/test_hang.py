@@ -182,13 +182,15 @@ def test_a_stopped_rank_is_found_dumped_named_and_killed(make_run: MakeRun, star
     (failure,) = read_failures(made.run, 1)
     assert (failure.rank, failure.reason, failure.node) == (1, "hang", agent.node.node)
     assert "rank 1 did not respond: stopped by a signal (state T), since step 4" in failure.message
-    assert (failure.code, failure.params["step"]) == ("node.rank-stopped", 4)
+    suspect = failure.why.params["suspect"]
+    assert (failure.code, suspect.code, suspect.params["step"]) == ("node.hung", "node.rank-stopped", 4)
     (stacks,) = (made.run.attempt(1) / "stacks").iterdir()
     assert stacks.name == "00000.txt"
     assert "fake_engine.py" in stacks.read_text()
     assert [(event["rank"], event["attempt"]) for event in made.events("hang")] == [(1, 1)]
     outcome = attempt_outcome(made.run, made.record.spec, 1, cancelled=False)
     assert (outcome.exit_code, outcome.reason) == (1, "hang")
+    assert outcome.message == failure.message  # with its node, and where the stacks are
 
 
 def test_the_node_with_a_suspect_is_blamed_before_those_that_only_waited(
