@@ -1,4 +1,4 @@
-"""From a plan to running ranks and back: submission, schedulers, node agent, restarts, resumption, status and logs.
+"""The launcher: submission, back ends, node agent, restarts, resumption, status and logs of runs.
 
-Knows the run directory and the spec; never the engine, which it starts as a process, nor how anything is shown.
+It imports the run directory and the spec, but neither the engine, which it starts as a process, nor the user interface.
 """

@@ -1,6 +1,6 @@
-"""attempts/NNNN/attempt.json: when an attempt began and ended, and why, by the records of its nodes and ranks.
+"""The record of an attempt, attempts/NNNN/attempt.json: its start, its end, and the exit reason with its cause.
 
-This module finds the records; exit_classification.py finds the cause in them, and restart.py decides what follows.
+This module reads and writes the records; exit_classification.py finds the cause, and restart.py makes the decision.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Decision:
 
     @property
     def reason(self) -> Reason:
-        """Why it was decided; ``recorded.text`` where only the text is known."""
+        """The reason for the decision; its code is ``recorded.text`` where only the text was recorded."""
         return reason_from({"code": self.code, "params": self.params, "text": self.why})
 
 
@@ -79,17 +79,17 @@ class AttemptRecord:
 
     @property
     def why(self) -> Reason:
-        """Why it ended; ``recorded.text`` where only the text is known."""
+        """The reason for the end; its code is ``recorded.text`` where only the text was recorded."""
         return reason_from({"code": self.code, "params": self.params, "text": self.message})
 
     @property
     def may_be_followed(self) -> bool:
-        """Return whether another attempt may follow by itself: only a decision that the run stops rules that out."""
+        """Return whether another attempt may follow without a resume: True unless the decision was to stop the run."""
         return self.decision is None or self.decision.requeue or self.decision.left_to_scheduler
 
     @property
     def made_progress(self) -> bool:
-        """Return whether it committed a newer checkpoint than there was at its start."""
+        """Return whether the attempt committed a newer checkpoint than the one it started from."""
         before, after = self.checkpoint_at_start, self.last_checkpoint_step
         return after is not None and (before is None or after > before)
 
@@ -106,7 +106,7 @@ def begin_attempt(run: RunDir, spec: RunSpec, *, scheduler: str, job_id: str, no
 
 
 def end_attempt(run: RunDir, spec: RunSpec, number: int, outcome: Outcome, decision: Decision | None) -> AttemptRecord:
-    """Record how the attempt ended, what was decided, and how far the run had come."""
+    """Record the attempt's exit reason, the restart decision and the latest steps."""
     began = read_attempt(run, number)
     assert began is not None, f"attempt {number} was never begun"
     ended = with_outcome(run, spec, began, outcome, decision)
@@ -115,14 +115,14 @@ def end_attempt(run: RunDir, spec: RunSpec, number: int, outcome: Outcome, decis
 
 
 def revise_decision(run: RunDir, attempt: AttemptRecord, decision: Decision) -> None:
-    """Replace what was decided after an attempt that has ended."""
+    """Replace the restart decision of an attempt that has ended."""
     _write(run, dataclasses.replace(attempt, decision=decision))
 
 
 def with_outcome(
     run: RunDir, spec: RunSpec, began: AttemptRecord, outcome: Outcome, decision: Decision | None = None
 ) -> AttemptRecord:
-    """Return the ended attempt without writing it: restart.decide needs it before there is a decision."""
+    """Return the ended attempt without writing it: restart.decide needs it as input."""
     return dataclasses.replace(
         began,
         ended=time.time(),
@@ -143,7 +143,7 @@ def _brings_back_after_lost_nodes(attempt: AttemptRecord) -> bool:
 
 
 def close_unended(run: RunDir, spec: RunSpec) -> list[AttemptRecord]:
-    """End earlier attempts without a recorded end, by their records. The caller knows that none is still running."""
+    """Record the end of earlier attempts that have none, from their records. None of them may still be running."""
     unended = [attempt for attempt in read_attempts(run) if attempt.ended is None]
     return [
         end_attempt(run, spec, attempt.number, attempt_outcome(run, spec, attempt.number, cancelled=False), None)
@@ -165,7 +165,7 @@ def read_attempts(run: RunDir) -> list[AttemptRecord]:
 
 
 def newest_checkpoint_step(run: RunDir, spec: RunSpec) -> int | None:
-    """Return the step of the newest committed checkpoint, by its manifest alone; None where there is none."""
+    """Return the step of the newest committed checkpoint; None where there is none. Reads manifests, not data."""
     newest_first = map(read_checkpoint, reversed(committed_folders(checkpoint_folder(run, spec))))
     return next((found.step for found in newest_first if isinstance(found, Checkpoint)), None)
 

@@ -1,4 +1,4 @@
-"""The user's code: what of a git working tree is kept with a run, and how it is stored."""
+"""The snapshot of the user's code: selects files of a git working tree and stores them with the run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder, replace_file
 from scaletrain_cli.spec import RunSpec
 
-# git as a reader of repositories that somebody else may have configured: it starts no program that they name.
+# git for repositories that another user may have configured: it starts no program that their configuration names.
 
 
-# Over the configuration of the repository and of the user. No transport: a partial clone would fetch what it lacks.
+# Overrides the configuration of repository and user. No transport: a partial clone would fetch missing objects.
 _SETTINGS = (
     "core.fsmonitor=false",
     "core.hooksPath=/dev/null",
@@ -45,10 +45,10 @@ _ENVIRONMENT = {
     "GIT_TERMINAL_PROMPT": "0",
     "LC_ALL": "C",
 }
-# The user's own file of settings, wherever it is. All other variables may be those of a hook or an alias that this
-# process runs in: they would mean another repository, other paths or other programs.
+# Variables that locate the user's settings. All others may come from a hook or an alias that runs this process, and
+# would select another repository, other paths or other programs.
 _KEPT_VARIABLES = {"GIT_CONFIG_GLOBAL"}
-_MOST_SECONDS = 600.0  # a .gitignore that is a FIFO or on a dead file system never answers
+_MOST_SECONDS = 600.0  # reading a .gitignore that is a FIFO or on a dead file system never returns
 
 
 class GitError(Exception):
@@ -56,7 +56,7 @@ class GitError(Exception):
 
 
 class Git:
-    """Calls git in one folder. ``filters`` holds the names of the content filters that are switched off."""
+    """Calls git in one folder. ``filters``: names of the content filters that are switched off."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -64,7 +64,7 @@ class Git:
         self.filters = self._configured_filters()
 
     def run(self, *arguments: str, environment: Mapping[str, str] | None = None, sent: bytes = b"") -> bytes:
-        """Return what git prints. ``sent`` is its input. Raises GitError."""
+        """Return the output of git. ``sent`` is its input. Raises GitError."""
         import subprocess
 
         settings = [*_SETTINGS, *(f"filter.{name}.{key}" for name in self.filters for key in _FILTER_OFF)]
@@ -84,7 +84,7 @@ class Git:
         return done.stdout
 
     def filtered(self, paths: Sequence[str]) -> dict[str, str]:
-        """Return the filter that the attributes give each path, for those that have one. Raises GitError."""
+        """Return the filter attribute by path, for the paths that have one. Raises GitError."""
         if not self.filters or not paths:
             return {}
         sent = b"\0".join(map(os.fsencode, paths))
@@ -93,14 +93,14 @@ class Git:
         return {os.fsdecode(path): os.fsdecode(name) for path, name in entries if os.fsdecode(name) in self.filters}
 
     def _configured_filters(self) -> tuple[str, ...]:
-        """Return the names of the filters in all settings that git reads here. Raises GitError."""
+        """Return the names of the filters in all configurations that git reads here. Raises GitError."""
         names = set()
         for entry in self.run("config", "--null", "--name-only", "--list").split(b"\0"):
             section, _, rest = os.fsdecode(entry).partition(".")
             name, dot, _ = rest.rpartition(".")
             if section.lower() != "filter" or not dot:
                 continue
-            if "=" in name or "\n" in name:  # no option of git's command line could switch it off
+            if "=" in name or "\n" in name:  # no command-line option of git can switch it off
                 raise GitError(f"the filter {name!r} of its configuration has a name that cannot be switched off")
             names.add(name)
         return tuple(sorted(names))
@@ -113,17 +113,17 @@ def _environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 IGNORE_FILE = ".scaletrainignore"
-_NAMED = 5  # files that a message names
-# Whatever the user's own configuration of diff is: a patch that git apply takes.
+_NAMED = 5  # most files that a message lists
+# Produces a patch that git apply accepts, independent of the user's diff configuration.
 _SAFE = ("--no-ext-diff", "--no-textconv", "--no-renames", "--ignore-submodules=dirty")
 _PLAIN = (*_SAFE, "-U3", "--no-color", "--no-relative", "--src-prefix=a/", "--dst-prefix=b/")
 _POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?oid sha256:([0-9a-f]{64})\nsize \d+\n")
 _LONGEST_POINTER = 1024
-_PATHS_AT_A_TIME = 500  # on a command line, which has room for two megabytes
+_PATHS_AT_A_TIME = 500  # per command line, which is limited to 2 MB
 
 
 class WorkingTree:
-    """A folder of a git working tree. Raises UsageError for one that is not, or where there is no git."""
+    """A folder of a git working tree. Raises UsageError for any other folder, and without git."""
 
     def __init__(self, folder: Path, where: str) -> None:
         self.folder, self.where = folder, where
@@ -154,9 +154,9 @@ class WorkingTree:
         return (tracked - self._stored_elsewhere(tracked)) | self._paths("ls-files", "--others", "--exclude-standard")
 
     def _stored_elsewhere(self, paths: set[str]) -> set[str]:
-        """Return the paths whose content is the one that the commit names by its hash, as git-lfs does.
+        """Return the paths whose content matches the hash in the committed pointer, as of git-lfs.
 
-        No filter is run, so git takes the file itself for a changed pointer wherever it does not trust the file's time.
+        No filter is run, so git reports such a file as changed wherever it does not trust the file's mtime.
         """
         same = set()
         for path in sorted(self._reader.filtered(sorted(paths))):
@@ -165,7 +165,7 @@ class WorkingTree:
                 continue
             try:
                 committed = self._reader.run("cat-file", "blob", f"HEAD:./{path}")
-            except GitError:  # new
+            except GitError:  # a new file
                 continue
             pointer = _POINTER.fullmatch(committed) if len(committed) < _LONGEST_POINTER else None
             if pointer is not None and hashlib.sha256(place.read_bytes()).hexdigest() == pointer[1].decode():
@@ -191,12 +191,12 @@ class WorkingTree:
         return there
 
     def holds(self, path: str) -> bool:
-        """A folder may have taken the place of a file that git knows: then it is that which is there."""
+        """Return whether git's file is there; False where a folder that is not a repository has taken its place."""
         place = self.folder / path
         return os.path.lexists(place) and (place.is_symlink() or not place.is_dir() or (place / ".git").exists())
 
     def _without_runs(self, paths: set[str], inside: Path, runs: Path) -> set[str]:
-        """Return the paths outside run directories, also behind links: runs hold secrets and checkpoints, not code."""
+        """Return the paths that are not in run directories (links resolved), which contain secrets and checkpoints."""
         out = runs.resolve()
         folders = {path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] == "run.json"}
         known = [self.folder / folder for folder in folders if folder and _is_run(self.folder / folder / "run.json")]
@@ -231,8 +231,8 @@ class WorkingTree:
         index = Path(os.fsdecode(self._git("rev-parse", "--path-format=absolute", "--git-path", "index")).strip())
         objects = os.fsdecode(self._git("rev-parse", "--path-format=absolute", "--git-path", "objects")).strip()
         with tempfile.TemporaryDirectory() as scratch:
-            # New files must be in an index to be in a diff: in a copy of it, and with a place for objects of its own.
-            if index.exists():  # with its time, by which git knows whose changes are too young to show in theirs
+            # A diff shows new files only if they are in the index: use a copy of it, with a separate object directory.
+            if index.exists():  # keep its mtime, by which git detects files that changed after it was written
                 shutil.copy2(index, f"{scratch}/index")
             Path(scratch, "info").mkdir()
             create_file(Path(scratch, "info", "alternates"), os.fsencode(f"{objects}\n"))
@@ -275,23 +275,23 @@ def _is_run(record: Path) -> bool:
 
 
 def refusal(where: str, message: str, given: Path | None, hint: str | None, *, key: str = "code.path") -> UsageError:
-    """Return an error about one key of the code section."""
+    """Return the UsageError about one key of the code section."""
     problem = Problem(where, key, message, None if given is None else str(given), hint)
     return UsageError("the code cannot be kept with the run", (problem,))
 
 
 def count(paths: Collection[str]) -> str:
-    """Return ``3 files``."""
+    """Return the number of paths as text, such as ``3 files``."""
     return "1 file" if len(paths) == 1 else f"{len(paths)} files"
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names, and the number of the rest, as text."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-# Which version of this package runs, to the byte: a release's number says nothing of a checkout or of an image.
+# The exact version of this package: the release number does not identify a checkout or an image.
 
 
 def code_hash() -> str:
@@ -306,7 +306,7 @@ def code_hash() -> str:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The record of a working tree, and the files to store in the run directory."""
+    """The record of a working tree, and the contents of the files to store in the run directory."""
 
     record: CodeRecord
     listing: str
@@ -315,10 +315,10 @@ class Snapshot:
 
 
 def take_snapshot(spec: RunSpec, working_folder: str = "", runs: Path | None = None) -> Snapshot | None:
-    """The tree that ``code.path`` names, seen from here or from a run's own working folder; None where it names none.
+    """Return the snapshot of ``code.path``, relative to here or to ``working_folder``; None without ``code.path``.
 
-    ``runs`` below it stay out, whether git ignores them or not: the folder that a run is in, or the runs root. Raises
-    UsageError, one for all files in the way.
+    ``runs`` (the folder of a run, or the runs root) is left out even if git does not ignore it. Raises one UsageError
+    for all files that cannot be stored.
     """
     code = spec.code
     if code.path is None:
@@ -378,7 +378,7 @@ def _pack(contents: Mapping[str, bytes], executable: set[str]) -> bytes:
     import tarfile
 
     packed = io.BytesIO()
-    # No time and no owner in it: the same files are the same archive.
+    # Without times and owners: the same files give the same archive.
     with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as outer, tarfile.open(fileobj=outer, mode="w") as archive:
         for path, content in contents.items():
             entry = tarfile.TarInfo(path)

@@ -28,15 +28,15 @@ from scaletrain_cli.spec import RunSpec, override_spec
 VARIABLE = "SCALETRAIN_FAULT"
 ENTRY_POINTS = "scaletrain.drills"
 
-# What a run must do without help: restart, and lose the steps since its latest checkpoint; restart and lose none;
-# restart from the checkpoint before the latest; continue unharmed; roll back in the same process; or stop, and continue
-# once it is resumed.
+# The required reaction of a run: restart and lose the steps since its latest checkpoint; restart and lose none; restart
+# from the checkpoint before the latest; continue unaffected; roll back in the same process; or stop, and continue
+# after a resume.
 Ending = Literal["restarted", "preempted", "older", "unharmed", "rolled-back", "stopped"]
 
 
 @dataclass(frozen=True)
 class DrillKind:
-    """One kind of drill: the fault, and how a run must react to it.
+    """One kind of drill: the fault, and the required reaction of the run.
 
     ``fault`` is in the notation of engine/faults.py, with {rank} for the last rank, {step}, and {last} for three steps
     later; a rank injects it into itself, so that it works under every scheduler. ``overrides`` change the spec.
@@ -124,7 +124,7 @@ def drill_kinds() -> dict[str, DrillKind]:
     for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         try:
             kind = entry.load()
-        except Exception as error:  # the code of another package may raise anything
+        except Exception as error:  # code of another package may raise any exception
             raise UsageError(Reason("launch.drill-not-loaded", {"entry": entry.value, "said": str(error)})) from error
         if not isinstance(kind, DrillKind) or kind.name in kinds:
             raise UsageError(Reason("launch.drill-invalid", {"entry": entry.value, "names": list(kinds)}))
@@ -132,16 +132,16 @@ def drill_kinds() -> dict[str, DrillKind]:
     return kinds
 
 
-# Relative, of the final loss on GPUs, where additions have no fixed order, so that no two runs are equal.
+# Relative tolerance of the final loss on GPUs, where the order of additions is not deterministic.
 LOSS_TOLERANCE = 1e-4
-# Relative, of the final loss of a run that skipped batches: it is another run, which must have learnt as much.
+# Relative tolerance of the final loss of a run that skipped batches, and so trained on other data.
 ROLLED_BACK_TOLERANCE = 0.1
 _COMPARED = ("step", "loss", "grad_norm", "validation_loss")
 
 
 @dataclass(frozen=True)
 class Course:
-    """What a run left. ``seconds``: from its first step on, without preparing data and the first wait in the queue."""
+    """The course of a run. ``seconds``: from its first step on, without data preparation and the first queue wait."""
 
     state: str
     why: str
@@ -159,7 +159,7 @@ class Course:
 
 @dataclass(frozen=True)
 class DrillResult:
-    """One line of the table. ``failures`` says what the run did not do as required; empty where it survived."""
+    """One line of the table. ``failures``: how the run deviated from the required reaction; empty if it survived."""
 
     kind: str
     run_dir: str
@@ -171,7 +171,7 @@ class DrillResult:
 
     @property
     def survived(self) -> bool:
-        """Return whether the run did all that its kind requires."""
+        """Return whether the run reacted as its kind requires."""
         return not self.failures
 
     @property
@@ -181,7 +181,7 @@ class DrillResult:
 
 
 def course_of(run: RunDir, status: RunStatus, *, resumed: bool = False) -> Course:
-    """Return what happened to a run, from its directory."""
+    """Return the course of a run from its directory."""
     events, attempts = read_events(run), read_attempts(run)
     times = {event["event"]: event["time"] for event in reversed(events)}  # of each kind the first
     last = events[-1]["time"] if events else 0.0
@@ -203,7 +203,7 @@ def course_of(run: RunDir, status: RunStatus, *, resumed: bool = False) -> Cours
 
 
 def compare_runs(kind: DrillKind, run_dir: str, hurt: Course, undisturbed: Course, *, exact: bool) -> DrillResult:
-    """Compare a run with the undisturbed one; ``exact`` where the same steps give the same bits, as on CPUs."""
+    """Compare a run with the undisturbed one; ``exact``: results must be bitwise equal, as on CPUs."""
     sameness, differs = _compare(kind, hurt.steps, undisturbed.steps, exact)
     if not differs and hurt.final_files == undisturbed.final_files:
         sameness = f"{sameness}, checkpoint files too"
@@ -222,7 +222,7 @@ def compare_runs(kind: DrillKind, run_dir: str, hurt: Course, undisturbed: Cours
 
 
 def _failures(kind: DrillKind, hurt: Course) -> list[Reason]:
-    """Return what the run did not do as its kind requires."""
+    """Return the deviations from the reaction that the kind requires."""
     found = []
     if hurt.state != "finished":
         found.append(Reason("launch.drill-not-finished", {"state": hurt.state, "why": hurt.why}))
@@ -247,7 +247,7 @@ def _failures(kind: DrillKind, hurt: Course) -> list[Reason]:
 def _compare(
     kind: DrillKind, hurt: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[str, Any]], exact: bool
 ) -> tuple[str, bool]:
-    """Return how equal the two runs are, as a text, and whether they differ too much."""
+    """Return the difference of the two runs as text, and whether it is too large."""
     if not hurt or not undisturbed:
         return "nothing was logged", True
     ours, theirs = (
@@ -270,7 +270,7 @@ FEWEST_STEPS = 12
 
 @dataclass(frozen=True)
 class Range:
-    """What all drills of one call share: the folder of their runs, the spec and the plan."""
+    """The settings that all drills of one call share: the folder of their runs, the spec and the plan."""
 
     folder: Path
     spec: RunSpec
@@ -322,14 +322,14 @@ def make_folder() -> Path:
         safe_files.make_folder(root, mode=0o777)
         safe_files.make_folder(folder, exist_ok=False)
         safe_files.make_shared_folder(datasets)
-        (folder / "datasets").symlink_to(datasets)  # runs look for datasets beside their folder; all share one
+        (folder / "datasets").symlink_to(datasets)  # runs expect datasets beside their folder; all drills share one
     except OSError as error:
         raise UsageError(f"{folder} cannot be made: {error.strerror or error}. $SCALETRAIN_RUNS moves it.") from error
     return folder
 
 
 def run_drill(place: Range, kind: DrillKind, on_look: Callable[[RunStatus], None]) -> tuple[RunDir, Course]:
-    """Run one drill to its end and return what happened. ``on_look`` gets every status; a late run is cancelled."""
+    """Run one drill to its end and return its course. ``on_look`` gets every status; a late run is cancelled."""
     settings = kind.settings(step=place.strike(kind), world_size=place.spec.world_size)
     spec = override_spec(place.spec, settings, file="the drills' spec")
     made = create_run(spec, place.plan, kind.name, root=place.folder)

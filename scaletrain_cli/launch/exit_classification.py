@@ -1,6 +1,6 @@
-"""Exit classification: why an attempt ended, from the records that its nodes and ranks left. Pure functions.
+"""Exit classification: find why an attempt ended from the records of its nodes and ranks. Pure functions.
 
-A rank that fails breaks the connections of all other ranks, so the task is to tell the cause from its consequences.
+A rank that fails breaks the connections of all other ranks, so causes must be separated from consequences.
 launch/restart.py decides what follows.
 """
 
@@ -23,7 +23,7 @@ ExitReason = Literal[
     "crash", "killed", "oom", "host-oom", "nan", "spike", "disk-full", "unreadable", "data", "usage",
 ]
 # fmt: on
-# Causes that no failure of another rank can bring about.
+# Causes that are never a consequence of another rank's failure.
 _SPECIFIC: tuple[ExitReason, ...] = (
     "oom",
     "host-oom",
@@ -35,7 +35,7 @@ _SPECIFIC: tuple[ExitReason, ...] = (
     "unreadable",
     "data",
 )
-_STATED: tuple[ExitReason, ...] = (*_SPECIFIC, "hang", "communication")  # believed as reported; all others are a crash
+_STATED: tuple[ExitReason, ...] = (*_SPECIFIC, "hang", "communication")  # as reported; any other reason is a crash
 _AGAINST_ITS_NODE: tuple[ExitReason, ...] = ("wrong-nodes", "hardware", "hang")
 _STOPPING = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
 _LOST, _ENDED_WITH_JOB = "launch.nodes-lost", "launch.nodes-ended-with-job"
@@ -43,9 +43,9 @@ _LOST, _ENDED_WITH_JOB = "launch.nodes-lost", "launch.nodes-ended-with-job"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended. ``why`` names the rank or node.
+    """The classified end of an attempt. ``why`` names the rank or node.
 
-    ``against``: the nodes, by the scheduler's names, that caused it. ``lost``: a node ended without reporting.
+    ``against``: the scheduler's names of the nodes that caused it. ``lost``: a node ended without reporting.
     """
 
     exit_code: int
@@ -62,7 +62,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _End:
-    """The failure of one rank, or of a node that started none; of several the one of least weight is the cause."""
+    """The failure of a rank, or of a node that started none. The one with the least weight is the cause."""
 
     weight: int
     outcome: Outcome
@@ -77,18 +77,18 @@ def classify_exit(
     launcher_exit_code: int | None = None,
     names: Sequence[str] = (),
 ) -> Outcome:
-    """Return that all nodes are done, or the cause of the failure, or the node that ended without reporting.
+    """Return the outcome: done, the cause of the failure, or the node that ended without reporting.
 
-    ``names`` are the nodes that the scheduler gave to the attempt, where it names them.
+    ``names`` are the nodes that the scheduler allocated to the attempt, where it names them.
     """
     ended = sorted((node for node in nodes if node.ended is not None), key=lambda node: node.ended or 0.0)
     if len(ended) == planned_nodes and {node.exit_code for node in ended} == {0}:
         return Outcome(ExitCode.DONE, "done", Reason("launch.all-ranks-finished"))
-    # min() keeps the order of ends among equals: node by node, and of a node the rank that failed first.
+    # Among equal weights min() takes the first: nodes in order, and per node the rank that failed first.
     cause = min(_failed_ends(ended, failures), key=lambda end: end.weight, default=None)
     lost = _lost_nodes(nodes, planned_nodes, launcher_exit_code, names)
     if cause is None and lost is not None and launcher_exit_code == ExitCode.DO_NOT_REQUEUE:
-        # An agent with that exit code records why, unless the disk is full.
+        # An agent with this exit code records the reason, unless the disk is full.
         outcome = Outcome(launcher_exit_code, "disk-full", Reason("launch.no-space-for-record", {"then": lost.why}))
     elif cause is None:
         outcome = lost or Outcome(ExitCode.PREEMPTED, "preempted", Reason("launch.all-ranks-saved"))
@@ -103,7 +103,7 @@ def classify_exit(
     return outcome
 
 
-# Weights: what no other failure explains, then failures of its own, then what the loss of another node explains too.
+# Weights, lowest first: certain causes, failures of the rank itself, possible consequences of another node's loss.
 _CAUSE, _OWN_END, _BROKEN, _CONNECTION, _BEHIND, _WAITED, _ENDED_BY_AGENT = range(7)
 
 
@@ -120,7 +120,7 @@ def _failed_ends(ended: Sequence[NodeRecord], failures: Sequence[Failure]) -> It
         for rank in sorted(node.ranks, key=lambda rank: (rank.rank != node.first_failure, rank.rank)):
             if rank.exit_code in (0, ExitCode.PREEMPTED):
                 continue
-            # What the agent reports of a rank counts before what the rank reports itself.
+            # The agent's report about a rank takes precedence over the rank's own.
             stated = [failure for failure in (*own, *failures) if failure.rank == rank.rank]
             if stated:
                 yield _stated_end(node, rank, stated[0])
@@ -171,13 +171,13 @@ def _lost_nodes(
         why = Reason("launch.no-agent-started", {"exit_code": launcher_exit_code})
         return Outcome(launcher_exit_code, _exit_reason("crash", launcher_exit_code), why)
     silent = sorted(set(given) - {node.name for node in nodes}) if len(given) == planned else []
-    # When all are lost, the job was ended, and no node of it is worse than another.
+    # If all nodes are lost, the job was ended from outside and no single node is to blame.
     against = (*(node.name for node in missing), *silent) if len(missing) < len(nodes) else ()
     return Outcome(ExitCode.CRASHED, "node", _why_lost(missing, silent, unseen), against, lost=True)
 
 
 def _why_lost(missing: Sequence[NodeRecord], silent: Sequence[str], unseen: int) -> Reason:
-    """Return that ``missing`` nodes reported no end; ``silent`` or, where unnamed, ``unseen`` ones not even a start."""
+    """Return the reason for lost nodes: ``missing`` reported no end; ``silent`` (named) or ``unseen`` ones no start."""
     lost = Reason(_LOST, {"nodes": [node.node for node in missing]})
     if unseen <= 0:
         return lost
@@ -190,13 +190,13 @@ def _why_lost(missing: Sequence[NodeRecord], silent: Sequence[str], unseen: int)
 
 
 def ended_with_its_job(outcome: Outcome) -> Outcome:
-    """Return the outcome of a lost node where its scheduler ended the job and reports the node as up."""
+    """Return the outcome for a lost node if the scheduler ended the job and reports the node as up."""
     reason: ExitReason = "cancelled" if outcome.reason == "cancelled" else "out-of-grace"
     return Outcome(outcome.exit_code, reason, _with_code(outcome.why, _LOST, _ENDED_WITH_JOB))
 
 
 def _with_code(reason: Reason, before: str, after: str) -> Reason:
-    """Return the reason with one code in place of another, also among its parameters."""
+    """Return the reason with code ``before`` replaced by ``after``, also in nested reasons."""
     params = {
         name: _with_code(value, before, after) if isinstance(value, Reason) else value
         for name, value in reason.params.items()

@@ -1,6 +1,6 @@
-"""Why a run is in its state, from its directory and its scheduler, which may not answer or may have forgotten the job.
+"""Explain why a run is in its state, from its directory and its scheduler, which may not know the job any more.
 
-Changes nothing. The texts and remedies are in reason_texts/launch.py; those of a back end are in its own table.
+Changes nothing. Texts and remedies are in reason_texts/launch.py, those of a back end in its own table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.worker.failures import read_failures
 
-# Exit reasons that one rank reports: the end of its log is the best evidence.
+# Exit reasons that a single rank reports: the end of its log is the best evidence.
 _REPORTED_BY_A_RANK: tuple[ExitReason, ...] = (
     *("crash", "killed", "oom", "host-oom", "nan", "usage", "disk-full", "unreadable", "communication", "hardware"),
 )
@@ -34,7 +34,7 @@ _MOST_FAILURES = 4
 
 
 def explain(run: RunDir) -> Explanation:
-    """Return what keeps the run waiting, or why it ended. Raises UsageError when run.json is damaged."""
+    """Return why the run waits, or why it ended. Raises UsageError when run.json is damaged."""
     record, status = read_record(run), run_status(run)
     attempts = read_attempts(run)
     last = attempts[-1] if attempts else None
@@ -70,7 +70,7 @@ def _findings(run: RunDir, record: RunRecord, status: RunStatus, last: AttemptRe
 
 
 def _unknown(status: RunStatus) -> Finding:
-    """Return that nothing is known: a scheduler that does not answer says nothing about the run."""
+    """Return the finding for an unknown state: the scheduler does not answer."""
     what = f"attempt {status.attempt}" if status.attempt else "the job"
     why = Reason("launch.state-unknown", {"what": what, "run": status.run_id})
     return Finding.because("unknown", why, (_scheduler_reports(status),))
@@ -99,9 +99,9 @@ def _progress(run: RunDir, status: RunStatus) -> Iterator[Evidence]:
 
 
 def why_it_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Job) -> Finding:
-    """Return the recorded end of ``attempt``, or what is known of an end that was not recorded.
+    """Return the finding about the end of ``attempt``, recorded or not.
 
-    ``job`` is the scheduler's answer; call this for an attempt that may be running only once that job is over.
+    ``job`` is the scheduler's answer. If the attempt may be running, call this only once the job is over.
     """
     if attempt.reason is None:
         return _unreported(run, record, attempt, job)
@@ -110,7 +110,7 @@ def why_it_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Jo
     why = Reason(f"launch.exit-{cause}", params)
     left = attempt.decision is not None and attempt.decision.left_to_scheduler
     if left and job.cause is not None and cause in ("preempted", "out-of-grace", "node"):
-        # The attempt saw that its job was being ended; the scheduler knows why.
+        # The scheduler ended the job, and it knows the reason.
         cause = job.cause
         why = Reason(f"launch.exit-by-scheduler-{cause}", params | {"detail": job.why})
     return Finding.because(
@@ -130,7 +130,7 @@ def why_it_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Jo
 
 
 def _unreported(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Job) -> Finding:
-    """Return the finding about an end that no agent and no supervisor recorded: only existing files are evidence."""
+    """Return the finding about an end that neither an agent nor a supervisor recorded, from the files that exist."""
     end = unreported_end(run, record, attempt, job)
     newest, logged = newest_checkpoint_step(run, record.spec), last_logged_step(run) or 0
     saved = Reason("launch.no-checkpoint", {"logged": logged})
@@ -149,7 +149,7 @@ def _unreported(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Job
 
 
 def _needs_resume(attempt: AttemptRecord, job: Job) -> bool:
-    """Return whether no attempt follows, as far as is known, so that only a resume continues the run."""
+    """Return whether only a resume continues the run: as far as is known, no attempt follows."""
     followed = _is_followed(attempt, job) or (job.state == "unknown" and attempt.may_be_followed)
     return attempt.reason != "done" and not followed
 
@@ -164,7 +164,7 @@ def _is_followed(attempt: AttemptRecord, job: Job) -> bool:
 
 
 def _failures(run: RunDir, attempt: AttemptRecord) -> Iterator[Evidence]:
-    """Yield what ranks and nodes reported themselves, without what the attempt's own reason contains."""
+    """Yield the failures that ranks and nodes reported, except those that the attempt's reason already contains."""
     known = list(_parts(attempt.why))
     found = [failure for failure in read_failures(run, attempt.number) if failure.why not in known]
     source = f"{_folder(attempt)}/failures"
@@ -176,7 +176,7 @@ def _failures(run: RunDir, attempt: AttemptRecord) -> Iterator[Evidence]:
 
 
 def _parts(reason: Reason) -> Iterator[Reason]:
-    """Yield the reason, and every reason among its parameters."""
+    """Yield the reason and all reasons that are nested in its parameters."""
     yield reason
     for value in reason.params.values():
         if isinstance(value, Reason):
@@ -208,7 +208,7 @@ def _stacks(run: RunDir, attempt: AttemptRecord, reason: ExitReason) -> Iterator
 
 
 def _history(run: RunDir, attempt: AttemptRecord) -> Iterator[Evidence]:
-    """Yield how the earlier attempts ended, and how many steps were trained twice."""
+    """Yield the ends of the earlier attempts, and the number of steps that were trained twice."""
     earlier = [other for other in read_attempts(run) if other.number < attempt.number]
     if earlier:
         shown = [f"{other.number} {other.reason or 'unfinished'} at step {other.last_step or 0}" for other in earlier]

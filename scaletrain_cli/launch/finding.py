@@ -1,4 +1,4 @@
-"""What `scaletrain explain` reports: findings, each with its evidence and what to do. Plain data."""
+"""The data that `scaletrain explain` reports: findings with their evidence and remedies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scaletrain_cli.reasons import Reason
 
 @dataclass(frozen=True)
 class Evidence:
-    """A quotation or an observation, and its source: a command, a file of the run directory, the scheduler.
+    """A quotation or an observation with its source: a command, a file of the run directory, or the scheduler.
 
     ``code`` and ``params`` are those of the Reason whose text is ``text``; empty for a quotation.
     """
@@ -61,7 +61,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A run in its present state. ``findings``: the most important one first."""
+    """The explanation of a run's current state. ``findings``: the most important one first."""
 
     run_id: str
     state: str

@@ -1,4 +1,4 @@
-"""The logs of ranks in the run directory: find, read, follow, and fetch them from nodes that write elsewhere."""
+"""The logs of ranks in the run directory: find, read and follow them, and fetch them from pods."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def log_files(run: RunDir, attempt: int | None = None, rank: int | None = None) 
 
 
 def is_for_people(line: str) -> bool:
-    """Return False for a line of a library below the level error, and for a progress line that programs read."""
+    """Return False for a library's log line below level ERROR, and for a machine-readable progress line."""
     return not is_library_noise(line) and read_progress(line) is None
 
 
@@ -70,9 +70,9 @@ def read_logs(
     *,
     everything: bool = True,
 ) -> Iterator[LogLine]:
-    """Yield the lines of each rank in turn; only the last ones of each with ``last_lines``.
+    """Yield the lines of each rank in turn; with ``last_lines`` only that many of each.
 
-    Without ``everything`` only the lines for people (``is_for_people``).
+    Without ``everything`` only lines for which ``is_for_people`` is true.
     """
     for file in log_files(run, attempt, rank):
         with file.path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
@@ -82,7 +82,7 @@ def read_logs(
 
 
 def end_of(path: Path) -> str:
-    """Return the last 64 KiB of a log, where a failed process reports its error; empty where there is no log."""
+    """Return the last 64 KiB of a log, where a failed process reports its error; empty without a log."""
     if not path.is_file():
         return ""
     try:
@@ -126,7 +126,7 @@ def _files_of(run: RunDir, attempt: int) -> list[LogFile]:
     files = []
     for path in (run.attempt(attempt) / "logs").glob("*.log"):
         node, _, rank = path.stem.rpartition("-")
-        if rank.isdigit() and path.is_file():  # a FIFO or a device of that name would never end
+        if rank.isdigit() and path.is_file():  # reading a FIFO or a device would never end
             files.append(LogFile(attempt, node, int(rank), path))
     return sorted(files, key=lambda file: file.rank)
 
@@ -135,7 +135,7 @@ def _files_of(run: RunDir, attempt: int) -> list[LogFile]:
 def logs_brought(run: RunDir, *, follow: bool = False) -> Iterator[str]:
     """Fetch the logs into the run directory on entry; with ``follow``, keep fetching until exit.
 
-    Yields why they could not be had: what was brought before can be read all the same.
+    Yields the error if they could not be fetched, else an empty text: logs that were fetched before can still be read.
     """
     record = read_record(run)
     why, following = "", contextlib.ExitStack()
@@ -161,7 +161,7 @@ class FirstWords:
         self._read = {path: path.stat().st_size for path in self._folder.glob("*.log") if path not in news}
 
     def new_lines(self) -> list[tuple[str, str]]:
-        """Return the pod and the text of each line that is new."""
+        """Return the pod and the text of each new line."""
         found = []
         for path in sorted(self._folder.glob("*.log")):
             with path.open("rb") as file:
@@ -174,12 +174,12 @@ class FirstWords:
 
 
 def first_words(run: RunDir, since: Sequence[LogFile]) -> list[Path]:
-    """Return the files with what pods printed before their attempt began, if newer than the logs ``since``."""
+    """Return the files with the output of pods before their attempt began, if newer than the logs ``since``."""
     newest = max((file.path.stat().st_mtime for file in since), default=0.0)
     return [path for path in sorted((run.path / "pods").glob("*.log")) if path.stat().st_mtime > newest]
 
 
-# The part of a log that shows why its rank ended: the last error, without the hundred lines around it.
+# The part of a log that shows why its rank ended.
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'\s*File "(?P<path>[^"]+)", line \d+, in ')
 _SIGN = re.compile(r"error|exception|fatal|killed|abort|out of memory|refused|cannot|no such", re.I)
@@ -187,8 +187,8 @@ _MOST_LINES = 6
 
 
 def last_error(path: Path) -> str:
-    """The exception of the last traceback with the innermost frame that is not a library's; else the last lines that
-    speak of an error; else the very last lines. Empty for an empty or missing file.
+    """Return the exception of the last traceback with the innermost frame outside libraries; else the last lines that
+    contain an error; else the last lines of the log. Empty for an empty or missing file.
     """
     lines = end_of(path).splitlines()
     lines = [line.rstrip() for line in lines if line.strip()]

@@ -1,4 +1,4 @@
-"""Choose which bad nodes the next attempt excludes: as many as leave enough nodes for the job. Pure functions."""
+"""Choose the bad nodes that the next attempt excludes, such that enough nodes remain. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scaletrain_cli.rundir.bad_nodes import BadNode
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Names of excluded nodes, and of bad nodes that cannot be excluded, with the reason for these."""
+    """Names of excluded nodes, and of bad nodes that cannot be excluded, with the reason."""
 
     nodes: tuple[str, ...] = ()
     spared: tuple[str, ...] = ()
@@ -20,7 +20,7 @@ class Exclusion:
 
     @property
     def why(self) -> str:
-        """The text of ``reason``; empty where no node is spared."""
+        """The text of ``reason``; empty if all bad nodes are excluded."""
         return "" if self.reason is None else str(self.reason)
 
     def to_event(self) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def exclusion(
 ) -> Exclusion:
     """Return the exclusion of ``bad`` nodes (newest evidence first) while ``needed`` of the ``usable`` ones remain.
 
-    A node that is not usable now costs nothing to exclude. One that the spec names (``pinned``) is not excluded.
+    A node that is not usable now can always be excluded. One that the spec names (``pinned``) is never excluded.
     """
     room = len(set(usable)) - needed
     excluded: list[str] = []

@@ -1,6 +1,6 @@
-"""The preflight as a job of its own: its ranks measure their devices and links, and end.
+"""`scaletrain preflight`: a job whose ranks measure their devices and links, and end.
 
-A run like any other as far as schedulers know, in a hidden folder of the runs root that goes with it.
+Schedulers see an ordinary run. Its run directory is hidden in the runs root, and deleted at the end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class Preflight:
-    """The result: the exit code of the run, the reason, and the documents of its only attempt."""
+    """The result: exit code and reason of the run, and the JSON documents of its only attempt."""
 
     exit_code: int
     why: str
@@ -43,7 +43,7 @@ class Preflight:
     nodes: tuple[dict[str, Any], ...]
     all_reduce_seconds: float | None
     all_reduce_planned_seconds: float | None
-    folder: Path | None  # where it failed: left for who wants to look
+    folder: Path | None  # kept for inspection after a failure, else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the stable JSON object."""
@@ -54,9 +54,12 @@ class Preflight:
 def run_preflight(
     spec: RunSpec, plan: RunPlan, scheduler: Backend, timeout_seconds: float, on_look: Callable[[RunStatus], None]
 ) -> Preflight:
-    """Submit the job and wait for it. Raises SchedulerError if refused, UsageError for an unwritable runs root."""
+    """Submit the job, wait for its end, and return the result.
+
+    Raises SchedulerError if the job is refused, UsageError for an unwritable runs root.
+    """
     name = f"preflight-{secrets.token_hex(4)}"
-    # Nodes with another run directory know the run by the runs root and its name; else a dot hides it from `list`.
+    # The dot hides it from `list`. Nodes without a shared run directory find the run by the runs root and its name.
     folder = runs_root() / f".{name}" if spec.cluster.traits.shared_run_directory else runs_root()
     try:
         make_folder(runs_root(), mode=0o777)
@@ -71,7 +74,7 @@ def run_preflight(
         try:
             submit_run(made.run, made.record, scheduler)
         except SchedulerSilentError:
-            kept = True  # the scheduler may have the job, which is found by what is in the folder alone
+            kept = True  # the scheduler may have the job, and only this folder identifies it
             raise
         status = wait_for_end(made.run, scheduler, timeout_seconds, on_look)
         code = exit_code_of(made.run, status)

@@ -1,7 +1,7 @@
-"""Delete runs that have ended, in an order that leaves a complete run or none if it is interrupted.
+"""Delete runs that have ended. An interrupted deletion leaves either a complete run or none.
 
-What is left in the cluster goes first, then checkpoints in a folder of their own, one by one. The run directory is
-renamed to a hidden name, in one step, and only then emptied: a run is listed and whole, or it is gone.
+Objects in the cluster are deleted first, then checkpoints outside the run directory, one by one. The run directory is
+then renamed atomically to a hidden name and emptied: a run is either listed and complete, or gone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from scaletrain_cli.worker.checkpoint_commit import delete_checkpoint
 def pruning(
     run: RunDir, keep: int | None, keep_every: int | None, scheduler: Backend | None = None
 ) -> Iterator[Pruning]:
-    """Yield the checkpoints that may be deleted, while no process can resume the run. None: the setting of the spec.
+    """Yield the checkpoints that may be deleted, and keep the run from being resumed meanwhile.
+
+    ``keep`` and ``keep_every``: None means the setting of the spec.
 
     Raises UsageError for a run that may be active, ScaletrainError where no checkpoint verifies.
     """
@@ -62,15 +64,15 @@ def carry_out(found: Pruning) -> None:
         delete_checkpoint(checkpoint.path)
 
 
-_LEFT = ".removed-"  # and the run id: a run directory that is being emptied, or could not be
+_LEFT = ".removed-"  # followed by the run id: a run directory that is being deleted, or whose deletion failed
 _LEFT_NAME = re.compile(r"\.removed-.+-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
 class Removal:
-    """One run that may be deleted. ``checkpoints`` is their folder where it is not in the run directory, else None.
+    """One run that may be deleted. ``checkpoints``: their folder if it is outside the run directory, else None.
 
-    ``bytes`` are those that the removal frees, ``kept_bytes`` those of checkpoints that stay.
+    ``bytes``: the size that the removal frees; ``kept_bytes``: the size of checkpoints that are kept.
     """
 
     run: RunDir
@@ -79,7 +81,7 @@ class Removal:
     newest_checkpoint: int | None
     checkpoints: Path | None
     kept_bytes: int
-    identity: tuple[int, int]  # of the run directory: another folder that gets its name meanwhile stays
+    identity: tuple[int, int]  # of the run directory: a folder that takes its name later is not deleted
 
     @property
     def run_id(self) -> str:
@@ -87,7 +89,7 @@ class Removal:
 
 
 def plan_removal(run: RunDir, *, with_checkpoints: bool) -> Removal:
-    """Return what would be deleted. Raises UsageError or SchedulerError where the run must stay."""
+    """Return what would be deleted. Raises UsageError or SchedulerError if the run must be kept."""
     _require_folder(run)
     require_own_run(run, trust_owner=False, remedy="Ask that user to delete it")
     record = read_record(run)
@@ -109,13 +111,13 @@ def plan_removal(run: RunDir, *, with_checkpoints: bool) -> Removal:
 
 
 def remove(found: Removal, *, with_checkpoints: bool) -> list[str]:
-    """Delete the run; return the objects that were deleted in its cluster.
+    """Delete the run; return the names of the objects that were deleted in its cluster.
 
-    Raises UsageError or SchedulerError with nothing changed where it was resumed meanwhile, and ScaletrainError where
-    not everything could be deleted: it says what is left and where.
+    Raises UsageError or SchedulerError, with nothing changed, if it was resumed meanwhile, and ScaletrainError if not
+    everything could be deleted: its message names what is left.
     """
     run = found.run
-    with submit_lock(run):  # nobody resumes it meanwhile
+    with submit_lock(run):  # prevents a resume meanwhile
         record = read_record(run)
         _require_over(run, record)
         objects = _remove_objects(run, record)
@@ -131,7 +133,7 @@ def remove(found: Removal, *, with_checkpoints: bool) -> list[str]:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete what an interrupted removal of this user has left under a runs root."""
+    """Delete the remains of this user's interrupted removals below a runs root."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(root):
             if not _LEFT_NAME.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
@@ -141,7 +143,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def tree_bytes(folder: Path) -> int:
-    """Return the bytes that a folder takes on its disk; links are not followed, unreadable parts not counted."""
+    """Return the bytes that a folder occupies on disk; links are not followed, unreadable parts are not counted."""
     total, seen = 0, set()
     for parent, folders, files in os.walk(folder, followlinks=False):
         for name in (*folders, *files):
@@ -188,12 +190,12 @@ def _require_own_folder(folder: Path) -> None:
 
 
 def _remove_checkpoints(folder: Path) -> None:
-    """Delete the checkpoints of a folder, and the folder where nothing else is in it."""
+    """Delete the checkpoints in a folder, then the folder if it is empty."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(descriptor).st_uid not in (os.geteuid(), 0):
             raise UsageError(f"{folder} belongs to another user: nothing was deleted.")
-        here = Path(f"/proc/self/fd/{descriptor}")  # this very folder, whatever takes its name meanwhile
+        here = Path(f"/proc/self/fd/{descriptor}")  # this folder, even if another one takes its name meanwhile
         for entry in take_inventory(here):
             if not entry.path.is_symlink():
                 delete_checkpoint(entry.path)
@@ -205,7 +207,7 @@ def _remove_checkpoints(folder: Path) -> None:
             f"{', '.join(left[:3])} in {folder} cannot be deleted: check the owner and permissions. The run is still "
             "there, without its other checkpoints."
         )
-    with contextlib.suppress(OSError):  # it holds something that is not a checkpoint
+    with contextlib.suppress(OSError):  # it contains something that is not a checkpoint
         folder.rmdir()
 
 
@@ -214,7 +216,7 @@ def _remove_objects(run: RunDir, record: RunRecord) -> list[str]:
 
 
 def _empty(folder: Path, run_id: str) -> None:
-    """Delete a folder without following links out of it."""
+    """Delete a folder and its contents without following links."""
     try:
         shutil.rmtree(folder)
     except OSError as error:

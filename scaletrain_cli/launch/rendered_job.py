@@ -1,6 +1,6 @@
-"""The last job text that was submitted for a run, how the next one differs, and its output formats.
+"""The rendered job of a run: its last submitted text, the diff to the next one, and its output formats.
 
-Knows no scheduler: it compares texts.
+Independent of the scheduler: it compares texts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def keep_sent(run: RunDir, text: str) -> None:
 
 
 def changes_since_sent(run: RunDir, text: str) -> list[str] | None:
-    """Return removed and added lines in the form of diff; None before the first submission."""
+    """Return the diff to the last submission, removed and added lines only; None before the first submission."""
     try:
         before = run.sent.read_text(encoding="utf-8")
     except OSError:
@@ -38,7 +38,7 @@ def changes_since_sent(run: RunDir, text: str) -> list[str] | None:
 
 
 def in_format(backend: Backend, text: str, wanted: str) -> str:
-    """Return the text of Backend.render(), or its JSON. Raises UsageError for a format that the back end has not."""
+    """Return the text of Backend.render(), or its JSON. Raises UsageError for a format that the back end lacks."""
     usual = backend.output_format
     if wanted == usual:
         return text
@@ -48,7 +48,7 @@ def in_format(backend: Backend, text: str, wanted: str) -> str:
 
 
 def _as_json(backend: Backend, text: str) -> dict[str, Any]:
-    """Return a List that kubectl and the API read, or the script as one string."""
+    """Return a Kubernetes List, or an object with the script as one string."""
     if backend.output_format == "script":
         return {"schema": "scaletrain.sent/v1", "scheduler": backend.name, "script": text}
     return {"apiVersion": "v1", "kind": "List", "items": read_documents(text)}

@@ -1,6 +1,6 @@
-"""Plan a run again for other nodes, another layout or newer code, and check that what it trains does not change.
+"""Plan a run again for other nodes, another layout or newer code, without a change of what is trained.
 
-Everything is checked here, before anything is queued. Reads the record and writes nothing.
+All checks are made here, before anything is queued. Reads the record and writes nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record, revision_path
 from scaletrain_cli.spec import RunSpec, changed_keys, override_spec
 
-# Keys, or sections, that may change from one attempt to the next. A change of any other makes it another run: other
-# data, another model, other steps.
+# Keys or sections that may change between attempts. A change of any other key (data, model, steps) would make it
+# another run.
 MAY_CHANGE = (
     *("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "code", "env", "training.micro_batch_size"),
 )
-# Fields that a user may have pinned; the planner sets those that are `auto`.
+# Fields that the planner sets where they are `auto`; a user may have pinned them.
 _PINS = (
     *("layout.data_parallel", "layout.tensor_parallel", "layout.pipeline_parallel", "layout.sequence_parallel"),
     *("layout.expert_parallel", "layout.zero_stage", "layout.activation_checkpointing", "training.micro_batch_size"),
@@ -38,7 +38,7 @@ _SHARDING = (
 
 @dataclass(frozen=True)
 class Resize:
-    """The present run (``before``), its spec and plan with the overrides, and the new snapshot of its code, if any."""
+    """The current record (``before``), the spec and plan with the overrides, and the new code snapshot, if any."""
 
     before: RunRecord
     spec: RunSpec
@@ -48,7 +48,7 @@ class Resize:
 
     @property
     def changes(self) -> dict[str, tuple[str, str]]:
-        """Return the keys of the spec that differ, and ``code``, each with both values; empty where nothing changes."""
+        """Return the changed keys of the spec, and ``code``, each with its old and new value; empty if none changed."""
         found = changed_keys(self.before.spec, self.spec)
         old, new = self.before.code, self.snapshot.record if self.snapshot is not None else None
         if new is not None and (old is None or old.sha256 != new.sha256):
@@ -64,7 +64,7 @@ class Resize:
 
     @property
     def cuts_states_anew(self) -> bool:
-        """Return whether ranks would hold other shards of the weights or of the optimizer states."""
+        """Return whether the weights or the optimizer states would be sharded differently."""
         old, new = self.before.plan.layout, self.plan.layout
         return any(getattr(old, field) != getattr(new, field) for field in _SHARDING)
 
@@ -110,14 +110,14 @@ def _objection(key: str, was: str, given: str) -> Problem | None:
 
 
 def _for_a_resume(problem: Problem) -> Problem:
-    """Return the planner's problem, with another hint where a resumed run cannot follow it."""
+    """Return the planner's problem, with another hint where a resumed run cannot follow the planner's."""
     if problem.key != "training.global_batch_size":
         return problem
     return dataclasses.replace(problem, hint="It stays as it is: give so many nodes that it divides.")
 
 
 def _pins_in_the_way(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the pinned fields to release so that the run can be planned: one that suffices, else all together."""
+    """Yield the pinned fields to set to `auto` so that a plan exists: one field if that suffices, else all of them."""
     pins = {key: value for key in _PINS if (value := _value(spec, key)) != "auto"}
     alone = [key for key in pins if _can_be_planned(spec, [key])]
     together = list(pins) if not alone and len(pins) > 1 and _can_be_planned(spec, list(pins)) else []

@@ -51,14 +51,14 @@ _BUDGET: dict[ExitReason, str] = {
     "spike": "crash",
 }
 _PREEMPTED: tuple[ExitReason, ...] = ("preempted", "time-limit")
-# No sign of a fault in the run: it was preempted on good nodes, or never started on wrong ones.
+# Not the run's fault: preempted on healthy nodes, or not started on unfit ones.
 _NEUTRAL: tuple[ExitReason, ...] = (*_PREEMPTED, "cancelled", "wrong-nodes")
 
 
 def decide(
     exit_code: int, reason: ExitReason, history: Sequence[AttemptRecord], restarts: RestartsSpec, cancelled: bool
 ) -> Decision:
-    """Return whether to restart. ``history``: all attempts that share the budgets, the one that just ended last."""
+    """Return the restart decision. ``history``: the attempts that share the budgets; the last one has just ended."""
     if exit_code == ExitCode.DONE:
         return Decision.because(False, exit_code, Reason("launch.stop-done"))
     if cancelled or reason == "cancelled":
@@ -84,7 +84,7 @@ def decide(
         return Decision.because(True, exit_code, Reason("launch.restart-unlimited", params))
     if used <= int(allowed):
         return Decision.because(True, exit_code, Reason("launch.restart-counted", params))
-    # The state of a preempted run is saved: exit code 75 reports that to whatever restarts it.
+    # Exit code 75 reports to the scheduler that the state of the preempted run is saved.
     code = exit_code if exit_code == ExitCode.PREEMPTED else ExitCode.CRASHED
     return Decision.because(False, code, Reason("launch.stop-budget-used-up", params))
 
@@ -94,18 +94,18 @@ def _budget_of(attempt: AttemptRecord) -> str | None:
 
 
 def is_preemption(reason: ExitReason) -> bool:
-    """Return whether the restart after such an end is free: the scheduler took the nodes away."""
+    """Return whether the restart after this reason is charged to no budget, as the scheduler took the nodes away."""
     return reason == "time-limit" or _BUDGET.get(reason) == "preemption"
 
 
 def attempts_without_progress(history: Sequence[AttemptRecord]) -> int:
-    """Return how many of the latest attempts failed without a newer checkpoint; preempted ones are passed over."""
+    """Return how many of the latest attempts failed without a newer checkpoint; preempted ones are skipped."""
     counted = (attempt for attempt in _since_progress(history) if not attempt.free_of_charge)
     return sum(attempt.reason not in _NEUTRAL for attempt in counted)
 
 
 def preemptions_without_progress(history: Sequence[AttemptRecord]) -> int:
-    """Return how many of the latest attempts were preempted before they had committed a newer step."""
+    """Return how many of the latest attempts were preempted before they committed a newer checkpoint."""
     return sum(attempt.reason in _PREEMPTED or attempt.free_of_charge for attempt in _since_progress(history))
 
 
@@ -114,7 +114,7 @@ def _since_progress(history: Sequence[AttemptRecord]) -> Iterator[AttemptRecord]
 
 
 def why_not_begin(run: RunDir, record: RunRecord, job_id: str) -> Decision | None:
-    """Return why no attempt may begin: cancelled, done, or no budget left. None where one may."""
+    """Return why no attempt may begin (cancelled, done, or no budget left); None if one may."""
     if run.is_told_to_stop:
         return Decision.because(False, ExitCode.PREEMPTED, Reason("launch.stop-cancelled-before-start"))
     history = attempts_of_job(run, job_id)
@@ -128,7 +128,7 @@ def why_not_begin(run: RunDir, record: RunRecord, job_id: str) -> Decision | Non
 
 
 def attempts_of_job(run: RunDir, job_id: str) -> list[AttemptRecord]:
-    """Return the attempts that share budgets: a requeued job keeps its id, and each submission makes a new job."""
+    """Return the attempts that share budgets: those of one job. A requeue keeps the job id, a submission does not."""
     return [attempt for attempt in read_attempts(run) if attempt.job_id == job_id]
 
 
@@ -138,8 +138,8 @@ def first_attempt_of_job(run: RunDir, job_id: str, number: int) -> int:
 
 
 _HOUR = 3600.0
-# How long a node is excluded, by cause: a failed device waits for a technician, a wrong node for an administrator, and
-# a node that was lost or hung often works again after its next restart.
+# How long a node is excluded, by cause: failed hardware needs a repair, an unfit node an administrator, and a node that
+# was lost or hung often works again after a reboot.
 _EXCLUDED_SECONDS: dict[ExitReason, float] = {
     "hardware": 7 * 24 * _HOUR,
     "wrong-nodes": 24 * _HOUR,
@@ -162,9 +162,9 @@ def conclude_attempt(
     """End attempt ``number`` and return the restart decision.
 
     Budgets count from ``first_attempt`` on: each submission grants new ones. ``launcher_exit_code`` is that of the
-    agent or of srun, for an attempt without records; ``told_to_stop`` is why no attempt can follow, where the run is
-    not the cause. ``time_is_up`` tells a preemption from the time limit. ``down``: the nodes that the scheduler reports
-    as lost, where a node that reported no end may also be one whose job was ended.
+    agent or of srun, for an attempt without records; ``told_to_stop``: a reason outside the run why
+    no attempt can follow. ``time_is_up`` distinguishes the time limit from a preemption. ``down``: the nodes that the
+    scheduler reports as lost; without it, a node that reported no end may be one whose job was ended.
     """
     spec, cancelled = record.spec, run.is_told_to_stop
     outcome = attempt_outcome(run, spec, number, cancelled=cancelled, launcher_exit_code=launcher_exit_code)
@@ -188,16 +188,16 @@ def conclude_attempt(
 
 
 def conclude_abandoned(run: RunDir, record: RunRecord) -> None:
-    """End attempts without a recorded end, by their records. The caller knows that none of them is still running.
+    """Record the end of attempts that have none, from their records. None of them may still be running.
 
-    No node is excluded for that: the process that watched the attempt may have been ended with the rest of it.
+    No node is excluded for it: the process that watched the attempt may have been killed together with the rest.
     """
     for attempt in close_unended(run, record.spec):
         _record(run, attempt)
 
 
 def withdraw_restart(run: RunDir, number: int, why: Reason, *, left_to_scheduler: bool = False) -> Decision:
-    """Replace the decision on attempt ``number``: no restart follows, or the scheduler decides about it."""
+    """Replace the decision on attempt ``number``: no restart follows, or the scheduler decides."""
     attempt = read_attempt(run, number)
     assert attempt is not None, f"attempt {number} was never begun"
     assert attempt.exit_code is not None, f"attempt {number} has not ended"
@@ -207,9 +207,9 @@ def withdraw_restart(run: RunDir, number: int, why: Reason, *, left_to_scheduler
 
 
 def conclude_run(run: RunDir, decision: Decision) -> int:
-    """Record that no attempt follows, and return the exit code of the run. The engine has recorded that it is done.
+    """Record that no attempt follows, and return the exit code of the run. The engine itself records a finished run.
 
-    The values of its secrets are removed, unless it was only preempted: each resume supplies them again.
+    The values of its secrets are removed, except after a preemption: each resume supplies them again.
     """
     if decision.exit_code != ExitCode.PREEMPTED or run.is_told_to_stop:
         forget_secrets(run)
@@ -222,7 +222,7 @@ def conclude_run(run: RunDir, decision: Decision) -> int:
 
 def forget_secrets(run: RunDir) -> None:
     """Remove the values of ``secret_env`` from the run directory."""
-    with contextlib.suppress(OSError):  # the end of the run does not depend on it
+    with contextlib.suppress(OSError):  # a failure must not change the end of the run
         run.secrets.unlink(missing_ok=True)
 
 
@@ -236,7 +236,7 @@ def _remember_bad_nodes(run: RunDir, number: int, outcome: Outcome, down: frozen
         if outcome.reason != "node" or down is None or name in down
     ]
     if found:
-        with contextlib.suppress(OSError):  # advice for later attempts, which must not change this decision
+        with contextlib.suppress(OSError):  # informs later attempts; a failure must not change this decision
             remember_bad_nodes(run.path.parent, found, now)
 
 

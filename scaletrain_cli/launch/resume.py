@@ -1,9 +1,8 @@
-"""`scaletrain resume`: why the run ended, which checkpoint it continues from and what is lost; then a new submission.
+"""`scaletrain resume`: report why the run ended, its resume point and the lost steps; then submit it again.
 
-Checkpoints are read in full, since only a valid one is worth starting ranks for. A job may start before submit() has
-returned, so the new revision and the decision to start over are written, and the stop file is removed, before the
-submission; all of it is undone where the scheduler refuses. A crash in between leaves a revision without a job, which
-the next resume uses.
+Checkpoints are read in full to verify them. A job may start before submit() returns. Therefore the new revision and
+the event for a start from scratch are written, and the stop file is removed, before the submission; a refusal undoes
+all of it. A crash in between leaves a revision without a job, which the next resume uses.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from scaletrain_cli.spec import RunSpec
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """What resuming would do. ``steps_lost``: number of logged steps that would be trained again.
+    """The effect of a resume. ``steps_lost``: number of logged steps that would be trained again.
 
     ``unseen``: attempts and checkpoints are on a volume of the nodes that is not visible here.
     """
@@ -45,32 +44,32 @@ class ResumeReport:
     finished: bool
     active: bool
     job: Job
-    had_checkpoint: bool  # one was committed at some time, whether it still exists or not
+    had_checkpoint: bool  # one was committed at some time, even if it no longer exists
     unseen: bool = False
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """A resumed run: its report from before, and the new submission."""
+    """A resumed run: the report from before the resume, and the new submission."""
 
     report: ResumeReport
     submission: Submission
 
 
 def inspect_resume(run: RunDir, scheduler: Backend | None = None) -> ResumeReport:
-    """Return what resuming would do; nothing is changed.
+    """Return what a resume would do; changes nothing.
 
     Raises UsageError for a damaged record, SchedulerError for a scheduler that does not answer.
     """
     record, submission = read_record(run), read_submission(run)
-    # The job, if there is one, is where it was submitted, whatever a revision says since.
+    # The job is on the scheduler that it was submitted to, even if a later revision names another one.
     scheduler = scheduler or backend_for(submission.scheduler if submission else record.spec.cluster.scheduler)
     attempts = read_attempts(run)
     last = attempts[-1] if attempts else None
     checkpoint, passed_over = latest_valid(checkpoint_folder(run, record.spec))
     logged = last_logged_step(run)
     job = scheduler.job(run, record)
-    told = last is None and job.exit_code is not None  # by the scheduler, of a run whose attempts are not visible here
+    told = last is None and job.exit_code is not None  # reported by the scheduler; the attempts are not visible here
     return ResumeReport(
         last_attempt=last,
         why_ended=job.why if told else why_ended(run, record, last, job),
@@ -144,7 +143,7 @@ def _refusal(run: RunDir, report: ResumeReport, *, from_scratch: bool, resize: R
 
 @contextlib.contextmanager
 def _secrets_at_hand(run: RunDir, spec: RunSpec) -> Iterator[None]:
-    """Keep the values of ``secret_env``, which are removed when a run ends; remove them if the scheduler refuses."""
+    """Store the values of ``secret_env``, which the end of a run removes; remove them again after a refusal."""
     had = run.secrets.exists()
     keep_secrets(run, spec)
     try:
@@ -159,7 +158,7 @@ def _secrets_at_hand(run: RunDir, spec: RunSpec) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _started_over(run: RunDir, from_scratch: bool) -> Iterator[None]:
-    """Record the event that lets ranks train without a checkpoint; remove it if the scheduler refuses."""
+    """Record the event that lets ranks start without a checkpoint; remove it if the scheduler refuses."""
     if not from_scratch:
         yield
         return
@@ -175,10 +174,10 @@ def _started_over(run: RunDir, from_scratch: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_lifted(run: RunDir) -> Iterator[None]:
-    """Move the stop files away, which would end the job at once; move them back if the scheduler refuses."""
+    """Move the stop files aside, which would end the job at once; move them back if the scheduler refuses."""
     aside = {file: file.with_name(f"{file.name}.lifted") for file in (run.stop_file, run.stop_file_by_hand)}
     for file, lifted in aside.items():
-        lifted.unlink(missing_ok=True)  # of a resume that a crash cut short
+        lifted.unlink(missing_ok=True)  # left by a resume that crashed
         with contextlib.suppress(FileNotFoundError):
             file.rename(lifted)
     try:
@@ -204,7 +203,7 @@ def _revised(run: RunDir, record: RunRecord, resize: Resize | None) -> Iterator[
     revised = add_revision(run, record, resize.spec, resize.plan, resize.overrides, code=resize.after.code)
     try:
         yield revised
-    except SchedulerSilentError:  # it may have the job, which would read this
+    except SchedulerSilentError:  # the scheduler may have the job, which would read this revision
         raise
     except ScaletrainError:
         withdraw_revision(run, revised.revision)

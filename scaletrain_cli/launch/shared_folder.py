@@ -1,6 +1,6 @@
 """Check whether a folder is on a shared file system, and whether the checkpoints of a run fit on it.
 
-Looks at this machine's mounts and free space alone; the nodes themselves are asked by the probe.
+Uses only this machine's mounts and free space; launch/node/probe.py checks the nodes themselves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def file_system(folder: Path, mounts: str) -> str:
         if len(fields) < 3:
             continue
         point = Path(_ESCAPE.sub(lambda match: chr(int(match[1], 8)), fields[1]))
-        if folder.is_relative_to(point) and len(point.parts) >= longest:  # of two at one place the later one counts
+        if folder.is_relative_to(point) and len(point.parts) >= longest:  # the last mount at a point is visible
             found, longest = fields[2], len(point.parts)
     return found
 
@@ -46,10 +46,10 @@ def file_system(folder: Path, mounts: str) -> str:
 def room_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1, there: int = 0) -> list[str]:
     """Return a warning if the checkpoints to keep do not fit. Raises SchedulerError if not even one fits.
 
-    ``runs``: so many like this one; ``there``: so many checkpoints of it have been saved.
+    ``runs``: the number of runs like this one; ``there``: the number of its checkpoints that already exist.
     """
     if not spec.cluster.traits.shared_run_directory:
-        return []  # the nodes save on a volume of theirs, which need not be this one
+        return []  # the nodes may save to another volume
     if spec.checkpoint.dir != "auto":
         folder = expand_home(spec.checkpoint.dir)
     # The next checkpoint is written before the oldest is deleted.
@@ -72,7 +72,7 @@ def room_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1, there:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Return the free bytes at the nearest existing parent; None if they cannot be read."""
+    """Return the free bytes at the folder or its nearest existing parent; None if they cannot be read."""
     there = next((path for path in (folder, *folder.parents) if path.exists()), None)
     try:
         usage = os.statvfs(there) if there is not None else None

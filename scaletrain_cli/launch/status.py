@@ -1,4 +1,4 @@
-"""The status of a run, from its directory and one question to its scheduler. Changes nothing."""
+"""The status of a run, from its directory and one request to its scheduler. Changes nothing."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from scaletrain_cli.spec.backend_traits import display_name
 
 @dataclass(frozen=True)
 class UnreportedEnd:
-    """What is known of an attempt that recorded no end.
+    """The end of an attempt that recorded none, as far as it is known.
 
-    ``state``: ``open`` while the job is not over as far as is known; ``known`` where records or the scheduler name the
-    ``exit_reason``; else ``not-known``.
+    ``state``: ``open`` while the job may not be over; ``known`` if records or the scheduler give the ``exit_reason``;
+    else ``not-known``.
     """
 
     state: Literal["open", "known", "not-known"]
@@ -40,7 +40,7 @@ class UnreportedEnd:
 
 
 def unreported_end(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Job) -> UnreportedEnd:
-    """Return what is known of an attempt without a recorded end. ``job`` is the scheduler's latest answer."""
+    """Return the end of an attempt that recorded none. ``job`` is the scheduler's latest answer."""
     number = {"attempt": attempt.number, "run": run.run_id}
     reports = {"scheduler": display_name(attempt.scheduler), "detail": job.why}
     if job.state == "unknown":
@@ -65,7 +65,7 @@ def unreported_end(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: 
 
 
 def why_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord | None, job: Job) -> Reason:
-    """Return why the last attempt ended. Without a recorded end, ``job`` decides what is known of it."""
+    """Return why the last attempt ended; if no end was recorded, as far as ``job`` shows it."""
     if attempt is None:
         return Reason("launch.no-attempt")
     if attempt.ended is None:
@@ -81,13 +81,13 @@ RunState = Literal[
     "queued", "running", "suspended", "ending", "preempted", "finished", "failed", "cancelled", "unknown",
 ]
 # fmt: on
-# The newest line with a validation loss is at most this many logged steps back, or not worth looking for.
+# The number of latest lines that are searched for a validation loss.
 _LINES_SEARCHED = 10_000
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run, now. Steps are optimizer steps; ``agent_pids`` are of node agents that have not ended.
+    """The status of one run. Steps are optimizer steps; ``agent_pids``: pids of node agents that have not ended.
 
     ``reason``: why the run is in its state. ``job`` is the scheduler's answer, or state ``unknown`` with its error.
     """
@@ -111,8 +111,8 @@ class RunStatus:
     run_dir: str
     reason: Reason
     job: Job
-    measured: Measured | None  # of the newest attempt that got so far
-    goodput: Goodput | None  # where the time went, over all attempts
+    measured: Measured | None  # by the newest attempt that measured anything
+    goodput: Goodput | None  # the shares of the time over all attempts
     straggler: str = ""  # the rank that is slower than the others, as a sentence; empty where there is none
     sweep: SweepPlace | None = None  # the sweep that the run is a point of
 
@@ -144,7 +144,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None) -> RunStatus:
     job = _ask(run, record, last, scheduler)
     measured = {**job.progress, **_newest_measures(run, evaluates=record.spec.evaluation.every > 0)}
     state = _state(run, record, job, last)
-    # Of a run whose volume is not seen here, and whose pods were gone before anybody looked.
+    # The volume is not visible here, and the pods were deleted before any command read their output.
     unseen = record.spec.total_steps if state == "finished" and not record.spec.training.early_stopping.patience else 0
     return RunStatus(
         run_id=record.run_id,
@@ -174,12 +174,12 @@ def run_status(run: RunDir, scheduler: Backend | None = None) -> RunStatus:
 
 
 def run_statuses(runs: Sequence[RunDir]) -> list[RunStatus | UsageError]:
-    """Return the status of each run, or what is wrong with its record. One question to each scheduler."""
+    """Return the status of each run, or the error of its damaged record. Sends one request to each scheduler."""
     return [_status_or_error(run, scheduler) for run, scheduler in zip(runs, _schedulers(runs), strict=True)]
 
 
 def _schedulers(runs: Sequence[RunDir]) -> list[Backend | None]:
-    """Return for each run the back end that already has the answer about its job; None where it must be asked."""
+    """Return for each run the back end that already holds the answer about its job; None where there is none."""
     open_runs: dict[str, list[RunDir]] = {}
     for run in runs:
         with contextlib.suppress(UsageError):  # its own row reports the damage
@@ -206,7 +206,7 @@ def _is_done(run: RunDir) -> bool:
 
 
 def is_over(run: RunDir, status: RunStatus) -> bool:
-    """Return whether the run ends here unless it is resumed. A preempted run may be waiting for its next attempt."""
+    """Return whether only a resume continues the run. A preempted run may be waiting for its next attempt."""
     if status.state == "unknown":
         return status.job.forgotten
     if status.state != "preempted":
@@ -220,16 +220,16 @@ def exit_code_of(run: RunDir, status: RunStatus) -> int:
         return ExitCode.DONE
     attempts = read_attempts(run)
     last = attempts[-1] if attempts else None
-    if last is None:  # none began, or none that is visible here
+    if last is None:  # no attempt began, or none is visible here
         return ExitCode.SCHEDULER if status.job.forgotten else status.job.exit_code or ExitCode.CRASHED
     if last.decision is not None and not last.decision.requeue:
         return last.decision.exit_code or ExitCode.CRASHED
-    unrecorded = ExitCode.PREEMPTED if status.state == "preempted" else ExitCode.CRASHED  # its watcher is gone
+    unrecorded = ExitCode.PREEMPTED if status.state == "preempted" else ExitCode.CRASHED  # its supervisor has ended
     return last.exit_code or unrecorded
 
 
 def _ask(run: RunDir, record: RunRecord, last: AttemptRecord | None, scheduler: Backend | None) -> Job:
-    if last is not None and last.reason == "done":  # nothing can follow; of many runs most are, and squeue costs
+    if last is not None and last.reason == "done":  # final: saves a request to the scheduler
         return Job("", "ended", "finished")
     try:
         return (scheduler or backend_for(record.spec.cluster.scheduler)).job(run, record)
@@ -240,7 +240,7 @@ def _ask(run: RunDir, record: RunRecord, last: AttemptRecord | None, scheduler: 
 
 
 def _sent_as(run: RunDir, record: RunRecord, last: AttemptRecord | None) -> str:
-    """Return the id of the job that was submitted, or may have been where the scheduler's answer was lost."""
+    """Return the id of the job that was submitted, or may have been if the scheduler's answer was lost."""
     submission = read_submission(run)
     submitted = submission.job_id if submission is not None else last.job_id if last is not None else ""
     with contextlib.suppress(SchedulerError):  # a back end that is not installed here
@@ -249,7 +249,7 @@ def _sent_as(run: RunDir, record: RunRecord, last: AttemptRecord | None) -> str:
 
 
 def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -> RunState:
-    """Return the state. An attempt without a recorded end has failed only where its job is over."""
+    """Return the state. An attempt without a recorded end has failed only if its job is over."""
     if last is not None and last.reason == "done":
         return "finished"
     if job.state == "suspended" or job.state == "ending":
@@ -284,7 +284,7 @@ def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -
     if job.is_active and (last is None or last.ended is None):
         return job.why
     if last is None:
-        # Where the nodes write to a volume that is not visible here, there may have been attempts.
+        # If the nodes write to a volume that is not visible here, there may have been attempts.
         if not record.spec.cluster.traits.shared_run_directory or job.state != "ended":
             return job.why
         log = backend_for(record.spec.cluster.scheduler).job_log(run, job.id)
@@ -307,7 +307,7 @@ def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -
 
 
 def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:
-    """Return the newest training line of metrics.jsonl, with the newest validation loss, which has its own lines."""
+    """Return the newest training line of metrics.jsonl, merged with the newest validation loss (on separate lines)."""
     newest: dict[str, Any] = {}
     validation: dict[str, Any] = {}
     for count, line in enumerate(read_lines_backwards(run.metrics)):
@@ -321,7 +321,7 @@ def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:
 
 
 def _straggler(run: RunDir) -> str:
-    """Return the straggler that the newest attempt has reported, as a sentence; empty where it has recovered."""
+    """Return the straggler that the newest attempt has reported, as a sentence; empty if it has recovered."""
     for event in reversed(read_events(run)):
         if event["event"] in ("started", "resumed"):
             break

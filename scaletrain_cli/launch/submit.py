@@ -1,6 +1,6 @@
-"""Create run directories and submit jobs; a second submission of the same run id makes no second job.
+"""Create run directories and submit jobs; submitting the same run id twice creates only one job.
 
-A run directory appears whole, by one rename, or not at all; a lock keeps two submitters of one run apart.
+A run directory is created atomically, by one rename; a lock serializes the submitters of one run.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _RECORDED_PACKAGES = ("torch", "deepspeed")
 
 @dataclass(frozen=True)
 class CreatedRun:
-    """A run directory with its record. ``created`` is False where the same run existed already."""
+    """A run directory with its record. ``created`` is False if the same run existed already."""
 
     run: RunDir
     record: RunRecord
@@ -89,10 +89,10 @@ class Submission:
 
 @dataclass(frozen=True)
 class Request:
-    """A submission without an answer so far: the scheduler was, or was about to be, asked at ``asked`` (Unix time).
+    """A submission without an answer so far: the request was sent, or about to be sent, at ``asked`` (Unix time).
 
-    ``before`` is the submission that it was to replace, ``earlier`` when the request before it was made, where that
-    went without an answer, too.
+    ``before``: the submission that it replaces; ``earlier``: the time of the previous request, if that was not answered
+    either.
     """
 
     scheduler: str
@@ -104,7 +104,7 @@ class Request:
 
 
 def new_run_id(name: str, now: float) -> str:
-    """Return a readable id that is unique, sorts by time, and is safe in every path and command line."""
+    """Return a readable id that is unique, sorts by time, and is safe in paths and on command lines."""
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:48].strip("-") or "run"
     return f"{slug}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(2)}"
 
@@ -139,7 +139,7 @@ def create_run(
 ) -> CreatedRun:
     """Create the run directory, or return the one with the same spec and code under this id.
 
-    The user's code is taken as it is now, unless a ``snapshot`` of it is given. Raises UsageError, also for a directory
+    Takes a snapshot of the user's code unless ``snapshot`` is given. Raises UsageError, also for a directory
     of another user unless ``trust_owner``.
     """
     snapshot = snapshot or take_snapshot(spec)
@@ -185,7 +185,7 @@ def submit_run(run: RunDir, record: RunRecord, scheduler: Backend) -> Submission
 
 
 def _begun_since(run: RunDir, request: Request) -> Submission | None:
-    """Return a submission whose answer was lost, if an attempt of its job shows that the scheduler accepted it."""
+    """Return the submission whose answer was lost, if an attempt of its job proves that the scheduler accepted it."""
     begun = [attempt for attempt in read_attempts(run) if attempt.number >= request.first_attempt]
     if not begun:
         return None
@@ -195,7 +195,7 @@ def _begun_since(run: RunDir, request: Request) -> Submission | None:
 def hand_over(run: RunDir, record: RunRecord, scheduler: Backend) -> Submission:
     """Submit the job even if the run was submitted before. The caller holds submit_lock().
 
-    The intent is on disk before the scheduler is asked, and stays there unless it refuses: an answer may be lost.
+    The intent is written before the request, and kept unless the scheduler refuses, since an answer may be lost.
     """
     earlier, request, before = read_document(_submission_path(run)), open_request(run), read_submission(run)
     first_attempt = max(run.attempts(), default=0) + 1
@@ -237,7 +237,7 @@ def read_submission(run: RunDir) -> Submission | None:
 
 
 def open_request(run: RunDir) -> Request | None:
-    """Return the submission without an answer; None where the latest one was answered."""
+    """Return the submission that was not answered; None if the latest one was."""
     data = read_document(_submission_path(run))
     if data is None or data.get("state") != "asked":
         return None
@@ -253,13 +253,13 @@ def _submission(run: RunDir, data: dict[str, Any]) -> Submission:
 
 @contextlib.contextmanager
 def submit_lock(run: RunDir) -> Iterator[None]:
-    """Hold the lock that lets one process at a time submit this run; wait for it."""
+    """Wait for the lock that serializes submissions of this run, and hold it."""
     with locked(run.path / "submit.lock"):
         yield
 
 
 def _existing(run: RunDir, wanted: RunRecord) -> CreatedRun:
-    first = read_first_record(run)  # what was submitted; a resize since then does not make it another run
+    first = read_first_record(run)  # as first submitted: a resize since then does not make it another run
     if first.spec != wanted.spec:
         differing = [f"{key} was {old}, now {new}" for key, (old, new) in changed_keys(first.spec, wanted.spec).items()]
         shown = "; ".join(differing[:3]) + (f"; and {len(differing) - 3} more." if len(differing) > 3 else ".")
@@ -290,7 +290,7 @@ def keep_secrets(run: RunDir, spec: RunSpec) -> None:
 
 def _secret_values(spec: RunSpec) -> dict[str, str]:
     if not spec.cluster.traits.secrets_from_submitter:
-        return {}  # the scheduler has them; no value leaves or needs this machine
+        return {}  # the scheduler stores them; the values are not needed here
     missing = [name for name in spec.secret_env if name not in os.environ]
     if missing:
         raise UsageError(f"secret_env names {', '.join(missing)}, which is not set here. Export it before submitting.")
@@ -307,7 +307,7 @@ def _submission_path(run: RunDir) -> Path:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "scaletrain": __version__}
-    for name in _RECORDED_PACKAGES:  # without importing them: that takes seconds
+    for name in _RECORDED_PACKAGES:  # without imports, which take seconds
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

@@ -1,4 +1,4 @@
-"""A sweep: one run per combination of values, submitted together, shown together and cancelled together."""
+"""Sweeps: one run per combination of values. Submit, show and cancel all of them together."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Point:
 
 @dataclass(frozen=True)
 class SubmittedPoint:
-    """A submitted point. ``created`` is False where the same run existed already."""
+    """A submitted point. ``created`` is False if the same run existed already."""
 
     run: RunDir
     submission: Submission
@@ -46,7 +46,7 @@ class SubmittedPoint:
 
 
 def point_ids(sweep: str, variants: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return ids such as ``SWEEP-lr-1e-4_seed-2``; numbered where the values make them too long or not unique."""
+    """Return ids such as ``SWEEP-lr-1e-4_seed-2``; numbers replace values that make an id too long or not unique."""
     named = [f"{sweep}-{'_'.join(map(_slug, overrides))}" for overrides in variants]
     if len(set(named)) == len(named) and all(len(name) <= _LONGEST_ID for name in named):
         return named
@@ -66,12 +66,12 @@ def submit_sweep(
     cap: int,
     snapshots: Mapping[CodeSpec, Snapshot | None] | None = None,
 ) -> list[SubmittedPoint]:
-    """Submit every point, or cancel those that were submitted. Raises the error of the point that failed.
+    """Submit all points; if one fails, cancel those already submitted and raise its error.
 
-    ``snapshots``: of take_snapshots(), where the code was looked at before; else it is taken as it is now.
+    ``snapshots``: the result of an earlier take_snapshots(); None takes them now.
     """
     done: list[tuple[CreatedRun, Submission]] = []
-    code = take_snapshots(points) if snapshots is None else snapshots  # before any: the tree may change meanwhile
+    code = take_snapshots(points) if snapshots is None else snapshots  # first: the tree may change meanwhile
     for index, point in enumerate(points):
         after = points[index - cap].run_id if index >= cap else None
         made: CreatedRun | None = None
@@ -95,13 +95,13 @@ def submit_sweep(
 
 
 def _take_back(made: Sequence[CreatedRun], scheduler: Backend) -> list[str]:
-    """Cancel the points just submitted, the last first, so that none starts; return the ids that remain."""
+    """Cancel the points just submitted, the last first, so that none starts; return the ids that could not be."""
     left = []
     for one in reversed([one for one in made if one.created]):
         try:
             scheduler.cancel(one.run, one.record)
             if not one.run.attempts() and not scheduler.job(one.run, one.record).may_be_active:
-                shutil.rmtree(one.run.path)  # as if it had never been: the same sweep can be submitted again
+                shutil.rmtree(one.run.path)  # so that the same sweep can be submitted again
         except SchedulerError:
             left.append(one.run.run_id)
     return left
@@ -118,7 +118,7 @@ OVER = ("finished", "failed", "cancelled")
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a sweep; ``status`` is None where its record is damaged, and ``error`` says how."""
+    """One run of a sweep. If its record is damaged, ``status`` is None and ``error`` describes the damage."""
 
     run: RunDir
     status: RunStatus | None
@@ -130,7 +130,7 @@ class Member:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the run has ended and will not restart by itself."""
+        """Return whether the run has ended and does not restart without a resume."""
         return self.status is not None and is_over(self.run, self.status)
 
     def to_json(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Member:
 
 @dataclass(frozen=True)
 class SweepStatus:
-    """All existing runs of a sweep, in order."""
+    """The status of all existing runs of a sweep, in order."""
 
     sweep: Sweep
     members: tuple[Member, ...]
@@ -165,7 +165,7 @@ class SweepStatus:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Run ids: cancelled, ended before, and refused with the reason."""
+    """Run ids by result: cancelled, already ended, and refused with the reason."""
 
     cancelled: tuple[str, ...] = ()
     over: tuple[str, ...] = ()
@@ -173,19 +173,19 @@ class Stopped:
 
 
 def look_at(sweep: Sweep) -> SweepStatus:
-    """Return the status of every run; a damaged record is reported in its own row."""
+    """Return the status of every run; a damaged record is reported in the row of its run."""
     return SweepStatus(sweep, tuple(_look(sweep.runs)))
 
 
 def look_again(before: SweepStatus) -> SweepStatus:
-    """Return the new status, asking the scheduler only about runs that may have changed."""
+    """Return the updated status; the scheduler is asked only about runs that may have changed."""
     changing = [member.run for member in before.members if member.state not in (*OVER, "damaged")]
     found = {member.run: member for member in _look(changing)}
     return SweepStatus(before.sweep, tuple(found.get(member.run, member) for member in before.members))
 
 
 def exit_code_of_all(members: Sequence[Member]) -> int:
-    """Return 0 if all have finished, else the exit code of the first that has not."""
+    """Return 0 if all runs have finished, else the exit code of the first that has not."""
     for member in members:
         code = ExitCode.CRASHED if member.status is None else exit_code_of(member.run, member.status)
         if code != ExitCode.DONE:
@@ -194,7 +194,7 @@ def exit_code_of_all(members: Sequence[Member]) -> int:
 
 
 def cancel_members(members: Sequence[Member], *, force: bool = False, trust_owner: bool = False) -> Stopped:
-    """Cancel the runs, the last first, so that none starts in place of another. Continues after a refusal."""
+    """Cancel the runs, the last first, so that none starts when another ends. Continues after a refusal."""
     done = Stopped()
     for member in reversed(members):
         name = member.run.run_id

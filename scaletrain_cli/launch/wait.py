@@ -1,4 +1,4 @@
-"""Wait for a run that this process has submitted, and cancel it at the timeout."""
+"""Wait for the end of a run that this process has submitted, with a timeout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def wait_for_end(
         while True:
             status = run_status(run, scheduler)
             on_look(status)
-            # Its processes and its job go a moment later; they must not meet those of the next one.
+            # Its processes and its job end a moment later; they must not overlap with those of the next run.
             if is_over(run, status) and not scheduler.job(run, record).is_active:
                 return status
             if time.monotonic() > deadline:

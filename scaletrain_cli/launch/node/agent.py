@@ -1,7 +1,7 @@
 """The entry point of the node agent, one per node and attempt.
 
-Started as ``python -m scaletrain_cli.launch.node.agent RUN_DIR --attempt N``. It blocks the signals before anything
-slow is imported. All that it needs to know of the job comes in options or the environment.
+Started as ``python -m scaletrain_cli.launch.node.agent RUN_DIR --attempt N``. It blocks the signals before any
+slow import. Options and environment variables describe the job.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run this node's part of the attempt, and return the exit code that stands for all its ranks."""
+    """Run the ranks of this node, and return one exit code for all of them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     leave_current_folder()
     options = parse_options(arguments, os.environ)

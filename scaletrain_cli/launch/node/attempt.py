@@ -47,7 +47,7 @@ _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _TEMPORARY = ("/tmp", "/var/tmp")
 logger = logging.getLogger(__name__)
 
-# A retry here does not help: such an exit code of a rank becomes the node's, any other failure becomes 1.
+# Final exit codes: one of these from a rank becomes the node's exit code; any other failure becomes 1.
 FINAL_CODES = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES, ExitCode.DO_NOT_REQUEUE)
 
 
@@ -60,7 +60,7 @@ def run_node(options: AgentOptions) -> int:
         raise ScaletrainError(f"the parent process {options.parent_pid} has ended; no rank is started.")
     adopt_orphans()
     run = RunDir(options.run_folder.absolute())
-    if not run.path.is_dir():  # before the record is missed, which would be the user's fault
+    if not run.path.is_dir():  # before the record is read: a missing record would be a UsageError
         raise WrongNodesError(f"{run.path} does not exist on {socket.gethostname()}; is its file system mounted?")
     record = read_record(run)
     set_up_logging(
@@ -77,7 +77,7 @@ def run_node(options: AgentOptions) -> int:
     )
     _claim(run, options.attempt, node)
     found = inspect_node(run, record, node.node, os.environ)
-    with contextlib.suppress(OSError):  # for people; the reason stands in the failure record
+    with contextlib.suppress(OSError):  # informational; the failure record has the reason
         write_inspection(run, options.attempt, found)
     for note in found.notes:
         logger.warning("%s", note)
@@ -91,7 +91,7 @@ def run_node(options: AgentOptions) -> int:
     try:
         try:
             _start_ranks(local_ranks, run, record, options)
-        except (ScaletrainError, OSError) as error:  # recorded, or it would count as a lost node
+        except (ScaletrainError, OSError) as error:  # recorded; otherwise the node would count as lost
             code = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
             code = ExitCode.DO_NOT_REQUEUE if is_full(error) else code
             reason = "disk-full" if is_full(error) else "crash"
@@ -104,7 +104,7 @@ def run_node(options: AgentOptions) -> int:
         watch = Watch(run, options, node.node, local_ranks, record.spec.cluster, stopped)
         watch.run_to_end()
     finally:
-        # Before the record has its end: a reader of that may start the next attempt here.
+        # Before the end is recorded: a process that reads it may start the next attempt on this node.
         kill_descendants()
     ranks, first_failure = local_ranks.ranks, local_ranks.first_failure
     code = node_exit_code(ranks, first_failure) if watch.disk_full is None else int(ExitCode.DO_NOT_REQUEUE)
@@ -126,7 +126,7 @@ def node_exit_code(ranks: Sequence[RankRecord], first_failure: int | None) -> in
 
 
 def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:
-    """Write the first node record, which proves that the run directory is the shared one and can be written."""
+    """Write the first node record, which proves that the run directory is shared and writable."""
     try:
         if not run.attempt(attempt).is_dir():
             raise UsageError(f"{run.path} has no attempt {attempt}; is it the directory that the launcher sees?")
@@ -153,7 +153,7 @@ def _own_folders(run: RunDir, record: RunRecord, options: AgentOptions) -> tuple
 
 
 def _remove(*folders: Path) -> None:
-    """Remove the folders; offloaded states may be several times the size of the model."""
+    """Remove the folders: offloaded states may be several times the size of the model."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # another node of the run may be on this machine
@@ -161,25 +161,25 @@ def _remove(*folders: Path) -> None:
 
 
 def compiled_code(*environments: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable for torch.compile's cache: its default below /tmp could be another user's folder.
+    """Return the variable for torch.compile's cache; empty if one of the environments sets it.
 
-    The code in it is run. Returns nothing where one of the environments names another folder.
+    The default below /tmp could be a folder of another user, and the cached code is executed.
     """
     if any(_COMPILED in environment for environment in environments):
         return {}
     name = f"scaletrain-compiled-{os.geteuid()}"
-    unguessed = f"{name}-{os.urandom(8).hex()}"  # where another user took the name
-    # A job's TMPDIR may be that of the login node, which is not there.
+    unguessed = f"{name}-{os.urandom(8).hex()}"  # if another user has taken the name
+    # The job's TMPDIR may be one of the login node, which does not exist here.
     for parent in (os.environ.get("TMPDIR") or _TEMPORARY[0], *_TEMPORARY):
         for folder in (Path(parent).absolute() / name, Path(parent).absolute() / unguessed):
             with contextlib.suppress(OSError):
                 make_private_folder(folder)
                 return {_COMPILED: str(folder)}
-    return {_COMPILED: str(folder)}  # a run that compiles nothing works without it
+    return {_COMPILED: str(folder)}  # needed only by runs that compile
 
 
 def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, options: AgentOptions) -> None:
-    # Relative paths in the spec mean the same from wherever the attempt is started.
+    # Relative paths in the spec do not depend on the folder in which the attempt is started.
     if os.path.isdir(record.working_folder):
         os.chdir(record.working_folder)
     own = _own_folders(run, record, options)
@@ -193,7 +193,7 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
     command = python_command(record.spec.code.engine or options.engine, str(run.path))
     place = NodePlace(options.attempt, options.node_rank, options.master_addr, options.master_port)
     secrets = read_document(run.secrets) or {}
-    # Else the scheduler puts them into the environment.
+    # Otherwise the scheduler sets them in the environment.
     given = set() if record.spec.cluster.traits.secrets_from_submitter else os.environ.keys()
     missing = set(record.spec.secret_env) - secrets.keys() - given
     if missing:

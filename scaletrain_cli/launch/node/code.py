@@ -1,6 +1,6 @@
-"""The user's code on a node: unpacked for this attempt, or in a given folder, and compared byte by byte.
+"""The user's code on a node: unpacked for this attempt, or already in a folder, and verified byte by byte.
 
-No rank starts with code that was changed since the submission, in the run directory, in an image or by a disk.
+No rank starts with code that has changed since the submission, in the run directory, in an image or on disk.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from scaletrain_cli.text import listed
 def unpacked_folder(run: RunDir, attempt: int, node_rank: int, environment: Mapping[str, str]) -> Path:
     """Return the folder of an attempt's code on this node, below the folder for temporary files."""
     parent = Path(environment.get("TMPDIR") or "/tmp").absolute()
-    root = hashlib.sha256(os.fsencode(run.path)).hexdigest()[:8]  # a run of another root may have the same name
+    root = hashlib.sha256(os.fsencode(run.path)).hexdigest()[:8]  # a run below another root may have the same name
     return parent / f"scaletrain-code-{run.run_id}-{root}" / f"attempt-{attempt:04d}-node-{node_rank:04d}"
 
 
 def place_code(run: RunDir, record: RunRecord, folder: Path) -> Path | None:
     """Return the folder with the code of ``code.engine``: ``folder``, created anew, or ``code.on_nodes``; else None.
 
-    Raises UsageError where it differs from what was submitted, WrongNodesError where this node cannot read or store it.
+    Raises UsageError if the code differs from the submitted one, WrongNodesError if this node cannot read or store it.
     """
     code = record.code
-    if code is None or record.spec.code.engine is None:  # a record for people; the built-in engine imports none of it
+    if code is None or record.spec.code.engine is None:  # only recorded; the built-in engine imports none of it
         return None
     expected = _listing(run, code)
     there = record.spec.code.on_nodes
@@ -52,7 +52,7 @@ def place_code(run: RunDir, record: RunRecord, folder: Path) -> Path | None:
 
 
 def code_environment(record: RunRecord, place: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which a rank imports from ``place`` first, and not from the tree of the submitter."""
+    """Return the variables that make a rank import from ``place`` first, not from the submitter's working tree."""
     tree = os.path.normpath(Path(record.working_folder, expand_home(record.spec.code.path or ".")))
     paths = [os.path.normpath(place / record.spec.code.import_root)]
     for entry in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
@@ -74,7 +74,7 @@ def _listing(run: RunDir, code: CodeRecord) -> str:
 
 
 def _make_own(folder: Path) -> None:
-    """Create it empty, in a parent that is private to this user. Raises WrongNodesError and OSError."""
+    """Create an empty folder in a parent that is private to this user. Raises WrongNodesError and OSError."""
     parent = folder.parent
     make_folder(parent, mode=0o700)
     found = parent.lstat()
@@ -88,7 +88,7 @@ def _unpack(archive: Path, folder: Path) -> None:
     try:
         _make_own(folder)
         with tarfile.open(archive, "r:gz") as packed:
-            for entry in packed:  # plain files alone; each is compared afterwards
+            for entry in packed:  # regular files only; each is verified afterwards
                 path = folder / entry.name
                 if entry.isfile() and path.resolve().is_relative_to(folder.resolve()):
                     make_folder(path.parent)

@@ -1,8 +1,8 @@
 """The health of a node's GPUs as NVIDIA's driver reports it: broken or used memory, clocks held down, lost GPUs.
 
 Read with NVML (the package nvidia-ml-py, module ``pynvml``) by a process of its own, ``python -m
-scaletrain_cli.launch.node.gpu_health``: a call into a driver that hangs never returns. A figure that the driver or the
-GPU does not give is absent (None), never zero.
+scaletrain_cli.launch.node.gpu_health``: a call into a driver that hangs never returns. A value that the driver or the
+GPU does not report is None, never zero.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from scaletrain_cli.text import counted
 
 T = TypeVar("T")
 _KILL_SECONDS = 1.0
-_DRIVER_SECONDS = 60.0  # eight GPUs without persistence mode take ten
+_DRIVER_SECONDS = 60.0  # without persistence mode eight GPUs take 10 s
 _NOT_INSTALLED = "GPU health is not known: nvidia-ml-py is not installed on this node (it comes with scaletrain[train])"
 
 
 @dataclass(frozen=True)
 class GpuHealth:
-    """One GPU as the driver sees it; sizes in bytes, and None for what the driver does not report."""
+    """One GPU as the driver reports it. Sizes are in bytes; None: not reported."""
 
     index: int
     uuid: str
@@ -35,15 +35,15 @@ class GpuHealth:
     memory_bytes: int | None = None
     used_bytes: int | None = None
     uncorrected_errors: int | None = None  # ECC, since the driver was loaded
-    waits_for_reset: bool | None = None  # rows or pages that only a reset takes out of use
-    beyond_repair: bool | None = None  # broken memory without spare rows
+    waits_for_reset: bool | None = None  # a reset is pending to remap rows or retire pages
+    beyond_repair: bool | None = None  # row remapping failed: no spare rows are left
     held_down_by: tuple[str, ...] = ()
     processes: int | None = None
 
 
 @dataclass(frozen=True)
 class NodeHealth:
-    """A node's GPUs and its driver version; ``trouble``: the driver's failure, ``note``: why nothing is known."""
+    """A node's GPUs and driver version. ``trouble``: the driver's error; ``note``: why nothing could be read."""
 
     driver: str = ""
     gpus: tuple[GpuHealth, ...] = ()
@@ -101,7 +101,7 @@ def visible_gpus(health: NodeHealth, environment: Mapping[str, str]) -> tuple[Gp
 
 
 def gpu_problems(health: NodeHealth, gpus: Sequence[GpuHealth], needed_bytes: int) -> Iterator[str]:
-    """Yield why no rank should be started on these GPUs. ``needed_bytes``: the planned peak of a rank."""
+    """Yield the problems that make these GPUs unfit for ranks. ``needed_bytes``: a rank's planned peak memory."""
     if health.trouble:
         yield health.trouble
     for gpu in gpus:
@@ -125,7 +125,7 @@ def gpu_problems(health: NodeHealth, gpus: Sequence[GpuHealth], needed_bytes: in
 
 
 def gpu_notes(gpus: Sequence[GpuHealth]) -> Iterator[str]:
-    """Yield what makes these GPUs slower, or may become a problem."""
+    """Yield warnings: conditions that slow these GPUs down or may become a problem."""
     for gpu in gpus:
         if gpu.uncorrected_errors:
             errors = counted(gpu.uncorrected_errors, "uncorrected ECC error")
@@ -138,7 +138,7 @@ def _read_gpu(nvml: Any, index: int) -> GpuHealth:
     device = nvml.nvmlDeviceGetHandleByIndex(index)
 
     def read(call: Callable[[], T]) -> T | None:
-        """Return the figure, None where this GPU does not have it. Raises NVMLError for a GPU that is lost."""
+        """Return the value, None if this GPU does not support it. Raises NVMLError for a lost GPU."""
         try:
             return call()
         except nvml.NVMLError as error:
@@ -146,7 +146,7 @@ def _read_gpu(nvml: Any, index: int) -> GpuHealth:
                 raise
             return None
 
-    # Version 2 counts what the driver reserves apart from what is used.
+    # Version 2 reports memory reserved by the driver separately from used memory.
     memory = read(lambda: nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2))
     memory = memory or read(lambda: nvml.nvmlDeviceGetMemoryInfo(device))
     rows = read(lambda: nvml.nvmlDeviceGetRemappedRows(device))  # corrected, uncorrected, pending, failure

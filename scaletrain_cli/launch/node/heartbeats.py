@@ -1,6 +1,6 @@
-"""The agent's end of the ranks' heartbeats: the last beat of each rank, and which rank hangs.
+"""The agent's side of the heartbeats: receives the beats of each rank and finds the hung rank.
 
-The format is that of scaletrain_cli.worker.heartbeat.
+scaletrain_cli.worker.heartbeat defines the format.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from scaletrain_cli.launch.node.processes import STOPPED_SECONDS
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker.heartbeat import HEARTBEAT_VARIABLE, STACKS_VARIABLE, read_beat
 
-START_SECONDS = 900.0  # for the first beat: an interpreter that starts off a slow shared disk
+START_SECONDS = 900.0  # for the first beat: the interpreter may start from a slow shared disk
 _READ_BYTES = 1 << 16
-# Longest pause between two looks of an agent that was not itself stopped, by the scheduler or a debugger.
+# A longer pause between two polls means that the agent itself was stopped, by the scheduler or a debugger.
 _LONGEST_PAUSE_SECONDS = 10.0
 
 
@@ -40,7 +40,7 @@ class LastBeat:
 
     @property
     def progress(self) -> tuple[int, int, float]:
-        """Sort key of ranks: all pass the same phases, so of two in one step the one heard of earlier is behind."""
+        """Sort key: all ranks pass the same phases, so within one step the rank with the older beat is behind."""
         return self.turn, self.step, self.heard
 
 
@@ -58,7 +58,7 @@ def hung_rank(beats: Mapping[int, LastBeat], now: float) -> int | None:
 
 
 class Channel:
-    """What one rank shares with its agent: a pipe for beats, and a file in memory for stacks.
+    """The channel between one rank and its agent: a pipe for beats, and an in-memory file for stacks.
 
     ``start_seconds``: limit for the first beat; infinite for a program that may never send one.
     """
@@ -71,9 +71,9 @@ class Channel:
 
     @contextlib.contextmanager
     def inherited(self) -> Iterator[dict[str, str]]:
-        """Yield the variables that name the rank's two descriptors, which a child started meanwhile inherits.
+        """Yield the variables that name the rank's two descriptors; any child started in this context inherits them.
 
-        Start nothing but the rank within it. The agent's copy of the writing end is closed at the end.
+        Start only the rank in it. On exit the agent's copy of the write end is closed.
         """
         for descriptor in (self._writes, self._stacks):
             os.set_inheritable(descriptor, True)
@@ -94,7 +94,7 @@ class Channel:
                         self.beat = LastBeat(beat.step, beat.phase, beat.allowed_seconds, time.monotonic(), beat.turn)
 
     def extend(self, seconds: float) -> None:
-        """Do not count these seconds of silence: the agent or the rank was stopped."""
+        """Extend the deadline by ``seconds`` during which the agent or the rank was stopped."""
         self.beat = replace(self.beat, heard=self.beat.heard + seconds)
 
     def stacks(self) -> bytes:
@@ -108,7 +108,7 @@ class Channel:
 
 
 class PauseClock:
-    """Measures how long this process was stopped, so that no rank's silence in that time counts."""
+    """Measures how long this process was stopped: that time does not count as silence of a rank."""
 
     def __init__(self) -> None:
         self._looked = time.monotonic()

@@ -1,6 +1,6 @@
 """The inspection of a node before an attempt starts ranks on it: attempts/NNNN/preflight/<node>.json.
 
-A bad node costs seconds this way. What ranks can only measure together is the engine's preflight.
+It finds a bad node within seconds. Measurements that need several ranks are in the engine's preflight.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from scaletrain_cli.spec import ClusterSpec
 
 SCHEMA = "scaletrain.node-inspection/v1"
 _SHM = Path("/dev/shm")
-# What NCCL takes there for each pair of GPUs of a node, and torch's data workers; Docker and Kubernetes give 64 MB.
+# /dev/shm for NCCL (per pair of GPUs of a node) and torch's data workers; Docker and Kubernetes default to 64 MB.
 _SHM_BYTES_PER_GPU = 128 * 2**20
 _CLOCK_SECONDS = 30.0
 _DEVICE = re.compile(r"nvidia\d+")
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB", re.MULTILINE)
-# Page cache and other memory that the kernel reclaims when it is needed. Version 1 of cgroups has ``total_`` for the
+# Page cache and other memory that the kernel reclaims on demand. Cgroups of version 1 have ``total_`` for the
 # group and all below it.
 _RECLAIMED = ("active_file", "inactive_file", "slab_reclaimable")
 _FILES = {
@@ -46,7 +46,7 @@ _FILES = {
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the memory that a job may still use: the least that the machine and each cgroup leave; None if unknown."""
+    """Return the bytes that a job may still use: the minimum over the machine and each cgroup; None if unknown."""
     try:
         found = _AVAILABLE.search((root / "proc/meminfo").read_text(encoding="utf-8"))
     except OSError:
@@ -69,7 +69,7 @@ def _reclaimable(statistics: str) -> int:
 
 
 def _folders(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield this process's cgroup and all above it: the limit of a job is above that of its step."""
+    """Yield this process's cgroup and its ancestors: the limit of a job is above that of its step."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "memory" in controllers.split(","):
@@ -125,13 +125,13 @@ class NodeInspection:
     memory_available_bytes: int | None
     shm_free_bytes: int | None
     run_free_bytes: int | None
-    clock_ahead_seconds: float | None  # of the clock of the run directory's file system
+    clock_ahead_seconds: float | None  # relative to the file system of the run directory
     problems: tuple[str, ...]
     notes: tuple[str, ...]
 
 
 def inspect_node(run: RunDir, record: RunRecord, node: str, environment: Mapping[str, str]) -> NodeInspection:
-    """Return the state of this node. Raises nothing: what cannot be read is None."""
+    """Return the state of this node. Never raises: values that cannot be read are None."""
     health = None if record.spec.cluster.gpu == "cpu" else ask_driver()
     gpus = () if health is None else visible_gpus(health, environment)
     memory, shm = available_bytes(), _free(_SHM)
@@ -159,7 +159,7 @@ def write_inspection(run: RunDir, attempt: int, found: NodeInspection) -> None:
 
 
 def host_bytes_needed(record: RunRecord) -> int:
-    """Return the host memory that a node needs: the copy that checkpoints are written from, and offloaded states."""
+    """Return the host memory in bytes that a node needs: the staging copy for checkpoints, and offloaded states."""
     return record.plan.durability.copy_bytes_per_node + record.plan.memory.host * record.spec.cluster.gpus_per_node
 
 
@@ -217,7 +217,7 @@ def _free(path: Path) -> int | None:
 
 
 def _clock_ahead(folder: Path) -> float | None:
-    """Return how far this clock is ahead of the file system's, by the time of a file that is created now."""
+    """Return the seconds by which this clock is ahead of the file system's, from the mtime of a new file."""
     probe = folder / f".clock-{os.getpid()}-{time.monotonic_ns()}"
     try:
         before = time.time()

@@ -1,7 +1,7 @@
-"""A job of one node, for any back end: attempt after attempt until the run is done, cancelled or must not be retried.
+"""A single-node job for any back end: it runs attempts until the run is done, cancelled or must not be retried.
 
 ``python -m scaletrain_cli.launch.node.job RUN_DIR --scheduler NAME --job-id ID`` is the whole job. SIGTERM ends it: the
-ranks save a checkpoint within ``cluster.grace_seconds``, and no attempt follows. After SIGUSR1 they save too, and
+ranks save a checkpoint within ``cluster.grace_seconds``, and no attempt follows. SIGUSR1 also makes them save, but
 another attempt follows. The exit code is that of the run (docs/exit-codes.md).
 """
 
@@ -34,7 +34,7 @@ from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.safe_files import locked
 
 WAIT_SECONDS = 1.0
-_AGENT_MARGIN_SECONDS = 30.0  # the agent keeps to the grace period itself; this is for an agent that hangs
+_AGENT_MARGIN_SECONDS = 30.0  # beyond the grace period, which the agent enforces itself unless it hangs
 logger = logging.getLogger(__name__)
 _TOLD_TO_STOP = Reason("local.supervisor-stopped")
 
@@ -76,13 +76,13 @@ class OneNodeJob:
     told_to_stop: bool = field(default=False, init=False)
 
     def before_first_attempt(self) -> None:
-        """Wait for what must come before. A back end with such conditions overrides it."""
+        """Wait for preconditions of the job. Does nothing by default; back ends override it."""
 
     def on_begin(self) -> None:
-        """Report that an attempt, or the decision against one, has begun. A back end that must know overrides it."""
+        """Called when an attempt, or the decision against one, has begun. Does nothing by default."""
 
     def run_to_end(self) -> int:
-        """Return the exit code of the run as a whole."""
+        """Run all attempts and return the exit code of the run."""
         self.before_first_attempt()
         conclude_abandoned(self.run, self.record)  # attempts of a job that was killed
         # A new submission grants new budgets, so earlier attempts do not count against them.
@@ -108,11 +108,11 @@ class OneNodeJob:
             number,
             first_attempt=first,
             launcher_exit_code=code,
-            told_to_stop=_TOLD_TO_STOP if self.told_to_stop else None,  # perhaps only while the agent ran
+            told_to_stop=_TOLD_TO_STOP if self.told_to_stop else None,  # may have been set while the agent ran
         )
 
     def _run_agent(self, number: int) -> int:
-        """Run one node agent to its end, end every process that it left, and return its exit code."""
+        """Run one node agent to its end, kill all processes that it left, and return its exit code."""
         options = {
             "--attempt": number,
             "--node-rank": 0,
@@ -124,8 +124,8 @@ class OneNodeJob:
         }
         arguments = [str(part) for option in options.items() for part in option]
         command = python_command("scaletrain_cli.launch.node.agent", str(self.run.path), *arguments)
-        # Its own session: a Ctrl-C in the terminal reaches the ranks by way of the supervisor or not at all.
-        # The blocked signals stay blocked in it, so that none can hit it before it listens.
+        # In its own session: Ctrl-C in the terminal does not reach the ranks directly. It inherits the blocked signals,
+        # so that none can kill it before it waits for them.
         agent = os.posix_spawn(command[0], command, absolute_paths(os.environ), setsid=True)
         code = self._wait_for(agent)
         kill_descendants()
@@ -153,7 +153,7 @@ class OneNodeJob:
                 )
 
     def listen(self, timeout: float = 0.0) -> int | None:
-        """Return the next signal for the ranks; None where none comes within ``timeout`` seconds."""
+        """Return the next signal to forward to the ranks; None if none arrives within ``timeout`` seconds."""
         heard = next_signal(HEARD, timeout)
         if heard is None or heard in (signal.SIGCHLD, signal.SIGHUP):
             return None

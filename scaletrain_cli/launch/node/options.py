@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Blocked from the first statement on and fetched one by one with next_signal: there are no handlers, hence no moment
-# at which a signal could be lost or could interrupt anything.
+# Blocked from the first statement on and fetched one by one with next_signal. Without handlers no signal can be lost or
+# interrupt anything.
 HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """The options of an agent. ``parent_pid``: the process with which the agent ends, if any."""
+    """The options of an agent. ``parent_pid``: the agent ends when this process does; None: no such process."""
 
     run_folder: Path
     attempt: int
@@ -40,6 +40,6 @@ def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str
     parser.add_argument("--master-addr", default=address, required=address is None)
     parser.add_argument("--master-port", type=int, default=port, required=port is None)
     parser.add_argument("--parent-pid", type=int, help="preempt the ranks when this parent process dies")
-    engine = environment.get("SCALETRAIN_ENGINE", "scaletrain_cli.engine")  # tests of the launcher set a stand-in
+    engine = environment.get("SCALETRAIN_ENGINE", "scaletrain_cli.engine")  # tests of the launcher use a stub
     parser.add_argument("--engine", default=engine, help=argparse.SUPPRESS)
     return AgentOptions(**vars(parser.parse_args(arguments)))

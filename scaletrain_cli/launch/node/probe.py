@@ -1,4 +1,4 @@
-"""The facts of a node before a job is queued, and how they compare with the plan.
+"""The probe of a node before a job is queued, and the comparison of its facts with the plan.
 
 Started on every node as ``python -m scaletrain_cli.launch.node.probe FOLDER TOKEN``, it writes its facts to the folder
 as JSON. probe_node uses the standard library only.
@@ -32,7 +32,7 @@ _TOKEN = "token"
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One node. ``packages``: the installed NEEDED_PACKAGES; ``folder_problem`` is empty where the folder is usable."""
+    """The facts of one node. ``packages``: versions of NEEDED_PACKAGES; ``folder_problem``: empty if it is usable."""
 
     hostname: str
     gpus: int
@@ -58,14 +58,14 @@ def read_answer(folder: Path, task: int) -> NodeFacts | None:
 
 
 def place_token(folder: Path, token: str) -> None:
-    """Write the token to ``folder`` that every node must find there."""
+    """Write the token to ``folder``; every node must be able to read it there."""
     create_file(folder / _TOKEN, token)
 
 
 def probe_node(folder: str, token: str) -> NodeFacts:
-    """Return the facts of this node. ``folder``, below the runs root, holds ``token`` if nodes share it."""
+    """Return the facts of this node. ``folder``, below the runs root, contains ``token`` if the nodes share it."""
     packages = {}
-    for name in NEEDED_PACKAGES:  # without importing them: that takes seconds, and a broken one would end the probe
+    for name in NEEDED_PACKAGES:  # without imports, which take seconds and could crash the probe
         with contextlib.suppress(PackageNotFoundError):
             packages[name] = version(name)
     gpus, source = count_gpus(os.environ)
@@ -85,7 +85,7 @@ def probe_node(folder: str, token: str) -> NodeFacts:
 
 
 def probe_problems(spec: RunSpec, plan: RunPlan, nodes: Sequence[NodeFacts]) -> tuple[Problem, ...]:
-    """Return every reason why these nodes cannot run the plan."""
+    """Return every problem that keeps these nodes from running the plan."""
     cluster, found = spec.cluster, []
     for node in nodes:
         if cluster.gpu != "cpu" and node.gpus < cluster.gpus_per_node:
@@ -133,7 +133,7 @@ def _problem(node: NodeFacts, message: str, hint: str | None = None) -> Problem:
 
 
 def _problem_of(folder: Path, token: str) -> str:
-    """Return why runs cannot be kept in this folder, as this node sees it; empty where they can."""
+    """Return why this node cannot use the folder for runs; empty if it can."""
     try:
         if (folder / _TOKEN).read_text(encoding="utf-8") != token:
             return f"{folder} is another folder than on the submitting machine."

@@ -1,8 +1,7 @@
-"""Processes on Linux: an identity that outlives reuse of the pid, signals to wait for, descendants and orphans.
+"""Linux processes: identities that are safe against pid reuse, signals, descendants and orphans.
 
-Descendants and command lines come from psutil, which is imported where it is needed, since most commands do without.
-The start time is read from /proc in clock ticks, as node records hold it: psutil's creation time in seconds moves when
-the clock is set, and then an agent that runs would count as gone.
+psutil, which is imported lazily, lists descendants and command lines. The start time is read from /proc in clock ticks:
+psutil's creation time in seconds changes when the clock is set, and a running agent would then count as ended.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 STOPPED_SECONDS = 60.0  # until a process that a signal has stopped counts as hung
-_LONGEST_PAUSE_SECONDS = 10.0  # between two looks of a process that runs
+_LONGEST_PAUSE_SECONDS = 10.0  # between two polls of a process that was not stopped
 _SIGSET_BYTES = 128  # sigset_t of every C library on Linux
-_KILL_WAIT_SECONDS = 10.0  # a process in uninterruptible sleep (dead NFS, hung driver) may never end
+_KILL_WAIT_SECONDS = 10.0  # a process in uninterruptible sleep (dead NFS server, hung driver) may never end
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process on this machine. The start time (clock ticks since boot) tells it from a later one of this pid."""
+    """A process on this machine, identified by its pid and its start time (clock ticks since boot)."""
 
     pid: int
     start_ticks: int
@@ -52,7 +51,7 @@ def own_identity() -> ProcessIdentity:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for the state of a process: R, S, D, T and so on; X when it has ended."""
+    """Return the state of a process as a letter (R, S, D, T, ...); X when it has ended."""
     found = _state_and_start(pid)
     return found[0] if found is not None else "X"
 
@@ -91,7 +90,7 @@ def send_signal(identity: ProcessIdentity, signum: int) -> bool:
 
 
 class StoppedProcesses:
-    """Finds processes that a signal has stopped (state T) and that stay so; a debugger's (state t) do not count."""
+    """Finds processes that stay stopped by a signal (state T). Those stopped by a debugger (state t) do not count."""
 
     def __init__(self, limit_seconds: float) -> None:
         self._limit_seconds = limit_seconds
@@ -101,7 +100,7 @@ class StoppedProcesses:
     def longest(self, pids: Iterable[int]) -> int | None:
         """Return the pid that was stopped at every call of the last ``limit_seconds``. Call it about every second.
 
-        After this process was itself stopped, all start again: they are continued after it.
+        All times start anew after this process was itself stopped: it is continued before the others.
         """
         now = time.monotonic()
         if now - self._looked > _LONGEST_PAUSE_SECONDS:
@@ -148,7 +147,7 @@ def die_with_parent(parent_pid: int, signum: int) -> bool:
 
 
 def kill_descendants() -> None:
-    """Send SIGKILL to everything below this process until nothing is left. Needs ``adopt_orphans`` at the start.
+    """Send SIGKILL to all descendants until none is left. Requires an earlier call of ``adopt_orphans``.
 
     Reaps all children: call it when no exit status of a child is needed any more.
     """
@@ -160,7 +159,7 @@ def kill_descendants() -> None:
                 os.kill(pid, signal.SIGKILL)
         for _ in reap():
             pass
-        # A process may fork between the look and the kill: only a look that finds none ends this.
+        # A process may fork between the listing and the kill: repeat until the list is empty.
         if not alive or time.monotonic() > deadline:
             return
         time.sleep(0.01)
@@ -189,6 +188,6 @@ def _state_and_start(pid: int) -> tuple[str, int] | None:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name in parentheses is the program's own choice and may hold blanks and parentheses.
+    # The name in parentheses may itself contain blanks and parentheses.
     fields = text.rpartition(b")")[2].split()
     return fields[0].decode(), int(fields[19])

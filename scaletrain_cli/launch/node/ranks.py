@@ -36,7 +36,7 @@ _DEFAULT_IN_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGCHLD, signal.SIGPIP
 def free_port(address: str) -> int:
     """Return a TCP port that is free at ``address`` ("" for all addresses). Raises SchedulerError when there is none.
 
-    Another process may take it before the ranks do: the attempt fails then, once.
+    If another process takes the port before the ranks do, the attempt fails.
     """
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -47,7 +47,7 @@ def free_port(address: str) -> int:
 
 @dataclass(frozen=True)
 class NodePlace:
-    """Which node of an attempt this is, and the address of the rendezvous of its ranks."""
+    """The rank of this node in its attempt, and the rendezvous address of the ranks."""
 
     attempt: int
     node_rank: int
@@ -58,7 +58,7 @@ class NodePlace:
 def rank_environment(
     spec: RunSpec, place: NodePlace, local_rank: int, *, base: Mapping[str, str], secrets: Mapping[str, str], cores: int
 ) -> dict[str, str]:
-    """Return the environment of one rank: the user's variables over the node's, the contract's over both.
+    """Return the environment of one rank. The user's variables override the node's, and the contract's override both.
 
     A user's training program gets ``PYTHONPATH`` as it is in the spec. For the built-in engine, entries of search
     paths that are relative to the current folder are removed.
@@ -73,7 +73,7 @@ def rank_environment(
         **base,
         **allocator,
         "OMP_NUM_THREADS": str(threads),
-        "PYTHONUNBUFFERED": "1",  # else a crash would leave the last lines of the log unwritten
+        "PYTHONUNBUFFERED": "1",  # otherwise a crash would lose the last lines of the log
         **spec.env,
         **secrets,
         "RANK": str(place.node_rank * cluster.gpus_per_node + local_rank),
@@ -121,11 +121,11 @@ class LocalRanks:
 
     @property
     def alive(self) -> list[RankRecord]:
-        """The ranks that have not ended."""
+        """Return the records of the ranks that have not ended."""
         return [rank for rank in self.ranks if rank.exit_code is None]
 
     def forward(self, signum: int) -> None:
-        """Send the signal to each living rank, once; not to its process group, which is the rank's to manage."""
+        """Send the signal once to each living rank, but not to its process group, which the rank manages."""
         for rank in self.alive:
             os.kill(rank.pid, signum)  # not reaped yet, so the pid is still its own
 
@@ -144,12 +144,12 @@ class LocalRanks:
                 os.killpg(rank.pid, signal.SIGKILL)
 
     def give_up(self) -> None:
-        """Count ranks that SIGKILL has not ended as failed; their exit code stays unknown."""
+        """Record ranks that survive SIGKILL as failed, without an exit code."""
         if self.first_failure is None and self.alive:
             self.first_failure = self.alive[0].rank
 
     def ended(self, pid: int, exit_code: int) -> RankRecord | None:
-        """Record the end of a child process; return None when it was no rank but an adopted orphan."""
+        """Record the end of a child process; return None for an adopted orphan, which is not a rank."""
         for index, rank in enumerate(self.ranks):
             if rank.pid == pid and rank.exit_code is None:
                 ended = rank.end(exit_code, time.time(), killed_by_agent=rank.rank in self._killed)

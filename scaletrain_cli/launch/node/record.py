@@ -1,7 +1,4 @@
-"""The record of a node's part in an attempt, attempts/NNNN/nodes/<node>.json, and the files by which agents signal.
-
-Frozen data and its files.
-"""
+"""The record of a node in an attempt, attempts/NNNN/nodes/<node>.json, and the marker files that agents exchange."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """One node's part in an attempt. Without ``ended`` the agent still runs, or vanished with its node."""
+    """One node in an attempt. Without ``ended`` the agent still runs, or was lost with its node."""
 
     node: str
     hostname: str
@@ -91,7 +88,7 @@ def announce_hang(run: RunDir, attempt: int) -> None:
 
 
 def is_hung(run: RunDir, attempt: int) -> bool:
-    """Return whether an agent has found its ranks to hang."""
+    """Return whether an agent has reported that its ranks hang."""
     return (run.attempt(attempt) / "hung").exists()
 
 

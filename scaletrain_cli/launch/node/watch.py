@@ -1,6 +1,6 @@
 """The agent's loop over its local ranks: signals, ends of ranks, hangs, and failures of other nodes.
 
-Why a rank ended that had no time to state it is read from the kernel and from the end of its log.
+The failure of a rank that could not report one is diagnosed from the kernel's counters and the end of its log.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.worker.failures import Failure, read_failures, reason_in, write_failure
 
 STRAGGLER_SECONDS = 3.0  # for the other ranks to report failures of their own once one has failed
-UNKILLABLE_SECONDS = 30.0  # then a rank hangs in the kernel (driver, dead file system), and waiting on is of no use
-DUMP_SECONDS = 2.0  # for stacks that a C handler writes to memory
-_POLL_SECONDS = 1.0  # SIGCHLD wakes the loop at once; this is for deadlines
+UNKILLABLE_SECONDS = 30.0  # after SIGKILL; then a rank hangs in the kernel (driver, dead file system)
+DUMP_SECONDS = 2.0  # time for the C signal handler to write the stacks
+_POLL_SECONDS = 1.0  # between checks of deadlines; SIGCHLD wakes the loop at once
 _STACKS_POLL_SECONDS = 0.05
 _OOM_FIELD = "oom_kill"
 _ABORTS = ("SIGABRT", "SIGBUS", "SIGSEGV")  # NCCL's watchdog, a library's assertion, memory that went away
@@ -84,13 +84,13 @@ def observed_failure(
 
 
 class ExitDiagnosis:
-    """Finds out why a rank of this node was killed or aborted. Counts the kernel's kills from its creation on."""
+    """Diagnoses why a rank of this node was killed or aborted. Counts OOM kills from its creation on."""
 
     def __init__(self) -> None:
         self._kills_before = memory_kills() or 0
 
     def failure(self, rank: RankRecord, node: str, log: Path) -> Failure | None:
-        """Return why a rank ended that the agent did not kill; None where only the signal is known."""
+        """Return the failure of a rank that the agent did not kill; None where only the signal is known."""
         if rank.signal == "SIGKILL" and (memory_kills() or 0) > self._kills_before:
             cause = Reason("node.killed-for-memory", {"rank": rank.rank})
             return observed_failure("host-oom", cause, node, rank=rank.rank)
@@ -102,7 +102,7 @@ class ExitDiagnosis:
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank of a node that hangs: its last beat, whether it wrote its stacks, and the kernel's letter for it."""
+    """One rank of a hung node: its last beat, whether it wrote its stacks, and its process state (a letter)."""
 
     rank: int
     beat: LastBeat
@@ -112,15 +112,15 @@ class RankView:
 
     @property
     def place(self) -> dict[str, int | str]:
-        """The step and the phase that the rank was in, as parameters of a reason."""
+        """Return the step and the phase of the rank as parameters of a Reason."""
         return {"step": self.beat.step, "phase": self.beat.phase}
 
 
 @dataclass(frozen=True)
 class HangSuspect:
-    """Which rank of this node the hang is due to, None where it does not show here, and why.
+    """The rank of this node that causes the hang, None if it is not on this node, and the reason.
 
-    Not ``sure``: the rank may itself wait for another node.
+    ``sure`` is False where the rank may itself wait for another node.
     """
 
     rank: int | None
@@ -135,7 +135,7 @@ def collect_stacks(local_ranks: LocalRanks, folder: Path) -> list[RankView]:
     deadline = now + DUMP_SECONDS
     while time.monotonic() < deadline and not all(local_ranks.channels[rank.rank].stacks() for rank in alive):
         time.sleep(_STACKS_POLL_SECONDS)
-    time.sleep(_STACKS_POLL_SECONDS)  # the last of them may still be writing
+    time.sleep(_STACKS_POLL_SECONDS)  # the last rank may still be writing
     views = []
     for rank in alive:
         stacks, beat = local_ranks.channels[rank.rank].stacks(), beats[rank.rank]
@@ -146,13 +146,13 @@ def collect_stacks(local_ranks: LocalRanks, folder: Path) -> list[RankView]:
 
 
 def find_suspect(views: Sequence[RankView], several_nodes: bool) -> HangSuspect:
-    """Return a rank that did not respond, else the one that is behind the others, else none. Pure."""
+    """Return a rank that did not respond, else the one that is furthest behind, else no rank. Pure function."""
     silent = [view for view in views if not view.dumped]
     if silent:
         worst = max(silent, key=lambda view: (view.state in "TtD", view.silent_seconds))
         code = _CODES_OF_STATES.get(worst.state, "rank-unresponsive")
         params = {"rank": worst.rank, "state": worst.state, **worst.place}
-        # State D: a network file system is not the fault of this node.
+        # In state D the cause may be a network file system rather than this node.
         return HangSuspect(worst.rank, Reason(f"node.{code}", params), sure=worst.state != "D")
     behind = min(views, key=lambda view: view.beat.progress)
     ahead = [view for view in views if view.place != behind.place]
@@ -165,7 +165,7 @@ def find_suspect(views: Sequence[RankView], several_nodes: bool) -> HangSuspect:
 
 
 def _keep(path: Path, stacks: bytes) -> None:
-    with contextlib.suppress(OSError):  # the file system may be what hangs or is full
+    with contextlib.suppress(OSError):  # the file system may be full, or the cause of the hang
         make_folder(path.parent)
         replace_file(path, stacks)
 
@@ -182,7 +182,7 @@ def _tolerating_a_bad_disk(what: str) -> Iterator[None]:
 class Watch:
     """Waits for signals and for ranks to end, and decides when the remaining ranks must end.
 
-    ``deadline`` (monotonic) is when SIGKILL goes to the ranks that are left. ``disk_full`` is set where a rank ended
+    At ``deadline`` (monotonic) the remaining ranks get SIGKILL. ``disk_full`` is set where a rank ended
     because of a full disk. ``ending``: a rank has failed, here or on another node.
     """
 
@@ -201,7 +201,7 @@ class Watch:
     ending: bool = field(default=False, init=False)
 
     def run_to_end(self) -> None:
-        """Return when every rank has ended and is recorded, or cannot be killed."""
+        """Run until every rank has ended and is recorded, or cannot be killed."""
         while self.local_ranks.alive:
             timeout = min(_POLL_SECONDS, max(0.0, self.deadline - time.monotonic()))
             signum = next_signal(HEARD, timeout)
@@ -210,7 +210,7 @@ class Watch:
             for pid, exit_code in reap():
                 self._note_end(pid, exit_code)
             if not self.preempted and self.run.is_told_to_stop:
-                self._forward(signal.SIGTERM)  # cancelled before there was an agent to signal
+                self._forward(signal.SIGTERM)  # cancelled before the agent could receive a signal
             if not self.ending and not self.killed:
                 self._check_progress()
             if time.monotonic() >= self.deadline:
@@ -222,7 +222,7 @@ class Watch:
                 self.killed, self.deadline = True, time.monotonic() + UNKILLABLE_SECONDS
 
     def _check_progress(self) -> None:
-        """End the attempt here where the local ranks hang, or another node has failed or reports a hang."""
+        """End the local ranks if they hang, or if another node has failed or reports a hang."""
         beats = self.local_ranks.listen(self.pauses.lost_seconds())
         if not beats:
             return
@@ -236,15 +236,15 @@ class Watch:
             self._end_remaining("another node failed")
 
     def _stopped_rank(self) -> int | None:
-        """Return a rank that a signal has stopped: it makes no progress, whatever silence it announced."""
+        """Return a rank that a signal has stopped: it makes no progress, even within its announced time limit."""
         pid = self.stopped.longest([rank.pid for rank in self.local_ranks.alive])
         return next((rank.rank for rank in self.local_ranks.alive if rank.pid == pid), None)
 
     def _end_hung_ranks(self, hung: int | None) -> None:
-        """Record which rank the hang is due to, and kill all: ranks in a dead collective cannot save anything."""
+        """Record the rank that causes the hang, and kill all: in a hung collective no rank can save a checkpoint."""
         attempt = self.options.attempt
         with _tolerating_a_bad_disk("the hang could not be announced"):
-            announce_hang(self.run, attempt)  # first of all: ranks elsewhere are at the same point now
+            announce_hang(self.run, attempt)  # first, so that other nodes collect the stacks of the same moment
         views = collect_stacks(self.local_ranks, self.run.attempt(attempt) / "stacks")
         suspect = find_suspect(views, self.cluster.nodes > 1)
         silent = max((view.silent_seconds for view in views), default=0.0)
@@ -267,11 +267,11 @@ class Watch:
         signum = signal.SIGTERM if signum == signal.SIGINT else signum
         self.local_ranks.forward(signum)
         if not self.killed:
-            # A scheduler that repeats the signal does not grant more time.
+            # A repeated signal does not extend the grace period.
             self.deadline = min(self.deadline, time.monotonic() + self.cluster.grace_seconds)
         name = signal.Signals(signum).name
         logger.info("forwarded %s to %d ranks", name, len(self.local_ranks.alive))
-        # A full disk must not cost the ranks the grace in which they save what they can.
+        # Recorded last, and failures are tolerated: a full disk must not shorten the ranks' grace period.
         with _tolerating_a_bad_disk("the signal could not be recorded"):
             record_event(self.run, "signal", signal=name, attempt=self.options.attempt, node=self.options.node_name)
 
@@ -284,7 +284,7 @@ class Watch:
         if rank is None or self.local_ranks.first_failure is None or self.ending or self.killed:
             return
         self._end_remaining(f"rank {rank.rank} ended with {rank.signal or f'exit code {exit_code}'}")
-        # Else the other nodes would wait in a collective for this one until their watchdog ends them.
+        # Otherwise the other nodes would wait in a collective until their watchdog ends them.
         with _tolerating_a_bad_disk("the failure could not be announced to the other nodes"):
             announce_failure(self.run, self.options.attempt)
 
@@ -296,7 +296,7 @@ class Watch:
                 write_failure(self.run, self.options.attempt, f"{self.node}-rank-{rank.rank:05d}", failure)
 
     def _check_disk(self, rank: RankRecord) -> None:
-        """Name a full disk as the cause where the rank could not: its own failure file needs space, too."""
+        """Record a full disk as the cause if the rank could not: its failure record needs disk space, too."""
         attempt = self.options.attempt
         error = no_space(self.run.attempt(attempt))
         if error and all(failure.rank != rank.rank for failure in read_failures(self.run, attempt)):

@@ -1,7 +1,7 @@
-"""Check that what a run spec names outside itself is there, as far as this machine sees it: files, code, credentials.
+"""Check that the files, code and credentials that a run spec refers to exist, as far as they are visible here.
 
-Every verb that starts a run asks before anything is made or queued, and so does the agent of each node before it starts
-a rank, for what only the nodes can see. What Slurm and Kubernetes hold, their own preflights ask.
+Every verb that starts a run calls these checks before it creates or queues anything, and each node agent calls them
+before it starts ranks. The preflight of each back end checks the resources of its scheduler.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from scaletrain_cli.spec import RunSpec
 if TYPE_CHECKING:
     from scaletrain_cli.launch.code import Snapshot
 
-# Find out whether a run will have a key of Weights & Biases, in the places where wandb looks.
+# The API key of Weights & Biases: the places where wandb looks for it.
 
 
 _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
@@ -51,7 +51,7 @@ def has_login(spec: RunSpec, environment: Mapping[str, str], folder: Path) -> bo
     if any(name in spec.env or backend.passes_on(spec, name, environment) for name in _KEYS):
         return True
     if not backend.traits.shared_run_directory:
-        return False  # the ranks have a home folder of their own
+        return False  # the ranks have another home folder
     host = urlsplit(_base_url({**environment, **spec.env}, folder)).hostname or ""
     return any(_has_entry(path, host) for path in _netrc_files(environment))
 
@@ -95,9 +95,9 @@ def check_external(
     begun: bool = False,
     secrets: Collection[str] = (),
 ) -> CheckResults:
-    """Look at everything that this machine can see. Touches nothing. ``folder`` as in View; by default the current one.
+    """Return the results of all checks that are possible here. Changes nothing; never raises.
 
-    Raises no error: the caller decides what problems mean.
+    ``folder`` as in View; by default the current folder.
     """
     view = View(spec, Path(folder or os.getcwd()), os.environ, code, begun, secrets=secrets)
     problems = tuple(dict.fromkeys(found for check in _CHECKS for found in check(view)))
@@ -105,15 +105,15 @@ def check_external(
 
 
 def require_external(spec: RunSpec, snapshot: Snapshot | None) -> tuple[str, ...]:
-    """Check a new run, with the code that was taken; return notes. Raises UsageError with all problems."""
+    """Check a new run with the snapshot of its code; return notes. Raises UsageError with all problems."""
     return _require(check_external(spec, code=None if snapshot is None else paths_in(snapshot.listing)))
 
 
 def require_external_to_resume(run: RunDir, record: RunRecord, snapshot: Snapshot | None = None) -> tuple[str, ...]:
-    """Check a run to resume, with code taken anew or that kept with it; return notes. Raises UsageError."""
+    """Check a run to resume, with a new snapshot or the kept code; return notes. Raises UsageError."""
     code = None if snapshot is None else paths_in(snapshot.listing)
     if code is None and record.code is not None:
-        with contextlib.suppress(OSError):  # place_code tells on the node
+        with contextlib.suppress(OSError):  # place_code reports it on the node
             listing = code_file(run, record.code, "sha256").read_bytes()
             code = paths_in(listing.decode("utf-8", "surrogateescape"))
     found = check_external(
@@ -134,15 +134,15 @@ def _require(found: CheckResults) -> tuple[str, ...]:
 
 
 def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: Path | None) -> None:
-    """The same on a node of the job, from the run's working folder, before any rank is started.
+    """Check on a node of the job, from the run's working folder, before any rank is started.
 
-    Raises UsageError (exit 2) where it was the spec that named what is not there, and WrongNodesError (exit 5) where
-    other nodes may have it: on Slurm, and after a checkpoint, up to which all of it was there.
+    Raises UsageError (exit code 2) if the spec is wrong, and WrongNodesError (exit code 5) if other nodes may have what
+    is missing: on Slurm, and after the first checkpoint, until which everything existed.
     """
     spec, begun = record.spec, has_committed(run)
     view = View(spec, Path.cwd(), os.environ, None, begun, on_node=True)
     checks = [weights_problems, checkpoint_problems]
-    if node_rank == 0 or (expand_home(spec.data.source) / "dataset.json").is_file():  # its first rank prepares
+    if node_rank == 0 or (expand_home(spec.data.source) / "dataset.json").is_file():  # rank 0 prepares the data
         checks += [source_problems, tokenizer_problems]
     problems = [found for check in checks for found in check(view)]
     if code_folder is None and spec.code.engine is not None:
@@ -159,7 +159,7 @@ def engine_problems(view: View) -> Iterator[Problem]:
     """Yield why ``code.engine`` or ``code.import_root`` is neither in the kept files of code.path nor installed."""
     code = view.spec.code
     if code.path is not None and view.code is None:
-        return  # nothing was taken of the tree
+        return  # there is no snapshot of the working tree
     root = "" if code.import_root == "." else code.import_root.strip("/").removeprefix("./") + "/"
     kept = view.code or ()
     if code.path is not None and root and not any(path.startswith(root) for path in kept):
@@ -176,7 +176,7 @@ def _installed_problems(view: View) -> Iterator[Problem]:
     engine = str(code.engine)
     if not view.on_node and backend_for(view.spec.cluster.scheduler).has_own_python(view.spec):
         if code.path is None:
-            return  # an interpreter that is not seen here
+            return  # the ranks use an interpreter that is not visible here
     elif _is_installed(engine, view):
         return
     hint = "Commit its file, or set code.path and code.import_root to where it is."
@@ -191,7 +191,7 @@ def _module_in(files: Collection[str], path: str) -> bool:
 
 
 def _is_installed(module: str, view: View) -> bool:
-    """Return whether ``python -m`` would find the module. Imports no parent package, which would run it."""
+    """Return whether ``python -m`` would find the module. Does not import parent packages: that would run code."""
     first, *rest = module.split(".")
     try:
         found = find_spec(first)
@@ -259,7 +259,7 @@ def wandb_problems(view: View) -> Iterator[Problem]:
 
 
 def section_problems(view: View) -> Iterator[Problem]:
-    """Yield what the section of the back end names and is not there."""
+    """Yield resources of the back end's section that do not exist."""
     yield from backend_for(view.spec.cluster.scheduler).resource_problems(view)
 
 

@@ -1,4 +1,4 @@
-"""Check the files that a run spec names: training data, tokenizer, weights, and where each is visible."""
+"""Check the files that a run spec names: training data, tokenizer and weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 
 @dataclass(frozen=True)
 class CheckResults:
-    """``problems`` keep the run from starting; ``notes`` name what could not be checked from here."""
+    """The results. ``problems`` keep the run from starting; ``notes`` name what could not be checked here."""
 
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
@@ -30,9 +30,9 @@ class CheckResults:
 class View:
     """The machine and folder from which a spec is checked.
 
-    ``folder``: what its relative paths are relative to. ``code``: the files kept of code.path, None where they were not
-    taken. ``begun``: a checkpoint was committed, so that no first weights are read. ``on_node``: as the ranks see it.
-    ``secrets``: names whose values the run directory holds.
+    ``folder``: the base of its relative paths. ``code``: the files kept of code.path, None if no snapshot was taken.
+    ``begun``: a checkpoint was committed, so initial weights are not read. ``on_node``: checked on a node of the job.
+    ``secrets``: names whose values are in the run directory.
     """
 
     spec: RunSpec
@@ -68,8 +68,10 @@ def is_missing(path: str) -> bool:
 
 
 def is_shared(path: PurePosixPath) -> bool:
-    """Return whether nodes are taken to see at ``path`` what this machine does: not below folders of each host alone,
-    nor below a top-level folder that is missing here."""
+    """Return whether ``path`` is assumed to be the same on the nodes as here.
+
+    False below folders that each host has for itself, and below a top-level folder that does not exist here.
+    """
     own = ("/tmp", "/var", "/run", "/dev", "/proc", "/scratch", "/local", "/localscratch", "/opt", "/usr", "/etc")
     if any(path.is_relative_to(folder) for folder in own):
         return False
@@ -77,7 +79,7 @@ def is_shared(path: PurePosixPath) -> bool:
 
 
 def source_problems(view: View) -> Iterator[Problem]:
-    """Yield what is wrong with ``data.source``, where this package's engine reads it."""
+    """Yield the problems of ``data.source``, if the built-in engine reads it."""
     source = view.spec.data.source
     if view.spec.code.engine is not None or source == PYTHON_STDLIB or view.unseen(parent_of_glob(source)):
         return
@@ -101,7 +103,10 @@ def source_problems(view: View) -> Iterator[Problem]:
 
 
 def _too_little_text(files: tuple[Path, ...], spec: RunSpec) -> str:
-    """Return why plain files make no sequence: each trained token has at least a byte, and each document one more."""
+    """Return a problem if the text is too short for one sequence; empty otherwise.
+
+    A token of a trained tokenizer has at least one byte, and each document adds one token.
+    """
     if any(path.suffix in (".parquet", ".gz") for path in files) or not isinstance(spec.model, ModelSpec):
         return ""
     try:
@@ -117,7 +122,7 @@ def _too_little_text(files: tuple[Path, ...], spec: RunSpec) -> str:
 
 
 def tokenizer_problems(view: View) -> Iterator[Problem]:
-    """Yield what is wrong with ``data.tokenizer.path``."""
+    """Yield the problems of ``data.tokenizer.path``."""
     path = view.spec.data.tokenizer.path
     if view.spec.code.engine is not None or path is None or view.unseen(path):
         return
@@ -127,7 +132,7 @@ def tokenizer_problems(view: View) -> Iterator[Problem]:
 
 
 def tokenizer_problem(path: Path, spec: RunSpec) -> str:
-    """Return what is wrong with a tokenizer.json; empty for a valid one."""
+    """Return the problem of a tokenizer.json; empty for a valid one."""
     from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 
     try:
@@ -150,7 +155,7 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> str:
 
 
 def weights_problems(view: View) -> Iterator[Problem]:
-    """Yield what is wrong with ``model.weights``; after the first checkpoint they are not read."""
+    """Yield the problems of ``model.weights``; after the first checkpoint they are not read."""
     given = getattr(view.spec.model, "weights", None)
     if view.spec.code.engine is not None or given is None or view.begun or view.unseen(given):
         return
@@ -192,7 +197,10 @@ def _weights_problem(folder: Path) -> str:
 
 
 def _safetensors_problem(path: Path) -> str:
-    """The header says how long the file is (github.com/huggingface/safetensors, Format)."""
+    """Return the problem of a safetensors file; empty for a valid one.
+
+    The header gives the file's length (github.com/huggingface/safetensors, section Format).
+    """
     with open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -228,7 +236,7 @@ def _prepared_problem(folder: Path, spec: RunSpec) -> str:
 
 
 def not_checked(view: View) -> Iterator[str]:
-    """Yield a note for each place that this machine does not see, with the keys that name something there."""
+    """Yield a note for each location that is not visible here, with the keys that refer to it."""
     spec = view.spec
     own = spec.code.engine is not None
     paths = {
@@ -246,7 +254,7 @@ def not_checked(view: View) -> Iterator[str]:
 
 
 def not_read(view: View) -> Iterator[str]:
-    """Files of a folder that no run would read."""
+    """Yield a note on files of the data folder that the engine does not read."""
     source = view.spec.data.source
     if view.spec.code.engine is not None or source == PYTHON_STDLIB or view.unseen(parent_of_glob(source)):
         return

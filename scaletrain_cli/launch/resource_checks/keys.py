@@ -1,4 +1,4 @@
-"""The table of docs/checks.md: each key of a run spec that names something outside it, what checks that, and when."""
+"""The table of docs/checks.md: each key of a run spec that refers to an external resource, and its check."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LOAD, _PLAN, _SUBMIT, _SCHEDULER = "load", "plan", "submit", "submit (asks the 
 
 @dataclass(frozen=True)
 class ExternalKey:
-    """One key (``*`` stands for a name or an index) and the thing that it names.
+    """One key (``*`` stands for a name or an index) and the resource that it refers to.
 
     ``when``: ``load`` is every verb that reads the spec; ``plan`` every verb that plans; ``submit`` is validate (as a
     warning), submit, submit --dry-run, train, resume and each node; ``submit (asks the scheduler)`` is submit and
-    resume. ``instead`` says where it cannot be checked then, and what does it. ``by`` is the code, as MODULE:NAME.
+    resume. ``instead`` says where it cannot be checked, and what checks it there. ``by`` is the code, as MODULE:NAME.
     """
 
     key: str
